@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// aio/engine.hpp - many direct reads and writes in flight on a drive. Start here.
+//
+// Threading  Any thread may submit and wait. Each engine has one I/O thread, on the drive's NUMA node; continuations
+//            of completions run on it and must not block.
+// Memory     Queues are sized at construction. A transfer borrows its buffer until its completion is done.
+// Errors     A failed transfer fails its completion with IoError{operation, path, offset, errno} after bounded
+//            retries (EINTR, EAGAIN, short transfers). Misalignment is a bug.
+// Main path  read -> blocks -> backend -> result checked against length -> Completion.
+#pragma once
+
+#include <hoist/aio/backend.hpp>
+#include <hoist/aio/file.hpp>
+#include <hoist/core/completion.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace hoist::aio {
+
+enum class BackendKind : std::uint8_t { automatic, io_uring, threads, null };
+
+struct EngineOptions {
+  BackendKind backend = BackendKind::automatic;
+  std::uint64_t block_bytes = kMiB;  // a transfer is cut into blocks of this; a multiple of 4 KiB
+  unsigned queue_depth = 16;         // blocks in flight
+  unsigned thread_count = 4;         // of the `threads` backend only
+  int numa_node = -1;                // where the I/O thread runs; negative: anywhere
+  // Memory that transfers will use, registered with the kernel when it lets us; pieces of at most 1 GiB. Transfers
+  // outside of it work too, a little slower.
+  std::vector<std::span<std::byte>> registered_memory{};
+  unsigned retries_max = 8;          // per block, for EAGAIN and short transfers; then the error is delivered
+  Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
+};
+
+// Foreground: someone waits for it (a prefetch, a record to update). Background: write-back. A foreground block is
+// handed to the kernel before any queued background block; it never waits behind more than one queue depth of them.
+enum class Priority : std::uint8_t { foreground, background };
+
+class Engine {
+ public:
+  explicit Engine(const EngineOptions& options);
+  // With a backend of the caller's own (fault injection in tests).
+  Engine(const EngineOptions& options, std::unique_ptr<Backend> backend);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Starts reading target.size() bytes of `file` at `offset_bytes`.
+  // Pre:  offset, length and address are multiples of File::kAlignment; `file` outlives the transfer.
+  // Cost: never blocks; no system call on this thread.
+  Completion read(const File& file, std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority);
+  Completion write(const File& file, std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority);
+  // fdatasync, ordered after every write of `file` whose completion was done before this call. Never retried: after a
+  // failed flush the kernel may have dropped the dirty pages, and a second call would lie.
+  Completion sync(const File& file);
+
+  struct Stats {
+    std::uint64_t read_bytes = 0;      // delivered
+    std::uint64_t written_bytes = 0;   // acknowledged
+    Nanoseconds read_busy{0};          // time with at least one read in flight
+    Nanoseconds write_busy{0};
+    std::uint64_t retries = 0;
+  };
+  Stats stats() const;
+  // For reports: "io_uring (registered buffers, registered files)", "threads (io_uring: Operation not permitted)".
+  const std::string& description() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace hoist::aio

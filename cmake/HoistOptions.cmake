@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# Build options. Optional parts take AUTO (use it when found), ON (an error when missing) or OFF.
+
+foreach(part CUDA NCCL MPI)
+  set(HOIST_WITH_${part} AUTO CACHE STRING "Build with ${part}: AUTO, ON or OFF")
+  set_property(CACHE HOIST_WITH_${part} PROPERTY STRINGS AUTO ON OFF)
+endforeach()
+
+option(HOIST_BUILD_CLI "Build the hoist command line tool" ${PROJECT_IS_TOP_LEVEL})
+option(HOIST_BUILD_EXAMPLES "Build hoist-gpt" ${PROJECT_IS_TOP_LEVEL})
+option(HOIST_BUILD_BENCH "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
+option(HOIST_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
+option(HOIST_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" OFF)
+set(HOIST_SANITIZE "" CACHE STRING "Sanitizers for the whole build, as -fsanitize= takes them")
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "Build type" FORCE)
+endif()
+
+if(HOIST_SANITIZE)
+  add_compile_options(-fsanitize=${HOIST_SANITIZE} -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=${HOIST_SANITIZE})
+endif()

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# One call per folder: a static library that lists the rooms it may use.
+
+set(HOIST_WARNINGS -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wnon-virtual-dtor -Woverloaded-virtual
+  -Wno-missing-field-initializers)
+if(HOIST_WARNINGS_AS_ERRORS)
+  list(APPEND HOIST_WARNINGS -Werror)
+endif()
+
+# hoist_compile_rules(TARGET): the warnings and floating-point rules of every target of ours.
+# -ffp-contract=off: GCC contracts a*b+c across intrinsics, and then instruction sets disagree in the last bit.
+function(hoist_compile_rules target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${HOIST_WARNINGS} -ffp-contract=off>)
+endfunction()
+
+# hoist_room(NAME SOURCES ... USES room... LINKS target... PRIVATE_LINKS target...)
+function(hoist_room name)
+  cmake_parse_arguments(ROOM "" "" "SOURCES;USES;LINKS;PRIVATE_LINKS" ${ARGN})
+  set(target hoist_${name})
+  add_library(${target} STATIC ${ROOM_SOURCES})
+  add_library(hoist::${name} ALIAS ${target})
+  set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
+  hoist_compile_rules(${target})
+  target_include_directories(${target} PUBLIC
+    $<BUILD_INTERFACE:${CMAKE_BINARY_DIR}/include> $<INSTALL_INTERFACE:include>)
+  foreach(room IN LISTS ROOM_USES)
+    target_link_libraries(${target} PUBLIC hoist_${room})
+  endforeach()
+  target_link_libraries(${target} PUBLIC ${ROOM_LINKS} PRIVATE ${ROOM_PRIVATE_LINKS})
+  set_property(GLOBAL APPEND PROPERTY HOIST_ROOMS ${name})
+endfunction()
+
+# hoist_test(NAME SOURCES ... USES room... LINKS target... LABELS label... [TIMEOUT seconds] [PROCESSORS n])
+# One GoogleTest executable; ctest sees each of its tests, and a skip shows as skipped.
+function(hoist_test name)
+  cmake_parse_arguments(T "" "TIMEOUT;PROCESSORS" "SOURCES;USES;LINKS;LABELS" ${ARGN})
+  set(target ${name}_test)
+  add_executable(${target} ${T_SOURCES})
+  hoist_compile_rules(${target})
+  foreach(room IN LISTS T_USES)
+    target_link_libraries(${target} PRIVATE hoist_${room})
+  endforeach()
+  target_link_libraries(${target} PRIVATE ${T_LINKS} GTest::gtest_main GTest::gmock)
+  target_include_directories(${target} PRIVATE ${CMAKE_BINARY_DIR}/include)
+  if(NOT T_LABELS)
+    set(T_LABELS unit)
+  endif()
+  if(NOT T_TIMEOUT)
+    set(T_TIMEOUT 120)
+  endif()
+  if(NOT T_PROCESSORS)
+    set(T_PROCESSORS 1)
+  endif()
+  gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+    PROPERTIES LABELS "${T_LABELS}" TIMEOUT ${T_TIMEOUT} PROCESSORS ${T_PROCESSORS})
+endfunction()

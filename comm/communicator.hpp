@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// comm/communicator.hpp - collectives over the ranks of a job. Start here.
+//
+// Two planes. Data: grouped, in place, ordered on a device stream. Control: small, blocking, between hosts; used for
+// norms, agreement and commits. Both are collective: every rank makes the same calls in the same order.
+//
+// Threading  One thread at a time per plane and communicator; duplicate() gives an independent one for another thread.
+// Memory     `scratch` is handed in at creation (it counts against the device budget); nothing else is allocated per
+//            call on the data plane.
+// Errors     CommError naming rank and operation; on the data plane through the stream's error.
+// Main path  all_gather(pieces, stream) -> one grouped operation in stream order.
+#pragma once
+
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/ledger.hpp>
+#include <hoist/platform/stream.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace hoist::comm {
+
+// A buffer of [rank, shard] in device memory: `size()` equal pieces, of which this rank's holds its contribution.
+struct GatherPiece {
+  std::byte* data = nullptr;       // size() * shard_bytes
+  std::uint64_t shard_bytes = 0;   // may be 0
+};
+
+// A buffer of [rank, shard] elements, every rank's full contribution. Afterwards this rank's own piece holds
+// scale * the sum over ranks; the other pieces are undefined.
+struct ReducePiece {
+  std::byte* data = nullptr;
+  DType dtype = DType::bf16;
+  std::uint64_t shard_elements = 0;  // may be 0
+  float scale = 1.0f;
+};
+
+struct CommunicatorOptions {
+  // Device memory for staging reductions, per communicator that reduces; at least 64 KiB when size() > 1. Self and
+  // NCCL use none.
+  std::span<std::byte> scratch{};
+  Ledger* ledger = nullptr;  // bytes this rank sends (Link::wire) are counted when given
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);  // a rank that stays away this long is an error
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::string_view name() const = 0;  // "self", "threads", "mpi", "nccl"
+
+  // Data plane. One grouped operation per call. `pieces` is copied before the call returns.
+  virtual void all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) = 0;
+  // 16-bit types: an all-to-all of shards, then an fp32 sum in rank order, scaled and rounded once (to_bf16's rule):
+  // the bytes of a reduce-scatter, a fixed order, and the same bits on every CPU backend.
+  virtual void reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) = 0;
+  virtual void all_reduce_sum(std::span<float> values, platform::Stream& stream) = 0;  // in rank order
+  virtual void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) = 0;
+
+  // Control plane. Blocking.
+  // all[r * mine.size(), ...) = rank r's `mine`. Pre: all.size() == size() * mine.size().
+  virtual void exchange(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
+  virtual void broadcast_host(std::span<std::byte> bytes, int root) = 0;
+  virtual void barrier() = 0;
+
+  // [collective] An independent communicator over the same ranks, without scratch: control plane and all_gather only.
+  virtual std::unique_ptr<Communicator> duplicate() = 0;
+
+ protected:
+  Communicator() = default;
+};
+
+// One rank.
+std::unique_ptr<Communicator> make_self(const CommunicatorOptions& options = {});
+
+// Ranks that are threads of this process. Every thread calls join() once with its own rank and options; join blocks
+// until all have. An abandoned group (a rank that threw before joining or during a collective calls abort()) fails the
+// others' calls with CommError instead of hanging them.
+class ThreadGroup {
+ public:
+  explicit ThreadGroup(int size);
+  ~ThreadGroup();
+  std::unique_ptr<Communicator> join(int rank, const CommunicatorOptions& options = {});
+  void abort(const std::string& why);
+
+ private:
+  struct Shared;
+  std::shared_ptr<Shared> shared_;
+};
+
+// Ranks started by mpirun or srun. Initialises MPI (MPI_THREAD_MULTIPLE) when nobody has, and finalises it at process
+// exit in that case. Throws CommError with the remedy when this build has no MPI.
+// mpi_size_of_launch(): the world size a launcher announced in the environment, 0 when started without one.
+std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options = {});
+
+// Over NCCL. `id` is NCCL's unique id (128 bytes), made by rank 0 with nccl_unique_id() and handed to all.
+// Control-plane calls need `control`, a communicator between the hosts (MPI or self).
+std::vector<std::byte> nccl_unique_id();
+std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
+                                        std::unique_ptr<Communicator> control, const CommunicatorOptions& options = {});
+
+// What was compiled in.
+bool have_mpi();
+bool have_nccl();
+
+}  // namespace hoist::comm

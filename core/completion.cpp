@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/assert.hpp>
+#include <hoist/core/completion.hpp>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <vector>
+
+namespace hoist {
+
+struct detail::CompletionState {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<bool> done{false};  // written under the mutex; read without it by done()
+  std::exception_ptr error;       // constant once done
+  std::vector<Completion::Continuation> continuations;
+};
+
+Completion Completion::failed(std::exception_ptr error) {
+  Promise promise;
+  Completion completion = promise.completion();
+  promise.fail(std::move(error));
+  return completion;
+}
+
+bool Completion::done() const noexcept { return !state_ || state_->done.load(std::memory_order_acquire); }
+
+void Completion::wait() const {
+  if (!state_) return;
+  if (!done()) {
+    std::unique_lock lock(state_->mutex);
+    state_->changed.wait(lock, [&] { return state_->done.load(std::memory_order_relaxed); });
+  }
+  if (state_->error) std::rethrow_exception(state_->error);
+}
+
+bool Completion::wait_for(std::chrono::nanoseconds timeout) const {
+  if (!done()) {
+    std::unique_lock lock(state_->mutex);
+    if (!state_->changed.wait_for(lock, timeout, [&] { return state_->done.load(std::memory_order_relaxed); })) return false;
+  }
+  if (state_ && state_->error) std::rethrow_exception(state_->error);
+  return true;
+}
+
+std::exception_ptr Completion::error() const noexcept { return state_ && done() ? state_->error : nullptr; }
+
+void Completion::then(Continuation continuation) const {
+  if (state_) {
+    std::unique_lock lock(state_->mutex);
+    if (!state_->done.load(std::memory_order_relaxed)) {
+      state_->continuations.push_back(std::move(continuation));
+      return;
+    }
+  }
+  continuation(error());
+}
+
+Promise::Promise() : state_(std::make_shared<detail::CompletionState>()) {}
+
+Promise& Promise::operator=(Promise&& other) noexcept {
+  HOIST_ASSERT(!state_ || state_->done, "a promise was overwritten before it was fulfilled");
+  state_ = std::move(other.state_);
+  return *this;
+}
+
+Promise::~Promise() { HOIST_ASSERT(!state_ || state_->done, "a promise was destroyed before it was fulfilled"); }
+
+void Promise::settle(std::exception_ptr error) noexcept {
+  std::vector<Completion::Continuation> continuations;
+  const std::shared_ptr<detail::CompletionState> state = state_;  // outlives a continuation that drops this promise
+  {
+    std::unique_lock lock(state->mutex);
+    HOIST_ASSERT(!state->done.load(std::memory_order_relaxed), "a promise was fulfilled twice");
+    state->error = error;
+    state->done.store(true, std::memory_order_release);
+    continuations.swap(state->continuations);
+    state->changed.notify_all();
+  }
+  for (auto& continuation : continuations) continuation(error);
+}
+
+namespace {
+
+struct Join {
+  explicit Join(std::size_t count) : errors(count), pending(count) {}
+  Promise promise;
+  std::vector<std::exception_ptr> errors;
+  std::atomic<std::size_t> pending;
+};
+
+}  // namespace
+
+Completion when_all(std::span<const Completion> parts) {
+  if (parts.empty()) return {};
+  auto join = std::make_shared<Join>(parts.size());
+  const Completion result = join->promise.completion();
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    parts[i].then([join, i](std::exception_ptr error) {
+      join->errors[i] = std::move(error);
+      if (join->pending.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      for (auto& first : join->errors) {
+        if (first) return join->promise.fail(first);
+      }
+      join->promise.complete();
+    });
+  }
+  return result;
+}
+
+}  // namespace hoist

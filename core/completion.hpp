@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// core/completion.hpp - something the host can see finish: a disk transfer, a CPU task, a polled event.
+//
+// Threading  Any thread may wait, ask, or attach a continuation; exactly one thread fulfils a Promise, once.
+// Memory     One small shared block per promise; handles are reference counted.
+// Errors     A failed operation stores its exception; wait() rethrows it to everyone who waits.
+// Main path  Promise::complete -> continuations, in the order they were attached, on the completing thread.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <span>
+
+namespace hoist {
+
+namespace detail {
+struct CompletionState;
+}
+
+class Completion {
+ public:
+  // Null is success. Continuations must not block and must not throw.
+  using Continuation = std::function<void(std::exception_ptr)>;
+
+  Completion() = default;  // already complete, without error
+  static Completion failed(std::exception_ptr error);
+
+  bool done() const noexcept;
+  void wait() const;
+  // False when the time-out passes first.
+  [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) const;
+  // Null while pending and after success.
+  std::exception_ptr error() const noexcept;
+  // Runs `continuation` on the completing thread, or here and now when already done.
+  void then(Continuation continuation) const;
+
+ private:
+  friend class Promise;
+  explicit Completion(std::shared_ptr<detail::CompletionState> state) : state_(std::move(state)) {}
+  std::shared_ptr<detail::CompletionState> state_;
+};
+
+// The producing end. Destroying an unfulfilled promise is a bug.
+class Promise {
+ public:
+  Promise();
+  Promise(Promise&&) noexcept = default;
+  Promise& operator=(Promise&&) noexcept;
+  Promise(const Promise&) = delete;
+  Promise& operator=(const Promise&) = delete;
+  ~Promise();
+
+  Completion completion() const { return Completion(state_); }
+  void complete() noexcept { settle(nullptr); }
+  void fail(std::exception_ptr error) noexcept { settle(std::move(error)); }
+
+ private:
+  void settle(std::exception_ptr error) noexcept;
+  std::shared_ptr<detail::CompletionState> state_;
+};
+
+// Done when all are done; fails with the first error in the order of `parts`.
+Completion when_all(std::span<const Completion> parts);
+
+}  // namespace hoist

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/dtype.hpp>
+
+#include <cmath>
+
+namespace hoist {
+
+std::string_view dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::bf16: return "bf16";
+    case DType::fp16: return "fp16";
+    case DType::fp32: return "fp32";
+  }
+  return "?";
+}
+
+float fp16_to_float(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
+  const std::uint32_t exponent = (bits >> 10) & 0x1Fu;
+  const std::uint32_t mantissa = bits & 0x3FFu;
+  if (exponent == 0x1F) return std::bit_cast<float>(sign | 0x7F800000u | (mantissa << 13));
+  if (exponent != 0) return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  const float magnitude = std::ldexp(static_cast<float>(mantissa), -24);
+  return sign != 0 ? -magnitude : magnitude;
+}
+
+std::uint16_t float_to_fp16(float value) {
+  const auto b = std::bit_cast<std::uint32_t>(value);
+  const auto sign = static_cast<std::uint16_t>((b >> 16) & 0x8000u);
+  const std::uint32_t magnitude = b & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u);
+  if (magnitude >= 0x477FF000u) return static_cast<std::uint16_t>(sign | 0x7C00u);  // rounds to 65536 or more
+  if (magnitude < 0x38800000u) {  // subnormal in fp16: nearbyint rounds to nearest even
+    const float scaled = std::ldexp(std::bit_cast<float>(magnitude), 24);
+    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(std::nearbyint(scaled)));
+  }
+  const std::uint32_t rounded = magnitude + 0xFFFu + ((magnitude >> 13) & 1u);
+  return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>((rounded >> 13) - (112u << 10)));
+}
+
+}  // namespace hoist

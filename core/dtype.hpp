@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// core/dtype.hpp - number types, and the lossless split of an fp32 master into a bf16 weight and a 16-bit remainder.
+//
+// The split is integer arithmetic only and is the one rule by which every bf16 weight in every placement is made; the
+// hardware's own conversion rounds to nearest even and cannot be split this way. Derivation: docs/format.md.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <string_view>
+
+namespace hoist {
+
+enum class DType : std::uint8_t { bf16 = 0, fp16 = 1, fp32 = 2 };
+
+constexpr std::uint64_t dtype_bytes(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+std::string_view dtype_name(DType dtype);
+
+// A bfloat16 as stored: the upper half of an fp32. Arithmetic happens in float.
+struct bf16 {
+  std::uint16_t bits;
+  friend constexpr bool operator==(bf16, bf16) = default;
+};
+
+constexpr float to_float(bf16 value) { return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16); }
+
+// fp16 (IEEE binary16) <-> fp32; round to nearest even, overflow to infinity.
+float fp16_to_float(std::uint16_t bits);
+std::uint16_t float_to_fp16(float value);
+
+// A master value split without loss. weight is the master rounded to bf16, halves away from zero.
+struct SplitMaster {
+  bf16 weight;
+  std::int16_t remainder;
+};
+
+constexpr SplitMaster split_master(float master) {
+  const auto b = std::bit_cast<std::uint32_t>(master);
+  return {bf16{static_cast<std::uint16_t>((b + 0x8000u) >> 16)}, static_cast<std::int16_t>(static_cast<std::uint16_t>(b))};
+}
+
+constexpr float join_master(bf16 weight, std::int16_t remainder) {
+  const auto high = static_cast<std::uint32_t>(weight.bits) << 16;
+  return std::bit_cast<float>(high + static_cast<std::uint32_t>(static_cast<std::int32_t>(remainder)));
+}
+
+// The same rounding where no remainder is kept: gradients and activations. NaN stays NaN (a payload in the low half
+// alone would round into infinity or past it).
+constexpr bf16 to_bf16(float value) {
+  if (value != value) return bf16{static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(value) >> 16) | 0x0040u)};
+  return split_master(value).weight;
+}
+
+// Masters at or beyond this magnitude (bits) round to a bf16 infinity, or are no finite numbers; they are never
+// committed.
+inline constexpr std::uint32_t kMasterLimitBits = 0x7F7F8000u;
+constexpr bool master_is_committable(float master) {
+  return (std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu) < kMasterLimitBits;
+}
+
+}  // namespace hoist

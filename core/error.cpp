@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <system_error>
+
+namespace hoist {
+
+namespace detail {
+
+void assertion_failed(const char* expression, const char* file, int line, const std::string& values) {
+  std::fprintf(stderr, "hoist: assertion failed: %s (%s:%d)%s%s\n", expression, file, line, values.empty() ? "" : ": ",
+               values.c_str());
+  std::fflush(stderr);
+  std::abort();
+}
+
+}  // namespace detail
+
+ConfigError::ConfigError(std::string key_path, const std::string& problem)
+    : Error(key_path.empty() ? problem : fmt::format("{}: {}", key_path, problem)), key(std::move(key_path)) {}
+
+BudgetError::BudgetError(Need n)
+    : Error(fmt::format("the {} budget is {} ({} bytes), but {} needs {} ({} bytes); raise {} to at least {}", n.tier,
+                        format_bytes(n.have_bytes), n.have_bytes, n.detail, format_bytes(n.need_bytes), n.need_bytes,
+                        n.key, n.need_bytes)),
+      need(std::move(n)) {}
+
+IoError::IoError(Where w, const std::string& remedy)
+    : Error(fmt::format("{} of {} at offset {} ({} bytes) failed: {}{}{}", w.operation, w.path, w.offset_bytes,
+                        w.length_bytes, w.code == 0 ? "fewer bytes were transferred than asked for"
+                                                    : std::generic_category().message(w.code),
+                        remedy.empty() ? "" : "; ", remedy)),
+      where(std::move(w)) {}
+
+CorruptionError::CorruptionError(Where w)
+    : Error(fmt::format("corrupt {} of unit '{}' in {} at offset {}: checksum {:016x} was recorded, {:016x} was found; "
+                        "the data was not used",
+                        w.region, w.unit, w.path, w.offset_bytes, w.expected, w.found)),
+      where(std::move(w)) {}
+
+DeviceError::DeviceError(const std::string& call, int error_code, const std::string& description,
+                         const std::string& remedy)
+    : Error(fmt::format("{} failed: {} (code {}){}{}", call, description, error_code, remedy.empty() ? "" : "; ",
+                        remedy)),
+      code(error_code) {}
+
+}  // namespace hoist

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// core/error.hpp - the errors that leave hoist.
+//
+// Three kinds, never mixed: a bug is HOIST_ASSERT; an expected outcome (queue full, pool empty) is a return value; the
+// environment or bad input is one of these exceptions. Each carries what was attempted and the remedy. Asynchronous
+// work stores its exception in a Completion, and whoever waits receives it.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace hoist {
+
+// Base of everything hoist throws. what() is one complete sentence for a person, the remedy included.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The caller broke the contract of the public face. The engine's state is unchanged.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A configuration value that cannot be honoured. `key` is its path, for example "zero_optimization.stage".
+class ConfigError : public Error {
+ public:
+  ConfigError(std::string key_path, const std::string& problem);
+  const std::string key;
+};
+
+// A tier cannot hold what the configuration asks of it.
+class BudgetError : public Error {
+ public:
+  struct Need {
+    std::string tier;          // "device", "pinned" or "nvme"
+    std::uint64_t have_bytes;  // the budget
+    std::uint64_t need_bytes;  // the smallest budget that works
+    std::string key;           // the configuration key to raise
+    std::string detail;        // what the bytes are for
+  };
+  explicit BudgetError(Need need);
+  const Need need;
+};
+
+// A system call or transfer failed. `code` is the errno, 0 for a transfer that ended short.
+class IoError : public Error {
+ public:
+  struct Where {
+    std::string operation;  // "read", "write", "fdatasync", "open", ...
+    std::string path;
+    std::uint64_t offset_bytes = 0;
+    std::uint64_t length_bytes = 0;
+    int code = 0;
+  };
+  IoError(Where where, const std::string& remedy);
+  const Where where;
+};
+
+// Bytes read from NVMe are not the bytes that were written.
+class CorruptionError : public Error {
+ public:
+  struct Where {
+    std::string unit;    // the unit (layer) the bytes belong to
+    std::string region;  // "weights" or "optimizer state"
+    std::string path;
+    std::uint64_t offset_bytes = 0;
+    std::uint64_t expected = 0;  // checksum that was recorded
+    std::uint64_t found = 0;     // checksum of what was read
+  };
+  explicit CorruptionError(Where where);
+  const Where where;
+};
+
+// A store that cannot be used: another model's, in use by another process, a format from the future, no commit.
+class StoreError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A device call failed. `code` is the CUDA error, 0 for the host device.
+class DeviceError : public Error {
+ public:
+  DeviceError(const std::string& call, int code, const std::string& description, const std::string& remedy);
+  const int code;
+};
+
+// A collective failed, or ranks disagree about what to do next.
+class CommError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace hoist

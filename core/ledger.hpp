@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// core/ledger.hpp - the books: bytes and busy time per link, and what a step waited for.
+//
+// Threading  Every member may be called from any thread.
+// Main path  a transfer ends -> count(link, bytes, busy). Bytes moved outside steps (start-up, digests, state access,
+//            redone work) go to a second account; whoever does such work holds a Ledger::Apart meanwhile and has
+//            drained the transfers of the steps before it.
+#pragma once
+
+#include <hoist/core/clock.hpp>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace hoist {
+
+enum class Link : std::uint8_t { nvme_read, nvme_write, host_to_device, device_to_host, wire };
+inline constexpr std::size_t kLinkCount = 5;
+const char* link_name(Link link);
+
+// What the program (or the compute stream) stood still for.
+enum class WaitCause : std::uint8_t { nvme, host_to_device, optimizer, comm, none };
+inline constexpr std::size_t kWaitCauseCount = 5;
+const char* wait_cause_name(WaitCause cause);
+
+class Ledger {
+ public:
+  enum class Account : std::uint8_t { steps, apart };
+  struct LinkTotals {
+    std::uint64_t bytes = 0;
+    Nanoseconds busy{0};
+  };
+
+  void count(Link link, std::uint64_t bytes, Nanoseconds busy);
+  void waited(WaitCause cause, Nanoseconds duration);
+
+  LinkTotals totals(Link link, Account account = Account::steps) const;
+  Nanoseconds waited(WaitCause cause) const;  // inside steps
+
+  // While alive, counts go to the `apart` account. Nests.
+  class Apart {
+   public:
+    explicit Apart(Ledger& ledger) : ledger_(ledger) { ledger_.apart_depth_.fetch_add(1); }
+    ~Apart() { ledger_.apart_depth_.fetch_sub(1); }
+    Apart(const Apart&) = delete;
+    Apart& operator=(const Apart&) = delete;
+
+   private:
+    Ledger& ledger_;
+  };
+
+ private:
+  struct Cell {
+    std::atomic<std::uint64_t> bytes{0};
+    std::atomic<std::int64_t> busy_ns{0};
+  };
+  std::array<std::array<Cell, kLinkCount>, 2> cells_;
+  std::array<std::atomic<std::int64_t>, kWaitCauseCount> waits_{};
+  std::atomic<int> apart_depth_{0};
+};
+
+}  // namespace hoist

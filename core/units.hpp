@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// core/units.hpp - byte counts as people write and read them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace hoist {
+
+inline constexpr std::uint64_t kKiB = 1024;
+inline constexpr std::uint64_t kMiB = 1024 * kKiB;
+inline constexpr std::uint64_t kGiB = 1024 * kMiB;
+
+// Direct transfers are multiples of this in length, offset and address; every record region is padded to it.
+inline constexpr std::uint64_t kBlockAlignment = 4096;
+
+// "8GiB", "512 MiB", "5e8", "64k", "1.5GB" -> bytes. K/M/G/T(+B) are powers of ten only when followed by a plain 'B'
+// ("GB"); a bare letter or the "iB" form is a power of two. nullopt when the text is no byte count or is not integral.
+std::optional<std::uint64_t> parse_bytes(std::string_view text);
+
+// 1536 -> "1.5 KiB".
+std::string format_bytes(std::uint64_t bytes);
+
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t multiple) { return value / multiple * multiple; }
+constexpr std::uint64_t divide_up(std::uint64_t value, std::uint64_t divisor) { return (value + divisor - 1) / divisor; }
+
+}  // namespace hoist

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// platform/device.hpp - one accelerator: its memory budget and its streams. Start here.
+//
+// Two implementations: `cuda`, and `host`, a real device made of CPU memory with one FIFO worker per stream, used
+// where there is no GPU and by every test. The host device is a tool for correctness; none of its times is ever
+// quoted as GPU speed.
+//
+// Threading  Any thread.
+// Memory     The whole budget is one block, taken at construction; tiers::DeviceArena hands out pieces of it.
+// Errors     DeviceError names the call, the code and the remedy; a budget the card cannot give is a BudgetError.
+#pragma once
+
+#include <hoist/platform/stream.hpp>
+
+#include <optional>
+#include <span>
+#include <string>
+
+namespace hoist::platform {
+
+enum class DeviceKind : std::uint8_t { host, cuda };
+
+struct HostDeviceOptions {
+  // Writes NaN over released memory, so that a use after release shows in results.
+  bool poison = true;
+  // Delays streams at random, by this seed, so that a missing wait fails a test. 0 is off.
+  std::uint64_t chaos_seed = 0;
+};
+
+struct DeviceOptions {
+  DeviceKind kind = DeviceKind::host;
+  std::uint64_t memory_bytes = 0;  // the budget; a multiple of 4 KiB
+  int ordinal = 0;                 // which card
+  HostDeviceOptions host{};
+  Ledger* ledger = nullptr;        // copies are counted here when given; must outlive the device
+};
+
+class Device {
+ public:
+  static std::unique_ptr<Device> create(const DeviceOptions& options);
+  virtual ~Device() = default;
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  virtual DeviceKind kind() const = 0;
+  // One line for reports: "host device (CPU memory, 2 cores)", "NVIDIA H200, 139 GiB, sm_90".
+  virtual std::string description() const = 0;
+  // The budgeted block. Host code may dereference it only when host_accessible().
+  virtual std::span<std::byte> memory() = 0;
+  virtual bool host_accessible() const = 0;
+  // Says that `bytes` were handed back to the arena: the host device poisons them. Nothing may be in flight on them.
+  virtual void released(std::span<std::byte> bytes) = 0;
+  virtual std::unique_ptr<Stream> create_stream(std::string name) = 0;
+  // Wraps a stream owned by the embedding program (cudaStream_t). Host device: UsageError.
+  virtual std::unique_ptr<Stream> borrow_stream(void* native, std::string name) = 0;
+  // Makes host memory fit for asynchronous copies (cudaHostRegister); undone by unregister_host or destruction.
+  virtual void register_host(std::span<std::byte> bytes) = 0;
+  virtual void unregister_host(std::span<std::byte> bytes) noexcept = 0;
+
+ protected:
+  Device() = default;
+};
+
+// Number of CUDA devices the driver offers; 0 without CUDA support, driver or card. `why` (optional) says which.
+int cuda_device_count(std::string* why = nullptr);
+
+}  // namespace hoist::platform

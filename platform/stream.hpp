@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// platform/stream.hpp - ordered work on a device, and points in it.
+//
+// Threading  One thread at a time enqueues on a stream; events may be waited for from any thread.
+// Memory     Buffers named in an enqueued operation stay valid until an event recorded after it is reached.
+// Errors     Enqueueing throws DeviceError. An error of enqueued work is kept: synchronize() and the event's
+//            completion() deliver it, and the stream does nothing further.
+// Main path  copy/launch -> worker (host) or driver (CUDA); record -> StreamEvent -> wait on another stream.
+#pragma once
+
+#include <hoist/core/completion.hpp>
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/ledger.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string_view>
+
+namespace hoist::platform {
+
+// Which link a copy crosses; counted in the ledger the device was given. `local` stays inside one memory.
+enum class CopyKind : std::uint8_t { host_to_device, device_to_host, local };
+
+// A point in a stream. Not a Completion: the host learns of it only through completion().
+// A default-constructed event has been reached.
+class StreamEvent {
+ public:
+  class State {  // one per implementation
+   public:
+    virtual ~State() = default;
+    virtual bool reached() const = 0;
+    virtual void wait() const = 0;              // blocks the host; rethrows an error of the stream's work
+    virtual Completion completion() const = 0;  // host device: fulfilled by the worker; CUDA: by the polling thread
+  };
+
+  StreamEvent() = default;
+  explicit StreamEvent(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  bool reached() const { return !state_ || state_->reached(); }
+  void wait() const {
+    if (state_) state_->wait();
+  }
+  Completion completion() const { return state_ ? state_->completion() : Completion(); }
+  const std::shared_ptr<State>& state() const { return state_; }
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  virtual std::string_view name() const = 0;
+  virtual StreamEvent record() = 0;
+  // Work enqueued after this call waits for the event. The time spent waiting is booked to `cause`.
+  virtual void wait(const StreamEvent& event, WaitCause cause) = 0;
+  virtual void copy(std::byte* target, const std::byte* source, std::uint64_t bytes, CopyKind kind) = 0;
+  virtual void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) = 0;
+  // target[i] = (overwrite ? 0 : target[i]) + scale * source[i], in fp32, rounded once to the target's type
+  // (bf16 by to_bf16's rule). `count` is in elements.
+  enum class Combine : std::uint8_t { overwrite, add };
+  virtual void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                          std::uint64_t count, float scale, Combine combine) = 0;
+  // Runs `work` in stream order on the stream's worker. Host device only: a CUDA stream throws UsageError, since no
+  // host function may run in its order without stalling the card.
+  virtual void launch(std::string_view what, std::function<void()> work) = 0;
+  // Blocks until everything enqueued so far is done; rethrows the first error.
+  virtual void synchronize() = 0;
+  // Cumulative time this stream has had nothing to do. The CUDA device cannot tell and returns 0.
+  virtual Nanoseconds idle_time() const = 0;
+  // The driver's handle (cudaStream_t), null on the host device.
+  virtual void* native() const = 0;
+
+ protected:
+  Stream() = default;
+};
+
+// A borrowed stream, never null; what the public face takes.
+class StreamRef {
+ public:
+  StreamRef(Stream& stream) : stream_(&stream) {}  // NOLINT(google-explicit-constructor): a reference by another name
+  Stream* operator->() const { return stream_; }
+  Stream& operator*() const { return *stream_; }
+
+ private:
+  Stream* stream_;
+};
+
+}  // namespace hoist::platform

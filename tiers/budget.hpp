@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/budget.hpp - how many bytes of a tier are spoken for, and never more than there are.
+//
+// Threading  Any thread.
+// Errors     take() throws BudgetError naming the configuration key to raise.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+namespace hoist::tiers {
+
+class Budget {
+ public:
+  // `tier` is "device", "pinned" or "nvme"; `key` the configuration key that sets it.
+  Budget(std::string tier, std::string key, std::uint64_t limit_bytes);
+  ~Budget();
+  Budget(const Budget&) = delete;
+  Budget& operator=(const Budget&) = delete;
+
+  // Bytes held until destruction.
+  class Hold {
+   public:
+    Hold() = default;
+    Hold(Hold&& other) noexcept;
+    Hold& operator=(Hold&& other) noexcept;
+    ~Hold();
+    std::uint64_t bytes() const { return bytes_; }
+
+   private:
+    friend class Budget;
+    Hold(Budget* budget, std::uint64_t bytes) : budget_(budget), bytes_(bytes) {}
+    Budget* budget_ = nullptr;
+    std::uint64_t bytes_ = 0;
+  };
+  [[nodiscard]] Hold take(std::uint64_t bytes, const std::string& what);
+
+  const std::string& tier() const { return tier_; }
+  const std::string& key() const { return key_; }
+  std::uint64_t limit_bytes() const { return limit_bytes_; }
+  std::uint64_t held_bytes() const;
+  std::uint64_t peak_bytes() const;
+
+ private:
+  void give_back(std::uint64_t bytes) noexcept;
+  const std::string tier_;
+  const std::string key_;
+  const std::uint64_t limit_bytes_;
+  mutable std::mutex mutex_;
+  std::uint64_t held_bytes_ = 0;
+  std::uint64_t peak_bytes_ = 0;
+};
+
+}  // namespace hoist::tiers

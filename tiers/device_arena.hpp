@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/device_arena.hpp - pieces of the device's budgeted block.
+//
+// For allocations that live long (gather slots, gradient buffers, an embedder's activations): first fit, exact sizes
+// rounded to 256 bytes, neighbours joined on release.
+//
+// Threading  Any thread. A block is released only when no stream uses it any more; its owner sees to that.
+// Errors     BudgetError when no hole is large enough.
+#pragma once
+
+#include <hoist/platform/device.hpp>
+#include <hoist/tiers/budget.hpp>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+namespace hoist::tiers {
+
+class DeviceArena;
+
+// Owns bytes of the device until destruction.
+class DeviceBlock {
+ public:
+  DeviceBlock() = default;
+  DeviceBlock(DeviceBlock&& other) noexcept;
+  DeviceBlock& operator=(DeviceBlock&& other) noexcept;
+  ~DeviceBlock();
+  std::byte* data() const { return bytes_.data(); }
+  std::span<std::byte> bytes() const { return bytes_; }
+
+ private:
+  friend class DeviceArena;
+  DeviceBlock(DeviceArena* arena, std::span<std::byte> bytes, Budget::Hold hold)
+      : arena_(arena), bytes_(bytes), hold_(std::move(hold)) {}
+  DeviceArena* arena_ = nullptr;
+  std::span<std::byte> bytes_;
+  Budget::Hold hold_;
+};
+
+class DeviceArena {
+ public:
+  static constexpr std::uint64_t kAlignment = 256;
+
+  // Arena over all of device.memory(), its bytes booked on `budget` as they are handed out.
+  DeviceArena(platform::Device& device, Budget& budget);
+  ~DeviceArena();
+  [[nodiscard]] DeviceBlock allocate(std::uint64_t bytes, const std::string& what);
+  std::uint64_t largest_hole_bytes() const;
+
+ private:
+  friend class DeviceBlock;
+  void release(std::span<std::byte> bytes) noexcept;
+  platform::Device& device_;
+  Budget& budget_;
+  mutable std::mutex mutex_;
+  std::map<std::uint64_t, std::uint64_t> holes_;  // offset -> bytes
+  std::size_t blocks_alive_ = 0;
+};
+
+}  // namespace hoist::tiers

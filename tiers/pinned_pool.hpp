@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/pinned_pool.hpp - exact pieces of one registered block of host memory.
+//
+// Everything is carved out at start-up: sizes are asked for first (plan), then the memory is taken once, in full, and
+// cut. Pieces are 4 KiB aligned, sizes rounded to 4 KiB only, and none straddles a registration slice.
+//
+// Threading  carve() during start-up, one thread; the pieces are plain memory afterwards.
+// Errors     BudgetError before anything is allocated when the plan exceeds the budget.
+#pragma once
+
+#include <hoist/platform/host_memory.hpp>
+#include <hoist/tiers/budget.hpp>
+
+#include <optional>
+#include <span>
+#include <string>
+
+namespace hoist::tiers {
+
+struct PinnedPoolOptions {
+  std::uint64_t bytes = 0;  // what all carve() calls together will need, from pinned_bytes_needed()
+  bool huge_pages = true;
+  int numa_node = -1;
+  unsigned touch_threads = 1;
+};
+
+class PinnedPool {
+ public:
+  PinnedPool(Budget& budget, const PinnedPoolOptions& options);
+  std::span<std::byte> carve(std::uint64_t bytes, const std::string& what);
+  const platform::HostMemory& memory() const { return memory_; }
+
+ private:
+  Budget::Hold hold_;
+  platform::HostMemory memory_;
+  std::uint64_t used_bytes_ = 0;
+};
+
+// Adds up carve() requests as the pool will place them (rounding, slice boundaries). Requests in the same order.
+class PinnedPlan {
+ public:
+  void add(std::uint64_t bytes);
+  std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  std::uint64_t bytes_ = 0;
+};
+
+}  // namespace hoist::tiers

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/record_layout.hpp - how one rank's shard of one unit lies in memory and on disk. Pure arithmetic.
+//
+// A record is a W region (weights, read alone by every gather) followed by an S region (optimizer state). Both are cut
+// into tiles of kTileElements parameters, the grain of checksums and of the update. Neither depends on block size,
+// subgroup size, buffer count or placement.
+//
+//   segment    W tile                S tile
+//   bf16       2 bytes per element   [remainder int16 | moment1 fp32 | moment2 fp32], 10 bytes per element
+//   fp32       4 bytes per element   [moment1 fp32 | moment2 fp32], 8 bytes per element
+//   frozen     as above              none
+//
+// Segments follow each other; the last tile of a segment is short and padded with zeros to 4 KiB in both regions, so
+// every tile starts and ends on a 4 KiB boundary and tiles of a segment are contiguous.
+#pragma once
+
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/units.hpp>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace hoist::tiers {
+
+inline constexpr std::uint64_t kTileElements = 16384;  // 160 KiB of S: half an L2; 32 KiB of W
+
+// Elements per shard are a multiple of this, so the arrays inside an S tile keep 64-byte alignment.
+inline constexpr std::uint64_t kShardMultiple = 32;
+
+enum class Region : std::uint8_t { weights = 0, state = 1 };
+
+struct RecordSegment {
+  DType dtype = DType::bf16;
+  bool trainable = true;
+  std::uint64_t shard_elements = 0;  // a multiple of kShardMultiple
+};
+
+struct Tile {
+  std::uint32_t segment = 0;
+  std::uint64_t first_element = 0;  // within the segment's shard
+  std::uint64_t elements = 0;
+  std::uint64_t w_offset = 0, w_bytes = 0;  // within the W region, padding included
+  std::uint64_t s_offset = 0, s_bytes = 0;  // within the S region; s_bytes is 0 when frozen
+};
+
+class RecordLayout {
+ public:
+  explicit RecordLayout(std::span<const RecordSegment> segments);
+
+  std::span<const RecordSegment> segments() const { return segments_; }
+  std::span<const Tile> tiles() const { return tiles_; }
+  std::uint64_t region_bytes(Region region) const { return region == Region::weights ? w_bytes_ : s_bytes_; }
+  std::uint64_t bytes() const { return w_bytes_ + s_bytes_; }
+  // Where a segment's weights begin within the W region.
+  std::uint64_t segment_w_offset(std::uint32_t segment) const { return segment_w_offsets_[segment]; }
+
+ private:
+  std::vector<RecordSegment> segments_;
+  std::vector<Tile> tiles_;
+  std::vector<std::uint64_t> segment_w_offsets_;
+  std::uint64_t w_bytes_ = 0;
+  std::uint64_t s_bytes_ = 0;
+};
+
+// The arrays inside one S tile.
+struct StateTileView {
+  std::int16_t* remainder = nullptr;  // null for fp32 segments
+  float* moment1 = nullptr;
+  float* moment2 = nullptr;
+};
+StateTileView view_state_tile(DType dtype, std::uint64_t elements, std::byte* tile);
+
+}  // namespace hoist::tiers

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/store.hpp - one rank's records on NVMe, verified on every read and committed atomically.
+//
+// The store is a directory with, per rank, a data file (a pool of extents; each record lives in one of them) and a
+// manifest file (superblock, then two slots). The manifest of step t goes to the slot that does not hold the last
+// committed step; see docs/format.md for the bytes and DESIGN of commits.
+//
+// Threading  One thread at a time for begin_step/commit; reads, writes and verification from any thread.
+// Memory     Extents are reserved on disk at creation, checksum tables and the manifest image in memory at open;
+//            nothing is allocated per transfer but its completion.
+// Errors     StoreError (another model's, locked, no commit), IoError, CorruptionError naming unit, file and offset.
+// Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync.
+#pragma once
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/core/strong_id.hpp>
+#include <hoist/tiers/record_layout.hpp>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace hoist::tiers {
+
+using RecordId = StrongId<struct RecordTag>;
+
+enum class Durability : std::uint8_t {
+  step,  // every step is committed; records alternate between extents
+  none,  // records are rewritten in place; nothing is ever committed and the store cannot be reopened
+};
+
+// What makes two runs the same model: compared as text, line by line, when a store is opened. One line per parameter,
+// made by zero/; the store only keeps and compares it. World size and rank are kept beside it.
+struct StoreIdentity {
+  std::string layout;
+  int rank = 0;
+  int world_size = 1;
+};
+
+struct StoreRecord {
+  std::string unit;  // for error messages
+  RecordLayout layout;
+};
+
+struct StoreOptions {
+  std::string directory;
+  StoreIdentity identity;
+  std::vector<StoreRecord> records;
+  Durability durability = Durability::step;
+  std::uint64_t caller_state_bytes_max = 64 * kKiB;
+  Nanoseconds lock_timeout = std::chrono::seconds(10);
+};
+
+// What a commit says about itself.
+struct CommitHeader {
+  std::uint64_t step = 0;
+  std::uint32_t incarnation = 0;
+};
+
+class Store {
+ public:
+  // What is in `directory` for this rank, without changing or locking anything.
+  struct Found {
+    bool exists = false;                    // a superblock is there
+    std::vector<CommitHeader> commits;      // valid ones, newest first
+  };
+  static Found look(const std::string& directory, int rank);
+
+  // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError when one with a commit
+  // is there, with BudgetError{tier "nvme"} when the file system is too small; then leaves nothing behind. A store
+  // that never reached its first commit is replaced.
+  static std::unique_ptr<Store> create(const StoreOptions& options, aio::Engine& engine);
+  // Opens the store of the same model and locks it. The commits it holds are in commits(); one is chosen by adopt().
+  static std::unique_ptr<Store> open(const StoreOptions& options, aio::Engine& engine);
+  // Memory the store keeps for its tables and manifest image, and bytes on disk, for a plan.
+  struct Cost {
+    std::uint64_t memory_bytes = 0;
+    std::uint64_t disk_bytes = 0;
+  };
+  static Cost cost(const StoreOptions& options);
+
+  ~Store();
+
+  std::span<const CommitHeader> commits() const;
+  // Makes the given commit the current state. Its first durable act is a manifest of the next incarnation, so that a
+  // later abandoned step can never be picked up again.
+  void adopt(const CommitHeader& commit);
+  std::span<const std::byte> caller_state() const;  // of the adopted commit
+
+  // --- reading -------------------------------------------------------------------------------------------------------
+  // Reads tiles [first, first + count) of a record's region, contiguous as on disk. The bytes are not verified yet:
+  // call verify() on them before any use. Follows writes of the step under way once they were started by write();
+  // the caller waits for a write's completion before reading the same tiles.
+  Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target,
+                  aio::Priority priority);
+  // Throws CorruptionError unless `bytes` are what was last written there.
+  void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<const std::byte> bytes) const;
+
+  // --- writing -------------------------------------------------------------------------------------------------------
+  // Opens step `step`: every record that is written from here on goes to an extent that no commit uses. Waits for the
+  // commit before it.
+  void begin_step(std::uint64_t step);
+  // The checksum to hand to write() for one tile, made by whoever has the tile in cache.
+  std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes);
+  // Writes tiles of the step under way. `source` stays valid and unchanged until done. Durability step: before
+  // commit(), all tiles of both regions of a touched record must have been written.
+  Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                   std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
+  // Starts the commit of the step under way and returns at once; a thread of the store waits for the writes, flushes,
+  // writes the manifest and flushes again. `agree` (optional) then runs on that thread: the barrier over the other
+  // participants. The extents of the step before are reused only after that. Durability none: waits for writes only.
+  Completion commit(std::span<const std::byte> caller_state, std::function<void()> agree = {});
+
+  const std::string& data_path() const;
+  std::uint64_t store_number() const;
+
+ private:
+  class Impl;
+  explicit Store(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace hoist::tiers
