@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/engine.hpp - ZeRO-partitioned training state on three tiers. Start here.
+//
+// Life of a program: add_group/add_unit/tie -> initialize() or restore() -> for each step: begin(train), gather and
+// release units, gradients/accumulate and finish, end the pass, step().
+//
+// Threading  One thread at a time, not always the same. [C] marks collective calls: every rank makes the same calls in
+//            the same order; a rank that differs is named in a CommError.
+// Memory     Device and pinned memory are laid out by initialize() or restore(); nothing is taken afterwards.
+// Errors     UsageError leaves the state unchanged. After any other error of a step or pass the engine has failed:
+//            only restore() in a new engine, or destruction, is legal.
+// Main path  gather -> (scheduler) -> store.read -> copy up -> all-gather -> lease; finish -> reduce-scatter -> copy
+//            down; step -> norm -> update -> store.write -> commit.
+#pragma once
+
+#include <hoist/zero/lease.hpp>
+#include <hoist/zero/options.hpp>
+#include <hoist/zero/runtime.hpp>
+#include <hoist/zero/types.hpp>
+
+#include <memory>
+#include <optional>
+#include <string_view>
+
+namespace hoist {
+
+class Engine {
+ public:
+  // Refuses with ConfigError what this version does not support, naming the option and the alternative.
+  Engine(Runtime& runtime, const EngineOptions& options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // --- the model; before initialize() or restore() -------------------------------------------------------------------
+  GroupId add_group(const GroupOptions& options);
+  // A unit is what is used together: a layer. Parameters of one dtype, trainability and group form a segment.
+  UnitId add_unit(std::string name, std::span<const ParameterSpec> parameters, UnitOptions options = {});
+  // gather(user) also gathers the unit that owns `owner`; its gradient has one home, the owner's.
+  void tie(UnitId user, ParameterId owner);
+  ParameterId parameter(std::string_view name) const;  // UsageError when there is none; look up once, not per layer
+  std::span<const ParameterSpec> parameters() const;   // in declaration order; index is ParameterId::index
+  std::uint64_t parameter_count() const;               // elements, padding not counted
+
+  // --- bringing it to life -------------------------------------------------------------------------------------------
+  // [C] Fresh state from `fill`; commit 0 when there is a store. Refuses an existing store that holds a commit.
+  void initialize(const Fill& fill);
+  // [C] The newest commit that every rank has, if any. Changes nothing.
+  std::optional<std::uint64_t> find_commit();
+  // [C] Continues from it. StoreError when there is none or it is another model's.
+  RestoreReport restore();
+
+  // --- a pass --------------------------------------------------------------------------------------------------------
+  [[nodiscard]] PassScope begin(Pass pass, PassOptions options = {});  // [C]
+  [[nodiscard]] Lease gather(UnitId unit, StreamRef stream);           // [C]
+  GradientLease gradients(UnitId unit, StreamRef stream);              // for hand-written backward passes
+  // For autograd: adds `gradient` (device memory, any dtype, the parameter's shape) on `stream`; any number of times.
+  void accumulate(ParameterId parameter, const TensorView& gradient, StreamRef stream);
+  // [C] The unit's gradient of this micro-batch is complete once the work on `stream` so far is. A unit without any
+  // gradient in the pass is finished too, with zeros.
+  void finish(UnitId unit, StreamRef stream);
+
+  // --- a step --------------------------------------------------------------------------------------------------------
+  void set_learning_rate(GroupId group, double learning_rate);  // takes effect at the next step()
+  double learning_rate(GroupId group) const;
+  float loss_scale() const;
+  StepReport step(const StepOptions& options = {});  // [C]
+  void discard() noexcept;                           // drops the gradients of the pass, or of the step to come
+  void settle();                                     // returns when every update and commit under way is done
+
+  // --- state ---------------------------------------------------------------------------------------------------------
+  // [C] Elements [first_element, first_element + out.size()) of one parameter, from whatever tier; every rank receives
+  // them. State::gradient: after finish() of all units and before step(), reduced over ranks, unclipped.
+  void read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out);
+  // [C] Every rank passes the same values. Committed with the next step. Errors: UsageError for State::gradient, for a
+  // frozen parameter's moments, and for a master that could not be committed.
+  void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
+  // [C] Commits the present state under a name, with `caller_state`, and returns when the commit has been started.
+  // With durability `step` the step already is a commit; this one replaces its caller state.
+  Completion save(std::string name, std::span<const std::byte> caller_state);
+
+  // --- what happened -------------------------------------------------------------------------------------------------
+  Runtime& runtime();
+  std::uint64_t step_count() const;                    // steps applied
+  std::optional<std::uint64_t> committed_step() const; // the newest durable step
+  // What one step must move by the byte formula for this configuration and the passes recorded so far. P5 compares
+  // Ledger::totals with this.
+  StepBytes formula_bytes() const;
+  // One line per choice made: tiers, io backend, buffers, update mode. For reports.
+  std::vector<std::string> describe() const;
+
+ private:
+  friend class Lease;
+  friend class GradientLease;
+  friend class PassScope;
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// XXH3-64 over `state` of all parameters in declaration order, as fp32 in little-endian; 16 hex digits. Independent of
+// placement and partition. [C] Frozen parameters enter the master digest only.
+std::string state_digest(Engine& engine, State state);
+
+}  // namespace hoist

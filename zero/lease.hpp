@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/lease.hpp - pins on gathered weights, and on gradient memory.
+#pragma once
+
+#include <hoist/zero/types.hpp>
+
+namespace hoist {
+
+class Engine;
+
+// The gathered weights of a unit (and of the parameters tied to it), valid on the stream given to gather() from that
+// call on. Shared: gathering a unit that is already gathered yields another lease on the same memory, so recomputation
+// nests. Destroying a lease that was not released releases it on the stream it was gathered on.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(Lease&& other) noexcept;
+  Lease& operator=(Lease&& other) noexcept;
+  ~Lease();
+
+  UnitId unit() const { return unit_; }
+  // The whole parameter, in device memory. Pre: it belongs to the unit or is tied to it. Errors: UsageError.
+  TensorView view(ParameterId parameter) const;
+  // Ends the lease; work enqueued on `stream` before this call may still read the weights. Errors: UsageError when
+  // released twice.
+  void release(StreamRef stream);
+
+ private:
+  friend class Engine;
+  Lease(Engine& engine, UnitId unit, StreamRef stream) : engine_(&engine), unit_(unit), stream_(&*stream) {}
+  Engine* engine_ = nullptr;
+  UnitId unit_{};
+  platform::Stream* stream_ = nullptr;
+};
+
+// The gradient memory of a unit in the pass under way: zeroed at the first request of a micro-batch, then accumulated
+// into, until finish(). One element type per parameter, the parameter's own.
+class GradientLease {
+ public:
+  // Errors: UsageError for a parameter of another unit or a frozen one.
+  TensorView view(ParameterId parameter) const;
+
+ private:
+  friend class Engine;
+  GradientLease(Engine& engine, UnitId unit) : engine_(&engine), unit_(unit) {}
+  Engine* engine_ = nullptr;
+  UnitId unit_{};
+};
+
+// A pass under way. Ends when destroyed; left by an exception, the pass's gradients are dropped (Engine::discard).
+class PassScope {
+ public:
+  PassScope(PassScope&& other) noexcept;
+  PassScope& operator=(PassScope&&) = delete;
+  ~PassScope();
+
+ private:
+  friend class Engine;
+  explicit PassScope(Engine& engine);
+  Engine* engine_ = nullptr;
+  int exceptions_ = 0;
+};
+
+}  // namespace hoist

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/options.hpp - what a Runtime and an Engine are built from. A program may fill these itself; config/ fills them
+// from a DeepSpeed JSON file. Defaults are DeepSpeed's where DeepSpeed has the setting.
+#pragma once
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/comm/communicator.hpp>
+#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/platform/device.hpp>
+#include <hoist/tiers/store.hpp>
+
+#include <cstdint>
+#include <string>
+
+namespace hoist {
+
+enum class CommunicatorKind : std::uint8_t {
+  automatic,  // MPI when a launcher started several ranks, else self
+  self,
+  mpi,
+};
+
+struct RuntimeOptions {
+  platform::DeviceKind device = platform::DeviceKind::host;
+  int device_ordinal = 0;
+  platform::HostDeviceOptions host_device{};
+  std::uint64_t device_memory_bytes = kGiB;   // hard budget; key "hoist.device_memory"
+  std::uint64_t pinned_memory_bytes = kGiB;   // hard budget; key "hoist.pinned_memory"
+  bool huge_pages = true;
+
+  // NVMe transfers (the DeepSpeed section "aio").
+  aio::BackendKind aio_backend = aio::BackendKind::automatic;
+  std::uint64_t aio_block_bytes = kMiB;
+  unsigned aio_queue_depth = 16;
+  unsigned aio_threads = 4;  // of the `threads` backend
+
+  unsigned update_threads = 0;  // of the CPU optimizer; 0: every CPU the process may use
+  CommunicatorKind communicator = CommunicatorKind::automatic;
+  std::uint64_t comm_scratch_bytes = 4 * kMiB;  // device memory for staging reductions; used when there are several ranks
+  std::chrono::milliseconds comm_timeout = std::chrono::minutes(10);
+};
+
+// Where a kind of state lives between uses.
+enum class Placement : std::uint8_t {
+  device,  // DeepSpeed's "none"
+  pinned,  // "cpu"
+  nvme,
+};
+
+struct EngineOptions {
+  int stage = 3;  // ZeRO stage; this version implements 3
+  Placement parameters = Placement::device;
+  Placement optimizer = Placement::device;
+
+  // The store of records: where NVMe placements live, and what commits go to. Empty: none (no NVMe placement then,
+  // and nothing can be saved).
+  std::string store_directory;
+  tiers::Durability durability = tiers::Durability::step;
+  std::uint64_t caller_state_bytes_max = 64 * kKiB;
+  Nanoseconds lock_timeout = std::chrono::seconds(10);
+
+  std::uint64_t sub_group_elements = 1'000'000'000;  // elements read, updated and written as one piece; rounded to tiles
+  unsigned update_buffer_count = 4;                  // pieces in flight, at least 3
+  unsigned staging_buffer_count = 5;                 // units whose weights may be on their way from NVMe
+
+  // Prefetch (stage3_prefetch_bucket_size, stage3_max_live_parameters, stage3_max_reuse_distance,
+  // stage3_param_persistence_threshold), all in elements.
+  std::uint64_t prefetch_elements = 50'000'000;
+  std::uint64_t live_elements_max = 1'000'000'000;
+  std::uint64_t reuse_distance_elements = 1'000'000'000;
+  std::uint64_t persistence_elements = 100'000;
+
+  double gradient_clipping = 1.0;  // global norm; 0: none
+  optim::AdamOptions optimizer_defaults{};  // of group 0
+};
+
+}  // namespace hoist

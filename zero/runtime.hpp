@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/runtime.hpp - what a process owns once: device, budgets, communicator, update threads, the books.
+//
+// Threading  Any thread. Several engines may share one runtime.
+// Memory     The device's budget is taken at construction; pinned memory when an engine is laid out.
+// Errors     DeviceError, CommError, BudgetError, UsageError from construction.
+#pragma once
+
+#include <hoist/tiers/budget.hpp>
+#include <hoist/tiers/device_arena.hpp>
+#include <hoist/zero/options.hpp>
+
+#include <memory>
+
+namespace hoist {
+
+namespace optim {
+class UpdatePool;
+}
+
+class Runtime {
+ public:
+  explicit Runtime(const RuntimeOptions& options);
+  // With a communicator of the program's own: a rank of a ThreadGroup (`join` receives the options, scratch included),
+  // or another bootstrap.
+  using MakeCommunicator = std::function<std::unique_ptr<comm::Communicator>(const comm::CommunicatorOptions&)>;
+  Runtime(const RuntimeOptions& options, const MakeCommunicator& join);
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  const RuntimeOptions& options() const { return options_; }
+  platform::Device& device() { return *device_; }
+  // For a program's own activations and workspaces: same arena, same budget. Allocate before the engine is
+  // initialized or restored; the engine then uses what is left for gathered weights.
+  tiers::DeviceArena& device_arena() { return *arena_; }
+  tiers::Budget& device_budget() { return device_budget_; }
+  tiers::Budget& pinned_budget() { return pinned_budget_; }
+  comm::Communicator& communicator() { return *communicator_; }
+  optim::UpdatePool& update_pool() { return *update_pool_; }
+  Ledger& ledger() { return ledger_; }
+  int rank() const { return communicator_->rank(); }
+  int world_size() const { return communicator_->size(); }
+
+ private:
+  RuntimeOptions options_;
+  Ledger ledger_;
+  tiers::Budget device_budget_;
+  tiers::Budget pinned_budget_;
+  std::unique_ptr<platform::Device> device_;
+  std::unique_ptr<tiers::DeviceArena> arena_;
+  tiers::DeviceBlock comm_scratch_;
+  std::unique_ptr<comm::Communicator> communicator_;
+  std::unique_ptr<optim::UpdatePool> update_pool_;
+};
+
+}  // namespace hoist

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/types.hpp - the words of the public face: parameters, units, passes, steps.
+#pragma once
+
+#include <hoist/core/completion.hpp>
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/strong_id.hpp>
+#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/platform/stream.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace hoist {
+
+using UnitId = StrongId<struct UnitTag>;
+using ParameterId = StrongId<struct ParameterTag>;
+using GroupId = StrongId<struct GroupTag>;
+using platform::StreamRef;
+
+// Borrowed memory on the device (or host, device -1), dense and row-major; maps one to one to DLPack.
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::bf16;
+  std::span<const std::int64_t> shape{};
+  int device = 0;
+
+  std::uint64_t element_count() const {
+    std::uint64_t count = 1;
+    for (const std::int64_t extent : shape) count *= static_cast<std::uint64_t>(extent);
+    return count;
+  }
+};
+
+// Parameters that share an optimizer setting. Group 0 exists from the start, with EngineOptions::optimizer.
+using GroupOptions = optim::AdamOptions;
+
+struct ParameterSpec {
+  std::string name;                  // unique within the engine
+  std::vector<std::int64_t> shape;   // every extent at least 1; empty for a scalar
+  DType dtype = DType::bf16;         // bf16 (split fp32 master) or fp32
+  bool trainable = true;             // false: weights only, no gradient and no optimizer state
+  GroupId group{};
+  bool counts_in_norm = true;        // false for a replica that another rank already counts
+};
+
+// Who owns the memory a unit is gathered into. Default: the engine's device arena.
+struct Binding {
+  // Called only on the thread inside gather(); the memory holds `bytes` and stays valid until unbind.
+  std::function<std::byte*(UnitId, std::uint64_t bytes, StreamRef)> bind;
+  std::function<void(UnitId, StreamRef)> unbind;
+  explicit operator bool() const { return static_cast<bool>(bind); }
+};
+
+struct UnitOptions {
+  Binding binding{};
+  bool stable_address = false;  // every gather of this unit yields the same address
+};
+
+enum class Pass : std::uint8_t { train, evaluate, generate };
+
+struct PassOptions {
+  int micro_batch = 0;    // of micro_batches, counted from 0
+  int micro_batches = 1;
+};
+
+// What read() and write() address. `master` is the fp32 value whatever the parameter's type.
+enum class State : std::uint8_t { master, moment1, moment2, gradient };
+
+// Writes the initial fp32 values of elements [first_element, first_element + out.size()) of a parameter, flattened
+// row-major. A pure function of its arguments: it is asked for this rank's shard only, in pieces of any size.
+using Fill = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;
+
+struct StepOptions {
+  // Kept in the commit of this step and given back by restore(): data position, random state, schedules. At most
+  // EngineOptions::caller_state_bytes_max; equal on all ranks or not, each rank gets its own back.
+  std::span<const std::byte> caller_state{};
+};
+
+struct StepReport {
+  std::uint64_t step = 0;        // counted from 1; unchanged when not applied
+  bool applied = true;           // false: a gradient was not finite and every rank skipped
+  double gradient_norm = 0;      // global, before clipping
+  double clip_factor = 1;        // what gradients were multiplied by
+  double loss_scale = 1;
+  Completion committed;          // done when the step is durable at all ranks; at once without durability
+};
+
+struct RestoreReport {
+  std::uint64_t step = 0;
+  std::vector<std::byte> caller_state;
+};
+
+// Bytes one step moves over each link, on this rank.
+struct StepBytes {
+  std::uint64_t nvme_read = 0;
+  std::uint64_t nvme_write = 0;
+  std::uint64_t host_to_device = 0;
+  std::uint64_t device_to_host = 0;
+  std::uint64_t wire = 0;
+};
+
+}  // namespace hoist
