@@ -31,6 +31,15 @@ BudgetError::BudgetError(Need n)
                         n.key, n.need_bytes)),
       need(std::move(n)) {}
 
+BudgetError::BudgetError(Need n, const std::string& sentence) : Error(sentence), need(std::move(n)) {}
+
+BudgetError BudgetError::machine(Need n) {
+  const std::string sentence = fmt::format(
+      "this machine offers {} ({} bytes) of {} memory, but {} needs {} ({} bytes); lower {} or free memory",
+      format_bytes(n.have_bytes), n.have_bytes, n.tier, n.detail, format_bytes(n.need_bytes), n.need_bytes, n.key);
+  return BudgetError(std::move(n), sentence);
+}
+
 IoError::IoError(Where w, const std::string& remedy)
     : Error(fmt::format("{} of {} at offset {} ({} bytes) failed: {}{}{}", w.operation, w.path, w.offset_bytes,
                         w.length_bytes, w.code == 0 ? "fewer bytes were transferred than asked for"

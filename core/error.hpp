@@ -42,7 +42,12 @@ class BudgetError : public Error {
     std::string detail;        // what the bytes are for
   };
   explicit BudgetError(Need need);
+  // The machine, not the configuration, is short: `have_bytes` is what it offers, `key` the setting to lower.
+  static BudgetError machine(Need need);
   const Need need;
+
+ private:
+  BudgetError(Need need, const std::string& sentence);
 };
 
 // A system call or transfer failed. `code` is the errno, 0 for a transfer that ended short.
