@@ -11,10 +11,6 @@
 // Main path  all_gather(pieces, stream) -> one grouped operation in stream order.
 #pragma once
 
-#include <hoist/core/dtype.hpp>
-#include <hoist/core/ledger.hpp>
-#include <hoist/platform/stream.hpp>
-
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -23,12 +19,16 @@
 #include <string>
 #include <vector>
 
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/ledger.hpp>
+#include <hoist/platform/stream.hpp>
+
 namespace hoist::comm {
 
 // A buffer of [rank, shard] in device memory: `size()` equal pieces, of which this rank's holds its contribution.
 struct GatherPiece {
-  std::byte* data = nullptr;       // size() * shard_bytes
-  std::uint64_t shard_bytes = 0;   // may be 0
+  std::byte* data = nullptr;      // size() * shard_bytes
+  std::uint64_t shard_bytes = 0;  // may be 0
 };
 
 // A buffer of [rank, shard] elements, every rank's full contribution. Afterwards this rank's own piece holds
@@ -98,9 +98,11 @@ class ThreadGroup {
 };
 
 // Ranks started by mpirun or srun. Initialises MPI (MPI_THREAD_MULTIPLE) when nobody has, and finalises it at process
-// exit in that case. Throws CommError with the remedy when this build has no MPI.
-// mpi_size_of_launch(): the world size a launcher announced in the environment, 0 when started without one.
+// exit in that case, unless the process exits with an error. Throws CommError with the remedy when this build has no
+// MPI.
 std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options = {});
+// The world size a launcher (mpirun, mpiexec, srun) announced in the environment, 0 when started without one.
+int mpi_size_of_launch();
 
 // Over NCCL. `id` is NCCL's unique id (128 bytes), made by rank 0 with nccl_unique_id() and handed to all.
 // Control-plane calls need `control`, a communicator between the hosts (MPI or self).

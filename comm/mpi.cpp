@@ -1,1 +1,314 @@
 // SPDX-License-Identifier: Apache-2.0
+// comm/mpi.cpp - ranks that are processes of an MPI job.
+//
+// Every operation is started without blocking and polled, so that a rank that has gone away ends in a CommError after
+// the time-out instead of a hang. After a failure MPI is not called again in this process: an operation that was given
+// up may still be pending, and progress inside another call could write into memory that has been freed since.
+//
+// Threading  MPI_THREAD_MULTIPLE; each transport has its own duplicate of the world.
+// Memory     One list of requests per transport, reused.
+// Errors     Return codes become CommError (MPI_ERRORS_RETURN on every communicator of ours).
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include <fmt/format.h>
+#include <mpi.h>
+
+#include <hoist/comm/communicator.hpp>
+#include <hoist/comm/detail/host_communicator.hpp>
+#include <hoist/comm/detail/mpi_transport.hpp>
+#include <hoist/core/clock.hpp>
+#include <hoist/core/error.hpp>
+
+namespace hoist::comm {
+
+namespace {
+
+// Why MPI must not be called any more; empty while all is well.
+class Breakage {
+ public:
+  void report(const std::string& reason) {
+    const std::lock_guard lock(mutex_);
+    if (reason_.empty()) reason_ = reason;
+  }
+  std::string reason() const {
+    const std::lock_guard lock(mutex_);
+    return reason_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::string reason_;
+};
+
+// MPI is one per process, and so is the knowledge that it is beyond use. Never destroyed: used while exiting.
+Breakage& breakage() {
+  static auto* const instance = new Breakage;
+  return *instance;
+}
+
+std::string error_text(int code) {
+  char text[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) return fmt::format("MPI error {}", code);
+  return std::string(text, static_cast<std::size_t>(length));
+}
+
+// MPI_Finalize waits for all ranks. A rank that ends with an error must not wait for ranks that wait for it: it leaves
+// without, and the launcher ends the job.
+void finalize_at_exit(int status, void*) {
+  int finalized = 0;
+  if (status != 0 || !breakage().reason().empty()) return;
+  if (MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0) MPI_Finalize();
+}
+
+void register_finalize() {
+#ifdef __GLIBC__
+  on_exit(&finalize_at_exit, nullptr);
+#else
+  std::atexit([] { finalize_at_exit(0, nullptr); });
+#endif
+}
+
+void initialize_once() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  int initialized = 0;
+  int finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  if (finalized != 0) throw CommError("mpi: MPI has been finalised in this process; make the communicator before that");
+  int provided = MPI_THREAD_SINGLE;
+  if (initialized != 0) {
+    MPI_Query_thread(&provided);
+  } else {
+    if (const int code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided); code != MPI_SUCCESS) {
+      throw CommError("mpi: MPI_Init_thread failed: " + error_text(code));
+    }
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    register_finalize();
+  }
+  if (provided < MPI_THREAD_MULTIPLE) {
+    throw CommError(
+        "mpi: several threads of hoist call MPI, but MPI_THREAD_MULTIPLE is not provided; let hoist initialise MPI, "
+        "call MPI_Init_thread with MPI_THREAD_MULTIPLE before it, or use an MPI built with thread support");
+  }
+}
+
+// Polls often while a transfer is likely to end, then less and less, so that ranks that outnumber the cores let each
+// other run.
+class Backoff {
+ public:
+  void pause() {
+    if (++polls_ <= kEagerPolls) {
+      std::this_thread::yield();
+      return;
+    }
+    std::this_thread::sleep_for(pause_);
+    pause_ = std::min(2 * pause_, kPauseMax);
+  }
+
+ private:
+  static constexpr int kEagerPolls = 2000;
+  static constexpr std::chrono::microseconds kPauseMax{500};
+  int polls_ = 0;
+  std::chrono::microseconds pause_{20};
+};
+
+class MpiTransport final : public detail::Transport {
+ public:
+  // Takes `communicator` over.
+  MpiTransport(MPI_Comm communicator, const detail::MpiTransportOptions& options)
+      : communicator_(communicator), options_(options) {
+    MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
+    MPI_Comm_rank(communicator_, &rank_);
+    MPI_Comm_size(communicator_, &size_);
+  }
+
+  ~MpiTransport() override {
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (finalized == 0 && breakage().reason().empty()) MPI_Comm_free(&communicator_);
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void all_gather(std::span<const GatherPiece> pieces) override {
+    refuse_if_broken("all_gather");
+    for (const GatherPiece& piece : pieces) {
+      for (std::uint64_t first = 0; first < piece.shard_bytes; first += options_.message_bytes_max) {
+        const std::uint64_t bytes = std::min(options_.message_bytes_max, piece.shard_bytes - first);
+        start_all_gather(piece, first, bytes);
+      }
+    }
+    finish("all_gather");
+  }
+
+  void exchange_shards(std::span<const detail::ShardExchange> parts) override {
+    constexpr const char* kWhat = "exchange";
+    refuse_if_broken(kWhat);
+    // Messages between two ranks on one communicator arrive in the order sent, so one tag is enough. All receives
+    // stand before the first send: nothing arrives unexpected at this rank because of its own order.
+    for_each_message(parts, [&](int peer, const std::byte*, std::byte* target, int bytes) {
+      check(MPI_Irecv(target, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), kWhat);
+    });
+    for_each_message(parts, [&](int peer, const std::byte* source, std::byte*, int bytes) {
+      check(MPI_Isend(source, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), kWhat);
+    });
+    const auto me = static_cast<std::uint64_t>(rank_);
+    for (const detail::ShardExchange& part : parts) {
+      if (part.chunk_bytes == 0) continue;
+      std::memmove(part.received + me * part.chunk_bytes, part.source + me * part.stride_bytes, part.chunk_bytes);
+    }
+    finish(kWhat);
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root) override {
+    refuse_if_broken("broadcast");
+    for (std::uint64_t first = 0; first < bytes.size(); first += options_.message_bytes_max) {
+      const auto count = static_cast<int>(std::min<std::uint64_t>(options_.message_bytes_max, bytes.size() - first));
+      check(MPI_Ibcast(bytes.data() + first, count, MPI_BYTE, root, communicator_, new_request()), "broadcast");
+    }
+    finish("broadcast");
+  }
+
+  void barrier() override {
+    refuse_if_broken("barrier");
+    check(MPI_Ibarrier(communicator_, new_request()), "barrier");
+    finish("barrier");
+  }
+
+  std::unique_ptr<Transport> duplicate() override {
+    refuse_if_broken("duplicate");
+    // Left behind on failure: MPI may still write the handle.
+    auto copy = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
+    MPI_Comm* const target = copy.release();
+    check(MPI_Comm_idup(communicator_, target, new_request()), "duplicate");
+    finish("duplicate");
+    copy.reset(target);
+    return std::make_unique<MpiTransport>(*copy, options_);
+  }
+
+ private:
+  static constexpr int kTag = 0;
+
+  MPI_Request* new_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
+
+  // Bytes [first, first + bytes) of every rank's shard, in place. The shards lie shard_bytes apart, which an element
+  // type of that extent says in 64 bits where counts and displacements are int.
+  void start_all_gather(const GatherPiece& piece, std::uint64_t first, std::uint64_t bytes) {
+    constexpr const char* kWhat = "all_gather";
+    if (bytes == piece.shard_bytes) {
+      check(MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, piece.data, static_cast<int>(bytes), MPI_BYTE,
+                           communicator_, new_request()),
+            kWhat);
+      return;
+    }
+    MPI_Datatype run = MPI_DATATYPE_NULL;
+    MPI_Datatype spaced = MPI_DATATYPE_NULL;
+    check(MPI_Type_contiguous(static_cast<int>(bytes), MPI_BYTE, &run), kWhat);
+    check(MPI_Type_create_resized(run, 0, static_cast<MPI_Aint>(piece.shard_bytes), &spaced), kWhat);
+    check(MPI_Type_commit(&spaced), kWhat);
+    check(
+        MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, piece.data + first, 1, spaced, communicator_, new_request()),
+        kWhat);
+    MPI_Type_free(&spaced);  // really freed when the operation has ended
+    MPI_Type_free(&run);
+  }
+
+  // message(peer, source, target, bytes) for every message to and from another rank, nearest higher rank first, so
+  // that not everybody sends to rank 0 at once. `source` is for `peer`, `target` is where the bytes from `peer` go.
+  template <typename Message>
+  void for_each_message(std::span<const detail::ShardExchange> parts, const Message& message) {
+    for (int step = 1; step < size_; ++step) {
+      const int peer = (rank_ + step) % size_;
+      const auto p = static_cast<std::uint64_t>(peer);
+      for (const detail::ShardExchange& part : parts) {
+        for (std::uint64_t first = 0; first < part.chunk_bytes; first += options_.message_bytes_max) {
+          message(peer, part.source + p * part.stride_bytes + first, part.received + p * part.chunk_bytes + first,
+                  static_cast<int>(std::min(options_.message_bytes_max, part.chunk_bytes - first)));
+        }
+      }
+    }
+  }
+
+  // Polls until all started requests have ended.
+  void finish(const char* what) {
+    const TimePoint deadline = Clock::now() + options_.timeout;
+    statuses_.resize(requests_.size());
+    Backoff backoff;
+    int done = 0;
+    while (true) {
+      const int code = MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, statuses_.data());
+      if (code == MPI_ERR_IN_STATUS) check_statuses(what);
+      check(code, what);
+      if (done != 0) break;
+      if (Clock::now() > deadline) {
+        give_up(what, fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs",
+                                  options_.timeout.count()));
+      }
+      backoff.pause();
+    }
+    requests_.clear();
+  }
+
+  void check_statuses(const char* what) {
+    for (const MPI_Status& status : statuses_) {
+      if (status.MPI_ERROR != MPI_ERR_PENDING) check(status.MPI_ERROR, what);
+    }
+  }
+
+  void check(int code, const char* what) {
+    if (code != MPI_SUCCESS) give_up(what, error_text(code));
+  }
+
+  [[noreturn]] void give_up(const char* what, const std::string& problem) {
+    const std::string text = fmt::format("mpi: {} on rank {} of {} failed: {}", what, rank_, size_, problem);
+    breakage().report(text);
+    throw CommError(text);
+  }
+
+  void refuse_if_broken(const char* what) const {
+    const std::string reason = breakage().reason();
+    if (reason.empty()) return;
+    throw CommError(fmt::format("mpi: {} on rank {} of {} was refused, because MPI failed earlier in this process: {}",
+                                what, rank_, size_, reason));
+  }
+
+  MPI_Comm communicator_;
+  const detail::MpiTransportOptions options_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::vector<MPI_Request> requests_;
+  std::vector<MPI_Status> statuses_;
+};
+
+}  // namespace
+
+namespace detail {
+
+std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options) {
+  initialize_once();
+  MPI_Comm copy = MPI_COMM_NULL;
+  if (const int code = MPI_Comm_dup(MPI_COMM_WORLD, &copy); code != MPI_SUCCESS) {
+    throw CommError("mpi: duplicating MPI_COMM_WORLD failed: " + error_text(code));
+  }
+  return std::make_unique<MpiTransport>(copy, options);
+}
+
+}  // namespace detail
+
+std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options) {
+  detail::MpiTransportOptions transport;
+  transport.timeout = options.timeout;
+  std::shared_ptr<detail::Transport> control = detail::make_mpi_transport(transport);
+  std::shared_ptr<detail::Transport> data = control->duplicate();
+  return std::make_unique<detail::HostCommunicator>("mpi", std::move(data), std::move(control), options);
+}
+
+}  // namespace hoist::comm

@@ -1,1 +1,237 @@
 // SPDX-License-Identifier: Apache-2.0
+// comm/nccl.cpp - the data plane over NCCL; the control plane is the communicator given for it.
+//
+// NCCL keeps the order of one communicator's operations across streams itself. It adds in the wire type and in an
+// order of its own, so bits differ from the CPU backends; they are the same from run to run at equal world size and
+// topology. A rank that dies while a kernel waits for it is noticed by the next call here or, with the time-out, on
+// the control plane.
+//
+// Threading  As Communicator; the CUDA device is the one current on the thread that makes the communicator.
+// Memory     In place, no scratch.
+// Errors     Every return code and NCCL's asynchronous error become CommError; afterwards the communicator is aborted.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <fmt/format.h>
+#include <nccl.h>
+
+#include <hoist/comm/communicator.hpp>
+#include <hoist/comm/detail/host_communicator.hpp>
+#include <hoist/comm/detail/scale_split.hpp>
+#include <hoist/core/error.hpp>
+
+namespace hoist::comm {
+
+namespace {
+
+static_assert(NCCL_UNIQUE_ID_BYTES == 128);
+
+ncclDataType_t nccl_type(DType dtype) {
+  switch (dtype) {
+    case DType::bf16:
+      return ncclBfloat16;
+    case DType::fp16:
+      return ncclFloat16;
+    case DType::fp32:
+      return ncclFloat32;
+  }
+  return ncclFloat32;
+}
+
+[[noreturn]] void throw_nccl(std::string_view what, int rank, int size, ncclResult_t code, ncclComm_t communicator) {
+  const char* const detail = ncclGetLastError(communicator);
+  throw CommError(fmt::format("nccl: {} on rank {} of {} failed: {} ({}){}{}; NCCL_DEBUG=WARN says more", what, rank,
+                              size, ncclGetErrorString(code), static_cast<int>(code),
+                              detail != nullptr && *detail != '\0' ? ": " : "", detail != nullptr ? detail : ""));
+}
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(std::span<const std::byte> id, int rank, int size, std::unique_ptr<Communicator> control,
+                   const CommunicatorOptions& options)
+      : rank_(rank), size_(size), control_(std::move(control)), ledger_(options.ledger) {
+    // NCCL's start-up waits for all ranks without a time-out of ours: first see that they are there.
+    control_->barrier();
+    ncclUniqueId unique{};
+    std::memcpy(&unique, id.data(), sizeof unique);
+    check("ncclCommInitRank", ncclCommInitRank(&communicator_, size, unique, rank));
+  }
+
+  ~NcclCommunicator() override {
+    if (communicator_ == nullptr) return;
+    if (failed_) {
+      ncclCommAbort(communicator_);
+    } else {
+      ncclCommDestroy(communicator_);
+    }
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::string_view name() const override { return "nccl"; }
+
+  void all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) override {
+    constexpr std::string_view kWhat = "all_gather";
+    detail::check_pieces(pieces);
+    const cudaStream_t cuda = begin(kWhat, stream);
+    std::uint64_t shard_bytes = 0;
+    grouped(kWhat, [&] {
+      for (const GatherPiece& piece : pieces) {
+        if (piece.shard_bytes == 0) continue;
+        shard_bytes += piece.shard_bytes;
+        const std::byte* const own = piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_bytes;
+        check(kWhat, ncclAllGather(own, piece.data, piece.shard_bytes, ncclInt8, communicator_, cuda));
+      }
+    });
+    count(peers() * shard_bytes);
+  }
+
+  void reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) override {
+    constexpr std::string_view kWhat = "reduce_scatter";
+    detail::check_pieces(pieces);
+    const cudaStream_t cuda = begin(kWhat, stream);
+    std::uint64_t shard_bytes = 0;
+    grouped(kWhat, [&] {
+      for (const ReducePiece& piece : pieces) {
+        if (piece.shard_elements == 0) continue;
+        shard_bytes += piece.shard_elements * dtype_bytes(piece.dtype);
+        reduce_one(piece, cuda);
+      }
+    });
+    for (const ReducePiece& piece : pieces) {
+      const float after = detail::split_scale(piece.dtype, piece.scale).after_sum;
+      if (after == 1.0f || piece.shard_elements == 0) continue;
+      stream.scale_into(own_shard(piece), piece.dtype, own_shard(piece), piece.dtype, piece.shard_elements, after,
+                        platform::Stream::Combine::overwrite);
+    }
+    count(peers() * shard_bytes);
+  }
+
+  void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
+    constexpr std::string_view kWhat = "all_reduce_sum";
+    const cudaStream_t cuda = begin(kWhat, stream);
+    check(kWhat, ncclAllReduce(values.data(), values.data(), values.size(), ncclFloat32, ncclSum, communicator_, cuda));
+    check_asynchronous(kWhat);
+    count(2 * peers() * values.size_bytes() / static_cast<std::uint64_t>(size_));  // a ring's share
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
+    constexpr std::string_view kWhat = "broadcast";
+    detail::check_root(kWhat, root, size_);
+    const cudaStream_t cuda = begin(kWhat, stream);
+    check(kWhat, ncclBroadcast(bytes.data(), bytes.data(), bytes.size(), ncclInt8, root, communicator_, cuda));
+    check_asynchronous(kWhat);
+    if (root == rank_ && size_ > 1) count(bytes.size());
+  }
+
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override { control_->exchange(mine, all); }
+  void broadcast_host(std::span<std::byte> bytes, int root) override { control_->broadcast_host(bytes, root); }
+  void barrier() override { control_->barrier(); }
+
+  std::unique_ptr<Communicator> duplicate() override {
+    std::vector<std::byte> id(NCCL_UNIQUE_ID_BYTES);
+    if (rank_ == 0) id = nccl_unique_id();
+    control_->broadcast_host(id, 0);
+    CommunicatorOptions options;
+    options.ledger = ledger_;
+    return std::make_unique<NcclCommunicator>(id, rank_, size_, control_->duplicate(), options);
+  }
+
+ private:
+  std::uint64_t peers() const { return static_cast<std::uint64_t>(size_ - 1); }
+  std::byte* own_shard(const ReducePiece& piece) const {
+    return piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_elements * dtype_bytes(piece.dtype);
+  }
+
+  // Refuses streams without a CUDA handle, and work on a communicator that has failed since the last call.
+  cudaStream_t begin(std::string_view what, platform::Stream& stream) {
+    auto* const native = static_cast<cudaStream_t>(stream.native());
+    if (native == nullptr) {
+      throw UsageError(fmt::format("nccl: {} needs a stream of a CUDA device, but '{}' is none", what, stream.name()));
+    }
+    check_asynchronous(what);
+    return native;
+  }
+
+  // One launch for all of `body`. A group that was opened is always closed, else this thread's next one nests in it.
+  template <typename Body>
+  void grouped(std::string_view what, const Body& body) {
+    check(what, ncclGroupStart());
+    try {
+      body();
+    } catch (...) {
+      ncclGroupEnd();
+      throw;
+    }
+    check(what, ncclGroupEnd());
+    check_asynchronous(what);
+  }
+
+  void reduce_one(const ReducePiece& piece, cudaStream_t cuda) {
+    constexpr std::string_view kWhat = "reduce_scatter";
+    const ncclDataType_t type = nccl_type(piece.dtype);
+    const detail::ScaleSplit scale = detail::split_scale(piece.dtype, piece.scale);
+    ncclRedOp_t operation = ncclSum;
+    if (scale.before_sum != 1.0f) {
+      // The factor is read at once, in the type of the data.
+      std::uint32_t factor = detail::encode_scale(piece.dtype, scale.before_sum);
+      check(kWhat, ncclRedOpCreatePreMulSum(&operation, &factor, type, ncclScalarHostImmediate, communicator_));
+    }
+    const ncclResult_t started =
+        ncclReduceScatter(piece.data, own_shard(piece), piece.shard_elements, type, operation, communicator_, cuda);
+    if (operation != ncclSum) check(kWhat, ncclRedOpDestroy(operation, communicator_));
+    check(kWhat, started);
+  }
+
+  void check(std::string_view what, ncclResult_t code) {
+    if (code == ncclSuccess) return;
+    failed_ = true;
+    throw_nccl(what, rank_, size_, code, communicator_);
+  }
+
+  void check_asynchronous(std::string_view what) {
+    ncclResult_t state = ncclSuccess;
+    check(what, ncclCommGetAsyncError(communicator_, &state));
+    check(what, state);
+  }
+
+  // When a kernel ran is not known on the host: bytes are counted when enqueued, without busy time.
+  void count(std::uint64_t bytes) {
+    if (ledger_ != nullptr) ledger_->count(Link::wire, bytes, Nanoseconds(0));
+  }
+
+  const int rank_;
+  const int size_;
+  std::unique_ptr<Communicator> control_;
+  Ledger* const ledger_;
+  ncclComm_t communicator_ = nullptr;
+  bool failed_ = false;
+};
+
+}  // namespace
+
+std::vector<std::byte> nccl_unique_id() {
+  ncclUniqueId unique{};
+  if (const ncclResult_t code = ncclGetUniqueId(&unique); code != ncclSuccess) {
+    throw_nccl("ncclGetUniqueId", 0, 1, code, nullptr);
+  }
+  std::vector<std::byte> id(sizeof unique);
+  std::memcpy(id.data(), &unique, sizeof unique);
+  return id;
+}
+
+std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
+                                        std::unique_ptr<Communicator> control, const CommunicatorOptions& options) {
+  detail::check_root("make_nccl", rank, size);
+  if (id.size() != NCCL_UNIQUE_ID_BYTES) {
+    throw UsageError(fmt::format("make_nccl: an id has {} bytes, not {}", NCCL_UNIQUE_ID_BYTES, id.size()));
+  }
+  if (control == nullptr || control->rank() != rank || control->size() != size) {
+    throw UsageError(
+        fmt::format("make_nccl: rank {} of {} needs a control communicator over the same ranks", rank, size));
+  }
+  return std::make_unique<NcclCommunicator>(id, rank, size, std::move(control), options);
+}
+
+}  // namespace hoist::comm

@@ -1,1 +1,307 @@
 // SPDX-License-Identifier: Apache-2.0
+// comm/threads.cpp - ranks that are threads of one process.
+//
+// A Channel is a rendezvous: every rank offers what it brings, all meet, each copies what it needs straight out of the
+// others' memory, and nobody leaves before all have copied. Only the first half can fail (a rank stays away, leaves,
+// or the group is aborted); once all have met, every rank is in a bounded copy, so the second half always ends and no
+// rank can free memory that another still reads.
+//
+// Threading  A channel is used by one thread per rank at a time; abort and leaving may come from any thread.
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/communicator.hpp>
+#include <hoist/comm/detail/host_communicator.hpp>
+#include <hoist/comm/detail/transport.hpp>
+#include <hoist/core/clock.hpp>
+#include <hoist/core/error.hpp>
+
+namespace hoist::comm {
+
+namespace {
+
+enum class Operation : std::uint8_t { join, all_gather, exchange, broadcast, barrier, duplicate };
+
+const char* operation_name(Operation operation) {
+  switch (operation) {
+    case Operation::join:
+      return "join";
+    case Operation::all_gather:
+      return "all_gather";
+    case Operation::exchange:
+      return "exchange";
+    case Operation::broadcast:
+      return "broadcast";
+    case Operation::barrier:
+      return "barrier";
+    case Operation::duplicate:
+      return "duplicate";
+  }
+  return "?";
+}
+
+// What a rank brings to a meeting. All but `payload` must be equal on all ranks.
+struct Offer {
+  Operation operation = Operation::barrier;
+  std::uint64_t part_count = 0;
+  std::uint64_t total_bytes = 0;
+  int root = 0;
+  const void* payload = nullptr;  // meaning depends on the operation; read by peers during the meeting
+
+  bool matches(const Offer& other) const {
+    return operation == other.operation && part_count == other.part_count && total_bytes == other.total_bytes &&
+           root == other.root;
+  }
+  std::string text() const {
+    return fmt::format("{} of {} bytes in {} parts{}", operation_name(operation), total_bytes, part_count,
+                       operation == Operation::broadcast ? fmt::format(" from rank {}", root) : "");
+  }
+};
+
+class Channel {
+ public:
+  explicit Channel(int size) : offers_(static_cast<std::size_t>(size)), here_(static_cast<std::size_t>(size), false) {}
+
+  int size() const { return static_cast<int>(offers_.size()); }
+
+  // Meets all ranks, then calls take(peer, payload) for each in rank order.
+  template <typename Take>
+  void meet(int rank, const Offer& offer, std::chrono::milliseconds timeout, const Take& take) {
+    arrive(rank, offer, timeout);
+    // Between here and depart() the offers stand still, so reading them needs no lock.
+    const std::string mismatch = find_mismatch();
+    if (mismatch.empty()) {
+      for (int peer = 0; peer < size(); ++peer) take(peer, offers_[static_cast<std::size_t>(peer)].payload);
+    }
+    depart();
+    if (!mismatch.empty()) {
+      fail(mismatch);
+      throw CommError(mismatch);
+    }
+  }
+
+  // Everyone who waits or will come to wait gets a CommError with this reason. The first reason stays.
+  void fail(const std::string& reason) {
+    const std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = reason;
+    changed_.notify_all();
+  }
+
+ private:
+  void arrive(int rank, const Offer& offer, std::chrono::milliseconds timeout) {
+    std::unique_lock lock(mutex_);
+    throw_if_failed(rank, offer);
+    offers_[static_cast<std::size_t>(rank)] = offer;
+    here_[static_cast<std::size_t>(rank)] = true;
+    const std::uint64_t meeting = meeting_;
+    if (++arrived_ == size()) {
+      arrived_ = 0;
+      std::fill(here_.begin(), here_.end(), false);
+      ++meeting_;
+      changed_.notify_all();
+      return;
+    }
+    const bool in_time = changed_.wait_for(lock, timeout, [&] { return meeting_ != meeting || !failure_.empty(); });
+    if (meeting_ != meeting) return;  // it took place, whatever happened since
+    if (!in_time) {
+      failure_ = fmt::format("{} did not come to {} within {} ms, where rank {} waited", absent_ranks(), offer.text(),
+                             timeout.count(), rank);
+      changed_.notify_all();
+    }
+    throw_if_failed(rank, offer);
+  }
+
+  void depart() {
+    std::unique_lock lock(mutex_);
+    const std::uint64_t departure = departure_;
+    if (++departed_ == size()) {
+      departed_ = 0;
+      ++departure_;
+      changed_.notify_all();
+      return;
+    }
+    changed_.wait(lock, [&] { return departure_ != departure; });
+  }
+
+  std::string find_mismatch() const {
+    for (std::size_t peer = 1; peer < offers_.size(); ++peer) {
+      if (!offers_[peer].matches(offers_[0])) {
+        return fmt::format("rank {} called {} where rank 0 called {}", peer, offers_[peer].text(), offers_[0].text());
+      }
+    }
+    return {};
+  }
+
+  std::string absent_ranks() const {
+    std::string list;
+    for (std::size_t r = 0; r < here_.size(); ++r) {
+      if (!here_[r]) list += fmt::format("{}{}", list.empty() ? "rank " : ", rank ", r);
+    }
+    return list;
+  }
+
+  void throw_if_failed(int rank, const Offer& offer) const {
+    if (failure_.empty()) return;
+    throw CommError(fmt::format("threads: {} on rank {} of {} failed: {}", operation_name(offer.operation), rank,
+                                size(), failure_));
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Offer> offers_;
+  std::vector<bool> here_;  // who has arrived at the meeting that is forming
+  int arrived_ = 0;
+  int departed_ = 0;
+  std::uint64_t meeting_ = 0;
+  std::uint64_t departure_ = 0;
+  std::string failure_;
+};
+
+}  // namespace
+
+// The channels of a group, so that abort() reaches all of them, duplicates included.
+struct ThreadGroup::Shared {
+  explicit Shared(int size) : ranks(size), joined(static_cast<std::size_t>(size), false) {}
+
+  std::shared_ptr<Channel> make_channel() {
+    auto channel = std::make_shared<Channel>(ranks);
+    const std::lock_guard lock(mutex);
+    if (!failure.empty()) channel->fail(failure);
+    std::erase_if(channels, [](const std::weak_ptr<Channel>& c) { return c.expired(); });
+    channels.push_back(channel);
+    return channel;
+  }
+
+  void abort(const std::string& why) {
+    std::vector<std::shared_ptr<Channel>> live;
+    {
+      const std::lock_guard lock(mutex);
+      if (failure.empty()) failure = why;
+      for (const auto& weak : channels) {
+        if (auto channel = weak.lock()) live.push_back(std::move(channel));
+      }
+    }
+    for (const auto& channel : live) channel->fail(why);
+  }
+
+  const int ranks;
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Channel>> channels;
+  std::vector<bool> joined;
+  std::string failure;
+  // Made with the group: where joining ranks meet, and the two planes they then use.
+  std::shared_ptr<Channel> entrance, data, control;
+};
+
+namespace {
+
+class ThreadTransport final : public detail::Transport {
+ public:
+  // `make_channel` outlives no one: it shares the group.
+  using MakeChannel = std::function<std::shared_ptr<Channel>()>;
+
+  ThreadTransport(std::shared_ptr<Channel> channel, int rank, std::chrono::milliseconds timeout, MakeChannel make)
+      : channel_(std::move(channel)), rank_(rank), timeout_(timeout), make_channel_(std::move(make)) {}
+
+  // Whoever waits for this rank from now on would wait in vain.
+  ~ThreadTransport() override { channel_->fail(fmt::format("rank {} has left", rank_)); }
+
+  int rank() const override { return rank_; }
+  int size() const override { return channel_->size(); }
+
+  void all_gather(std::span<const GatherPiece> pieces) override {
+    Offer offer{Operation::all_gather, pieces.size(), 0, 0, pieces.data()};
+    for (const GatherPiece& piece : pieces) offer.total_bytes += piece.shard_bytes;
+    channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
+      if (peer == rank_) return;
+      const auto* const theirs = static_cast<const GatherPiece*>(payload);
+      for (std::size_t i = 0; i < pieces.size(); ++i) {
+        const std::uint64_t at = static_cast<std::uint64_t>(peer) * pieces[i].shard_bytes;
+        copy(pieces[i].data + at, theirs[i].data + at, pieces[i].shard_bytes);
+      }
+    });
+  }
+
+  void exchange_shards(std::span<const detail::ShardExchange> parts) override {
+    Offer offer{Operation::exchange, parts.size(), 0, 0, parts.data()};
+    for (const detail::ShardExchange& part : parts) offer.total_bytes += part.chunk_bytes;
+    channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
+      const auto* const theirs = static_cast<const detail::ShardExchange*>(payload);
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        const std::uint64_t bytes = parts[i].chunk_bytes;
+        copy(parts[i].received + static_cast<std::uint64_t>(peer) * bytes,
+             theirs[i].source + static_cast<std::uint64_t>(rank_) * theirs[i].stride_bytes, bytes);
+      }
+    });
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root) override {
+    const Offer offer{Operation::broadcast, 1, bytes.size(), root, bytes.data()};
+    channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
+      if (peer == root && peer != rank_) copy(bytes.data(), static_cast<const std::byte*>(payload), bytes.size());
+    });
+  }
+
+  void barrier() override {
+    channel_->meet(rank_, Offer{Operation::barrier, 0, 0, 0, nullptr}, timeout_, [](int, const void*) {});
+  }
+
+  std::unique_ptr<Transport> duplicate() override {
+    // Rank 0 makes the channel and the others take theirs from it.
+    std::shared_ptr<Channel> channel = rank_ == 0 ? make_channel_() : nullptr;
+    const Offer offer{Operation::duplicate, 0, 0, 0, &channel};
+    std::shared_ptr<Channel> shared;
+    channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
+      if (peer == 0) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
+    });
+    return std::make_unique<ThreadTransport>(std::move(shared), rank_, timeout_, make_channel_);
+  }
+
+ private:
+  static void copy(std::byte* target, const std::byte* source, std::uint64_t bytes) {
+    if (bytes > 0) std::memcpy(target, source, bytes);
+  }
+
+  std::shared_ptr<Channel> channel_;
+  const int rank_;
+  const std::chrono::milliseconds timeout_;
+  const MakeChannel make_channel_;
+};
+
+}  // namespace
+
+ThreadGroup::ThreadGroup(int size) {
+  if (size < 1) throw UsageError(fmt::format("a thread group needs at least one rank, not {}", size));
+  shared_ = std::make_shared<Shared>(size);
+  shared_->entrance = shared_->make_channel();
+  shared_->data = shared_->make_channel();
+  shared_->control = shared_->make_channel();
+}
+
+ThreadGroup::~ThreadGroup() = default;
+
+std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOptions& options) {
+  detail::check_root("join", rank, shared_->ranks);
+  {
+    const std::lock_guard lock(shared_->mutex);
+    if (shared_->joined[static_cast<std::size_t>(rank)]) {
+      throw UsageError(fmt::format("rank {} of a thread group of {} joined twice", rank, shared_->ranks));
+    }
+    shared_->joined[static_cast<std::size_t>(rank)] = true;
+  }
+  const auto make = [shared = shared_] { return shared->make_channel(); };
+  auto communicator = std::make_unique<detail::HostCommunicator>(
+      "threads", std::make_shared<ThreadTransport>(shared_->data, rank, options.timeout, make),
+      std::make_shared<ThreadTransport>(shared_->control, rank, options.timeout, make), options);
+  shared_->entrance->meet(rank, Offer{Operation::join, 0, 0, 0, nullptr}, options.timeout, [](int, const void*) {});
+  return communicator;
+}
+
+void ThreadGroup::abort(const std::string& why) { shared_->abort(why); }
+
+}  // namespace hoist::comm

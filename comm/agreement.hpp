@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// comm/agreement.hpp - finds out that ranks are about to do different things, before they hang or mix up data.
+//
+// Threading  As the control plane of the communicator given.
+// Errors     CommError, the same on every rank.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include <hoist/comm/communicator.hpp>
+
+namespace hoist::comm {
+
+// [collective] Returns when every rank passed the same `hash`. Otherwise throws a CommError that names the first rank
+// whose hash is not rank 0's, and the `what` of both: a short text of what the rank meant to do, of which the first
+// kAgreementTextBytes travel. Texts may differ where hashes agree.
+// Cost: one exchange of 128 bytes per rank.
+void agree(Communicator& communicator, std::uint64_t hash, std::string_view what);
+
+inline constexpr std::size_t kAgreementTextBytes = 112;
+
+}  // namespace hoist::comm

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// comm/detail/transport.hpp - how bytes pass between ranks that are CPUs: one ordered channel over all of them.
+//
+// A communicator owns two, one per plane. Every call is collective and blocks until this rank's part is done and its
+// buffers may be changed again.
+//
+// Threading  One thread at a time, not always the same.
+// Memory     Buffers are the caller's; after a failure peers no longer touch them.
+// Errors     CommError naming rank and operation. A channel that failed once refuses everything after.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include <hoist/comm/communicator.hpp>
+
+namespace hoist::comm::detail {
+
+// A part of an all-to-all. Rank r receives, from every rank q in rank order, `chunk_bytes` bytes that start at
+// q.source + r * q.stride_bytes, into received + q * chunk_bytes. With a stride of 0 everybody gets the same bytes.
+struct ShardExchange {
+  const std::byte* source = nullptr;
+  std::uint64_t stride_bytes = 0;
+  std::uint64_t chunk_bytes = 0;
+  std::byte* received = nullptr;  // size() * chunk_bytes
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  virtual void all_gather(std::span<const GatherPiece> pieces) = 0;
+  virtual void exchange_shards(std::span<const ShardExchange> parts) = 0;
+  virtual void broadcast(std::span<std::byte> bytes, int root) = 0;
+  virtual void barrier() = 0;
+  // Another channel over the same ranks.
+  virtual std::unique_ptr<Transport> duplicate() = 0;
+
+ protected:
+  Transport() = default;
+};
+
+}  // namespace hoist::comm::detail

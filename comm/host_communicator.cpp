@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/detail/host_communicator.hpp>
+#include <hoist/comm/host_collectives.hpp>
+#include <hoist/core/clock.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+
+namespace hoist::comm::detail {
+
+namespace {
+
+constexpr std::uint64_t kScratchBytesMin = 64 * kKiB;
+
+// [worker] One grouped reduction.
+void reduce(Transport& transport, std::span<const ReducePiece> pieces, std::span<std::byte> scratch) {
+  const auto rank = static_cast<std::uint64_t>(transport.rank());
+  std::vector<ReduceChunk> round;
+  std::vector<ShardExchange> parts;
+  ReduceRounds rounds(pieces, transport.size(), scratch.size());
+  while (rounds.next(round)) {
+    parts.clear();
+    for (const ReduceChunk& chunk : round) {
+      const ReducePiece& piece = pieces[chunk.piece];
+      const std::uint64_t element_bytes = dtype_bytes(piece.dtype);
+      parts.push_back({piece.data + chunk.first_element * element_bytes, piece.shard_elements * element_bytes,
+                       chunk.element_count * element_bytes, scratch.data() + chunk.scratch_offset_bytes});
+    }
+    transport.exchange_shards(parts);
+    // Only this rank's own shard is written, which no peer reads: the next round's sources are still whole.
+    for (const ReduceChunk& chunk : round) {
+      const ReducePiece& piece = pieces[chunk.piece];
+      std::byte* const own =
+          piece.data + (rank * piece.shard_elements + chunk.first_element) * dtype_bytes(piece.dtype);
+      sum_in_rank_order(own, scratch.data() + chunk.scratch_offset_bytes, piece.dtype, transport.size(),
+                        chunk.element_count, piece.scale);
+    }
+  }
+}
+
+// [worker] Everyone receives everyone's values and adds them in rank order: no rank's result can differ.
+void all_reduce(Transport& transport, std::span<float> values, std::span<std::byte> scratch) {
+  const std::uint64_t chunk_max = scratch.size() / (static_cast<std::uint64_t>(transport.size()) * sizeof(float));
+  for (std::uint64_t first = 0; first < values.size(); first += chunk_max) {
+    const std::uint64_t count = std::min<std::uint64_t>(chunk_max, values.size() - first);
+    auto* const chunk = reinterpret_cast<std::byte*>(values.data() + first);
+    const ShardExchange part{chunk, 0, count * sizeof(float), scratch.data()};
+    transport.exchange_shards({&part, 1});
+    sum_in_rank_order(chunk, scratch.data(), DType::fp32, transport.size(), count, 1.0f);
+  }
+}
+
+}  // namespace
+
+void scale_own(std::span<const ReducePiece> pieces, platform::Stream& stream) {
+  for (const ReducePiece& piece : pieces) {
+    if (piece.scale == 1.0f || piece.shard_elements == 0) continue;
+    stream.scale_into(piece.data, piece.dtype, piece.data, piece.dtype, piece.shard_elements, piece.scale,
+                      platform::Stream::Combine::overwrite);
+  }
+}
+
+void check_pieces(std::span<const GatherPiece> pieces) {
+  for (const GatherPiece& piece : pieces) {
+    if (piece.data == nullptr && piece.shard_bytes > 0) {
+      throw UsageError(fmt::format("all_gather: a piece of {} bytes per rank has no memory", piece.shard_bytes));
+    }
+  }
+}
+
+void check_pieces(std::span<const ReducePiece> pieces) {
+  for (const ReducePiece& piece : pieces) {
+    if (piece.data == nullptr && piece.shard_elements > 0) {
+      throw UsageError(
+          fmt::format("reduce_scatter: a piece of {} elements per rank has no memory", piece.shard_elements));
+    }
+  }
+}
+
+void check_root(std::string_view what, int root, int size) {
+  if (root < 0 || root >= size) {
+    throw UsageError(fmt::format("{}: the root is rank {}, but ranks are 0 to {}", what, root, size - 1));
+  }
+}
+
+void check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size) {
+  if (all.size() != mine.size() * static_cast<std::uint64_t>(size)) {
+    throw UsageError(fmt::format("exchange: {} bytes from each of {} ranks need a target of {} bytes, not {}",
+                                 mine.size(), size, mine.size() * static_cast<std::uint64_t>(size), all.size()));
+  }
+}
+
+HostCommunicator::HostCommunicator(std::string_view name, std::shared_ptr<Transport> data,
+                                   std::shared_ptr<Transport> control, const CommunicatorOptions& options)
+    : name_(name), options_(options), data_(std::move(data)), control_(std::move(control)) {
+  const std::uint64_t least = std::max(kScratchBytesMin, reduce_scratch_bytes_min(size()));
+  if (size() > 1 && !options_.scratch.empty() && options_.scratch.size() < least) {
+    throw UsageError(fmt::format("a communicator over {} ranks needs at least {} of scratch to reduce, {} were given",
+                                 size(), format_bytes(least), format_bytes(options_.scratch.size())));
+  }
+}
+
+void HostCommunicator::enqueue(std::string_view what, platform::Stream& stream, std::uint64_t sent_bytes,
+                               std::function<void(Transport&)> work) {
+  // Peers pair operations by their order on the channel, so operations on two streams must not overtake each other.
+  if (last_stream_ != nullptr && last_stream_ != &stream) stream.wait(last_, WaitCause::comm);
+  stream.launch(what, [data = data_, ledger = options_.ledger, sent_bytes, work = std::move(work)] {
+    const TimePoint start = Clock::now();
+    work(*data);
+    if (ledger != nullptr) ledger->count(Link::wire, sent_bytes, Clock::now() - start);
+  });
+  last_ = stream.record();
+  last_stream_ = &stream;
+}
+
+void HostCommunicator::require_scratch(std::string_view what) const {
+  if (!options_.scratch.empty()) return;
+  throw UsageError(fmt::format(
+      "{}: this communicator was made without scratch (as duplicate() makes them) and cannot reduce", what));
+}
+
+void HostCommunicator::all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) {
+  check_pieces(pieces);
+  if (size() == 1) return;
+  std::uint64_t shard_bytes = 0;
+  for (const GatherPiece& piece : pieces) shard_bytes += piece.shard_bytes;
+  enqueue("all_gather", stream, peers() * shard_bytes,
+          [copy = std::vector(pieces.begin(), pieces.end())](Transport& transport) { transport.all_gather(copy); });
+}
+
+void HostCommunicator::reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) {
+  check_pieces(pieces);
+  if (size() == 1) return scale_own(pieces, stream);
+  require_scratch("reduce_scatter");
+  std::uint64_t shard_bytes = 0;
+  for (const ReducePiece& piece : pieces) shard_bytes += piece.shard_elements * dtype_bytes(piece.dtype);
+  enqueue("reduce_scatter", stream, peers() * shard_bytes,
+          [copy = std::vector(pieces.begin(), pieces.end()), scratch = options_.scratch](Transport& transport) {
+            reduce(transport, copy, scratch);
+          });
+}
+
+void HostCommunicator::all_reduce_sum(std::span<float> values, platform::Stream& stream) {
+  if (size() == 1) return;
+  require_scratch("all_reduce_sum");
+  enqueue("all_reduce_sum", stream, peers() * values.size_bytes(),
+          [values, scratch = options_.scratch](Transport& transport) { all_reduce(transport, values, scratch); });
+}
+
+void HostCommunicator::broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) {
+  check_root("broadcast", root, size());
+  if (size() == 1) return;
+  enqueue("broadcast", stream, root == rank() ? peers() * bytes.size() : 0,
+          [bytes, root](Transport& transport) { transport.broadcast(bytes, root); });
+}
+
+void HostCommunicator::exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
+  check_exchange(mine, all, size());
+  const ShardExchange part{mine.data(), 0, mine.size(), all.data()};
+  control_->exchange_shards({&part, 1});
+}
+
+void HostCommunicator::broadcast_host(std::span<std::byte> bytes, int root) {
+  check_root("broadcast_host", root, size());
+  control_->broadcast(bytes, root);
+}
+
+void HostCommunicator::barrier() { control_->barrier(); }
+
+std::unique_ptr<Communicator> HostCommunicator::duplicate() {
+  std::shared_ptr<Transport> data = control_->duplicate();
+  std::shared_ptr<Transport> control = control_->duplicate();
+  CommunicatorOptions options = options_;
+  options.scratch = {};
+  return std::make_unique<HostCommunicator>(name_, std::move(data), std::move(control), options);
+}
+
+}  // namespace hoist::comm::detail
