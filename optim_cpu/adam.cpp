@@ -1,1 +1,100 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
+#include <fmt/ranges.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/optim_cpu/detail/float_environment.hpp>
+
+// clang-format off: the first include compiles the kernels for every dynamic target, the second for the baseline.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "hoist/optim_cpu/detail/adam-inl.h"
+#include <hwy/foreach_target.h>
+
+#include <hoist/optim_cpu/detail/adam-inl.h>
+// clang-format on
+
+namespace hoist::optim {
+
+HWY_EXPORT(update_split);
+HWY_EXPORT(update_whole);
+HWY_EXPORT(instruction_set);
+
+namespace {
+
+// base^exponent by squaring. Not std::pow: the C library picks its code, and with it the last bit, by the machine.
+double power(double base, std::uint64_t exponent) {
+  double result = 1;
+  for (; exponent != 0; exponent >>= 1) {
+    if ((exponent & 1) != 0) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+}  // namespace
+
+AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::uint64_t step, double scale)
+    : variant(options.variant) {
+  HOIST_ASSERT(step >= 1, "steps are counted from 1");
+  const detail::FloatEnvironment environment;
+  const double bias1 = options.bias_correction ? 1.0 - power(options.beta1, step) : 1.0;
+  const double bias2 = options.bias_correction ? 1.0 - power(options.beta2, step) : 1.0;
+  gradient_scale = static_cast<float>(scale);
+  beta1 = static_cast<float>(options.beta1);
+  one_minus_beta1 = static_cast<float>(1.0 - options.beta1);
+  beta2 = static_cast<float>(options.beta2);
+  one_minus_beta2 = static_cast<float>(1.0 - options.beta2);
+  epsilon = static_cast<float>(options.epsilon);
+  step_size = static_cast<float>(options.learning_rate / bias1);
+  root_bias2 = static_cast<float>(std::sqrt(bias2));
+  decay_factor = static_cast<float>(1.0 - options.learning_rate * options.weight_decay);
+  l2 = static_cast<float>(options.weight_decay);
+}
+
+bool adam_update(const AdamCoefficients& coefficients, const SplitTile& tile) {
+  const detail::FloatEnvironment environment;
+  return HWY_DYNAMIC_DISPATCH(update_split)(coefficients, tile);
+}
+
+bool adam_update(const AdamCoefficients& coefficients, const WholeTile& tile) {
+  const detail::FloatEnvironment environment;
+  return HWY_DYNAMIC_DISPATCH(update_whole)(coefficients, tile);
+}
+
+namespace {
+
+// Highway's bits of the sets that are compiled in and that this machine has, best first. Asked once, before
+// force_instruction_set can have narrowed the answer.
+const std::vector<std::int64_t>& usable_targets() {
+  static const std::vector<std::int64_t> targets = hwy::SupportedAndGeneratedTargets();
+  return targets;
+}
+
+}  // namespace
+
+std::vector<std::string> supported_instruction_sets() {
+  std::vector<std::string> names;
+  for (const std::int64_t target : usable_targets()) names.emplace_back(hwy::TargetName(target));
+  return names;
+}
+
+std::string active_instruction_set() { return HWY_DYNAMIC_DISPATCH(instruction_set)(); }
+
+void force_instruction_set(const std::string& name) {
+  std::int64_t chosen = 0;  // Highway: the machine's best again
+  if (!name.empty()) {
+    for (const std::int64_t target : usable_targets()) {
+      if (name == hwy::TargetName(target)) chosen = target;
+    }
+    if (chosen == 0) {
+      throw UsageError(fmt::format("instruction set '{}' is not available here; this machine has {}", name,
+                                   fmt::join(supported_instruction_sets(), ", ")));
+    }
+  }
+  hwy::SetSupportedTargetsForTest(chosen);
+}
+
+}  // namespace hoist::optim

@@ -3,7 +3,18 @@
 //
 // The formula is PyTorch's (torch.optim.AdamW, torch.optim.Adam with L2), in fp32 with exact division and square root
 // and without fused multiply-add, so that every instruction set gives the same bits. Sources: Kingma & Ba,
-// arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101.
+// arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101. Every operation below rounds to nearest even, once, in the
+// order the parentheses say; g, p, m, v are one parameter's gradient, master and moments, the rest AdamCoefficients:
+//
+//   g = g * gradient_scale
+//   adam:   g = g + (l2 * p)
+//   adamw:  p = p * decay_factor
+//   m = (beta1 * m) + (one_minus_beta1 * g)
+//   v = (beta2 * v) + ((one_minus_beta2 * g) * g)
+//   p = p - ((step_size * m) / ((sqrt(v) / root_bias2) + epsilon))
+//   stored: p; m and v, each as +0 when its magnitude is below 2^-126
+//
+// The bits of a NaN are the one thing left open (no state that holds one is ever committed).
 //
 // Denormals: arithmetic keeps them (the kernels clear flush-to-zero and denormals-are-zero for their own duration,
 // whatever the host program's setting), but a moment is stored as zero when its magnitude is below 2^-126. Otherwise
@@ -15,12 +26,12 @@
 // Errors     None; a non-finite gradient is the caller's to find first (see norm.hpp).
 #pragma once
 
-#include <hoist/core/dtype.hpp>
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include <hoist/core/dtype.hpp>
 
 namespace hoist::optim {
 
@@ -41,19 +52,19 @@ struct AdamCoefficients {
   AdamCoefficients(const AdamOptions& options, std::uint64_t step, double gradient_scale);
 
   AdamVariant variant;
-  float gradient_scale;      // unscale times clip factor
+  float gradient_scale;  // unscale times clip factor
   float beta1, one_minus_beta1;
   float beta2, one_minus_beta2;
   float epsilon;
-  float step_size;           // learning_rate / (1 - beta1^step)
-  float root_bias2;          // sqrt(1 - beta2^step): the denominator is sqrt(v) / root_bias2 + epsilon
-  float decay_factor;        // adamw: 1 - learning_rate * weight_decay
-  float l2;                  // adam: weight_decay
+  float step_size;     // learning_rate / (1 - beta1^step)
+  float root_bias2;    // sqrt(1 - beta2^step): the denominator is sqrt(v) / root_bias2 + epsilon
+  float decay_factor;  // adamw: 1 - learning_rate * weight_decay
+  float l2;            // adam: weight_decay
 };
 
 // A tile whose master is split: master = join_master(weight, remainder). All arrays have `count` elements.
 struct SplitTile {
-  bf16* weight = nullptr;          // read and written
+  bf16* weight = nullptr;  // read and written
   std::int16_t* remainder = nullptr;
   float* moment1 = nullptr;
   float* moment2 = nullptr;

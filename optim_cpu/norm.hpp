@@ -6,10 +6,10 @@
 // block size and instruction set therefore never change a bit.
 #pragma once
 
-#include <hoist/core/dtype.hpp>
-
 #include <cstddef>
 #include <span>
+
+#include <hoist/core/dtype.hpp>
 
 namespace hoist::optim {
 

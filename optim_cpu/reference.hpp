@@ -4,9 +4,9 @@
 // For tests, and for whoever wants to know what the kernels compute.
 #pragma once
 
-#include <hoist/optim_cpu/adam.hpp>
-
 #include <cstdint>
+
+#include <hoist/optim_cpu/adam.hpp>
 
 namespace hoist::optim {
 

@@ -1,1 +1,197 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <iterator>
+#include <optional>
+#include <thread>
+
+#include <fmt/format.h>
+#include <tbb/global_control.h>
+#include <tbb/info.h>
+#include <tbb/parallel_for.h>
+#include <tbb/partitioner.h>
+#include <tbb/task_arena.h>
+#include <tbb/task_scheduler_observer.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/optim_cpu/detail/processors.hpp>
+#include <hoist/optim_cpu/update_pool.hpp>
+
+// oneTBB is not built for the thread sanitizer, which therefore cannot see that it hands tasks over in order. This file
+// is compiled without the sanitizer and tells it about the two hand-overs itself; what `work` does stays checked.
+#ifdef HOIST_TSAN
+extern "C" void __tsan_acquire(void* address);
+extern "C" void __tsan_release(void* address);
+#endif
+
+namespace hoist::optim {
+
+namespace {
+
+void hand_over([[maybe_unused]] void* address) {
+#ifdef HOIST_TSAN
+  __tsan_release(address);
+#endif
+}
+
+void take_over([[maybe_unused]] void* address) {
+#ifdef HOIST_TSAN
+  __tsan_acquire(address);
+#endif
+}
+
+// Binds workers while they are in the arena; oneTBB shares its workers between arenas. The calling thread stays where
+// its program put it.
+class Placement final : public tbb::task_scheduler_observer {
+ public:
+  Placement(tbb::task_arena& arena, detail::Processors processors)
+      : tbb::task_scheduler_observer(arena), processors_(std::move(processors)) {
+    observe(true);
+  }
+  ~Placement() override { observe(false); }
+
+  void on_scheduler_entry(bool is_worker) override {
+    if (!is_worker) return;
+    before() = detail::current_processors();
+    detail::bind_current_thread(processors_);
+  }
+  void on_scheduler_exit(bool is_worker) override {
+    if (is_worker) detail::bind_current_thread(before());
+  }
+
+ private:
+  static detail::Processors& before() {
+    thread_local detail::Processors processors;
+    return processors;
+  }
+  const detail::Processors processors_;
+};
+
+detail::Processors intersection(const detail::Processors& a, const detail::Processors& b) {
+  detail::Processors both;
+  std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(both));
+  return both;
+}
+
+// Where workers shall run; empty when the options leave it open.
+detail::Processors chosen_processors(const UpdatePoolOptions& options) {
+  if (!options.processors.empty()) {
+    detail::Processors sorted = options.processors;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted;
+  }
+  if (options.numa_node < 0) return {};
+  const auto node = detail::node_processors(options.numa_node);
+  if (!node) throw UsageError(fmt::format("this machine has no NUMA node {}", options.numa_node));
+  if (node->empty()) throw UsageError(fmt::format("NUMA node {} has no processors", options.numa_node));
+  const detail::Processors allowed = intersection(*node, detail::current_processors());
+  return allowed.empty() ? *node : allowed;
+}
+
+// Tries the binding on a thread of its own, so that a refusal is an error here and not silence in a worker.
+void check_processors(const detail::Processors& processors) {
+  bool accepted = false;
+  std::thread([&] { accepted = detail::bind_current_thread(processors); }).join();
+  if (accepted) return;
+  throw UsageError(
+      fmt::format("none of processors {}..{} may be used by this process; widen its cpuset or choose others",
+                  processors.front(), processors.back()));
+}
+
+// [0, count) cut into one span per thread. A thread takes from its own span first, then from the others'.
+class Spans {
+ public:
+  static constexpr std::size_t kMax = 64;  // wider arenas share spans
+
+  Spans(std::size_t count, std::size_t threads) : used_(std::min({threads, kMax, count})) {
+    for (std::size_t k = 0; k < used_; ++k) {
+      spans_[k].next.store(begin(count, k), std::memory_order_relaxed);
+      spans_[k].end = begin(count, k + 1);
+    }
+  }
+
+  void work_through(std::size_t own, const std::function<void(std::size_t)>& work) {
+    for (std::size_t k = 0; k < used_; ++k) {
+      Span& span = spans_[(own + k) % used_];
+      while (!stopped_.load(std::memory_order_relaxed)) {
+        const std::size_t i = span.next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= span.end) break;
+        work(i);
+      }
+    }
+  }
+  void stop() { stopped_.store(true, std::memory_order_relaxed); }
+
+ private:
+  struct alignas(64) Span {
+    std::atomic<std::size_t> next{0};
+    std::size_t end = 0;
+  };
+  std::size_t begin(std::size_t count, std::size_t k) const { return count / used_ * k + std::min(k, count % used_); }
+
+  std::array<Span, kMax> spans_;
+  std::size_t used_;
+  std::atomic<bool> stopped_{false};
+};
+
+// oneTBB sets its limit by what it saw of the process when it started; a larger arena would stay without workers. One
+// large value, as the smallest of all live controls counts.
+std::optional<tbb::global_control> allowance_for(unsigned threads) {
+  if (static_cast<int>(threads) <= tbb::info::default_concurrency()) return std::nullopt;
+  return std::optional<tbb::global_control>(std::in_place, tbb::global_control::max_allowed_parallelism,
+                                            std::max<std::size_t>(threads, 256));
+}
+
+}  // namespace
+
+struct UpdatePool::Arena {
+  Arena(unsigned thread_count, const detail::Processors& processors)
+      : threads(thread_count), allowance(allowance_for(thread_count)), arena(static_cast<int>(thread_count)) {
+    arena.initialize();
+    if (!processors.empty()) placement.emplace(arena, processors);
+  }
+
+  const unsigned threads;
+  std::optional<tbb::global_control> allowance;
+  tbb::task_arena arena;
+  std::optional<Placement> placement;
+};
+
+UpdatePool::UpdatePool(const UpdatePoolOptions& options) {
+  const detail::Processors processors = chosen_processors(options);
+  if (!processors.empty()) check_processors(processors);
+  const std::size_t available = processors.empty() ? detail::current_processors().size() : processors.size();
+  arena_ =
+      std::make_unique<Arena>(options.threads != 0 ? options.threads : static_cast<unsigned>(available), processors);
+}
+
+UpdatePool::~UpdatePool() = default;
+
+unsigned UpdatePool::threads() const { return arena_->threads; }
+
+void UpdatePool::run(std::size_t count, const std::function<void(std::size_t)>& work) {
+  if (count == 0) return;
+  Spans spans(count, arena_->threads);
+  const auto take_part = [&](unsigned) {
+    take_over(&spans);
+    try {
+      spans.work_through(static_cast<std::size_t>(tbb::this_task_arena::current_thread_index()), work);
+    } catch (...) {
+      spans.stop();
+      hand_over(&spans);
+      throw;
+    }
+    hand_over(&spans);
+  };
+  hand_over(&spans);
+  arena_->arena.execute([&] {
+    // Isolated: a caller that waits for its own items must not pick up another caller's, whose locks it may hold.
+    tbb::this_task_arena::isolate(
+        [&] { tbb::parallel_for(0u, arena_->threads, take_part, tbb::static_partitioner()); });
+  });
+  take_over(&spans);
+}
+
+}  // namespace hoist::optim

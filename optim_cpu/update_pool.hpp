@@ -2,26 +2,42 @@
 // optim_cpu/update_pool.hpp - the threads that update tiles: a oneTBB arena of fixed width.
 //
 // Threading  run() blocks its caller, who takes part in the work. Several threads may call run() at once.
-// Errors     An exception thrown by `work` is rethrown by run().
+// Memory     Threads are created at the first run(), not per run.
+// Errors     An exception thrown by `work` is rethrown by run(); items not yet begun are then left out.
 #pragma once
 
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace hoist::optim {
 
 struct UpdatePoolOptions {
-  unsigned threads = 0;  // 0: as many as the process may use
-  int numa_node = -1;    // negative: anywhere
+  // 0: as many as the processors named below. A larger number is honoured too, also where oneTBB alone would see fewer
+  // (a host program that binds its main thread, as OMP_PROC_BIND does), unless the program set a lower
+  // tbb::global_control itself.
+  unsigned threads = 0;
+  // Negative: anywhere. Otherwise the workers run on those of the node's processors that the constructing thread may
+  // use, or on all of them when it is bound elsewhere. Without NUMA information from the kernel only node 0 exists,
+  // and it is everything.
+  int numa_node = -1;
+  // Where the workers run; empty: as `numa_node` says, or where the constructing thread may. To be named by a program
+  // whose threads are bound more narrowly than its workers should be.
+  std::vector<int> processors;
 };
 
 class UpdatePool {
  public:
+  // Errors: UsageError when the node does not exist or the workers may not run where they should.
   explicit UpdatePool(const UpdatePoolOptions& options = {});
   ~UpdatePool();
+  UpdatePool(const UpdatePool&) = delete;
+  UpdatePool& operator=(const UpdatePool&) = delete;
+
   unsigned threads() const;
-  // work(i) for every i in [0, count), in any order, in parallel.
+  // work(i) for every i in [0, count), in any order, in parallel. Each thread begins with a contiguous span of its own,
+  // the same one for the same count, so that tiles tend to stay in its caches; then it helps the others.
   void run(std::size_t count, const std::function<void(std::size_t)>& work);
 
  private:
