@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// examples/gpt/kernels.hpp - the mathematics of a GPT on the CPU: each layer forward, and its derivative.
+//
+// Everything is fp32 and row-major; only weights and their gradients may be bf16. A weight is widened into `panel`
+// piece by piece just before the product that needs it, so at most one matrix exists in fp32 at a time.
+//
+// Threading  One call at a time per output; the pool's threads share the work of a call.
+// Memory     No allocation. The caller hands in every buffer.
+// Determinism  Work is cut by shape, never by thread count, each piece is one single-threaded sgemm or one loop in a
+//            fixed order: the same bits for any number of threads. Call use_own_threads() once before.
+#pragma once
+
+#include <hoist/core/dtype.hpp>
+#include <hoist/optim_cpu/update_pool.hpp>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hoist::gpt {
+
+using Index = std::int64_t;
+using optim::UpdatePool;
+
+// Stops OpenBLAS from splitting a product over its own threads (how it splits depends on their number).
+void use_own_threads();
+
+// Gathered weights, [rows, columns].
+struct Matrix {
+  const void* data = nullptr;
+  DType dtype = DType::bf16;
+  Index rows = 0;
+  Index columns = 0;
+};
+
+// Memory of a gradient, [rows, columns]; kernels add to it: widened, added in fp32, rounded once.
+struct GradientMatrix {
+  void* data = nullptr;
+  DType dtype = DType::bf16;
+  Index rows = 0;
+  Index columns = 0;
+};
+
+// y[rows, out] = x[rows, in] W[out, in]^T (+ bias[out]) (+ residual[rows, out]). panel: out * in floats.
+struct LinearForward {
+  Index rows = 0;
+  const float* x = nullptr;
+  Matrix weight;
+  const float* bias = nullptr;
+  const float* residual = nullptr;
+  float* panel = nullptr;
+  float* y = nullptr;
+};
+void linear_forward(UpdatePool& pool, const LinearForward& a);
+
+// dx[rows, in] = dy[rows, out] W[out, in]. panel: out * in floats.
+struct LinearBackwardInput {
+  Index rows = 0;
+  const float* dy = nullptr;
+  Matrix weight;
+  float* panel = nullptr;
+  float* dx = nullptr;
+};
+void linear_backward_input(UpdatePool& pool, const LinearBackwardInput& a);
+
+// dW[out, in] += dy[rows, out]^T x[rows, in]; dbias[out] += the column sums of dy. panel: out * in floats.
+struct LinearBackwardWeight {
+  Index rows = 0;
+  const float* dy = nullptr;
+  const float* x = nullptr;
+  GradientMatrix gradient;
+  float* bias_gradient = nullptr;  // may be null
+  float* panel = nullptr;
+};
+void linear_backward_weight(UpdatePool& pool, const LinearBackwardWeight& a);
+
+// y = (x - mean) / sqrt(variance + 1e-5) * weight + bias, per row; mean and reciprocal deviation are kept.
+struct LayerNormForward {
+  Index rows = 0;
+  Index width = 0;
+  const float* x = nullptr;
+  const float* weight = nullptr;
+  const float* bias = nullptr;
+  float* mean = nullptr;          // [rows]
+  float* inverse_dev = nullptr;   // [rows]
+  float* y = nullptr;
+};
+void layer_norm_forward(UpdatePool& pool, const LayerNormForward& a);
+
+// dx += the derivative with respect to x (the residual's gradient is already there); gradients are added to.
+struct LayerNormBackward {
+  Index rows = 0;
+  Index width = 0;
+  const float* dy = nullptr;
+  const float* x = nullptr;
+  const float* weight = nullptr;
+  const float* mean = nullptr;
+  const float* inverse_dev = nullptr;
+  float* dx = nullptr;
+  float* weight_gradient = nullptr;
+  float* bias_gradient = nullptr;
+};
+void layer_norm_backward(UpdatePool& pool, const LayerNormBackward& a);
+
+// GELU, tanh form (Hendrycks & Gimpel, arXiv 1606.08415). dx = dy * gelu'(x); dy and dx may be the same memory.
+void gelu_forward(UpdatePool& pool, const float* x, Index count, float* y);
+void gelu_backward(UpdatePool& pool, const float* x, const float* dy, Index count, float* dx);
+
+// Causal attention over qkv[batch * context, 3 * heads * head_width]: queries, keys, values side by side.
+struct AttentionShape {
+  Index batch = 0;
+  Index context = 0;
+  Index heads = 0;
+  Index head_width = 0;
+  Index width() const { return heads * head_width; }
+  Index probability_count() const { return batch * heads * context * context; }
+};
+// y[batch * context, width]; probabilities[batch, heads, context, context] are kept for the way back.
+void attention_forward(UpdatePool& pool, const AttentionShape& shape, const float* qkv, float* probabilities, float* y);
+// scratch: probability_count() floats.
+struct AttentionBackward {
+  const float* qkv = nullptr;
+  const float* probabilities = nullptr;
+  const float* dy = nullptr;
+  float* scratch = nullptr;
+  float* dqkv = nullptr;
+};
+void attention_backward(UpdatePool& pool, const AttentionShape& shape, const AttentionBackward& a);
+
+// x[batch * context, width] = tokens[token] + positions[t].
+struct EmbeddingShape {
+  Index batch = 0;
+  Index context = 0;
+};
+void embedding_forward(UpdatePool& pool, const EmbeddingShape& shape, const std::uint8_t* tokens, Matrix token_weight,
+                       Matrix position_weight, float* x);
+// scratch: as many floats as the larger of the two matrices has elements.
+void embedding_backward(UpdatePool& pool, const EmbeddingShape& shape, const std::uint8_t* tokens, const float* dx,
+                        GradientMatrix token_gradient, GradientMatrix position_gradient, float* scratch);
+
+// Turns logits[rows, classes] into the gradient of the mean loss, (softmax - target) / rows, in place, and returns the
+// mean cross-entropy in nats. row_loss: [rows] floats.
+double cross_entropy(UpdatePool& pool, Index rows, Index classes, const std::uint8_t* targets, float* logits,
+                     float* row_loss);
+
+}  // namespace hoist::gpt

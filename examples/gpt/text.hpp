@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// examples/gpt/text.hpp - the training text, and which windows of it a step sees.
+//
+// Errors     InputError when the file cannot be read, is not a regular file, or is too short.
+#pragma once
+
+#include <hoist/core/error.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hoist::gpt {
+
+// What the person at the command line can put right; exit code 2.
+class InputError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Which windows: a pure function of these, so that a resumed run sees what an uninterrupted one would have.
+struct BatchOptions {
+  std::uint64_t seed = 0;
+  std::uint64_t step = 0;  // counted from 0
+  int rank = 0;
+  int world_size = 1;
+  int batch = 1;           // windows per rank
+  int context = 1;         // bytes per window
+};
+
+// [batch, context] bytes, and for each the byte that follows it.
+struct Batch {
+  std::vector<std::uint8_t> inputs;
+  std::vector<std::uint8_t> targets;
+};
+
+class Text {
+ public:
+  // The whole file at `path`. Errors: InputError, also when it holds fewer than context + 1 bytes.
+  static Text load(const std::string& path, int context);
+  explicit Text(std::vector<std::uint8_t> bytes) : bytes_(std::move(bytes)) {}
+
+  std::uint64_t byte_count() const { return bytes_.size(); }
+  std::uint64_t fingerprint() const;
+  // World size w with batch b sees the windows that one rank with batch w * b sees.
+  Batch batch(const BatchOptions& options) const;
+
+ private:
+  std::vector<std::uint8_t> bytes_;
+};
+
+}  // namespace hoist::gpt
