@@ -1,1 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/platform/detail/backends.hpp>
+#include <hoist/platform/device.hpp>
+
+namespace hoist::platform {
+
+std::unique_ptr<Device> Device::create(const DeviceOptions& options) {
+  if (options.memory_bytes % kBlockAlignment != 0) {
+    throw UsageError(fmt::format("a device budget is a multiple of {} bytes, {} is not; round it to {}",
+                                 kBlockAlignment, options.memory_bytes,
+                                 round_up(options.memory_bytes, kBlockAlignment)));
+  }
+  if (options.kind == DeviceKind::host) return detail::create_host_device(options);
+#ifdef HOIST_HAVE_CUDA
+  return detail::create_cuda_device(options);
+#else
+  throw DeviceError("opening a CUDA device", 0, "this build has no CUDA support",
+                    "configure with the CUDA Toolkit installed (HOIST_WITH_CUDA=ON says what is missing), or choose "
+                    "the host device");
+#endif
+}
+
+#ifndef HOIST_HAVE_CUDA
+int cuda_device_count(std::string* why) {
+  if (why != nullptr) *why = "this build has no CUDA support";
+  return 0;
+}
+#endif
+
+}  // namespace hoist::platform

@@ -6,22 +6,24 @@
 // quoted as GPU speed.
 //
 // Threading  Any thread.
-// Memory     The whole budget is one block, taken at construction; tiers::DeviceArena hands out pieces of it.
+// Memory     The whole budget is one block, taken at construction; tiers::DeviceArena hands out pieces of it. A device
+//            outlives its streams; an event may outlive both.
 // Errors     DeviceError names the call, the code and the remedy; a budget the card cannot give is a BudgetError.
 #pragma once
-
-#include <hoist/platform/stream.hpp>
 
 #include <optional>
 #include <span>
 #include <string>
+
+#include <hoist/platform/stream.hpp>
 
 namespace hoist::platform {
 
 enum class DeviceKind : std::uint8_t { host, cuda };
 
 struct HostDeviceOptions {
-  // Writes NaN over released memory, so that a use after release shows in results.
+  // Writes NaN over memory at the start and when it is released, so that a use before the first write or after
+  // release shows in results. Under the address sanitizer a use after release is reported at once.
   bool poison = true;
   // Delays streams at random, by this seed, so that a missing wait fails a test. 0 is off.
   std::uint64_t chaos_seed = 0;
@@ -32,7 +34,7 @@ struct DeviceOptions {
   std::uint64_t memory_bytes = 0;  // the budget; a multiple of 4 KiB
   int ordinal = 0;                 // which card
   HostDeviceOptions host{};
-  Ledger* ledger = nullptr;        // copies are counted here when given; must outlive the device
+  Ledger* ledger = nullptr;  // copies are counted here when given; must outlive the device
 };
 
 class Device {
@@ -48,12 +50,15 @@ class Device {
   // The budgeted block. Host code may dereference it only when host_accessible().
   virtual std::span<std::byte> memory() = 0;
   virtual bool host_accessible() const = 0;
-  // Says that `bytes` were handed back to the arena: the host device poisons them. Nothing may be in flight on them.
+  // Says that `bytes` were handed back to the arena: the host device poisons them. Nothing may be in flight on them,
+  // and nothing may touch them until acquired() says that they were handed out again.
   virtual void released(std::span<std::byte> bytes) = 0;
+  virtual void acquired(std::span<std::byte> bytes) = 0;
   virtual std::unique_ptr<Stream> create_stream(std::string name) = 0;
   // Wraps a stream owned by the embedding program (cudaStream_t). Host device: UsageError.
   virtual std::unique_ptr<Stream> borrow_stream(void* native, std::string name) = 0;
-  // Makes host memory fit for asynchronous copies (cudaHostRegister); undone by unregister_host or destruction.
+  // Makes host memory fit for asynchronous copies (cudaHostRegister); undone by unregister_host, with the same span, or
+  // by destruction. A copy must lie within one registered span.
   virtual void register_host(std::span<std::byte> bytes) = 0;
   virtual void unregister_host(std::span<std::byte> bytes) noexcept = 0;
 

@@ -7,24 +7,30 @@
 // which were had.
 //
 // Threading  Construction uses several threads; afterwards the object is constant.
-// Memory     Allocated once, returned at destruction.
+// Memory     Allocated once, returned at destruction. A forked child does not see it: a fork would copy every page that
+//            a device or a ring has pinned. 0 bytes is an empty block.
 // Errors     BudgetError when the machine cannot give the bytes; a refused NUMA binding is a warning, not an error.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 namespace hoist::platform {
 
+namespace detail {
+class Mapping;
+}
+
 enum class PageKind : std::uint8_t { huge_reserved, huge_transparent, normal };
 
 struct HostMemoryOptions {
-  std::uint64_t bytes = 0;       // rounded up to whole pages of the kind obtained
-  bool huge_pages = true;        // false: ordinary pages, for tests
-  int numa_node = -1;            // negative: wherever the touching threads run
-  unsigned touch_threads = 1;    // threads of the parallel first touch
+  std::uint64_t bytes = 0;     // rounded up to whole pages of the kind obtained
+  bool huge_pages = true;      // false: ordinary pages, for tests
+  int numa_node = -1;          // negative: wherever the touching threads run
+  unsigned touch_threads = 1;  // threads of the parallel first touch
 };
 
 class HostMemory {
@@ -36,16 +42,14 @@ class HostMemory {
   HostMemory(const HostMemory&) = delete;
 
   // Exactly the bytes asked for.
-  std::span<std::byte> bytes() const { return bytes_; }
-  PageKind page_kind() const { return page_kind_; }
+  std::span<std::byte> bytes() const;
+  PageKind page_kind() const;
   // The same block in pieces of at most 1 GiB: what io_uring registers as one buffer each.
   std::vector<std::span<std::byte>> slices() const;
   static constexpr std::uint64_t kSliceBytes = std::uint64_t{1} << 30;
 
  private:
-  std::span<std::byte> bytes_;
-  std::uint64_t mapped_bytes_ = 0;
-  PageKind page_kind_ = PageKind::normal;
+  std::unique_ptr<detail::Mapping> mapping_;  // null once moved from
 };
 
 }  // namespace hoist::platform

@@ -4,19 +4,20 @@
 // Threading  One thread at a time enqueues on a stream; events may be waited for from any thread.
 // Memory     Buffers named in an enqueued operation stay valid until an event recorded after it is reached.
 // Errors     Enqueueing throws DeviceError. An error of enqueued work is kept: synchronize() and the event's
-//            completion() deliver it, and the stream does nothing further.
+//            completion() deliver it, and the stream does nothing further. A stream that waits for an event of a failed
+//            stream fails with the same error, since what it waited for never came.
 // Main path  copy/launch -> worker (host) or driver (CUDA); record -> StreamEvent -> wait on another stream.
 #pragma once
-
-#include <hoist/core/completion.hpp>
-#include <hoist/core/dtype.hpp>
-#include <hoist/core/ledger.hpp>
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string_view>
+
+#include <hoist/core/completion.hpp>
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/ledger.hpp>
 
 namespace hoist::platform {
 
@@ -60,15 +61,17 @@ class Stream {
   virtual void wait(const StreamEvent& event, WaitCause cause) = 0;
   virtual void copy(std::byte* target, const std::byte* source, std::uint64_t bytes, CopyKind kind) = 0;
   virtual void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) = 0;
-  // target[i] = (overwrite ? 0 : target[i]) + scale * source[i], in fp32, rounded once to the target's type
-  // (bf16 by to_bf16's rule). `count` is in elements.
+  // overwrite: target[i] = scale * source[i]; add: target[i] = target[i] + scale * source[i]. Product and sum are each
+  // rounded to fp32 (never fused), the result once to the target's type (bf16 by to_bf16's rule). `count` is in
+  // elements. Pre: both pointers aligned to their element; the ranges are the same memory or do not overlap.
   enum class Combine : std::uint8_t { overwrite, add };
   virtual void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                           std::uint64_t count, float scale, Combine combine) = 0;
   // Runs `work` in stream order on the stream's worker. Host device only: a CUDA stream throws UsageError, since no
   // host function may run in its order without stalling the card.
   virtual void launch(std::string_view what, std::function<void()> work) = 0;
-  // Blocks until everything enqueued so far is done; rethrows the first error.
+  // Blocks until everything enqueued so far is done; rethrows the first error. Never called by launched work or by a
+  // completion's continuation: the stream would wait for itself.
   virtual void synchronize() = 0;
   // Cumulative time this stream has had nothing to do. The CUDA device cannot tell and returns 0.
   virtual Nanoseconds idle_time() const = 0;

@@ -16,8 +16,10 @@ namespace hoist::platform {
 
 class Topology {
  public:
-  static Topology detect();                                     // this machine, within the process's cpuset
-  static Topology synthetic(const std::string& description);
+  static Topology detect();                                   // this machine, within the process's cpuset
+  static Topology synthetic(const std::string& description);  // drives and cards are unknown to it
+  // This machine's nodes, but drives and cards looked up under another root than /sys.
+  static Topology detect_with_sysfs(std::string root);
 
   struct Node {
     int os_index = 0;
@@ -28,15 +30,21 @@ class Topology {
   unsigned core_count() const { return core_count_; }  // physical cores
   unsigned cpu_count() const { return cpu_count_; }    // logical processors
 
-  // The node of the drive that holds `path`; nullopt when the system does not say (virtual disks, several drives).
+  // The node of the drive that holds `path`, which need not exist yet; nullopt when the system does not say (virtual
+  // disks, drives on several nodes, network file systems).
   std::optional<int> node_of_path(const std::string& path) const;
   // The node of a PCI device ("0000:17:00.0"); nullopt likewise.
   std::optional<int> node_of_pci(const std::string& bus_id) const;
+  // The node of a block device by its number; a volume over several drives has one when they agree.
+  std::optional<int> node_of_block_device(unsigned major, unsigned minor) const;
 
  private:
+  Topology() = default;
+  static Topology read(const std::string* description);  // null: this machine
   std::vector<Node> nodes_;
   unsigned core_count_ = 0;
   unsigned cpu_count_ = 0;
+  std::string sysfs_;  // empty: a synthetic machine
 };
 
 // Binds the calling thread to the cpus of a node. False, and nothing changed, when the system refuses.

@@ -5,17 +5,18 @@
 // rounded to 256 bytes, neighbours joined on release.
 //
 // Threading  Any thread. A block is released only when no stream uses it any more; its owner sees to that.
-// Errors     BudgetError when no hole is large enough.
+// Errors     BudgetError when no hole is large enough; it names the smallest device budget in which one would be.
 #pragma once
-
-#include <hoist/platform/device.hpp>
-#include <hoist/tiers/budget.hpp>
 
 #include <map>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
+
+#include <hoist/core/error.hpp>
+#include <hoist/platform/device.hpp>
+#include <hoist/tiers/budget.hpp>
 
 namespace hoist::tiers {
 
@@ -47,12 +48,15 @@ class DeviceArena {
   // Arena over all of device.memory(), its bytes booked on `budget` as they are handed out.
   DeviceArena(platform::Device& device, Budget& budget);
   ~DeviceArena();
+  // Contents are undefined. 0 bytes give an empty block.
   [[nodiscard]] DeviceBlock allocate(std::uint64_t bytes, const std::string& what);
   std::uint64_t largest_hole_bytes() const;
 
  private:
   friend class DeviceBlock;
-  void release(std::span<std::byte> bytes) noexcept;
+  void release(DeviceBlock& block) noexcept;
+  BudgetError no_hole(std::uint64_t bytes, const std::string& what) const;  // mutex_ held
+  std::uint64_t largest_hole() const;                                       // mutex_ held
   platform::Device& device_;
   Budget& budget_;
   mutable std::mutex mutex_;

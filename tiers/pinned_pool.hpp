@@ -8,17 +8,18 @@
 // Errors     BudgetError before anything is allocated when the plan exceeds the budget.
 #pragma once
 
-#include <hoist/platform/host_memory.hpp>
-#include <hoist/tiers/budget.hpp>
-
-#include <optional>
+#include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
+
+#include <hoist/platform/host_memory.hpp>
+#include <hoist/tiers/budget.hpp>
 
 namespace hoist::tiers {
 
 struct PinnedPoolOptions {
-  std::uint64_t bytes = 0;  // what all carve() calls together will need, from pinned_bytes_needed()
+  std::uint64_t bytes = 0;  // what all carve() calls together will need: PinnedPlan::bytes(). 0: an empty pool
   bool huge_pages = true;
   int numa_node = -1;
   unsigned touch_threads = 1;
@@ -27,6 +28,7 @@ struct PinnedPoolOptions {
 class PinnedPool {
  public:
   PinnedPool(Budget& budget, const PinnedPoolOptions& options);
+  // The next piece: exactly `bytes`, 4 KiB aligned. Going beyond the plan is a bug. Contents are zero.
   std::span<std::byte> carve(std::uint64_t bytes, const std::string& what);
   const platform::HostMemory& memory() const { return memory_; }
 
@@ -39,6 +41,7 @@ class PinnedPool {
 // Adds up carve() requests as the pool will place them (rounding, slice boundaries). Requests in the same order.
 class PinnedPlan {
  public:
+  // Errors: UsageError for a piece longer than a registration slice (1 GiB).
   void add(std::uint64_t bytes);
   std::uint64_t bytes() const { return bytes_; }
 

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <chrono>
+#include <utility>
+
+#include <spdlog/spdlog.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/platform/detail/cuda_core.hpp>
+
+namespace hoist::platform::detail {
+
+namespace {
+
+// How late a completion may be. The kernel's default timer slack is as long: a shorter sleep would gain nothing.
+constexpr std::chrono::microseconds kPollInterval{50};
+
+std::string remedy(cudaError_t code) {
+  switch (code) {
+    case cudaErrorInsufficientDriver:
+      return "install a driver that is at least as new as the toolkit hoist was built with";
+    case cudaErrorNoDevice:
+      return "make a card visible (CUDA_VISIBLE_DEVICES, nvidia-smi) or choose the host device";
+    case cudaErrorInvalidDevice:
+      return "choose an ordinal that nvidia-smi lists";
+    case cudaErrorMemoryAllocation:
+      return "lower the budget or free memory held by other programs (nvidia-smi)";
+    case cudaErrorHostMemoryAlreadyRegistered:
+      return "register each block once";
+    case cudaErrorNoKernelImageForDevice:
+      return "rebuild with CMAKE_CUDA_ARCHITECTURES naming this card";
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchFailure:
+    case cudaErrorECCUncorrectable:
+      return "the card's context is lost; restart the process and resume from the last commit";
+    default:
+      return "see the CUDA documentation of this code; compute-sanitizer finds the kernel at fault";
+  }
+}
+
+cudaError_t query(cudaEvent_t event) {
+  const cudaError_t code = cudaEventQuery(event);
+  if (code != cudaSuccess) static_cast<void>(cudaGetLastError());  // "not ready" is remembered, too
+  return code;
+}
+
+void settle(Promise& promise, cudaError_t code, const char* call) {
+  if (code == cudaSuccess) {
+    promise.complete();
+  } else {
+    promise.fail(cuda_error(code, call));
+  }
+}
+
+}  // namespace
+
+void cuda_check(cudaError_t code, const char* call) {
+  if (code == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // the error is ours now; the next call of anybody else must not see it
+  throw DeviceError(call, static_cast<int>(code), cudaGetErrorString(code), remedy(code));
+}
+
+std::exception_ptr cuda_error(cudaError_t code, const char* call) {
+  try {
+    cuda_check(code, call);
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+CurrentCard::CurrentCard(int ordinal) {
+  int current = -1;
+  cuda_check(cudaGetDevice(&current), "cudaGetDevice");
+  if (current == ordinal) return;
+  cuda_check(cudaSetDevice(ordinal), "cudaSetDevice");
+  previous_ = current;
+}
+
+CurrentCard::~CurrentCard() {
+  if (previous_ >= 0) static_cast<void>(cudaSetDevice(previous_));
+}
+
+PooledEvent::PooledEvent(std::shared_ptr<CudaCore> core, Timing timing)
+    : core_(std::move(core)), event_(core_->take_event(timing)), timing_(timing) {}
+
+PooledEvent::~PooledEvent() {
+  if (event_ != nullptr) core_->put_event(event_, timing_);
+}
+
+PooledEvent::PooledEvent(PooledEvent&& other) noexcept
+    : core_(std::move(other.core_)), event_(std::exchange(other.event_, nullptr)), timing_(other.timing_) {}
+
+CudaCore::CudaCore(int ordinal, Ledger* ledger) : ordinal_(ordinal), ledger_(ledger), thread_([this] { poll(); }) {}
+
+CudaCore::~CudaCore() {
+  stop();
+  for (const auto& stock : stock_) {
+    for (cudaEvent_t event : stock) static_cast<void>(cudaEventDestroy(event));  // fails only after the context is lost
+  }
+}
+
+cudaEvent_t CudaCore::take_event(PooledEvent::Timing timing) {
+  {
+    std::lock_guard lock(stock_mutex_);
+    auto& stock = stock_[static_cast<std::size_t>(timing)];
+    if (!stock.empty()) {
+      const cudaEvent_t event = stock.back();
+      stock.pop_back();
+      return event;
+    }
+  }
+  const CurrentCard card(ordinal_);
+  cudaEvent_t event = nullptr;
+  const unsigned flags = timing == PooledEvent::Timing::on ? cudaEventDefault : cudaEventDisableTiming;
+  cuda_check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
+  return event;
+}
+
+void CudaCore::put_event(cudaEvent_t event, PooledEvent::Timing timing) noexcept {
+  std::lock_guard lock(stock_mutex_);
+  stock_[static_cast<std::size_t>(timing)].push_back(event);
+}
+
+Completion CudaCore::completion(cudaEvent_t event, std::shared_ptr<const void> keep) {
+  Request request{event, std::move(keep), Promise()};
+  Completion completion = request.promise.completion();
+  {
+    std::lock_guard lock(mutex_);
+    if (!stopping_) {
+      arrived_.push_back(std::move(request));
+      changed_.notify_one();
+      return completion;
+    }
+  }
+  // The device is gone and has drained its streams, so this does not block for long.
+  const cudaError_t code = cudaEventSynchronize(event);
+  settle(request.promise, code, "cudaEventSynchronize");
+  return completion;
+}
+
+void CudaCore::measure(Measure measure) {
+  {
+    std::lock_guard lock(measures_mutex_);
+    measures_.push_back(std::move(measure));
+  }
+  std::lock_guard lock(mutex_);
+  measures_arrived_ = true;
+  changed_.notify_one();
+}
+
+void CudaCore::stop() noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_one();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void CudaCore::poll() {
+  if (const cudaError_t code = cudaSetDevice(ordinal_); code != cudaSuccess) {
+    spdlog::error("the thread that polls card {} could not select it: {}", ordinal_, cudaGetErrorString(code));
+  }
+  std::size_t pending = 0;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const auto something = [&] { return stopping_ || measures_arrived_ || !arrived_.empty(); };
+    if (pending == 0) {
+      changed_.wait(lock, something);
+    } else {
+      changed_.wait_for(lock, kPollInterval, something);
+    }
+    const bool last = stopping_;
+    for (Request& request : arrived_) requests_.push_back(std::move(request));
+    arrived_.clear();
+    measures_arrived_ = false;
+    lock.unlock();
+    pending = poll_once();
+    if (last && pending == 0) return;
+    if (last) std::this_thread::sleep_for(kPollInterval);
+    lock.lock();
+  }
+}
+
+std::size_t CudaCore::poll_once() {
+  std::vector<cudaError_t> codes(requests_.size());
+  for (std::size_t i = 0; i < requests_.size(); ++i) codes[i] = query(requests_[i].event);
+  // Between asking and telling: whoever learns from a completion that a copy is over finds it in the books.
+  std::size_t pending = collect();
+  std::vector<Request> waiting;
+  for (std::size_t i = 0; i < requests_.size(); ++i) {
+    if (codes[i] == cudaErrorNotReady) {
+      waiting.push_back(std::move(requests_[i]));
+    } else {
+      settle(requests_[i].promise, codes[i], "cudaEventQuery");
+    }
+  }
+  requests_.swap(waiting);
+  return pending + requests_.size();
+}
+
+std::size_t CudaCore::collect() {
+  std::lock_guard lock(measures_mutex_);
+  std::deque<Measure> waiting;
+  for (Measure& measure : measures_) {
+    const cudaError_t code = query(measure.end.get());
+    if (code == cudaErrorNotReady) {
+      waiting.push_back(std::move(measure));
+    } else if (code == cudaSuccess) {
+      book(measure);
+    }  // else the stream has failed, which is reported to whoever waits for it
+  }
+  measures_.swap(waiting);
+  return measures_.size();
+}
+
+void CudaCore::book(const Measure& measure) const {
+  float milliseconds = 0;
+  if (cudaEventElapsedTime(&milliseconds, measure.start.get(), measure.end.get()) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    milliseconds = 0;  // bytes count even where the time is not known
+  }
+  const Nanoseconds elapsed(static_cast<std::int64_t>(static_cast<double>(milliseconds) * 1e6));
+  if (const auto* transfer = std::get_if<Measure::Transfer>(&measure.what)) {
+    ledger_->count(transfer->link, transfer->bytes, elapsed);
+  } else {
+    ledger_->waited(std::get<WaitCause>(measure.what), elapsed);
+  }
+}
+
+}  // namespace hoist::platform::detail

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <utility>
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/platform/detail/cuda_kernels.hpp>
+#include <hoist/platform/detail/cuda_stream.hpp>
+
+namespace hoist::platform::detail {
+
+namespace {
+
+cudaMemcpyKind cuda_kind(CopyKind kind) {
+  switch (kind) {
+    case CopyKind::host_to_device:
+      return cudaMemcpyHostToDevice;
+    case CopyKind::device_to_host:
+      return cudaMemcpyDeviceToHost;
+    case CopyKind::local:
+      return cudaMemcpyDeviceToDevice;
+  }
+  return cudaMemcpyDefault;
+}
+
+constexpr KernelDType kernel_dtype(DType dtype) { return static_cast<KernelDType>(dtype); }
+static_assert(kernel_dtype(DType::bf16) == KernelDType::bf16 && kernel_dtype(DType::fp16) == KernelDType::fp16 &&
+              kernel_dtype(DType::fp32) == KernelDType::fp32);
+
+bool aligned(const std::byte* pointer, DType dtype) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % dtype_bytes(dtype) == 0;
+}
+
+}  // namespace
+
+CudaEvent::CudaEvent(std::shared_ptr<CudaCore> core)
+    : core_(std::move(core)), event_(core_, PooledEvent::Timing::off) {}
+
+bool CudaEvent::reached() const {
+  const cudaError_t code = cudaEventQuery(event_.get());
+  if (code != cudaSuccess) static_cast<void>(cudaGetLastError());
+  return code != cudaErrorNotReady;  // an error counts as reached: wait() and completion() deliver it
+}
+
+void CudaEvent::wait() const {
+  cuda_check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");
+  if (core_->ledger() != nullptr) core_->collect();
+}
+
+Completion CudaEvent::completion() const { return core_->completion(event_.get(), shared_from_this()); }
+
+CudaStream::CudaStream(CudaStreamOptions options) : options_(std::move(options)) { options_.alive->fetch_add(1); }
+
+CudaStream::~CudaStream() {
+  if (options_.owner == CudaStreamOptions::Owner::hoist) {
+    // Drained, like a host stream: buffers of work in flight may be freed right after.
+    const cudaError_t drained = cudaStreamSynchronize(options_.stream);
+    const cudaError_t destroyed = cudaStreamDestroy(options_.stream);
+    for (const cudaError_t code : {drained, destroyed}) {
+      if (code != cudaSuccess)
+        spdlog::error("stream {} ended with an error: {}", options_.name, cudaGetErrorString(code));
+    }
+  }
+  if (options_.core->ledger() != nullptr) options_.core->collect();
+  options_.alive->fetch_sub(1);
+}
+
+StreamEvent CudaStream::record() {
+  auto event = std::make_shared<CudaEvent>(options_.core);
+  const CurrentCard card(options_.core->ordinal());
+  cuda_check(cudaEventRecord(event->get(), options_.stream), "cudaEventRecord");
+  return StreamEvent(std::move(event));
+}
+
+PooledEvent CudaStream::mark(PooledEvent::Timing timing) {
+  PooledEvent event(options_.core, timing);
+  cuda_check(cudaEventRecord(event.get(), options_.stream), "cudaEventRecord");
+  return event;
+}
+
+template <typename Enqueue>
+void CudaStream::measured(std::variant<Measure::Transfer, WaitCause> what, Enqueue enqueue) {
+  const CurrentCard card(options_.core->ordinal());
+  if (options_.core->ledger() == nullptr) return enqueue();
+  PooledEvent start = mark(PooledEvent::Timing::on);
+  enqueue();
+  options_.core->measure(Measure{std::move(start), mark(PooledEvent::Timing::on), what});
+}
+
+void CudaStream::wait(const StreamEvent& event, WaitCause cause) {
+  if (event.state() == nullptr) return;
+  const auto* point = dynamic_cast<const CudaEvent*>(event.state().get());
+  if (point == nullptr) {
+    throw UsageError(
+        fmt::format("CUDA stream '{}' cannot wait for an event of a host stream; let the host wait for it "
+                    "(event.completion()) and enqueue afterwards",
+                    options_.name));
+  }
+  if (point->reached()) return;
+  measured(cause, [&] { cuda_check(cudaStreamWaitEvent(options_.stream, point->get(), 0), "cudaStreamWaitEvent"); });
+}
+
+void CudaStream::copy(std::byte* target, const std::byte* source, std::uint64_t bytes, CopyKind kind) {
+  if (bytes == 0) return;
+  const auto enqueue = [&] {
+    cuda_check(cudaMemcpyAsync(target, source, bytes, cuda_kind(kind), options_.stream), "cudaMemcpyAsync");
+  };
+  if (kind == CopyKind::local) {
+    const CurrentCard card(options_.core->ordinal());
+    return enqueue();
+  }
+  const Link link = kind == CopyKind::host_to_device ? Link::host_to_device : Link::device_to_host;
+  measured(Measure::Transfer{link, bytes}, enqueue);
+}
+
+void CudaStream::fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  const CurrentCard card(options_.core->ordinal());
+  cuda_check(cudaMemsetAsync(target, value, bytes, options_.stream), "cudaMemsetAsync");
+}
+
+void CudaStream::scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                            std::uint64_t count, float scale, Combine combine) {
+  if (count == 0) return;
+  HOIST_ASSERT(aligned(target, target_dtype) && aligned(source, source_dtype), "target {}, source {}",
+               static_cast<void*>(target), static_cast<const void*>(source));
+  const CurrentCard card(options_.core->ordinal());
+  cuda_check(launch_scale({.target = target,
+                           .target_dtype = kernel_dtype(target_dtype),
+                           .source = source,
+                           .source_dtype = kernel_dtype(source_dtype),
+                           .count = count,
+                           .scale = scale,
+                           .add = combine == Combine::add},
+                          options_.stream),
+             "the scale_into kernel");
+}
+
+void CudaStream::launch(std::string_view what, std::function<void()>) {
+  throw UsageError(
+      fmt::format("'{}' cannot be launched on CUDA stream '{}': no host function runs in the order of a card's "
+                  "stream without stalling the card; enqueue a kernel on native(), or use the host device",
+                  what, options_.name));
+}
+
+void CudaStream::synchronize() {
+  cuda_check(cudaStreamSynchronize(options_.stream), "cudaStreamSynchronize");
+  if (options_.core->ledger() != nullptr) options_.core->collect();
+}
+
+}  // namespace hoist::platform::detail

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// How much memory is left. mmap() promises more than there is, and the shortfall would otherwise show as a kill by the
+// kernel in the middle of the first touch.
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <sstream>
+
+#include <hoist/platform/detail/mapping.hpp>
+
+namespace hoist::platform::detail {
+
+namespace {
+
+constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
+
+// The number after `name` in a file of "name value" lines.
+std::optional<std::uint64_t> named_value(const std::filesystem::path& path, const std::string& name) {
+  std::ifstream file(path);
+  std::string line;
+  while (std::getline(file, line)) {
+    std::istringstream words(line);
+    std::string word;
+    std::uint64_t value = 0;
+    if (words >> word >> value && word == name) return value;
+  }
+  return std::nullopt;
+}
+
+std::optional<std::uint64_t> single_value(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  std::uint64_t value = 0;
+  if (file >> value) return value;
+  return std::nullopt;  // missing, or "max"
+}
+
+struct GroupFiles {
+  const char* limit;
+  const char* usage;
+  const char* reclaimable;  // line of memory.stat: page cache that goes first, so it does not count as used
+};
+
+std::uint64_t left_in_group(const std::filesystem::path& group, const GroupFiles& files) {
+  const auto limit = single_value(group / files.limit);
+  const auto usage = single_value(group / files.usage);
+  if (!limit || !usage) return kUnlimited;
+  const std::uint64_t cache = named_value(group / "memory.stat", files.reclaimable).value_or(0);
+  const std::uint64_t used = *usage > cache ? *usage - cache : 0;
+  return *limit > used ? *limit - used : 0;
+}
+
+// The least that any group from `path` up to the root of the hierarchy leaves. Inside a container the path may name
+// groups that are not visible; those that are still hold.
+std::uint64_t left_in_hierarchy(const std::filesystem::path& mount, const std::string& path, const GroupFiles& files) {
+  std::uint64_t left = left_in_group(mount, files);
+  for (std::filesystem::path group(path); group.has_relative_path(); group = group.parent_path()) {
+    left = std::min(left, left_in_group(mount / group.relative_path(), files));
+  }
+  return left;
+}
+
+std::uint64_t left_in_control_groups() {
+  std::uint64_t left = kUnlimited;
+  std::ifstream file("/proc/self/cgroup");
+  std::string line;
+  while (std::getline(file, line)) {  // "hierarchy:controllers:path"
+    const std::size_t first = line.find(':');
+    const std::size_t second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::string path = line.substr(second + 1);
+    if (controllers.empty()) {
+      left =
+          std::min(left, left_in_hierarchy("/sys/fs/cgroup", path, {"memory.max", "memory.current", "inactive_file"}));
+    } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
+      left =
+          std::min(left, left_in_hierarchy("/sys/fs/cgroup/memory", path,
+                                           {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}));
+    }
+  }
+  return left;
+}
+
+}  // namespace
+
+std::uint64_t available_memory_bytes() {
+  const auto kib = named_value("/proc/meminfo", "MemAvailable:");
+  return std::min(kib ? *kib * 1024 : kUnlimited, left_in_control_groups());
+}
+
+}  // namespace hoist::platform::detail

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// platform/detail/cuda_core.hpp - what the streams and events of one card share: its events, and the thread that polls.
+//
+// No CUDA call is ever made from a CUDA host callback (it may deadlock the driver), so no callbacks are used: one
+// thread asks the events that somebody wants to hear of. It sleeps while there are none.
+//
+// Threading  Any thread.
+// Memory     Shared by the device, its streams and its events; the last one alive frees it. The device stops the
+// thread. Errors     DeviceError with the call's name, CUDA's code and a remedy.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <hoist/core/completion.hpp>
+#include <hoist/core/ledger.hpp>
+
+namespace hoist::platform::detail {
+
+// Throws DeviceError unless `code` is success. `call` names the CUDA function.
+void cuda_check(cudaError_t code, const char* call);
+std::exception_ptr cuda_error(cudaError_t code, const char* call);
+
+// Makes the card current for a scope. An embedding program's choice is restored.
+class CurrentCard {
+ public:
+  explicit CurrentCard(int ordinal);
+  ~CurrentCard();
+  CurrentCard(const CurrentCard&) = delete;
+  CurrentCard& operator=(const CurrentCard&) = delete;
+
+ private:
+  int previous_ = -1;  // negative: nothing to restore
+};
+
+class CudaCore;
+
+// An event from the card's stock, put back at destruction.
+class PooledEvent {
+ public:
+  enum class Timing : std::uint8_t { off, on };
+  PooledEvent(std::shared_ptr<CudaCore> core, Timing timing);
+  ~PooledEvent();
+  PooledEvent(PooledEvent&& other) noexcept;
+  PooledEvent& operator=(PooledEvent&&) = delete;
+  PooledEvent(const PooledEvent&) = delete;
+
+  cudaEvent_t get() const { return event_; }
+
+ private:
+  std::shared_ptr<CudaCore> core_;
+  cudaEvent_t event_ = nullptr;
+  Timing timing_;
+};
+
+// What the time between two events is: a copy over a link, or a wait.
+struct Measure {
+  struct Transfer {
+    Link link;
+    std::uint64_t bytes;
+  };
+  PooledEvent start;
+  PooledEvent end;
+  std::variant<Transfer, WaitCause> what;
+};
+
+class CudaCore {
+ public:
+  CudaCore(int ordinal, Ledger* ledger);
+  ~CudaCore();
+  CudaCore(const CudaCore&) = delete;
+  CudaCore& operator=(const CudaCore&) = delete;
+
+  int ordinal() const { return ordinal_; }
+  Ledger* ledger() const { return ledger_; }
+
+  // Done when `event` is reached. `keep` keeps the event's owner alive until then.
+  Completion completion(cudaEvent_t event, std::shared_ptr<const void> keep);
+  void measure(Measure measure);
+  // Books the measures whose end has been reached; the number of those that are left.
+  std::size_t collect();
+  // Ends the thread once everything it was asked for has happened.
+  void stop() noexcept;
+
+ private:
+  friend class PooledEvent;
+  struct Request {
+    cudaEvent_t event;
+    std::shared_ptr<const void> keep;
+    Promise promise;
+  };
+  cudaEvent_t take_event(PooledEvent::Timing timing);
+  void put_event(cudaEvent_t event, PooledEvent::Timing timing) noexcept;
+  void poll();
+  std::size_t poll_once();  // the number of requests and measures that are left
+  void book(const Measure& measure) const;
+
+  const int ordinal_;
+  Ledger* const ledger_;
+  std::mutex stock_mutex_;
+  std::vector<cudaEvent_t> stock_[2];  // by Timing
+
+  std::mutex measures_mutex_;
+  std::deque<Measure> measures_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Request> arrived_;
+  bool measures_arrived_ = false;
+  bool stopping_ = false;
+  std::vector<Request> requests_;  // the thread's own
+  std::thread thread_;
+};
+
+}  // namespace hoist::platform::detail

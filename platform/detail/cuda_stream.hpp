@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// platform/detail/cuda_stream.hpp - a CUDA stream, ours or the embedding program's.
+//
+// With a ledger, every copy and every wait stands between two timing events, which the core's thread books later.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include <hoist/platform/detail/cuda_core.hpp>
+#include <hoist/platform/stream.hpp>
+
+namespace hoist::platform::detail {
+
+class CudaEvent final : public StreamEvent::State, public std::enable_shared_from_this<CudaEvent> {
+ public:
+  explicit CudaEvent(std::shared_ptr<CudaCore> core);
+
+  bool reached() const override;
+  void wait() const override;
+  Completion completion() const override;
+  cudaEvent_t get() const { return event_.get(); }
+
+ private:
+  const std::shared_ptr<CudaCore> core_;
+  PooledEvent event_;
+};
+
+struct CudaStreamOptions {
+  std::string name;
+  std::shared_ptr<CudaCore> core;
+  cudaStream_t stream = nullptr;
+  enum class Owner : std::uint8_t { hoist, embedder } owner = Owner::hoist;
+  std::atomic<int>* alive = nullptr;  // the device's count of its streams
+};
+
+class CudaStream final : public Stream {
+ public:
+  explicit CudaStream(CudaStreamOptions options);
+  ~CudaStream() override;
+
+  std::string_view name() const override { return options_.name; }
+  StreamEvent record() override;
+  void wait(const StreamEvent& event, WaitCause cause) override;
+  void copy(std::byte* target, const std::byte* source, std::uint64_t bytes, CopyKind kind) override;
+  void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) override;
+  void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                  std::uint64_t count, float scale, Combine combine) override;
+  void launch(std::string_view what, std::function<void()> work) override;
+  void synchronize() override;
+  Nanoseconds idle_time() const override { return Nanoseconds{0}; }
+  void* native() const override { return options_.stream; }
+
+ private:
+  PooledEvent mark(PooledEvent::Timing timing);
+  // Runs `enqueue` between two timing events and has the time between them booked.
+  template <typename Enqueue>
+  void measured(std::variant<Measure::Transfer, WaitCause> what, Enqueue enqueue);
+
+  const CudaStreamOptions options_;
+};
+
+}  // namespace hoist::platform::detail

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// platform/detail/host_stream.hpp - a stream of the host device: a queue and one worker thread.
+//
+// Threading  Any thread enqueues; the worker alone executes, records and fails.
+// Memory     Two operation lists change places, so that a steady program allocates only for its events. The queue has
+//            no bound: the budgets of the rooms above bound what can be in flight.
+// Errors     The first exception of executed work is kept; later work is skipped, later events carry it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include <hoist/core/rng.hpp>
+#include <hoist/platform/detail/scale.hpp>
+#include <hoist/platform/stream.hpp>
+
+namespace hoist::platform::detail {
+
+// A point in a host stream, fulfilled by the worker that passes it.
+class HostEvent final : public StreamEvent::State {
+ public:
+  bool reached() const override { return completion_.done(); }
+  void wait() const override { completion_.wait(); }
+  Completion completion() const override { return completion_; }
+
+ private:
+  friend class HostStream;
+  Promise promise_;
+  const Completion completion_ = promise_.completion();
+};
+
+struct HostStreamOptions {
+  std::string name;
+  Ledger* ledger = nullptr;
+  std::uint64_t chaos_seed = 0;       // of this stream; 0 is off
+  std::atomic<int>* alive = nullptr;  // the device's count of its streams
+};
+
+class HostStream final : public Stream {
+ public:
+  explicit HostStream(HostStreamOptions options);
+  ~HostStream() override;
+
+  std::string_view name() const override { return options_.name; }
+  StreamEvent record() override;
+  void wait(const StreamEvent& event, WaitCause cause) override;
+  void copy(std::byte* target, const std::byte* source, std::uint64_t bytes, CopyKind kind) override;
+  void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) override;
+  void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                  std::uint64_t count, float scale, Combine combine) override;
+  void launch(std::string_view what, std::function<void()> work) override;
+  void synchronize() override;
+  Nanoseconds idle_time() const override;
+  void* native() const override { return nullptr; }
+
+ private:
+  struct Record {
+    std::shared_ptr<HostEvent> event;
+  };
+  struct Wait {
+    StreamEvent event;
+    WaitCause cause;
+  };
+  struct Copy {
+    std::byte* target;
+    const std::byte* source;
+    std::uint64_t bytes;
+    CopyKind kind;
+  };
+  struct Fill {
+    std::byte* target;
+    std::uint8_t value;
+    std::uint64_t bytes;
+  };
+  struct Launch {
+    std::function<void()> work;
+  };
+  using Operation = std::variant<std::monostate, Record, Wait, Copy, Fill, ScaleArguments, Launch>;
+
+  void enqueue(Operation operation);
+  void run();
+  void execute(Operation& operation);
+  void perform(const Wait& wait);
+  void perform(const Copy& copy);
+  void perform(const Fill& fill);
+  void perform(const ScaleArguments& scale) { scale_on_host(scale); }
+  void perform(const Launch& launch) { launch.work(); }
+  void delay();
+
+  const HostStreamOptions options_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Operation> queue_;  // guarded by mutex_, like everything up to idle_total_
+  bool closing_ = false;
+  bool idle_ = false;  // the worker sleeps because the queue is empty
+  TimePoint idle_since_{};
+  Nanoseconds idle_total_{0};
+
+  // The worker's own.
+  std::vector<Operation> batch_;
+  std::exception_ptr error_;
+  bool error_delivered_ = false;
+  std::optional<Rng> chaos_;
+
+  std::thread worker_;  // last: starts when everything above exists
+};
+
+}  // namespace hoist::platform::detail

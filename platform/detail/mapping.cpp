@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <linux/mempolicy.h>
+#include <spdlog/spdlog.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/platform/detail/mapping.hpp>
+
+#ifndef MAP_HUGE_2MB
+#define MAP_HUGE_2MB (21 << 26)
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace hoist::platform::detail {
+
+namespace {
+
+constexpr std::uint64_t kHugePageBytes = 2 * kMiB;
+
+std::uint64_t small_page_bytes() {
+  static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+std::uint64_t page_bytes(PageKind kind) { return kind == PageKind::normal ? small_page_bytes() : kHugePageBytes; }
+
+void* map_anonymous(std::uint64_t bytes, int extra_flags) {
+  return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | extra_flags, -1, 0);
+}
+
+// Maps `bytes` at a multiple of `alignment` by mapping too much and giving the edges back.
+std::byte* map_aligned(std::uint64_t bytes, std::uint64_t alignment) {
+  const std::uint64_t slack = alignment - small_page_bytes();
+  void* mapped = map_anonymous(bytes + slack, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  auto* start = static_cast<std::byte*>(mapped);
+  const auto address = reinterpret_cast<std::uintptr_t>(start);
+  const std::uint64_t head = round_up(address, alignment) - address;
+  if (head > 0) ::munmap(start, head);
+  if (slack > head) ::munmap(start + head + bytes, slack - head);
+  return start + head;
+}
+
+void bind_to_node(std::span<std::byte> bytes, int node) {
+  constexpr std::size_t kWordBits = 8 * sizeof(unsigned long);
+  std::array<unsigned long, 1024 / kWordBits> mask{};
+  const auto bit = static_cast<std::size_t>(node);
+  long result = -1;
+  errno = EINVAL;
+  if (bit < 1024) {
+    mask[bit / kWordBits] = 1ul << (bit % kWordBits);
+    result = ::syscall(SYS_mbind, bytes.data(), bytes.size(), MPOL_BIND, mask.data(), 1024ul, 0u);
+  }
+  if (result != 0) {
+    spdlog::warn("memory of {} could not be bound to NUMA node {} ({}); it goes where the touching threads run",
+                 format_bytes(bytes.size()), node, std::strerror(errno));
+  }
+}
+
+// Faults the pages of one part in. 0, or the errno. MADV_POPULATE_WRITE reports a shortage (of reserved huge pages on
+// the bound node, for example) where touching by hand would be killed by SIGBUS.
+int populate(std::span<std::byte> part, PageKind kind) {
+  while (::madvise(part.data(), part.size(), MADV_POPULATE_WRITE) != 0) {
+    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno != EINVAL || kind == PageKind::huge_reserved) return errno;
+    for (std::size_t at = 0; at < part.size(); at += small_page_bytes()) {  // kernels before 5.14
+      *reinterpret_cast<volatile std::byte*>(part.data() + at) = std::byte{0};
+    }
+    return 0;
+  }
+  return 0;
+}
+
+int touch(std::span<std::byte> bytes, PageKind kind, unsigned threads) {
+  const std::uint64_t pages = bytes.size() / page_bytes(kind);
+  const std::uint64_t parts = std::clamp<std::uint64_t>(threads, 1, std::max<std::uint64_t>(pages, 1));
+  const std::uint64_t part_bytes = divide_up(pages, parts) * page_bytes(kind);
+  std::atomic<int> failure{0};
+  const auto touch_part = [&](std::uint64_t part) {
+    const std::uint64_t begin = std::min<std::uint64_t>(part * part_bytes, bytes.size());
+    const std::uint64_t end = std::min<std::uint64_t>(begin + part_bytes, bytes.size());
+    if (begin == end) return;
+    if (const int code = populate(bytes.subspan(begin, end - begin), kind)) failure = code;
+  };
+  std::vector<std::jthread> helpers;
+  for (std::uint64_t part = 1; part < parts; ++part) helpers.emplace_back(touch_part, part);
+  touch_part(0);
+  helpers.clear();  // joins
+  return failure;
+}
+
+// Whether the kernel really backed the mapping at `address` with huge pages: it takes the advice and may ignore it.
+bool has_transparent_pages(const std::byte* address, std::uint64_t bytes) {
+  const auto target = reinterpret_cast<std::uintptr_t>(address);
+  std::ifstream smaps("/proc/self/smaps");
+  std::string line;
+  bool inside = false;
+  while (std::getline(smaps, line)) {
+    std::istringstream words(line);
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+    char dash = 0;
+    if (words >> std::hex >> begin >> dash >> end && dash == '-') {
+      inside = begin <= target && target < end;
+      continue;
+    }
+    constexpr std::string_view kField = "AnonHugePages:";
+    if (!inside || !line.starts_with(kField)) continue;
+    return std::stoull(line.substr(kField.size())) * kKiB * 2 >= bytes;
+  }
+  return false;
+}
+
+}  // namespace
+
+Mapping::Mapping(const MappingOptions& options) : bytes_(options.bytes) {
+  if (bytes_ == 0) return;
+  if (options.largest_pages == PageKind::huge_reserved && try_map(PageKind::huge_reserved, options)) return;
+  // Reserved pages are set apart already; everything below competes for what is left.
+  const std::uint64_t available = available_memory_bytes();
+  if (bytes_ <= available) {
+    if (options.largest_pages != PageKind::normal && try_map(PageKind::huge_transparent, options)) return;
+    if (try_map(PageKind::normal, options)) return;
+  }
+  const std::string refusal =
+      failure_ == 0 ? "" : fmt::format(" (mmap: {}; see ulimit -v)", std::generic_category().message(failure_));
+  throw BudgetError::machine({.tier = options.tier,
+                              .have_bytes = std::min(available, bytes_),
+                              .need_bytes = bytes_,
+                              .key = options.key,
+                              .detail = "the configured budget" + refusal});
+}
+
+bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
+  mapped_bytes_ = round_up(bytes_, page_bytes(kind));
+  if (kind == PageKind::huge_transparent) {
+    data_ = map_aligned(mapped_bytes_, kHugePageBytes);
+  } else {
+    void* mapped = map_anonymous(mapped_bytes_, kind == PageKind::huge_reserved ? MAP_HUGETLB | MAP_HUGE_2MB : 0);
+    data_ = mapped == MAP_FAILED ? nullptr : static_cast<std::byte*>(mapped);
+  }
+  if (data_ == nullptr) {
+    failure_ = errno;
+    return false;
+  }
+  const std::span<std::byte> whole(data_, mapped_bytes_);
+  if (kind == PageKind::huge_transparent) ::madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
+  if (kind == PageKind::normal) ::madvise(data_, mapped_bytes_, MADV_NOHUGEPAGE);
+  // A fork would copy every page that a device or a ring has pinned; children have no use for them.
+  ::madvise(data_, mapped_bytes_, MADV_DONTFORK);
+  if (options.numa_node >= 0) bind_to_node(whole, options.numa_node);
+  failure_ = touch(whole, kind, options.touch_threads);
+  if (failure_ != 0) {
+    unmap();
+    return false;
+  }
+  page_kind_ = kind;
+  if (kind == PageKind::huge_transparent && !has_transparent_pages(data_, mapped_bytes_)) page_kind_ = PageKind::normal;
+  return true;
+}
+
+void Mapping::unmap() noexcept {
+  if (data_ != nullptr) ::munmap(data_, mapped_bytes_);
+  data_ = nullptr;
+}
+
+Mapping::~Mapping() { unmap(); }
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      mapped_bytes_(std::exchange(other.mapped_bytes_, 0)),
+      page_kind_(other.page_kind_) {}
+
+}  // namespace hoist::platform::detail

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// platform/detail/mapping.hpp - anonymous memory straight from the kernel, on the largest pages it gives.
+//
+// Memory     Mapped, bound and touched at construction; unmapped at destruction.
+// Errors     BudgetError when the machine cannot give the bytes; a refused NUMA binding is a warning.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include <hoist/platform/host_memory.hpp>
+
+namespace hoist::platform::detail {
+
+struct MappingOptions {
+  std::uint64_t bytes = 0;
+  PageKind largest_pages = PageKind::huge_transparent;  // the first kind tried; falls back towards `normal`
+  int numa_node = -1;                                   // negative: not bound
+  unsigned touch_threads = 1;
+  // For the BudgetError: "device" or "pinned", and the setting to lower.
+  std::string tier;
+  std::string key;
+};
+
+class Mapping {
+ public:
+  explicit Mapping(const MappingOptions& options);
+  ~Mapping();
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&&) = delete;
+  Mapping(const Mapping&) = delete;
+
+  std::span<std::byte> bytes() const { return {data_, static_cast<std::size_t>(bytes_)}; }
+  PageKind page_kind() const { return page_kind_; }
+
+ private:
+  // False, with nothing kept, when the kernel cannot give pages of this kind.
+  bool try_map(PageKind kind, const MappingOptions& options);
+  void unmap() noexcept;
+
+  std::byte* data_ = nullptr;
+  std::uint64_t bytes_ = 0;         // asked for
+  std::uint64_t mapped_bytes_ = 0;  // rounded up to whole pages
+  PageKind page_kind_ = PageKind::normal;
+  int failure_ = 0;  // errno of the last refusal
+};
+
+// Memory that can still be had without swapping or being killed: the kernel's estimate, lowered to what the memory
+// control groups of this process leave.
+std::uint64_t available_memory_bytes();
+
+}  // namespace hoist::platform::detail

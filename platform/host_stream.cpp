@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include <pthread.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/platform/detail/host_stream.hpp>
+
+namespace hoist::platform::detail {
+
+namespace {
+
+bool aligned(const std::byte* pointer, DType dtype) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % dtype_bytes(dtype) == 0;
+}
+
+std::string describe(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& exception) {
+    return exception.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+}  // namespace
+
+HostStream::HostStream(HostStreamOptions options) : options_(std::move(options)) {
+  if (options_.chaos_seed != 0) chaos_.emplace(options_.chaos_seed);
+  options_.alive->fetch_add(1);
+  worker_ = std::thread([this] { run(); });
+  ::pthread_setname_np(worker_.native_handle(), options_.name.substr(0, 15).c_str());
+}
+
+HostStream::~HostStream() {
+  {
+    std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_one();
+  worker_.join();
+  if (error_ && !error_delivered_) {
+    spdlog::error("stream {} was destroyed after an error that nobody waited for: {}", options_.name, describe(error_));
+  }
+  options_.alive->fetch_sub(1);
+}
+
+StreamEvent HostStream::record() {
+  auto event = std::make_shared<HostEvent>();
+  enqueue(Record{event});
+  return StreamEvent(std::move(event));
+}
+
+void HostStream::wait(const StreamEvent& event, WaitCause cause) {
+  if (event.state() == nullptr) return;
+  enqueue(Wait{event, cause});
+}
+
+void HostStream::copy(std::byte* target, const std::byte* source, std::uint64_t bytes, CopyKind kind) {
+  if (bytes > 0) enqueue(Copy{target, source, bytes, kind});
+}
+
+void HostStream::fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) {
+  if (bytes > 0) enqueue(Fill{target, value, bytes});
+}
+
+void HostStream::scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                            std::uint64_t count, float scale, Combine combine) {
+  if (count == 0) return;
+  HOIST_ASSERT(aligned(target, target_dtype) && aligned(source, source_dtype), "target {}, source {}",
+               static_cast<void*>(target), static_cast<const void*>(source));
+  enqueue(ScaleArguments{target, target_dtype, source, source_dtype, count, scale, combine});
+}
+
+void HostStream::launch(std::string_view what, std::function<void()> work) {
+  HOIST_ASSERT(work != nullptr, "launch of {} without work", what);
+  enqueue(Launch{std::move(work)});
+}
+
+void HostStream::synchronize() {
+  HOIST_ASSERT(std::this_thread::get_id() != worker_.get_id(), "stream {} waits for itself", options_.name);
+  record().wait();
+}
+
+Nanoseconds HostStream::idle_time() const {
+  std::lock_guard lock(mutex_);
+  return idle_total_ + (idle_ ? Clock::now() - idle_since_ : Nanoseconds{0});
+}
+
+void HostStream::enqueue(Operation operation) {
+  bool asleep = false;
+  {
+    std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(operation));
+    asleep = std::exchange(idle_, false);
+    if (asleep) idle_total_ += Clock::now() - idle_since_;
+  }
+  if (asleep) changed_.notify_one();
+}
+
+void HostStream::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (queue_.empty() && !closing_) {
+      idle_ = true;
+      idle_since_ = Clock::now();
+      changed_.wait(lock, [&] { return !queue_.empty() || closing_; });
+    }
+    if (queue_.empty()) return;
+    batch_.swap(queue_);
+    lock.unlock();
+    for (Operation& operation : batch_) {
+      execute(operation);
+      operation = std::monostate{};  // what it kept alive is let go now, not when the batch ends
+    }
+    batch_.clear();
+    lock.lock();
+  }
+}
+
+void HostStream::execute(Operation& operation) {
+  if (auto* record = std::get_if<Record>(&operation)) {
+    error_delivered_ = error_ != nullptr;
+    if (error_) {
+      record->event->promise_.fail(error_);
+    } else {
+      record->event->promise_.complete();
+    }
+    return;
+  }
+  if (error_) return;
+  try {
+    std::visit(
+        [this](const auto& work) {
+          using Work = std::remove_cvref_t<decltype(work)>;
+          if constexpr (!std::is_same_v<Work, Record> && !std::is_same_v<Work, std::monostate>) {
+            if constexpr (!std::is_same_v<Work, Wait>) delay();
+            perform(work);
+          }
+        },
+        operation);
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+}
+
+void HostStream::perform(const Wait& wait) {
+  if (wait.event.reached()) return wait.event.wait();  // only rethrows
+  const TimePoint start = Clock::now();
+  const auto book = [&] {
+    if (options_.ledger != nullptr) options_.ledger->waited(wait.cause, Clock::now() - start);
+  };
+  try {
+    wait.event.wait();
+  } catch (...) {
+    book();
+    throw;
+  }
+  book();
+}
+
+void HostStream::perform(const Copy& copy) {
+  const TimePoint start = Clock::now();
+  std::memmove(copy.target, copy.source, copy.bytes);
+  if (options_.ledger == nullptr || copy.kind == CopyKind::local) return;
+  const Link link = copy.kind == CopyKind::host_to_device ? Link::host_to_device : Link::device_to_host;
+  options_.ledger->count(link, copy.bytes, Clock::now() - start);
+}
+
+void HostStream::perform(const Fill& fill) { std::memset(fill.target, fill.value, fill.bytes); }
+
+// One operation in four is prompt, most are late by up to 2 ms, one in 32 by up to 10 ms.
+void HostStream::delay() {
+  if (!chaos_) return;
+  const std::uint64_t draw = chaos_->below(32);
+  const double u = chaos_->uniform();
+  if (draw < 8) return;
+  std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(draw == 31 ? 10 * u : 2 * u * u));
+}
+
+}  // namespace hoist::platform::detail
