@@ -1,1 +1,144 @@
 // SPDX-License-Identifier: Apache-2.0
+// A pool of threads that call pread and pwrite: the same results where io_uring is not to be had.
+#include <cerrno>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <hoist/aio/detail/backends.hpp>
+
+namespace hoist::aio::detail {
+
+namespace {
+
+// First in, first out; room for every block that can be in flight, so pushing never allocates.
+class BlockRing {
+ public:
+  explicit BlockRing(std::size_t capacity) : slots_(capacity) {}
+  bool empty() const { return count_ == 0; }
+  void push(Block* block) { slots_[(first_ + count_++) % slots_.size()] = block; }
+  Block* pop() {
+    Block* block = slots_[first_];
+    first_ = (first_ + 1) % slots_.size();
+    --count_;
+    return block;
+  }
+
+ private:
+  std::vector<Block*> slots_;
+  std::size_t first_ = 0;
+  std::size_t count_ = 0;
+};
+
+std::int64_t transfer(const Block& block) {
+  const int descriptor = block.file->descriptor();
+  const auto offset = static_cast<off_t>(block.offset_bytes);
+  ssize_t result = -1;
+  switch (block.operation) {
+    case Operation::read:
+      result = ::pread(descriptor, block.data, block.length_bytes, offset);
+      break;
+    case Operation::write:
+      result = ::pwrite(descriptor, block.data, block.length_bytes, offset);
+      break;
+    case Operation::sync:
+      result = ::fdatasync(descriptor);
+      break;
+  }
+  return result < 0 ? -errno : result;
+}
+
+class ThreadsBackend final : public Backend {
+ public:
+  ThreadsBackend(const EngineOptions& options, const std::string& note)
+      : description_(note.empty() ? fmt::format("threads ({})", options.thread_count)
+                                  : fmt::format("threads ({})", note)),
+        waiting_(options.queue_depth),
+        finished_(options.queue_depth) {
+    workers_.reserve(options.thread_count);
+    try {
+      for (unsigned i = 0; i < options.thread_count; ++i)
+        workers_.emplace_back([this, node = options.numa_node] { work(node); });
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+
+  ~ThreadsBackend() override { stop(); }
+
+  std::string description() const override { return description_; }
+
+  void submit(Block& block) override {
+    const std::lock_guard lock(mutex_);
+    waiting_.push(&block);
+    work_arrived_.notify_one();
+  }
+
+  std::size_t reap(std::span<Block*> done, Nanoseconds timeout) override {
+    std::unique_lock lock(mutex_);
+    const auto ready = [&] { return !finished_.empty() || woken_; };
+    if (timeout == kForever) {
+      something_finished_.wait(lock, ready);
+    } else {
+      something_finished_.wait_for(lock, timeout, ready);
+    }
+    woken_ = false;
+    std::size_t count = 0;
+    while (count < done.size() && !finished_.empty()) done[count++] = finished_.pop();
+    return count;
+  }
+
+  void wake_up() override {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+    something_finished_.notify_one();
+  }
+
+ private:
+  void work(int numa_node) {
+    enter_io_thread("hoist-aio-w", numa_node);
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      work_arrived_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+      if (waiting_.empty()) return;
+      Block* block = waiting_.pop();
+      lock.unlock();
+      block->result = transfer(*block);
+      lock.lock();
+      finished_.push(block);
+      something_finished_.notify_one();
+    }
+  }
+
+  void stop() noexcept {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+      work_arrived_.notify_all();
+    }
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  const std::string description_;
+  std::mutex mutex_;
+  std::condition_variable work_arrived_;
+  std::condition_variable something_finished_;
+  BlockRing waiting_;
+  BlockRing finished_;
+  bool woken_ = false;
+  bool stopping_ = false;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_threads_backend(const EngineOptions& options, const std::string& note) {
+  return std::make_unique<ThreadsBackend>(options, note);
+}
+
+}  // namespace hoist::aio::detail

@@ -2,16 +2,14 @@
 // aio/engine.hpp - many direct reads and writes in flight on a drive. Start here.
 //
 // Threading  Any thread may submit and wait. Each engine has one I/O thread, on the drive's NUMA node; continuations
-//            of completions run on it and must not block.
-// Memory     Queues are sized at construction. A transfer borrows its buffer until its completion is done.
+//            of completions run on it and must neither block nor destroy the engine.
+// Memory     Queues are sized at construction and grow only when more transfers wait than ever before. A transfer
+//            borrows its buffer until its completion is done.
 // Errors     A failed transfer fails its completion with IoError{operation, path, offset, errno} after bounded
-//            retries (EINTR, EAGAIN, short transfers). Misalignment is a bug.
+//            retries (EINTR, EAGAIN, short transfers). A read past the end of the file is short: code 0.
+//            Misalignment is a bug.
 // Main path  read -> blocks -> backend -> result checked against length -> Completion.
 #pragma once
-
-#include <hoist/aio/backend.hpp>
-#include <hoist/aio/file.hpp>
-#include <hoist/core/completion.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -20,20 +18,27 @@
 #include <string>
 #include <vector>
 
+#include <hoist/aio/backend.hpp>
+#include <hoist/aio/file.hpp>
+#include <hoist/core/completion.hpp>
+
 namespace hoist::aio {
 
+// automatic: io_uring, or `threads` where the system forbids it (said once in the log, with the remedy).
+// io_uring:  an Error when it cannot be had.
+// null:      every transfer succeeds at once and no data is moved: measures our own overhead, nothing else.
 enum class BackendKind : std::uint8_t { automatic, io_uring, threads, null };
 
 struct EngineOptions {
   BackendKind backend = BackendKind::automatic;
-  std::uint64_t block_bytes = kMiB;  // a transfer is cut into blocks of this; a multiple of 4 KiB
-  unsigned queue_depth = 16;         // blocks in flight
-  unsigned thread_count = 4;         // of the `threads` backend only
+  std::uint64_t block_bytes = kMiB;  // a transfer is cut into blocks of this; a multiple of 4 KiB, at most 1 GiB
+  unsigned queue_depth = 16;         // blocks in flight, 1 to 4096
+  unsigned thread_count = 4;         // of the `threads` backend only, 1 to 256
   int numa_node = -1;                // where the I/O thread runs; negative: anywhere
   // Memory that transfers will use, registered with the kernel when it lets us; pieces of at most 1 GiB. Transfers
   // outside of it work too, a little slower.
   std::vector<std::span<std::byte>> registered_memory{};
-  unsigned retries_max = 8;          // per block, for EAGAIN and short transfers; then the error is delivered
+  unsigned retries_max = 8;  // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
   Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
 };
 
@@ -41,18 +46,26 @@ struct EngineOptions {
 // handed to the kernel before any queued background block; it never waits behind more than one queue depth of them.
 enum class Priority : std::uint8_t { foreground, background };
 
+// The backend that Engine(options) uses, for tests that wrap it.
+// Errors: Error when io_uring is asked for by name and cannot be had.
+std::unique_ptr<Backend> make_backend(const EngineOptions& options);
+
 class Engine {
  public:
+  // Errors: UsageError for options out of range.
   explicit Engine(const EngineOptions& options);
   // With a backend of the caller's own (fault injection in tests).
   Engine(const EngineOptions& options, std::unique_ptr<Backend> backend);
+  // Finishes every transfer that was started. What the drive has not answered within `drain_timeout` fails with
+  // ETIMEDOUT; the kernel may still write to those buffers, so their owner must never use them again. The engine's own
+  // part of them is leaked, with a line in the log.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   // Starts reading target.size() bytes of `file` at `offset_bytes`.
   // Pre:  offset, length and address are multiples of File::kAlignment; `file` outlives the transfer.
-  // Cost: never blocks; no system call on this thread.
+  // Cost: never blocks; a system call on this thread only to wake the I/O thread when that sleeps with nothing to do.
   Completion read(const File& file, std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority);
   Completion write(const File& file, std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority);
   // fdatasync, ordered after every write of `file` whose completion was done before this call. Never retried: after a
@@ -60,9 +73,9 @@ class Engine {
   Completion sync(const File& file);
 
   struct Stats {
-    std::uint64_t read_bytes = 0;      // delivered
-    std::uint64_t written_bytes = 0;   // acknowledged
-    Nanoseconds read_busy{0};          // time with at least one read in flight
+    std::uint64_t read_bytes = 0;     // delivered
+    std::uint64_t written_bytes = 0;  // acknowledged
+    Nanoseconds read_busy{0};         // time with at least one read in flight
     Nanoseconds write_busy{0};
     std::uint64_t retries = 0;
   };

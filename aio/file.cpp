@@ -1,1 +1,210 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <thread>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <hoist/aio/file.hpp>
+#include <hoist/core/error.hpp>
+
+namespace hoist::aio {
+
+namespace {
+
+constexpr Nanoseconds kLockPollInterval = std::chrono::milliseconds(5);
+constexpr std::uint64_t kZeroFillBytes = kMiB;
+
+const char* open_remedy(int code) {
+  switch (code) {
+    case ENOENT:
+      return "create the directory first, or correct the path";
+    case EEXIST:
+      return "the file was there already and is left untouched; remove it or choose another path";
+    case ELOOP:
+      return "symbolic links are not followed here; name the real path";
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return "choose a path this user may write to";
+    case EMFILE:
+    case ENFILE:
+      return "raise the limit of open files (ulimit -n)";
+    default:
+      return "";
+  }
+}
+
+int open_flags(OpenMode mode) {
+  constexpr int kAlways = O_CLOEXEC | O_NOFOLLOW;
+  switch (mode) {
+    case OpenMode::read_only:
+      return kAlways | O_RDONLY;
+    case OpenMode::read_write:
+      return kAlways | O_RDWR;
+    case OpenMode::create:
+      return kAlways | O_RDWR | O_CREAT | O_EXCL;
+  }
+  return kAlways;
+}
+
+// False when the file system says that it cannot do direct transfers at our alignment. Most kernels and file systems
+// say nothing; then setting O_DIRECT is the probe.
+bool direct_alignment_fits(int descriptor) {
+#ifdef STATX_DIOALIGN
+  struct statx info {};
+  if (::statx(descriptor, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) != 0) return true;
+  if ((info.stx_mask & STATX_DIOALIGN) == 0) return true;
+  return info.stx_dio_offset_align != 0 && info.stx_dio_offset_align <= File::kAlignment &&
+         info.stx_dio_mem_align <= File::kAlignment;
+#else
+  (void)descriptor;
+  return true;
+#endif
+}
+
+// O_DIRECT is set after opening: an open() that creates the file and then refuses O_DIRECT leaves the file behind.
+bool set_direct(int descriptor) {
+  if (!direct_alignment_fits(descriptor)) return false;
+  const int flags = ::fcntl(descriptor, F_GETFL);
+  return flags >= 0 && ::fcntl(descriptor, F_SETFL, flags | O_DIRECT) == 0;
+}
+
+std::uint64_t next_file_id() {
+  static std::atomic<std::uint64_t> next{1};
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
+
+// Returns an errno. The blocks are really written, as fallocate would really have reserved them.
+int write_zeros(int descriptor, std::uint64_t bytes) {
+  const std::uint64_t buffer_bytes = std::min(kZeroFillBytes, round_up(bytes, File::kAlignment));
+  void* buffer = std::aligned_alloc(File::kAlignment, buffer_bytes);
+  if (buffer == nullptr) return ENOMEM;
+  std::fill_n(static_cast<std::byte*>(buffer), buffer_bytes, std::byte{0});
+  int code = 0;
+  for (std::uint64_t at = 0; at < bytes && code == 0;) {
+    const ssize_t written = ::pwrite(descriptor, buffer, std::min(buffer_bytes, bytes - at), static_cast<off_t>(at));
+    if (written > 0) {
+      at += static_cast<std::uint64_t>(written);
+    } else if (written == 0) {
+      code = EIO;
+    } else if (errno != EINTR) {
+      code = errno;
+    }
+  }
+  std::free(buffer);
+  // Delayed allocation would otherwise find out later that there is no space.
+  if (code == 0 && ::fdatasync(descriptor) != 0) code = errno;
+  return code;
+}
+
+}  // namespace
+
+File::File(std::string path, const FileOptions& options)
+    : path_(std::move(path)), id_(next_file_id()), observers_(std::make_unique<Observers>()) {
+  if (options.mode == OpenMode::read_only && options.reserve_bytes > 0)
+    throw UsageError("space cannot be reserved in " + path_ + ", which is opened for reading only");
+  if (options.reserve_bytes % kAlignment != 0)
+    throw UsageError("the space to reserve in " + path_ + " must be a multiple of 4096 bytes");
+  open(options);
+  try {
+    if (options.reserve_bytes > 0) reserve(options.reserve_bytes);
+    struct stat info {};
+    if (::fstat(descriptor_, &info) != 0) throw IoError({"fstat", path_, 0, 0, errno}, "");
+    if (!S_ISREG(info.st_mode))
+      throw IoError({"open", path_, 0, 0, S_ISDIR(info.st_mode) ? EISDIR : EINVAL}, "only regular files are supported");
+    size_bytes_ = static_cast<std::uint64_t>(info.st_size);
+    if (options.direct) direct_ = set_direct(descriptor_);
+  } catch (...) {
+    if (options.mode == OpenMode::create) ::unlink(path_.c_str());
+    close();
+    throw;
+  }
+}
+
+File::~File() { close(); }
+
+File::File(File&& other) noexcept
+    : path_(std::move(other.path_)),
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      direct_(other.direct_),
+      size_bytes_(other.size_bytes_),
+      id_(other.id_),
+      observers_(std::move(other.observers_)) {}
+
+void File::open(const FileOptions& options) {
+  do {
+    descriptor_ = ::open(path_.c_str(), open_flags(options.mode), S_IRUSR | S_IWUSR);
+  } while (descriptor_ < 0 && errno == EINTR);
+  if (descriptor_ < 0) {
+    const int code = errno;
+    throw IoError({"open", path_, 0, 0, code}, open_remedy(code));
+  }
+}
+
+void File::reserve(std::uint64_t bytes) const {
+  int code = 0;
+  do {
+    code = ::fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code == EOPNOTSUPP) {
+    // Zeros would overwrite what an existing file holds, so only a new, empty file may be filled.
+    struct stat info {};
+    if (::fstat(descriptor_, &info) == 0 && info.st_size == 0) code = write_zeros(descriptor_, bytes);
+  }
+  if (code == 0) return;
+  throw IoError({"reserve", path_, 0, bytes, code},
+                code == ENOSPC || code == EDQUOT ? "free space on this drive, or choose another directory" : "");
+}
+
+void File::close() noexcept {
+  if (descriptor_ < 0) return;
+  std::vector<std::weak_ptr<FileObserver>> list;
+  {
+    const std::lock_guard lock(observers_->mutex);
+    list.swap(observers_->list);
+  }
+  for (const auto& weak : list) {
+    if (const auto observer = weak.lock()) observer->closing(id_);
+  }
+  ::close(descriptor_);  // not repeated after EINTR: the descriptor is gone either way
+  descriptor_ = -1;
+}
+
+bool File::lock(Nanoseconds timeout) {
+  const TimePoint start = Clock::now();
+  while (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
+    const int code = errno;
+    if (code != EWOULDBLOCK && code != EINTR)
+      throw IoError({"flock", path_, 0, 0, code}, "the file system must support locks; choose a local one");
+    const Nanoseconds left = timeout - (Clock::now() - start);
+    if (left <= Nanoseconds::zero()) return false;
+    std::this_thread::sleep_for(std::min(kLockPollInterval, left));
+  }
+  return true;
+}
+
+void File::observe(std::weak_ptr<FileObserver> observer) const {
+  const std::lock_guard lock(observers_->mutex);
+  std::erase_if(observers_->list, [](const auto& weak) { return weak.expired(); });
+  observers_->list.push_back(std::move(observer));
+}
+
+void sync_directory(const std::string& path) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) {
+    const int code = errno;
+    throw IoError({"open", path, 0, 0, code}, open_remedy(code));
+  }
+  const int code = ::fsync(descriptor) == 0 ? 0 : errno;  // never repeated, like every flush
+  ::close(descriptor);
+  if (code != 0) throw IoError({"fsync", path, 0, 0, code}, "check the drive (dmesg, smartctl)");
+}
+
+}  // namespace hoist::aio

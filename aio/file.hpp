@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // aio/file.hpp - an open file fit for direct transfers.
 //
-// Threading  Constant after open; any thread.
-// Errors     IoError with path and errno. Links are never followed; a file is 0600.
+// Threading  Constant after open; any thread. A file is not moved or closed while a transfer on it is in flight.
+// Errors     IoError with path and errno. Links are never followed; a file that we create is 0600.
 #pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/units.hpp>
-
-#include <cstdint>
-#include <string>
 
 namespace hoist::aio {
 
@@ -21,9 +24,18 @@ enum class OpenMode : std::uint8_t {
 
 struct FileOptions {
   OpenMode mode = OpenMode::read_write;
-  // Reserves this many bytes (fallocate) after creating; ENOSPC is thrown and the new file removed. 0: none.
+  // Reserves this many bytes (fallocate; zeros are written where the file system has none). When they cannot be had,
+  // the error is thrown and a file that was just created is removed. 0: none.
   std::uint64_t reserve_bytes = 0;
   bool direct = true;  // O_DIRECT where the file system has it; is_direct() says what was had
+};
+
+// Told just before a descriptor is closed, so that a backend can make the kernel forget its registration of the file:
+// a registered file would stay open, and locked, behind its owner's back.
+class FileObserver {
+ public:
+  virtual ~FileObserver() = default;
+  virtual void closing(std::uint64_t file_id) noexcept = 0;
 };
 
 class File {
@@ -38,6 +50,7 @@ class File {
   const std::string& path() const { return path_; }
   int descriptor() const { return descriptor_; }
   bool is_direct() const { return direct_; }
+  // When it was opened, the reserve included.
   std::uint64_t size_bytes() const { return size_bytes_; }
   // Offset, length and address of a transfer are multiples of this.
   static constexpr std::uint64_t kAlignment = kBlockAlignment;
@@ -46,11 +59,27 @@ class File {
   // somebody else still holds it. The kernel drops it only when the last in-flight transfer of a dead owner ended.
   [[nodiscard]] bool lock(Nanoseconds timeout);
 
+  // Unique among all files this process ever opens; descriptor numbers and addresses are used again.
+  std::uint64_t id() const { return id_; }
+  // For backends. An observer that has gone is forgotten.
+  void observe(std::weak_ptr<FileObserver> observer) const;
+
  private:
+  struct Observers {
+    std::mutex mutex;
+    std::vector<std::weak_ptr<FileObserver>> list;
+  };
+
+  void open(const FileOptions& options);
+  void reserve(std::uint64_t bytes) const;
+  void close() noexcept;
+
   std::string path_;
   int descriptor_ = -1;
   bool direct_ = false;
   std::uint64_t size_bytes_ = 0;
+  std::uint64_t id_ = 0;
+  std::unique_ptr<Observers> observers_;
 };
 
 // fsync of a directory: makes created, renamed and removed names durable.

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <exception>
+#include <mutex>
+
+#include <fmt/format.h>
+#include <pthread.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/aio/detail/backends.hpp>
+#include <hoist/aio/detail/engine_impl.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/platform/topology.hpp>
+
+namespace hoist::aio {
+
+namespace {
+
+void say_fallback_once(const detail::Unavailable& why) {
+  static std::once_flag said;
+  std::call_once(said, [&] {
+    spdlog::warn(
+        "io_uring is not available ({}): disk transfers use a pool of threads instead, with the same results "
+        "but more CPU time. To have it, {}.",
+        why.reason, why.remedy);
+  });
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_backend(const EngineOptions& options) {
+  if (options.backend == BackendKind::null) return detail::make_null_backend(options);
+  if (options.backend == BackendKind::threads) return detail::make_threads_backend(options, {});
+  detail::Unavailable why;
+  if (auto backend = detail::make_io_uring_backend(options, why)) return backend;
+  if (options.backend == BackendKind::io_uring)
+    throw Error(
+        fmt::format("io_uring is not available ({}); {}, or choose the backend 'threads'", why.reason, why.remedy));
+  say_fallback_once(why);
+  return detail::make_threads_backend(options, "io_uring: " + why.reason);
+}
+
+namespace detail {
+
+void enter_io_thread(const char* name, int numa_node) noexcept {
+  ::pthread_setname_np(::pthread_self(), name);
+  if (numa_node < 0) return;
+  try {
+    if (!platform::bind_thread_to_node(platform::Topology::detect(), numa_node))
+      spdlog::warn("{}: the system refused to bind this thread to NUMA node {}; it runs anywhere", name, numa_node);
+  } catch (const std::exception& error) {
+    spdlog::warn("{}: not bound to NUMA node {}: {}", name, numa_node, error.what());
+  }
+}
+
+void quarantine(const void* lost) {
+  // Never destroyed: reachable to the end, so that a leak checker tells this apart from a leak by mistake.
+  static std::mutex mutex;
+  static auto* kept = new std::vector<const void*>;
+  const std::lock_guard lock(mutex);
+  kept->push_back(lost);
+}
+
+}  // namespace detail
+
+}  // namespace hoist::aio

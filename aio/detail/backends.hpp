@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// aio/detail/backends.hpp - how the engine makes the backends of this room.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <hoist/aio/engine.hpp>
+
+namespace hoist::aio::detail {
+
+// Why io_uring cannot be had here: the errno, and what a person can do about it.
+struct Unavailable {
+  int code = 0;
+  std::string reason;
+  std::string remedy;
+};
+
+// Null when the system does not let us; then `why` is filled in.
+std::unique_ptr<Backend> make_io_uring_backend(const EngineOptions& options, Unavailable& why);
+// `note` is appended to the description: why this backend was chosen. May be empty.
+std::unique_ptr<Backend> make_threads_backend(const EngineOptions& options, const std::string& note);
+std::unique_ptr<Backend> make_null_backend(const EngineOptions& options);
+
+// Names the calling thread and binds it to a NUMA node when one is given; a refused binding is logged.
+void enter_io_thread(const char* name, int numa_node) noexcept;
+
+}  // namespace hoist::aio::detail

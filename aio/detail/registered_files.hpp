@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// aio/detail/registered_files.hpp - the files that a ring has registered, each from its first transfer until it is
+// closed.
+//
+// A ring keeps a registered file open, and so locked, on its own account. Closing a File therefore waits (at most
+// kForgetTimeout) until the I/O thread has taken it out of the ring's table; only that thread may.
+//
+// Threading  start, slot_of, serve and detach on the I/O thread; closing on any.
+// Memory     Shared by the backend and by the files that may still have to tell it that they close.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <liburing.h>
+
+#include <hoist/aio/file.hpp>
+
+namespace hoist::aio::detail {
+
+class RegisteredFiles final : public FileObserver {
+ public:
+  static constexpr unsigned kSlotCount = 64;
+  static constexpr Nanoseconds kForgetTimeout = std::chrono::seconds(1);
+
+  // Wake-ups of the I/O thread, also the backend's own, go through the event descriptor.
+  explicit RegisteredFiles(int event_descriptor) : event_descriptor_(event_descriptor) {}
+  ~RegisteredFiles() override;
+  RegisteredFiles(const RegisteredFiles&) = delete;
+  RegisteredFiles& operator=(const RegisteredFiles&) = delete;
+
+  int event_descriptor() const { return event_descriptor_; }
+  void signal() const noexcept;
+
+  // Makes the table in the ring. An errno when the kernel refuses; then no file is ever registered.
+  int prepare(io_uring& ring);
+  // From now on the calling thread is the I/O thread.
+  void start();
+  // The slot of a file, registering it now when there is room. -1: use its descriptor.
+  int slot_of(const File& file, const std::shared_ptr<RegisteredFiles>& self);
+  // Does what closing files wait for.
+  void serve();
+  // The ring is about to go.
+  void detach();
+
+  void closing(std::uint64_t file_id) noexcept override;
+
+ private:
+  int find(std::uint64_t file_id) const;
+  void forget(std::uint64_t file_id);
+
+  const int event_descriptor_;
+  std::mutex mutex_;
+  std::condition_variable forgotten_;
+  io_uring* ring_ = nullptr;  // null before prepare and after detach
+  std::thread::id io_thread_;
+  std::array<std::uint64_t, kSlotCount> file_ids_{};  // 0: free
+  std::vector<std::uint64_t> leaving_;
+  std::atomic<bool> asked_{false};  // leaving_ is not empty
+};
+
+}  // namespace hoist::aio::detail

@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include <spdlog/spdlog.h>
+
+#include <hoist/aio/detail/backends.hpp>
+#include <hoist/aio/detail/engine_impl.hpp>
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+
+namespace hoist::aio {
+
+using detail::Flight;
+using detail::Request;
+using detail::Transfer;
+
+namespace {
+
+constexpr std::size_t kTransferRecords = 1024;  // at construction; a store keeps tens in flight
+// Doubled at every try of a block: 8 tries are 25.5 ms, long enough for a starved request pool to recover.
+constexpr Nanoseconds kRetryPause = std::chrono::microseconds(100);
+constexpr unsigned kRetryDoublingsMax = 10;
+// Beyond the drain time-out, for an I/O thread that is itself stuck (in a continuation, or in a driver).
+constexpr Nanoseconds kStuckGrace = std::chrono::seconds(2);
+constexpr Nanoseconds kDrainTimeoutMax = std::chrono::hours(24 * 365);  // adding more to a time point could overflow
+
+Nanoseconds retry_pause(unsigned retries) { return kRetryPause * (1 << std::min(retries, kRetryDoublingsMax)); }
+
+const char* operation_name(Operation operation) {
+  switch (operation) {
+    case Operation::read:
+      return "read";
+    case Operation::write:
+      return "write";
+    case Operation::sync:
+      return "fdatasync";
+  }
+  return "transfer";
+}
+
+const char* remedy_of(Operation operation, int code) {
+  switch (code) {
+    case 0:
+      return operation == Operation::read ? "the file is shorter than what was asked for, or the drive gave up"
+                                          : "the drive gave up; check its free space and its health";
+    case EIO:
+      return "check the drive's health (dmesg, smartctl)";
+    case ENOSPC:
+    case EDQUOT:
+      return "free space on this drive";
+    case EAGAIN:
+      return "the system stayed short of resources through every retry; lower the queue depth";
+    case EINVAL:
+      return "this file system may not do direct transfers of this block size";
+    case EBADF:
+      return "the file was not opened for this kind of transfer";
+    case ETIMEDOUT:
+      return "the drive did not answer; the buffer may still be written to and must not be used again";
+    default:
+      return "";
+  }
+}
+
+std::exception_ptr io_error(Operation operation, const File& file, std::uint64_t offset_bytes,
+                            std::uint64_t length_bytes, int code) {
+  return std::make_exception_ptr(
+      IoError({operation_name(operation), file.path(), offset_bytes, length_bytes, code}, remedy_of(operation, code)));
+}
+
+}  // namespace
+
+Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Backend> backend)
+    : options_(options),
+      description_(backend->description()),
+      backend_(std::move(backend)),
+      records_(kTransferRecords),
+      flights_(options.queue_depth),
+      done_(options.queue_depth) {
+  for (Transfer& record : records_) unused_.push(record);
+  free_flights_.reserve(flights_.size());
+  retrying_.reserve(flights_.size());
+  for (Flight& flight : flights_) free_flights_.push_back(&flight);
+  thread_ = std::thread([this] { run(); });
+}
+
+Engine::Impl::~Impl() = default;
+
+Completion Engine::Impl::enqueue(const Request& request, Priority priority) {
+  Promise promise;
+  Completion completion = promise.completion();
+  bool wake = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (abandoned_) {
+      promise.fail(io_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
+      return completion;
+    }
+    HOIST_ASSERT(!ended_, "a transfer was started on an engine that is being destroyed");
+    if (unused_.empty()) unused_.push(records_.emplace_back());
+    Transfer& transfer = unused_.pop();
+    transfer.request = request;
+    transfer.promise.emplace(std::move(promise));
+    arrivals_[static_cast<std::size_t>(priority)].push(transfer);
+    wake = std::exchange(waiting_, false);
+  }
+  if (wake) backend_->wake_up();
+  return completion;
+}
+
+Engine::Stats Engine::Impl::stats() const {
+  return {.read_bytes = read_bytes_.load(std::memory_order_relaxed),
+          .written_bytes = written_bytes_.load(std::memory_order_relaxed),
+          .read_busy = busy_[static_cast<std::size_t>(Direction::read)].total(),
+          .write_busy = busy_[static_cast<std::size_t>(Direction::write)].total(),
+          .retries = retries_.load(std::memory_order_relaxed)};
+}
+
+bool Engine::Impl::stop() noexcept {
+  HOIST_ASSERT(std::this_thread::get_id() != thread_.get_id(), "an engine was destroyed by one of its continuations");
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  drain_deadline_ = Clock::now() + std::min(options_.drain_timeout, kDrainTimeoutMax);
+  backend_->wake_up();  // under the lock: the I/O thread cannot see `stopping_` and destroy the backend meanwhile
+  while (!ended_ && Clock::now() < drain_deadline_ + kStuckGrace)
+    ended_changed_.wait_until(lock, drain_deadline_ + kStuckGrace);
+  const bool ended = ended_;
+  const bool clean = ended && !abandoned_;
+  lock.unlock();
+  if (ended) {
+    thread_.join();
+  } else {
+    thread_.detach();
+  }
+  if (!clean) {
+    spdlog::critical(
+        "{}: transfers were still in flight {} ms after the engine was told to end; their memory stays "
+        "reserved and is never used again. Check the drive (dmesg, smartctl).",
+        description_, std::chrono::duration_cast<std::chrono::milliseconds>(options_.drain_timeout).count());
+  }
+  return clean;
+}
+
+void Engine::Impl::run() noexcept {
+  detail::enter_io_thread("hoist-aio", options_.numa_node);
+  for (;;) {
+    const bool stopping = take_arrivals();
+    fill();
+    if (stopping) {
+      if (idle()) break;
+      if (drain_expired()) {
+        abandon();
+        break;
+      }
+    }
+    if (!may_wait()) continue;
+    const std::size_t count = backend_->reap(done_, wait_limit(stopping));
+    for (std::size_t i = 0; i < count; ++i) finish_block(static_cast<Flight&>(*done_[i]));
+  }
+  std::unique_ptr<Backend> finished;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!abandoned_) finished = std::move(backend_);
+  }
+  finished.reset();  // here, because a ring lets only the thread that used it undo its registrations
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  ended_changed_.notify_all();
+}
+
+bool Engine::Impl::take_arrivals() {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < kPriorityCount; ++i) queues_[i].append(arrivals_[i]);
+  unused_.append(retired_);
+  waiting_ = false;
+  if (stopping_ && std::exchange(progressed_, false))
+    drain_deadline_ = Clock::now() + std::min(options_.drain_timeout, kDrainTimeoutMax);
+  return stopping_;
+}
+
+void Engine::Impl::fill() {
+  if (!retrying_.empty()) resubmit_due();
+  while (!free_flights_.empty()) {
+    Transfer* transfer = next_to_cut();
+    if (transfer == nullptr) return;
+    cut_block(*transfer);
+  }
+}
+
+void Engine::Impl::resubmit_due() {
+  const TimePoint now = Clock::now();
+  const auto waiting = std::partition(retrying_.begin(), retrying_.end(), [&](Flight* f) { return f->due > now; });
+  for (auto due = waiting; due != retrying_.end(); ++due) submit(**due);
+  retrying_.erase(waiting, retrying_.end());
+}
+
+Transfer* Engine::Impl::next_to_cut() {
+  for (auto& queue : queues_) {  // foreground first
+    if (!queue.empty()) return &queue.front();
+  }
+  return nullptr;
+}
+
+void Engine::Impl::cut_block(Transfer& transfer) {
+  const Request& request = transfer.request;
+  Flight& flight = *free_flights_.back();
+  free_flights_.pop_back();
+  flight.operation = request.operation;
+  flight.file = request.file;
+  flight.offset_bytes = request.offset_bytes + transfer.cut_bytes;
+  flight.data = request.data == nullptr ? nullptr : request.data + transfer.cut_bytes;
+  flight.length_bytes = std::min(options_.block_bytes, request.length_bytes - transfer.cut_bytes);
+  flight.transfer = &transfer;
+  flight.retries = 0;
+  transfer.cut_bytes += flight.length_bytes;
+  ++transfer.blocks_open;
+  if (transfer.cut_bytes == request.length_bytes) end_cutting(transfer);
+  submit(flight);
+}
+
+void Engine::Impl::submit(Flight& flight) {
+  if (auto* clock = busy_clock(flight.operation)) clock->begin();
+  ++in_flight_;
+  backend_->submit(flight);
+}
+
+// Takes a transfer out of its queue: only the first of a queue is ever cut.
+void Engine::Impl::end_cutting(Transfer& transfer) {
+  transfer.fully_cut = true;
+  for (auto& queue : queues_) {
+    if (queue.empty() || &queue.front() != &transfer) continue;
+    queue.pop();
+    return;
+  }
+}
+
+// False when there is something to do at once. Nobody needs to wake a thread that could not submit anyway: with every
+// block in flight the next one that finishes does.
+bool Engine::Impl::may_wait() {
+  if (free_flights_.empty()) return true;
+  const std::lock_guard lock(mutex_);
+  for (const auto& queue : arrivals_) {
+    if (!queue.empty()) return false;
+  }
+  waiting_ = true;
+  return true;
+}
+
+Nanoseconds Engine::Impl::wait_limit(bool stopping) {
+  if (!stopping && retrying_.empty()) return Backend::kForever;
+  TimePoint until = TimePoint::max();
+  for (const Flight* flight : retrying_) until = std::min(until, flight->due);
+  if (stopping) {
+    const std::lock_guard lock(mutex_);
+    until = std::min(until, drain_deadline_);
+  }
+  return std::max(Nanoseconds::zero(), Nanoseconds(until - Clock::now()));
+}
+
+bool Engine::Impl::drain_expired() {
+  const std::lock_guard lock(mutex_);
+  return Clock::now() >= drain_deadline_;
+}
+
+void Engine::Impl::finish_block(Flight& flight) {
+  --in_flight_;
+  progressed_ = true;
+  if (auto* clock = busy_clock(flight.operation)) clock->end();
+  const std::int64_t result = flight.result;
+  if (result >= 0) {
+    const auto moved_bytes = static_cast<std::uint64_t>(result);
+    HOIST_ASSERT(moved_bytes <= flight.length_bytes, "{} of {} bytes reported {}", operation_name(flight.operation),
+                 flight.length_bytes, moved_bytes);
+    if (moved_bytes < flight.length_bytes) return finish_short(flight, moved_bytes);
+    count(flight, moved_bytes);
+    return close_block(flight);
+  }
+  const int code = static_cast<int>(-result);
+  const bool transient = code == EINTR || code == EAGAIN;
+  if (transient && flight.operation != Operation::sync && try_again(flight, retry_pause(flight.retries))) return;
+  fail(flight, code);
+}
+
+// Direct transfers go on only from an aligned place; what was moved beyond it is moved again.
+void Engine::Impl::finish_short(Flight& flight, std::uint64_t moved_bytes) {
+  const bool past_end = flight.operation == Operation::read && moved_bytes == 0;
+  const std::uint64_t kept_bytes = round_down(moved_bytes, File::kAlignment);
+  const Nanoseconds pause = kept_bytes > 0 ? Nanoseconds::zero() : retry_pause(flight.retries);
+  if (past_end || !try_again(flight, pause)) return fail(flight, 0);
+  count(flight, kept_bytes);
+  flight.offset_bytes += kept_bytes;
+  flight.data += kept_bytes;
+  flight.length_bytes -= kept_bytes;
+}
+
+bool Engine::Impl::try_again(Flight& flight, Nanoseconds pause) {
+  if (flight.transfer->error || flight.retries >= options_.retries_max) return false;
+  ++flight.retries;
+  retries_.fetch_add(1, std::memory_order_relaxed);
+  flight.due = Clock::now() + pause;
+  retrying_.push_back(&flight);
+  return true;
+}
+
+void Engine::Impl::count(const Flight& flight, std::uint64_t moved_bytes) {
+  (flight.operation == Operation::read ? read_bytes_ : written_bytes_)
+      .fetch_add(moved_bytes, std::memory_order_relaxed);
+}
+
+void Engine::Impl::fail(Flight& flight, int code) {
+  Transfer& transfer = *flight.transfer;
+  if (!transfer.error)
+    transfer.error = io_error(flight.operation, *flight.file, flight.offset_bytes, flight.length_bytes, code);
+  if (!transfer.fully_cut) end_cutting(transfer);  // the rest of it is not started
+  close_block(flight);
+}
+
+void Engine::Impl::close_block(Flight& flight) {
+  Transfer& transfer = *std::exchange(flight.transfer, nullptr);
+  free_flights_.push_back(&flight);
+  if (--transfer.blocks_open == 0 && transfer.fully_cut) retire(transfer);
+}
+
+void Engine::Impl::retire(Transfer& transfer) {
+  Promise promise = std::move(*transfer.promise);
+  std::exception_ptr error = std::move(transfer.error);
+  transfer.promise.reset();
+  transfer.error = nullptr;
+  transfer.fully_cut = false;
+  transfer.cut_bytes = 0;
+  retired_.push(transfer);
+  if (error) {
+    promise.fail(std::move(error));
+  } else {
+    promise.complete();
+  }
+}
+
+// The drive has stopped answering. Everyone who waits is told; the blocks in flight keep their records, to which the
+// backend may still report, though nobody will look.
+void Engine::Impl::abandon() {
+  Queues queues;
+  {
+    const std::lock_guard lock(mutex_);
+    abandoned_ = true;
+    for (std::size_t i = 0; i < kPriorityCount; ++i) queues_[i].append(arrivals_[i]);
+  }
+  std::swap(queues, queues_);
+  const auto give_up = [](Transfer& transfer) {
+    if (!transfer.promise) return;
+    Promise promise = std::move(*transfer.promise);
+    transfer.promise.reset();
+    const Request& request = transfer.request;
+    promise.fail(io_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
+  };
+  for (Flight& flight : flights_) {
+    if (flight.transfer != nullptr) give_up(*flight.transfer);
+  }
+  for (auto& queue : queues) {
+    while (!queue.empty()) give_up(queue.pop());
+  }
+}
+
+bool Engine::Impl::idle() const {
+  return free_flights_.size() == flights_.size() &&
+         std::all_of(queues_.begin(), queues_.end(), [](const auto& queue) { return queue.empty(); });
+}
+
+detail::BusyClock* Engine::Impl::busy_clock(Operation operation) {
+  switch (operation) {
+    case Operation::read:
+      return &busy_[static_cast<std::size_t>(Direction::read)];
+    case Operation::write:
+      return &busy_[static_cast<std::size_t>(Direction::write)];
+    case Operation::sync:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace hoist::aio
