@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// What was compiled in, what a launcher announces, what NCCL can show on this machine.
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <optional>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/comm/communicator.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/platform/device.hpp>
+
+namespace hoist::comm {
+
+namespace {
+
+constexpr const char* kLaunchVariables[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE",     "MV2_COMM_WORLD_SIZE",
+                                            "SLURM_STEP_ID",        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+                                            "SLURM_NTASKS"};
+
+// Exactly these launcher variables, whatever the test itself was started by; put back afterwards.
+class LaunchEnvironment {
+ public:
+  explicit LaunchEnvironment(const std::map<std::string, std::string>& variables) {
+    for (const char* name : kLaunchVariables) {
+      if (const char* value = std::getenv(name)) saved_[name] = value;
+      ::unsetenv(name);
+    }
+    for (const auto& [name, value] : variables) ::setenv(name.c_str(), value.c_str(), 1);
+  }
+  ~LaunchEnvironment() {
+    for (const char* name : kLaunchVariables) ::unsetenv(name);
+    for (const auto& [name, value] : saved_) ::setenv(name.c_str(), value.c_str(), 1);
+  }
+  LaunchEnvironment(const LaunchEnvironment&) = delete;
+  LaunchEnvironment& operator=(const LaunchEnvironment&) = delete;
+
+ private:
+  std::map<std::string, std::string> saved_;
+};
+
+int size_with(const std::map<std::string, std::string>& variables) {
+  const LaunchEnvironment environment(variables);
+  return mpi_size_of_launch();
+}
+
+std::string why_no_gpu() {
+  std::string why;
+  return platform::cuda_device_count(&why) > 0 ? std::string() : why;
+}
+
+}  // namespace
+
+TEST(LaunchSize, IsWhatTheLauncherAnnounced) {
+  EXPECT_EQ(size_with({}), 0);
+  EXPECT_EQ(size_with({{"OMPI_COMM_WORLD_SIZE", "4"}}), 4);
+  EXPECT_EQ(size_with({{"PMI_SIZE", "3"}}), 3);
+  EXPECT_EQ(size_with({{"MV2_COMM_WORLD_SIZE", "2"}}), 2);
+  // An allocation alone starts nothing; a step does, and its size is the step's.
+  EXPECT_EQ(size_with({{"SLURM_NTASKS", "8"}}), 0);
+  EXPECT_EQ(size_with({{"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "0"}}), 0);
+  EXPECT_EQ(size_with({{"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "0"}, {"SLURM_STEP_ID", "0"}}), 8);
+  EXPECT_EQ(
+      size_with({{"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_PROCID", "1"}, {"SLURM_STEP_ID", "0"}}),
+      2);
+}
+
+TEST(LaunchSize, IgnoresWhatIsNoCount) {
+  for (const char* text : {"", "0", "-4", "four", "4x", "99999999999999999999"}) {
+    EXPECT_EQ(size_with({{"OMPI_COMM_WORLD_SIZE", text}}), 0) << text;
+  }
+}
+
+TEST(Mpi, WithoutItTheErrorSaysWhatToDo) {
+  if (have_mpi()) GTEST_SKIP() << "this build has MPI; its suite runs under mpirun";
+  try {
+    make_mpi();
+    ADD_FAILURE();
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("HOIST_WITH_MPI"));
+  }
+}
+
+TEST(Nccl, WithoutItTheErrorSaysWhatToDo) {
+  if (have_nccl()) GTEST_SKIP() << "this build has NCCL";
+  const std::vector<std::byte> id(128);
+  EXPECT_THROW(nccl_unique_id(), CommError);
+  try {
+    make_nccl(id, 0, 1, make_self());
+    ADD_FAILURE();
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("HOIST_WITH_NCCL"));
+  }
+}
+
+TEST(Nccl, RefusesWrongArguments) {
+  if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
+  const std::vector<std::byte> id(128);
+  EXPECT_THROW(make_nccl(std::span(id).first(127), 0, 1, make_self()), UsageError);
+  EXPECT_THROW(make_nccl(id, 1, 1, make_self()), UsageError);
+  EXPECT_THROW(make_nccl(id, 0, 2, make_self()), UsageError);  // control is over one rank only
+  EXPECT_THROW(make_nccl(id, 0, 1, nullptr), UsageError);
+}
+
+TEST(Nccl, WithoutAGpuTheErrorIsNcclsOwn) {
+  if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
+  if (why_no_gpu().empty()) GTEST_SKIP() << "there is a GPU";
+  try {
+    make_nccl(nccl_unique_id(), 0, 1, make_self());
+    ADD_FAILURE() << "a communicator without a GPU";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
+  }
+}
+
+// One card: every operation passes through NCCL, and a reduction over one rank is its scale.
+TEST(Nccl, OneRankOnOneCard) {
+  if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
+  if (const std::string why = why_no_gpu(); !why.empty()) GTEST_SKIP() << why;
+  platform::DeviceOptions options;
+  options.kind = platform::DeviceKind::cuda;
+  options.memory_bytes = 1 * kMiB;
+  const auto device = platform::Device::create(options);
+  const auto stream = device->create_stream("nccl");
+  const auto communicator = make_nccl(nccl_unique_id(), 0, 1, make_self());
+  EXPECT_EQ(communicator->name(), "nccl");
+
+  std::vector<float> values(1000);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i);
+  std::byte* const memory = device->memory().data();
+  stream->copy(memory, reinterpret_cast<const std::byte*>(values.data()), 4000, platform::CopyKind::host_to_device);
+  const ReducePiece reduce{memory, DType::fp32, 1000, 0.5f};
+  communicator->reduce_scatter({&reduce, 1}, *stream);
+  const GatherPiece gather{memory, 4000};
+  communicator->all_gather({&gather, 1}, *stream);
+  communicator->all_reduce_sum({reinterpret_cast<float*>(memory), 1000}, *stream);
+  communicator->broadcast({memory, 4000}, 0, *stream);
+  std::vector<float> found(1000);
+  stream->copy(reinterpret_cast<std::byte*>(found.data()), memory, 4000, platform::CopyKind::device_to_host);
+  stream->synchronize();
+  for (std::size_t i = 0; i < found.size(); ++i) ASSERT_EQ(found[i], 0.5f * static_cast<float>(i));
+}
+
+TEST(Nccl, RefusesAStreamOfTheHostDevice) {
+  if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
+  if (const std::string why = why_no_gpu(); !why.empty()) GTEST_SKIP() << why;
+  const auto communicator = make_nccl(nccl_unique_id(), 0, 1, make_self());
+  platform::DeviceOptions options;
+  options.memory_bytes = 1 * kMiB;
+  const auto device = platform::Device::create(options);
+  const auto stream = device->create_stream("host");
+  EXPECT_THROW(communicator->all_gather({}, *stream), UsageError);
+}
+
+}  // namespace hoist::comm

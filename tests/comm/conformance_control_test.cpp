@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// The control plane and agree(), on every backend.
+#include <array>
+#include <numeric>
+
+#include <gmock/gmock.h>
+
+#include <hoist/comm/agreement.hpp>
+#include <hoist/core/error.hpp>
+
+#include "job.hpp"
+#include "reference.hpp"
+
+namespace hoist::comm::testing {
+
+TEST_P(Conformance, ExchangesBetweenHosts) {
+  run([](Rank& rank) {
+    for (const std::uint64_t bytes : {0u, 1u, 8u, 1000u, 70000u}) {
+      std::vector<std::byte> mine(bytes);
+      std::vector<std::byte> all(bytes * static_cast<std::uint64_t>(rank.size()));
+      for (std::uint64_t i = 0; i < bytes; ++i) mine[i] = byte_at({bytes, rank.rank(), 0}, i);
+      rank.communicator.exchange(mine, all);
+      for (std::uint64_t i = 0; i < all.size(); ++i) {
+        ASSERT_EQ(all[i], byte_at({bytes, static_cast<int>(i / bytes), 0}, i % bytes));
+      }
+    }
+  });
+}
+
+TEST_P(Conformance, BroadcastsBetweenHosts) {
+  run([](Rank& rank) {
+    for (int root = 0; root < rank.size(); ++root) {
+      std::vector<int> values(100, -1);
+      if (rank.rank() == root) std::iota(values.begin(), values.end(), root);
+      rank.communicator.broadcast_host(std::as_writable_bytes(std::span(values)), root);
+      for (int i = 0; i < 100; ++i) ASSERT_EQ(values[static_cast<std::size_t>(i)], root + i);
+    }
+    rank.communicator.broadcast_host({}, 0);
+  });
+}
+
+// Control calls must pass while the data plane is busy, in any interleaving of the two.
+TEST_P(Conformance, PlanesAreIndependent) {
+  run([](Rank& rank) {
+    const auto memory = rank.allocate(1000 * static_cast<std::uint64_t>(rank.size()));
+    const GatherPiece piece{memory.data(), 1000};
+    for (int k = 0; k < 30; ++k) {
+      // Ranks enqueue at different times relative to their control calls, but in one order within each plane.
+      if ((k + rank.rank()) % 2 == 0) rank.communicator.all_gather({&piece, 1}, rank.stream);
+      rank.communicator.barrier();
+      if ((k + rank.rank()) % 2 == 1) rank.communicator.all_gather({&piece, 1}, rank.stream);
+    }
+    rank.stream.synchronize();
+  });
+}
+
+TEST_P(Conformance, AgreesWhenHashesAreEqual) {
+  run([](Rank& rank) {
+    agree(rank.communicator, 42, "pass 1");
+    agree(rank.communicator, 43, "texts may differ: rank " + std::to_string(rank.rank()));
+    agree(rank.communicator, 44, std::string(1000, 'x'));
+    agree(rank.communicator, 45, "");
+  });
+}
+
+TEST_P(Conformance, NamesTheFirstRankThatDiverged) {
+  run([](Rank& rank) {
+    if (rank.size() == 1) return agree(rank.communicator, 1, "alone");
+    const bool odd = rank.rank() == rank.size() - 1;
+    try {
+      agree(rank.communicator, odd ? 7u : 8u, odd ? "layer 3 forward" : "layer 4 forward");
+      ADD_FAILURE() << "the ranks did not notice";
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("rank " + std::to_string(rank.size() - 1) +
+                                                     " is at 'layer 3 forward' (0000000000000007)"));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("rank 0 at 'layer 4 forward' (0000000000000008)"));
+    }
+    rank.communicator.barrier();  // a disagreement is no failure of the communicator
+  });
+}
+
+}  // namespace hoist::comm::testing

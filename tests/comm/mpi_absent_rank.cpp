@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// A rank stays away: the others get a CommError after the time-out, on the plane given, and so does every later call.
+// Its own program, since MPI is beyond use afterwards and the process ends without MPI_Finalize.
+//   mpirun -np 2 mpi_absent_rank control|data
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/communicator.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/platform/device.hpp>
+
+using namespace hoist;
+
+namespace {
+
+template <typename Call>
+std::string comm_error_of(const Call& call) {
+  try {
+    call();
+  } catch (const CommError& error) {
+    return error.what();
+  }
+  return {};
+}
+
+std::string wait_in_vain(comm::Communicator& communicator, bool data_plane) {
+  if (!data_plane) return comm_error_of([&] { communicator.barrier(); });
+  platform::DeviceOptions options;
+  options.memory_bytes = 1 * kMiB;
+  const auto device = platform::Device::create(options);
+  const auto stream = device->create_stream("absent");
+  const comm::GatherPiece piece{device->memory().data(), 100000};
+  communicator.all_gather({&piece, 1}, *stream);
+  return comm_error_of([&] { stream->synchronize(); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  comm::CommunicatorOptions options;
+  options.timeout = std::chrono::milliseconds(300);
+  const auto communicator = comm::make_mpi(options);
+  if (communicator->rank() == 1) {
+    std::this_thread::sleep_for(std::chrono::seconds(5));
+    return 0;
+  }
+  const std::string first = wait_in_vain(*communicator, argc > 1 && std::strcmp(argv[1], "data") == 0);
+  const std::string later = comm_error_of([&] { communicator->barrier(); });
+  const bool right = first.find("within 300 ms") != std::string::npos && later.find("refused") != std::string::npos;
+  fmt::print("{}: {} | {}\n", right ? "as expected" : "WRONG", first, later);
+  std::fflush(stdout);
+  return right ? 0 : 1;
+}
