@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/optim_cpu/tiles.hpp - tiles that own their memory, at any element offset, between guard bytes.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/optim_cpu/adam.hpp>
+
+namespace hoist::optim::test {
+
+// `count` elements that start `offset` elements after a 64-byte boundary, guarded on both sides.
+template <typename T>
+class Guarded {
+ public:
+  explicit Guarded(std::size_t count, std::size_t offset = 0)
+      : count_(count), bytes_(kGuard + (offset + count) * sizeof(T) + kGuard + 64, kGuardByte) {
+    const auto address = reinterpret_cast<std::uintptr_t>(bytes_.data()) + kGuard;
+    first_ = (address + 63) / 64 * 64 - reinterpret_cast<std::uintptr_t>(bytes_.data()) + offset * sizeof(T);
+    std::memset(bytes_.data() + first_, 0, count * sizeof(T));
+  }
+  Guarded(const Guarded&) = delete;  // the boundary would move
+  Guarded(Guarded&&) = default;
+
+  T* data() { return reinterpret_cast<T*>(bytes_.data() + first_); }
+  const T* data() const { return reinterpret_cast<const T*>(bytes_.data() + first_); }
+  T& operator[](std::size_t i) { return data()[i]; }
+  const T& operator[](std::size_t i) const { return data()[i]; }
+  std::size_t size() const { return count_; }
+
+  bool intact() const {
+    const auto untouched = [](unsigned char byte) { return byte == kGuardByte; };
+    const auto end = static_cast<std::ptrdiff_t>(first_ + count_ * sizeof(T));
+    return std::all_of(bytes_.begin(), bytes_.begin() + static_cast<std::ptrdiff_t>(first_), untouched) &&
+           std::all_of(bytes_.begin() + end, bytes_.end(), untouched);
+  }
+  bool same_bytes(const Guarded& other) const {
+    return count_ == other.count_ && std::memcmp(data(), other.data(), count_ * sizeof(T)) == 0;
+  }
+
+ private:
+  static constexpr std::size_t kGuard = 128;
+  static constexpr unsigned char kGuardByte = 0xC3;
+  std::size_t count_;
+  std::size_t first_ = 0;
+  std::vector<unsigned char> bytes_;
+};
+
+// The gradient value `value` in `dtype`, written as element i of `elements`.
+inline void put_gradient(std::byte* elements, DType dtype, std::size_t i, float value) {
+  if (dtype == DType::fp32) {
+    std::memcpy(elements + 4 * i, &value, 4);
+    return;
+  }
+  const std::uint16_t bits = dtype == DType::bf16 ? to_bf16(value).bits : float_to_fp16(value);
+  std::memcpy(elements + 2 * i, &bits, 2);
+}
+
+inline float get_gradient(const std::byte* elements, DType dtype, std::size_t i) {
+  if (dtype == DType::fp32) {
+    float value;
+    std::memcpy(&value, elements + 4 * i, 4);
+    return value;
+  }
+  std::uint16_t bits;
+  std::memcpy(&bits, elements + 2 * i, 2);
+  return dtype == DType::bf16 ? to_float(bf16{bits}) : fp16_to_float(bits);
+}
+
+// A tile of either kind with its arrays. Both kinds expose the same masters.
+struct Tile {
+  Tile(std::size_t count, DType dtype, std::size_t offset = 0)
+      : weight(count, offset),
+        remainder(count, offset),
+        master_array(count, offset),
+        moment1(count, offset),
+        moment2(count, offset),
+        gradient(count * dtype_bytes(dtype), offset * dtype_bytes(dtype)),
+        gradient_dtype(dtype) {}
+
+  std::size_t count() const { return weight.size(); }
+  SplitTile split() {
+    return {weight.data(), remainder.data(), moment1.data(), moment2.data(), gradient.data(), gradient_dtype, count()};
+  }
+  WholeTile whole() {
+    return {master_array.data(), moment1.data(), moment2.data(), gradient.data(), gradient_dtype, count()};
+  }
+  void set_master(std::size_t i, float value) {
+    master_array[i] = value;
+    const SplitMaster parts = split_master(value);
+    weight[i] = parts.weight;
+    remainder[i] = parts.remainder;
+  }
+  float split_value(std::size_t i) const { return join_master(weight[i], remainder[i]); }
+  void set_gradient(std::size_t i, float value) { put_gradient(gradient.data(), gradient_dtype, i, value); }
+  float gradient_value(std::size_t i) const { return get_gradient(gradient.data(), gradient_dtype, i); }
+
+  bool intact() const {
+    return weight.intact() && remainder.intact() && master_array.intact() && moment1.intact() && moment2.intact() &&
+           gradient.intact();
+  }
+  bool same_state(const Tile& other) const {
+    return weight.same_bytes(other.weight) && remainder.same_bytes(other.remainder) &&
+           master_array.same_bytes(other.master_array) && moment1.same_bytes(other.moment1) &&
+           moment2.same_bytes(other.moment2);
+  }
+
+  Guarded<bf16> weight;
+  Guarded<std::int16_t> remainder;
+  Guarded<float> master_array;
+  Guarded<float> moment1, moment2;
+  Guarded<std::byte> gradient;
+  DType gradient_dtype;
+};
+
+// A finite float whose exponent is uniform over [low, high]: every scale is as likely, denormals included.
+inline float any_scale(Rng& rng, int low = -149, int high = 126) {
+  const int exponent = low + static_cast<int>(rng.below(static_cast<std::uint64_t>(high - low + 1)));
+  const double value = std::ldexp(1.0 + rng.uniform(), exponent);
+  return static_cast<float>((rng.bits() & 1) != 0 ? -value : value);
+}
+
+// Training-like state: masters near 0.05, gradients near 1e-3.
+inline void fill_ordinary(Tile& tile, Rng& rng) {
+  for (std::size_t i = 0; i < tile.count(); ++i) {
+    tile.set_master(i, static_cast<float>(0.1 * (rng.uniform() - 0.5)));
+    tile.moment1[i] = static_cast<float>(2e-3 * (rng.uniform() - 0.5));
+    tile.moment2[i] = static_cast<float>(1e-6 * rng.uniform());
+    tile.set_gradient(i, static_cast<float>(2e-3 * (rng.uniform() - 0.5)));
+  }
+}
+
+// State of every scale, zeros among it; moment2 is never negative.
+inline void fill_extreme(Tile& tile, Rng& rng) {
+  for (std::size_t i = 0; i < tile.count(); ++i) {
+    tile.set_master(i, rng.below(16) == 0 ? 0.0f : any_scale(rng));
+    tile.moment1[i] = rng.below(16) == 0 ? 0.0f : any_scale(rng, -149, 60);
+    tile.moment2[i] = rng.below(16) == 0 ? 0.0f : std::abs(any_scale(rng, -149, 120));
+    tile.set_gradient(i, rng.below(16) == 0 ? 0.0f : any_scale(rng, -149, 60));
+  }
+}
+
+inline void new_gradients(Tile& tile, Rng& rng) {
+  for (std::size_t i = 0; i < tile.count(); ++i) tile.set_gradient(i, static_cast<float>(2e-3 * (rng.uniform() - 0.5)));
+}
+
+inline constexpr DType kDTypes[] = {DType::bf16, DType::fp16, DType::fp32};
+inline constexpr AdamVariant kVariants[] = {AdamVariant::adamw, AdamVariant::adam};
+
+// Runs the rest of a scope on one instruction set.
+class Forced {
+ public:
+  explicit Forced(const std::string& name) {
+    force_instruction_set(name);
+    EXPECT_EQ(active_instruction_set(), name) << "the forced instruction set does not really run";
+  }
+  ~Forced() { force_instruction_set(""); }
+  Forced(const Forced&) = delete;
+  Forced& operator=(const Forced&) = delete;
+};
+
+}  // namespace hoist::optim::test

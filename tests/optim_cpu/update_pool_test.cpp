@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/optim_cpu/detail/processors.hpp>
+#include <hoist/optim_cpu/norm.hpp>
+#include <hoist/optim_cpu/update_pool.hpp>
+
+#include "tiles.hpp"
+
+namespace hoist::optim::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST(UpdatePool, EveryItemOnceWhateverTheWidth) {
+  for (const unsigned threads : {1u, 2u, 3u, 4u, 70u}) {
+    UpdatePool pool({.threads = threads});
+    EXPECT_EQ(pool.threads(), threads);
+    for (const std::size_t count : {0u, 1u, 2u, 5u, 64u, 1000u}) {
+      std::vector<std::atomic<int>> seen(count);
+      pool.run(count, [&](std::size_t i) { seen[i].fetch_add(1); });
+      for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(seen[i].load(), 1) << threads << " threads, item " << i;
+    }
+  }
+}
+
+TEST(UpdatePool, ZeroThreadsMeansWhatTheProcessMayUse) {
+  EXPECT_EQ(UpdatePool().threads(), detail::current_processors().size());
+}
+
+TEST(UpdatePool, WritesOfItemsAreVisibleAfterRun) {
+  UpdatePool pool({.threads = 4});
+  std::vector<std::size_t> squares(500);  // plain memory: the thread sanitizer watches the hand-overs
+  for (std::size_t round = 0; round < 20; ++round) {
+    pool.run(squares.size(), [&](std::size_t i) { squares[i] += i * i; });
+    for (std::size_t i = 0; i < squares.size(); ++i) ASSERT_EQ(squares[i], (round + 1) * i * i);
+  }
+}
+
+// Both items wait for each other, so they finish only when two threads really run.
+bool runs_two_at_once(UpdatePool& pool) {
+  std::atomic<int> inside{0};
+  std::atomic<bool> met{false};
+  pool.run(2, [&](std::size_t) {
+    inside.fetch_add(1);
+    const auto deadline = std::chrono::steady_clock::now() + 10s;
+    while (inside.load() < 2 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+    if (inside.load() == 2) met = true;
+  });
+  return met;
+}
+
+TEST(UpdatePool, HasItsThreadsEvenWhenTheHostIsBoundToOneProcessor) {
+  // As under OMP_PROC_BIND, before oneTBB has looked at the process.
+  const auto all = detail::current_processors();
+  ASSERT_TRUE(detail::bind_current_thread({all.front()}));
+  EXPECT_EQ(UpdatePool().threads(), 1u);
+  UpdatePool pool({.threads = 4, .processors = all});
+  EXPECT_TRUE(runs_two_at_once(pool));
+  // The workers may use every processor; the host's thread is still bound.
+  std::mutex mutex;
+  std::set<std::vector<int>> worker_sets;
+  const auto host = std::this_thread::get_id();
+  for (int round = 0; round < 50 && worker_sets.empty(); ++round) {
+    pool.run(64, [&](std::size_t) {
+      std::this_thread::sleep_for(200us);
+      if (std::this_thread::get_id() == host) return;
+      const std::scoped_lock lock(mutex);
+      worker_sets.insert(detail::current_processors());
+    });
+  }
+  EXPECT_THAT(worker_sets, ::testing::ElementsAre(all));
+  EXPECT_EQ(detail::current_processors(), detail::Processors{all.front()});
+  ASSERT_TRUE(detail::bind_current_thread(all));
+}
+
+TEST(UpdatePool, ExceptionsReachTheCaller) {
+  for (const unsigned threads : {1u, 2u, 4u}) {
+    UpdatePool pool({.threads = threads});
+    std::atomic<int> begun{0};
+    try {
+      pool.run(10000, [&](std::size_t i) {
+        begun.fetch_add(1);
+        if (i == 17) throw std::out_of_range("item 17");
+      });
+      FAIL() << "no exception with " << threads << " threads";
+    } catch (const std::out_of_range& error) {
+      EXPECT_STREQ(error.what(), "item 17");
+    }
+    std::atomic<int> after{0};
+    pool.run(100, [&](std::size_t) { after.fetch_add(1); });
+    EXPECT_EQ(after.load(), 100) << "the pool does not work after an exception";
+  }
+}
+
+TEST(UpdatePool, SeveralCallersAtOnce) {
+  for (const unsigned threads : {1u, 2u}) {
+    UpdatePool pool({.threads = threads});
+    std::vector<std::thread> callers;
+    std::atomic<int> sum{0};
+    for (int caller = 0; caller < 4; ++caller) {
+      callers.emplace_back([&, caller] {
+        for (int round = 0; round < 50; ++round) {
+          if (round % 10 == caller) {
+            EXPECT_THROW(pool.run(8, [](std::size_t) { throw std::runtime_error("x"); }), std::runtime_error);
+          }
+          pool.run(8, [&](std::size_t) { sum.fetch_add(1); });
+        }
+      });
+    }
+    for (auto& caller : callers) caller.join();
+    EXPECT_EQ(sum.load(), 4 * 50 * 8);
+  }
+}
+
+TEST(UpdatePool, MayBeCalledFromItsOwnItems) {
+  UpdatePool pool({.threads = 2});
+  std::atomic<int> sum{0};
+  pool.run(4, [&](std::size_t) { pool.run(5, [&](std::size_t) { sum.fetch_add(1); }); });
+  EXPECT_EQ(sum.load(), 20);
+}
+
+TEST(UpdatePool, NumaNode) {
+  UpdatePool pool({.threads = 2, .numa_node = 0});
+  std::atomic<int> sum{0};
+  pool.run(10, [&](std::size_t) { sum.fetch_add(1); });
+  EXPECT_EQ(sum.load(), 10);
+  EXPECT_THROW(UpdatePool({.numa_node = 4095}), UsageError);
+  EXPECT_THROW(UpdatePool({.processors = {16383}}), UsageError);
+}
+
+// The whole update, tiled over the pool: thread count never changes a bit.
+TEST(UpdatePool, ThreadCountNeverChangesTheResult) {
+  constexpr std::size_t kCount = 100003, kTile = 4096;
+  const auto train = [&](unsigned threads) {
+    Rng rng(11);
+    Tile tile(kCount, DType::bf16);
+    fill_ordinary(tile, rng);
+    UpdatePool pool({.threads = threads});
+    for (std::uint64_t step = 1; step <= 5; ++step) {
+      const AdamCoefficients c(AdamOptions{}, step, 1.0);
+      std::atomic<bool> committable{true};
+      pool.run((kCount + kTile - 1) / kTile, [&](std::size_t k) {
+        SplitTile part = tile.split();
+        const std::size_t first = k * kTile;
+        part.weight += first;
+        part.remainder += first;
+        part.moment1 += first;
+        part.moment2 += first;
+        part.gradient = static_cast<const std::byte*>(part.gradient) + 2 * first;
+        part.count = std::min(kTile, kCount - first);
+        if (!adam_update(c, part)) committable = false;
+      });
+      EXPECT_TRUE(committable);
+      new_gradients(tile, rng);
+    }
+    return tile;
+  };
+  const Tile expected = train(1);
+  for (const unsigned threads : {2u, 4u}) EXPECT_TRUE(train(threads).same_state(expected)) << threads << " threads";
+}
+
+TEST(Processors, ListsAreReadAsTheKernelWritesThem) {
+  using detail::parse_processor_list;
+  EXPECT_EQ(parse_processor_list("0-3,8\n"), (detail::Processors{0, 1, 2, 3, 8}));
+  EXPECT_EQ(parse_processor_list("5"), (detail::Processors{5}));
+  for (const char* bad : {"", "\n", "a", "1-", "3-1", "1,,2", "-1", "0-99999999", "1;2"}) {
+    EXPECT_TRUE(parse_processor_list(bad).empty()) << '"' << bad << '"';
+  }
+}
+
+TEST(Processors, NodesComeFromTheKernelsTree) {
+  const auto root = std::filesystem::path(::testing::TempDir()) / "hoist-nodes";
+  std::filesystem::create_directories(root / "node1");
+  std::ofstream(root / "node1" / "cpulist") << "2-3\n";
+  EXPECT_EQ(detail::node_processors(1, root), (detail::Processors{2, 3}));
+  EXPECT_EQ(detail::node_processors(0, root), std::nullopt);
+  std::filesystem::remove_all(root);
+  EXPECT_EQ(detail::node_processors(0, root), detail::current_processors());
+  EXPECT_EQ(detail::node_processors(1, root), std::nullopt);
+}
+
+}  // namespace
+}  // namespace hoist::optim::test
