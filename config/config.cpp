@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <memory>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <hoist/config/config.hpp>
+#include <hoist/config/detail/draft.hpp>
+#include <hoist/config/detail/json_text.hpp>
+#include <hoist/config/detail/reader.hpp>
+#include <hoist/config/detail/rules.hpp>
+
+namespace hoist {
+
+namespace {
+
+using config::detail::Draft;
+
+std::string join_problems(const std::string& origin, const std::vector<ConfigProblem>& problems) {
+  std::string text;
+  for (const ConfigProblem& problem : problems) {
+    if (!text.empty()) text += "\n" + (problem.key.empty() ? std::string{} : problem.key + ": ");
+    text += problem.problem;
+    text += problem.line == 0 ? fmt::format(" ({})", origin)
+                              : fmt::format(" ({}:{}:{})", origin, problem.line, problem.column);
+  }
+  return text;
+}
+
+std::string read_file(const std::string& path) {
+  constexpr std::size_t kFileBytesMax = 16u << 20;  // no configuration is larger; a device or a data file is
+  const std::string remedy = "check the path of the configuration";
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
+  if (!file) throw IoError({.operation = "open", .path = path, .code = errno}, remedy);
+  std::string text;
+  std::size_t count = 1;
+  while (count > 0 && text.size() <= kFileBytesMax) {
+    const std::size_t before = text.size();
+    text.resize(before + 65536);
+    errno = 0;
+    count = std::fread(text.data() + before, 1, 65536, file.get());
+    if (std::ferror(file.get()) != 0) throw IoError({.operation = "read", .path = path, .code = errno}, remedy);
+    text.resize(before + count);
+  }
+  if (text.size() > kFileBytesMax) throw IoError({.operation = "read", .path = path, .code = EFBIG}, remedy);
+  return text;
+}
+
+void apply_settings(const std::vector<ConfigSetting>& settings, Draft& draft) {
+  for (const ConfigSetting& setting : settings) {
+    if (setting.row->apply != nullptr) setting.row->apply(draft, setting.value);
+  }
+}
+
+}  // namespace
+
+ConfigProblems::ConfigProblems(const std::string& origin, std::vector<ConfigProblem> all)
+    : ConfigError(all.empty() ? std::string{} : all.front().key, join_problems(origin, all)),
+      problems(std::move(all)) {}
+
+std::string to_text(const config::Value& value) {
+  return std::visit(
+      [](const auto& v) -> std::string {
+        if constexpr (std::is_same_v<std::decay_t<decltype(v)>, std::monostate>) {
+          return {};
+        } else {
+          return nlohmann::json(v).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+        }
+      },
+      value);
+}
+
+Config Config::load(const std::string& path) { return parse(read_file(path), path); }
+
+Config Config::parse(std::string_view json_text, std::string origin) {
+  config::detail::ReadResult read;
+  try {
+    read = config::detail::read_settings(config::detail::parse_json_text(json_text), json_text);
+  } catch (const config::detail::JsonSyntaxError& error) {
+    const auto at = config::detail::position_of(json_text, error.offset);
+    throw ConfigProblems(origin, {{"", fmt::format("malformed JSON: {}", error.what()), at.line, at.column}});
+  }
+  Draft draft;
+  apply_settings(read.settings, draft);
+  config::detail::RuleNotes notes = config::detail::apply_rules(draft, read);
+  if (!read.problems.empty()) {
+    std::ranges::stable_sort(read.problems, {}, [](const ConfigProblem& p) { return std::pair(p.line, p.column); });
+    throw ConfigProblems(origin, std::move(read.problems));
+  }
+
+  Config config;
+  config.runtime = draft.runtime;
+  config.engine = std::move(draft.engine);
+  config.training = draft.training;
+  config.warnings = std::move(notes.warnings);
+  config.notes = std::move(notes.notes);
+  config.origin_ = std::move(origin);
+  config.settings_ = std::move(read.settings);
+  return config;
+}
+
+TrainingOptions Config::check_world_size(int world_size) const {
+  const auto refuse = [&](const std::string& key, const std::string& sentence) {
+    ConfigProblem problem{key, sentence};
+    for (const ConfigSetting& setting : settings_) {
+      if (setting.row->path != key) continue;
+      problem.line = setting.line;
+      problem.column = setting.column;
+    }
+    throw ConfigProblems(origin_, {problem});
+  };
+  if (world_size < 1) throw UsageError(fmt::format("a world size of {} is not possible; it is at least 1", world_size));
+
+  TrainingOptions result = training;
+  const auto world = static_cast<std::uint64_t>(world_size);
+  // Only one micro-batch a step exists so far, so accumulation is 1 whether or not the file says it.
+  const std::uint64_t accumulation = result.gradient_accumulation_steps.value_or(1);
+  result.gradient_accumulation_steps = accumulation;
+  const std::uint64_t per_micro_batch = accumulation * world;
+  if (result.train_batch_size && *result.train_batch_size % per_micro_batch != 0) {
+    refuse("train_batch_size", fmt::format("{} is not a multiple of {} ranks times {} accumulation steps",
+                                           *result.train_batch_size, world, accumulation));
+  }
+  if (result.train_batch_size && result.train_micro_batch_size_per_gpu &&
+      *result.train_batch_size / per_micro_batch != *result.train_micro_batch_size_per_gpu) {
+    refuse(
+        "train_batch_size",
+        fmt::format("{} is not train_micro_batch_size_per_gpu {} times gradient_accumulation_steps {} times {} ranks; "
+                    "with more than one accumulation step refused, use {} samples per rank or change the batch",
+                    *result.train_batch_size, *result.train_micro_batch_size_per_gpu, accumulation, world,
+                    *result.train_batch_size / per_micro_batch));
+  }
+  if (result.train_batch_size) {
+    result.train_micro_batch_size_per_gpu = *result.train_batch_size / per_micro_batch;
+  } else if (result.train_micro_batch_size_per_gpu) {
+    result.train_batch_size = *result.train_micro_batch_size_per_gpu * per_micro_batch;  // wraps beyond 2^64 samples
+  }
+  return result;
+}
+
+}  // namespace hoist

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// config/config.hpp - a DeepSpeed JSON file, understood or refused. Start here.
+//
+// Names and structure are DeepSpeed's; what only hoist has stands under the key "hoist". An unknown key is an error; a
+// key that changes the mathematics is implemented or refused, never ignored; a performance hint without effect is named
+// in `warnings`. docs/config.md lists every key.
+//
+// Threading  A Config is a plain value.
+// Errors     ConfigProblems with every problem of the file, each with key, value, what is allowed, line and column.
+// Main path  text -> located JSON tree -> checked against the key table -> rules between keys -> options structs.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <hoist/config/key_table.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/options.hpp>
+
+namespace hoist {
+
+struct ConfigProblem {
+  std::string key;       // path, empty for malformed JSON
+  std::string problem;   // one sentence
+  std::size_t line = 0;  // 0: not about one place of the file
+  std::size_t column = 0;
+};
+
+// All problems of one file. what() has one line for each.
+class ConfigProblems : public ConfigError {
+ public:
+  ConfigProblems(const std::string& origin, std::vector<ConfigProblem> all);
+  const std::vector<ConfigProblem> problems;
+};
+
+// What the program's own loop needs to know; absent when the file does not say ("auto" included).
+struct TrainingOptions {
+  std::optional<std::uint64_t> train_batch_size;
+  std::optional<std::uint64_t> train_micro_batch_size_per_gpu;
+  std::optional<std::uint64_t> gradient_accumulation_steps;
+};
+
+// A key and the value in effect, in the order of the key table; hints and neutral values of refused keys included.
+struct ConfigSetting {
+  enum class Source : std::uint8_t {
+    file,
+    standard,
+    automatic
+  };  // the file's value, the default, "auto" = the default
+  const config::KeyRow* row = nullptr;
+  config::Value value;
+  Source source = Source::standard;
+  std::size_t line = 0;  // 0 unless the file names the key
+  std::size_t column = 0;
+};
+std::string to_text(const config::Value& value);  // JSON text, "" for no value
+
+class Config {
+ public:
+  // Errors: ConfigProblems; IoError when the file cannot be read.
+  static Config load(const std::string& path);
+  // `origin` names the text in messages.
+  static Config parse(std::string_view json_text, std::string origin);
+
+  RuntimeOptions runtime;
+  EngineOptions engine;
+  TrainingOptions training;
+  std::vector<std::string> warnings;  // say them once
+  std::vector<std::string> notes;     // what "auto" and absent keys came to, where that may surprise
+
+  // train_batch_size = micro-batch * accumulation * world; two of them imply the third. Returns them completed as far
+  // as they are implied. Errors: ConfigProblems.
+  TrainingOptions check_world_size(int world_size) const;
+
+  const std::string& origin() const { return origin_; }
+  const std::vector<ConfigSetting>& settings() const { return settings_; }
+
+ private:
+  std::string origin_;
+  std::vector<ConfigSetting> settings_;
+};
+
+}  // namespace hoist

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// config/detail/key_rows.hpp - the parts of the key table, in the order of the reference.
+#pragma once
+
+#include <vector>
+
+#include <hoist/config/detail/draft.hpp>
+#include <hoist/config/key_table.hpp>
+
+namespace hoist::config::detail {
+
+std::vector<KeyRow> training_rows();  // batch, optimizer, number formats
+std::vector<KeyRow> zero_rows();      // zero_optimization, aio
+std::vector<KeyRow> hoist_rows();     // what only hoist has
+std::vector<KeyRow> service_rows();   // DeepSpeed's other sections
+
+inline bool as_bool(const Value& value) { return std::get<bool>(value); }
+inline std::uint64_t as_count(const Value& value) { return static_cast<std::uint64_t>(std::get<std::int64_t>(value)); }
+inline unsigned as_unsigned(const Value& value) { return static_cast<unsigned>(std::get<std::int64_t>(value)); }
+inline double as_number(const Value& value) { return std::get<double>(value); }
+inline const std::string& as_text(const Value& value) { return std::get<std::string>(value); }
+
+// Shorter spellings of the common rows.
+inline KeyRow section_row(std::string_view path, std::string_view meaning) {
+  return {.path = path, .type = ValueType::section, .meaning = meaning};
+}
+
+inline KeyRow hint(std::string_view path, ValueType type, std::string_view default_value, std::string_view meaning,
+                   std::string_view note) {
+  return {.path = path,
+          .type = type,
+          .status = KeyStatus::hint,
+          .default_value = default_value,
+          .meaning = meaning,
+          .note = note};
+}
+
+// Accepted at `neutral` only, which is also its default.
+inline KeyRow refused(std::string_view path, ValueType type, std::string_view neutral, std::string_view meaning,
+                      std::string_view note) {
+  return {.path = path,
+          .type = type,
+          .status = KeyStatus::refused,
+          .default_value = neutral,
+          .neutral = neutral,
+          .meaning = meaning,
+          .note = note};
+}
+
+// A section that is accepted while its member `switch_name` is false or absent.
+inline KeyRow refused_section(std::string_view path, std::string_view switch_name, std::string_view meaning,
+                              std::string_view note) {
+  return {.path = path,
+          .type = ValueType::opaque,
+          .status = KeyStatus::refused,
+          .neutral = switch_name,
+          .meaning = meaning,
+          .note = note};
+}
+
+}  // namespace hoist::config::detail

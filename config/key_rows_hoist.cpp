@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// The section "hoist": what DeepSpeed has no word for.
+#include <hoist/config/detail/key_rows.hpp>
+#include <hoist/core/units.hpp>
+
+namespace hoist::config::detail {
+
+namespace {
+
+constexpr std::string_view kUpdateLater = "comes later; use \"step\"";
+
+std::chrono::milliseconds milliseconds_of(const Value& seconds) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(as_number(seconds)));
+}
+
+std::vector<KeyRow> memory_rows() {
+  return {
+      {.path = "hoist.device",
+       .type = ValueType::choice,
+       .default_value = "\"host\"",
+       .choices = {"host", "cuda"},
+       .meaning = "host: a device made of CPU memory, for machines without a GPU; cuda: a GPU.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.runtime.device = as_text(v) == "cuda" ? platform::DeviceKind::cuda : platform::DeviceKind::host;
+           }},
+      {.path = "hoist.device_ordinal",
+       .type = ValueType::integer,
+       .default_value = "0",
+       .range = {.max = 1023},
+       .meaning = "Which GPU.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.device_ordinal = static_cast<int>(as_count(v)); }},
+      {.path = "hoist.device_memory",
+       .type = ValueType::bytes,
+       .default_value = "\"1GiB\"",
+       .range = {.min = 4096},
+       .meaning = "Hard budget of device memory, activations in hoist's arena included; rounded down to 4 KiB.",
+       .apply = [](Draft& d,
+                   const Value& v) { d.runtime.device_memory_bytes = round_down(as_count(v), kBlockAlignment); }},
+      {.path = "hoist.pinned_memory",
+       .type = ValueType::bytes,
+       .default_value = "\"1GiB\"",
+       .range = {.min = 4096},
+       .meaning = "Hard budget of pinned host memory per rank; rounded down to 4 KiB.",
+       .apply = [](Draft& d,
+                   const Value& v) { d.runtime.pinned_memory_bytes = round_down(as_count(v), kBlockAlignment); }},
+      {.path = "hoist.huge_pages",
+       .type = ValueType::boolean,
+       .default_value = "true",
+       .meaning = "Pinned memory on huge pages where the system has them.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.huge_pages = as_bool(v); }},
+      {.path = "hoist.comm_scratch",
+       .type = ValueType::bytes,
+       .default_value = "\"4MiB\"",
+       .range = {.min = 65536, .max = 1099511627776.0},
+       .meaning = "Device memory for staging reductions, taken when there are several ranks.",
+       .apply = [](Draft& d,
+                   const Value& v) { d.runtime.comm_scratch_bytes = round_up(as_count(v), kBlockAlignment); }},
+      {.path = "hoist.chaos_seed",
+       .type = ValueType::integer,
+       .default_value = "0",
+       .meaning = "Delays the host device's streams at random by this seed, to find missing waits. 0: off.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.host_device.chaos_seed = as_count(v); }},
+  };
+}
+
+std::vector<KeyRow> durability_rows() {
+  return {
+      {.path = "hoist.durability",
+       .type = ValueType::choice,
+       .choices = {"none", "step"},
+       .refusals = {{"{}", "\"every\" comes later; use \"step\", or \"none\" and save at the end"}},
+       .meaning =
+           "step: each step is committed and a killed run resumes; none: nothing is, and 2 bytes per parameter are "
+           "saved. Default: step when something lives on NVMe.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.durability = as_text(v) == "step" ? tiers::Durability::step : tiers::Durability::none;
+           }},
+      {.path = "hoist.checkpoint_path",
+       .type = ValueType::path,
+       .meaning = "Where Engine::save commits to when nothing lives on NVMe; the store is its subdirectory hoist.",
+       .apply = [](Draft& d, const Value& v) { d.checkpoint_path = as_text(v); }},
+      {.path = "hoist.caller_state_max",
+       .type = ValueType::bytes,
+       .default_value = "\"64KiB\"",
+       .range = {.min = 0, .max = 1073741824.0},
+       .meaning = "Most bytes of the program's own that a commit keeps.",
+       .apply = [](Draft& d, const Value& v) { d.engine.caller_state_bytes_max = as_count(v); }},
+      {.path = "hoist.lock_timeout_seconds",
+       .type = ValueType::number,
+       .default_value = "10.0",
+       .range = {.max = 1e6},
+       .meaning = "How long opening a store waits for another process to let go of it.",
+       .apply = [](Draft& d, const Value& v) { d.engine.lock_timeout = milliseconds_of(v); }},
+      {.path = "hoist.keep_steps",
+       .type = ValueType::integer,
+       .status = KeyStatus::refused,
+       .meaning = "Named steps kept beside the newest commit.",
+       .note = "comes later; copy the store's directory to keep a step"},
+      {.path = "hoist.gradient_spill",
+       .type = ValueType::boolean,
+       .status = KeyStatus::refused,
+       .default_value = "false",
+       .neutral = "false",
+       .meaning = "Gradients that do not fit pinned memory go to NVMe.",
+       .note = "comes later; raise hoist.pinned_memory instead"},
+  };
+}
+
+std::vector<KeyRow> engine_rows() {
+  return {
+      {.path = "hoist.update_mode",
+       .type = ValueType::choice,
+       .default_value = "\"step\"",
+       .choices = {"auto", "step"},
+       .refusals = {{"\"forward\"", kUpdateLater}, {"\"backward\"", kUpdateLater}},
+       .meaning = "When parameters are updated: step, inside Engine::step. auto chooses, today step.",
+       .apply = [](Draft&, const Value&) { /* one mode so far */ }},
+      {.path = "hoist.update_threads",
+       .type = ValueType::integer,
+       .default_value = "0",
+       .range = {.max = 4096},
+       .meaning = "Threads of the CPU optimizer. 0: every CPU the process may use.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.update_threads = as_unsigned(v); }},
+      {.path = "hoist.io_engine",
+       .type = ValueType::choice,
+       .default_value = "\"auto\"",
+       .choices = {"auto", "io_uring", "threads"},
+       .meaning = "How the drive is driven. auto: io_uring where the system allows it, else threads.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             using aio::BackendKind;
+             d.runtime.aio_backend = as_text(v) == "io_uring"  ? BackendKind::io_uring
+                                     : as_text(v) == "threads" ? BackendKind::threads
+                                                               : BackendKind::automatic;
+           }},
+      {.path = "hoist.communicator",
+       .type = ValueType::choice,
+       .default_value = "\"auto\"",
+       .choices = {"auto", "self", "mpi"},
+       .meaning = "Who the other ranks are. auto: MPI when a launcher started several, else only this process.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.runtime.communicator = as_text(v) == "self"  ? CommunicatorKind::self
+                                      : as_text(v) == "mpi" ? CommunicatorKind::mpi
+                                                            : CommunicatorKind::automatic;
+           }},
+      {.path = "hoist.comm_timeout_seconds",
+       .type = ValueType::number,
+       .default_value = "600.0",
+       .range = {.min = 0.001, .max = 1e6},
+       .meaning = "A rank that stays away from a collective this long is an error.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.comm_timeout = milliseconds_of(v); }},
+      {.path = "hoist.metrics",
+       .type = ValueType::string,
+       .status = KeyStatus::refused,
+       .meaning = "A file of metrics per step.",
+       .note = "comes later; the program has each StepReport"},
+      {.path = "hoist.trace",
+       .type = ValueType::string,
+       .status = KeyStatus::refused,
+       .meaning = "A trace with a row per link.",
+       .note = "comes later; totals per link are in Runtime::ledger"},
+  };
+}
+
+}  // namespace
+
+std::vector<KeyRow> hoist_rows() {
+  std::vector<KeyRow> rows{section_row("hoist", "What only hoist has.")};
+  for (auto part : {memory_rows, durability_rows, engine_rows}) {
+    for (KeyRow& row : part()) rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+}  // namespace hoist::config::detail

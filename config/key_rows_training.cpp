@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// Batch sizes, optimizer, clipping and number formats.
+#include <hoist/config/detail/key_rows.hpp>
+
+namespace hoist::config::detail {
+
+namespace {
+
+constexpr std::string_view kAccumulation =
+    "one micro-batch a step for now; raise train_micro_batch_size_per_gpu, or lower it and accept the smaller batch";
+constexpr std::string_view kOtherOptimizer = "only AdamW and Adam exist for now; use \"AdamW\"";
+constexpr std::string_view kOneReduction =
+    "gradients are averaged over ranks in their own type with an fp32 sum; leave this key out";
+constexpr std::string_view kHalf = "fp16 weights and loss scaling come later; use bf16, which needs no loss scale";
+constexpr std::string_view kOnlyWithFp16 = "has a meaning only with fp16.enabled, which is refused";
+constexpr std::string_view kGradientType =
+    "gradients have their parameter's type and meet an fp32 master; leave this key out";
+
+std::vector<KeyRow> batch_rows() {
+  return {
+      {.path = "train_batch_size",
+       .type = ValueType::integer,
+       .range = {.min = 1},
+       .meaning = "Samples of one step over all ranks: micro-batch times accumulation times world size.",
+       .apply = [](Draft& d, const Value& v) { d.training.train_batch_size = as_count(v); }},
+      {.path = "train_micro_batch_size_per_gpu",
+       .type = ValueType::integer,
+       .range = {.min = 1},
+       .meaning = "Samples of one forward and backward on one rank.",
+       .apply = [](Draft& d, const Value& v) { d.training.train_micro_batch_size_per_gpu = as_count(v); }},
+      {.path = "gradient_accumulation_steps",
+       .type = ValueType::integer,
+       .status = KeyStatus::refused,
+       .default_value = "1",
+       .range = {.min = 1},
+       .neutral = "1",
+       .meaning = "Micro-batches whose gradients are added before a step.",
+       .note = kAccumulation,
+       .apply = [](Draft& d, const Value& v) { d.training.gradient_accumulation_steps = as_count(v); }},
+      refused("managed_gradient_accumulation", ValueType::boolean, "true", "Whether the library finds the step's end.",
+              "the program says when a step ends; leave this key out"),
+      {.path = "gradient_clipping",
+       .type = ValueType::number,
+       .default_value = "1.0",
+       .meaning = "Largest global gradient norm; longer gradients are scaled down to it. 0: no clipping.",
+       .note = "DeepSpeed's default was 0 before 2026-06.",
+       .apply = [](Draft& d, const Value& v) { d.engine.gradient_clipping = as_number(v); }},
+  };
+}
+
+std::vector<KeyRow> optimizer_rows() {
+  return {
+      section_row("optimizer", "The optimizer of parameter group 0; programs may add groups of their own."),
+      {.path = "optimizer.type",
+       .type = ValueType::choice,
+       .default_value = "\"AdamW\"",
+       .choices = {"AdamW", "Adam"},
+       .refusals = {{"\"OneBitAdam\"", kOtherOptimizer},
+                    {"\"ZeroOneAdam\"", kOtherOptimizer},
+                    {"\"OneBitLamb\"", kOtherOptimizer},
+                    {"\"Lamb\"", kOtherOptimizer},
+                    {"\"Lion\"", kOtherOptimizer},
+                    {"\"Adagrad\"", kOtherOptimizer},
+                    {"\"SGD\"", kOtherOptimizer},
+                    {"\"Muon\"", kOtherOptimizer},
+                    {"\"MuAdam\"", kOtherOptimizer},
+                    {"\"MuAdamW\"", kOtherOptimizer},
+                    {"\"MuSGD\"", kOtherOptimizer}},
+       .meaning = "AdamW decays weights apart from the gradient. Adam does too, as in DeepSpeed, unless adam_w_mode is "
+                  "false: then decay is added to the gradient (L2).",
+       .apply = [](Draft& d, const Value& v) { d.optimizer_named_adam = as_text(v) == "Adam"; }},
+      refused("optimizer.legacy_fusion", ValueType::boolean, "false", "An old fused kernel's choice.",
+              "there is one kernel; leave this key out"),
+      section_row("optimizer.params", "Settings of the optimizer."),
+      {.path = "optimizer.params.lr",
+       .type = ValueType::number,
+       .default_value = "0.001",
+       .meaning = "Learning rate at the start; the program may change it every step.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.learning_rate = as_number(v); }},
+      {.path = "optimizer.params.betas",
+       .type = ValueType::number_pair,
+       .default_value = "[0.9, 0.999]",
+       .range = {.max = 1, .max_excluded = true},
+       .meaning = "Decay of the first and of the second moment.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.engine.optimizer_defaults.beta1 = std::get<std::vector<double>>(v)[0];
+             d.engine.optimizer_defaults.beta2 = std::get<std::vector<double>>(v)[1];
+           }},
+      {.path = "optimizer.params.eps",
+       .type = ValueType::number,
+       .default_value = "1e-8",
+       .meaning = "Added to the root of the second moment.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.epsilon = as_number(v); }},
+      {.path = "optimizer.params.weight_decay",
+       .type = ValueType::number,
+       .default_value = "0.0",
+       .meaning = "Weight decay. With torch_adam the default of AdamW is 0.01, as in DeepSpeed.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.weight_decay = as_number(v); }},
+      {.path = "optimizer.params.bias_correction",
+       .type = ValueType::boolean,
+       .default_value = "true",
+       .meaning = "Whether the moments are corrected for their start at zero.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.bias_correction = as_bool(v); }},
+      {.path = "optimizer.params.adam_w_mode",
+       .type = ValueType::boolean,
+       .default_value = "true",
+       .meaning = "Type Adam only: false adds weight decay to the gradient (L2).",
+       .apply = [](Draft& d, const Value& v) { d.adam_w_mode = as_bool(v); }},
+      {.path = "optimizer.params.torch_adam",
+       .type = ValueType::boolean,
+       .default_value = "false",
+       .meaning =
+           "Asks for PyTorch's formula, which is the one always used; only the default of weight_decay follows it.",
+       .apply = [](Draft& d, const Value& v) { d.torch_adam = as_bool(v); }},
+      refused("optimizer.params.fp32_optimizer_states", ValueType::boolean, "true", "Whether moments are fp32.",
+              "moments are fp32 for now; leave this key out"),
+      refused("optimizer.params.amsgrad", ValueType::boolean, "false", "The AMSGrad variant.",
+              "AMSGrad does not exist here; use Adam or AdamW without it"),
+      {.path = "optimizer.params.max_grad_norm",
+       .type = ValueType::number,
+       .status = KeyStatus::refused,
+       .meaning = "Clipping inside the optimizer.",
+       .note = "as in DeepSpeed, clipping is set by gradient_clipping at the top level"},
+      {.path = "scheduler",
+       .type = ValueType::opaque,
+       .status = KeyStatus::refused,
+       .meaning = "A learning-rate schedule.",
+       .note = "schedules come later; remove the section and call Engine::set_learning_rate before each step"},
+  };
+}
+
+std::vector<KeyRow> format_rows() {
+  return {
+      {.path = "bf16",
+       .aliases = {"bfloat16"},
+       .type = ValueType::section,
+       .meaning = "bf16 weights beside an exact fp32 master."},
+      {.path = "bf16.enabled",
+       .type = ValueType::boolean,
+       .default_value = "true",
+       .deepspeed_default = "false",
+       .refusals = {{"false",
+                     "the program declares each parameter's type (ParameterSpec::dtype), and the file cannot turn "
+                     "bf16 parameters into fp32 ones; remove the section, or say true"}},
+       .meaning = "Parameters declared bf16 are trained with a split fp32 master.",
+       .apply = [](Draft&, const Value&) { /* what parameters declared bf16 do anyway */ }},
+      hint("bf16.immediate_grad_update", ValueType::boolean, "false",
+           "Whether gradients reach the accumulator at once.", "there is no accumulator to postpone"),
+      refused("bf16.check_grad_overflow", ValueType::boolean, "true",
+              "Whether a step with infinite gradients is skipped.",
+              "a step with a gradient that is not finite is always skipped; leave this key out"),
+      refused("bf16.bf16_master_weights_and_grads", ValueType::boolean, "false", "bf16 master weights.",
+              "masters are fp32, stored split without extra bytes; leave this key out"),
+      refused("bf16.bf16_optimizer_states", ValueType::boolean, "false", "bf16 moments.",
+              "moments are fp32 for now; leave this key out"),
+      section_row("fp16", "fp16 weights with loss scaling."),
+      refused("fp16.enabled", ValueType::boolean, "false", "Whether weights are fp16.", kHalf),
+      refused("fp16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast to fp16.", kHalf),
+      hint("fp16.loss_scale", ValueType::number, "0", "Fixed loss scale; 0: dynamic.", kOnlyWithFp16),
+      hint("fp16.initial_scale_power", ValueType::integer, "16", "Logarithm of the first dynamic scale.",
+           kOnlyWithFp16),
+      hint("fp16.loss_scale_window", ValueType::integer, "1000", "Steps before the scale is raised.", kOnlyWithFp16),
+      hint("fp16.hysteresis", ValueType::integer, "2", "Overflows before the scale is lowered.", kOnlyWithFp16),
+      hint("fp16.consecutive_hysteresis", ValueType::boolean, "false", "Whether good steps refill the hysteresis.",
+           kOnlyWithFp16),
+      hint("fp16.min_loss_scale", ValueType::integer, "1", "Smallest dynamic scale.", kOnlyWithFp16),
+      refused("fp16.fp16_master_weights_and_grads", ValueType::boolean, "false", "fp16 master weights.", kHalf),
+      refused_section("amp", "enabled", "NVIDIA Apex mixed precision.", "use bf16"),
+      refused_section("torch_autocast", "enabled", "PyTorch autocast.", "use bf16"),
+      section_row("data_types", "Types of gradients, parameters and buffers."),
+      refused("data_types.grad_accum_dtype", ValueType::string, "\"bf16\"", "Type gradients are added in.",
+              kGradientType),
+      refused("data_types.param_dtype", ValueType::string, "\"bf16\"", "Type of the parameters.",
+              "the program declares each parameter's type; leave this key out"),
+      refused("data_types.buffer_dtype", ValueType::string, "\"bf16\"", "Type of module buffers.",
+              "buffers belong to the program; leave this key out"),
+      refused("communication_data_type", ValueType::string, "\"bf16\"", "Type gradients travel in.", kOneReduction),
+      refused("seq_parallel_communication_data_type", ValueType::string, "\"fp32\"",
+              "The same for sequence parallelism.", "there is no sequence parallelism; leave this key out"),
+      refused("prescale_gradients", ValueType::boolean, "false", "Whether gradients are divided before they are added.",
+              kOneReduction),
+      {.path = "gradient_predivide_factor",
+       .type = ValueType::number,
+       .status = KeyStatus::refused,
+       .default_value = "1.0",
+       .range = {.min_excluded = true},
+       .neutral = "1.0",
+       .meaning = "What prescaled gradients are divided by.",
+       .note = kOneReduction},
+      {.path = "gradient_allreduce_op",
+       .type = ValueType::choice,
+       .status = KeyStatus::refused,
+       .default_value = "\"mean\"",
+       .choices = {"mean", "sum"},
+       .neutral = "\"mean\"",
+       .meaning = "Whether gradients are averaged or added over ranks.",
+       .note = "gradients are averaged; scale the loss by the world size for a sum"},
+      refused("sparse_gradients", ValueType::boolean, "false", "Sparse gradients of embeddings.",
+              "gradients are dense; leave this key out"),
+  };
+}
+
+}  // namespace
+
+std::vector<KeyRow> training_rows() {
+  std::vector<KeyRow> rows;
+  for (auto part : {batch_rows, optimizer_rows, format_rows}) {
+    for (KeyRow& row : part()) rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+}  // namespace hoist::config::detail

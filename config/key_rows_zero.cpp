@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero_optimization with its offload sections, and aio.
+#include <hoist/config/detail/key_rows.hpp>
+
+namespace hoist::config::detail {
+
+namespace {
+
+constexpr std::string_view kLaterStage = "stages 0, 1 and 2 come later; use 3";
+constexpr std::string_view kBuckets = "each unit's gradients are one bucket, reduced as its backward ends";
+constexpr std::string_view kOneGather = "each unit is gathered in one grouped operation";
+constexpr std::string_view kQuantized =
+    "quantised collectives change the result and do not exist here; leave this key out";
+constexpr std::string_view kSecondary = "parameters are partitioned over all ranks; leave this key out";
+constexpr std::string_view kPythonHooks = "units are declared by the program, so there are no module hooks to tune";
+constexpr std::string_view kAlwaysPipelined =
+    "reading, updating and writing are always pipelined; how deep is set by "
+    "offload_optimizer.buffer_count";
+constexpr std::string_view kAlwaysPinned = "staging memory is always pinned, within hoist.pinned_memory";
+constexpr std::string_view kUseOffload =
+    "deprecated in DeepSpeed too; write the section offload_optimizer or offload_param "
+    "with \"device\": \"cpu\"";
+
+Placement placement_of(const std::string& device) {
+  if (device == "nvme") return Placement::nvme;
+  return device == "cpu" ? Placement::pinned : Placement::device;
+}
+
+std::vector<KeyRow> offload_param_rows() {
+  return {
+      section_row("zero_optimization.offload_param", "Where the weights live between uses."),
+      {.path = "zero_optimization.offload_param.device",
+       .type = ValueType::choice,
+       .default_value = "\"none\"",
+       .choices = {"none", "cpu", "nvme"},
+       .meaning = "none: on the device; cpu: in pinned memory; nvme: in the store.",
+       .apply = [](Draft& d, const Value& v) { d.engine.parameters = placement_of(as_text(v)); }},
+      {.path = "zero_optimization.offload_param.nvme_path",
+       .type = ValueType::path,
+       .meaning = "Directory on the drive; the store is its subdirectory hoist. Required by device nvme.",
+       .note = "Both sections name the same path: a record holds weights and optimizer state.",
+       .apply = [](Draft& d, const Value& v) { d.parameter_path = as_text(v); }},
+      {.path = "zero_optimization.offload_param.buffer_count",
+       .type = ValueType::integer,
+       .default_value = "5",
+       .range = {.min = 1, .max = 1024},
+       .meaning = "Units whose weights may be on their way from NVMe.",
+       .apply = [](Draft& d, const Value& v) { d.engine.staging_buffer_count = as_unsigned(v); }},
+      hint("zero_optimization.offload_param.buffer_size", ValueType::integer, "100000000",
+           "Elements of one staging buffer.", "buffers take the size of the largest unit"),
+      hint("zero_optimization.offload_param.max_in_cpu", ValueType::integer, "1000000000",
+           "Elements kept in memory although the device is nvme.",
+           "weights on NVMe are all on NVMe; device cpu keeps all of them in memory"),
+      hint("zero_optimization.offload_param.pin_memory", ValueType::boolean, "true", "Whether host memory is pinned.",
+           kAlwaysPinned),
+  };
+}
+
+std::vector<KeyRow> offload_optimizer_rows() {
+  return {
+      section_row("zero_optimization.offload_optimizer", "Where masters and moments live between steps."),
+      {.path = "zero_optimization.offload_optimizer.device",
+       .type = ValueType::choice,
+       .default_value = "\"none\"",
+       .choices = {"none", "cpu", "nvme"},
+       .meaning = "none: on the device; cpu: in pinned memory; nvme: in the store.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer = placement_of(as_text(v)); }},
+      {.path = "zero_optimization.offload_optimizer.nvme_path",
+       .type = ValueType::path,
+       .meaning = "Directory on the drive; the store is its subdirectory hoist. Required by device nvme.",
+       .note = "Both sections name the same path: a record holds weights and optimizer state.",
+       .apply = [](Draft& d, const Value& v) { d.optimizer_path = as_text(v); }},
+      {.path = "zero_optimization.offload_optimizer.buffer_count",
+       .type = ValueType::integer,
+       .default_value = "4",
+       .range = {.min = 3, .max = 1024},
+       .meaning = "Pieces of optimizer state in flight: one read, one updated, one written, and slack.",
+       .apply = [](Draft& d, const Value& v) { d.engine.update_buffer_count = as_unsigned(v); }},
+      hint("zero_optimization.offload_optimizer.pin_memory", ValueType::boolean, "true",
+           "Whether host memory is pinned.", kAlwaysPinned),
+      hint("zero_optimization.offload_optimizer.pipeline_read", ValueType::boolean, "false", "Whether to read ahead.",
+           kAlwaysPipelined),
+      hint("zero_optimization.offload_optimizer.pipeline_write", ValueType::boolean, "false",
+           "Whether to write behind.", kAlwaysPipelined),
+      hint("zero_optimization.offload_optimizer.fast_init", ValueType::boolean, "false", "A quicker start from NVMe.",
+           "the start writes each record once"),
+      {.path = "zero_optimization.offload_optimizer.ratio",
+       .type = ValueType::number,
+       .status = KeyStatus::refused,
+       .default_value = "1.0",
+       .range = {.max = 1},
+       .neutral = "1.0",
+       .meaning = "Share of the optimizer state that is offloaded.",
+       .note = "all of it is offloaded for now; use 1.0"},
+      refused("zero_optimization.offload_optimizer.super_offload", ValueType::boolean, "false",
+              "DeepSpeed's speculative CPU optimizer.", "updates are never speculative here; leave this key out"),
+      {.path = "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+       .type = ValueType::number,
+       .status = KeyStatus::hint,
+       .default_value = "0.8",
+       .range = {.max = 1},
+       .meaning = "Share of cores for SuperOffload.",
+       .note = "hoist.update_threads sets the threads of the update"},
+  };
+}
+
+std::vector<KeyRow> gather_rows() {
+  return {
+      {.path = "zero_optimization.sub_group_size",
+       .type = ValueType::integer,
+       .default_value = "1000000000",
+       .range = {.min = 1},
+       .meaning = "Elements that are read, updated and written as one piece; rounded to whole tiles.",
+       .apply = [](Draft& d, const Value& v) { d.engine.sub_group_elements = as_count(v); }},
+      {.path = "zero_optimization.stage3_prefetch_bucket_size",
+       .aliases = {"prefetch_bucket_size"},
+       .type = ValueType::integer,
+       .default_value = "50000000",
+       .meaning = "Elements fetched ahead of their use; 0: no prefetch.",
+       .apply = [](Draft& d, const Value& v) { d.engine.prefetch_elements = as_count(v); }},
+      {.path = "zero_optimization.stage3_max_live_parameters",
+       .aliases = {"max_live_parameters"},
+       .type = ValueType::integer,
+       .default_value = "1000000000",
+       .meaning = "Elements that prefetch may bring the gathered total up to; the hard limit is hoist.device_memory.",
+       .apply = [](Draft& d, const Value& v) { d.engine.live_elements_max = as_count(v); }},
+      {.path = "zero_optimization.stage3_max_reuse_distance",
+       .aliases = {"max_reuse_distance"},
+       .type = ValueType::integer,
+       .default_value = "1000000000",
+       .meaning = "A gathered unit needed again within this many elements is kept.",
+       .apply = [](Draft& d, const Value& v) { d.engine.reuse_distance_elements = as_count(v); }},
+      {.path = "zero_optimization.stage3_param_persistence_threshold",
+       .aliases = {"param_persistence_threshold"},
+       .type = ValueType::integer,
+       .default_value = "100000",
+       .meaning = "Units smaller than this many elements stay gathered.",
+       .apply = [](Draft& d, const Value& v) { d.engine.persistence_elements = as_count(v); }},
+      {.path = "zero_optimization.stage3_model_persistence_threshold",
+       .aliases = {"model_persistence_threshold"},
+       .type = ValueType::integer,
+       .status = KeyStatus::hint,
+       .default_value = "9223372036854775807",
+       .range = {.max = 9.3e18},
+       .meaning = "Cap on all elements that stay gathered.",
+       .note = "hoist.device_memory is the cap"},
+      {.path = "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+       .aliases = {"gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+                   "gather_fp16_weights_on_model_save"},
+       .type = ValueType::boolean,
+       .status = KeyStatus::hint,
+       .default_value = "false",
+       .meaning = "Whether DeepSpeed's save writes one consolidated copy of the weights.",
+       .note = "the store is the checkpoint; Engine::read gives the weights from any tier"},
+      {.path = "zero_optimization.stage3_module_granularity_threshold",
+       .aliases = {"module_granularity_threshold"},
+       .type = ValueType::integer,
+       .status = KeyStatus::hint,
+       .default_value = "0",
+       .meaning = "Modules finer than this are fetched as one.",
+       .note = kPythonHooks},
+      {.path = "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+       .aliases = {"use_all_reduce_for_fetch_params"},
+       .type = ValueType::boolean,
+       .status = KeyStatus::hint,
+       .default_value = "false",
+       .meaning = "Gather by all-reduce.",
+       .note = kOneGather},
+      {.path = "zero_optimization.stage3_allgather_sequential",
+       .aliases = {"allgather_sequential"},
+       .type = ValueType::boolean,
+       .status = KeyStatus::hint,
+       .default_value = "false",
+       .meaning = "Gather parameters one by one.",
+       .note = kOneGather},
+  };
+}
+
+std::vector<KeyRow> bucket_rows() {
+  return {
+      hint("zero_optimization.contiguous_gradients", ValueType::boolean, "true", "Copy gradients into one buffer.",
+           kBuckets),
+      hint("zero_optimization.reduce_scatter", ValueType::boolean, "true", "Reduce-scatter instead of all-reduce.",
+           "gradients are always reduce-scattered"),
+      hint("zero_optimization.reduce_bucket_size", ValueType::integer, "500000000", "Elements of one reduction.",
+           kBuckets),
+      hint("zero_optimization.use_multi_rank_bucket_allreduce", ValueType::boolean, "true",
+           "One reduction for several ranks' pieces.", kBuckets),
+      hint("zero_optimization.allgather_partitions", ValueType::boolean, "true", "All-gather instead of broadcasts.",
+           kOneGather),
+      hint("zero_optimization.allgather_bucket_size", ValueType::integer, "500000000", "Elements of one gather.",
+           kOneGather),
+      hint("zero_optimization.overlap_comm", ValueType::boolean, "true", "Overlap communication with compute.",
+           "gathers and reductions always run on streams of their own"),
+      hint("zero_optimization.round_robin_gradients", ValueType::boolean, "false", "Spread gradient copies over ranks.",
+           kBuckets),
+      hint("zero_optimization.ignore_unused_parameters", ValueType::boolean, "true",
+           "Tolerate parameters without a gradient.", "a parameter without a gradient has a gradient of zero"),
+      hint("zero_optimization.memory_efficient_linear", ValueType::boolean, "true", "DeepSpeed's own linear layer.",
+           kPythonHooks),
+      hint("zero_optimization.override_module_apply", ValueType::boolean, "true", "Patch torch.nn.Module.apply.",
+           kPythonHooks),
+      hint("zero_optimization.leaf_module", ValueType::opaque, "", "Modules that are fetched whole.", kPythonHooks),
+      hint("zero_optimization.log_trace_cache_warnings", ValueType::boolean, "false", "Log prefetch deviations.",
+           "deviations are served on demand and counted"),
+      hint("zero_optimization.enable_sanity_checks", ValueType::boolean, "false", "Compare ranks.",
+           "ranks always compare the order of their collectives"),
+      hint("zero_optimization.pipeline_loading_checkpoint", ValueType::boolean, "false",
+           "Overlap reading a checkpoint with distributing it.", "each rank opens its own part of the store"),
+  };
+}
+
+std::vector<KeyRow> refused_zero_rows() {
+  const auto off = [](std::string_view path, std::string_view meaning, std::string_view note) {
+    return refused(path, ValueType::boolean, "false", meaning, note);
+  };
+  return {
+      refused("zero_optimization.load_from_fp32_weights", ValueType::boolean, "true", "Restore masters from fp32.",
+              "masters are always restored exactly; leave this key out"),
+      off("zero_optimization.elastic_checkpoint", "A legacy checkpoint layout.", "leave this key out"),
+      off("zero_optimization.legacy_stage1", "A legacy form of stage 1.", kLaterStage),
+      off("zero_optimization.cpu_offload", "The old form of offload_optimizer.", kUseOffload),
+      {.path = "zero_optimization.cpu_offload_param",
+       .aliases = {"cpu_offload_params"},
+       .type = ValueType::boolean,
+       .status = KeyStatus::refused,
+       .default_value = "false",
+       .neutral = "false",
+       .meaning = "The old form of offload_param.",
+       .note = kUseOffload},
+      hint("zero_optimization.cpu_offload_use_pin_memory", ValueType::boolean, "true", "The old form of pin_memory.",
+           kAlwaysPinned),
+      {.path = "zero_optimization.zenflow",
+       .type = ValueType::opaque,
+       .status = KeyStatus::refused,
+       .meaning = "DeepSpeed's optimizer with stale updates.",
+       .note = "stale updates change the result; remove the section"},
+      {.path = "zero_optimization.zeropp_loco_param",
+       .type = ValueType::opaque,
+       .status = KeyStatus::refused,
+       .meaning = "Error feedback of quantised gradients.",
+       .note = kQuantized},
+      off("zero_optimization.zero_quantized_weights", "int8 weight gathers.", kQuantized),
+      off("zero_optimization.zero_quantized_nontrainable_weights", "int8 gathers of frozen weights.", kQuantized),
+      off("zero_optimization.zero_quantized_gradients", "int8 gradient reductions.", kQuantized),
+      refused("zero_optimization.zero_hpz_partition_size", ValueType::integer, "1", "Ranks of a second partition.",
+              kSecondary),
+      {.path = "zero_optimization.mics_shard_size",
+       .type = ValueType::integer,
+       .status = KeyStatus::refused,
+       .default_value = "-1",
+       .range = {.min = -1},
+       .neutral = "-1",
+       .meaning = "Ranks that share one copy of the parameters.",
+       .note = kSecondary},
+      off("zero_optimization.mics_hierarchical_params_gather", "Gather in two levels.", kSecondary),
+      off("zero_optimization.save_muon_momentum_buffer_in_memory", "Keep Muon's buffer in memory.",
+          "Muon does not exist here; leave this key out"),
+  };
+}
+
+std::vector<KeyRow> aio_rows() {
+  return {
+      section_row("aio", "Transfers between pinned memory and NVMe."),
+      {.path = "aio.block_size",
+       .type = ValueType::bytes,
+       .default_value = "1048576",
+       .range = {.min = 4096, .max = 1073741824.0, .multiple_of = 4096},
+       .meaning = "Bytes of one request to the drive; larger transfers are cut into such blocks.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.aio_block_bytes = as_count(v); }},
+      {.path = "aio.queue_depth",
+       .type = ValueType::integer,
+       .default_value = "16",
+       .deepspeed_default = "8",
+       .range = {.min = 1, .max = 4096},
+       .meaning = "Blocks in flight.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.aio_queue_depth = as_unsigned(v); }},
+      {.path = "aio.intra_op_parallelism",
+       .aliases = {"thread_count", "num_threads"},
+       .type = ValueType::integer,
+       .default_value = "4",
+       .deepspeed_default = "1",
+       .range = {.min = 1, .max = 1024},
+       .meaning = "Threads of the io engine \"threads\"; io_uring needs one.",
+       .note = "The three names are one setting: DeepSpeed reads the first, its pages say the second, its tuner prints "
+               "the third.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.aio_threads = as_unsigned(v); }},
+      hint("aio.single_submit", ValueType::boolean, "false", "Submit requests one by one.",
+           "the engine submits in the way that is fastest"),
+      hint("aio.overlap_events", ValueType::boolean, "true", "Overlap submitting with completing.",
+           "the engine always overlaps"),
+      refused("aio.use_gds", ValueType::boolean, "false", "Transfers straight between drive and GPU.",
+              "GPUDirect Storage is not used; leave this key out"),
+  };
+}
+
+}  // namespace
+
+std::vector<KeyRow> zero_rows() {
+  std::vector<KeyRow> rows{
+      section_row("zero_optimization", "What is partitioned over ranks and where it lives."),
+      {.path = "zero_optimization.stage",
+       .type = ValueType::integer,
+       .default_value = "3",
+       .deepspeed_default = "0",
+       .range = {.max = 3},
+       .refusals = {{"0", kLaterStage}, {"1", kLaterStage}, {"2", kLaterStage}},
+       .meaning = "3: parameters, gradients and optimizer state are partitioned.",
+       .apply = [](Draft& d, const Value& v) { d.engine.stage = static_cast<int>(as_count(v)); }},
+  };
+  for (auto part :
+       {offload_param_rows, offload_optimizer_rows, gather_rows, bucket_rows, refused_zero_rows, aio_rows}) {
+    for (KeyRow& row : part()) rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+}  // namespace hoist::config::detail

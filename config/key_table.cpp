@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/config/detail/key_rows.hpp>
+#include <hoist/config/key_table.hpp>
+#include <hoist/core/units.hpp>
+
+namespace hoist::config {
+
+std::string_view value_type_name(ValueType type) {
+  switch (type) {
+    case ValueType::boolean:
+      return "true or false";
+    case ValueType::integer:
+      return "an integer";
+    case ValueType::number:
+      return "a number";
+    case ValueType::bytes:
+      return "a byte count";
+    case ValueType::string:
+      return "a string";
+    case ValueType::choice:
+      return "a choice";
+    case ValueType::path:
+      return "a path";
+    case ValueType::number_pair:
+      return "a list of two numbers";
+    case ValueType::string_list:
+      return "a list of strings";
+    case ValueType::section:
+    case ValueType::opaque:
+      return "an object";
+  }
+  return "";
+}
+
+std::string_view key_status_name(KeyStatus status) {
+  switch (status) {
+    case KeyStatus::implemented:
+      return "implemented";
+    case KeyStatus::hint:
+      return "hint";
+    case KeyStatus::refused:
+      return "refused";
+  }
+  return "";
+}
+
+const std::vector<KeyRow>& key_table() {
+  static const std::vector<KeyRow> table = [] {
+    std::vector<KeyRow> rows;
+    for (auto part : {detail::training_rows, detail::zero_rows, detail::hoist_rows, detail::service_rows}) {
+      for (KeyRow& row : part()) rows.push_back(std::move(row));
+    }
+    return rows;
+  }();
+  return table;
+}
+
+std::string_view last_part(std::string_view path) {
+  const auto dot = path.rfind('.');
+  return dot == std::string_view::npos ? path : path.substr(dot + 1);
+}
+
+std::string_view section_of(std::string_view path) {
+  const auto dot = path.rfind('.');
+  return dot == std::string_view::npos ? std::string_view{} : path.substr(0, dot);
+}
+
+const KeyRow* find_member(std::string_view section_path, std::string_view name) {
+  for (const KeyRow& row : key_table()) {
+    if (section_of(row.path) != section_path) continue;
+    if (last_part(row.path) == name || std::ranges::find(row.aliases, name) != row.aliases.end()) return &row;
+  }
+  return nullptr;
+}
+
+const KeyRow* find_key(std::string_view path) {
+  if (path.empty()) return nullptr;
+  const std::string_view above = section_of(path);
+  if (above.empty()) return find_member("", path);
+  const KeyRow* section = find_key(above);
+  return section == nullptr ? nullptr : find_member(section->path, last_part(path));
+}
+
+std::vector<const KeyRow*> members_of(std::string_view section_path) {
+  std::vector<const KeyRow*> members;
+  for (const KeyRow& row : key_table()) {
+    if (section_of(row.path) == section_path) members.push_back(&row);
+  }
+  return members;
+}
+
+namespace {
+
+std::string bound_text(double bound, ValueType type) {
+  if (type == ValueType::bytes) return format_bytes(static_cast<std::uint64_t>(bound));
+  return fmt::format("{:g}", bound);
+}
+
+std::string range_text(const KeyRow& row) {
+  const Range& range = row.range;
+  std::string text;
+  if (range.max >= 9e18) {  // no limit anyone could want to know
+    text = fmt::format(" {} {}", range.min_excluded ? "greater than" : "of at least", bound_text(range.min, row.type));
+  } else {
+    text = fmt::format(" {}{} {}{}", range.min_excluded ? "above " : "from ", bound_text(range.min, row.type),
+                       range.max_excluded ? "to below " : "to ", bound_text(range.max, row.type));
+  }
+  if (range.multiple_of > 1) text += fmt::format(", a multiple of {}", range.multiple_of);
+  return text;
+}
+
+// Optimal string alignment: insertions, deletions, substitutions and swapped neighbours cost one each.
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> before(b.size() + 1), row(b.size() + 1), next(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    next[0] = i + 1;
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      next[j + 1] = std::min({row[j + 1] + 1, next[j] + 1, row[j] + (a[i] == b[j] ? 0u : 1u)});
+      if (i > 0 && j > 0 && a[i] == b[j - 1] && a[i - 1] == b[j])
+        next[j + 1] = std::min(next[j + 1], before[j - 1] + 1);
+    }
+    before.swap(row);
+    row.swap(next);
+  }
+  return row[b.size()];
+}
+
+struct Near {
+  std::string_view name;
+  std::size_t distance = 0;
+};
+
+// The nearest name among `rows`, when it is near enough to be a slip of the finger: a third of the letters.
+Near nearest(const std::vector<const KeyRow*>& rows, std::string_view name) {
+  Near best{{}, std::max<std::size_t>(1, name.size() / 3) + 1};
+  const auto consider = [&](std::string_view candidate) {
+    // Long names differ by much; do not compute what cannot win.
+    const std::size_t apart =
+        candidate.size() > name.size() ? candidate.size() - name.size() : name.size() - candidate.size();
+    if (apart >= best.distance) return;
+    if (const std::size_t distance = edit_distance(name, candidate); distance < best.distance)
+      best = {candidate, distance};
+  };
+  for (const KeyRow* row : rows) {
+    consider(last_part(row->path));
+    for (const std::string_view alias : row->aliases) consider(alias);
+  }
+  return best;
+}
+
+}  // namespace
+
+std::string allowed_text(const KeyRow& row) {
+  switch (row.type) {
+    case ValueType::choice:
+      return fmt::format("one of \"{}\"", fmt::join(row.choices, "\", \""));
+    case ValueType::integer:
+    case ValueType::number:
+      return std::string(value_type_name(row.type)) + range_text(row);
+    case ValueType::bytes:
+      return "a byte count" + range_text(row) + ", as a number or like \"8GiB\"";
+    case ValueType::number_pair:
+      return "a list of two numbers, each" + range_text(row);
+    case ValueType::path:
+      return "a path, or a list of one path";
+    default:
+      return std::string(value_type_name(row.type));
+  }
+}
+
+std::string suggestion(std::string_view section_path, std::string_view name) {
+  if (const Near near = nearest(members_of(section_path), name); !near.name.empty()) {
+    return fmt::format("did you mean \"{}\"?", near.name);
+  }
+  for (const KeyRow& row : key_table()) {
+    if (name == last_part(row.path) || std::ranges::find(row.aliases, name) != row.aliases.end()) {
+      const std::string_view home = section_of(row.path);
+      return home.empty() ? fmt::format("\"{}\" belongs at the top level", name)
+                          : fmt::format("did you mean \"{}\" in \"{}\"?", name, home);
+    }
+  }
+  return {};
+}
+
+}  // namespace hoist::config

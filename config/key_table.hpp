@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// config/key_table.hpp - every key a configuration may hold: its type, range, default and what becomes of it.
+//
+// One table, as data. The reader checks files against it, the options structs are filled through it, and the reference
+// (docs/config.md) is printed from it, so that they cannot drift apart.
+//
+// Threading  The table is built on first use and constant afterwards.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+namespace hoist::config {
+
+namespace detail {
+struct Draft;
+}
+
+enum class ValueType : std::uint8_t {
+  boolean,
+  integer,  // an integral float such as 5e8 counts
+  number,   // finite
+  bytes,    // an integer, or a string such as "8GiB"
+  string,
+  choice,       // one of KeyRow::choices
+  path,         // a string, or a list of one
+  number_pair,  // a list of two numbers
+  string_list,
+  section,  // an object whose members are rows of their own
+  opaque,   // an object whose members are not examined
+};
+std::string_view value_type_name(ValueType type);  // "an integer", for sentences
+
+enum class KeyStatus : std::uint8_t {
+  implemented,
+  hint,     // accepted without effect, since it cannot change results; named once in a warning
+  refused,  // except at its neutral value; `note` says why, and what to write instead
+};
+std::string_view key_status_name(KeyStatus status);
+
+// A checked value. bytes is an integer; choice and path are strings; sections have none.
+using Value = std::variant<std::monostate, bool, std::int64_t, double, std::string, std::vector<double>,
+                           std::vector<std::string>>;
+
+struct Range {
+  double min = 0;
+  double max = 9.2e18;
+  bool max_excluded = false;
+  bool min_excluded = false;
+  std::uint64_t multiple_of = 1;
+};
+
+// One value of an otherwise implemented key that this version does not honour. `value` is JSON text; "{}" stands for
+// any object.
+struct Refusal {
+  std::string_view value;
+  std::string_view reason;
+};
+
+struct KeyRow {
+  std::string_view path;                    // "zero_optimization.offload_param.device"
+  std::vector<std::string_view> aliases{};  // other names of the last part
+  ValueType type = ValueType::boolean;
+  KeyStatus status = KeyStatus::implemented;
+  std::string_view default_value{};      // JSON text; empty: none
+  std::string_view deepspeed_default{};  // JSON text, when it differs
+  Range range{};
+  std::vector<std::string_view> choices{};
+  // Refused keys only. JSON text of the value at which the key asks for nothing; empty: no value is accepted. For
+  // opaque sections the name of the member that switches the section on: off, or absent, is accepted.
+  std::string_view neutral{};
+  std::vector<Refusal> refusals{};
+  std::string_view meaning{};  // one sentence
+  std::string_view note{};     // hint: why it has no effect; refused: why, and the alternative; else a remark
+  void (*apply)(detail::Draft&, const Value&) = nullptr;  // implemented keys: puts the value where it takes effect
+};
+
+// All rows, sections before their members.
+const std::vector<KeyRow>& key_table();
+
+// The row of a path whose parts may be aliases; null when there is none.
+const KeyRow* find_key(std::string_view path);
+const KeyRow* find_member(std::string_view section_path, std::string_view name);
+// Rows directly below a section ("" is the top level).
+std::vector<const KeyRow*> members_of(std::string_view section_path);
+
+std::string_view last_part(std::string_view path);
+std::string_view section_of(std::string_view path);  // "" at the top level
+
+// What the row allows, for messages and the reference: "an integer from 1 to 4096".
+std::string allowed_text(const KeyRow& row);
+
+// "did you mean ...?" for a member that does not exist, or where a key of that name does exist; empty when nothing is
+// near.
+std::string suggestion(std::string_view section_path, std::string_view name);
+
+}  // namespace hoist::config

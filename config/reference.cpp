@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/config/key_table.hpp>
+#include <hoist/config/reference.hpp>
+
+namespace hoist::config {
+
+namespace {
+
+constexpr std::string_view kIntroduction =
+    R"(# Configuration reference
+
+A configuration is the JSON file DeepSpeed users have; what only hoist can do stands under the key `"hoist"`. This page is
+printed by `hoist check --print-keys` from the table the parser uses.
+
+- An unknown key is an error, anywhere. So is a key given twice.
+- A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at the
+  value that asks for nothing. A **hint** could only change speed or logging; it is accepted without effect and named once
+  in a warning.
+- `"auto"` means the default, which may differ from what another tool would choose; `hoist check` shows it.
+- Integers may be written as integral floats (`5e8`), byte counts also as `"8GiB"` (a power of two) or `"8GB"` (a power of
+  ten). Booleans are never strings. `null` is never a value: leave the key out.
+- All problems of a file are reported at once, each with line and column.
+- The weights' types are the program's: it declares every parameter bf16 or fp32. bf16 parameters train with an exact fp32
+  master, whether or not the file has a `bf16` section; `"bf16": {"enabled": false}` is refused, because a file cannot turn
+  them into fp32 ones.
+- The store is the subdirectory `hoist` of `nvme_path`. With nothing on NVMe, `hoist.checkpoint_path` names a directory
+  that `Engine::save` commits to; there is then no commit for each step.
+- `train_batch_size` is micro-batch times accumulation times world size; two of them imply the third.
+)";
+
+std::string cell(std::string_view text) {
+  std::string escaped;
+  for (const char c : text) {
+    if (c == '|') escaped += '\\';
+    escaped += c;
+  }
+  return escaped;
+}
+
+std::string code(std::string_view text) { return text.empty() ? std::string{} : fmt::format("`{}`", cell(text)); }
+
+std::string default_cell(const KeyRow& row) {
+  if (row.deepspeed_default.empty()) return code(row.default_value);
+  return fmt::format("{} (DeepSpeed: {})", code(row.default_value), code(row.deepspeed_default));
+}
+
+std::string sentence(std::string_view text) {
+  if (text.empty()) return {};
+  std::string result(text);
+  if (result[0] >= 'a' && result[0] <= 'z') result[0] = static_cast<char>(result[0] - 'a' + 'A');
+  if (!result.ends_with('.')) result += '.';
+  return result;
+}
+
+std::string status_cell(const KeyRow& row) {
+  if (row.status != KeyStatus::refused) return std::string(key_status_name(row.status));
+  if (row.neutral.empty()) return "refused";
+  if (row.type == ValueType::opaque) return fmt::format("refused unless `{}` is false", row.neutral);
+  return fmt::format("refused unless {}", code(row.neutral));
+}
+
+std::string meaning_cell(const KeyRow& row) {
+  std::string text(row.meaning);
+  if (!row.note.empty()) text += " " + sentence(row.note);
+  for (const Refusal& refusal : row.refusals) {
+    // Rows that share a reason (the optimizers) say it once.
+    if (text.find(sentence(refusal.reason)) != std::string::npos) continue;
+    std::vector<std::string> values;
+    for (const Refusal& other : row.refusals) {
+      if (other.reason == refusal.reason) values.push_back(code(other.value == "{}" ? "{\"every\": N}" : other.value));
+    }
+    text += fmt::format(" Refused: {}. {}", fmt::join(values, ", "), sentence(refusal.reason));
+  }
+  return cell(text);
+}
+
+std::string name_cell(const KeyRow& row) {
+  std::string text = code(last_part(row.path));
+  for (const std::string_view alias : row.aliases) text += fmt::format(", {}", code(alias));
+  return text;
+}
+
+void add_table(std::string& text, std::string_view section_path) {
+  text += "\n| key | value | default | status | meaning |\n|---|---|---|---|---|\n";
+  for (const KeyRow* row : members_of(section_path)) {
+    if (row->type == ValueType::section) continue;
+    text += fmt::format("| {} | {} | {} | {} | {} |\n", name_cell(*row), cell(allowed_text(*row)), default_cell(*row),
+                        status_cell(*row), meaning_cell(*row));
+  }
+}
+
+}  // namespace
+
+std::string reference_markdown() {
+  std::string text(kIntroduction);
+  text += "\n## Top level\n";
+  add_table(text, "");
+  for (const KeyRow& row : key_table()) {
+    if (row.type != ValueType::section) continue;
+    std::string names = fmt::format("`{}`", row.path);
+    for (const std::string_view alias : row.aliases) names += fmt::format(", `{}`", alias);
+    text += fmt::format("\n## {}\n\n{}\n", names, row.meaning);
+    add_table(text, row.path);
+  }
+  return text;
+}
+
+}  // namespace hoist::config
