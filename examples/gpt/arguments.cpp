@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "arguments.hpp"
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <limits>
+
+namespace hoist::gpt {
+
+std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) {
+  Arguments a;
+  CLI::App app{"Trains a byte-level GPT whose state lives on NVMe, in pinned memory or on the device, as FILE says."};
+  app.option_defaults()->always_capture_default();
+  app.set_help_flag("-h,--help", "Print this and exit");
+  const CLI::Range extent(1, 1 << 16);
+  app.add_option("--config", a.config, "DeepSpeed configuration: where state lives, budgets, optimizer")
+      ->required()->type_name("FILE");
+  app.add_option("--text", a.text, "What to learn; any file")->required()->type_name("FILE");
+  app.add_option("--steps", a.steps, "Steps in total, those before a resume included")->required()->type_name("N");
+  app.add_option("--layers", a.layers, "Blocks")->check(extent)->type_name("L");
+  app.add_option("--width", a.width, "Width of the residual stream")->check(extent)->type_name("D");
+  app.add_option("--heads", a.heads, "Attention heads; divides the width")->check(extent)->type_name("H");
+  app.add_option("--context", a.context, "Bytes the model sees at once")->check(extent)->type_name("T");
+  app.add_option("--batch", a.batch, "Sequences per rank and step [train_micro_batch_size_per_gpu of FILE, else 8]")
+      ->check(extent)->type_name("B");
+  app.add_option("--seed", a.seed, "Of initial weights and batches")->type_name("S");
+  app.add_option("--learning-rate", a.learning_rate, "[optimizer.params.lr of FILE]")
+      ->check(CLI::Range(0.0, std::numeric_limits<double>::max()))->type_name("R");
+  app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")->type_name("N");
+  app.add_option("--threads", a.threads, "Threads of the model's kernels; 0: every CPU")
+      ->check(CLI::Range(0u, 4096u))->type_name("N");
+  app.add_option("--report", a.report, "Write what happened as JSON")->type_name("FILE.json");
+  app.add_flag("--resume", a.resume, "Continue from the store's newest commit");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);
+    std::fputs(fmt::format("hoist-gpt: {} (see --help)\n", error.what()).c_str(), stderr);
+    return kExitBadInput;
+  }
+  return a;
+}
+
+void check_shape(const Arguments& a) {
+  if (a.width % a.heads != 0) {
+    throw InputError(fmt::format("--heads {} does not divide --width {}: every head needs the same width", a.heads, a.width));
+  }
+}
+
+Settled settle(const Arguments& a, const Config& config, int world_size) {
+  Settled settled;
+  TrainingOptions file = config.training;
+  if (!a.batch) file = config.check_world_size(world_size);
+  const std::optional<std::uint64_t> micro = file.train_micro_batch_size_per_gpu;
+  if (file.gradient_accumulation_steps.value_or(1) != 1) {
+    throw InputError(fmt::format("{}: hoist-gpt takes one micro-batch a step, but the batch sizes ask for {}: set "
+                                 "gradient_accumulation_steps to 1", config.origin(), *file.gradient_accumulation_steps));
+  }
+  constexpr std::uint64_t kBatchMax = 1 << 16;
+  if (!a.batch && micro.value_or(1) > kBatchMax) {
+    throw InputError(fmt::format("{}: train_micro_batch_size_per_gpu {} is more than hoist-gpt takes: at most {}",
+                                 config.origin(), *micro, kBatchMax));
+  }
+  settled.batch = a.batch ? *a.batch : micro ? static_cast<int>(*micro) : settled.batch;
+  if (a.batch && micro && *micro != static_cast<std::uint64_t>(*a.batch)) {
+    settled.notes.push_back(fmt::format("--batch {} wins over train_micro_batch_size_per_gpu {} of {}", *a.batch, *micro,
+                                        config.origin()));
+  } else if (a.batch && file.train_batch_size &&
+             *file.train_batch_size != static_cast<std::uint64_t>(*a.batch) * static_cast<std::uint64_t>(world_size)) {
+    settled.notes.push_back(fmt::format("--batch {} on {} rank(s) wins over train_batch_size {} of {}", *a.batch,
+                                        world_size, *file.train_batch_size, config.origin()));
+  }
+  settled.learning_rate = config.engine.optimizer_defaults.learning_rate;
+  if (a.learning_rate && *a.learning_rate != settled.learning_rate) {
+    settled.notes.push_back(fmt::format("--learning-rate {} wins over optimizer.params.lr {} of {}", *a.learning_rate,
+                                        settled.learning_rate, config.origin()));
+    settled.learning_rate = *a.learning_rate;
+  }
+  return settled;
+}
+
+}  // namespace hoist::gpt

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// examples/gpt/arguments.hpp - the command line of hoist-gpt.
+//
+// Errors     InputError for values that do not fit each other; what CLI11 finds is printed and becomes an exit code.
+#pragma once
+
+#include "text.hpp"
+
+#include <hoist/config/config.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace hoist::gpt {
+
+inline constexpr int kExitFailure = 1;
+inline constexpr int kExitBadInput = 2;
+
+struct Arguments {
+  std::string config;
+  std::string text;
+  std::uint64_t steps = 0;  // in total, the steps before a resume included
+  int layers = 14;
+  int width = 384;
+  int heads = 6;
+  int context = 64;
+  std::optional<int> batch;              // sequences per rank and step; else the file's micro-batch, else 8
+  std::uint64_t seed = 1;
+  std::string report;                    // empty: none
+  bool resume = false;
+  unsigned threads = 0;                  // of the kernels; 0: every CPU
+  std::optional<double> learning_rate;   // else the file's
+  std::uint64_t warmup = 0;              // steps over which the learning rate rises to its value
+};
+
+// Either the arguments or, after --help (0) or a mistake (2), the code to exit with.
+std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv);
+
+// Errors: InputError.
+void check_shape(const Arguments& arguments);
+
+// The batch and learning rate in effect: the command line wins over the file, and `notes` says so.
+struct Settled {
+  int batch = 8;
+  double learning_rate = 0;
+  std::vector<std::string> notes;
+};
+// Errors: ConfigProblems, InputError.
+Settled settle(const Arguments& arguments, const Config& config, int world_size);
+
+}  // namespace hoist::gpt

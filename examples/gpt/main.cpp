@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+// examples/gpt/main.cpp - hoist-gpt: trains a byte-level GPT on one text with three-tier offload.
+#include "arguments.hpp"
+#include "run.hpp"
+
+int main(int argc, char** argv) {
+  const auto parsed = hoist::gpt::parse_arguments(argc, argv);
+  if (const int* code = std::get_if<int>(&parsed)) return *code;
+  return hoist::gpt::run(std::get<hoist::gpt::Arguments>(parsed));
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// examples/gpt/report.hpp - what a run did, as JSON and as a closing table.
+//
+// All byte counts, peaks and times are this rank's.
+#pragma once
+
+#include <hoist/zero/engine.hpp>
+
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace hoist::gpt {
+
+struct StepRecord {
+  std::uint64_t step = 0;      // counted from 1
+  double loss = 0;             // mean over ranks, before the update
+  double seconds = 0;
+  double gradient_norm = 0;
+};
+
+struct TierUse {
+  std::uint64_t budget_bytes = 0;
+  std::uint64_t held_bytes = 0;
+  std::uint64_t peak_bytes = 0;
+};
+
+struct Tiers {
+  TierUse device;
+  TierUse pinned;
+  TierUse nvme;
+};
+Tiers tier_use(Engine& engine);
+
+struct Digests {
+  std::string master, moment1, moment2;
+};
+
+struct RunRecord {
+  std::string device;
+  std::uint64_t parameters = 0;
+  int world_size = 1;
+  std::vector<StepRecord> steps;  // of this process; a resumed run reports those after the resume
+  Digests digests;
+  Tiers tiers;
+  std::array<Ledger::LinkTotals, kLinkCount> links{};        // steps
+  std::array<Ledger::LinkTotals, kLinkCount> links_apart{};  // start-up and everything else outside steps
+  std::array<Nanoseconds, kWaitCauseCount> waits{};
+  Nanoseconds compute{0};
+  std::optional<StepBytes> formula;  // of one step
+  std::optional<std::uint64_t> committed_step;
+};
+
+// Copies links and waits from the ledger.
+void take_books(RunRecord& record, const Ledger& ledger);
+
+// The fields of the report format, in its order.
+std::string report_json(const RunRecord& record);
+
+// Bytes per link against the formula, where time went, peaks against budgets, the device.
+std::string closing_table(const RunRecord& record);
+
+// A file that appears under its name only once it is whole.
+class ReportFile {
+ public:
+  // Errors: InputError when it cannot be written there.
+  explicit ReportFile(std::string path);
+  ReportFile(const ReportFile&) = delete;
+  ReportFile& operator=(const ReportFile&) = delete;
+  ~ReportFile();
+  // Errors: IoError.
+  void write(const std::string& text);
+
+ private:
+  std::string path_;
+  std::string partial_path_;
+  std::FILE* file_ = nullptr;
+};
+
+}  // namespace hoist::gpt

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "run.hpp"
+
+#include "model.hpp"
+#include "progress.hpp"
+#include "report.hpp"
+#include "run_state.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <memory>
+
+#include <unistd.h>
+
+namespace hoist::gpt {
+namespace {
+
+volatile std::sig_atomic_t stop_signal = 0;
+
+// The first signal asks for an orderly end after the step under way; the second one kills.
+void install_signal_handlers() {
+  struct sigaction action {};
+  action.sa_handler = [](int signal) { stop_signal = signal; };
+  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+ModelOptions model_options(const Arguments& a, int batch) {
+  return {.layers = a.layers, .width = a.width, .heads = a.heads, .context = a.context, .batch = batch,
+          .seed = a.seed, .threads = a.threads};
+}
+
+class Training {
+ public:
+  explicit Training(const Arguments& arguments)
+      : arguments_(arguments),
+        text_(Text::load(arguments.text, arguments.context)),
+        config_(Config::load(arguments.config)),
+        runtime_(config_.runtime),
+        settled_(settle(arguments, config_, runtime_.world_size())),
+        engine_(runtime_, config_.engine),
+        model_(runtime_, engine_, model_options(arguments, settled_.batch), config_.engine.optimizer_defaults) {
+    if (!arguments.report.empty() && first_rank()) report_ = std::make_unique<ReportFile>(arguments.report);
+  }
+
+  void prepare();
+  void train();
+  void close();
+  int rank() const { return runtime_.rank(); }
+  int world_size() const { return runtime_.world_size(); }
+
+ private:
+  bool first_rank() const { return runtime_.rank() == 0; }
+  void say(const std::string& text) const {
+    if (first_rank()) fmt::print("{}\n", text);
+  }
+  void introduce();
+  RunState state_at(std::uint64_t step) const;
+  double learning_rate_at(std::uint64_t step) const;
+  StepRecord one_step();
+  void save_at_end();
+
+  const Arguments arguments_;
+  const Text text_;
+  const Config config_;
+  Runtime runtime_;
+  const Settled settled_;
+  Engine engine_;
+  Model model_;
+  std::unique_ptr<ReportFile> report_;
+  std::uint64_t step_ = 0;  // steps done
+  bool stopping_ = false;
+  Completion committed_;    // of the newest step
+  RunRecord record_;
+};
+
+// Brings the state to life: from the newest commit, or fresh.
+void Training::prepare() {
+  for (const std::string& warning : config_.warnings) say("warning: " + warning);
+  for (const std::string& note : settled_.notes) say(note);
+  const std::optional<std::uint64_t> commit = engine_.find_commit();
+  if (commit && !arguments_.resume) {
+    throw InputError(fmt::format("the store {} holds step {}: pass --resume to continue it, or choose another directory",
+                                 config_.engine.store_directory, *commit));
+  }
+  if (commit) {
+    const RestoreReport restored = engine_.restore();
+    const RunState state = decode(restored.caller_state);
+    check_same_run(state, state_at(0));
+    step_ = state.step;
+    say(fmt::format("resuming at step {}", step_));
+  } else {
+    if (arguments_.resume) say("nothing to resume: no commit yet, starting at step 0");
+    engine_.initialize(model_.initial_values());
+  }
+  introduce();
+}
+
+void Training::introduce() {
+  record_.device = runtime_.device().description();
+  record_.parameters = engine_.parameter_count();
+  record_.world_size = runtime_.world_size();
+  say(fmt::format("{} parameters in {} blocks, {} bytes of text, {} x {} bytes a step on {} rank{}, {}",
+                  record_.parameters, arguments_.layers, text_.byte_count(), settled_.batch, arguments_.context,
+                  record_.world_size, record_.world_size == 1 ? "" : "s", record_.device));
+  for (const std::string& line : engine_.describe()) say("  " + line);
+}
+
+RunState Training::state_at(std::uint64_t step) const {
+  return {.step = step, .seed = arguments_.seed, .layers = arguments_.layers, .width = arguments_.width,
+          .heads = arguments_.heads, .context = arguments_.context, .batch = settled_.batch,
+          .text_bytes = text_.byte_count(), .text_fingerprint = text_.fingerprint()};
+}
+
+// A pure function of the step, so that a resumed run follows the same schedule.
+double Training::learning_rate_at(std::uint64_t step) const {
+  if (step >= arguments_.warmup) return settled_.learning_rate;
+  return settled_.learning_rate * static_cast<double>(step + 1) / static_cast<double>(arguments_.warmup);
+}
+
+void Training::train() {
+  Progress progress({.first_step = step_,
+                     .last_step = arguments_.steps,
+                     .tokens_per_step = static_cast<std::uint64_t>(settled_.batch) *
+                                        static_cast<std::uint64_t>(arguments_.context) *
+                                        static_cast<std::uint64_t>(runtime_.world_size()),
+                     .rewrite = isatty(STDOUT_FILENO) == 1});
+  if (step_ >= arguments_.steps) say(fmt::format("step {} is done already; nothing to train", step_));
+  while (step_ < arguments_.steps && !stopping_) {
+    record_.steps.push_back(one_step());
+    if (first_rank()) progress.show(record_.steps.back(), tier_use(engine_), Clock::now());
+  }
+  progress.finish();
+  if (stopping_) say(fmt::format("stopped by a signal after step {}", step_));
+}
+
+StepRecord Training::one_step() {
+  const TimePoint begin = Clock::now();
+  const double own_loss = model_.train(text_.batch({.seed = arguments_.seed, .step = step_, .rank = runtime_.rank(),
+                                                    .world_size = runtime_.world_size(), .batch = settled_.batch,
+                                                    .context = arguments_.context}));
+  // One exchange for both: ranks must agree on when to stop.
+  const std::array<double, 2> mine = {own_loss, stop_signal != 0 ? 1.0 : 0.0};
+  std::vector<std::array<double, 2>> all(static_cast<std::size_t>(runtime_.world_size()));
+  runtime_.communicator().exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  double loss = 0;
+  for (const auto& [rank_loss, rank_stops] : all) {
+    loss += rank_loss / static_cast<double>(all.size());
+    stopping_ = stopping_ || rank_stops != 0.0;
+  }
+  model_.set_learning_rate(learning_rate_at(step_));
+  const std::vector<std::byte> state = encode(state_at(step_ + 1));
+  const StepReport report = engine_.step({.caller_state = state});
+  committed_ = report.committed;
+  ++step_;
+  return {.step = step_, .loss = loss, .seconds = to_seconds(Clock::now() - begin), .gradient_norm = report.gradient_norm};
+}
+
+// With durability `step` the last step is a commit already; without, a store that can hold one gets it now.
+void Training::save_at_end() {
+  committed_.wait();
+  const bool nvme = config_.engine.parameters == Placement::nvme || config_.engine.optimizer == Placement::nvme;
+  if (config_.engine.store_directory.empty() || config_.engine.durability == tiers::Durability::step || nvme) return;
+  engine_.save("final", encode(state_at(step_))).wait();
+  say(fmt::format("saved step {} in {}", step_, config_.engine.store_directory));
+}
+
+void Training::close() {
+  engine_.settle();
+  take_books(record_, runtime_.ledger());
+  record_.formula = engine_.formula_bytes();
+  record_.compute = model_.compute_time();
+  save_at_end();
+  record_.committed_step = engine_.committed_step();
+  record_.tiers = tier_use(engine_);
+  if (!arguments_.report.empty()) {
+    record_.digests = {.master = state_digest(engine_, State::master), .moment1 = state_digest(engine_, State::moment1),
+                       .moment2 = state_digest(engine_, State::moment2)};
+    for (const Link link : {Link::nvme_read, Link::host_to_device, Link::wire}) {
+      record_.links_apart[static_cast<std::size_t>(link)] = runtime_.ledger().totals(link, Ledger::Account::apart);
+    }
+  }
+  if (first_rank()) fmt::print("{}", closing_table(record_));
+  if (report_) report_->write(report_json(record_));
+}
+
+// What a person can put right at the command line, in the file, or with a directory's permissions and space.
+bool is_bad_input(const std::exception& error) {
+  if (dynamic_cast<const InputError*>(&error) != nullptr || dynamic_cast<const UsageError*>(&error) != nullptr ||
+      dynamic_cast<const ConfigError*>(&error) != nullptr || dynamic_cast<const BudgetError*>(&error) != nullptr ||
+      dynamic_cast<const StoreError*>(&error) != nullptr) {
+    return true;
+  }
+  const auto* io = dynamic_cast<const IoError*>(&error);
+  if (io == nullptr) return false;
+  constexpr std::array kCodes = {ENOENT, EACCES, EPERM, EROFS, ENOTDIR, EISDIR, ENOSPC, EDQUOT, ELOOP, ENAMETOOLONG, EEXIST};
+  return std::ranges::find(kCodes, io->where.code) != kCodes.end();
+}
+
+int report_failure(const std::exception& error, const Training* training, int code) {
+  const std::string rank =
+      training != nullptr && training->world_size() > 1 ? fmt::format("rank {}: ", training->rank()) : std::string();
+  std::fputs(fmt::format("hoist-gpt: {}{}\n", rank, error.what()).c_str(), stderr);
+  return code;
+}
+
+}  // namespace
+
+int run(const Arguments& arguments) noexcept {
+  std::unique_ptr<Training> training;
+  bool started = false;
+  try {
+    check_shape(arguments);
+    install_signal_handlers();
+    training = std::make_unique<Training>(arguments);
+    training->prepare();
+    started = true;
+    training->train();
+    training->close();
+    return 0;
+  } catch (const std::exception& error) {
+    return report_failure(error, training.get(), !started && is_bad_input(error) ? kExitBadInput : kExitFailure);
+  }
+}
+
+}  // namespace hoist::gpt
