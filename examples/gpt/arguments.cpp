@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "arguments.hpp"
 
-#include <CLI/CLI.hpp>
-#include <fmt/format.h>
-
 #include <cstdio>
 #include <limits>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
 
 namespace hoist::gpt {
 
@@ -16,7 +16,8 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.set_help_flag("-h,--help", "Print this and exit");
   const CLI::Range extent(1, 1 << 16);
   app.add_option("--config", a.config, "DeepSpeed configuration: where state lives, budgets, optimizer")
-      ->required()->type_name("FILE");
+      ->required()
+      ->type_name("FILE");
   app.add_option("--text", a.text, "What to learn; any file")->required()->type_name("FILE");
   app.add_option("--steps", a.steps, "Steps in total, those before a resume included")->required()->type_name("N");
   app.add_option("--layers", a.layers, "Blocks")->check(extent)->type_name("L");
@@ -24,13 +25,16 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.add_option("--heads", a.heads, "Attention heads; divides the width")->check(extent)->type_name("H");
   app.add_option("--context", a.context, "Bytes the model sees at once")->check(extent)->type_name("T");
   app.add_option("--batch", a.batch, "Sequences per rank and step [train_micro_batch_size_per_gpu of FILE, else 8]")
-      ->check(extent)->type_name("B");
+      ->check(extent)
+      ->type_name("B");
   app.add_option("--seed", a.seed, "Of initial weights and batches")->type_name("S");
   app.add_option("--learning-rate", a.learning_rate, "[optimizer.params.lr of FILE]")
-      ->check(CLI::Range(0.0, std::numeric_limits<double>::max()))->type_name("R");
+      ->check(CLI::Range(0.0, std::numeric_limits<double>::max()))
+      ->type_name("R");
   app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")->type_name("N");
   app.add_option("--threads", a.threads, "Threads of the model's kernels; 0: every CPU")
-      ->check(CLI::Range(0u, 4096u))->type_name("N");
+      ->check(CLI::Range(0u, 4096u))
+      ->type_name("N");
   app.add_option("--report", a.report, "Write what happened as JSON")->type_name("FILE.json");
   app.add_flag("--resume", a.resume, "Continue from the store's newest commit");
   try {
@@ -45,7 +49,8 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
 
 void check_shape(const Arguments& a) {
   if (a.width % a.heads != 0) {
-    throw InputError(fmt::format("--heads {} does not divide --width {}: every head needs the same width", a.heads, a.width));
+    throw InputError(
+        fmt::format("--heads {} does not divide --width {}: every head needs the same width", a.heads, a.width));
   }
 }
 
@@ -55,8 +60,10 @@ Settled settle(const Arguments& a, const Config& config, int world_size) {
   if (!a.batch) file = config.check_world_size(world_size);
   const std::optional<std::uint64_t> micro = file.train_micro_batch_size_per_gpu;
   if (file.gradient_accumulation_steps.value_or(1) != 1) {
-    throw InputError(fmt::format("{}: hoist-gpt takes one micro-batch a step, but the batch sizes ask for {}: set "
-                                 "gradient_accumulation_steps to 1", config.origin(), *file.gradient_accumulation_steps));
+    throw InputError(
+        fmt::format("{}: hoist-gpt takes one micro-batch a step, but the batch sizes ask for {}: set "
+                    "gradient_accumulation_steps to 1",
+                    config.origin(), *file.gradient_accumulation_steps));
   }
   constexpr std::uint64_t kBatchMax = 1 << 16;
   if (!a.batch && micro.value_or(1) > kBatchMax) {
@@ -65,8 +72,8 @@ Settled settle(const Arguments& a, const Config& config, int world_size) {
   }
   settled.batch = a.batch ? *a.batch : micro ? static_cast<int>(*micro) : settled.batch;
   if (a.batch && micro && *micro != static_cast<std::uint64_t>(*a.batch)) {
-    settled.notes.push_back(fmt::format("--batch {} wins over train_micro_batch_size_per_gpu {} of {}", *a.batch, *micro,
-                                        config.origin()));
+    settled.notes.push_back(
+        fmt::format("--batch {} wins over train_micro_batch_size_per_gpu {} of {}", *a.batch, *micro, config.origin()));
   } else if (a.batch && file.train_batch_size &&
              *file.train_batch_size != static_cast<std::uint64_t>(*a.batch) * static_cast<std::uint64_t>(world_size)) {
     settled.notes.push_back(fmt::format("--batch {} on {} rank(s) wins over train_batch_size {} of {}", *a.batch,

@@ -4,15 +4,15 @@
 // Errors     InputError for values that do not fit each other; what CLI11 finds is printed and becomes an exit code.
 #pragma once
 
-#include "text.hpp"
-
-#include <hoist/config/config.hpp>
-
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <variant>
 #include <vector>
+
+#include <hoist/config/config.hpp>
+
+#include "text.hpp"
 
 namespace hoist::gpt {
 
@@ -27,13 +27,13 @@ struct Arguments {
   int width = 384;
   int heads = 6;
   int context = 64;
-  std::optional<int> batch;              // sequences per rank and step; else the file's micro-batch, else 8
+  std::optional<int> batch;  // sequences per rank and step; else the file's micro-batch, else 8
   std::uint64_t seed = 1;
-  std::string report;                    // empty: none
+  std::string report;  // empty: none
   bool resume = false;
-  unsigned threads = 0;                  // of the kernels; 0: every CPU
-  std::optional<double> learning_rate;   // else the file's
-  std::uint64_t warmup = 0;              // steps over which the learning rate rises to its value
+  unsigned threads = 0;                 // of the kernels; 0: every CPU
+  std::optional<double> learning_rate;  // else the file's
+  std::uint64_t warmup = 0;             // steps over which the learning rate rises to its value
 };
 
 // Either the arguments or, after --help (0) or a mistake (2), the code to exit with.

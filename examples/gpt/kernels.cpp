@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels.hpp"
 
-#include <hoist/core/assert.hpp>
-
-#include <cblas.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
+
+#include <cblas.h>
+
+#include <hoist/core/assert.hpp>
 
 namespace hoist::gpt {
 namespace {
@@ -17,9 +17,9 @@ constexpr float kNormEpsilon = 1e-5f;
 // Outputs per sgemm call. A call of 128 outputs reaches 95 % of the speed of a whole 1536-output product, and a layer
 // of width 384 is still cut into three pieces at least.
 constexpr Index kOutputChunk = 128;
-constexpr Index kRowChunk = 32;          // rows per task of the row-wise kernels
-constexpr Index kColumnChunk = 64;       // columns per task where rows are summed
-constexpr Index kElementChunk = 16384;   // elements per task of the element-wise kernels
+constexpr Index kRowChunk = 32;         // rows per task of the row-wise kernels
+constexpr Index kColumnChunk = 64;      // columns per task where rows are summed
+constexpr Index kElementChunk = 16384;  // elements per task of the element-wise kernels
 
 // work(first, count) over [0, total) in fixed pieces of `chunk`.
 template <typename Work>
@@ -189,8 +189,7 @@ void layer_norm_forward(UpdatePool& pool, const LayerNormForward& a) {
       const float* x = a.x + r * a.width;
       float* y = a.y + r * a.width;
       const float mean = lane_sum(a.width, [&](Index i) { return x[i]; }) * inverse_width;
-      const float variance =
-          lane_sum(a.width, [&](Index i) { return (x[i] - mean) * (x[i] - mean); }) * inverse_width;
+      const float variance = lane_sum(a.width, [&](Index i) { return (x[i] - mean) * (x[i] - mean); }) * inverse_width;
       const float inverse_dev = 1.0f / std::sqrt(variance + kNormEpsilon);
       for (Index i = 0; i < a.width; ++i) y[i] = (x[i] - mean) * inverse_dev * a.weight[i] + a.bias[i];
       a.mean[r] = mean;
@@ -291,7 +290,8 @@ struct Head {
 
 }  // namespace
 
-void attention_forward(UpdatePool& pool, const AttentionShape& shape, const float* qkv, float* probabilities, float* y) {
+void attention_forward(UpdatePool& pool, const AttentionShape& shape, const float* qkv, float* probabilities,
+                       float* y) {
   const Index t = shape.context;
   const Index qkv_stride = 3 * shape.width();
   const float scale = 1.0f / std::sqrt(static_cast<float>(shape.head_width));

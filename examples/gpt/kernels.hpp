@@ -10,11 +10,11 @@
 //            fixed order: the same bits for any number of threads. Call use_own_threads() once before.
 #pragma once
 
-#include <hoist/core/dtype.hpp>
-#include <hoist/optim_cpu/update_pool.hpp>
-
 #include <cstddef>
 #include <cstdint>
+
+#include <hoist/core/dtype.hpp>
+#include <hoist/optim_cpu/update_pool.hpp>
 
 namespace hoist::gpt {
 
@@ -80,8 +80,8 @@ struct LayerNormForward {
   const float* x = nullptr;
   const float* weight = nullptr;
   const float* bias = nullptr;
-  float* mean = nullptr;          // [rows]
-  float* inverse_dev = nullptr;   // [rows]
+  float* mean = nullptr;         // [rows]
+  float* inverse_dev = nullptr;  // [rows]
   float* y = nullptr;
 };
 void layer_norm_forward(UpdatePool& pool, const LayerNormForward& a);

@@ -1,26 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model.hpp"
 
-#include <hoist/core/error.hpp>
-#include <hoist/core/rng.hpp>
-
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <string>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
 
 namespace hoist::gpt {
 namespace {
 
 constexpr float kInitialDeviation = 0.02f;
 
-Matrix matrix(const TensorView& view) {
-  return {view.data, view.dtype, view.shape[0], view.shape[1]};
-}
-GradientMatrix gradient_matrix(const TensorView& view) {
-  return {view.data, view.dtype, view.shape[0], view.shape[1]};
-}
+Matrix matrix(const TensorView& view) { return {view.data, view.dtype, view.shape[0], view.shape[1]}; }
+GradientMatrix gradient_matrix(const TensorView& view) { return {view.data, view.dtype, view.shape[0], view.shape[1]}; }
 float* floats(const TensorView& view) { return static_cast<float*>(view.data); }
 
 }  // namespace
@@ -28,11 +24,11 @@ float* floats(const TensorView& view) { return static_cast<float*>(view.data); }
 struct Model::Block {
   UnitId unit{};
   ParameterId norm1_weight{}, norm1_bias{};
-  ParameterId qkv_weight{}, qkv_bias{};      // [3 * width, width]
-  ParameterId out_weight{}, out_bias{};      // [width, width]
+  ParameterId qkv_weight{}, qkv_bias{};  // [3 * width, width]
+  ParameterId out_weight{}, out_bias{};  // [width, width]
   ParameterId norm2_weight{}, norm2_bias{};
-  ParameterId up_weight{}, up_bias{};        // [4 * width, width]
-  ParameterId down_weight{}, down_bias{};    // [width, 4 * width]
+  ParameterId up_weight{}, up_bias{};      // [4 * width, width]
+  ParameterId down_weight{}, down_bias{};  // [width, 4 * width]
 };
 
 // Sizes are in floats per row of activations unless said otherwise.
@@ -54,14 +50,15 @@ struct Model::Workspace {
   float* logits = nullptr;         // kVocabulary
   float* probabilities = nullptr;  // [batch, heads, context, context]
   float* attention_scratch = nullptr;
-  float* panel = nullptr;          // one weight matrix
+  float* panel = nullptr;  // one weight matrix
 };
 
 Model::Model(Runtime& runtime, Engine& engine, const ModelOptions& options, const GroupOptions& defaults)
     : runtime_(runtime), engine_(engine), options_(options), pool_({.threads = options.threads}) {
   if (runtime.device().kind() != platform::DeviceKind::host) {
-    throw UsageError("hoist-gpt computes with CPU kernels and needs the host device: set \"hoist\": {\"device\": "
-                     "\"host\"} in the configuration (its CUDA kernels come later)");
+    throw UsageError(
+        "hoist-gpt computes with CPU kernels and needs the host device: set \"hoist\": {\"device\": "
+        "\"host\"} in the configuration (its CUDA kernels come later)");
   }
   use_own_threads();
   declare(defaults);
@@ -162,7 +159,9 @@ Model::Workspace Model::carve(std::byte* base, std::uint64_t& bytes) const {
 }
 
 AttentionShape Model::attention_shape() const {
-  return {.batch = options_.batch, .context = options_.context, .heads = options_.heads,
+  return {.batch = options_.batch,
+          .context = options_.context,
+          .heads = options_.heads,
           .head_width = options_.width / options_.heads};
 }
 
@@ -175,7 +174,8 @@ Fill Model::initial_values() const {
   const float residual = kInitialDeviation / std::sqrt(2.0f * static_cast<float>(options_.layers));
   for (const ParameterSpec& spec : engine_.parameters()) {
     if (spec.shape.size() == 1) {
-      rules.push_back({.constant = spec.name.find("norm") != spec.name.npos && spec.name.ends_with(".weight") ? 1.0f : 0.0f});
+      rules.push_back(
+          {.constant = spec.name.find("norm") != spec.name.npos && spec.name.ends_with(".weight") ? 1.0f : 0.0f});
     } else {
       const bool into_residual = spec.name.ends_with("out.weight") || spec.name.ends_with("down.weight");
       rules.push_back({.deviation = into_residual ? residual : kInitialDeviation});
@@ -310,8 +310,13 @@ void Model::block_forward(int layer) {
     const Workspace& w = *work_;
     compute_to_hidden(layer, weights);
     gelu_forward(pool_, w.hidden, rows() * weights.up.rows, w.wide);
-    linear_forward(pool_, {.rows = rows(), .x = w.wide, .weight = weights.down, .bias = weights.down_bias,
-                           .residual = w.middle, .panel = w.panel, .y = w.inputs[static_cast<std::size_t>(layer) + 1]});
+    linear_forward(pool_, {.rows = rows(),
+                           .x = w.wide,
+                           .weight = weights.down,
+                           .bias = weights.down_bias,
+                           .residual = w.middle,
+                           .panel = w.panel,
+                           .y = w.inputs[static_cast<std::size_t>(layer) + 1]});
   });
   lease.release(*stream_);
 }
@@ -335,22 +340,39 @@ void Model::compute_to_hidden(int layer, const BlockWeights& weights) {
   const Workspace& w = *work_;
   const float* input = w.inputs[static_cast<std::size_t>(layer)];
   first_norm(input, weights);
-  linear_forward(pool_, {.rows = rows(), .x = w.normed, .weight = weights.qkv, .bias = weights.qkv_bias,
-                         .panel = w.panel, .y = w.qkv});
+  linear_forward(
+      pool_,
+      {.rows = rows(), .x = w.normed, .weight = weights.qkv, .bias = weights.qkv_bias, .panel = w.panel, .y = w.qkv});
   attention_forward(pool_, attention_shape(), w.qkv, w.probabilities, w.mixed);
-  linear_forward(pool_, {.rows = rows(), .x = w.mixed, .weight = weights.out, .bias = weights.out_bias,
-                         .residual = input, .panel = w.panel, .y = w.middle});
-  layer_norm_forward(pool_, {.rows = rows(), .width = options_.width, .x = w.middle, .weight = weights.norm2_weight,
-                             .bias = weights.norm2_bias, .mean = w.mean2, .inverse_dev = w.inverse_dev2,
+  linear_forward(pool_, {.rows = rows(),
+                         .x = w.mixed,
+                         .weight = weights.out,
+                         .bias = weights.out_bias,
+                         .residual = input,
+                         .panel = w.panel,
+                         .y = w.middle});
+  layer_norm_forward(pool_, {.rows = rows(),
+                             .width = options_.width,
+                             .x = w.middle,
+                             .weight = weights.norm2_weight,
+                             .bias = weights.norm2_bias,
+                             .mean = w.mean2,
+                             .inverse_dev = w.inverse_dev2,
                              .y = w.normed});
-  linear_forward(pool_, {.rows = rows(), .x = w.normed, .weight = weights.up, .bias = weights.up_bias,
-                         .panel = w.panel, .y = w.hidden});
+  linear_forward(
+      pool_,
+      {.rows = rows(), .x = w.normed, .weight = weights.up, .bias = weights.up_bias, .panel = w.panel, .y = w.hidden});
 }
 
 void Model::first_norm(const float* input, const BlockWeights& weights) {
   const Workspace& w = *work_;
-  layer_norm_forward(pool_, {.rows = rows(), .width = options_.width, .x = input, .weight = weights.norm1_weight,
-                             .bias = weights.norm1_bias, .mean = w.mean1, .inverse_dev = w.inverse_dev1,
+  layer_norm_forward(pool_, {.rows = rows(),
+                             .width = options_.width,
+                             .x = input,
+                             .weight = weights.norm1_weight,
+                             .bias = weights.norm1_bias,
+                             .mean = w.mean1,
+                             .inverse_dev = w.inverse_dev1,
                              .y = w.normed});
 }
 
@@ -359,18 +381,32 @@ void Model::feed_forward_backward(const BlockWeights& weights, const BlockGradie
   const Workspace& w = *work_;
   const Index hidden_count = rows() * weights.up.rows;
   gelu_forward(pool_, w.hidden, hidden_count, w.wide);
-  linear_backward_weight(pool_, {.rows = rows(), .dy = w.gradient, .x = w.wide, .gradient = gradients.down,
-                                 .bias_gradient = gradients.down_bias, .panel = w.panel});
-  linear_backward_input(pool_, {.rows = rows(), .dy = w.gradient, .weight = weights.down, .panel = w.panel,
-                                .dx = w.wide});
+  linear_backward_weight(pool_, {.rows = rows(),
+                                 .dy = w.gradient,
+                                 .x = w.wide,
+                                 .gradient = gradients.down,
+                                 .bias_gradient = gradients.down_bias,
+                                 .panel = w.panel});
+  linear_backward_input(pool_,
+                        {.rows = rows(), .dy = w.gradient, .weight = weights.down, .panel = w.panel, .dx = w.wide});
   gelu_backward(pool_, w.hidden, w.wide, hidden_count, w.wide);
-  linear_backward_weight(pool_, {.rows = rows(), .dy = w.wide, .x = w.normed, .gradient = gradients.up,
-                                 .bias_gradient = gradients.up_bias, .panel = w.panel});
-  linear_backward_input(pool_, {.rows = rows(), .dy = w.wide, .weight = weights.up, .panel = w.panel,
-                                .dx = w.gradient_part});
-  layer_norm_backward(pool_, {.rows = rows(), .width = options_.width, .dy = w.gradient_part, .x = w.middle,
-                              .weight = weights.norm2_weight, .mean = w.mean2, .inverse_dev = w.inverse_dev2,
-                              .dx = w.gradient, .weight_gradient = gradients.norm2_weight,
+  linear_backward_weight(pool_, {.rows = rows(),
+                                 .dy = w.wide,
+                                 .x = w.normed,
+                                 .gradient = gradients.up,
+                                 .bias_gradient = gradients.up_bias,
+                                 .panel = w.panel});
+  linear_backward_input(pool_,
+                        {.rows = rows(), .dy = w.wide, .weight = weights.up, .panel = w.panel, .dx = w.gradient_part});
+  layer_norm_backward(pool_, {.rows = rows(),
+                              .width = options_.width,
+                              .dy = w.gradient_part,
+                              .x = w.middle,
+                              .weight = weights.norm2_weight,
+                              .mean = w.mean2,
+                              .inverse_dev = w.inverse_dev2,
+                              .dx = w.gradient,
+                              .weight_gradient = gradients.norm2_weight,
                               .bias_gradient = gradients.norm2_bias});
 }
 
@@ -378,21 +414,38 @@ void Model::feed_forward_backward(const BlockWeights& weights, const BlockGradie
 void Model::attention_branch_backward(int layer, const BlockWeights& weights, const BlockGradients& gradients) {
   const Workspace& w = *work_;
   const float* input = w.inputs[static_cast<std::size_t>(layer)];
-  linear_backward_weight(pool_, {.rows = rows(), .dy = w.gradient, .x = w.mixed, .gradient = gradients.out,
-                                 .bias_gradient = gradients.out_bias, .panel = w.panel});
-  linear_backward_input(pool_, {.rows = rows(), .dy = w.gradient, .weight = weights.out, .panel = w.panel,
-                                .dx = w.gradient_part});
-  attention_backward(pool_, attention_shape(), {.qkv = w.qkv, .probabilities = w.probabilities,
-                                                .dy = w.gradient_part, .scratch = w.attention_scratch,
-                                                .dqkv = w.wide});
+  linear_backward_weight(pool_, {.rows = rows(),
+                                 .dy = w.gradient,
+                                 .x = w.mixed,
+                                 .gradient = gradients.out,
+                                 .bias_gradient = gradients.out_bias,
+                                 .panel = w.panel});
+  linear_backward_input(
+      pool_, {.rows = rows(), .dy = w.gradient, .weight = weights.out, .panel = w.panel, .dx = w.gradient_part});
+  attention_backward(pool_, attention_shape(),
+                     {.qkv = w.qkv,
+                      .probabilities = w.probabilities,
+                      .dy = w.gradient_part,
+                      .scratch = w.attention_scratch,
+                      .dqkv = w.wide});
   first_norm(input, weights);  // its output made room for the second norm's
-  linear_backward_weight(pool_, {.rows = rows(), .dy = w.wide, .x = w.normed, .gradient = gradients.qkv,
-                                 .bias_gradient = gradients.qkv_bias, .panel = w.panel});
-  linear_backward_input(pool_, {.rows = rows(), .dy = w.wide, .weight = weights.qkv, .panel = w.panel,
-                                .dx = w.gradient_part});
-  layer_norm_backward(pool_, {.rows = rows(), .width = options_.width, .dy = w.gradient_part, .x = input,
-                              .weight = weights.norm1_weight, .mean = w.mean1, .inverse_dev = w.inverse_dev1,
-                              .dx = w.gradient, .weight_gradient = gradients.norm1_weight,
+  linear_backward_weight(pool_, {.rows = rows(),
+                                 .dy = w.wide,
+                                 .x = w.normed,
+                                 .gradient = gradients.qkv,
+                                 .bias_gradient = gradients.qkv_bias,
+                                 .panel = w.panel});
+  linear_backward_input(pool_,
+                        {.rows = rows(), .dy = w.wide, .weight = weights.qkv, .panel = w.panel, .dx = w.gradient_part});
+  layer_norm_backward(pool_, {.rows = rows(),
+                              .width = options_.width,
+                              .dy = w.gradient_part,
+                              .x = input,
+                              .weight = weights.norm1_weight,
+                              .mean = w.mean1,
+                              .inverse_dev = w.inverse_dev1,
+                              .dx = w.gradient,
+                              .weight_gradient = gradients.norm1_weight,
                               .bias_gradient = gradients.norm1_bias});
 }
 
@@ -430,23 +483,34 @@ void Model::head(const std::uint8_t* targets, Pass pass) {
 
 void Model::head_forward(const std::uint8_t* targets, const HeadWeights& weights) {
   const Workspace& w = *work_;
-  layer_norm_forward(pool_, {.rows = rows(), .width = options_.width, .x = w.inputs.back(),
-                             .weight = weights.norm_weight, .bias = weights.norm_bias, .mean = w.mean1,
-                             .inverse_dev = w.inverse_dev1, .y = w.normed});
+  layer_norm_forward(pool_, {.rows = rows(),
+                             .width = options_.width,
+                             .x = w.inputs.back(),
+                             .weight = weights.norm_weight,
+                             .bias = weights.norm_bias,
+                             .mean = w.mean1,
+                             .inverse_dev = w.inverse_dev1,
+                             .y = w.normed});
   linear_forward(pool_, {.rows = rows(), .x = w.normed, .weight = weights.tokens, .panel = w.panel, .y = w.logits});
   loss_ = cross_entropy(pool_, rows(), kVocabulary, targets, w.logits, w.row_loss);
 }
 
 void Model::head_backward(const HeadWeights& weights, const HeadGradients& gradients) {
   const Workspace& w = *work_;
-  linear_backward_weight(pool_, {.rows = rows(), .dy = w.logits, .x = w.normed, .gradient = gradients.tokens,
-                                 .panel = w.panel});
-  linear_backward_input(pool_, {.rows = rows(), .dy = w.logits, .weight = weights.tokens, .panel = w.panel,
-                                .dx = w.gradient_part});
+  linear_backward_weight(
+      pool_, {.rows = rows(), .dy = w.logits, .x = w.normed, .gradient = gradients.tokens, .panel = w.panel});
+  linear_backward_input(
+      pool_, {.rows = rows(), .dy = w.logits, .weight = weights.tokens, .panel = w.panel, .dx = w.gradient_part});
   std::fill_n(w.gradient, rows() * options_.width, 0.0f);  // nothing flows past the head
-  layer_norm_backward(pool_, {.rows = rows(), .width = options_.width, .dy = w.gradient_part, .x = w.inputs.back(),
-                              .weight = weights.norm_weight, .mean = w.mean1, .inverse_dev = w.inverse_dev1,
-                              .dx = w.gradient, .weight_gradient = gradients.norm_weight,
+  layer_norm_backward(pool_, {.rows = rows(),
+                              .width = options_.width,
+                              .dy = w.gradient_part,
+                              .x = w.inputs.back(),
+                              .weight = weights.norm_weight,
+                              .mean = w.mean1,
+                              .inverse_dev = w.inverse_dev1,
+                              .dx = w.gradient,
+                              .weight_gradient = gradients.norm_weight,
                               .bias_gradient = gradients.norm_bias});
 }
 

@@ -10,14 +10,14 @@
 // Main path  train -> (gather, enqueue, release) per unit -> the same backwards, with gradients and finish.
 #pragma once
 
-#include "kernels.hpp"
-#include "text.hpp"
-
-#include <hoist/zero/engine.hpp>
-
 #include <functional>
 #include <memory>
 #include <vector>
+
+#include <hoist/zero/engine.hpp>
+
+#include "kernels.hpp"
+#include "text.hpp"
 
 namespace hoist::gpt {
 
@@ -26,10 +26,10 @@ struct ModelOptions {
   int width = 64;
   int heads = 2;
   int context = 32;
-  int batch = 4;                           // sequences per rank
-  std::uint64_t seed = 1;                  // of the initial weights
-  unsigned threads = 0;                    // of the kernels; 0: every CPU the process may use
-  DType matrix_dtype = DType::bf16;        // fp32 lets a test compare with finite differences
+  int batch = 4;                     // sequences per rank
+  std::uint64_t seed = 1;            // of the initial weights
+  unsigned threads = 0;              // of the kernels; 0: every CPU the process may use
+  DType matrix_dtype = DType::bf16;  // fp32 lets a test compare with finite differences
 };
 
 class Model {
@@ -62,12 +62,12 @@ class Model {
   Nanoseconds compute_time() const { return compute_time_; }
 
  private:
-  struct Block;          // the ids of one block's parameters
-  struct BlockWeights;   // where they were gathered
+  struct Block;         // the ids of one block's parameters
+  struct BlockWeights;  // where they were gathered
   struct BlockGradients;
   struct HeadWeights;
   struct HeadGradients;
-  struct Workspace;      // pointers into memory_
+  struct Workspace;  // pointers into memory_
 
   void declare(const GroupOptions& defaults);
   Workspace carve(std::byte* base, std::uint64_t& bytes) const;
@@ -104,8 +104,8 @@ class Model {
   UpdatePool pool_;
   tiers::DeviceBlock memory_;
   std::unique_ptr<Workspace> work_;
-  Nanoseconds compute_time_{0};  // written by the stream's worker, read after synchronize()
-  double loss_ = 0;              // likewise
+  Nanoseconds compute_time_{0};               // written by the stream's worker, read after synchronize()
+  double loss_ = 0;                           // likewise
   std::unique_ptr<platform::Stream> stream_;  // last: its worker ends before what it uses
 };
 

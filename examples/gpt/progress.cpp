@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "progress.hpp"
 
-#include <hoist/core/units.hpp>
+#include <algorithm>
+#include <numeric>
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <numeric>
+#include <hoist/core/units.hpp>
 
 namespace hoist::gpt {
 namespace {
@@ -35,9 +35,9 @@ std::string Progress::line(const StepRecord& step, const Tiers& tiers) const {
   const double seconds = recent_.empty() ? step.seconds : recent_seconds();
   const double speed = seconds > 0 ? static_cast<double>(options_.tokens_per_step) / seconds : 0;
   const double left = seconds * static_cast<double>(options_.last_step - std::min(step.step, options_.last_step));
-  return fmt::format("step {}/{}  loss {:.3f}  {:.0f} tokens/s{}{}{}  {} left", step.step, options_.last_step, step.loss,
-                     speed, fill("device", tiers.device), fill("pinned", tiers.pinned), fill("NVMe", tiers.nvme),
-                     duration(left));
+  return fmt::format("step {}/{}  loss {:.3f}  {:.0f} tokens/s{}{}{}  {} left", step.step, options_.last_step,
+                     step.loss, speed, fill("device", tiers.device), fill("pinned", tiers.pinned),
+                     fill("NVMe", tiers.nvme), duration(left));
 }
 
 void Progress::show(const StepRecord& step, const Tiers& tiers, TimePoint now) {

@@ -3,22 +3,22 @@
 // every few seconds.
 #pragma once
 
-#include "report.hpp"
-
-#include <hoist/core/clock.hpp>
-
 #include <cstdint>
 #include <cstdio>
 #include <deque>
 #include <string>
 
+#include <hoist/core/clock.hpp>
+
+#include "report.hpp"
+
 namespace hoist::gpt {
 
 struct ProgressOptions {
-  std::uint64_t first_step = 0;   // steps done before this process
+  std::uint64_t first_step = 0;  // steps done before this process
   std::uint64_t last_step = 0;
   std::uint64_t tokens_per_step = 0;
-  bool rewrite = false;           // a terminal
+  bool rewrite = false;  // a terminal
   Nanoseconds interval = std::chrono::seconds(5);
   std::FILE* out = stdout;
 };
@@ -40,7 +40,7 @@ class Progress {
   const ProgressOptions options_;
   std::deque<double> recent_;  // seconds of the last steps
   TimePoint shown_{};
-  std::size_t width_ = 0;      // of the line on the terminal
+  std::size_t width_ = 0;  // of the line on the terminal
 };
 
 }  // namespace hoist::gpt

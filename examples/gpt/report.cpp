@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report.hpp"
 
-#include "text.hpp"
-
-#include <hoist/core/units.hpp>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <utility>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
-
-#include <cerrno>
-#include <cstring>
-#include <utility>
-
+#include <sys/stat.h>
 #include <unistd.h>
+
+#include <hoist/core/units.hpp>
+
+#include "text.hpp"
 
 namespace hoist::gpt {
 namespace {
@@ -21,42 +22,72 @@ TierUse use_of(const tiers::Budget& budget) {
   return {.budget_bytes = budget.limit_bytes(), .held_bytes = budget.held_bytes(), .peak_bytes = budget.peak_bytes()};
 }
 
-constexpr std::array kReportedWaits = {WaitCause::nvme, WaitCause::host_to_device, WaitCause::optimizer, WaitCause::comm};
+std::uint64_t reserved_bytes(const std::string& directory) {
+  std::uint64_t bytes = 0;
+  std::error_code gone;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, gone)) {
+    struct stat status {};
+    if (lstat(entry.path().c_str(), &status) == 0 && S_ISREG(status.st_mode)) {
+      bytes +=
+          static_cast<std::uint64_t>(status.st_blocks) * 512;  // st_blocks counts 512 bytes, whatever the block size
+    }
+  }
+  return bytes;
+}
+
+constexpr std::array kReportedWaits = {WaitCause::nvme, WaitCause::host_to_device, WaitCause::optimizer,
+                                       WaitCause::comm};
 
 std::size_t index(Link link) { return static_cast<std::size_t>(link); }
 std::size_t index(WaitCause cause) { return static_cast<std::size_t>(cause); }
 
 std::uint64_t formula_of(const StepBytes& bytes, Link link) {
   switch (link) {
-    case Link::nvme_read: return bytes.nvme_read;
-    case Link::nvme_write: return bytes.nvme_write;
-    case Link::host_to_device: return bytes.host_to_device;
-    case Link::device_to_host: return bytes.device_to_host;
-    case Link::wire: return bytes.wire;
+    case Link::nvme_read:
+      return bytes.nvme_read;
+    case Link::nvme_write:
+      return bytes.nvme_write;
+    case Link::host_to_device:
+      return bytes.host_to_device;
+    case Link::device_to_host:
+      return bytes.device_to_host;
+    case Link::wire:
+      return bytes.wire;
   }
   return 0;
 }
 
-constexpr std::array kLinks = {Link::nvme_read, Link::nvme_write, Link::host_to_device, Link::device_to_host, Link::wire};
+constexpr std::array kLinks = {Link::nvme_read, Link::nvme_write, Link::host_to_device, Link::device_to_host,
+                               Link::wire};
 
 const char* link_title(Link link) {
   switch (link) {
-    case Link::nvme_read: return "NVMe read";
-    case Link::nvme_write: return "NVMe write";
-    case Link::host_to_device: return "host to device";
-    case Link::device_to_host: return "device to host";
-    case Link::wire: return "between ranks";
+    case Link::nvme_read:
+      return "NVMe read";
+    case Link::nvme_write:
+      return "NVMe write";
+    case Link::host_to_device:
+      return "host to device";
+    case Link::device_to_host:
+      return "device to host";
+    case Link::wire:
+      return "between ranks";
   }
   return "";
 }
 
 const char* wait_title(WaitCause cause) {
   switch (cause) {
-    case WaitCause::nvme: return "waiting for NVMe";
-    case WaitCause::host_to_device: return "waiting for host-device copies";
-    case WaitCause::optimizer: return "waiting for the optimizer";
-    case WaitCause::comm: return "waiting for other ranks";
-    case WaitCause::none: return "";
+    case WaitCause::nvme:
+      return "waiting for NVMe";
+    case WaitCause::host_to_device:
+      return "waiting for host-device copies";
+    case WaitCause::optimizer:
+      return "waiting for the optimizer";
+    case WaitCause::comm:
+      return "waiting for other ranks";
+    case WaitCause::none:
+      return "";
   }
   return "";
 }
@@ -68,7 +99,8 @@ double step_seconds(const RunRecord& record) {
 }
 
 void append_links(std::string& out, const RunRecord& record) {
-  out += fmt::format("  {:<16}{:>12}{:>12}{:>9}{:>10}{:>16}\n", "link", "moved", "formula", "ratio", "busy", "outside steps");
+  out += fmt::format("  {:<16}{:>12}{:>12}{:>9}{:>10}{:>16}\n", "link", "moved", "formula", "ratio", "busy",
+                     "outside steps");
   for (const Link link : kLinks) {
     const auto& moved = record.links[index(link)];
     const std::uint64_t apart = record.links_apart[index(link)].bytes;
@@ -79,8 +111,8 @@ void append_links(std::string& out, const RunRecord& record) {
       formula = format_bytes(bytes);
       if (bytes > 0) ratio = fmt::format("{:.4f}", static_cast<double>(moved.bytes) / static_cast<double>(bytes));
     }
-    out += fmt::format("  {:<16}{:>12}{:>12}{:>9}{:>8.1f} s{:>16}\n", link_title(link), format_bytes(moved.bytes), formula,
-                       ratio, to_seconds(moved.busy), format_bytes(apart));
+    out += fmt::format("  {:<16}{:>12}{:>12}{:>9}{:>8.1f} s{:>16}\n", link_title(link), format_bytes(moved.bytes),
+                       formula, ratio, to_seconds(moved.busy), format_bytes(apart));
   }
 }
 
@@ -106,7 +138,8 @@ void append_tiers(std::string& out, const RunRecord& record) {
   out += fmt::format("  {:<16}{:>12}{:>12}{:>9}\n", "tier", "peak", "budget", "fill");
   const auto line = [&](const char* what, const TierUse& use) {
     if (use.budget_bytes == 0) return;
-    out += fmt::format("  {:<16}{:>12}{:>12}{:>7.1f} %\n", what, format_bytes(use.peak_bytes), format_bytes(use.budget_bytes),
+    out += fmt::format("  {:<16}{:>12}{:>12}{:>7.1f} %\n", what, format_bytes(use.peak_bytes),
+                       format_bytes(use.budget_bytes),
                        100 * static_cast<double>(use.peak_bytes) / static_cast<double>(use.budget_bytes));
   };
   line("device", record.tiers.device);
@@ -116,8 +149,11 @@ void append_tiers(std::string& out, const RunRecord& record) {
 
 }  // namespace
 
-Tiers tier_use(Engine& engine) {
-  return {.device = use_of(engine.runtime().device_budget()), .pinned = use_of(engine.runtime().pinned_budget())};
+Tiers tier_use(Engine& engine, const std::string& store_directory) {
+  const std::uint64_t reserved = store_directory.empty() ? 0 : reserved_bytes(store_directory);
+  return {.device = use_of(engine.runtime().device_budget()),
+          .pinned = use_of(engine.runtime().pinned_budget()),
+          .nvme = {.budget_bytes = reserved, .held_bytes = reserved, .peak_bytes = reserved}};
 }
 
 void take_books(RunRecord& record, const Ledger& ledger) {
@@ -132,8 +168,8 @@ std::string report_json(const RunRecord& record) {
   using Json = nlohmann::ordered_json;
   Json steps = Json::array();
   for (const StepRecord& step : record.steps) {
-    steps.push_back({{"step", step.step}, {"loss", step.loss}, {"seconds", step.seconds},
-                     {"gradient_norm", step.gradient_norm}});
+    steps.push_back(
+        {{"step", step.step}, {"loss", step.loss}, {"seconds", step.seconds}, {"gradient_norm", step.gradient_norm}});
   }
   const auto tier = [](const TierUse& use) {
     return Json{{"budget_bytes", use.budget_bytes}, {"peak_bytes", use.peak_bytes}};
@@ -149,8 +185,12 @@ std::string report_json(const RunRecord& record) {
       {"parameters", record.parameters},
       {"world_size", record.world_size},
       {"steps", steps},
-      {"digest", {{"master", record.digests.master}, {"moment1", record.digests.moment1}, {"moment2", record.digests.moment2}}},
-      {"tiers", {{"device", tier(record.tiers.device)}, {"pinned", tier(record.tiers.pinned)}, {"nvme", tier(record.tiers.nvme)}}},
+      {"digest",
+       {{"master", record.digests.master}, {"moment1", record.digests.moment1}, {"moment2", record.digests.moment2}}},
+      {"tiers",
+       {{"device", tier(record.tiers.device)},
+        {"pinned", tier(record.tiers.pinned)},
+        {"nvme", tier(record.tiers.nvme)}}},
       {"links", links},
       {"wait_seconds", waits},
       {"committed_step", record.committed_step ? Json(*record.committed_step) : Json(nullptr)}};

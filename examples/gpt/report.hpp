@@ -4,8 +4,6 @@
 // All byte counts, peaks and times are this rank's.
 #pragma once
 
-#include <hoist/zero/engine.hpp>
-
 #include <array>
 #include <cstdint>
 #include <cstdio>
@@ -13,11 +11,13 @@
 #include <string>
 #include <vector>
 
+#include <hoist/zero/engine.hpp>
+
 namespace hoist::gpt {
 
 struct StepRecord {
-  std::uint64_t step = 0;      // counted from 1
-  double loss = 0;             // mean over ranks, before the update
+  std::uint64_t step = 0;  // counted from 1
+  double loss = 0;         // mean over ranks, before the update
   double seconds = 0;
   double gradient_norm = 0;
 };
@@ -33,7 +33,9 @@ struct Tiers {
   TierUse pinned;
   TierUse nvme;
 };
-Tiers tier_use(Engine& engine);
+// The store's space is reserved when it is made: what its files occupy is budget and peak at once. Ranks share the
+// directory, so this one is the job's. Empty: no store.
+Tiers tier_use(Engine& engine, const std::string& store_directory);
 
 struct Digests {
   std::string master, moment1, moment2;

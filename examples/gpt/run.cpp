@@ -1,13 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "run.hpp"
 
-#include "model.hpp"
-#include "progress.hpp"
-#include "report.hpp"
-#include "run_state.hpp"
-
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -15,7 +8,13 @@
 #include <cstring>
 #include <memory>
 
+#include <fmt/format.h>
 #include <unistd.h>
+
+#include "model.hpp"
+#include "progress.hpp"
+#include "report.hpp"
+#include "run_state.hpp"
 
 namespace hoist::gpt {
 namespace {
@@ -32,8 +31,13 @@ void install_signal_handlers() {
 }
 
 ModelOptions model_options(const Arguments& a, int batch) {
-  return {.layers = a.layers, .width = a.width, .heads = a.heads, .context = a.context, .batch = batch,
-          .seed = a.seed, .threads = a.threads};
+  return {.layers = a.layers,
+          .width = a.width,
+          .heads = a.heads,
+          .context = a.context,
+          .batch = batch,
+          .seed = a.seed,
+          .threads = a.threads};
 }
 
 class Training {
@@ -64,6 +68,10 @@ class Training {
   RunState state_at(std::uint64_t step) const;
   double learning_rate_at(std::uint64_t step) const;
   StepRecord one_step();
+  bool on_nvme() const {
+    return config_.engine.parameters == Placement::nvme || config_.engine.optimizer == Placement::nvme;
+  }
+  bool steps_are_commits() const { return on_nvme() && config_.engine.durability == tiers::Durability::step; }
   void save_at_end();
 
   const Arguments arguments_;
@@ -76,7 +84,7 @@ class Training {
   std::unique_ptr<ReportFile> report_;
   std::uint64_t step_ = 0;  // steps done
   bool stopping_ = false;
-  Completion committed_;    // of the newest step
+  Completion committed_;  // of the newest step
   RunRecord record_;
 };
 
@@ -86,18 +94,23 @@ void Training::prepare() {
   for (const std::string& note : settled_.notes) say(note);
   const std::optional<std::uint64_t> commit = engine_.find_commit();
   if (commit && !arguments_.resume) {
-    throw InputError(fmt::format("the store {} holds step {}: pass --resume to continue it, or choose another directory",
-                                 config_.engine.store_directory, *commit));
+    throw InputError(
+        fmt::format("the store {} holds step {}: pass --resume to continue it, or choose another directory",
+                    config_.engine.store_directory, *commit));
   }
   if (commit) {
     const RestoreReport restored = engine_.restore();
-    const RunState state = decode(restored.caller_state);
-    check_same_run(state, state_at(0));
-    step_ = state.step;
+    if (!restored.caller_state.empty()) {  // empty: killed between initialize() and the save that follows it
+      const RunState state = decode(restored.caller_state);
+      check_same_run(state, state_at(0));
+      step_ = state.step;
+    }
     say(fmt::format("resuming at step {}", step_));
   } else {
     if (arguments_.resume) say("nothing to resume: no commit yet, starting at step 0");
     engine_.initialize(model_.initial_values());
+    // initialize() has committed the weights; this adds which run they begin.
+    if (steps_are_commits()) engine_.save("start", encode(state_at(0))).wait();
   }
   introduce();
 }
@@ -113,9 +126,15 @@ void Training::introduce() {
 }
 
 RunState Training::state_at(std::uint64_t step) const {
-  return {.step = step, .seed = arguments_.seed, .layers = arguments_.layers, .width = arguments_.width,
-          .heads = arguments_.heads, .context = arguments_.context, .batch = settled_.batch,
-          .text_bytes = text_.byte_count(), .text_fingerprint = text_.fingerprint()};
+  return {.step = step,
+          .seed = arguments_.seed,
+          .layers = arguments_.layers,
+          .width = arguments_.width,
+          .heads = arguments_.heads,
+          .context = arguments_.context,
+          .batch = settled_.batch,
+          .text_bytes = text_.byte_count(),
+          .text_fingerprint = text_.fingerprint()};
 }
 
 // A pure function of the step, so that a resumed run follows the same schedule.
@@ -125,16 +144,17 @@ double Training::learning_rate_at(std::uint64_t step) const {
 }
 
 void Training::train() {
-  Progress progress({.first_step = step_,
-                     .last_step = arguments_.steps,
-                     .tokens_per_step = static_cast<std::uint64_t>(settled_.batch) *
-                                        static_cast<std::uint64_t>(arguments_.context) *
-                                        static_cast<std::uint64_t>(runtime_.world_size()),
-                     .rewrite = isatty(STDOUT_FILENO) == 1});
+  Progress progress(
+      {.first_step = step_,
+       .last_step = arguments_.steps,
+       .tokens_per_step = static_cast<std::uint64_t>(settled_.batch) * static_cast<std::uint64_t>(arguments_.context) *
+                          static_cast<std::uint64_t>(runtime_.world_size()),
+       .rewrite = isatty(STDOUT_FILENO) == 1});
   if (step_ >= arguments_.steps) say(fmt::format("step {} is done already; nothing to train", step_));
   while (step_ < arguments_.steps && !stopping_) {
     record_.steps.push_back(one_step());
-    if (first_rank()) progress.show(record_.steps.back(), tier_use(engine_), Clock::now());
+    if (first_rank())
+      progress.show(record_.steps.back(), tier_use(engine_, config_.engine.store_directory), Clock::now());
   }
   progress.finish();
   if (stopping_) say(fmt::format("stopped by a signal after step {}", step_));
@@ -142,8 +162,11 @@ void Training::train() {
 
 StepRecord Training::one_step() {
   const TimePoint begin = Clock::now();
-  const double own_loss = model_.train(text_.batch({.seed = arguments_.seed, .step = step_, .rank = runtime_.rank(),
-                                                    .world_size = runtime_.world_size(), .batch = settled_.batch,
+  const double own_loss = model_.train(text_.batch({.seed = arguments_.seed,
+                                                    .step = step_,
+                                                    .rank = runtime_.rank(),
+                                                    .world_size = runtime_.world_size(),
+                                                    .batch = settled_.batch,
                                                     .context = arguments_.context}));
   // One exchange for both: ranks must agree on when to stop.
   const std::array<double, 2> mine = {own_loss, stop_signal != 0 ? 1.0 : 0.0};
@@ -159,14 +182,15 @@ StepRecord Training::one_step() {
   const StepReport report = engine_.step({.caller_state = state});
   committed_ = report.committed;
   ++step_;
-  return {.step = step_, .loss = loss, .seconds = to_seconds(Clock::now() - begin), .gradient_norm = report.gradient_norm};
+  return {
+      .step = step_, .loss = loss, .seconds = to_seconds(Clock::now() - begin), .gradient_norm = report.gradient_norm};
 }
 
-// With durability `step` the last step is a commit already; without, a store that can hold one gets it now.
+// With something on NVMe, steps are commits already, or durability `none` asked for none. Otherwise a store, where one
+// is configured, gets the state now.
 void Training::save_at_end() {
   committed_.wait();
-  const bool nvme = config_.engine.parameters == Placement::nvme || config_.engine.optimizer == Placement::nvme;
-  if (config_.engine.store_directory.empty() || config_.engine.durability == tiers::Durability::step || nvme) return;
+  if (on_nvme() || config_.engine.store_directory.empty() || engine_.committed_step() == step_) return;
   engine_.save("final", encode(state_at(step_))).wait();
   say(fmt::format("saved step {} in {}", step_, config_.engine.store_directory));
 }
@@ -178,9 +202,10 @@ void Training::close() {
   record_.compute = model_.compute_time();
   save_at_end();
   record_.committed_step = engine_.committed_step();
-  record_.tiers = tier_use(engine_);
+  record_.tiers = tier_use(engine_, config_.engine.store_directory);
   if (!arguments_.report.empty()) {
-    record_.digests = {.master = state_digest(engine_, State::master), .moment1 = state_digest(engine_, State::moment1),
+    record_.digests = {.master = state_digest(engine_, State::master),
+                       .moment1 = state_digest(engine_, State::moment1),
                        .moment2 = state_digest(engine_, State::moment2)};
     for (const Link link : {Link::nvme_read, Link::host_to_device, Link::wire}) {
       record_.links_apart[static_cast<std::size_t>(link)] = runtime_.ledger().totals(link, Ledger::Account::apart);
@@ -199,7 +224,8 @@ bool is_bad_input(const std::exception& error) {
   }
   const auto* io = dynamic_cast<const IoError*>(&error);
   if (io == nullptr) return false;
-  constexpr std::array kCodes = {ENOENT, EACCES, EPERM, EROFS, ENOTDIR, EISDIR, ENOSPC, EDQUOT, ELOOP, ENAMETOOLONG, EEXIST};
+  constexpr std::array kCodes = {ENOENT, EACCES, EPERM, EROFS,        ENOTDIR, EISDIR,
+                                 ENOSPC, EDQUOT, ELOOP, ENAMETOOLONG, EEXIST};
   return std::ranges::find(kCodes, io->where.code) != kCodes.end();
 }
 

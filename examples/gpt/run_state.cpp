@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "run_state.hpp"
 
-#include "text.hpp"
+#include <algorithm>
+#include <string>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include <algorithm>
-#include <string>
+#include "text.hpp"
 
 namespace hoist::gpt {
 namespace {
@@ -17,11 +17,17 @@ constexpr const char* kProgram = "hoist-gpt";
 }  // namespace
 
 std::vector<std::byte> encode(const RunState& state) {
-  const nlohmann::ordered_json json = {
-      {"program", kProgram},     {"format", RunState::kFormatVersion},  {"step", state.step},
-      {"seed", state.seed},      {"layers", state.layers},              {"width", state.width},
-      {"heads", state.heads},    {"context", state.context},            {"batch", state.batch},
-      {"text_bytes", state.text_bytes}, {"text_fingerprint", state.text_fingerprint}};
+  const nlohmann::ordered_json json = {{"program", kProgram},
+                                       {"format", RunState::kFormatVersion},
+                                       {"step", state.step},
+                                       {"seed", state.seed},
+                                       {"layers", state.layers},
+                                       {"width", state.width},
+                                       {"heads", state.heads},
+                                       {"context", state.context},
+                                       {"batch", state.batch},
+                                       {"text_bytes", state.text_bytes},
+                                       {"text_fingerprint", state.text_fingerprint}};
   const std::string text = json.dump();
   std::vector<std::byte> bytes(text.size());
   std::ranges::transform(text, bytes.begin(), [](char c) { return static_cast<std::byte>(c); });
@@ -33,11 +39,14 @@ RunState decode(std::span<const std::byte> bytes) {
   RunState state;
   try {
     const auto json = nlohmann::json::parse(text);
-    if (json.at("program") != kProgram) throw InputError("the store's commit was made by another program than hoist-gpt");
+    if (json.at("program") != kProgram)
+      throw InputError("the store's commit was made by another program than hoist-gpt");
     const int version = json.at("format").get<int>();
     if (version != RunState::kFormatVersion) {
-      throw InputError(fmt::format("the store's commit has run-state format {}, this hoist-gpt knows {}: use the version "
-                                   "that wrote it", version, RunState::kFormatVersion));
+      throw InputError(
+          fmt::format("the store's commit has run-state format {}, this hoist-gpt knows {}: use the version "
+                      "that wrote it",
+                      version, RunState::kFormatVersion));
     }
     json.at("step").get_to(state.step);
     json.at("seed").get_to(state.seed);
@@ -57,8 +66,10 @@ RunState decode(std::span<const std::byte> bytes) {
 void check_same_run(const RunState& committed, const RunState& asked) {
   const auto same = [](const char* option, auto before, auto now) {
     if (before == now) return;
-    throw InputError(fmt::format("the store holds a run with {} {}, not {}: pass {} {} to continue it, or choose another "
-                                 "store", option, before, now, option, before));
+    throw InputError(
+        fmt::format("the store holds a run with {} {}, not {}: pass {} {} to continue it, or choose another "
+                    "store",
+                    option, before, now, option, before));
   };
   same("--layers", committed.layers, asked.layers);
   same("--width", committed.width, asked.width);
@@ -67,8 +78,10 @@ void check_same_run(const RunState& committed, const RunState& asked) {
   same("--batch", committed.batch, asked.batch);
   same("--seed", committed.seed, asked.seed);
   if (committed.text_bytes != asked.text_bytes || committed.text_fingerprint != asked.text_fingerprint) {
-    throw InputError(fmt::format("the store holds a run on another text ({} bytes, not {}): pass the same --text to "
-                                 "continue it, or choose another store", committed.text_bytes, asked.text_bytes));
+    throw InputError(
+        fmt::format("the store holds a run on another text ({} bytes, not {}): pass the same --text to "
+                    "continue it, or choose another store",
+                    committed.text_bytes, asked.text_bytes));
   }
 }
 

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "text.hpp"
 
-#include <hoist/core/digest.hpp>
-#include <hoist/core/rng.hpp>
-
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <span>
+
+#include <fmt/format.h>
+
+#include <hoist/core/digest.hpp>
+#include <hoist/core/rng.hpp>
 
 namespace hoist::gpt {
 
@@ -21,7 +21,8 @@ Text Text::load(const std::string& path, int context) {
   if (!std::filesystem::exists(status)) {
     throw InputError(fmt::format("there is no text {}: {}", path, std::strerror(error ? error.value() : ENOENT)));
   }
-  if (!std::filesystem::is_regular_file(status)) throw InputError(fmt::format("the text {} is not a regular file", path));
+  if (!std::filesystem::is_regular_file(status))
+    throw InputError(fmt::format("the text {} is not a regular file", path));
   errno = 0;
   std::ifstream file(path, std::ios::binary);
   if (!file) throw InputError(fmt::format("cannot open the text {}: {}", path, std::strerror(errno)));
@@ -29,8 +30,10 @@ Text Text::load(const std::string& path, int context) {
   file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
   if (!file) throw InputError(fmt::format("cannot read the text {}: it changed or the device failed", path));
   if (bytes.size() < static_cast<std::uint64_t>(context) + 1) {
-    throw InputError(fmt::format("the text {} has {} bytes; a context of {} needs at least {}: give a longer text or a "
-                                 "smaller --context", path, bytes.size(), context, context + 1));
+    throw InputError(
+        fmt::format("the text {} has {} bytes; a context of {} needs at least {}: give a longer text or a "
+                    "smaller --context",
+                    path, bytes.size(), context, context + 1));
   }
   return Text(std::move(bytes));
 }

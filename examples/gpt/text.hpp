@@ -4,11 +4,11 @@
 // Errors     InputError when the file cannot be read, is not a regular file, or is too short.
 #pragma once
 
-#include <hoist/core/error.hpp>
-
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include <hoist/core/error.hpp>
 
 namespace hoist::gpt {
 
@@ -24,8 +24,8 @@ struct BatchOptions {
   std::uint64_t step = 0;  // counted from 0
   int rank = 0;
   int world_size = 1;
-  int batch = 1;           // windows per rank
-  int context = 1;         // bytes per window
+  int batch = 1;    // windows per rank
+  int context = 1;  // bytes per window
 };
 
 // [batch, context] bytes, and for each the byte that follows it.

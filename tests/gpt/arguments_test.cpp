@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "arguments.hpp"
 
-#include "run_state.hpp"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "run_state.hpp"
 
 namespace hoist::gpt {
 namespace {
@@ -32,9 +32,11 @@ std::string refusal(const std::vector<const char*>& words) {
 }
 
 TEST(Arguments, EveryOption) {
-  const Arguments a = parsed({"--config", "c.json", "--text", "t", "--steps", "7", "--layers", "3", "--width", "48", "--heads", "4",
-                              "--context", "16", "--batch", "2", "--seed", "18446744073709551615", "--report", "r.json", "--resume",
-                              "--threads", "2", "--learning-rate", "5e-4", "--warmup", "9"});
+  const Arguments a = parsed({"--config",  "c.json",   "--text",   "t",         "--steps", "7",
+                              "--layers",  "3",        "--width",  "48",        "--heads", "4",
+                              "--context", "16",       "--batch",  "2",         "--seed",  "18446744073709551615",
+                              "--report",  "r.json",   "--resume", "--threads", "2",       "--learning-rate",
+                              "5e-4",      "--warmup", "9"});
   EXPECT_EQ(a.config, "c.json");
   EXPECT_EQ(a.text, "t");
   EXPECT_EQ(a.steps, 7u);
@@ -88,7 +90,8 @@ TEST(Arguments, HeadsMustDivideWidth) {
 
 TEST(Settle, TheFileIsUsedWhereTheCommandLineIsSilent) {
   const Config config = Config::parse(R"({"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 3},
-                                          "bf16": {"enabled": true}, "optimizer": {"type": "AdamW", "params": {"lr": 0.25}}})", "f.json");
+                                          "bf16": {"enabled": true}, "optimizer": {"type": "AdamW", "params": {"lr": 0.25}}})",
+                                      "f.json");
   const Settled settled = settle({}, config, 1);
   EXPECT_EQ(settled.batch, 6);
   EXPECT_EQ(settled.learning_rate, 0.25);
@@ -97,7 +100,8 @@ TEST(Settle, TheFileIsUsedWhereTheCommandLineIsSilent) {
 
 TEST(Settle, TheCommandLineWinsAndSaysSoOnce) {
   const Config config = Config::parse(R"({"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 3},
-                                          "bf16": {"enabled": true}, "optimizer": {"type": "AdamW", "params": {"lr": 0.25}}})", "f.json");
+                                          "bf16": {"enabled": true}, "optimizer": {"type": "AdamW", "params": {"lr": 0.25}}})",
+                                      "f.json");
   const Settled settled = settle({.batch = 3, .learning_rate = 0.5}, config, 1);
   EXPECT_EQ(settled.batch, 3);
   EXPECT_EQ(settled.learning_rate, 0.5);
@@ -107,18 +111,26 @@ TEST(Settle, TheCommandLineWinsAndSaysSoOnce) {
 }
 
 TEST(Settle, TheBatchOfAllRanksIsDivided) {
-  const Config config =
-      Config::parse(R"({"train_batch_size": 12, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}})", "f.json");
+  const Config config = Config::parse(
+      R"({"train_batch_size": 12, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}})", "f.json");
   EXPECT_EQ(settle({}, config, 4).batch, 3);
   EXPECT_THROW((void)settle({}, config, 5), ConfigProblems);
-  EXPECT_THAT(settle({.batch = 5}, config, 4).notes, ElementsAre("--batch 5 on 4 rank(s) wins over train_batch_size 12 of f.json"));
+  EXPECT_THAT(settle({.batch = 5}, config, 4).notes,
+              ElementsAre("--batch 5 on 4 rank(s) wins over train_batch_size 12 of f.json"));
 }
 
 // --- the program's part of a commit --------------------------------------------------------------------------------
 
 RunState example() {
-  return {.step = 41, .seed = 18446744073709551615u, .layers = 2, .width = 32, .heads = 4, .context = 16, .batch = 8,
-          .text_bytes = 35149, .text_fingerprint = 0xFEDCBA9876543210u};
+  return {.step = 41,
+          .seed = 18446744073709551615u,
+          .layers = 2,
+          .width = 32,
+          .heads = 4,
+          .context = 16,
+          .batch = 8,
+          .text_bytes = 35149,
+          .text_fingerprint = 0xFEDCBA9876543210u};
 }
 
 TEST(RunState, RoundTrip) { EXPECT_EQ(decode(encode(example())), example()); }

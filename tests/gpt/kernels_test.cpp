@@ -3,14 +3,14 @@
 // of that version.
 #include "kernels.hpp"
 
-#include <hoist/core/rng.hpp>
+#include <cmath>
+#include <functional>
+#include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <functional>
-#include <vector>
+#include <hoist/core/rng.hpp>
 
 namespace hoist::gpt {
 namespace {
@@ -98,8 +98,13 @@ TEST_P(LinearTest, ForwardMatchesReference) {
   const Floats bias = random_floats(out, 3);
   const Floats residual = random_floats(rows * out, 4);
   Floats panel(at(out * in)), y(at(rows * out), NAN);
-  linear_forward(pool_, {.rows = rows, .x = x.data(), .weight = {weight.data(), DType::fp32, out, in},
-                         .bias = bias.data(), .residual = residual.data(), .panel = panel.data(), .y = y.data()});
+  linear_forward(pool_, {.rows = rows,
+                         .x = x.data(),
+                         .weight = {weight.data(), DType::fp32, out, in},
+                         .bias = bias.data(),
+                         .residual = residual.data(),
+                         .panel = panel.data(),
+                         .y = y.data()});
   Doubles expected = linear_reference(rows, to_doubles(x), to_doubles(weight), to_doubles(bias), out);
   for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += static_cast<double>(residual[i]);
   expect_close(y, expected, 1e-5, "y");
@@ -123,12 +128,19 @@ TEST_P(LinearTest, BackwardMatchesDifferences) {
       }
     }
   }
-  Floats panel(at(out * in)), found_dx(at(rows * in), NAN), found_dweight(at(out * in), 0.5f), found_dbias(at(out), 2.0f);
-  linear_backward_input(pool_, {.rows = rows, .dy = dy.data(), .weight = {weight.data(), DType::fp32, out, in},
-                                .panel = panel.data(), .dx = found_dx.data()});
-  linear_backward_weight(pool_, {.rows = rows, .dy = dy.data(), .x = x.data(),
+  Floats panel(at(out * in)), found_dx(at(rows * in), NAN), found_dweight(at(out * in), 0.5f),
+      found_dbias(at(out), 2.0f);
+  linear_backward_input(pool_, {.rows = rows,
+                                .dy = dy.data(),
+                                .weight = {weight.data(), DType::fp32, out, in},
+                                .panel = panel.data(),
+                                .dx = found_dx.data()});
+  linear_backward_weight(pool_, {.rows = rows,
+                                 .dy = dy.data(),
+                                 .x = x.data(),
                                  .gradient = {found_dweight.data(), DType::fp32, out, in},
-                                 .bias_gradient = found_dbias.data(), .panel = panel.data()});
+                                 .bias_gradient = found_dbias.data(),
+                                 .panel = panel.data()});
   for (double& d : dweight) d += 0.5;  // kernels add to what is there
   for (double& d : dbias) d += 2.0;
   expect_close(found_dx, dx, 1e-5, "dx");
@@ -147,8 +159,11 @@ TEST_F(KernelTest, Bf16WeightsAreWidenedExactly) {
   Floats widened;
   for (const bf16 w : weight) widened.push_back(to_float(w));
   Floats panel(at(out * in)), from_bf16(at(rows * out)), from_fp32(at(rows * out));
-  LinearForward a{.rows = rows, .x = x.data(), .weight = {weight.data(), DType::bf16, out, in},
-                  .panel = panel.data(), .y = from_bf16.data()};
+  LinearForward a{.rows = rows,
+                  .x = x.data(),
+                  .weight = {weight.data(), DType::bf16, out, in},
+                  .panel = panel.data(),
+                  .y = from_bf16.data()};
   linear_forward(pool_, a);
   a.weight = {widened.data(), DType::fp32, out, in};
   a.y = from_fp32.data();
@@ -163,7 +178,10 @@ TEST_F(KernelTest, Bf16GradientIsRoundedOncePerAddition) {
   const std::vector<bf16> before = to_bf16s(random_floats(out * in, 3));
   std::vector<bf16> found = before;
   Floats exact(at(out * in), 0.0f), panel(at(out * in));
-  LinearBackwardWeight a{.rows = rows, .dy = dy.data(), .x = x.data(), .gradient = {found.data(), DType::bf16, out, in},
+  LinearBackwardWeight a{.rows = rows,
+                         .dy = dy.data(),
+                         .x = x.data(),
+                         .gradient = {found.data(), DType::bf16, out, in},
                          .panel = panel.data()};
   linear_backward_weight(pool_, a);
   a.gradient = {exact.data(), DType::fp32, out, in};
@@ -193,8 +211,13 @@ TEST_F(KernelTest, LayerNorm) {
     const Floats x = random_floats(rows * width, 1, 3.0);
     const Floats weight = random_floats(width, 2), bias = random_floats(width, 3), dy = random_floats(rows * width, 4);
     Floats mean(at(rows)), inverse_dev(at(rows)), y(x.size());
-    layer_norm_forward(pool_, {.rows = rows, .width = width, .x = x.data(), .weight = weight.data(),
-                               .bias = bias.data(), .mean = mean.data(), .inverse_dev = inverse_dev.data(),
+    layer_norm_forward(pool_, {.rows = rows,
+                               .width = width,
+                               .x = x.data(),
+                               .weight = weight.data(),
+                               .bias = bias.data(),
+                               .mean = mean.data(),
+                               .inverse_dev = inverse_dev.data(),
                                .y = y.data()});
     const auto reference = [&](const Doubles& a, const Doubles& b, const Doubles& c) {
       return norm_reference(a, width, b, c);
@@ -203,9 +226,16 @@ TEST_F(KernelTest, LayerNorm) {
     expect_close(y, reference(dx0, dw0, db0), 1e-5, "y");
 
     Floats dx(x.size(), 1.0f), weight_gradient(at(width), 2.0f), bias_gradient(at(width), 3.0f);
-    layer_norm_backward(pool_, {.rows = rows, .width = width, .dy = dy.data(), .x = x.data(), .weight = weight.data(),
-                                .mean = mean.data(), .inverse_dev = inverse_dev.data(), .dx = dx.data(),
-                                .weight_gradient = weight_gradient.data(), .bias_gradient = bias_gradient.data()});
+    layer_norm_backward(pool_, {.rows = rows,
+                                .width = width,
+                                .dy = dy.data(),
+                                .x = x.data(),
+                                .weight = weight.data(),
+                                .mean = mean.data(),
+                                .inverse_dev = inverse_dev.data(),
+                                .dx = dx.data(),
+                                .weight_gradient = weight_gradient.data(),
+                                .bias_gradient = bias_gradient.data()});
     Doubles expected_dx = differences(dx0, [&](const Doubles& v) { return dot(reference(v, dw0, db0), dy); });
     Doubles expected_dw = differences(dw0, [&](const Doubles& v) { return dot(reference(dx0, v, db0), dy); });
     Doubles expected_db = differences(db0, [&](const Doubles& v) { return dot(reference(dx0, dw0, v), dy); });
@@ -273,7 +303,8 @@ Doubles attention_reference(const AttentionShape& s, const Doubles& qkv) {
 }
 
 TEST_F(KernelTest, Attention) {
-  for (const AttentionShape& shape : {AttentionShape{1, 1, 1, 1}, AttentionShape{2, 5, 3, 4}, AttentionShape{1, 13, 2, 3}}) {
+  for (const AttentionShape& shape :
+       {AttentionShape{1, 1, 1, 1}, AttentionShape{2, 5, 3, 4}, AttentionShape{1, 13, 2, 3}}) {
     SCOPED_TRACE(testing::Message() << shape.batch << "x" << shape.context << "x" << shape.heads);
     const Index rows = shape.batch * shape.context;
     const Floats qkv = random_floats(rows * 3 * shape.width(), 1);
@@ -282,8 +313,12 @@ TEST_F(KernelTest, Attention) {
     Floats y(dy.size(), NAN), dqkv(qkv.size(), NAN);
     attention_forward(pool_, shape, qkv.data(), probabilities.data(), y.data());
     expect_close(y, attention_reference(shape, to_doubles(qkv)), 1e-5, "y");
-    attention_backward(pool_, shape, {.qkv = qkv.data(), .probabilities = probabilities.data(), .dy = dy.data(),
-                                      .scratch = scratch.data(), .dqkv = dqkv.data()});
+    attention_backward(pool_, shape,
+                       {.qkv = qkv.data(),
+                        .probabilities = probabilities.data(),
+                        .dy = dy.data(),
+                        .scratch = scratch.data(),
+                        .dqkv = dqkv.data()});
     const Doubles expected =
         differences(to_doubles(qkv), [&](const Doubles& v) { return dot(attention_reference(shape, v), dy); });
     expect_close(dqkv, expected, 2e-5, "dqkv");
@@ -310,7 +345,8 @@ TEST_F(KernelTest, Embedding) {
   const Index rows = shape.batch * shape.context, width = 70, vocabulary = 256;
   std::vector<std::uint8_t> tokens;
   for (Index r = 0; r < rows; ++r) tokens.push_back(static_cast<std::uint8_t>(random_bits(1, at(r)) % 5 + 251));
-  const Floats token_weight = random_floats(vocabulary * width, 2), position_weight = random_floats(shape.context * width, 3);
+  const Floats token_weight = random_floats(vocabulary * width, 2),
+               position_weight = random_floats(shape.context * width, 3);
   Floats x(at(rows * width), NAN);
   embedding_forward(pool_, shape, tokens.data(), {token_weight.data(), DType::fp32, vocabulary, width},
                     {position_weight.data(), DType::fp32, shape.context, width}, x.data());
@@ -324,7 +360,8 @@ TEST_F(KernelTest, Embedding) {
       dposition[at(t * width + i)] += static_cast<double>(dx[at(r * width + i)]);
     }
   }
-  Floats scratch(token_weight.size(), NAN), token_gradient(token_weight.size(), 1.0f), position_gradient(position_weight.size(), 0.0f);
+  Floats scratch(token_weight.size(), NAN), token_gradient(token_weight.size(), 1.0f),
+      position_gradient(position_weight.size(), 0.0f);
   embedding_backward(pool_, shape, tokens.data(), dx.data(), {token_gradient.data(), DType::fp32, vocabulary, width},
                      {position_gradient.data(), DType::fp32, shape.context, width}, scratch.data());
   expect_close(token_gradient, dtoken, 1e-6, "token gradient");
@@ -352,7 +389,8 @@ TEST_F(KernelTest, CrossEntropy) {
     double sum = 0;
     for (Index c = 0; c < classes; ++c) sum += std::exp(start[at(r * classes + c)]);
     for (Index c = 0; c < classes; ++c) {
-      const double expected = (std::exp(start[at(r * classes + c)]) / sum - (c == targets[at(r)] ? 1 : 0)) / static_cast<double>(rows);
+      const double expected =
+          (std::exp(start[at(r * classes + c)]) / sum - (c == targets[at(r)] ? 1 : 0)) / static_cast<double>(rows);
       ASSERT_NEAR(static_cast<double>(logits[at(r * classes + c)]), expected, 1e-6);
     }
   }
@@ -376,21 +414,33 @@ TEST(KernelThreads, NumberOfThreadsChangesNoBit) {
   use_own_threads();
   const Index rows = 96, in = 260, out = 520;
   const AttentionShape shape{3, 32, 4, 65};
-  const Floats x = random_floats(rows * in, 1), dy = random_floats(rows * out, 2), qkv = random_floats(rows * 3 * in, 3);
+  const Floats x = random_floats(rows * in, 1), dy = random_floats(rows * out, 2),
+               qkv = random_floats(rows * 3 * in, 3);
   const std::vector<bf16> weight = to_bf16s(random_floats(out * in, 4));
   const auto all = [&](unsigned threads) {
     UpdatePool pool({.threads = threads});
     Floats panel(at(out * in)), y(at(rows * out)), dx(x.size()), dw(at(out * in)), db(at(out)), result;
     const Matrix matrix{weight.data(), DType::bf16, out, in};
     linear_forward(pool, {.rows = rows, .x = x.data(), .weight = matrix, .panel = panel.data(), .y = y.data()});
-    linear_backward_input(pool, {.rows = rows, .dy = dy.data(), .weight = matrix, .panel = panel.data(), .dx = dx.data()});
-    linear_backward_weight(pool, {.rows = rows, .dy = dy.data(), .x = x.data(), .gradient = {dw.data(), DType::fp32, out, in},
-                                  .bias_gradient = db.data(), .panel = panel.data()});
-    Floats probabilities(at(shape.probability_count())), mixed(x.size()), scratch(probabilities.size()), dqkv(qkv.size());
+    linear_backward_input(pool,
+                          {.rows = rows, .dy = dy.data(), .weight = matrix, .panel = panel.data(), .dx = dx.data()});
+    linear_backward_weight(pool, {.rows = rows,
+                                  .dy = dy.data(),
+                                  .x = x.data(),
+                                  .gradient = {dw.data(), DType::fp32, out, in},
+                                  .bias_gradient = db.data(),
+                                  .panel = panel.data()});
+    Floats probabilities(at(shape.probability_count())), mixed(x.size()), scratch(probabilities.size()),
+        dqkv(qkv.size());
     attention_forward(pool, shape, qkv.data(), probabilities.data(), mixed.data());
-    attention_backward(pool, shape, {.qkv = qkv.data(), .probabilities = probabilities.data(), .dy = x.data(),
-                                     .scratch = scratch.data(), .dqkv = dqkv.data()});
-    for (const Floats* part : {&y, &dx, &dw, &db, &mixed, &dqkv}) result.insert(result.end(), part->begin(), part->end());
+    attention_backward(pool, shape,
+                       {.qkv = qkv.data(),
+                        .probabilities = probabilities.data(),
+                        .dy = x.data(),
+                        .scratch = scratch.data(),
+                        .dqkv = dqkv.data()});
+    for (const Floats* part : {&y, &dx, &dw, &db, &mixed, &dqkv})
+      result.insert(result.end(), part->begin(), part->end());
     return result;
   };
   const Floats one = all(1);

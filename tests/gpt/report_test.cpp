@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report.hpp"
 
-#include "progress.hpp"
-#include "text.hpp"
-
-#include <hoist/core/units.hpp>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <nlohmann/json.hpp>
-
 #include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 #include <unistd.h>
+
+#include <hoist/core/units.hpp>
+
+#include "progress.hpp"
+#include "text.hpp"
 
 namespace hoist::gpt {
 namespace {
@@ -28,11 +27,14 @@ RunRecord example() {
   record.device = "host device (CPU memory, 2 cores)";
   record.parameters = 1000;
   record.world_size = 1;
-  record.steps = {{.step = 1, .loss = 5.5, .seconds = 2.0, .gradient_norm = 3.25}, {.step = 2, .loss = 4.5, .seconds = 2.0, .gradient_norm = 1}};
+  record.steps = {{.step = 1, .loss = 5.5, .seconds = 2.0, .gradient_norm = 3.25},
+                  {.step = 2, .loss = 4.5, .seconds = 2.0, .gradient_norm = 1}};
   record.digests = {"0123456789abcdef", "1123456789abcdef", "2123456789abcdef"};
-  record.tiers = {.device = {.budget_bytes = 100, .peak_bytes = 90}, .pinned = {.budget_bytes = 200, .peak_bytes = 80},
+  record.tiers = {.device = {.budget_bytes = 100, .peak_bytes = 90},
+                  .pinned = {.budget_bytes = 200, .peak_bytes = 80},
                   .nvme = {.budget_bytes = 300, .peak_bytes = 300}};
-  for (std::size_t i = 0; i < kLinkCount; ++i) record.links[i] = {.bytes = 1000 * (i + 1), .busy = std::chrono::milliseconds(500)};
+  for (std::size_t i = 0; i < kLinkCount; ++i)
+    record.links[i] = {.bytes = 1000 * (i + 1), .busy = std::chrono::milliseconds(500)};
   record.waits[static_cast<std::size_t>(WaitCause::nvme)] = std::chrono::seconds(1);
   record.compute = std::chrono::seconds(2);
   record.formula = StepBytes{.nvme_read = 500, .nvme_write = 1000, .host_to_device = 1500, .device_to_host = 2000};
@@ -52,7 +54,8 @@ TEST(Report, HasExactlyTheFieldsOfTheFormat) {
               "host_to_device": {"bytes": 3000, "busy_seconds": 0.5}, "device_to_host": {"bytes": 4000, "busy_seconds": 0.5},
               "wire": {"bytes": 5000, "busy_seconds": 0.5}},
     "wait_seconds": {"nvme": 1.0, "host_to_device": 0.0, "optimizer": 0.0, "comm": 0.0},
-    "committed_step": 2})");
+    "committed_step": 2
+})");
   EXPECT_EQ(json, expected);
 }
 
@@ -69,10 +72,10 @@ TEST(ClosingTable, ComparesWithTheFormulaAndAccountsForTime) {
   const std::string table = closing_table(example());
   EXPECT_THAT(table, HasSubstr("2 steps in 4.0 s, loss 5.500 -> 4.500"));
   EXPECT_THAT(table, HasSubstr("host device (CPU memory, 2 cores)"));
-  EXPECT_THAT(table, HasSubstr("1.0000"));      // NVMe read: 1000 bytes in 2 steps of 500
-  EXPECT_THAT(table, HasSubstr("50.0 %"));      // kernels: 2 of 4 seconds
-  EXPECT_THAT(table, HasSubstr("25.0 %"));      // NVMe
-  EXPECT_THAT(table, HasSubstr("90.0 %"));      // device peak
+  EXPECT_THAT(table, HasSubstr("1.0000"));  // NVMe read: 1000 bytes in 2 steps of 500
+  EXPECT_THAT(table, HasSubstr("50.0 %"));  // kernels: 2 of 4 seconds
+  EXPECT_THAT(table, HasSubstr("25.0 %"));  // NVMe
+  EXPECT_THAT(table, HasSubstr("90.0 %"));  // device peak
   EXPECT_THAT(table, Not(HasSubstr("between ranks")));
   RunRecord four = example();
   four.world_size = 4;
@@ -124,11 +127,13 @@ std::string shown(const ProgressOptions& options, int steps, Nanoseconds apart) 
   ProgressOptions with_file = options;
   with_file.out = file;
   Progress progress(with_file);
-  const Tiers tiers{.device = {.budget_bytes = 2 * kMiB, .held_bytes = kMiB}, .pinned = {.budget_bytes = 4 * kMiB, .held_bytes = 3 * kMiB}};
+  const Tiers tiers{.device = {.budget_bytes = 2 * kMiB, .held_bytes = kMiB},
+                    .pinned = {.budget_bytes = 4 * kMiB, .held_bytes = 3 * kMiB}};
   TimePoint now{};
   for (int step = 1; step <= steps; ++step) {
     now += apart;
-    progress.show({.step = options.first_step + static_cast<std::uint64_t>(step), .loss = 2.5, .seconds = 0.5}, tiers, now);
+    progress.show({.step = options.first_step + static_cast<std::uint64_t>(step), .loss = 2.5, .seconds = 0.5}, tiers,
+                  now);
   }
   progress.finish();
   std::string text(static_cast<std::size_t>(std::ftell(file)), '\0');
@@ -144,13 +149,15 @@ TEST(Progress, ALineSaysWhatMatters) {
 }
 
 TEST(Progress, OnATerminalOneLineIsRewritten) {
-  const std::string text = shown({.last_step = 3, .tokens_per_step = 1, .rewrite = true}, 3, std::chrono::milliseconds(1));
+  const std::string text =
+      shown({.last_step = 3, .tokens_per_step = 1, .rewrite = true}, 3, std::chrono::milliseconds(1));
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1);
   EXPECT_EQ(std::count(text.begin(), text.end(), '\r'), 3);
 }
 
 TEST(Progress, ElsewhereALineEveryFewSecondsAndAtBothEnds) {
-  const std::string text = shown({.first_step = 5, .last_step = 105, .tokens_per_step = 1}, 100, std::chrono::milliseconds(500));
+  const std::string text =
+      shown({.first_step = 5, .last_step = 105, .tokens_per_step = 1}, 100, std::chrono::milliseconds(500));
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 11);  // 50 s, a line every 5, and the last
   EXPECT_THAT(text, HasSubstr("step 6/105"));
   EXPECT_THAT(text, HasSubstr("step 105/105"));

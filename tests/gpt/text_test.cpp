@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "text.hpp"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <set>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 #include <unistd.h>
 
 namespace hoist::gpt {
@@ -101,7 +100,8 @@ TEST_F(TextTest, RanksShareTheBatchOfOneRank) {
 TEST_F(TextTest, EveryWindowIsReached) {
   const Text text = counting(20);
   std::set<std::uint8_t> starts;
-  for (std::uint64_t step = 0; step < 400; ++step) starts.insert(text.batch({.seed = 1, .step = step, .context = 4}).inputs[0]);
+  for (std::uint64_t step = 0; step < 400; ++step)
+    starts.insert(text.batch({.seed = 1, .step = step, .context = 4}).inputs[0]);
   EXPECT_EQ(starts.size(), 16u);
   EXPECT_EQ(*starts.rbegin(), 15);
 }

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole model on a real engine: gradients against finite differences, placements against each other, learning.
+#include "model.hpp"
+
+#include <cmath>
+#include <filesystem>
+#include <memory>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <hoist/core/rng.hpp>
+
+namespace hoist::gpt {
+namespace {
+
+constexpr std::uint64_t kSeed = 4;
+
+RuntimeOptions small_runtime() {
+  return {.device_memory_bytes = 8 * kMiB, .pinned_memory_bytes = 64 * kMiB, .communicator = CommunicatorKind::self};
+}
+
+EngineOptions in_memory() {
+  return {
+      .parameters = Placement::device, .optimizer = Placement::pinned, .optimizer_defaults = {.learning_rate = 3e-3}};
+}
+
+ModelOptions small_model(DType dtype = DType::bf16) {
+  return {.layers = 2,
+          .width = 24,
+          .heads = 3,
+          .context = 10,
+          .batch = 3,
+          .seed = kSeed,
+          .threads = 2,
+          .matrix_dtype = dtype};
+}
+
+Text sentence() {
+  const std::string text = "the quick brown fox jumps over the lazy dog; the lazy dog sleeps. ";
+  std::string repeated;
+  for (int i = 0; i < 20; ++i) repeated += text;
+  return Text(std::vector<std::uint8_t>(repeated.begin(), repeated.end()));
+}
+
+Batch batch_at(std::uint64_t step, const ModelOptions& model, int rank = 0, int world_size = 1) {
+  return sentence().batch({.seed = kSeed,
+                           .step = step,
+                           .rank = rank,
+                           .world_size = world_size,
+                           .batch = model.batch,
+                           .context = model.context});
+}
+
+struct Trainer {
+  Trainer(const RuntimeOptions& runtime_options, const EngineOptions& engine_options, const ModelOptions& options,
+          const Runtime::MakeCommunicator& join = {})
+      : runtime(join ? std::make_unique<Runtime>(runtime_options, join) : std::make_unique<Runtime>(runtime_options)),
+        engine(std::make_unique<Engine>(*runtime, engine_options)),
+        model(std::make_unique<Model>(*runtime, *engine, options, engine_options.optimizer_defaults)) {}
+
+  std::vector<double> steps(std::uint64_t count) {
+    std::vector<double> losses;
+    for (std::uint64_t i = 0; i < count; ++i) {
+      losses.push_back(model->train(batch_at(i, model->options(), runtime->rank(), runtime->world_size())));
+      engine->step();
+    }
+    return losses;
+  }
+  std::vector<std::string> digests() {
+    return {state_digest(*engine, State::master), state_digest(*engine, State::moment1),
+            state_digest(*engine, State::moment2)};
+  }
+
+  std::unique_ptr<Runtime> runtime;
+  std::unique_ptr<Engine> engine;
+  std::unique_ptr<Model> model;
+};
+
+// --- gradients -----------------------------------------------------------------------------------------------------
+
+class GradientTest : public testing::Test {
+ protected:
+  GradientTest() : trainer_(small_runtime(), in_memory(), small_model(DType::fp32)) {
+    // Far from the initial values, where many gradients are too small to be told from rounding.
+    trainer_.engine->initialize([](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+      for (std::size_t i = 0; i < out.size(); ++i) {
+        out[i] = static_cast<float>(0.3 * random_normal(parameter.index + 100, first + i));
+      }
+    });
+    batch_ = batch_at(0, trainer_.model->options());
+  }
+
+  // The loss when `parameter` is moved by `distance` along `direction`, a unit vector.
+  double loss_at(ParameterId parameter, const std::vector<float>& start, const std::vector<double>& direction,
+                 double distance) {
+    std::vector<float> moved = start;
+    for (std::size_t i = 0; i < moved.size(); ++i) moved[i] += static_cast<float>(distance * direction[i]);
+    trainer_.engine->write(parameter, State::master, 0, moved);
+    return trainer_.model->evaluate(batch_);
+  }
+
+  // The derivative along `direction`: central differences of two widths, extrapolated.
+  double slope(ParameterId parameter, const std::vector<double>& direction) {
+    std::vector<float> start(direction.size());
+    trainer_.engine->read(parameter, State::master, 0, start);
+    const auto difference = [&](double h) {
+      return (loss_at(parameter, start, direction, h) - loss_at(parameter, start, direction, -h)) / (2 * h);
+    };
+    const double wide = difference(0.04), narrow = difference(0.02);
+    trainer_.engine->write(parameter, State::master, 0, start);
+    return (4 * narrow - wide) / 3;
+  }
+
+  Trainer trainer_;
+  Batch batch_;
+};
+
+TEST_F(GradientTest, EveryParameterMatchesFiniteDifferences) {
+  Engine& engine = *trainer_.engine;
+  trainer_.model->train(batch_);
+  std::vector<std::vector<float>> gradients;
+  for (std::uint32_t p = 0; p < engine.parameters().size(); ++p) {
+    std::uint64_t count = 1;
+    for (const auto extent : engine.parameters()[p].shape) count *= static_cast<std::uint64_t>(extent);
+    gradients.emplace_back(count);
+    engine.read({p}, State::gradient, 0, gradients.back());
+  }
+  engine.discard();
+
+  for (std::uint32_t p = 0; p < gradients.size(); ++p) {
+    SCOPED_TRACE(engine.parameters()[p].name);
+    const std::vector<float>& gradient = gradients[p];
+    double norm = 0;
+    for (const float g : gradient) norm += static_cast<double>(g) * static_cast<double>(g);
+    norm = std::sqrt(norm);
+    ASSERT_GT(norm, 1e-3) << "this parameter is not being tested";
+
+    std::vector<double> along(gradient.size());
+    for (std::size_t i = 0; i < along.size(); ++i) along[i] = static_cast<double>(gradient[i]) / norm;
+    EXPECT_NEAR(slope({p}, along), norm, 2e-3 * norm + 2e-4);
+
+    for (std::uint64_t sample = 0; sample < 4; ++sample) {  // and single elements, where a misplaced one would show
+      const std::size_t i = random_bits(p, sample) % gradient.size();
+      std::vector<double> axis(gradient.size());
+      axis[i] = 1;
+      EXPECT_NEAR(slope({p}, axis), static_cast<double>(gradient[i]),
+                  5e-3 * std::abs(static_cast<double>(gradient[i])) + 2e-4)
+          << "element " << i;
+    }
+  }
+}
+
+TEST_F(GradientTest, TrainAndEvaluateAgreeOnTheLoss) {
+  const double trained = trainer_.model->train(batch_);
+  trainer_.engine->discard();
+  EXPECT_EQ(trainer_.model->evaluate(batch_), trained);
+}
+
+// --- the same everywhere -------------------------------------------------------------------------------------------
+
+TEST(Model, StartsAtTheLossOfAUniformGuess) {
+  Trainer trainer(small_runtime(), in_memory(), small_model());
+  trainer.engine->initialize(trainer.model->initial_values());
+  EXPECT_NEAR(trainer.model->evaluate(batch_at(0, small_model())), std::log(256.0), 0.1);
+}
+
+TEST(Model, Learns) {
+  Trainer trainer(small_runtime(), in_memory(), small_model());
+  trainer.engine->initialize(trainer.model->initial_values());
+  const std::vector<double> losses = trainer.steps(120);
+  EXPECT_LT(losses.back(), 2.5);
+}
+
+TEST(Model, InitialValuesDoNotDependOnThePieces) {
+  Trainer trainer(small_runtime(), in_memory(), small_model());
+  const Fill fill = trainer.model->initial_values();
+  const ParameterId weight = trainer.engine->parameter("block.1.up.weight");
+  std::vector<float> whole(100), pieces(100);
+  fill(weight, 7, whole);
+  for (std::size_t i = 0; i < 100; i += 20) fill(weight, 7 + i, std::span(pieces).subspan(i, 20));
+  EXPECT_EQ(whole, pieces);
+  std::vector<float> one(3);
+  fill(trainer.engine->parameter("block.0.norm2.weight"), 0, one);
+  EXPECT_THAT(one, testing::Each(1.0f));
+  fill(trainer.engine->parameter("block.0.up.bias"), 0, one);
+  EXPECT_THAT(one, testing::Each(0.0f));
+}
+
+TEST(Model, ABatchOfAnotherShapeIsRefusedAndNothingIsLost) {
+  Trainer trainer(small_runtime(), in_memory(), small_model());
+  trainer.engine->initialize(trainer.model->initial_values());
+  const double loss = trainer.model->evaluate(batch_at(0, small_model()));
+  ModelOptions other = small_model();
+  other.batch = 2;
+  EXPECT_THROW(trainer.model->train(batch_at(0, other)), UsageError);
+  EXPECT_EQ(trainer.model->evaluate(batch_at(0, small_model())), loss);
+}
+
+TEST(Model, ActivationsThatDoNotFitAreRefusedWithTheKey) {
+  RuntimeOptions runtime = small_runtime();
+  runtime.device_memory_bytes = 64 * kKiB;
+  try {
+    Trainer trainer(runtime, in_memory(), small_model());
+    FAIL() << "64 KiB were enough";
+  } catch (const BudgetError& error) {
+    EXPECT_EQ(error.need.key, "hoist.device_memory");
+    EXPECT_THAT(error.what(), testing::HasSubstr("activations"));
+  }
+}
+
+class PlacementTest : public testing::Test {
+ protected:
+  PlacementTest() : store_(testing::TempDir() + "/hoist_gpt_model_" + std::to_string(getpid())) {}
+  ~PlacementTest() override { std::filesystem::remove_all(store_); }
+
+  struct Result {
+    std::vector<double> losses;
+    std::vector<std::string> digests;
+    friend bool operator==(const Result&, const Result&) = default;
+  };
+  Result result(Placement parameters, Placement optimizer, unsigned threads, std::uint64_t chaos_seed) {
+    std::filesystem::remove_all(store_);
+    RuntimeOptions runtime = small_runtime();
+    runtime.host_device.chaos_seed = chaos_seed;
+    EngineOptions engine = in_memory();
+    engine.parameters = parameters;
+    engine.optimizer = optimizer;
+    engine.prefetch_elements = 20'000;
+    engine.persistence_elements = 0;
+    engine.live_elements_max = 40'000;
+    if (parameters == Placement::nvme || optimizer == Placement::nvme) engine.store_directory = store_;
+    ModelOptions model = small_model();
+    model.threads = threads;
+    Trainer trainer(runtime, engine, model);
+    trainer.engine->initialize(trainer.model->initial_values());
+    Result r;
+    r.losses = trainer.steps(4);
+    r.digests = trainer.digests();
+    return r;
+  }
+  const std::string store_;
+};
+
+TEST_F(PlacementTest, WhereStateLivesChangesNoBit) {
+  const Result reference = result(Placement::device, Placement::pinned, 1, 0);
+  EXPECT_EQ(result(Placement::pinned, Placement::pinned, 2, 0), reference);
+  EXPECT_EQ(result(Placement::device, Placement::nvme, 2, 0), reference);
+  EXPECT_EQ(result(Placement::nvme, Placement::nvme, 2, 0), reference);
+  for (const std::uint64_t chaos : {1u, 2u}) {
+    EXPECT_EQ(result(Placement::nvme, Placement::nvme, 3, chaos), reference) << "chaos seed " << chaos;
+  }
+}
+
+TEST(ModelRanks, TwoRanksSeeTheBatchOfOne) {
+  ModelOptions whole = small_model(DType::fp32);
+  whole.batch = 4;
+  Trainer alone(small_runtime(), in_memory(), whole);
+  alone.engine->initialize(alone.model->initial_values());
+  const std::vector<double> expected = alone.steps(3);
+
+  ModelOptions half = whole;
+  half.batch = 2;
+  comm::ThreadGroup group(2);
+  std::vector<double> losses[2];
+  std::vector<std::string> digests[2];
+  const auto rank_work = [&](int rank) {
+    Trainer trainer(small_runtime(), in_memory(), half,
+                    [&](const comm::CommunicatorOptions& options) { return group.join(rank, options); });
+    trainer.engine->initialize(trainer.model->initial_values());
+    losses[rank] = trainer.steps(3);
+    digests[rank] = trainer.digests();
+  };
+  std::thread other([&] { rank_work(1); });
+  rank_work(0);
+  other.join();
+  for (std::size_t i = 0; i < 3; ++i) EXPECT_NEAR((losses[0][i] + losses[1][i]) / 2, expected[i], 1e-5) << "step " << i;
+  EXPECT_EQ(digests[0], digests[1]);
+}
+
+}  // namespace
+}  // namespace hoist::gpt

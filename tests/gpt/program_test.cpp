@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+// The real program: exit codes, one-line messages, resuming, signals, the report.
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <hoist/tests/support/temp_directory.hpp>
+
+namespace hoist::gpt {
+namespace {
+
+using nlohmann::json;
+using testing::HasSubstr;
+
+struct Outcome {
+  int code = -1;  // exit code, or -signal
+  std::string out;
+  std::string error;
+};
+
+std::string content_of(const std::string& path) {
+  std::stringstream content;
+  content << std::ifstream(path).rdbuf();
+  return content.str();
+}
+
+class Program : public testing::Test {
+ protected:
+  Program() {
+    std::string text;
+    for (int i = 0; i < 50; ++i) text += "Peter Piper picked a peck of pickled peppers. ";
+    write("text", text);
+    write_config("config.json", "nvme", "nvme");
+  }
+
+  std::string path(const std::string& name) const { return directory_ / name; }
+  void write(const std::string& name, const std::string& text) const {
+    std::ofstream(path(name), std::ios::binary) << text;
+  }
+  void write_config(const std::string& name, const std::string& parameters, const std::string& optimizer,
+                    const json& hoist_extra = json::object()) const {
+    json config = {
+        {"train_micro_batch_size_per_gpu", 2},
+        {"bf16", {{"enabled", true}}},
+        {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 3e-3}}}}},
+        {"zero_optimization",
+         {{"stage", 3}, {"offload_param", {{"device", parameters}}}, {"offload_optimizer", {{"device", optimizer}}}}},
+        {"hoist", {{"device", "host"}, {"device_memory", "8MiB"}, {"pinned_memory", "32MiB"}}}};
+    for (const char* part : {"offload_param", "offload_optimizer"}) {
+      json& section = config["zero_optimization"][part];
+      if (section["device"] == "nvme") section["nvme_path"] = path("store");
+    }
+    config["hoist"].update(hoist_extra);
+    write(name, config.dump(2));
+  }
+
+  std::vector<std::string> usual(int steps) const {
+    return {"--config", path("config.json"), "--text", path("text"), "--steps", std::to_string(steps), "--layers",
+            "2",        "--width",           "32",     "--heads",    "2",       "--context",           "16"};
+  }
+  std::vector<std::string> usual(int steps, std::initializer_list<std::string> more) const {
+    std::vector<std::string> words = usual(steps);
+    words.insert(words.end(), more);
+    return words;
+  }
+
+  pid_t start(const std::vector<std::string>& words) const {
+    const pid_t child = fork();
+    if (child != 0) return child;
+    std::vector<char*> argv = {const_cast<char*>(HOIST_GPT)};
+    for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
+    argv.push_back(nullptr);
+    const int out = open(path("out").c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+    const int error = open(path("error").c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+    dup2(out, STDOUT_FILENO);
+    dup2(error, STDERR_FILENO);
+    execv(HOIST_GPT, argv.data());
+    _exit(127);
+  }
+  Outcome finish(pid_t child) const {
+    int status = 0;
+    waitpid(child, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), content_of(path("out")),
+            content_of(path("error"))};
+  }
+  Outcome run(const std::vector<std::string>& words) const { return finish(start(words)); }
+
+  // Bad input: exit code 2 and one line that says what.
+  void expect_refused(const std::vector<std::string>& words, const std::string& message) const {
+    SCOPED_TRACE(testing::PrintToString(words));
+    const Outcome outcome = run(words);
+    EXPECT_EQ(outcome.code, 2) << outcome.error;
+    EXPECT_THAT(outcome.error, testing::StartsWith("hoist-gpt: "));
+    EXPECT_THAT(outcome.error, HasSubstr(message));
+    EXPECT_EQ(std::count(outcome.error.begin(), outcome.error.end(), '\n'), 1) << outcome.error;
+  }
+
+  json report() const { return json::parse(content_of(path("report.json"))); }
+  json report_of(const std::vector<std::string>& words) const {
+    std::vector<std::string> with_report = words;
+    with_report.insert(with_report.end(), {"--report", path("report.json")});
+    const Outcome outcome = run(with_report);
+    EXPECT_EQ(outcome.code, 0) << outcome.error;
+    return outcome.code == 0 ? report() : json();
+  }
+  void remove_store() const { std::filesystem::remove_all(path("store")); }
+
+  const test::TempDirectory directory_;
+};
+
+TEST_F(Program, RefusesBadInput) {
+  write("short", "0123456789abcdef");  // one byte too few for a context of 16
+  write("broken.json", "{\n  \"bf16\": {\"enabled\": true},,\n}");
+  const auto replaced = [&](const std::string& option, const std::string& value) {
+    std::vector<std::string> words = usual(1);
+    *(std::find(words.begin(), words.end(), option) + 1) = value;
+    return words;
+  };
+  expect_refused(replaced("--text", path("none")), "there is no text");
+  expect_refused(replaced("--text", path("short")), "has 16 bytes; a context of 16 needs at least 17");
+  expect_refused(replaced("--config", path("none.json")), "none.json");
+  expect_refused(replaced("--config", path("broken.json")), "broken.json:2:");
+  expect_refused(replaced("--heads", "3"), "does not divide");
+  expect_refused(usual(1, {"--stpes", "3"}), "--stpes");
+  expect_refused(usual(1, {"--report", path("none/r.json")}), "cannot write the report");
+  expect_refused({"--config", path("config.json")}, "required");
+  EXPECT_FALSE(std::filesystem::exists(path("store"))) << "a refused run left something behind";
+}
+
+TEST_F(Program, RefusesAPathWhereNoStoreCanBe) {
+  write("store", "a file is in the way");
+  const Outcome outcome = run(usual(1));
+  EXPECT_EQ(outcome.code, 2) << outcome.error;
+  EXPECT_THAT(outcome.error, HasSubstr(path("store")));
+  EXPECT_EQ(content_of(path("store")), "a file is in the way");
+}
+
+TEST_F(Program, ABudgetTooSmallNamesTheKey) {
+  write_config("config.json", "nvme", "nvme", {{"pinned_memory", "64KiB"}});
+  expect_refused(usual(1), "hoist.pinned_memory");
+  write_config("config.json", "nvme", "nvme", {{"device_memory", "64KiB"}});
+  expect_refused(usual(1), "hoist.device_memory");
+}
+
+TEST_F(Program, TrainsAndReports) {
+  const json report = report_of(usual(5));
+  ASSERT_TRUE(report.is_object());
+  std::vector<std::string> keys;
+  for (const auto& [key, value] : report.items()) keys.push_back(key);
+  EXPECT_THAT(keys, testing::UnorderedElementsAre("device", "parameters", "world_size", "steps", "digest", "tiers",
+                                                  "links", "wait_seconds", "committed_step"));
+  EXPECT_THAT(report["device"].get<std::string>(), HasSubstr("host"));
+  EXPECT_EQ(report["parameters"], 256 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32);
+  EXPECT_EQ(report["world_size"], 1);
+  EXPECT_EQ(report["committed_step"], 5);
+  ASSERT_EQ(report["steps"].size(), 5u);
+  for (std::size_t i = 0; i < 5; ++i) {
+    EXPECT_EQ(report["steps"][i]["step"], i + 1);
+    EXPECT_GT(report["steps"][i]["seconds"].get<double>(), 0);
+    EXPECT_GT(report["steps"][i]["gradient_norm"].get<double>(), 0);
+  }
+  EXPECT_NEAR(report["steps"][0]["loss"].get<double>(), 5.545, 0.1);
+  EXPECT_LT(report["steps"][4]["loss"].get<double>(), report["steps"][0]["loss"].get<double>());
+  for (const char* state : {"master", "moment1", "moment2"}) {
+    EXPECT_THAT(report["digest"][state].get<std::string>(), testing::MatchesRegex("[0-9a-f]{16}"));
+  }
+  for (const char* tier : {"device", "pinned", "nvme"}) {
+    EXPECT_GT(report["tiers"][tier]["peak_bytes"].get<std::uint64_t>(), 0u) << tier;
+    EXPECT_LE(report["tiers"][tier]["peak_bytes"], report["tiers"][tier]["budget_bytes"]) << tier;
+  }
+  EXPECT_GT(report["links"]["nvme_read"]["bytes"].get<std::uint64_t>(), 0u);
+  EXPECT_EQ(report["links"]["wire"]["bytes"], 0);
+  const std::string out = content_of(path("out"));
+  for (const char* part :
+       {"step 1/5", "step 5/5", "tokens/s", "left", "NVMe read", "formula", "where the time went", "budget"}) {
+    EXPECT_THAT(out, HasSubstr(part));
+  }
+  EXPECT_EQ(content_of(path("error")), "");
+}
+
+TEST_F(Program, ResumesBitExactly) {
+  const json whole = report_of(usual(6));
+  for (const auto& [parameters, optimizer] :
+       {std::pair{"nvme", "nvme"}, std::pair{"cpu", "nvme"}, std::pair{"none", "nvme"}}) {
+    SCOPED_TRACE(parameters);
+    remove_store();
+    write_config("config.json", parameters, optimizer);
+    const Outcome first = run(usual(2, {"--resume"}));
+    EXPECT_EQ(first.code, 0) << first.error;
+    EXPECT_THAT(first.out, HasSubstr("nothing to resume: no commit yet, starting at step 0"));
+    expect_refused(usual(6), "pass --resume");
+    EXPECT_EQ(run(usual(3, {"--resume"})).code, 0);
+    const json resumed = report_of(usual(6, {"--resume"}));
+    EXPECT_EQ(resumed["digest"], whole["digest"]);
+    EXPECT_EQ(resumed["steps"].size(), 3u);
+    EXPECT_EQ(resumed["steps"][2]["loss"], whole["steps"][5]["loss"]);
+    EXPECT_EQ(resumed["committed_step"], 6);
+  }
+}
+
+TEST_F(Program, ARunThatIsDoneOnlyReports) {
+  const json whole = report_of(usual(3));
+  const json again = report_of(usual(3, {"--resume"}));
+  EXPECT_EQ(again["steps"].size(), 0u);
+  EXPECT_EQ(again["digest"], whole["digest"]);
+  EXPECT_EQ(again["committed_step"], 3);
+}
+
+TEST_F(Program, ResumingAnotherRunIsRefused) {
+  ASSERT_EQ(run(usual(1)).code, 0);
+  expect_refused(usual(2, {"--resume", "--seed", "9"}), "--seed 1, not 9");
+  expect_refused(usual(2, {"--resume", "--batch", "3"}), "--batch 2, not 3");
+  write("text", content_of(path("text")) + "!");
+  expect_refused(usual(2, {"--resume"}), "another text");
+  std::vector<std::string> wider = usual(2, {"--resume"});
+  *(std::find(wider.begin(), wider.end(), "--width") + 1) = "64";
+  const Outcome outcome = run(wider);
+  EXPECT_EQ(outcome.code, 2) << outcome.error;
+}
+
+TEST_F(Program, WithoutNvmeTheEndIsSavedWhereAPathIsGiven) {
+  const json whole = report_of(usual(4));
+  write_config("config.json", "cpu", "cpu", {{"checkpoint_path", path("store")}});
+  remove_store();
+  const json first = report_of(usual(2));
+  EXPECT_EQ(first["committed_step"], 2);
+  const json second = report_of(usual(4, {"--resume"}));
+  EXPECT_EQ(second["committed_step"], 4);
+  EXPECT_EQ(second["digest"], whole["digest"]);
+}
+
+TEST_F(Program, WithoutAStoreNothingIsCommitted) {
+  write_config("config.json", "none", "cpu");
+  const json report = report_of(usual(2));
+  EXPECT_TRUE(report["committed_step"].is_null());
+  EXPECT_EQ(report["links"]["nvme_read"]["bytes"], 0);
+}
+
+TEST_F(Program, ASignalEndsTheRunAfterItsStep) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    remove_store();
+    const pid_t child = start(usual(1000000, {"--report", path("report.json")}));
+    for (int i = 0; i < 600 && content_of(path("out")).find("step 1/") == std::string::npos; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    kill(child, signal);
+    const Outcome outcome = finish(child);
+    EXPECT_EQ(outcome.code, 0) << outcome.error;
+    EXPECT_THAT(outcome.out, HasSubstr("stopped by a signal after step"));
+    const json stopped = report();
+    EXPECT_EQ(stopped["committed_step"], stopped["steps"].back()["step"]);
+  }
+}
+
+TEST_F(Program, TheCommandLineWinsAndSaysSoOnce) {
+  const Outcome outcome = run(usual(1, {"--batch", "3"}));
+  EXPECT_EQ(outcome.code, 0) << outcome.error;
+  const std::string note = "--batch 3 wins over train_micro_batch_size_per_gpu 2";
+  EXPECT_THAT(outcome.out, HasSubstr(note));
+  EXPECT_EQ(outcome.out.find(note), outcome.out.rfind(note));
+}
+
+TEST_F(Program, HelpIsPrinted) {
+  const Outcome outcome = run({"--help"});
+  EXPECT_EQ(outcome.code, 0);
+  EXPECT_THAT(outcome.out, HasSubstr("--steps"));
+}
+
+}  // namespace
+}  // namespace hoist::gpt
