@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/core/completion.hpp>
-
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <vector>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/completion.hpp>
 
 namespace hoist {
 
@@ -38,7 +38,8 @@ void Completion::wait() const {
 bool Completion::wait_for(std::chrono::nanoseconds timeout) const {
   if (!done()) {
     std::unique_lock lock(state_->mutex);
-    if (!state_->changed.wait_for(lock, timeout, [&] { return state_->done.load(std::memory_order_relaxed); })) return false;
+    if (!state_->changed.wait_for(lock, timeout, [&] { return state_->done.load(std::memory_order_relaxed); }))
+      return false;
   }
   if (state_ && state_->error) std::rethrow_exception(state_->error);
   return true;
@@ -68,6 +69,7 @@ Promise& Promise::operator=(Promise&& other) noexcept {
 Promise::~Promise() { HOIST_ASSERT(!state_ || state_->done, "a promise was destroyed before it was fulfilled"); }
 
 void Promise::settle(std::exception_ptr error) noexcept {
+  HOIST_ASSERT(state_ != nullptr, "a promise was fulfilled after it had been moved away");
   std::vector<Completion::Continuation> continuations;
   const std::shared_ptr<detail::CompletionState> state = state_;  // outlives a continuation that drops this promise
   {

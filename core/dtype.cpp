@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/dtype.hpp>
-
 #include <cmath>
+
+#include <hoist/core/dtype.hpp>
 
 namespace hoist {
 
 std::string_view dtype_name(DType dtype) {
   switch (dtype) {
-    case DType::bf16: return "bf16";
-    case DType::fp16: return "fp16";
-    case DType::fp32: return "fp32";
+    case DType::bf16:
+      return "bf16";
+    case DType::fp16:
+      return "fp16";
+    case DType::fp32:
+      return "fp32";
   }
   return "?";
 }
@@ -30,9 +33,13 @@ std::uint16_t float_to_fp16(float value) {
   const std::uint32_t magnitude = b & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u);
   if (magnitude >= 0x477FF000u) return static_cast<std::uint16_t>(sign | 0x7C00u);  // rounds to 65536 or more
-  if (magnitude < 0x38800000u) {  // subnormal in fp16: nearbyint rounds to nearest even
-    const float scaled = std::ldexp(std::bit_cast<float>(magnitude), 24);
-    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(std::nearbyint(scaled)));
+  if (magnitude < 0x38800000u) {  // subnormal in fp16: a count of 2^-24
+    const std::uint32_t exponent = magnitude >> 23;
+    if (exponent < 102) return sign;  // below half of 2^-24
+    const std::uint32_t significand = (magnitude & 0x7FFFFFu) | 0x800000u;
+    const std::uint32_t shift = 126 - exponent;  // 14 to 24
+    const std::uint32_t half_to_even = (1u << (shift - 1)) - 1 + ((significand >> shift) & 1u);
+    return static_cast<std::uint16_t>(sign | ((significand + half_to_even) >> shift));
   }
   const std::uint32_t rounded = magnitude + 0xFFFu + ((magnitude >> 13) & 1u);
   return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>((rounded >> 13) - (112u << 10)));

@@ -24,7 +24,7 @@ struct bf16 {
 
 constexpr float to_float(bf16 value) { return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16); }
 
-// fp16 (IEEE binary16) <-> fp32; round to nearest even, overflow to infinity.
+// fp16 (IEEE binary16) <-> fp32; round to nearest even whatever the thread's rounding mode, overflow to infinity.
 float fp16_to_float(std::uint16_t bits);
 std::uint16_t float_to_fp16(float value);
 
