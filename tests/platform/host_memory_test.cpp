@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstdint>
+#include <fstream>
+#include <utility>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/platform/detail/mapping.hpp>
+#include <hoist/platform/host_memory.hpp>
+
+namespace hoist::platform {
+namespace {
+
+bool all_zero_and_writable(std::span<std::byte> bytes) {
+  const bool zero = std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
+  std::fill(bytes.begin(), bytes.end(), std::byte{0xA5});
+  return zero && std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0xA5}; });
+}
+
+std::uint64_t address(std::span<std::byte> bytes) { return reinterpret_cast<std::uintptr_t>(bytes.data()); }
+
+std::uint64_t free_reserved_pages() {
+  std::ifstream file("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+  std::uint64_t count = 0;
+  return file >> count ? count : 0;
+}
+
+TEST(HostMemory, OrdinaryPages) {
+  const HostMemory memory({.bytes = 5 * kMiB + 123, .huge_pages = false});
+  EXPECT_EQ(memory.bytes().size(), 5 * kMiB + 123);
+  EXPECT_EQ(memory.page_kind(), PageKind::normal);
+  EXPECT_EQ(address(memory.bytes()) % kBlockAlignment, 0u);
+  EXPECT_TRUE(all_zero_and_writable(memory.bytes()));
+}
+
+// Whatever the machine gives, the bytes are good; and it says which kind it gave.
+TEST(HostMemory, HugePagesWithFallBack) {
+  constexpr std::uint64_t kBytes = 9 * kMiB;
+  const std::uint64_t reserved = free_reserved_pages();
+  const HostMemory memory({.bytes = kBytes, .huge_pages = true, .touch_threads = 3});
+  EXPECT_EQ(memory.bytes().size(), kBytes);
+  if (reserved == 0) {
+    EXPECT_NE(memory.page_kind(), PageKind::huge_reserved);
+  }
+  if (memory.page_kind() != PageKind::normal) {
+    EXPECT_EQ(address(memory.bytes()) % (2 * kMiB), 0u);
+  }
+  EXPECT_TRUE(all_zero_and_writable(memory.bytes()));
+}
+
+TEST(HostMemory, ReservedPagesAreReturned) {
+  constexpr std::uint64_t kPages = 2;
+  const std::uint64_t before = free_reserved_pages();
+  if (before < kPages) GTEST_SKIP() << before << " reserved huge pages are free, " << kPages << " are needed";
+  {
+    const HostMemory memory({.bytes = kPages * 2 * kMiB});
+    EXPECT_EQ(memory.page_kind(), PageKind::huge_reserved);
+    EXPECT_TRUE(all_zero_and_writable(memory.bytes()));
+  }
+  EXPECT_EQ(free_reserved_pages(), before);
+}
+
+TEST(HostMemory, AnEmptyBlock) {
+  const HostMemory memory({.bytes = 0});
+  EXPECT_TRUE(memory.bytes().empty());
+  EXPECT_TRUE(memory.slices().empty());
+}
+
+TEST(HostMemory, MovesItsBytes) {
+  HostMemory first({.bytes = 10'000});
+  const std::byte* data = first.bytes().data();
+  first.bytes()[9'999] = std::byte{3};
+  const HostMemory second(std::move(first));
+  EXPECT_EQ(second.bytes().data(), data);
+  EXPECT_EQ(second.bytes()[9'999], std::byte{3});
+  EXPECT_TRUE(first.bytes().empty());  // NOLINT(bugprone-use-after-move): a moved-from block is empty
+  EXPECT_TRUE(first.slices().empty());
+}
+
+// A node that exists, and one that does not: binding is a wish, and its refusal a warning.
+TEST(HostMemory, BindsToANodeWhereItCan) {
+  for (const int node : {0, 900}) {
+    const HostMemory memory({.bytes = 4 * kMiB, .numa_node = node, .touch_threads = 2});
+    EXPECT_TRUE(all_zero_and_writable(memory.bytes())) << "node " << node;
+  }
+}
+
+TEST(HostMemory, RefusesWhatTheMachineLacks) {
+  for (const bool huge : {true, false}) {
+    try {
+      const HostMemory memory({.bytes = std::uint64_t{1} << 46, .huge_pages = huge});
+      FAIL() << "64 TiB were given";
+    } catch (const BudgetError& error) {
+      EXPECT_EQ(error.need.tier, "pinned");
+      EXPECT_LT(error.need.have_bytes, error.need.need_bytes);
+    }
+  }
+}
+
+TEST(HostMemory, SlicesAreOneGiBAndCoverEverything) {
+  constexpr std::uint64_t kBytes = kGiB + 3 * 4096;
+  if (detail::available_memory_bytes() < 2 * kBytes) GTEST_SKIP() << "less than 2 GiB of memory is free";
+  const HostMemory memory({.bytes = kBytes, .touch_threads = 2});
+  const auto slices = memory.slices();
+  ASSERT_EQ(slices.size(), 2u);
+  EXPECT_EQ(slices[0].data(), memory.bytes().data());
+  EXPECT_EQ(slices[0].size(), HostMemory::kSliceBytes);
+  EXPECT_EQ(slices[1].data(), memory.bytes().data() + HostMemory::kSliceBytes);
+  EXPECT_EQ(slices[1].size(), 3u * 4096);
+}
+
+TEST(AvailableMemory, IsPlausible) {
+  const std::uint64_t available = detail::available_memory_bytes();
+  EXPECT_GT(available, kMiB);
+  EXPECT_LT(available, std::uint64_t{1} << 46);
+}
+
+}  // namespace
+}  // namespace hoist::platform

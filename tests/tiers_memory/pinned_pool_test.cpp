@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/platform/detail/mapping.hpp>
+#include <hoist/tiers/pinned_pool.hpp>
+
+namespace hoist::tiers {
+namespace {
+
+TEST(PinnedPool, CarvesExactlyWhatWasPlanned) {
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    Rng rng(seed);
+    std::vector<std::uint64_t> requests(1 + rng.below(60));
+    PinnedPlan plan;
+    for (std::uint64_t& bytes : requests) {
+      bytes = rng.below(rng.below(5) == 0 ? 300'000 : 9'000);
+      plan.add(bytes);
+    }
+    Budget budget("pinned", "key", plan.bytes());
+    PinnedPool pool(budget, {.bytes = plan.bytes(), .huge_pages = false});
+    EXPECT_EQ(budget.held_bytes(), plan.bytes());
+    const std::byte* end = pool.memory().bytes().data();
+    for (const std::uint64_t bytes : requests) {
+      const auto piece = pool.carve(bytes, "piece");
+      ASSERT_EQ(piece.size(), bytes) << "seed " << seed;
+      ASSERT_EQ(reinterpret_cast<std::uintptr_t>(piece.data()) % kBlockAlignment, 0u) << "seed " << seed;
+      ASSERT_GE(piece.data(), end) << "seed " << seed;
+      if (bytes > 0) std::memset(piece.data(), 1, bytes);
+      end = piece.data() + piece.size();
+    }
+    EXPECT_EQ(round_up(static_cast<std::uint64_t>(end - pool.memory().bytes().data()), kBlockAlignment), plan.bytes())
+        << "seed " << seed;
+  }
+}
+
+TEST(PinnedPlan, SkipsToTheNextSliceInsteadOfStraddling) {
+  PinnedPlan plan;
+  plan.add(kGiB - 8192);
+  plan.add(8192);  // fits to the last byte
+  EXPECT_EQ(plan.bytes(), kGiB);
+  plan.add(kGiB - 4096);
+  plan.add(8192);  // 4 KiB are left in the slice
+  EXPECT_EQ(plan.bytes(), 2 * kGiB + 8192);
+  plan.add(kGiB);
+  EXPECT_EQ(plan.bytes(), 4 * kGiB);
+}
+
+TEST(PinnedPlan, RefusesAPieceLongerThanASlice) {
+  PinnedPlan plan;
+  EXPECT_THROW(plan.add(kGiB + 1), UsageError);
+  EXPECT_EQ(plan.bytes(), 0u);
+}
+
+TEST(PinnedPool, PiecesLieWithinOneSlice) {
+  PinnedPlan plan;
+  const std::vector<std::uint64_t> requests{700 * kMiB, 400 * kMiB, 100 * kMiB};
+  for (const std::uint64_t bytes : requests) plan.add(bytes);
+  if (platform::detail::available_memory_bytes() < 2 * plan.bytes()) GTEST_SKIP() << "too little memory is free";
+  Budget budget("pinned", "key", 2 * kGiB);
+  PinnedPool pool(budget, {.bytes = plan.bytes(), .touch_threads = 2});
+  for (const std::uint64_t bytes : requests) {
+    const auto piece = pool.carve(bytes, "piece");
+    bool inside = false;
+    for (const auto& slice : pool.memory().slices()) {
+      inside |= piece.data() >= slice.data() && piece.data() + piece.size() <= slice.data() + slice.size();
+    }
+    EXPECT_TRUE(inside) << bytes << " bytes";
+  }
+}
+
+TEST(PinnedPool, MayBeEmpty) {
+  Budget budget("pinned", "key", 0);
+  PinnedPool pool(budget, {.bytes = PinnedPlan().bytes()});
+  EXPECT_TRUE(pool.memory().bytes().empty());
+  EXPECT_TRUE(pool.memory().slices().empty());
+  EXPECT_TRUE(pool.carve(0, "nothing").empty());
+}
+
+TEST(PinnedPool, RefusesBeforeItAllocates) {
+  Budget budget("pinned", "hoist.pinned_budget", kMiB);
+  try {
+    // More than any machine has: had the allocation been tried first, the error would speak of the machine.
+    const PinnedPool pool(budget, {.bytes = std::uint64_t{1} << 46});
+    FAIL() << "64 TiB in a budget of 1 MiB";
+  } catch (const BudgetError& error) {
+    EXPECT_EQ(error.need.key, "hoist.pinned_budget");
+    EXPECT_EQ(error.need.have_bytes, kMiB);
+  }
+  EXPECT_EQ(budget.held_bytes(), 0u);
+}
+
+TEST(PinnedPoolDeathTest, GoingBeyondThePlanIsABug) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_DEATH(
+      {
+        Budget budget("pinned", "key", kMiB);
+        PinnedPool pool(budget, {.bytes = 4096});
+        static_cast<void>(pool.carve(4097, "too much"));
+      },
+      "too much of 4097 bytes .* was not in the plan");
+}
+
+}  // namespace
+}  // namespace hoist::tiers
