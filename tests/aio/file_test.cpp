@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <hoist/aio/file.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
+
+#include "aio_test_support.hpp"
+
+namespace hoist::aio {
+namespace {
+
+using std::chrono::milliseconds;
+
+template <typename Work>
+std::optional<IoError::Where> io_error_thrown_by(Work work) {
+  try {
+    work();
+  } catch (const IoError& error) {
+    return error.where;
+  }
+  return std::nullopt;
+}
+
+class FileTest : public testing::Test {
+ protected:
+  test::TempDirectory directory_;
+};
+
+TEST_F(FileTest, CreateReservesBlocksForTheOwnerAlone) {
+  const File file(directory_ / "new", {.mode = OpenMode::create, .reserve_bytes = 8 * kMiB});
+  EXPECT_EQ(file.size_bytes(), 8 * kMiB);
+  struct stat info {};
+  ASSERT_EQ(::stat(file.path().c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 07777, 0600u);
+  EXPECT_EQ(info.st_size, static_cast<off_t>(8 * kMiB));
+  EXPECT_GE(static_cast<std::uint64_t>(info.st_blocks) * 512, 8 * kMiB) << "the space must be allocated, not promised";
+}
+
+TEST_F(FileTest, CreateRefusesWhatIsThereAndLeavesIt) {
+  std::ofstream(directory_ / "there") << "precious";
+  const auto error = io_error_thrown_by([&] { File(directory_ / "there", {.mode = OpenMode::create}); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code, EEXIST);
+  EXPECT_EQ(error->path, directory_ / "there");
+  EXPECT_EQ(std::filesystem::file_size(directory_ / "there"), 8u);
+}
+
+TEST_F(FileTest, OpeningReportsPathAndErrno) {
+  const auto missing = io_error_thrown_by([&] { File(directory_ / "missing", {}); });
+  ASSERT_TRUE(missing);
+  EXPECT_EQ(missing->code, ENOENT);
+  EXPECT_EQ(missing->operation, "open");
+  EXPECT_EQ(missing->path, directory_ / "missing");
+  const auto directory = io_error_thrown_by([&] { File(directory_.path().string(), {.mode = OpenMode::read_only}); });
+  ASSERT_TRUE(directory);
+  EXPECT_EQ(directory->code, EISDIR);
+}
+
+TEST_F(FileTest, SymbolicLinksAreRefusedInEveryMode) {
+  std::ofstream(directory_ / "target") << "precious";
+  std::filesystem::create_symlink("target", directory_.path() / "link");
+  std::filesystem::create_symlink("nowhere", directory_.path() / "dangling");
+  for (const OpenMode mode : {OpenMode::read_only, OpenMode::read_write}) {
+    const auto error = io_error_thrown_by([&] { File(directory_ / "link", {.mode = mode}); });
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code, ELOOP);
+  }
+  const auto error = io_error_thrown_by([&] { File(directory_ / "dangling", {.mode = OpenMode::create}); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code, EEXIST);
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "nowhere")) << "a link was followed";
+}
+
+TEST_F(FileTest, ImpossibleOptionsAreRefused) {
+  static_cast<void>(File(directory_ / "file", {.mode = OpenMode::create}));
+  EXPECT_THROW(File(directory_ / "file", {.mode = OpenMode::read_only, .reserve_bytes = 4096}), UsageError);
+  EXPECT_THROW(File(directory_ / "other", {.mode = OpenMode::create, .reserve_bytes = 1000}), UsageError);
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "other"));
+}
+
+TEST_F(FileTest, DirectIsSetAndCanBeDeclined) {
+  const File direct(directory_ / "direct", {.mode = OpenMode::create});
+  EXPECT_EQ((::fcntl(direct.descriptor(), F_GETFL) & O_DIRECT) != 0, direct.is_direct());
+  const File buffered(directory_ / "buffered", {.mode = OpenMode::create, .direct = false});
+  EXPECT_FALSE(buffered.is_direct());
+  EXPECT_EQ(::fcntl(buffered.descriptor(), F_GETFL) & O_DIRECT, 0);
+}
+
+TEST_F(FileTest, MovingKeepsTheDescriptorOpen) {
+  File first(directory_ / "moved", {.mode = OpenMode::create});
+  const int descriptor = first.descriptor();
+  const std::uint64_t id = first.id();
+  const File second(std::move(first));
+  EXPECT_EQ(second.descriptor(), descriptor);
+  EXPECT_EQ(second.id(), id);
+  EXPECT_NE(::fcntl(descriptor, F_GETFD), -1);
+}
+
+TEST_F(FileTest, AnObserverIsToldOnceBeforeTheDescriptorGoes) {
+  struct Observer : FileObserver {
+    void closing(std::uint64_t file_id) noexcept override {
+      ++calls;
+      id = file_id;
+      was_open = ::fcntl(descriptor, F_GETFD) != -1;
+    }
+    int calls = 0;
+    int descriptor = -1;
+    std::uint64_t id = 0;
+    bool was_open = false;
+  };
+  const auto observer = std::make_shared<Observer>();
+  std::uint64_t id = 0;
+  {
+    const File file(directory_ / "observed", {.mode = OpenMode::create});
+    observer->descriptor = file.descriptor();
+    id = file.id();
+    file.observe(observer);
+    file.observe(std::make_shared<Observer>());  // gone before the file is closed
+  }
+  EXPECT_EQ(observer->calls, 1);
+  EXPECT_EQ(observer->id, id);
+  EXPECT_TRUE(observer->was_open);
+}
+
+TEST_F(FileTest, OneOwnerHoldsTheLock) {
+  File first(directory_ / "locked", {.mode = OpenMode::create});
+  ASSERT_TRUE(first.lock(Nanoseconds::zero()));
+  File second(directory_ / "locked", {});
+  const TimePoint start = Clock::now();
+  EXPECT_FALSE(second.lock(milliseconds(30)));
+  EXPECT_GE(Clock::now() - start, milliseconds(30));
+  EXPECT_TRUE(first.lock(Nanoseconds::zero())) << "taking it again is no conflict with oneself";
+}
+
+TEST_F(FileTest, TheLockIsHadOnceItsOwnerCloses) {
+  auto first = std::make_unique<File>(directory_ / "locked", FileOptions{.mode = OpenMode::create});
+  ASSERT_TRUE(first->lock(Nanoseconds::zero()));
+  File second(directory_ / "locked", {});
+  std::thread closer([&] {
+    std::this_thread::sleep_for(milliseconds(20));
+    first.reset();
+  });
+  EXPECT_TRUE(second.lock(std::chrono::seconds(10)));
+  closer.join();
+}
+
+TEST_F(FileTest, AnotherProcessHoldsTheLockUntilItDies) {
+  static_cast<void>(File(directory_ / "locked", {.mode = OpenMode::create}));
+  std::array<int, 2> ready{};
+  ASSERT_EQ(::pipe(ready.data()), 0);
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    File file(directory_ / "locked", {});
+    const char locked = file.lock(Nanoseconds::zero()) ? 'y' : 'n';
+    static_cast<void>(::write(ready[1], &locked, 1) == 1);
+    for (;;) ::pause();
+  }
+  char locked = 'n';
+  ASSERT_EQ(::read(ready[0], &locked, 1), 1);
+  EXPECT_EQ(locked, 'y');
+  File file(directory_ / "locked", {});
+  EXPECT_FALSE(file.lock(milliseconds(20)));
+  ::kill(child, SIGKILL);
+  EXPECT_TRUE(file.lock(std::chrono::seconds(10)));
+  ::waitpid(child, nullptr, 0);
+  ::close(ready[0]);
+  ::close(ready[1]);
+}
+
+TEST_F(FileTest, ADirectoryIsFlushed) {
+  sync_directory(directory_.path().string());
+  const auto error = io_error_thrown_by([&] { sync_directory(directory_ / "missing"); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code, ENOENT);
+}
+
+// A small file system of a given kind in a file, mounted for one test.
+class SmallFileSystem {
+ public:
+  SmallFileSystem(const std::string& directory, const std::string& type) : mount_point_(directory + "/mounted") {
+    const std::string image = directory + "/image";
+    std::ofstream(image).flush();
+    std::filesystem::resize_file(image, 16 * kMiB);
+    std::filesystem::create_directory(mount_point_);
+    const std::string make = "mkfs." + type + " -q -F " + image + " >/dev/null 2>&1";
+    const std::string mount = "mount -o loop " + image + " " + mount_point_ + " >/dev/null 2>&1";
+    mounted_ = std::system(make.c_str()) == 0 && std::system(mount.c_str()) == 0;
+  }
+  ~SmallFileSystem() {
+    if (mounted_) static_cast<void>(std::system(("umount " + mount_point_).c_str()));
+  }
+  SmallFileSystem(const SmallFileSystem&) = delete;
+  SmallFileSystem& operator=(const SmallFileSystem&) = delete;
+  bool mounted() const { return mounted_; }
+  std::string operator/(const std::string& name) const { return mount_point_ + "/" + name; }
+
+ private:
+  std::string mount_point_;
+  bool mounted_ = false;
+};
+
+// ext4 reserves with fallocate; ext2 has none, so the space is taken by writing zeros.
+class Reserve : public FileTest, public testing::WithParamInterface<const char*> {};
+
+TEST_P(Reserve, WithoutSpaceFailsAndLeavesNothing) {
+  const SmallFileSystem small(directory_.path().string(), GetParam());
+  if (!small.mounted()) GTEST_SKIP() << "a loop device cannot be mounted here (needs root)";
+  const auto error =
+      io_error_thrown_by([&] { File(small / "big", {.mode = OpenMode::create, .reserve_bytes = kGiB}); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code, ENOSPC);
+  EXPECT_EQ(error->length_bytes, kGiB);
+  EXPECT_FALSE(std::filesystem::exists(small / "big"));
+  const File fits(small / "fits", {.mode = OpenMode::create, .reserve_bytes = 4 * kMiB});
+  struct stat info {};
+  ASSERT_EQ(::stat(fits.path().c_str(), &info), 0);
+  EXPECT_GE(static_cast<std::uint64_t>(info.st_blocks) * 512, 4 * kMiB);
+}
+
+TEST_P(Reserve, NeverOverwritesAnExistingFile) {
+  const SmallFileSystem small(directory_.path().string(), GetParam());
+  if (!small.mounted()) GTEST_SKIP() << "a loop device cannot be mounted here (needs root)";
+  std::ofstream(small / "old") << "precious";
+  try {
+    const File file(small / "old", {.reserve_bytes = kMiB});
+    EXPECT_EQ(file.size_bytes(), kMiB);
+  } catch (const IoError& error) {
+    EXPECT_EQ(error.where.code, EOPNOTSUPP);
+  }
+  std::string text(8, ' ');
+  std::ifstream(small / "old").read(text.data(), 8);
+  EXPECT_EQ(text, "precious");
+}
+
+INSTANTIATE_TEST_SUITE_P(FileSystems, Reserve, testing::Values("ext4", "ext2"),
+                         [](const auto& way) { return std::string(way.param); });
+
+}  // namespace
+}  // namespace hoist::aio

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the system may refuse of io_uring, and what happens then. Each refusal is made for one thread only (a seccomp
+// filter, a dropped capability), which then builds the engine.
+#include <array>
+#include <functional>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <linux/audit.h>
+#include <linux/capability.h>
+#include <linux/filter.h>
+#include <linux/io_uring.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
+
+#include "aio_test_support.hpp"
+
+namespace hoist::aio {
+namespace {
+
+// Makes a system call fail with `code` for the calling thread and what it starts, when its second argument has all
+// the bits of `second_argument_mask` (0: always).
+bool refuse_system_call(long number, int code, std::uint32_t second_argument_mask = 0) {
+  const auto error = SECCOMP_RET_ERRNO | (static_cast<std::uint32_t>(code) & SECCOMP_RET_DATA);
+  std::array<sock_filter, 7> filter{{
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<std::uint32_t>(number), 0, 4),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args) + sizeof(std::uint64_t)),
+      BPF_STMT(BPF_ALU | BPF_AND | BPF_K, second_argument_mask),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, second_argument_mask, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, error),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  }};
+  const sock_fprog program{static_cast<unsigned short>(filter.size()), filter.data()};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+void in_a_thread(const std::function<void()>& work) { std::thread(work).join(); }
+
+bool have_io_uring() {
+  try {
+    const Engine probe({.backend = BackendKind::io_uring});
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+void expect_round_trip(Engine& engine, const AlignedBuffer& memory) {
+  const test::TempDirectory directory;
+  const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = kMiB});
+  fill_pattern(memory.part(0, kMiB), 5);
+  engine.write(file, 0, memory.part(0, kMiB), Priority::foreground).wait();
+  engine.sync(file).wait();
+  engine.read(file, 0, memory.part(kMiB, kMiB), Priority::foreground).wait();
+  EXPECT_TRUE(same_bytes(memory.part(0, kMiB), memory.part(kMiB, kMiB)));
+}
+
+TEST(IoUringRefused, FallsBackToThreadsAndSaysWhy) {
+  for (const int code : {EPERM, ENOSYS}) {
+    in_a_thread([code] {
+      if (!refuse_system_call(__NR_io_uring_setup, code)) GTEST_SKIP() << "no seccomp filter can be set here";
+      const AlignedBuffer memory(2 * kMiB);
+      Engine engine({.registered_memory = {memory.span()}});
+      EXPECT_EQ(engine.description(), code == EPERM ? "threads (io_uring: Operation not permitted)"
+                                                    : "threads (io_uring: Function not implemented)");
+      expect_round_trip(engine, memory);
+    });
+  }
+}
+
+TEST(IoUringRefused, AskedForByNameItIsAnErrorWithTheRemedy) {
+  in_a_thread([] {
+    if (!refuse_system_call(__NR_io_uring_setup, EPERM)) GTEST_SKIP() << "no seccomp filter can be set here";
+    try {
+      const Engine engine({.backend = BackendKind::io_uring});
+      ADD_FAILURE() << "io_uring was had all the same: " << engine.description();
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), testing::HasSubstr("Operation not permitted"));
+      EXPECT_THAT(error.what(), testing::AnyOf(testing::HasSubstr("seccomp"), testing::HasSubstr("io_uring_disabled")));
+      EXPECT_THAT(error.what(), testing::HasSubstr("'threads'"));
+    }
+  });
+}
+
+TEST(IoUringRefused, WithoutRegistrationOfFilesItUsesDescriptors) {
+  if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
+  in_a_thread([] {
+    // IORING_REGISTER_FILES is 2; the mask also matches some codes that are not used here.
+    if (!refuse_system_call(__NR_io_uring_register, EMFILE, IORING_REGISTER_FILES))
+      GTEST_SKIP() << "no seccomp filter can be set here";
+    const AlignedBuffer memory(2 * kMiB);
+    Engine engine({.backend = BackendKind::automatic, .registered_memory = {memory.span()}});
+    EXPECT_THAT(engine.description(), testing::HasSubstr("unregistered files: Too many open files"));
+    expect_round_trip(engine, memory);
+  });
+}
+
+// Without CAP_IPC_LOCK the memlock limit binds. The capability is the thread's, the limit the process's.
+bool drop_ipc_lock() {
+  __user_cap_header_struct header{.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
+  std::array<__user_cap_data_struct, 2> data{};
+  if (::syscall(SYS_capget, &header, data.data()) != 0) return false;
+  data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective &= ~CAP_TO_MASK(CAP_IPC_LOCK);
+  return ::syscall(SYS_capset, &header, data.data()) == 0;
+}
+
+TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork) {
+  if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
+  const rlimit low{.rlim_cur = 256 * kKiB, .rlim_max = before.rlim_max};
+  if (before.rlim_max < low.rlim_cur || ::setrlimit(RLIMIT_MEMLOCK, &low) != 0)
+    GTEST_SKIP() << "the memlock limit cannot be set here";
+  in_a_thread([] {
+    if (!drop_ipc_lock()) GTEST_SKIP() << "CAP_IPC_LOCK cannot be dropped here";
+    const AlignedBuffer memory(4 * kMiB);
+    Engine engine({.backend = BackendKind::io_uring, .registered_memory = {memory.span()}});
+    EXPECT_THAT(engine.description(), testing::HasSubstr("unregistered buffers: Cannot allocate memory"));
+    expect_round_trip(engine, memory);
+  });
+  ::setrlimit(RLIMIT_MEMLOCK, &before);
+}
+
+TEST(IoUring, DescribesWhatItHas) {
+  if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
+  const AlignedBuffer memory(64 * kKiB);
+  EXPECT_EQ(Engine({.backend = BackendKind::io_uring, .registered_memory = {memory.span()}}).description(),
+            "io_uring (registered buffers, registered files)");
+  EXPECT_EQ(Engine({.backend = BackendKind::io_uring}).description(), "io_uring (registered files)");
+}
+
+}  // namespace
+}  // namespace hoist::aio

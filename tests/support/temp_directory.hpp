@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/support/temp_directory.hpp - a fresh directory, removed with everything in it.
+//
+// Below the working directory of the test, which ctest puts into the build tree: a temporary directory of the system
+// may be memory, where O_DIRECT means nothing.
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+namespace hoist::test {
+
+class TempDirectory {
+ public:
+  TempDirectory();
+  explicit TempDirectory(const std::filesystem::path& parent);
+  ~TempDirectory();
+  TempDirectory(const TempDirectory&) = delete;
+  TempDirectory& operator=(const TempDirectory&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  // The path of something inside.
+  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+}  // namespace hoist::test
