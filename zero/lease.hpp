@@ -10,7 +10,8 @@ class Engine;
 
 // The gathered weights of a unit (and of the parameters tied to it), valid on the stream given to gather() from that
 // call on. Shared: gathering a unit that is already gathered yields another lease on the same memory, so recomputation
-// nests. Destroying a lease that was not released releases it on the stream it was gathered on.
+// nests. Destroying a lease that was not released releases it on the stream it was gathered on, which therefore outlives
+// the lease.
 class Lease {
  public:
   Lease() = default;
@@ -27,10 +28,12 @@ class Lease {
 
  private:
   friend class Engine;
-  Lease(Engine& engine, UnitId unit, StreamRef stream) : engine_(&engine), unit_(unit), stream_(&*stream) {}
+  Lease(Engine& engine, UnitId unit, StreamRef stream, std::uint64_t pass)
+      : engine_(&engine), unit_(unit), stream_(&*stream), pass_(pass) {}
   Engine* engine_ = nullptr;
   UnitId unit_{};
   platform::Stream* stream_ = nullptr;
+  std::uint64_t pass_ = 0;  // a lease that outlives its pass no longer pins anything
 };
 
 // The gradient memory of a unit in the pass under way: zeroed at the first request of a micro-batch, then accumulated
@@ -42,9 +45,10 @@ class GradientLease {
 
  private:
   friend class Engine;
-  GradientLease(Engine& engine, UnitId unit) : engine_(&engine), unit_(unit) {}
+  GradientLease(Engine& engine, UnitId unit, std::byte* data) : engine_(&engine), unit_(unit), data_(data) {}
   Engine* engine_ = nullptr;
   UnitId unit_{};
+  std::byte* data_ = nullptr;
 };
 
 // A pass under way. Ends when destroyed; left by an exception, the pass's gradients are dropped (Engine::discard).

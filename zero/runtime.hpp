@@ -43,6 +43,8 @@ class Runtime {
   int world_size() const { return communicator_->size(); }
 
  private:
+  Runtime(const RuntimeOptions& options, const MakeCommunicator& join, bool alone);
+
   RuntimeOptions options_;
   Ledger ledger_;
   tiers::Budget device_budget_;

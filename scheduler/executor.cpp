@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/scheduler/executor.hpp>
+
+#include <pthread.h>
+
+namespace hoist::scheduler {
+
+Executor::Executor(std::string name) : thread_([this] { run(); }) {
+  pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
+}
+
+Executor::~Executor() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+Completion Executor::enqueue(std::function<void()> task) {
+  Promise promise;
+  const Completion completion = promise.completion();
+  {
+    std::lock_guard lock(mutex_);
+    tasks_.push_back({std::move(task), std::move(promise)});
+  }
+  changed_.notify_all();
+  return completion;
+}
+
+void Executor::drain() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return tasks_.empty() && !busy_; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+std::exception_ptr Executor::error() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Executor::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
+    if (tasks_.empty()) return;
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    busy_ = true;
+    const std::exception_ptr failed = error_;
+    lock.unlock();
+    if (failed) {
+      task.promise.fail(failed);
+    } else {
+      execute(task);
+    }
+    lock.lock();
+    busy_ = false;
+    changed_.notify_all();
+  }
+}
+
+void Executor::execute(Task& task) {
+  try {
+    task.work();
+  } catch (...) {
+    {
+      std::lock_guard lock(mutex_);
+      error_ = std::current_exception();
+    }
+    task.promise.fail(std::current_exception());
+    return;
+  }
+  task.promise.complete();
+}
+
+}  // namespace hoist::scheduler

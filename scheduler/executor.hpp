@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// scheduler/executor.hpp - the one thread per device that submits transfers and collectives, in the order they were
+// enqueued.
+//
+// Threading  One thread at a time enqueues; anyone may wait on the completions. A task may block on the disk.
+// Errors     A task that throws fails its completion and every later one with the same error; drain() rethrows it.
+#pragma once
+
+#include <hoist/core/completion.hpp>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace hoist::scheduler {
+
+class Executor {
+ public:
+  explicit Executor(std::string name);
+  ~Executor();  // runs what was enqueued, then stops
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  // Done when the task has returned, that is: when its work is submitted, not when the device has done it.
+  Completion enqueue(std::function<void()> task);
+  void drain();
+  std::exception_ptr error() const;
+
+ private:
+  struct Task {
+    std::function<void()> work;
+    Promise promise;
+  };
+  void run();
+  void execute(Task& task);
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  std::exception_ptr error_;
+  bool stopping_ = false;
+  bool busy_ = false;
+  std::thread thread_;
+};
+
+}  // namespace hoist::scheduler

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/engine_impl.hpp - the parts of an engine and what state it is in.
+//
+// engine.cpp builds the model and brings it to life, engine_pass.cpp runs passes and steps, engine_state.cpp reads,
+// writes and saves state.
+#pragma once
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/detail/gatherer.hpp>
+#include <hoist/zero/detail/gradients.hpp>
+#include <hoist/zero/detail/memory.hpp>
+#include <hoist/zero/detail/records.hpp>
+#include <hoist/zero/detail/stager.hpp>
+#include <hoist/zero/detail/unit_table.hpp>
+#include <hoist/zero/detail/updater.hpp>
+#include <hoist/zero/engine.hpp>
+
+#include <atomic>
+#include <optional>
+
+namespace hoist {
+
+// Every commit carries its name (empty for a step's) before the program's own bytes.
+inline constexpr std::uint64_t kCommitNameBytes = 256;
+
+class Engine::Impl {
+ public:
+  Impl(Runtime& runtime_in, const EngineOptions& options_in);
+  ~Impl();
+
+  // --- engine.cpp
+  void require_open_model() const;     // initialize() or restore() has not happened yet
+  void require_live() const;           // it has, and nothing failed since
+  void seal(bool create_store);        // takes memory, opens the store, starts threads
+  std::optional<std::uint64_t> find_commit() const;
+  void initialize(const Fill& fill);
+  void initialize_frozen(UnitId unit, const Fill& fill);
+  RestoreReport restore();
+  void load_homes(UnitId unit);
+  void fill_segment(UnitId unit, const detail::Segment& segment, std::uint64_t first, std::span<float> values, const Fill& fill) const;
+  void drain();                        // executor and streams
+
+  // --- engine_pass.cpp
+  void begin(Pass pass, const PassOptions& options);
+  void end_pass(bool complete);
+  void check_agreement();              // all ranks made the same calls in the pass that ended
+  StepReport step(const StepOptions& options);
+  double global_norm();
+  void update(double gradient_scale);
+  Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
+  // Runs a call; any error of it but a UsageError or BudgetError ends the engine's life.
+  template <typename Call>
+  auto guarded(Call call) -> decltype(call());
+
+  // --- engine_state.cpp
+  void settle();
+  void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
+  void read_owned(ParameterId parameter, State state, std::uint64_t shard_first, std::span<float> out);
+  void write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values);
+  void write_trainable(ParameterId parameter, State state, const OwnedRange& owned, std::span<const float> values);
+  void write_frozen(ParameterId parameter, const OwnedRange& owned, std::span<const float> values);
+  Completion save(const std::string& name, std::span<const std::byte> caller_state);
+  void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
+
+  bool stores_steps() const { return nvme_placement() && options.durability == tiers::Durability::step; }
+  // Commits outlive the process: all of them, except on a store that is rewritten in place.
+  bool is_durable() const { return !nvme_placement() || stores_steps(); }
+  bool nvme_placement() const { return options.parameters == Placement::nvme || options.optimizer == Placement::nvme; }
+  detail::WalkOptions step_writes() const {
+    return {.write_weights = stores_steps() || options.parameters == Placement::nvme,
+            .write_state = stores_steps() || options.optimizer == Placement::nvme};
+  }
+
+  Engine* self = nullptr;
+  Runtime& runtime;
+  const EngineOptions options;
+  std::vector<GroupOptions> groups;
+  detail::UnitTable table;
+
+  // The live engine, in order of dependence: destroyed from the last to the first.
+  struct Live {
+    std::unique_ptr<detail::RecordMap> records;
+    std::unique_ptr<detail::Memory> memory;
+    std::vector<std::span<std::byte>> registered;   // with the device
+    std::unique_ptr<comm::Communicator> commit_channel;
+    std::unique_ptr<aio::Engine> io;
+    std::unique_ptr<tiers::Store> store;            // null without one
+    detail::Streams streams;
+    std::unique_ptr<detail::Stager> stager;         // null unless parameters are on NVMe
+    std::unique_ptr<scheduler::Executor> executor;
+    std::unique_ptr<detail::Gatherer> gatherer;
+    std::unique_ptr<detail::Gradients> gradients;
+    std::unique_ptr<detail::Updater> updater;
+  };
+  Live live;
+  bool sealed = false;
+  std::exception_ptr failure;
+
+  std::optional<Pass> pass;              // under way
+  std::uint64_t pass_serial = 0;
+  bool agreement_due = false;            // a pass ended that ranks have not compared yet
+  bool gradients_due = false;            // a train pass ended; step() or discard() is next
+  std::uint64_t step_count = 0;
+  Completion last_commit;
+  std::atomic<std::int64_t> committed_step{-1};
+  std::vector<std::byte> caller_state;   // of the last commit
+  aio::Engine::Stats counted_io{};       // what the ledger has already been told
+  void book_io();
+};
+
+template <typename Call>
+auto Engine::Impl::guarded(Call call) -> decltype(call()) {
+  require_live();
+  try {
+    return call();
+  } catch (const UsageError&) {
+    throw;
+  } catch (const BudgetError&) {
+    throw;
+  } catch (...) {
+    failure = std::current_exception();
+    throw;
+  }
+}
+
+}  // namespace hoist

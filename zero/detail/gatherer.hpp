@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/gatherer.hpp - weights on their way up: from their home through the executor into device memory.
+//
+// Threading  The program's thread calls everything; fetches run on the executor, copies on the `up` stream, all-gathers
+//            on the communication stream.
+// Errors     gather() throws what a fetch failed with; BudgetError when every slot is pinned.
+// Main path  gather -> Director -> fetch (executor): [stager] -> copy -> all-gather -> the caller's stream waits.
+#pragma once
+
+#include <hoist/scheduler/director.hpp>
+#include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/detail/memory.hpp>
+#include <hoist/zero/detail/stager.hpp>
+
+#include <memory>
+#include <vector>
+
+namespace hoist::detail {
+
+// The streams an engine owns, beside the program's.
+struct Streams {
+  std::unique_ptr<platform::Stream> up, down, comm;
+};
+
+class Gatherer {
+ public:
+  Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
+           scheduler::Executor& executor, Streams& streams, Stager* stager);
+
+  void begin_pass(std::size_t kind);
+  // Drops every pin. A complete pass becomes the plan of its kind.
+  void end_pass(bool complete);
+  void gather(UnitId unit, StreamRef stream);   // and its tied owners
+  void release(UnitId unit, StreamRef stream);
+  void finish(UnitId unit);                     // a gradient collective takes its place in the order
+  std::byte* address(UnitId unit) const;        // of gathered weights; null when not pinned
+
+  // Returns when the device no longer reads anything that was gathered. Pre: executor drained.
+  void quiesce() const;
+  // Weights in memory or in the store have changed: nothing gathered is valid. Pre: quiesce().
+  void invalidate();
+
+  const scheduler::Director& director() const { return director_; }
+  std::uint32_t pins(UnitId unit) const { return states_[unit.index].pins; }
+
+ private:
+  // One fetch, shared between the program's thread and the executor.
+  struct Transfer {
+    std::byte* target = nullptr;
+    Completion submitted;
+    platform::StreamEvent copied;    // set before `submitted`
+    platform::StreamEvent gathered;
+  };
+  struct UnitState {
+    std::uint32_t pins = 0;
+    std::shared_ptr<Transfer> transfer;        // of the weights that are, or will be, at transfer->target
+    std::vector<platform::StreamEvent> uses;   // ends of leases since that transfer, not reached when last looked at
+    scheduler::Slot slot = scheduler::kNoSlot;
+    bool valid_in_own_memory = false;
+    bool shard_current = false;                // device_shard holds the present weights; executor only
+    std::byte* bound = nullptr;                // memory of the embedder's
+  };
+
+  struct SlotState {
+    std::uint32_t occupant = scheduler::SlotTable::kEmpty;
+    std::vector<platform::StreamEvent> uses;  // ends of leases of former occupants
+    std::shared_ptr<Transfer> transfer;       // of the last former occupant
+  };
+
+  template <typename Access>
+  void direct(Access access);
+  std::vector<UnitId> reads_ahead(std::span<const scheduler::Fetch> first) const;
+  void issue(std::span<const scheduler::Fetch> fetches);
+  void fetch_into_slot(UnitId unit, scheduler::Slot slot);
+  void vacate(UnitState& state);
+  void fetch(UnitId unit, std::byte* target, std::vector<platform::StreamEvent> after, std::shared_ptr<Transfer> former);
+  void submit(UnitId unit, Transfer& transfer);
+  void copy_up(UnitId unit, std::byte* target);
+  void copy_segments(const Unit& unit, std::byte* target, const std::byte* source, platform::CopyKind kind);
+  void all_gather(const Unit& unit, std::byte* target);
+  void pin(UnitId unit, StreamRef stream);
+  void unpin(UnitId unit, StreamRef stream);
+  void bind(UnitId unit, StreamRef stream);
+  void await(UnitState& state, StreamRef stream);
+  [[noreturn]] void no_slot(UnitId unit) const;
+
+  Runtime& runtime_;
+  const EngineOptions& options_;
+  const UnitTable& table_;
+  const Memory& memory_;
+  scheduler::Executor& executor_;
+  Streams& streams_;
+  Stager* stager_;
+  scheduler::Director director_;
+  std::vector<UnitState> states_;
+  std::vector<SlotState> slots_;
+};
+
+}  // namespace hoist::detail

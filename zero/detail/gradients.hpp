@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/gradients.hpp - gradients on their way down: accumulated on the device, reduced over ranks, copied home.
+//
+// Threading  The program's thread calls everything; reductions are submitted by the executor.
+// Errors     BudgetError when more units have unfinished gradients than there are buffers.
+// Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> home gradient.
+#pragma once
+
+#include <hoist/optim_cpu/update_pool.hpp>
+#include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/detail/gatherer.hpp>
+#include <hoist/zero/detail/memory.hpp>
+
+#include <vector>
+
+namespace hoist::detail {
+
+class Gradients {
+ public:
+  Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor, Streams& streams);
+
+  // The unit's gradient buffer of this pass; zeroed on `stream` when it is the first request.
+  std::byte* buffer(UnitId unit, StreamRef stream);
+  // Reduces and copies home, once the work on `stream` so far is done.
+  void finish(UnitId unit, StreamRef stream);
+  bool finished(UnitId unit) const { return states_[unit.index].finished; }
+
+  // Returns when every finished gradient is at home. Pre: executor drained.
+  void wait();
+  // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order.
+  double sum_of_squares();
+  // Forgets the gradients; buffers become free as their last use ends.
+  void clear();
+
+ private:
+  // One reduction, shared between the program's thread and the executor.
+  struct Reduction {
+    Completion submitted;
+    platform::StreamEvent home;  // the gradient is at home, the buffer free; set before `submitted`
+  };
+  struct Buffer {
+    std::byte* data = nullptr;
+    bool busy = false;                     // between the first request and finish()
+    std::shared_ptr<Reduction> reduction;  // the last one out of it
+    platform::StreamEvent dropped;         // end of a use that was never finished
+  };
+  struct State {
+    Buffer* buffer = nullptr;  // of the pass under way
+    platform::Stream* stream = nullptr;
+    std::shared_ptr<Reduction> reduction;
+    bool finished = false;
+  };
+  struct Chunk {
+    std::uint32_t unit = 0;
+    const std::byte* data = nullptr;
+    DType dtype = DType::bf16;
+    std::size_t count = 0;
+  };
+  Buffer& acquire(UnitId unit);
+  void reduce(UnitId unit, std::byte* source, const platform::StreamEvent& ready, Reduction& reduction);
+  void list_chunks();
+
+  Runtime& runtime_;
+  const UnitTable& table_;
+  const Memory& memory_;
+  scheduler::Executor& executor_;
+  Streams& streams_;
+  std::vector<State> states_;
+  std::vector<Buffer> shared_;            // any unit
+  std::vector<Buffer> own_;               // by unit; data is null for units that share
+  std::vector<Chunk> chunks_;
+  std::vector<double> partial_sums_;      // by chunk
+};
+
+}  // namespace hoist::detail

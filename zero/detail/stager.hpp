@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/stager.hpp - weights on their way from NVMe: a few pinned buffers, read ahead in the planned order.
+//
+// Threading  expect() and invalidate() come from the program's thread, take() from the executor, hand_back() from
+//            whichever thread saw the copy finish. One mutex.
+// Errors     take() throws what the read failed with, or CorruptionError.
+// Main path  expect(order) -> reads start while buffers are free -> take(unit) waits and verifies -> copy up ->
+//            hand_back(buffer) -> the next read starts.
+#pragma once
+
+#include <hoist/zero/detail/memory.hpp>
+#include <hoist/zero/detail/records.hpp>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <vector>
+
+namespace hoist::detail {
+
+class Stager {
+ public:
+  Stager(tiers::Store& store, const UnitTable& table, const RecordMap& records,
+         const std::vector<std::span<std::byte>>& buffers);
+  ~Stager();  // waits for reads under way
+
+  // Units whose weights will be asked for, in order. Replaces what was expected before; buffers already filled with
+  // units that come early in the new order are kept.
+  void expect(std::vector<UnitId> order);
+  // Nothing staged is valid any more: the store has newer weights. Waits until buffers under copy are handed back.
+  void invalidate();
+
+  // The unit's weights in host layout, verified. Blocks for the read.
+  std::byte* take(UnitId unit);
+  void hand_back(std::byte* buffer);
+
+ private:
+  enum class Use : std::uint8_t { free, staged, taken };
+  struct Buffer {
+    std::span<std::byte> bytes;
+    Use use = Use::free;
+    UnitId unit{};
+    Completion read;
+  };
+  void start_reads();                          // with the mutex held
+  void start_read(Buffer& buffer, UnitId unit);
+  Buffer* staged(UnitId unit);
+  Buffer& buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock);
+  void verify(UnitId unit, std::span<const std::byte> bytes) const;
+
+  tiers::Store& store_;
+  const UnitTable& table_;
+  const RecordMap& records_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Buffer> buffers_;
+  std::deque<UnitId> expected_;  // not yet being read
+};
+
+}  // namespace hoist::detail

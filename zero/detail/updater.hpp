@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/updater.hpp - the optimizer step over all records: read ahead, update, write behind.
+//
+// Works in pieces (runs of tiles) through a ring of buffers: while one piece is updated, later ones are being read and
+// earlier ones written. A tile is verified, updated and checksummed in one pass while it is in cache. State that lives
+// in memory is updated in place and, when steps are durable, written from there.
+//
+// Threading  One caller at a time; tiles run on the update pool.
+// Errors     IoError, CorruptionError; Error when a master or moment is not finite or too large to be committed.
+// Main path  run -> for each piece: read -> tiles (verify, update, checksum) -> write.
+#pragma once
+
+#include <hoist/zero/detail/memory.hpp>
+#include <hoist/zero/detail/records.hpp>
+
+#include <deque>
+#include <functional>
+#include <optional>
+#include <vector>
+
+namespace hoist::detail {
+
+// One tile's weights and state, readable and writable, wherever they are at the moment.
+struct TileAccess {
+  UnitId unit{};
+  const Segment* segment = nullptr;
+  const tiers::Tile* tile = nullptr;
+  std::byte* weights = nullptr;
+  std::byte* state = nullptr;
+
+  tiers::StateTileView view() const { return tiers::view_state_tile(segment->dtype, tile->elements, state); }
+};
+
+// What a walk over all trainable tiles reads and writes.
+struct WalkOptions {
+  bool read = true;          // state on NVMe is read first (false: it is being made)
+  bool write_weights = true; // to the store
+  bool write_state = true;
+  WaitCause waits = WaitCause::nvme;
+};
+
+class Updater {
+ public:
+  Updater(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records, tiers::Store* store);
+
+  // Runs work(tile) over every trainable tile of `units` (all when empty), in parallel within a piece, pieces in order.
+  // Pre: a step of the store is open when anything is written. Returns when everything was computed and all writes
+  // are started; the store's commit waits for them.
+  using Work = std::function<void(const TileAccess&)>;
+  void walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
+
+  // The pieces' buffers may be used by somebody else between walks; returns when no write uses them any more.
+  void drain();
+
+ private:
+  struct Buffer {
+    std::span<std::byte> bytes;
+    Completion idle;  // last write out of it
+  };
+  struct Job {
+    Piece piece;
+    std::byte* weights = nullptr;  // of the piece's first tile
+    std::byte* state = nullptr;
+    Buffer* buffer = nullptr;
+    std::vector<Completion> reads;
+    bool weights_read = false, state_read = false;
+  };
+  bool start(const Piece& piece, const WalkOptions& options, std::deque<Job>& jobs, bool may_wait);
+  Buffer* buffer_for(const std::deque<Job>& jobs, bool may_wait, WaitCause cause);
+  void read(Job& job);
+  void update(Job& job, const WalkOptions& options, const Work& work);
+  void write(Job& job, const WalkOptions& options);
+  std::span<const tiers::Tile> tiles(const Piece& piece) const;
+  void timed_wait(const Completion& completion, WaitCause cause);
+
+  Runtime& runtime_;
+  const UnitTable& table_;
+  const Memory& memory_;
+  const RecordMap& records_;
+  tiers::Store* store_;
+  std::vector<Buffer> buffers_;
+  std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the piece being updated
+};
+
+}  // namespace hoist::detail

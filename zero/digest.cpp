@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/digest.hpp>
+#include <hoist/zero/engine.hpp>
+
+#include <algorithm>
+#include <vector>
+
+namespace hoist {
+
+std::string state_digest(Engine& engine, State state) {
+  constexpr std::uint64_t kPieceElements = 1 << 18;
+  Digest digest;
+  std::vector<float> values;
+  const auto parameters = engine.parameters();
+  for (std::uint32_t p = 0; p < parameters.size(); ++p) {
+    if (!parameters[p].trainable && state != State::master) continue;
+    std::uint64_t count = 1;
+    for (const std::int64_t extent : parameters[p].shape) count *= static_cast<std::uint64_t>(extent);
+    for (std::uint64_t first = 0; first < count; first += kPieceElements) {
+      values.resize(std::min(kPieceElements, count - first));
+      engine.read(ParameterId{p}, state, first, values);
+      digest.update(std::as_bytes(std::span(values)));
+    }
+  }
+  return digest.hex();
+}
+
+}  // namespace hoist

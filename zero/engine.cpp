@@ -1,0 +1,368 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/engine_impl.hpp>
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace hoist {
+
+using tiers::Region;
+
+namespace {
+
+void refuse(bool wrong, const char* key, const std::string& problem) {
+  if (wrong) throw ConfigError(key, problem);
+}
+
+void check_options(const EngineOptions& options, const Runtime& runtime) {
+  refuse(options.stage != 3, "zero_optimization.stage",
+         fmt::format("stage {} is not supported by this version; use stage 3", options.stage));
+  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  refuse(nvme && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
+         "state is placed on NVMe, but no path is given; name a directory on the drive");
+  refuse(options.optimizer == Placement::device && runtime.options().device != platform::DeviceKind::host,
+         "zero_optimization.offload_optimizer.device",
+         "this version updates optimizer states on the CPU only; use \"cpu\" or \"nvme\"");
+  refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
+         fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
+  refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count", "at least 1 buffer is needed");
+  refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
+  refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
+}
+
+}  // namespace
+
+Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
+    : runtime(runtime_in), options(options_in), groups{options_in.optimizer_defaults}, table(runtime_in.world_size()) {
+  check_options(options, runtime);
+}
+
+Engine::Impl::~Impl() {
+  // Threads first, then what they use. Errors have been delivered, or nobody wants them any more.
+  try {
+    if (live.executor) live.executor->drain();
+  } catch (...) {
+  }
+  for (platform::Stream* stream : {live.streams.up.get(), live.streams.comm.get(), live.streams.down.get()}) {
+    try {
+      if (stream != nullptr) stream->synchronize();
+    } catch (...) {
+    }
+  }
+  try {
+    last_commit.wait();
+  } catch (...) {
+  }
+  live.updater.reset();
+  live.gradients.reset();
+  live.gatherer.reset();
+  live.executor.reset();
+  live.stager.reset();
+  live.streams = {};
+  live.store.reset();
+  live.io.reset();
+  for (const auto& slice : live.registered) runtime.device().unregister_host(slice);
+}
+
+void Engine::Impl::require_open_model() const {
+  if (sealed) throw UsageError("the model cannot change after initialize() or restore()");
+}
+
+void Engine::Impl::require_live() const {
+  if (failure) std::rethrow_exception(failure);
+  if (!sealed) throw UsageError("call initialize() or restore() first");
+}
+
+namespace {
+
+tiers::StoreOptions store_options(const std::string& directory, const EngineOptions& options, tiers::Durability durability,
+                                  const detail::UnitTable& table, const detail::RecordMap& records, const Runtime& runtime) {
+  return {.directory = directory,
+          .identity = {.layout = table.identity(), .rank = runtime.rank(), .world_size = runtime.world_size()},
+          .records = records.records(),
+          .durability = durability,
+          .caller_state_bytes_max = options.caller_state_bytes_max + kCommitNameBytes,
+          .lock_timeout = options.lock_timeout};
+}
+
+}  // namespace
+
+void Engine::Impl::seal(bool create_store) {
+  if (table.units().empty()) throw UsageError("the engine has no units");
+  live.records = std::make_unique<detail::RecordMap>(table);
+  const bool with_store = !options.store_directory.empty();
+  const auto durability = nvme_placement() ? options.durability : tiers::Durability::step;
+  const tiers::StoreOptions store = store_options(options.store_directory, options, durability, table, *live.records, runtime);
+  const std::uint64_t store_memory = with_store ? tiers::Store::cost(store).memory_bytes : 0;
+  live.memory = std::make_unique<detail::Memory>(runtime, options, table, store_memory);
+
+  for (const auto& slice : live.memory->registered_slices()) {
+    if (slice.empty()) continue;
+    runtime.device().register_host(slice);
+    live.registered.push_back(slice);
+  }
+  if (with_store) {
+    const RuntimeOptions& r = runtime.options();
+    live.io = std::make_unique<aio::Engine>(aio::EngineOptions{.backend = r.aio_backend,
+                                                               .block_bytes = r.aio_block_bytes,
+                                                               .queue_depth = r.aio_queue_depth,
+                                                               .thread_count = r.aio_threads,
+                                                               .registered_memory = live.registered});
+    live.store = create_store ? tiers::Store::create(store, *live.io) : tiers::Store::open(store, *live.io);
+    live.commit_channel = runtime.communicator().duplicate();
+  }
+  live.streams.up = runtime.device().create_stream("up");
+  live.streams.down = runtime.device().create_stream("down");
+  live.streams.comm = runtime.device().create_stream("comm");
+  live.executor = std::make_unique<scheduler::Executor>("hoist-submit");
+  if (options.parameters == Placement::nvme) {
+    live.stager = std::make_unique<detail::Stager>(*live.store, table, *live.records, live.memory->staging_buffers());
+  }
+  live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor, live.streams, live.stager.get());
+  live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams);
+  live.updater = std::make_unique<detail::Updater>(runtime, table, *live.memory, *live.records, live.store.get());
+  sealed = true;
+}
+
+// --- fresh state -----------------------------------------------------------------------------------------------------
+
+// The initial values of shard elements [first, first + values.size()) of a segment; zero between parameters.
+void Engine::Impl::fill_segment(UnitId id, const detail::Segment& segment, std::uint64_t first, std::span<float> values,
+                                const Fill& fill) const {
+  std::fill(values.begin(), values.end(), 0.0f);
+  const detail::Unit& unit = table.unit(id);
+  const std::uint64_t begin = static_cast<std::uint64_t>(runtime.rank()) * segment.shard_elements + first;
+  const std::uint64_t end = begin + values.size();
+  for (const ParameterId parameter : unit.parameters) {
+    const detail::Parameter& p = table.parameter(parameter);
+    if (&unit.segments[p.segment] != &segment) continue;
+    const std::uint64_t low = std::max(begin, p.first_element);
+    const std::uint64_t high = std::min(end, p.first_element + p.count);
+    if (low >= high) continue;
+    const auto part = values.subspan(low - begin, high - low);
+    fill(parameter, low - p.first_element, part);
+    for (const float value : part) {
+      if (master_is_committable(value)) continue;
+      throw UsageError(fmt::format("the initial value {} of parameter '{}' is not finite or too large for bf16", value,
+                                   table.spec(parameter).name));
+    }
+  }
+}
+
+namespace {
+
+// Stores fp32 values as the weights (and remainders) of a tile.
+void store_masters(const detail::TileAccess& access, std::span<const float> values) {
+  if (access.segment->dtype == DType::fp32) {
+    std::memcpy(access.weights, values.data(), values.size_bytes());
+    return;
+  }
+  auto* weights = reinterpret_cast<bf16*>(access.weights);
+  std::int16_t* remainders = access.state != nullptr ? access.view().remainder : nullptr;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const SplitMaster split = split_master(values[i]);
+    weights[i] = split.weight;
+    if (remainders != nullptr) remainders[i] = split.remainder;
+  }
+}
+
+}  // namespace
+
+void Engine::Impl::initialize(const Fill& fill) {
+  require_open_model();
+  seal(/*create_store=*/true);
+  const Ledger::Apart apart(runtime.ledger());
+  if (nvme_placement()) live.store->begin_step(0);
+  detail::WalkOptions walk = step_writes();
+  walk.read = false;
+  live.updater->walk(walk, [&](const detail::TileAccess& tile) {
+    std::memset(tile.weights, 0, tile.tile->w_bytes);
+    std::memset(tile.state, 0, tile.tile->s_bytes);
+    std::vector<float> values(tile.tile->elements);
+    fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values, fill);
+    store_masters(tile, values);
+  });
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) initialize_frozen(UnitId{u}, fill);
+  if (nvme_placement()) {
+    commit("", {});
+    last_commit.wait();
+    book_io();
+  }
+}
+
+void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
+  const detail::Unit& unit = table.unit(id);
+  if (unit.frozen.tiles().empty()) return;
+  const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
+  std::byte* weights = live.memory->home(id).weights != nullptr ? live.memory->home(id).weights + unit.frozen_offset()
+                                                                : live.memory->staging_buffers().front().data();
+  std::memset(weights, 0, bytes);
+  const std::size_t first_segment = unit.trainable.segments().size();
+  std::vector<std::uint64_t> checksums;
+  for (const tiers::Tile& tile : unit.frozen.tiles()) {
+    const detail::Segment& segment = unit.segments[first_segment + tile.segment];
+    std::vector<float> values(tile.elements);
+    fill_segment(id, segment, tile.first_element, values, fill);
+    store_masters({.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset}, values);
+    if (!nvme_placement()) continue;
+    checksums.push_back(live.store->checksum(*live.records->frozen(id), Region::weights, static_cast<std::uint32_t>(checksums.size()),
+                                             {weights + tile.w_offset, tile.w_bytes}));
+  }
+  if (!step_writes().write_weights) return;
+  live.store->write(*live.records->frozen(id), Region::weights, 0, static_cast<std::uint32_t>(checksums.size()), {weights, bytes},
+                    checksums, aio::Priority::background).wait();
+}
+
+// --- continuing ------------------------------------------------------------------------------------------------------
+
+std::optional<std::uint64_t> Engine::Impl::find_commit() const {
+  struct Commits {
+    std::uint64_t count = 0;
+    std::uint64_t steps[4] = {};
+  };
+  Commits mine;
+  if (!options.store_directory.empty()) {
+    for (const tiers::CommitHeader& commit : tiers::Store::look(options.store_directory, runtime.rank()).commits) {
+      if (mine.count < std::size(mine.steps)) mine.steps[mine.count++] = commit.step;
+    }
+  }
+  std::vector<Commits> all(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  std::optional<std::uint64_t> newest;
+  for (std::uint64_t i = 0; i < all[0].count; ++i) {
+    const std::uint64_t step = all[0].steps[i];
+    const bool everywhere = std::all_of(all.begin(), all.end(), [&](const Commits& rank) {
+      return std::find(rank.steps, rank.steps + rank.count, step) != rank.steps + rank.count;
+    });
+    if (everywhere && (!newest || step > *newest)) newest = step;
+  }
+  return newest;
+}
+
+RestoreReport Engine::Impl::restore() {
+  require_open_model();
+  if (options.store_directory.empty()) {
+    throw UsageError("nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
+  }
+  const std::optional<std::uint64_t> step = find_commit();
+  if (!step) throw StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
+  seal(/*create_store=*/false);
+  const Ledger::Apart apart(runtime.ledger());
+  const auto commits = live.store->commits();
+  const auto chosen = std::find_if(commits.begin(), commits.end(), [&](const tiers::CommitHeader& c) { return c.step == *step; });
+  if (chosen == commits.end()) throw StoreError(fmt::format("{} lost its commit of step {}", options.store_directory, *step));
+  live.store->adopt(*chosen);
+  runtime.communicator().barrier();
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
+  step_count = *step;
+  committed_step = static_cast<std::int64_t>(*step);
+  const auto state = live.store->caller_state();
+  if (state.size() < kCommitNameBytes) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
+  caller_state.assign(state.begin() + kCommitNameBytes, state.end());
+  book_io();
+  return {.step = *step, .caller_state = caller_state};
+}
+
+// State that lives in memory comes back from the store, verified.
+void Engine::Impl::load_homes(UnitId id) {
+  const detail::Unit& unit = table.unit(id);
+  const detail::UnitHome& home = live.memory->home(id);
+  const auto load = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, Region region, std::byte* target) {
+    if (!record || target == nullptr || layout.region_bytes(region) == 0) return;
+    const std::span<std::byte> bytes(target, layout.region_bytes(region));
+    const auto tiles = static_cast<std::uint32_t>(layout.tiles().size());
+    live.store->read(*record, region, 0, tiles, bytes, aio::Priority::foreground).wait();
+    live.store->verify(*record, region, 0, tiles, bytes);
+  };
+  load(live.records->trainable(id), unit.trainable, Region::weights, home.weights);
+  load(live.records->trainable(id), unit.trainable, Region::state, home.state);
+  load(live.records->frozen(id), unit.frozen, Region::weights,
+       home.weights == nullptr ? nullptr : home.weights + unit.frozen_offset());
+}
+
+void Engine::Impl::drain() {
+  live.executor->drain();
+  live.streams.up->synchronize();
+  live.streams.comm->synchronize();
+  live.streams.down->synchronize();
+}
+
+// What the drives moved since the last call, told to the ledger.
+void Engine::Impl::book_io() {
+  if (!live.io) return;
+  const aio::Engine::Stats now = live.io->stats();
+  runtime.ledger().count(Link::nvme_read, now.read_bytes - counted_io.read_bytes, now.read_busy - counted_io.read_busy);
+  runtime.ledger().count(Link::nvme_write, now.written_bytes - counted_io.written_bytes, now.write_busy - counted_io.write_busy);
+  counted_io = now;
+}
+
+// --- the face --------------------------------------------------------------------------------------------------------
+
+Engine::Engine(Runtime& runtime, const EngineOptions& options) : impl_(std::make_unique<Impl>(runtime, options)) { impl_->self = this; }
+Engine::~Engine() = default;
+
+GroupId Engine::add_group(const GroupOptions& options) {
+  impl_->require_open_model();
+  impl_->groups.push_back(options);
+  return {static_cast<std::uint32_t>(impl_->groups.size() - 1)};
+}
+
+UnitId Engine::add_unit(std::string name, std::span<const ParameterSpec> parameters, UnitOptions options) {
+  impl_->require_open_model();
+  return impl_->table.add(std::move(name), parameters, std::move(options), impl_->groups.size());
+}
+
+void Engine::tie(UnitId user, ParameterId owner) {
+  impl_->require_open_model();
+  impl_->table.tie(user, owner);
+}
+
+ParameterId Engine::parameter(std::string_view name) const {
+  const auto found = impl_->table.find(name);
+  if (!found) throw UsageError(fmt::format("there is no parameter '{}'", name));
+  return *found;
+}
+
+std::span<const ParameterSpec> Engine::parameters() const { return impl_->table.specs(); }
+std::uint64_t Engine::parameter_count() const { return impl_->table.parameter_count(); }
+void Engine::initialize(const Fill& fill) { impl_->initialize(fill); }
+std::optional<std::uint64_t> Engine::find_commit() { return impl_->find_commit(); }
+RestoreReport Engine::restore() { return impl_->restore(); }
+Runtime& Engine::runtime() { return impl_->runtime; }
+std::uint64_t Engine::step_count() const { return impl_->step_count; }
+
+std::optional<std::uint64_t> Engine::committed_step() const {
+  const std::int64_t step = impl_->committed_step;
+  return step < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(step));
+}
+
+double Engine::learning_rate(GroupId group) const {
+  if (group.index >= impl_->groups.size()) throw UsageError(fmt::format("there is no group {}", group.index));
+  return impl_->groups[group.index].learning_rate;
+}
+
+void Engine::set_learning_rate(GroupId group, double learning_rate) {
+  if (group.index >= impl_->groups.size()) throw UsageError(fmt::format("there is no group {}", group.index));
+  if (!(learning_rate >= 0)) throw UsageError(fmt::format("{} is no learning rate", learning_rate));
+  impl_->groups[group.index].learning_rate = learning_rate;
+}
+
+std::vector<std::string> Engine::describe() const {
+  std::vector<std::string> lines;
+  constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
+  lines.push_back(fmt::format("parameters in {}, optimizer states in {}, update mode step",
+                              kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
+                              kPlaces[static_cast<std::size_t>(impl_->options.optimizer)]));
+  if (impl_->live.memory) lines.push_back(impl_->live.memory->describe());
+  if (impl_->live.io) lines.push_back("io: " + impl_->live.io->description());
+  lines.push_back("device: " + impl_->runtime.device().description());
+  return lines;
+}
+
+}  // namespace hoist

@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/comm/agreement.hpp>
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/engine_impl.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+namespace hoist {
+
+using tiers::Region;
+
+// --- passes ----------------------------------------------------------------------------------------------------------
+
+void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
+  if (pass) throw UsageError("a pass is already under way");
+  if (pass_options.micro_batches != 1 || pass_options.micro_batch != 0) {
+    throw UsageError("this version takes one micro-batch per step; use micro_batches = 1");
+  }
+  if (kind == Pass::train && gradients_due) throw UsageError("the last pass's gradients wait for step() or discard()");
+  check_agreement();
+  pass = kind;
+  ++pass_serial;
+  live.gatherer->begin_pass(static_cast<std::size_t>(kind));
+}
+
+void Engine::Impl::end_pass(bool complete) {
+  if (!pass) return;
+  live.gatherer->end_pass(complete);
+  agreement_due = complete;
+  gradients_due = complete && *pass == Pass::train;
+  if (!complete) live.gradients->clear();
+  pass.reset();
+}
+
+// Ranks that made different calls have mixed up their data already; they must not step on it.
+void Engine::Impl::check_agreement() {
+  if (!std::exchange(agreement_due, false) || runtime.world_size() == 1) return;
+  const scheduler::AccessTrace& trace = live.gatherer->director().trace();
+  std::string last = "no unit";
+  if (!trace.empty()) last = fmt::format("unit '{}' last", table.units()[trace.back().item].name);
+  comm::agree(runtime.communicator(), scheduler::trace_hash(trace), fmt::format("a pass of {} accesses, {}", trace.size(), last));
+}
+
+PassScope Engine::begin(Pass pass, PassOptions options) {
+  impl_->guarded([&] { impl_->begin(pass, options); });
+  return PassScope(*this);
+}
+
+Lease Engine::gather(UnitId unit, StreamRef stream) {
+  return impl_->guarded([&] {
+    if (!impl_->pass) throw UsageError("gather() outside of a pass; call begin() first");
+    if (unit.index >= impl_->table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
+    impl_->live.gatherer->gather(unit, stream);
+    return Lease(*this, unit, stream, impl_->pass_serial);
+  });
+}
+
+GradientLease Engine::gradients(UnitId unit, StreamRef stream) {
+  return impl_->guarded([&] {
+    if (impl_->pass != Pass::train) throw UsageError("gradients are made in train passes only");
+    if (unit.index >= impl_->table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
+    if (!impl_->table.unit(unit).is_trainable()) {
+      throw UsageError(fmt::format("unit '{}' is frozen: it has no gradients", impl_->table.unit(unit).name));
+    }
+    return GradientLease(*this, unit, impl_->live.gradients->buffer(unit, stream));
+  });
+}
+
+void Engine::accumulate(ParameterId parameter, const TensorView& gradient, StreamRef stream) {
+  if (parameter.index >= impl_->table.specs().size()) throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  const detail::Parameter& p = impl_->table.parameter(parameter);
+  const GradientLease lease = gradients(p.unit, stream);
+  const TensorView target = lease.view(parameter);
+  if (gradient.data == nullptr || gradient.element_count() != p.count) {
+    throw UsageError(fmt::format("the gradient of '{}' has {} elements, the parameter {}", impl_->table.spec(parameter).name,
+                                 gradient.element_count(), p.count));
+  }
+  stream->scale_into(static_cast<std::byte*>(target.data), target.dtype, static_cast<const std::byte*>(gradient.data),
+                     gradient.dtype, p.count, 1.0f, platform::Stream::Combine::add);
+}
+
+void Engine::finish(UnitId unit, StreamRef stream) {
+  impl_->guarded([&] {
+    if (impl_->pass != Pass::train) throw UsageError("finish() belongs to a train pass");
+    if (unit.index >= impl_->table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
+    if (!impl_->table.unit(unit).is_trainable()) return;
+    if (impl_->live.gradients->finished(unit)) {
+      throw UsageError(fmt::format("unit '{}' was already finished in this pass", impl_->table.unit(unit).name));
+    }
+    impl_->live.gradients->finish(unit, stream);
+    impl_->live.gatherer->finish(unit);
+  });
+}
+
+// --- the step --------------------------------------------------------------------------------------------------------
+
+float Engine::loss_scale() const { return 1.0f; }  // bf16 and fp32 gradients need none
+
+double Engine::Impl::global_norm() {
+  const double mine = live.gradients->sum_of_squares();
+  std::vector<double> all(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  double total = 0;
+  for (const double rank : all) total += rank;
+  return std::sqrt(total);
+}
+
+void Engine::Impl::update(double gradient_scale) {
+  std::vector<optim::AdamCoefficients> coefficients;
+  for (const GroupOptions& group : groups) coefficients.emplace_back(group, step_count, gradient_scale);
+  std::atomic<std::uint32_t> broken{~0u};
+  live.updater->walk(step_writes(), [&](const detail::TileAccess& tile) {
+    const detail::Segment& segment = *tile.segment;
+    const std::byte* gradient = live.memory->home(tile.unit).gradient + segment.home_gradient_offset +
+                                tile.tile->first_element * dtype_bytes(segment.dtype);
+    const tiers::StateTileView state = tile.view();
+    const optim::AdamCoefficients& c = coefficients[segment.group.index];
+    const bool sound =
+        segment.dtype == DType::fp32
+            ? optim::adam_update(c, optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights),
+                                                     .moment1 = state.moment1,
+                                                     .moment2 = state.moment2,
+                                                     .gradient = gradient,
+                                                     .gradient_dtype = segment.dtype,
+                                                     .count = tile.tile->elements})
+            : optim::adam_update(c, optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
+                                                     .remainder = state.remainder,
+                                                     .moment1 = state.moment1,
+                                                     .moment2 = state.moment2,
+                                                     .gradient = gradient,
+                                                     .gradient_dtype = segment.dtype,
+                                                     .count = tile.tile->elements});
+    if (!sound) broken = tile.unit.index;
+  });
+  if (broken != ~0u) {
+    throw Error(fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for bf16; nothing of it "
+                            "was committed: lower the learning rate and restore the last commit",
+                            step_count, table.units()[broken].name));
+  }
+}
+
+Completion Engine::Impl::commit(const std::string& name, std::span<const std::byte> program_state) {
+  std::vector<std::byte> state(kCommitNameBytes + program_state.size());
+  std::memcpy(state.data(), name.data(), std::min<std::size_t>(name.size(), kCommitNameBytes - 1));
+  std::copy(program_state.begin(), program_state.end(), state.begin() + kCommitNameBytes);
+  caller_state.assign(program_state.begin(), program_state.end());
+  const Completion committed = live.store->commit(state, [this] { live.commit_channel->barrier(); });
+  committed.then([this, step = step_count](std::exception_ptr error) {
+    if (!error && is_durable()) committed_step = static_cast<std::int64_t>(step);
+  });
+  last_commit = committed;
+  return committed;
+}
+
+StepReport Engine::Impl::step(const StepOptions& step_options) {
+  if (pass) throw UsageError("step() inside of a pass; end the PassScope first");
+  if (!gradients_due) throw UsageError("step() needs a train pass before it");
+  if (step_options.caller_state.size() > options.caller_state_bytes_max) {
+    throw UsageError(fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
+                                 step_options.caller_state.size(), options.caller_state_bytes_max));
+  }
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    if (table.units()[u].is_trainable() && !live.gradients->finished(UnitId{u})) {
+      throw UsageError(fmt::format("unit '{}' was not finished in the pass; call finish() for every trainable unit",
+                                   table.units()[u].name));
+    }
+  }
+  check_agreement();
+  drain();
+  live.gradients->wait();
+
+  StepReport report;
+  report.gradient_norm = global_norm();
+  report.applied = std::isfinite(report.gradient_norm);
+  gradients_due = false;
+  if (report.applied) {
+    if (options.gradient_clipping > 0) {
+      report.clip_factor = std::min(1.0, options.gradient_clipping / (report.gradient_norm + 1e-6));
+    }
+    live.gatherer->quiesce();
+    last_commit.wait();  // its extents, and memory it may still be written from, are free after it
+    ++step_count;
+    if (nvme_placement()) live.store->begin_step(step_count);
+    update(report.clip_factor);
+    live.gatherer->invalidate();
+    if (nvme_placement()) commit("", step_options.caller_state);
+  }
+  live.gradients->clear();
+  book_io();
+  report.step = step_count;
+  report.committed = stores_steps() ? last_commit : Completion();
+  return report;
+}
+
+StepReport Engine::step(const StepOptions& options) {
+  return impl_->guarded([&] { return impl_->step(options); });
+}
+
+void Engine::discard() noexcept {
+  if (!impl_->sealed) return;
+  if (impl_->pass) impl_->end_pass(/*complete=*/false);
+  if (std::exchange(impl_->gradients_due, false)) impl_->live.gradients->clear();
+}
+
+void Engine::settle() {
+  impl_->guarded([&] { impl_->settle(); });
+}
+
+StepBytes Engine::formula_bytes() const {
+  const Impl& e = *impl_;
+  StepBytes bytes;
+  const auto fetches = e.live.gatherer ? e.live.gatherer->director().fetch_counts(static_cast<std::size_t>(Pass::train))
+                                       : std::vector<std::uint32_t>();
+  const bool weights_on_nvme = e.options.parameters == Placement::nvme;
+  const bool state_on_nvme = e.options.optimizer == Placement::nvme;
+  const auto writes = e.step_writes();
+  const auto others = static_cast<std::uint64_t>(e.runtime.world_size() - 1);
+  for (std::uint32_t u = 0; u < e.table.units().size(); ++u) {
+    std::uint64_t weights = 0, trainable = 0, state = 0;
+    for (const detail::Segment& segment : e.table.units()[u].segments) {
+      weights += segment.shard_bytes();
+      if (!segment.trainable) continue;
+      trainable += segment.shard_bytes();
+      state += segment.shard_elements * (segment.dtype == DType::fp32 ? 8 : 10);
+    }
+    const std::uint64_t count = fetches.empty() ? 2 : fetches[u];
+    const bool resident = e.options.parameters == Placement::device;
+    bytes.nvme_read += (weights_on_nvme ? count * weights + trainable : 0) + (state_on_nvme ? state : 0);
+    bytes.nvme_write += (writes.write_weights ? trainable : 0) + (writes.write_state ? state : 0);
+    if (e.options.optimizer != Placement::device || !resident) bytes.host_to_device += (resident ? 1 : count) * weights;
+    if (e.options.optimizer != Placement::device) bytes.device_to_host += trainable;
+    bytes.wire += others * (count * weights + trainable);
+  }
+  return bytes;
+}
+
+}  // namespace hoist

@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/gatherer.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace hoist::detail {
+
+using platform::CopyKind;
+using platform::StreamEvent;
+
+namespace {
+
+scheduler::DirectorOptions director_options(const EngineOptions& options, const UnitTable& table, const Memory& memory) {
+  scheduler::DirectorOptions result{.slot_count = static_cast<std::uint32_t>(memory.gather_slots().size()),
+                                    .prefetch_elements = options.prefetch_elements,
+                                    .live_elements_max = options.live_elements_max,
+                                    .reuse_distance_elements = options.reuse_distance_elements};
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    const Unit& unit = table.units()[u];
+    const bool slotted = memory.home(UnitId{u}).own_memory == nullptr && !unit.options.binding;
+    result.items.push_back({.elements = unit.elements, .slotted = slotted});
+  }
+  return result;
+}
+
+}  // namespace
+
+Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
+                   scheduler::Executor& executor, Streams& streams, Stager* stager)
+    : runtime_(runtime),
+      options_(options),
+      table_(table),
+      memory_(memory),
+      executor_(executor),
+      streams_(streams),
+      stager_(stager),
+      director_(director_options(options, table, memory)),
+      states_(table.units().size()),
+      slots_(memory.gather_slots().size()) {}
+
+void Gatherer::begin_pass(std::size_t kind) {
+  const auto first = director_.begin(kind);
+  if (stager_ != nullptr && director_.following()) stager_->expect(reads_ahead(first));
+  issue(first);
+}
+
+void Gatherer::end_pass(bool complete) {
+  for (UnitState& state : states_) state.pins = 0;
+  director_.end(complete);
+  if (stager_ != nullptr) stager_->expect({});
+}
+
+// The units the plan will read from NVMe in this pass, in order: those fetched at its beginning, then the others.
+std::vector<UnitId> Gatherer::reads_ahead(std::span<const scheduler::Fetch> first) const {
+  std::vector<UnitId> order;
+  const auto add = [&](scheduler::Item item) {
+    const UnitId unit{item};
+    if (!table_.unit(unit).options.binding && !states_[item].valid_in_own_memory) order.push_back(unit);
+  };
+  for (const scheduler::Fetch& f : first) add(f.item);
+  for (const scheduler::Item item : director_.upcoming_fetches()) add(item);
+  return order;
+}
+
+// Runs an access past the director; the stager's expectations end with the plan they came from.
+template <typename Access>
+void Gatherer::direct(Access access) {
+  const bool followed = director_.following();
+  const auto fetches = access();
+  if (followed && !director_.following() && stager_ != nullptr) stager_->expect({});
+  issue(fetches);
+}
+
+void Gatherer::issue(std::span<const scheduler::Fetch> fetches) {
+  for (const scheduler::Fetch& f : fetches) {
+    if (f.slot == scheduler::kNoSlot) no_slot(UnitId{f.item});
+    if (f.slot != scheduler::kOwnMemory) {
+      fetch_into_slot(UnitId{f.item}, f.slot);
+      continue;
+    }
+    UnitState& state = states_[f.item];
+    std::byte* own = memory_.home(UnitId{f.item}).own_memory;
+    if (own == nullptr || state.valid_in_own_memory) continue;  // bound units are fetched by bind()
+    state.valid_in_own_memory = true;
+    fetch(UnitId{f.item}, own, std::exchange(state.uses, {}), state.transfer);
+  }
+}
+
+// The slot is free once every lease of its former occupants has ended on the device, and the last transfer into it.
+void Gatherer::fetch_into_slot(UnitId unit, scheduler::Slot index) {
+  UnitState& state = states_[unit.index];
+  if (state.slot != scheduler::kNoSlot) vacate(state);
+  SlotState& slot = slots_[index];
+  if (slot.occupant != scheduler::SlotTable::kEmpty) vacate(states_[slot.occupant]);
+  slot.occupant = unit.index;
+  state.slot = index;
+  fetch(unit, memory_.gather_slots()[index], std::exchange(slot.uses, {}), std::exchange(slot.transfer, nullptr));
+}
+
+// What the unit still does with its slot becomes the slot's own affair.
+void Gatherer::vacate(UnitState& state) {
+  SlotState& slot = slots_[state.slot];
+  slot.uses.insert(slot.uses.end(), state.uses.begin(), state.uses.end());
+  slot.transfer = std::move(state.transfer);
+  slot.occupant = scheduler::SlotTable::kEmpty;
+  state.uses.clear();
+  state.transfer = nullptr;
+  state.slot = scheduler::kNoSlot;
+}
+
+void Gatherer::fetch(UnitId unit, std::byte* target, std::vector<StreamEvent> after, std::shared_ptr<Transfer> former) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->target = target;
+  states_[unit.index].transfer = transfer;
+  transfer->submitted = executor_.enqueue(
+      [this, unit, transfer, after = std::move(after), former = std::move(former)] {
+        for (const StreamEvent& event : after) streams_.up->wait(event, WaitCause::none);
+        if (former) streams_.up->wait(former->gathered, WaitCause::none);
+        submit(unit, *transfer);
+      });
+}
+
+// On the executor.
+void Gatherer::submit(UnitId unit, Transfer& transfer) {
+  copy_up(unit, transfer.target);
+  transfer.copied = streams_.up->record();
+  transfer.gathered = transfer.copied;
+  if (table_.world_size() == 1) return;
+  streams_.comm->wait(transfer.copied, WaitCause::none);
+  all_gather(table_.unit(unit), transfer.target);
+  transfer.gathered = streams_.comm->record();
+}
+
+void Gatherer::copy_up(UnitId id, std::byte* target) {
+  const Unit& unit = table_.unit(id);
+  const UnitHome& home = memory_.home(id);
+  UnitState& state = states_[id.index];
+  if (home.device_shard != nullptr) {
+    if (home.weights != home.device_shard && !state.shard_current) {
+      streams_.up->copy(home.device_shard, home.weights, unit.host_bytes(), CopyKind::host_to_device);
+      state.shard_current = true;
+    }
+    copy_segments(unit, target, home.device_shard, CopyKind::local);
+  } else if (home.weights != nullptr) {
+    if (home.weights != target) copy_segments(unit, target, home.weights, CopyKind::host_to_device);
+  } else {
+    std::byte* staged = stager_->take(id);
+    copy_segments(unit, target, staged, CopyKind::host_to_device);
+    streams_.up->record().completion().then([this, staged](std::exception_ptr) { stager_->hand_back(staged); });
+  }
+}
+
+// This rank's shard of every segment, to its place among the ranks'.
+void Gatherer::copy_segments(const Unit& unit, std::byte* target, const std::byte* source, CopyKind kind) {
+  if (table_.world_size() == 1) return streams_.up->copy(target, source, unit.host_bytes(), kind);  // the same layout
+  const auto rank = static_cast<std::uint64_t>(runtime_.rank());
+  for (const Segment& segment : unit.segments) {
+    streams_.up->copy(target + segment.gathered_offset + rank * segment.shard_bytes(), source + segment.host_offset,
+                      segment.shard_bytes(), kind);
+  }
+}
+
+void Gatherer::all_gather(const Unit& unit, std::byte* target) {
+  std::vector<comm::GatherPiece> pieces;
+  pieces.reserve(unit.segments.size());
+  for (const Segment& segment : unit.segments) pieces.push_back({target + segment.gathered_offset, segment.shard_bytes()});
+  runtime_.communicator().all_gather(pieces, *streams_.comm);
+}
+
+void Gatherer::gather(UnitId unit, StreamRef stream) {
+  pin(unit, stream);
+  const std::vector<UnitId>& owners = table_.unit(unit).tied;
+  for (std::size_t i = 0; i < owners.size(); ++i) {
+    try {
+      pin(owners[i], stream);
+    } catch (...) {
+      while (i-- > 0) unpin(owners[i], stream);
+      unpin(unit, stream);
+      throw;
+    }
+  }
+}
+
+void Gatherer::pin(UnitId unit, StreamRef stream) {
+  UnitState& state = states_[unit.index];
+  if (state.pins == 0) {
+    direct([&] { return director_.gather(unit.index); });
+    if (table_.unit(unit).options.binding) bind(unit, stream);
+  }
+  ++state.pins;
+  await(state, stream);
+}
+
+void Gatherer::bind(UnitId unit, StreamRef stream) {
+  UnitState& state = states_[unit.index];
+  const Unit& description = table_.unit(unit);
+  state.bound = description.options.binding.bind(unit, description.gathered_bytes, stream);
+  if (state.bound == nullptr) throw UsageError(fmt::format("the binding of unit '{}' returned no memory", description.name));
+  fetch(unit, state.bound, {stream->record()}, nullptr);
+}
+
+// The host waits only until the fetch is submitted (for weights on NVMe: until they were read); the device then waits
+// for the copy and the all-gather.
+void Gatherer::await(UnitState& state, StreamRef stream) {
+  Transfer& transfer = *state.transfer;
+  if (!transfer.submitted.done()) {
+    const Nanoseconds idle_before = stream->idle_time();
+    transfer.submitted.wait();
+    runtime_.ledger().waited(WaitCause::nvme, stream->idle_time() - idle_before);
+  } else {
+    transfer.submitted.wait();  // rethrows
+  }
+  stream->wait(transfer.copied, WaitCause::host_to_device);
+  if (table_.world_size() > 1) stream->wait(transfer.gathered, WaitCause::comm);
+}
+
+void Gatherer::release(UnitId unit, StreamRef stream) {
+  unpin(unit, stream);
+  for (const UnitId owner : table_.unit(unit).tied) unpin(owner, stream);
+}
+
+void Gatherer::unpin(UnitId unit, StreamRef stream) {
+  UnitState& state = states_[unit.index];
+  if (state.pins == 0) return;  // the pass ended before the lease did
+  std::erase_if(state.uses, [](const StreamEvent& event) { return event.reached(); });
+  state.uses.push_back(stream->record());
+  if (--state.pins > 0) return;
+  if (state.bound != nullptr) {
+    table_.unit(unit).options.binding.unbind(unit, stream);
+    state.bound = nullptr;
+  }
+  direct([&] { return director_.release(unit.index); });
+}
+
+void Gatherer::finish(UnitId unit) {
+  direct([&] { return director_.finish(unit.index); });
+}
+
+std::byte* Gatherer::address(UnitId unit) const {
+  const UnitState& state = states_[unit.index];
+  return state.pins > 0 ? state.transfer->target : nullptr;
+}
+
+void Gatherer::quiesce() const {
+  for (const UnitState& state : states_) {
+    for (const StreamEvent& event : state.uses) event.wait();
+  }
+  for (const SlotState& slot : slots_) {
+    for (const StreamEvent& event : slot.uses) event.wait();
+  }
+}
+
+void Gatherer::invalidate() {
+  for (UnitState& state : states_) {
+    state.valid_in_own_memory = false;
+    state.shard_current = false;
+  }
+  if (stager_ != nullptr) stager_->invalidate();
+}
+
+void Gatherer::no_slot(UnitId unit) const {
+  std::string holders;
+  std::uint64_t slot_bytes = 0;
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    slot_bytes = std::max(slot_bytes, table_.units()[u].gathered_bytes);
+    if (states_[u].pins > 0) holders += (holders.empty() ? "'" : ", '") + table_.units()[u].name + "'";
+  }
+  const tiers::Budget& budget = runtime_.device_budget();
+  throw BudgetError({.tier = budget.tier(),
+                     .have_bytes = budget.limit_bytes(),
+                     .need_bytes = budget.limit_bytes() + slot_bytes,
+                     .key = budget.key(),
+                     .detail = fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders)});
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/error.hpp>
+#include <hoist/optim_cpu/norm.hpp>
+#include <hoist/zero/detail/gradients.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace hoist::detail {
+
+using platform::CopyKind;
+
+Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor, Streams& streams)
+    : runtime_(runtime),
+      table_(table),
+      memory_(memory),
+      executor_(executor),
+      streams_(streams),
+      states_(table.units().size()),
+      own_(table.units().size()) {
+  for (std::byte* data : memory.gradient_slots()) shared_.push_back({.data = data});
+  for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.home(UnitId{u}).own_gradient;
+  list_chunks();
+}
+
+void Gradients::list_chunks() {
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    for (const Segment& segment : table_.units()[u].segments) {
+      if (!segment.trainable || !segment.counts_in_norm) continue;
+      const std::byte* shard = memory_.home(UnitId{u}).gradient + segment.home_gradient_offset;
+      for (std::uint64_t first = 0; first < segment.shard_elements; first += optim::kNormChunkElements) {
+        const std::uint64_t count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first);
+        chunks_.push_back({u, shard + first * dtype_bytes(segment.dtype), segment.dtype, count});
+      }
+    }
+  }
+  partial_sums_.resize(chunks_.size());
+}
+
+std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
+  State& state = states_[unit.index];
+  if (state.finished) {
+    throw UsageError(fmt::format("gradients of unit '{}' were already finished in this pass", table_.unit(unit).name));
+  }
+  state.stream = &*stream;
+  if (state.buffer == nullptr) {
+    state.buffer = &acquire(unit);
+    state.buffer->busy = true;
+    if (state.buffer->reduction) {
+      state.buffer->reduction->submitted.wait();
+      stream->wait(state.buffer->reduction->home, WaitCause::none);
+    }
+    stream->wait(state.buffer->dropped, WaitCause::none);
+    stream->fill(state.buffer->data, 0, table_.unit(unit).gradient_bytes);
+  }
+  return state.buffer->data;
+}
+
+// The unit's own buffer, else a shared one; of several free ones, one whose last reduction is furthest along.
+Gradients::Buffer& Gradients::acquire(UnitId unit) {
+  if (own_[unit.index].data != nullptr) return own_[unit.index];
+  Buffer* best = nullptr;
+  for (Buffer& buffer : shared_) {
+    if (buffer.busy) continue;
+    const bool submitted = !buffer.reduction || buffer.reduction->submitted.done();
+    if (submitted && (!buffer.reduction || buffer.reduction->home.reached())) return buffer;
+    if (best == nullptr || submitted) best = &buffer;
+  }
+  if (best != nullptr) return *best;
+  std::uint64_t bytes = 0;
+  for (const Unit& other : table_.units()) bytes = std::max(bytes, other.gradient_bytes);
+  const tiers::Budget& budget = runtime_.device_budget();
+  throw BudgetError({.tier = budget.tier(),
+                     .have_bytes = budget.limit_bytes(),
+                     .need_bytes = budget.limit_bytes() + bytes,
+                     .key = budget.key(),
+                     .detail = fmt::format("gradients of unit '{}' while other units' are not finished", table_.unit(unit).name)});
+}
+
+void Gradients::finish(UnitId id, StreamRef stream) {
+  State& state = states_[id.index];
+  std::byte* source = buffer(id, stream);  // zeros when the pass made no gradient for this unit
+  auto reduction = std::make_shared<Reduction>();
+  reduction->submitted = executor_.enqueue(
+      [this, id, source, reduction, ready = stream->record()] { reduce(id, source, ready, *reduction); });
+  state.buffer->reduction = reduction;
+  state.buffer->busy = false;
+  state.buffer = nullptr;
+  state.reduction = std::move(reduction);
+  state.finished = true;
+}
+
+// On the executor. The mean over ranks, this rank's shard of it copied home.
+void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent& ready, Reduction& reduction) {
+  const Unit& unit = table_.unit(id);
+  const int world = table_.world_size();
+  if (world > 1) {
+    std::vector<comm::ReducePiece> pieces;
+    pieces.reserve(unit.segments.size());
+    for (const Segment& segment : unit.segments) {
+      if (!segment.trainable) continue;
+      pieces.push_back({.data = source + segment.gradient_offset,
+                        .dtype = segment.dtype,
+                        .shard_elements = segment.shard_elements,
+                        .scale = 1.0f / static_cast<float>(world)});
+    }
+    streams_.comm->wait(ready, WaitCause::none);
+    runtime_.communicator().reduce_scatter(pieces, *streams_.comm);
+    streams_.down->wait(streams_.comm->record(), WaitCause::none);
+  } else {
+    streams_.down->wait(ready, WaitCause::none);
+  }
+  const bool stays = memory_.gradients_on_device();
+  for (const Segment& segment : unit.segments) {
+    if (!segment.trainable) continue;
+    const std::byte* shard = source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
+    streams_.down->copy(memory_.home(id).gradient + segment.home_gradient_offset, shard, segment.shard_bytes(),
+                        stays ? CopyKind::local : CopyKind::device_to_host);
+  }
+  reduction.home = streams_.down->record();
+}
+
+void Gradients::wait() {
+  for (const State& state : states_) {
+    if (state.reduction) state.reduction->home.wait();
+  }
+}
+
+double Gradients::sum_of_squares() {
+  runtime_.update_pool().run(chunks_.size(), [&](std::size_t i) {
+    partial_sums_[i] = optim::sum_of_squares_chunk(chunks_[i].data, chunks_[i].dtype, chunks_[i].count);
+  });
+  double total = 0;
+  for (std::size_t i = 0; i < chunks_.size();) {
+    double unit_sum = 0;
+    const std::uint32_t unit = chunks_[i].unit;
+    for (; i < chunks_.size() && chunks_[i].unit == unit; ++i) unit_sum += partial_sums_[i];
+    total += unit_sum;
+  }
+  return total;
+}
+
+void Gradients::clear() {
+  for (State& state : states_) {
+    if (state.buffer != nullptr) {
+      state.buffer->dropped = state.stream->record();
+      state.buffer->busy = false;
+    }
+    state = State{};
+  }
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/assert.hpp>
+#include <hoist/zero/detail/stager.hpp>
+
+#include <algorithm>
+#include <array>
+
+namespace hoist::detail {
+
+using tiers::Region;
+
+Stager::Stager(tiers::Store& store, const UnitTable& table, const RecordMap& records,
+               const std::vector<std::span<std::byte>>& buffers)
+    : store_(store), table_(table), records_(records) {
+  for (const auto& bytes : buffers) buffers_.push_back({.bytes = bytes});
+}
+
+Stager::~Stager() {
+  for (Buffer& buffer : buffers_) {
+    try {
+      buffer.read.wait();
+    } catch (...) {  // nobody is interested in it any more
+    }
+  }
+}
+
+void Stager::expect(std::vector<UnitId> order) {
+  std::lock_guard lock(mutex_);
+  // Drop what is staged but not among the next few; keep the rest and do not read it again.
+  const std::size_t horizon = std::min(order.size(), buffers_.size());
+  for (Buffer& buffer : buffers_) {
+    if (buffer.use != Use::staged) continue;
+    const auto wanted = std::find(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(horizon), buffer.unit);
+    if (wanted == order.begin() + static_cast<std::ptrdiff_t>(horizon)) buffer.use = Use::free;
+  }
+  expected_.assign(order.begin(), order.end());
+  for (Buffer& buffer : buffers_) {
+    if (buffer.use != Use::staged) continue;
+    const auto first = std::find(expected_.begin(), expected_.end(), buffer.unit);
+    if (first != expected_.end()) expected_.erase(first);
+  }
+  start_reads();
+}
+
+void Stager::invalidate() {
+  std::unique_lock lock(mutex_);
+  expected_.clear();
+  changed_.wait(lock, [&] {
+    return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& b) { return b.use == Use::taken; });
+  });
+  for (Buffer& buffer : buffers_) buffer.use = Use::free;
+}
+
+// A free buffer may still be the target of a read that was given up; it is used again only when that has ended.
+void Stager::start_reads() {
+  for (Buffer& buffer : buffers_) {
+    if (expected_.empty()) return;
+    if (buffer.use != Use::free || !buffer.read.done()) continue;
+    const UnitId unit = expected_.front();
+    expected_.pop_front();
+    start_read(buffer, unit);
+  }
+}
+
+void Stager::start_read(Buffer& buffer, UnitId id) {
+  const Unit& unit = table_.unit(id);
+  buffer.use = Use::staged;
+  buffer.unit = id;
+  std::array<Completion, 2> reads;
+  const auto start = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, std::uint64_t offset) {
+    if (!record) return Completion();
+    return store_.read(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
+                       buffer.bytes.subspan(offset, layout.region_bytes(Region::weights)), aio::Priority::foreground);
+  };
+  reads[0] = start(records_.trainable(id), unit.trainable, 0);
+  reads[1] = start(records_.frozen(id), unit.frozen, unit.frozen_offset());
+  buffer.read = when_all(reads);
+}
+
+Stager::Buffer* Stager::staged(UnitId unit) {
+  const auto found = std::find_if(buffers_.begin(), buffers_.end(),
+                                  [&](const Buffer& b) { return b.use == Use::staged && b.unit == unit; });
+  return found == buffers_.end() ? nullptr : &*found;
+}
+
+// Not read ahead: read it now, into a free buffer, else one whose contents are not needed soonest.
+Stager::Buffer& Stager::buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock) {
+  while (true) {
+    if (Buffer* buffer = staged(unit)) return *buffer;
+    Buffer* victim = nullptr;
+    for (Buffer& buffer : buffers_) {
+      if (buffer.use == Use::taken) continue;
+      if (victim == nullptr || buffer.use == Use::free) victim = &buffer;
+    }
+    if (victim == nullptr) {
+      changed_.wait(lock);
+      continue;
+    }
+    if (!victim->read.done()) {
+      const Completion abandoned = victim->read;
+      victim->use = Use::taken;  // nobody else may pick it meanwhile
+      lock.unlock();
+      try {
+        abandoned.wait();
+      } catch (...) {  // the read that matters is still to come
+      }
+      lock.lock();
+    }
+    const auto expected = std::find(expected_.begin(), expected_.end(), unit);
+    if (expected != expected_.end()) expected_.erase(expected);
+    start_read(*victim, unit);
+    return *victim;
+  }
+}
+
+std::byte* Stager::take(UnitId unit) {
+  Completion read;
+  std::span<std::byte> bytes;
+  {
+    std::unique_lock lock(mutex_);
+    Buffer& buffer = buffer_for(unit, lock);
+    buffer.use = Use::taken;
+    read = buffer.read;
+    bytes = buffer.bytes;
+  }
+  read.wait();
+  verify(unit, bytes);
+  return bytes.data();
+}
+
+void Stager::verify(UnitId id, std::span<const std::byte> bytes) const {
+  const Unit& unit = table_.unit(id);
+  const auto check = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, std::uint64_t offset) {
+    if (!record) return;
+    store_.verify(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
+                  bytes.subspan(offset, layout.region_bytes(Region::weights)));
+  };
+  check(records_.trainable(id), unit.trainable, 0);
+  check(records_.frozen(id), unit.frozen, unit.frozen_offset());
+}
+
+void Stager::hand_back(std::byte* bytes) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto buffer = std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.bytes.data() == bytes; });
+    HOIST_ASSERT(buffer != buffers_.end() && buffer->use == Use::taken);
+    buffer->use = Use::free;
+    start_reads();
+  }
+  changed_.notify_all();
+}
+
+}  // namespace hoist::detail

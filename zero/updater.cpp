@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/assert.hpp>
+#include <hoist/optim_cpu/update_pool.hpp>
+#include <hoist/zero/detail/updater.hpp>
+
+#include <algorithm>
+
+namespace hoist::detail {
+
+using tiers::Region;
+using tiers::Tile;
+
+Updater::Updater(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records, tiers::Store* store)
+    : runtime_(runtime), table_(table), memory_(memory), records_(records), store_(store) {
+  for (const auto& bytes : memory.update_buffers()) buffers_.push_back({.bytes = bytes});
+  std::size_t tiles_max = 0;
+  for (const Piece& piece : memory.pieces()) tiles_max = std::max<std::size_t>(tiles_max, piece.tile_count);
+  checksums_w_.resize(tiles_max);
+  checksums_s_.resize(tiles_max);
+}
+
+std::span<const Tile> Updater::tiles(const Piece& piece) const {
+  return table_.unit(piece.unit).trainable.tiles().subspan(piece.first_tile, piece.tile_count);
+}
+
+void Updater::timed_wait(const Completion& completion, WaitCause cause) {
+  if (completion.done()) return completion.wait();
+  const TimePoint start = Clock::now();
+  completion.wait();
+  runtime_.ledger().waited(cause, Clock::now() - start);
+}
+
+void Updater::walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only) {
+  std::deque<Job> jobs;  // started, oldest first
+  const std::vector<Piece>& pieces = memory_.pieces();
+  std::size_t next = 0;
+  const auto skip = [&] {
+    while (next < pieces.size() && only && pieces[next].unit != *only) ++next;
+  };
+  try {
+    for (skip(); next < pieces.size() || !jobs.empty();) {
+      // Read ahead as far as buffers are free; when nothing is started at all, wait for one.
+      while (next < pieces.size() && start(pieces[next], options, jobs, jobs.empty())) {
+        ++next;
+        skip();
+      }
+      Job& job = jobs.front();
+      for (const Completion& read : job.reads) timed_wait(read, options.waits);
+      update(job, options, work);
+      write(job, options);
+      jobs.pop_front();
+    }
+  } catch (...) {
+    // Reads under way still target the buffers: see them out before anybody else uses them.
+    for (Job& job : jobs) {
+      for (const Completion& read : job.reads) {
+        try {
+          read.wait();
+        } catch (...) {  // the first error is the one that counts
+        }
+      }
+    }
+    throw;
+  }
+}
+
+bool Updater::start(const Piece& piece, const WalkOptions& options, std::deque<Job>& jobs, bool may_wait) {
+  // State in memory needs no reading ahead; a short queue keeps the order simple.
+  const auto needed = memory_.buffered_bytes(piece);
+  if (needed.total() == 0 && !jobs.empty()) return false;
+  Job job{.piece = piece};
+  std::byte* free_bytes = nullptr;
+  if (needed.total() > 0) {
+    job.buffer = buffer_for(jobs, may_wait, options.waits);
+    if (job.buffer == nullptr) return false;
+    free_bytes = job.buffer->bytes.data();
+  }
+  const UnitHome& home = memory_.home(piece.unit);
+  const Tile& first = tiles(piece).front();
+  job.weights = home.weights != nullptr ? home.weights + first.w_offset : free_bytes;
+  job.state = home.state != nullptr ? home.state + first.s_offset : free_bytes + needed.weights;
+  if (options.read) read(job);
+  jobs.push_back(std::move(job));
+  return true;
+}
+
+// A buffer that no job holds and no write uses; else, when allowed, the one whose write was started first.
+Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, bool may_wait, WaitCause cause) {
+  const auto held = [&](const Buffer& buffer) {
+    return std::any_of(jobs.begin(), jobs.end(), [&](const Job& job) { return job.buffer == &buffer; });
+  };
+  for (Buffer& buffer : buffers_) {
+    if (!held(buffer) && buffer.idle.done()) {
+      buffer.idle.wait();  // rethrows a failed write
+      return &buffer;
+    }
+  }
+  if (!may_wait) return nullptr;
+  for (Buffer& buffer : buffers_) {
+    if (held(buffer)) continue;
+    timed_wait(buffer.idle, cause);
+    return &buffer;
+  }
+  return nullptr;
+}
+
+void Updater::read(Job& job) {
+  const UnitHome& home = memory_.home(job.piece.unit);
+  const tiers::RecordId record = *records_.trainable(job.piece.unit);
+  const auto bytes = memory_.buffered_bytes(job.piece);
+  const auto start_read = [&](Region region, std::byte* target, std::uint64_t count) {
+    job.reads.push_back(store_->read(record, region, job.piece.first_tile, job.piece.tile_count, {target, count},
+                                     aio::Priority::foreground));
+  };
+  if (home.state == nullptr) {
+    start_read(Region::state, job.state, bytes.state);
+    job.state_read = true;
+  }
+  if (home.weights == nullptr) {
+    start_read(Region::weights, job.weights, bytes.weights);
+    job.weights_read = true;
+  }
+}
+
+void Updater::update(Job& job, const WalkOptions& options, const Work& work) {
+  const TimePoint begin = Clock::now();
+  const auto piece_tiles = tiles(job.piece);
+  const Unit& unit = table_.unit(job.piece.unit);
+  const std::optional<tiers::RecordId> record = records_.trainable(job.piece.unit);
+  const Tile& first = piece_tiles.front();
+  runtime_.update_pool().run(piece_tiles.size(), [&](std::size_t i) {
+    const Tile& tile = piece_tiles[i];
+    const auto index = job.piece.first_tile + static_cast<std::uint32_t>(i);
+    const std::span<std::byte> weights(job.weights + (tile.w_offset - first.w_offset), tile.w_bytes);
+    const std::span<std::byte> state(job.state + (tile.s_offset - first.s_offset), tile.s_bytes);
+    if (job.weights_read) store_->verify(*record, Region::weights, index, 1, weights);
+    if (job.state_read) store_->verify(*record, Region::state, index, 1, state);
+    work({.unit = job.piece.unit, .segment = &unit.segments[tile.segment], .tile = &tile, .weights = weights.data(), .state = state.data()});
+    if (options.write_weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
+    if (options.write_state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
+  });
+  runtime_.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
+}
+
+void Updater::write(Job& job, const WalkOptions& options) {
+  const tiers::Tile& first = tiles(job.piece).front();
+  const tiers::Tile& last = tiles(job.piece).back();
+  std::vector<Completion> writes;
+  const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes, const std::vector<std::uint64_t>& checksums) {
+    writes.push_back(store_->write(*records_.trainable(job.piece.unit), region, job.piece.first_tile, job.piece.tile_count,
+                                   {source, bytes}, std::span(checksums).first(job.piece.tile_count), aio::Priority::background));
+  };
+  if (options.write_weights) {
+    start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);
+  }
+  if (options.write_state) {
+    start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
+  }
+  if (job.buffer != nullptr) job.buffer->idle = when_all(writes);
+}
+
+void Updater::drain() {
+  for (Buffer& buffer : buffers_) buffer.idle.wait();
+}
+
+}  // namespace hoist::detail
