@@ -2,7 +2,7 @@
 // tiers/device_arena.hpp - pieces of the device's budgeted block.
 //
 // For allocations that live long (gather slots, gradient buffers, an embedder's activations): first fit, exact sizes
-// rounded to 256 bytes, neighbours joined on release.
+// rounded to 4 KiB (so that a drive can transfer from a block directly), neighbours joined on release.
 //
 // Threading  Any thread. A block is released only when no stream uses it any more; its owner sees to that.
 // Errors     BudgetError when no hole is large enough; it names the smallest device budget in which one would be.
@@ -15,6 +15,7 @@
 #include <string>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/budget.hpp>
 
@@ -43,7 +44,7 @@ class DeviceBlock {
 
 class DeviceArena {
  public:
-  static constexpr std::uint64_t kAlignment = 256;
+  static constexpr std::uint64_t kAlignment = kBlockAlignment;
 
   // Arena over all of device.memory(), its bytes booked on `budget` as they are handed out.
   DeviceArena(platform::Device& device, Budget& budget);

@@ -122,7 +122,8 @@ void Engine::Impl::seal(bool create_store) {
   live.streams.comm = runtime.device().create_stream("comm");
   live.executor = std::make_unique<scheduler::Executor>("hoist-submit");
   if (options.parameters == Placement::nvme) {
-    live.stager = std::make_unique<detail::Stager>(*live.store, table, *live.records, live.memory->staging_buffers());
+    live.stager = std::make_unique<detail::Stager>(*live.store, table, *live.records, live.memory->staging_buffers(),
+                                                   [this](UnitId unit) { return live.updater->weights_written(unit); });
   }
   live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor, live.streams, live.stager.get());
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams);

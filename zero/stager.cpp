@@ -10,8 +10,8 @@ namespace hoist::detail {
 using tiers::Region;
 
 Stager::Stager(tiers::Store& store, const UnitTable& table, const RecordMap& records,
-               const std::vector<std::span<std::byte>>& buffers)
-    : store_(store), table_(table), records_(records) {
+               const std::vector<std::span<std::byte>>& buffers, Written written)
+    : store_(store), table_(table), records_(records), written_(std::move(written)) {
   for (const auto& bytes : buffers) buffers_.push_back({.bytes = bytes});
 }
 
@@ -63,18 +63,37 @@ void Stager::start_reads() {
 }
 
 void Stager::start_read(Buffer& buffer, UnitId id) {
-  const Unit& unit = table_.unit(id);
   buffer.use = Use::staged;
   buffer.unit = id;
+  const Completion written = written_(id);
+  if (written.done() && !written.error()) {
+    buffer.read = read_weights(id, buffer.bytes);
+    return;
+  }
+  // The last step's weights are still on their way down: read them when they have landed.
+  auto promise = std::make_shared<Promise>();
+  buffer.read = promise->completion();
+  written.then([this, id, target = buffer.bytes, promise](std::exception_ptr failed_write) {
+    if (failed_write) return promise->fail(failed_write);
+    try {
+      read_weights(id, target).then([promise](std::exception_ptr error) { error ? promise->fail(error) : promise->complete(); });
+    } catch (...) {
+      promise->fail(std::current_exception());
+    }
+  });
+}
+
+Completion Stager::read_weights(UnitId id, std::span<std::byte> target) {
+  const Unit& unit = table_.unit(id);
   std::array<Completion, 2> reads;
   const auto start = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, std::uint64_t offset) {
     if (!record) return Completion();
     return store_.read(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
-                       buffer.bytes.subspan(offset, layout.region_bytes(Region::weights)), aio::Priority::foreground);
+                       target.subspan(offset, layout.region_bytes(Region::weights)), aio::Priority::foreground);
   };
   reads[0] = start(records_.trainable(id), unit.trainable, 0);
   reads[1] = start(records_.frozen(id), unit.frozen, unit.frozen_offset());
-  buffer.read = when_all(reads);
+  return when_all(reads);
 }
 
 Stager::Buffer* Stager::staged(UnitId unit) {

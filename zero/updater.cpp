@@ -4,6 +4,7 @@
 #include <hoist/zero/detail/updater.hpp>
 
 #include <algorithm>
+#include <array>
 
 namespace hoist::detail {
 
@@ -11,7 +12,12 @@ using tiers::Region;
 using tiers::Tile;
 
 Updater::Updater(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records, tiers::Store* store)
-    : runtime_(runtime), table_(table), memory_(memory), records_(records), store_(store) {
+    : runtime_(runtime),
+      table_(table),
+      memory_(memory),
+      records_(records),
+      store_(store),
+      weights_written_(table.units().size()) {
   for (const auto& bytes : memory.update_buffers()) buffers_.push_back({.bytes = bytes});
   std::size_t tiles_max = 0;
   for (const Piece& piece : memory.pieces()) tiles_max = std::max<std::size_t>(tiles_max, piece.tile_count);
@@ -152,6 +158,9 @@ void Updater::write(Job& job, const WalkOptions& options) {
   };
   if (options.write_weights) {
     start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);
+    Completion& written = weights_written_[job.piece.unit.index];
+    const std::array parts{written, writes.back()};
+    written = written.done() && !written.error() ? writes.back() : when_all(parts);
   }
   if (options.write_state) {
     start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);

@@ -35,12 +35,12 @@ struct Machine {
 TEST(DeviceArena, GivesAlignedPiecesAndBooksThem) {
   Machine m;
   const DeviceBlock a = m.arena.allocate(1, "a");
-  const DeviceBlock b = m.arena.allocate(257, "b");
+  const DeviceBlock b = m.arena.allocate(DeviceArena::kAlignment + 1, "b");
   EXPECT_EQ(a.bytes().size(), 1u);
-  EXPECT_EQ(b.bytes().size(), 257u);
+  EXPECT_EQ(b.bytes().size(), DeviceArena::kAlignment + 1);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(b.data()) % DeviceArena::kAlignment, 0u);
-  EXPECT_EQ(m.budget.held_bytes(), 256u + 512u);
-  EXPECT_EQ(m.arena.largest_hole_bytes(), kArenaBytes - 768);
+  EXPECT_EQ(m.budget.held_bytes(), 3 * DeviceArena::kAlignment);
+  EXPECT_EQ(m.arena.largest_hole_bytes(), kArenaBytes - 3 * DeviceArena::kAlignment);
   const DeviceBlock none = m.arena.allocate(0, "none");
   EXPECT_EQ(none.data(), nullptr);
 }

@@ -13,6 +13,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <vector>
 
@@ -20,8 +21,10 @@ namespace hoist::detail {
 
 class Stager {
  public:
+  // `written(unit)` is done when the unit's newest weights have reached the store: reads wait for it.
+  using Written = std::function<Completion(UnitId)>;
   Stager(tiers::Store& store, const UnitTable& table, const RecordMap& records,
-         const std::vector<std::span<std::byte>>& buffers);
+         const std::vector<std::span<std::byte>>& buffers, Written written);
   ~Stager();  // waits for reads under way
 
   // Units whose weights will be asked for, in order. Replaces what was expected before; buffers already filled with
@@ -44,6 +47,7 @@ class Stager {
   };
   void start_reads();                          // with the mutex held
   void start_read(Buffer& buffer, UnitId unit);
+  Completion read_weights(UnitId unit, std::span<std::byte> target);
   Buffer* staged(UnitId unit);
   Buffer& buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock);
   void verify(UnitId unit, std::span<const std::byte> bytes) const;
@@ -51,6 +55,7 @@ class Stager {
   tiers::Store& store_;
   const UnitTable& table_;
   const RecordMap& records_;
+  Written written_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Buffer> buffers_;

@@ -49,6 +49,9 @@ class Updater {
   using Work = std::function<void(const TileAccess&)>;
   void walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
 
+  // Done when the unit's weights of the last walk have reached the store.
+  Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
+
   // The pieces' buffers may be used by somebody else between walks; returns when no write uses them any more.
   void drain();
 
@@ -79,6 +82,7 @@ class Updater {
   const RecordMap& records_;
   tiers::Store* store_;
   std::vector<Buffer> buffers_;
+  std::vector<Completion> weights_written_;  // by unit
   std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the piece being updated
 };
 

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// P1: where state lives, how it is cut and by whom it is moved never changes a bit.
+#include "toy_model.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <ostream>
+
+namespace hoist::test {
+namespace {
+
+struct Cell {
+  const char* name;
+  Placement parameters = Placement::nvme;
+  Placement optimizer = Placement::nvme;
+  tiers::Durability durability = tiers::Durability::step;
+  aio::BackendKind backend = aio::BackendKind::automatic;
+  std::uint64_t block_bytes = kMiB;
+  std::uint64_t sub_group = 20000;
+  unsigned update_buffers = 4;
+  unsigned staging_buffers = 5;
+  unsigned threads = 2;
+  std::uint64_t chaos_seed = 0;
+  std::uint64_t device_bytes = 16 * kMiB;
+  std::uint64_t persistence = 0;
+  std::uint64_t prefetch = 50'000'000;
+  std::uint64_t reuse = 1'000'000'000;
+};
+
+std::ostream& operator<<(std::ostream& out, const Cell& cell) { return out << cell.name; }
+
+ToySetup setup_of(const Cell& cell, const std::string& directory) {
+  const bool nvme = cell.parameters == Placement::nvme || cell.optimizer == Placement::nvme;
+  ToySetup setup = toy_setup(cell.parameters, cell.optimizer, nvme ? directory : "");
+  setup.runtime.aio_backend = cell.backend;
+  setup.runtime.aio_block_bytes = cell.block_bytes;
+  setup.runtime.update_threads = cell.threads;
+  setup.runtime.host_device.chaos_seed = cell.chaos_seed;
+  setup.runtime.device_memory_bytes = cell.device_bytes;
+  setup.engine.durability = cell.durability;
+  setup.engine.sub_group_elements = cell.sub_group;
+  setup.engine.update_buffer_count = cell.update_buffers;
+  setup.engine.staging_buffer_count = cell.staging_buffers;
+  setup.engine.persistence_elements = cell.persistence;
+  setup.engine.prefetch_elements = cell.prefetch;
+  setup.engine.reuse_distance_elements = cell.reuse;
+  return setup;
+}
+
+constexpr Placement kDevice = Placement::device, kPinned = Placement::pinned, kNvme = Placement::nvme;
+constexpr auto kNone = tiers::Durability::none;
+
+const std::vector<Cell>& cells() {
+  static const std::vector<Cell> kCells{
+      {.name = "device_device", .parameters = kDevice, .optimizer = kDevice},
+      {.name = "device_cpu", .parameters = kDevice, .optimizer = kPinned},
+      {.name = "device_nvme", .parameters = kDevice},
+      {.name = "cpu_device", .parameters = kPinned, .optimizer = kDevice},
+      {.name = "cpu_cpu", .parameters = kPinned, .optimizer = kPinned},
+      {.name = "cpu_nvme", .parameters = kPinned},
+      {.name = "cpu_nvme_not_durable", .parameters = kPinned, .durability = kNone},
+      {.name = "nvme_device", .optimizer = kDevice},
+      {.name = "nvme_cpu", .optimizer = kPinned},
+      {.name = "nvme_nvme"},
+      {.name = "nvme_nvme_not_durable", .durability = kNone},
+      {.name = "threads_backend", .backend = aio::BackendKind::threads},
+      {.name = "tiny_blocks", .block_bytes = 4096},
+      {.name = "odd_blocks_tiny_subgroup", .block_bytes = 20480, .sub_group = 1},
+      {.name = "subgroup_larger_than_model", .sub_group = 1'000'000'000},
+      {.name = "fewest_buffers", .update_buffers = 3, .staging_buffers = 1},
+      {.name = "many_buffers", .update_buffers = 9, .staging_buffers = 4},
+      {.name = "one_thread", .threads = 1},
+      {.name = "small_device", .device_bytes = kMiB},
+      {.name = "chaos", .chaos_seed = 11},
+      {.name = "chaos_small_device", .chaos_seed = 12, .device_bytes = kMiB},
+      {.name = "chaos_cpu", .parameters = kPinned, .optimizer = kPinned, .chaos_seed = 13},
+      {.name = "chaos_device", .parameters = kDevice, .optimizer = kPinned, .chaos_seed = 14},
+      {.name = "everything_persistent", .persistence = 1'000'000},
+      {.name = "no_prefetch_no_reuse", .prefetch = 0, .reuse = 0},
+      {.name = "chaos_some_persistent", .chaos_seed = 15, .device_bytes = kMiB + kMiB / 4, .persistence = 17000},
+  };
+  return kCells;
+}
+
+constexpr std::uint64_t kSteps = 10;
+
+const Digests& reference() {
+  static const Digests kReference = train_once(toy_setup(kPinned, kPinned), ToyShape{}, kSteps);
+  return kReference;
+}
+
+class PlacementTest : public testing::TestWithParam<Cell> {};
+
+TEST_P(PlacementTest, TenStepsEndInTheSameBits) {
+  const TestDirectory directory;
+  EXPECT_EQ(train_once(setup_of(GetParam(), directory.path()), ToyShape{}, kSteps), reference());
+}
+
+TEST_P(PlacementTest, StoppedAndResumedInTheMiddle) {
+  const Cell& cell = GetParam();
+  const bool nvme = cell.parameters == kNvme || cell.optimizer == kNvme;
+  if (nvme && cell.durability == kNone) GTEST_SKIP() << "a store with durability none cannot be resumed, by definition";
+  const TestDirectory directory;
+  ToySetup setup = setup_of(cell, directory.path());
+  setup.engine.store_directory = directory.path();
+  std::vector<double> losses;
+  {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{});
+    engine.initialize(model.fill());
+    model.train(1, kSteps / 2);
+    const std::uint64_t step = kSteps / 2;
+    if (!nvme) engine.save("middle", std::as_bytes(std::span(&step, 1))).wait();
+    losses = model.losses;
+  }
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, ToyShape{});
+  ASSERT_EQ(engine.find_commit(), kSteps / 2);
+  const RestoreReport report = engine.restore();
+  EXPECT_EQ(report.step, kSteps / 2);
+  std::uint64_t state = 0;
+  ASSERT_EQ(report.caller_state.size(), sizeof(state));
+  std::memcpy(&state, report.caller_state.data(), sizeof(state));
+  EXPECT_EQ(state, kSteps / 2);
+  model.losses = losses;
+  model.train(kSteps / 2 + 1, kSteps);
+  EXPECT_EQ(digests_of(engine, model), reference());
+}
+
+INSTANTIATE_TEST_SUITE_P(Cells, PlacementTest, testing::ValuesIn(cells()), [](const auto& cell) { return std::string(cell.param.name); });
+
+// A placement is compared with more than itself: the reference must move, clip and depend on the seed.
+TEST(PlacementReference, ClipsEveryStepAndDependsOnTheSeed) {
+  Runtime runtime(toy_setup(kPinned, kPinned).runtime);
+  Engine engine(runtime, toy_setup(kPinned, kPinned).engine);
+  ToyModel model(engine, ToyShape{});
+  engine.initialize(model.fill());
+  model.train(1, kSteps);
+  for (const StepReport& report : model.reports) EXPECT_LT(report.clip_factor, 1.0);
+  EXPECT_NE(model.losses.front(), model.losses.back());
+  EXPECT_NE(train_once(toy_setup(kPinned, kPinned), ToyShape{.seed = 2}, 2).master, train_once(toy_setup(kPinned, kPinned), ToyShape{}, 2).master);
+}
+
+}  // namespace
+}  // namespace hoist::test

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "toy_model.hpp"
+
+#include <hoist/core/rng.hpp>
+
+#include <unistd.h>
+
+#include <atomic>
+#include <ostream>
+
+namespace hoist::test {
+
+TestDirectory::TestDirectory() {
+  static std::atomic<int> next{0};
+  root_ = std::filesystem::current_path() / ("hoist-test-" + std::to_string(::getpid()) + "-" + std::to_string(next++));
+  std::filesystem::create_directories(root_);
+}
+
+TestDirectory::~TestDirectory() {
+  std::error_code ignored;
+  std::filesystem::remove_all(root_, ignored);
+}
+
+ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string& directory) {
+  ToySetup setup;
+  setup.runtime.device_memory_bytes = 16 * kMiB;
+  setup.runtime.pinned_memory_bytes = 32 * kMiB;
+  setup.runtime.communicator = CommunicatorKind::self;
+  setup.runtime.update_threads = 2;
+  setup.runtime.host_device.chaos_seed = 0;
+  setup.engine.parameters = parameters;
+  setup.engine.optimizer = optimizer;
+  setup.engine.store_directory = directory;
+  setup.engine.sub_group_elements = 20000;
+  setup.engine.persistence_elements = 0;
+  setup.engine.gradient_clipping = 0.5;
+  setup.engine.optimizer_defaults.learning_rate = 1e-2;
+  return setup;
+}
+
+ToyModel::ToyModel(Engine& engine, const ToyShape& shape)
+    : engine_(engine), shape_(shape), stream_(engine.runtime().device().create_stream("compute")) {
+  const GroupId no_decay = engine.add_group({.learning_rate = 2e-2, .weight_decay = 0});
+  for (std::size_t u = 0; u < shape.matrices.size(); ++u) {
+    const std::string name = "unit" + std::to_string(u);
+    std::vector<ParameterSpec> specs{{.name = name + ".matrix", .shape = {shape.matrices[u]}},
+                                     {.name = name + ".norm", .shape = {shape.norm}, .dtype = DType::fp32, .group = no_decay}};
+    const bool frozen = shape.frozen && u == 1;
+    if (frozen) specs.push_back({.name = name + ".frozen", .shape = {3, 1000}, .trainable = false});
+    Unit unit{.id = engine.add_unit(name, specs)};
+    unit.matrix = engine.parameter(name + ".matrix");
+    unit.norm = engine.parameter(name + ".norm");
+    if (frozen) unit.frozen = engine.parameter(name + ".frozen");
+    units_.push_back(unit);
+  }
+  if (shape.tied && units_.size() > 1) engine.tie(units_.back().id, units_.front().matrix);
+}
+
+Fill ToyModel::fill() const {
+  return [seed = shape_.seed](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      out[i] = static_cast<float>(0.2 * random_normal(seed + 1000 * parameter.index, first + i));
+    }
+  };
+}
+
+namespace {
+
+float element(const TensorView& view, std::uint64_t i) {
+  return view.dtype == DType::fp32 ? static_cast<const float*>(view.data)[i] : to_float(static_cast<const bf16*>(view.data)[i]);
+}
+
+double weighted_sum(const TensorView& view) {
+  double sum = 0;
+  for (std::uint64_t i = 0; i < view.element_count(); ++i) sum += element(view, i) * static_cast<double>(i % 7 + 1);
+  return sum;
+}
+
+}  // namespace
+
+void ToyModel::forward(std::size_t index, double* sum) {
+  const Unit& unit = units_[index];
+  Lease lease = engine_.gather(unit.id, *stream_);
+  std::vector<TensorView> views{lease.view(unit.matrix), lease.view(unit.norm)};
+  if (unit.frozen) views.push_back(lease.view(*unit.frozen));
+  if (shape_.tied && index + 1 == units_.size() && index > 0) views.push_back(lease.view(units_.front().matrix));
+  stream_->launch("forward", [views, sum] {
+    for (const TensorView& view : views) *sum += weighted_sum(view);
+  });
+  lease.release(*stream_);
+  in_forward(index);
+}
+
+void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter, std::uint64_t step) {
+  const std::uint64_t seed = shape_.seed + 77 * parameter.index + 1'000'003 * step +
+                             7919 * static_cast<std::uint64_t>(engine_.runtime().rank());
+  stream_->launch("backward", [weights, gradient, seed, scale = gradient_scale] {
+    for (std::uint64_t i = 0; i < weights.element_count(); ++i) {
+      const float value = scale * (0.05f * element(weights, i) + static_cast<float>(0.02 * (random_uniform(seed, i) - 0.5)));
+      if (gradient.dtype == DType::fp32) {
+        static_cast<float*>(gradient.data)[i] += value;
+      } else {
+        auto* target = static_cast<bf16*>(gradient.data);
+        target[i] = to_bf16(to_float(target[i]) + value);
+      }
+    }
+  });
+}
+
+void ToyModel::backward(std::size_t index, std::uint64_t step) {
+  const Unit& unit = units_[index];
+  Lease lease = engine_.gather(unit.id, *stream_);
+  const GradientLease gradients = engine_.gradients(unit.id, *stream_);
+  make_gradient(lease.view(unit.matrix), gradients.view(unit.matrix), unit.matrix, step);
+  make_gradient(lease.view(unit.norm), gradients.view(unit.norm), unit.norm, step);
+  if (shape_.tied && index + 1 == units_.size() && index > 0) {
+    const ParameterId owner = units_.front().matrix;
+    make_gradient(lease.view(owner), engine_.gradients(units_.front().id, *stream_).view(owner), owner, step + 500);
+  }
+  lease.release(*stream_);
+  engine_.finish(unit.id, *stream_);
+}
+
+double ToyModel::pass(std::uint64_t step) {
+  double sum = 0;
+  try {
+    const PassScope scope = engine_.begin(Pass::train);
+    for (std::size_t u = 0; u < units_.size(); ++u) forward(u, &sum);
+    for (std::size_t u = units_.size(); u-- > 0;) backward(u, step);
+  } catch (...) {
+    stream_->synchronize();  // enqueued work writes to `sum`
+    throw;
+  }
+  stream_->synchronize();
+  losses.push_back(sum);
+  return sum;
+}
+
+double ToyModel::evaluate() {
+  double sum = 0;
+  {
+    const PassScope scope = engine_.begin(Pass::evaluate);
+    for (std::size_t u = 0; u < units_.size(); ++u) forward(u, &sum);
+  }
+  stream_->synchronize();
+  return sum;
+}
+
+void ToyModel::train(std::uint64_t first_step, std::uint64_t last_step) {
+  for (std::uint64_t step = first_step; step <= last_step; ++step) {
+    pass(step);
+    const auto state = std::as_bytes(std::span(&step, 1));
+    reports.push_back(engine_.step({.caller_state = state}));
+  }
+}
+
+std::ostream& operator<<(std::ostream& out, const Digests& d) {
+  out << d.master << ' ' << d.moment1 << ' ' << d.moment2 << " losses";
+  for (const double loss : d.losses) out << ' ' << loss;
+  return out;
+}
+
+Digests digests_of(Engine& engine, const ToyModel& model) {
+  return {state_digest(engine, State::master), state_digest(engine, State::moment1), state_digest(engine, State::moment2), model.losses};
+}
+
+Digests train_once(const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, shape);
+  engine.initialize(model.fill());
+  model.train(1, steps);
+  return digests_of(engine, model);
+}
+
+}  // namespace hoist::test

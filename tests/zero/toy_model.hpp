@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/zero/toy_model.hpp - a model without mathematics: enough to drive every path of the engine, cheap enough to run
+// hundreds of times.
+//
+// Gradients are a fixed function of weights, step and rank, so the state after n steps is a fixed function of the
+// options; only the engine can make two placements differ.
+#pragma once
+
+#include <hoist/zero/engine.hpp>
+
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace hoist::test {
+
+struct ToyShape {
+  std::uint64_t seed = 1;
+  // Elements of the bf16 matrix of each unit; each unit also has an fp32 vector of `norm` elements.
+  std::vector<std::int64_t> matrices{40000, 70001, 16384, 9973};
+  std::int64_t norm = 97;
+  bool frozen = true;  // a frozen matrix beside the trainable one of unit 1
+  bool tied = true;    // the last unit also uses unit 0's matrix
+};
+
+// A directory of its own on a real disk, removed at the end.
+class TestDirectory {
+ public:
+  TestDirectory();
+  ~TestDirectory();
+  std::string path(const std::string& name = "store") const { return (root_ / name).string(); }
+
+ private:
+  std::filesystem::path root_;
+};
+
+struct ToySetup {
+  RuntimeOptions runtime;
+  EngineOptions engine;
+};
+// Small budgets, tiny subgroups, clipping active; everything in `parameters` and `optimizer`.
+ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string& directory = "");
+
+class ToyModel {
+ public:
+  ToyModel(Engine& engine, const ToyShape& shape);
+  Fill fill() const;
+  // Forward and backward over all units on `stream`; returns a value that depends on every weight.
+  double pass(std::uint64_t step);
+  double evaluate();
+  void train(std::uint64_t first_step, std::uint64_t last_step);  // inclusive; pass and step() of each
+  Engine& engine() { return engine_; }
+  UnitId unit(std::size_t index) const { return units_[index].id; }
+  ParameterId matrix(std::size_t index) const { return units_[index].matrix; }
+  platform::Stream& stream() { return *stream_; }
+  std::vector<double> losses;
+  std::vector<StepReport> reports;
+  std::function<void(std::size_t unit)> in_forward = [](std::size_t) {};  // called after each unit's forward
+  float gradient_scale = 1;
+
+ private:
+  struct Unit {
+    UnitId id;
+    ParameterId matrix, norm;
+    std::optional<ParameterId> frozen;
+  };
+  void forward(std::size_t index, double* sum);
+  void backward(std::size_t index, std::uint64_t step);
+  void make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter, std::uint64_t step);
+
+  Engine& engine_;
+  ToyShape shape_;
+  std::unique_ptr<platform::Stream> stream_;
+  std::vector<Unit> units_;
+};
+
+struct Digests {
+  std::string master, moment1, moment2;
+  std::vector<double> losses;
+  friend bool operator==(const Digests&, const Digests&) = default;
+};
+std::ostream& operator<<(std::ostream& out, const Digests& digests);
+Digests digests_of(Engine& engine, const ToyModel& model);
+
+// Trains `steps` steps from scratch in one process and rank; the reference of every comparison.
+Digests train_once(const ToySetup& setup, const ToyShape& shape, std::uint64_t steps);
+
+}  // namespace hoist::test
