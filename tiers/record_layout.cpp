@@ -1,1 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/record_layout.hpp>
+
+namespace hoist::tiers {
+
+namespace {
+
+std::uint64_t state_bytes_per_element(DType dtype) { return dtype == DType::fp32 ? 8 : 10; }
+
+}  // namespace
+
+RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(segments.begin(), segments.end()) {
+  for (std::uint32_t index = 0; index < segments_.size(); ++index) {
+    const RecordSegment& segment = segments_[index];
+    if (segment.dtype == DType::fp16)
+      throw UsageError(
+          "a record cannot hold fp16 weights: only bf16 and fp32 segments have a layout; convert the parameter to one "
+          "of them");
+    HOIST_ASSERT(segment.shard_elements % kShardMultiple == 0, "segment {}: {} elements", index,
+                 segment.shard_elements);
+    segment_w_offsets_.push_back(w_bytes_);
+    for (std::uint64_t first = 0; first < segment.shard_elements; first += kTileElements) {
+      Tile tile;
+      tile.segment = index;
+      tile.first_element = first;
+      tile.elements = std::min(kTileElements, segment.shard_elements - first);
+      tile.w_offset = w_bytes_;
+      tile.w_bytes = round_up(tile.elements * dtype_bytes(segment.dtype), kBlockAlignment);
+      tile.s_offset = s_bytes_;
+      if (segment.trainable)
+        tile.s_bytes = round_up(tile.elements * state_bytes_per_element(segment.dtype), kBlockAlignment);
+      w_bytes_ += tile.w_bytes;
+      s_bytes_ += tile.s_bytes;
+      tiles_.push_back(tile);
+    }
+  }
+  // Tile numbers are 32 bits in the identity of a checksum and in the manifest.
+  HOIST_ASSERT(tiles_.size() < UINT32_MAX, "{} tiles", tiles_.size());
+}
+
+StateTileView view_state_tile(DType dtype, std::uint64_t elements, std::byte* tile) {
+  HOIST_ASSERT(dtype != DType::fp16, "fp16 segments have no state layout");
+  StateTileView view;
+  if (dtype == DType::bf16) {
+    view.remainder = reinterpret_cast<std::int16_t*>(tile);
+    tile += elements * sizeof(std::int16_t);
+  }
+  view.moment1 = reinterpret_cast<float*>(tile);
+  view.moment2 = view.moment1 + elements;
+  return view;
+}
+
+}  // namespace hoist::tiers

@@ -14,12 +14,12 @@
 // every tile starts and ends on a 4 KiB boundary and tiles of a segment are contiguous.
 #pragma once
 
-#include <hoist/core/dtype.hpp>
-#include <hoist/core/units.hpp>
-
 #include <cstdint>
 #include <span>
 #include <vector>
+
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist::tiers {
 

@@ -1,1 +1,319 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/store_impl.hpp>
+#include <hoist/tiers/store.hpp>
+
+namespace hoist::tiers {
+
+namespace {
+
+// How long a destructor waits for transfers; an engine gives up on a drive after the same time.
+constexpr Nanoseconds kDrainTimeout = std::chrono::seconds(30);
+
+}  // namespace
+
+Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::Engine& engine)
+    : engine_(engine),
+      superblock_(std::move(superblock)),
+      paths_(std::move(paths)),
+      durability_(options.durability),
+      table_(options.records, options.durability, superblock_.store_number),
+      image_(superblock_.slot_bytes()) {
+  if (durability_ == Durability::step) caller_state_.reserve(superblock_.caller_state_bytes_max);
+}
+
+Store::Impl::~Impl() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    wake_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();  // after a commit that was started
+  if (transfers_->wait_for_all(kDrainTimeout)) {
+    if (files_.data) ::unlink(paths_.lock_info.c_str());
+    return;
+  }
+  spdlog::error("the drive of {} still owes transfers after {:.0f} s; its files are left open and locked",
+                paths_.directory, to_seconds(kDrainTimeout));
+  [[maybe_unused]] const auto* transfers = transfers_.release();
+  [[maybe_unused]] const auto* data = files_.data.release();
+  [[maybe_unused]] const auto* manifest = files_.manifest.release();
+}
+
+std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Superblock& superblock) {
+  std::uint64_t bytes = sizeof(Impl) + sizeof(detail::Transfers) + 2 * sizeof(aio::File);
+  bytes += detail::RecordTable::memory_bytes(options.records, options.durability);
+  bytes += superblock.layout.size() + superblock.slot_bytes();
+  if (options.durability == Durability::step) bytes += superblock.caller_state_bytes_max;
+  return bytes;
+}
+
+void Store::Impl::start_new(Files files, std::vector<std::string> directories_to_flush) {
+  files_ = std::move(files);
+  directories_to_flush_ = std::move(directories_to_flush);
+  adopted_ = true;
+  thread_ = std::thread([this] { commit_loop(); });
+}
+
+void Store::Impl::start_existing(Files files) {
+  files_ = std::move(files);
+  for (std::uint32_t slot = 0; slot < kSlotCount; ++slot) {
+    read_slot(slot);
+    slots_[slot] = check_slot(image_.span(), superblock_);
+    if (slots_[slot].state == SlotCheck::State::valid)
+      incarnation_ = std::max(incarnation_, slots_[slot].header.incarnation);
+  }
+  commits_ = detail::usable_commits(slots_);
+  damage_ = detail::damaged_slots(slots_, paths_.manifest);
+  thread_ = std::thread([this] { commit_loop(); });
+}
+
+void Store::Impl::read_slot(std::uint32_t slot) {
+  engine_.read(*files_.manifest, superblock_.slot_offset(slot), image_.span(), aio::Priority::foreground).wait();
+}
+
+void Store::Impl::write_slot(std::uint32_t slot, const SlotHeader& header) {
+  SlotImage image(image_.span(), superblock_);
+  table_.fill(image);
+  const std::uint64_t bytes = image.seal(header);
+  engine_.write(*files_.manifest, superblock_.slot_offset(slot), image_.span().first(bytes), aio::Priority::foreground)
+      .wait();
+  engine_.sync(*files_.manifest).wait();
+}
+
+void Store::Impl::load_slot(std::uint32_t slot) {
+  read_slot(slot);
+  const SlotCheck check = check_slot(image_.span(), superblock_);
+  std::string problem = check.problem;
+  if (check.state == SlotCheck::State::valid && check.header.step == slots_[slot].header.step) {
+    const SlotImage image(image_.span(), superblock_);
+    problem = table_.load(image);
+    const auto state = image.caller_state_area().first(check.header.caller_state_bytes);
+    caller_state_.assign(state.begin(), state.end());
+  } else if (problem.empty()) {
+    problem = "it changed since the store was opened";
+  }
+  if (!problem.empty())
+    throw StoreError(fmt::format("the commit of step {} in slot {} of {} cannot be used: {}", slots_[slot].header.step,
+                                 slot, paths_.manifest, problem));
+}
+
+void Store::Impl::adopt(const CommitHeader& commit) {
+  const std::lock_guard lock(mutex_);
+  if (failed_) std::rethrow_exception(failed_);
+  HOIST_ASSERT(!adopted_, "the store in {} has a current state already", paths_.directory);
+  std::uint32_t slot = 0;
+  while (slot < kSlotCount &&
+         (slots_[slot].state != SlotCheck::State::valid || slots_[slot].header.step != commit.step ||
+          slots_[slot].header.incarnation != commit.incarnation))
+    ++slot;
+  if (slot == kSlotCount)
+    throw StoreError(fmt::format("the store in {} holds no commit of step {} (incarnation {})", paths_.directory,
+                                 commit.step, commit.incarnation));
+  load_slot(slot);
+  try {
+    // The process before us may have died between its last write and the flush of it: what we can read need not be
+    // durable yet. It has to be before the other slot, the fallback, is overwritten.
+    engine_.sync(*files_.data).wait();
+    engine_.sync(*files_.manifest).wait();
+    write_slot(1 - slot, {incarnation_ + 1, commit.step, caller_state_.size()});
+  } catch (...) {
+    failed_ = std::current_exception();
+    throw;
+  }
+  ++incarnation_;
+  slot_ = 1 - slot;
+  committed_step_ = commit.step;
+  adopted_ = true;
+}
+
+Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                             std::span<std::byte> target, aio::Priority priority) {
+  const std::uint64_t bytes = table_.range_bytes(record, region, first, count);
+  HOIST_ASSERT(target.size() == bytes, "{} bytes of room for {}", target.size(), bytes);
+  if (bytes == 0) return {};
+  const auto start = [&](const detail::RecordTable::Run& run) {
+    const auto part = target.first(run.length_bytes);
+    target = target.subspan(run.length_bytes);
+    if (run.length_bytes == 0) return Completion{};
+    return transfers_->read([&] { return engine_.read(*files_.data, run.offset_bytes, part, priority); });
+  };
+  const std::uint32_t end = first + count;
+  auto run = table_.readable_run(record, region, first, end);
+  if (run.tile_count == count) return start(run);
+  std::vector<Completion> parts{start(run)};  // partly rewritten: rare
+  for (first += run.tile_count; first < end; first += run.tile_count) {
+    run = table_.readable_run(record, region, first, end);
+    parts.push_back(start(run));
+  }
+  return when_all(parts);
+}
+
+void Store::Impl::verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                         std::span<const std::byte> bytes) const {
+  const std::uint64_t length = table_.range_bytes(record, region, first, count);
+  HOIST_ASSERT(bytes.size() == length, "{} bytes for {}", bytes.size(), length);
+  for (std::uint32_t tile = first; tile < first + count; ++tile) {
+    const auto expected = table_.expected(record, region, tile);
+    if (expected.length_bytes == 0) continue;
+    const std::uint64_t found = tile_checksum(expected.identity, bytes.first(expected.length_bytes));
+    bytes = bytes.subspan(expected.length_bytes);
+    if (found == expected.checksum) continue;
+    CorruptionError::Where where;
+    where.unit = table_.record(record).unit;
+    where.region = region == Region::weights ? "weights" : "optimizer state";
+    where.path = paths_.data;
+    where.offset_bytes = expected.offset_bytes;
+    where.expected = expected.checksum;
+    where.found = found;
+    throw CorruptionError(std::move(where));
+  }
+}
+
+void Store::Impl::begin_step(std::uint64_t step) {
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [&] { return !committing_; });
+  if (failed_) std::rethrow_exception(failed_);
+  HOIST_ASSERT(adopted_, "step {} begins before a commit of {} was adopted", step, paths_.directory);
+  HOIST_ASSERT(!step_open_, "step {} begins inside step {}", step, step_);
+  HOIST_ASSERT(!committed_step_ || step > *committed_step_, "step {} begins after step {} was committed", step,
+               *committed_step_);
+  step_ = step;
+  table_.begin_step(step);
+  step_open_ = true;
+}
+
+std::uint64_t Store::Impl::checksum(RecordId record, Region region, std::uint32_t tile,
+                                    std::span<const std::byte> bytes) {
+  HOIST_ASSERT(step_open_, "a checksum is asked for outside a step");
+  const std::uint64_t length = table_.range_bytes(record, region, tile, 1);
+  HOIST_ASSERT(bytes.size() == length, "{} bytes for {}", bytes.size(), length);
+  if (length == 0) return 0;
+  return tile_checksum(table_.next_identity(record, region, tile), bytes);
+}
+
+Completion Store::Impl::write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                              std::span<const std::byte> source, std::span<const std::uint64_t> checksums,
+                              aio::Priority priority) {
+  HOIST_ASSERT(step_open_, "unit {} is written outside a step", table_.record(record).unit);
+  const std::uint64_t length = table_.range_bytes(record, region, first, count);
+  HOIST_ASSERT(source.size() == length, "{} bytes for {}", source.size(), length);
+  HOIST_ASSERT(checksums.size() == count, "{} checksums for {} tiles", checksums.size(), count);
+  if (length == 0) return {};
+  return transfers_->write([&] {
+    const std::uint64_t offset = table_.start_write(record, region, first, count, checksums);
+    return engine_.write(*files_.data, offset, source, priority);
+  });
+}
+
+Completion Store::Impl::commit(std::span<const std::byte> caller_state, std::function<void()> agree) {
+  const std::lock_guard lock(mutex_);
+  if (failed_) std::rethrow_exception(failed_);
+  HOIST_ASSERT(step_open_, "no step is under way");
+  CommitJob job{{incarnation_, step_, 0}, std::move(agree), {}};
+  const Completion completion = job.promise.completion();
+  if (durability_ == Durability::step) {
+    // A promise may not be dropped; these throws come before anybody could see it.
+    const auto refuse = [&](auto error) {
+      job.promise.complete();
+      throw error;
+    };
+    if (caller_state.size() > superblock_.caller_state_bytes_max)
+      refuse(UsageError(fmt::format("the caller state is {} bytes long, and the store has room for {}",
+                                    caller_state.size(), superblock_.caller_state_bytes_max)));
+    if (const std::string problem = table_.incomplete(); !problem.empty())
+      refuse(StoreError(fmt::format("step {} cannot be committed: {}", step_, problem)));
+    SlotImage image(image_.span(), superblock_);
+    std::copy(caller_state.begin(), caller_state.end(), image.caller_state_area().begin());
+    job.header.caller_state_bytes = caller_state.size();
+  }
+  step_open_ = false;
+  committing_ = true;
+  job_.emplace(std::move(job));
+  wake_.notify_all();
+  return completion;
+}
+
+void Store::Impl::land(const CommitJob& job) {
+  transfers_->wait_for_writes();
+  if (durability_ == Durability::none) return;
+  engine_.sync(*files_.data).wait();
+  for (const std::string& directory : directories_to_flush_) aio::sync_directory(directory);
+  directories_to_flush_.clear();
+  write_slot(1 - slot_, job.header);
+  if (job.agree) job.agree();
+}
+
+void Store::Impl::commit_loop() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    wake_.wait(lock, [&] { return job_.has_value() || stopping_; });
+    if (!job_) return;
+    CommitJob job = std::move(*job_);
+    job_.reset();
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      land(job);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    if (error) {
+      failed_ = error;
+    } else {
+      if (durability_ == Durability::step) {
+        table_.publish();
+        slot_ = 1 - slot_;
+      }
+      committed_step_ = job.header.step;
+    }
+    committing_ = false;
+    idle_.notify_all();
+    lock.unlock();
+    if (error)
+      job.promise.fail(error);
+    else
+      job.promise.complete();
+    lock.lock();
+  }
+}
+
+Store::Store(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Store::~Store() = default;
+std::span<const CommitHeader> Store::commits() const { return impl_->commits(); }
+std::span<const std::string> Store::damage() const { return impl_->damage(); }
+void Store::adopt(const CommitHeader& commit) { impl_->adopt(commit); }
+std::span<const std::byte> Store::caller_state() const { return impl_->caller_state(); }
+Completion Store::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                       std::span<std::byte> target, aio::Priority priority) {
+  return impl_->read(record, region, first, count, target, priority);
+}
+void Store::verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                   std::span<const std::byte> bytes) const {
+  impl_->verify(record, region, first, count, bytes);
+}
+void Store::begin_step(std::uint64_t step) { impl_->begin_step(step); }
+std::uint64_t Store::checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes) {
+  return impl_->checksum(record, region, tile, bytes);
+}
+Completion Store::write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                        std::span<const std::byte> source, std::span<const std::uint64_t> checksums,
+                        aio::Priority priority) {
+  return impl_->write(record, region, first, count, source, checksums, priority);
+}
+Completion Store::commit(std::span<const std::byte> caller_state, std::function<void()> agree) {
+  return impl_->commit(caller_state, std::move(agree));
+}
+const std::string& Store::data_path() const { return impl_->data_path(); }
+std::uint64_t Store::store_number() const { return impl_->store_number(); }
+
+}  // namespace hoist::tiers

@@ -9,16 +9,17 @@
 // Memory     Extents are reserved on disk at creation, checksum tables and the manifest image in memory at open;
 //            nothing is allocated per transfer but its completion.
 // Errors     StoreError (another model's, locked, no commit), IoError, CorruptionError naming unit, file and offset.
+//            After a commit failed, begin_step and commit throw its error again: reopening is the only way on.
 // Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync.
 #pragma once
-
-#include <hoist/aio/engine.hpp>
-#include <hoist/core/strong_id.hpp>
-#include <hoist/tiers/record_layout.hpp>
 
 #include <memory>
 #include <optional>
 #include <string>
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/core/strong_id.hpp>
+#include <hoist/tiers/record_layout.hpp>
 
 namespace hoist::tiers {
 
@@ -49,6 +50,8 @@ struct StoreOptions {
   Durability durability = Durability::step;
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
+  // Drawn at random when 0. Fixed by tests that compare the bytes of a new store.
+  std::uint64_t store_number = 0;
 };
 
 // What a commit says about itself.
@@ -60,17 +63,23 @@ struct CommitHeader {
 class Store {
  public:
   // What is in `directory` for this rank, without changing or locking anything.
+  // A manifest whose superblock cannot be read counts as existing: what it held is unknown, so nothing may silently
+  // overwrite it. `damage` then says what is wrong, and names commit slots that hold something unusable (after a crash
+  // that is normal: the commit it interrupted).
   struct Found {
-    bool exists = false;                    // a superblock is there
-    std::vector<CommitHeader> commits;      // valid ones, newest first
+    bool exists = false;                // a manifest is there
+    std::vector<CommitHeader> commits;  // valid ones, newest first, without abandoned ones
+    std::vector<std::string> damage;
   };
   static Found look(const std::string& directory, int rank);
 
   // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError when one with a commit
-  // is there, with BudgetError{tier "nvme"} when the file system is too small; then leaves nothing behind. A store
-  // that never reached its first commit is replaced.
+  // is there or was and cannot be read any more, with BudgetError{tier "nvme"} when the file system is too small; then
+  // leaves nothing behind. A store that never reached its first commit is replaced, and so is one of durability none.
   static std::unique_ptr<Store> create(const StoreOptions& options, aio::Engine& engine);
   // Opens the store of the same model and locks it. The commits it holds are in commits(); one is chosen by adopt().
+  // Refuses one of durability none, of another rank, world size or layout, and files that were cut off. A store made
+  // with room for more caller state than asked for keeps its room.
   static std::unique_ptr<Store> open(const StoreOptions& options, aio::Engine& engine);
   // Memory the store keeps for its tables and manifest image, and bytes on disk, for a plan.
   struct Cost {
@@ -81,26 +90,36 @@ class Store {
 
   ~Store();
 
+  // As open() found them, newest first: by incarnation, then by step. A commit of an older incarnation that lies beyond
+  // the newest one's step was abandoned and is not listed. Empty after create().
   std::span<const CommitHeader> commits() const;
+  // What open() found that cannot be used, as Found::damage. For a warning.
+  std::span<const std::string> damage() const;
   // Makes the given commit the current state. Its first durable act is a manifest of the next incarnation, so that a
-  // later abandoned step can never be picked up again.
+  // later abandoned step can never be picked up again; it replaces the commit that was not chosen. With several ranks
+  // no rank may begin a step before all have adopted. Once, before the first begin_step. The manifest's checksum and
+  // every extent in it are checked here (StoreError), the records themselves when they are read.
   void adopt(const CommitHeader& commit);
   std::span<const std::byte> caller_state() const;  // of the adopted commit
 
   // --- reading -------------------------------------------------------------------------------------------------------
   // Reads tiles [first, first + count) of a record's region, contiguous as on disk. The bytes are not verified yet:
-  // call verify() on them before any use. Follows writes of the step under way once they were started by write();
-  // the caller waits for a write's completion before reading the same tiles.
+  // call verify() on them before any use. Follows writes of the step under way once they were started by write(), tile
+  // by tile: what was not rewritten yet comes from the commit before (two transfers then). The caller waits for a
+  // write's completion before reading the same tiles. Reading what was never written is a bug.
   Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target,
                   aio::Priority priority);
-  // Throws CorruptionError unless `bytes` are what was last written there.
-  void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<const std::byte> bytes) const;
+  // Throws CorruptionError unless `bytes` are what was last written there. Names the first tile that is not.
+  void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+              std::span<const std::byte> bytes) const;
 
   // --- writing -------------------------------------------------------------------------------------------------------
-  // Opens step `step`: every record that is written from here on goes to an extent that no commit uses. Waits for the
-  // commit before it.
+  // Opens step `step`, which lies after the last commit's: every record that is written from here on goes to an extent
+  // that no commit uses. Waits for the commit before it and throws its error. A step that is not to be committed after
+  // all ends with the store. Durability none: one step without end may be enough; commits are optional.
   void begin_step(std::uint64_t step);
-  // The checksum to hand to write() for one tile, made by whoever has the tile in cache.
+  // The checksum to hand to write() for one tile, made by whoever has the tile in cache. Names the extent the record
+  // will have, so it is good for the step under way only, and the record counts as touched.
   std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes);
   // Writes tiles of the step under way. `source` stays valid and unchanged until done. Durability step: before
   // commit(), all tiles of both regions of a touched record must have been written.
@@ -108,7 +127,10 @@ class Store {
                    std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
   // Starts the commit of the step under way and returns at once; a thread of the store waits for the writes, flushes,
   // writes the manifest and flushes again. `agree` (optional) then runs on that thread: the barrier over the other
-  // participants. The extents of the step before are reused only after that. Durability none: waits for writes only.
+  // participants; what it throws fails the commit. The extents of the step before are reused only after that.
+  // Throws StoreError, and the step stays open, when a touched record was not wholly rewritten or, at the first commit,
+  // a record was never written; UsageError when the caller state is too long. A step in which nothing was written may
+  // be committed. Durability none: waits for writes only, agree does not run.
   Completion commit(std::span<const std::byte> caller_state, std::function<void()> agree = {});
 
   const std::string& data_path() const;

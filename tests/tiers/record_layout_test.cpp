@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <array>
+#include <cstddef>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/tiers/record_layout.hpp>
+
+namespace hoist::tiers {
+namespace {
+
+// The promises of record_layout.hpp, checked tile by tile.
+void expect_partition(const std::vector<RecordSegment>& segments) {
+  const RecordLayout layout(segments);
+  ASSERT_EQ(layout.segments().size(), segments.size());
+  std::uint64_t w_end = 0, s_end = 0;
+  std::size_t next = 0;
+  for (std::uint32_t segment = 0; segment < segments.size(); ++segment) {
+    const RecordSegment& expected = segments[segment];
+    EXPECT_EQ(layout.segment_w_offset(segment), w_end);
+    std::uint64_t element = 0;
+    while (next < layout.tiles().size() && layout.tiles()[next].segment == segment) {
+      const Tile& tile = layout.tiles()[next++];
+      EXPECT_EQ(tile.first_element, element);
+      EXPECT_GT(tile.elements, 0u);
+      EXPECT_LE(tile.elements, kTileElements);
+      element += tile.elements;
+      // Only the last tile of a segment is short.
+      EXPECT_TRUE(tile.elements == kTileElements || element == expected.shard_elements);
+      EXPECT_EQ(tile.w_offset, w_end);
+      EXPECT_EQ(tile.s_offset, s_end);
+      const std::uint64_t w_used = tile.elements * (expected.dtype == DType::fp32 ? 4 : 2);
+      const std::uint64_t s_used = expected.trainable ? tile.elements * (expected.dtype == DType::fp32 ? 8 : 10) : 0;
+      EXPECT_GE(tile.w_bytes, w_used);
+      EXPECT_LT(tile.w_bytes, w_used + kBlockAlignment);
+      EXPECT_GE(tile.s_bytes, s_used);
+      EXPECT_LT(tile.s_bytes, s_used + kBlockAlignment);
+      EXPECT_EQ(tile.w_bytes % kBlockAlignment, 0u);
+      EXPECT_EQ(tile.s_bytes % kBlockAlignment, 0u);
+      if (!expected.trainable) {
+        EXPECT_EQ(tile.s_bytes, 0u);
+      }
+      w_end += tile.w_bytes;
+      s_end += tile.s_bytes;
+    }
+    EXPECT_EQ(element, expected.shard_elements);
+  }
+  EXPECT_EQ(next, layout.tiles().size());
+  EXPECT_EQ(layout.region_bytes(Region::weights), w_end);
+  EXPECT_EQ(layout.region_bytes(Region::state), s_end);
+  EXPECT_EQ(layout.bytes(), w_end + s_end);
+}
+
+TEST(RecordLayout, FullTilesHaveNoPadding) {
+  const RecordLayout layout(std::array{RecordSegment{DType::bf16, true, 3 * kTileElements}});
+  ASSERT_EQ(layout.tiles().size(), 3u);
+  EXPECT_EQ(layout.region_bytes(Region::weights), 3 * kTileElements * 2);
+  EXPECT_EQ(layout.region_bytes(Region::state), 3 * kTileElements * 10);
+}
+
+TEST(RecordLayout, EverySizeOfOneSegmentUpToThreeTiles) {
+  for (const DType dtype : {DType::bf16, DType::fp32}) {
+    for (const bool trainable : {true, false}) {
+      for (std::uint64_t elements = 0; elements <= 3 * kTileElements; elements += kShardMultiple) {
+        expect_partition({{dtype, trainable, elements}});
+        ASSERT_FALSE(::testing::Test::HasFailure()) << elements << " elements";
+      }
+    }
+  }
+}
+
+TEST(RecordLayout, RandomListsOfSegments) {
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    Rng rng(seed);
+    std::vector<RecordSegment> segments(rng.below(6));
+    for (RecordSegment& segment : segments) {
+      segment.dtype = rng.below(2) == 0 ? DType::bf16 : DType::fp32;
+      segment.trainable = rng.below(3) != 0;
+      const std::uint64_t kinds[] = {0, 1, rng.below(64), kTileElements / kShardMultiple, rng.below(4096)};
+      segment.shard_elements = kinds[rng.below(5)] * kShardMultiple;
+    }
+    expect_partition(segments);
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "seed " << seed;
+  }
+}
+
+TEST(RecordLayout, ZeroElementsHaveNoTiles) {
+  const RecordLayout layout(std::array{RecordSegment{DType::bf16, true, 0}, RecordSegment{DType::fp32, true, 32},
+                                       RecordSegment{DType::bf16, true, 0}});
+  ASSERT_EQ(layout.tiles().size(), 1u);
+  EXPECT_EQ(layout.tiles()[0].segment, 1u);
+  EXPECT_EQ(layout.segment_w_offset(0), 0u);
+  EXPECT_EQ(layout.segment_w_offset(2), kBlockAlignment);
+  EXPECT_EQ(RecordLayout({}).bytes(), 0u);
+}
+
+TEST(RecordLayout, StateTileHoldsRemainderThenMoments) {
+  for (std::uint64_t elements : {kShardMultiple, std::uint64_t{96}, kTileElements}) {
+    alignas(64) static std::byte tile[kTileElements * 10];
+    const StateTileView split = view_state_tile(DType::bf16, elements, tile);
+    EXPECT_EQ(reinterpret_cast<std::byte*>(split.remainder), tile);
+    EXPECT_EQ(reinterpret_cast<std::byte*>(split.moment1), tile + 2 * elements);
+    EXPECT_EQ(reinterpret_cast<std::byte*>(split.moment2), tile + 6 * elements);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(split.moment1) % 64, 0u);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(split.moment2) % 64, 0u);
+    const StateTileView whole = view_state_tile(DType::fp32, elements, tile);
+    EXPECT_EQ(whole.remainder, nullptr);
+    EXPECT_EQ(reinterpret_cast<std::byte*>(whole.moment1), tile);
+    EXPECT_EQ(reinterpret_cast<std::byte*>(whole.moment2), tile + 4 * elements);
+  }
+}
+
+TEST(RecordLayout, Fp16IsRefused) {
+  EXPECT_THROW(RecordLayout(std::array{RecordSegment{DType::fp16, true, 32}}), UsageError);
+}
+
+TEST(RecordLayoutDeathTest, ShardsAreMultiplesOf32) {
+  EXPECT_DEATH(RecordLayout(std::array{RecordSegment{DType::bf16, true, 31}}), "31 elements");
+}
+
+}  // namespace
+}  // namespace hoist::tiers

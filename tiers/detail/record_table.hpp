@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/detail/record_table.hpp - where every tile of every record is, and what its checksum must be.
+//
+// Each record has a committed location and, once it was touched by the step under way, a next one. A record is
+// rewritten piecewise, so the choice between the two is made per tile: a tile whose write was started is at the next
+// location, its neighbours still at the committed one. With durability none there is one location, and the tile bits
+// say whether a tile was ever written.
+//
+// Threading  Every record has its own mutex; tiles of one record may be looked up and rewritten from many threads.
+//            begin_step, publish, load and fill exclude each other and writers (the Store sees to it), not readers.
+// Memory     All tables are made by the constructor.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <hoist/core/checksum.hpp>
+#include <hoist/tiers/extent_pool.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/tiers/store_format.hpp>
+
+namespace hoist::tiers::detail {
+
+class RecordTable {
+ public:
+  RecordTable(std::vector<StoreRecord> records, Durability durability, std::uint64_t store_number);
+
+  std::span<const StoreRecord> records() const { return records_; }
+  const StoreRecord& record(RecordId id) const { return records_[id.index]; }
+  std::uint64_t data_bytes() const { return pool_.data_bytes(); }
+  std::uint64_t tile_count() const { return tile_count_; }
+  static std::uint64_t memory_bytes(std::span<const StoreRecord> records, Durability durability);
+
+  // Length on disk of tiles [first, first + count) of a region. Asserts that they exist.
+  std::uint64_t range_bytes(RecordId id, Region region, std::uint32_t first, std::uint32_t count) const;
+
+  // Tiles from `first` on that lie next to each other on disk, at most up to `end`.
+  struct Run {
+    std::uint64_t offset_bytes = 0;
+    std::uint64_t length_bytes = 0;
+    std::uint32_t tile_count = 0;
+  };
+  Run readable_run(RecordId id, Region region, std::uint32_t first, std::uint32_t end) const;
+
+  struct Expected {
+    TileIdentity identity;
+    std::uint64_t checksum = 0;
+    std::uint64_t offset_bytes = 0;
+    std::uint64_t length_bytes = 0;
+  };
+  Expected expected(RecordId id, Region region, std::uint32_t tile) const;
+
+  void begin_step(std::uint64_t step) { step_ = step; }
+  // The identity a tile written in the step under way will have. Chooses the record's next extent if need be.
+  TileIdentity next_identity(RecordId id, Region region, std::uint32_t tile);
+  // From here on the tiles are read at the next location and verified against `checksums`. Returns where to write them.
+  std::uint64_t start_write(RecordId id, Region region, std::uint32_t first, std::uint32_t count,
+                            std::span<const std::uint64_t> checksums);
+
+  // What keeps the step under way from being committed, or nothing.
+  std::string incomplete() const;
+  // Enters the records as they will be once the step under way is committed.
+  void fill(SlotImage& image) const;
+  // The step under way is committed: next locations become the committed ones, and those before them are free.
+  void publish();
+  // Replaces everything by what a commit says; returns what is wrong with it, or nothing.
+  [[nodiscard]] std::string load(const SlotImage& image);
+
+ private:
+  struct Location {
+    std::uint32_t extent = kNoExtent;
+    std::uint64_t generation = 0;
+  };
+  struct Entry {
+    mutable std::mutex mutex;
+    Location committed;
+    Location next;
+    std::uint64_t first_tile = 0;  // within the store
+    std::uint64_t first_word = 0;  // within written_
+    std::uint32_t to_write = 0;    // tiles, of both regions, that the step under way has still to write
+    std::uint8_t side = 0;         // which table holds the committed checksums
+    bool touched = false;
+  };
+
+  static std::uint32_t nonempty_tiles(const RecordLayout& layout);
+  std::uint64_t offset_in_record(RecordId id, Region region, std::uint32_t tile) const;
+  std::uint64_t checksum_index(RecordId id, Region region, std::uint32_t tile) const;
+  bool written(RecordId id, Region region, std::uint32_t tile) const;
+  void mark_written(RecordId id, Region region, std::uint32_t tile);
+  // Which location and checksum table a tile is to be read from. All of these: the entry's mutex is held.
+  bool at_next(const Entry& entry, RecordId id, Region region, std::uint32_t tile) const;
+  const Location& location(RecordId id, Region region, std::uint32_t tile) const;
+  void touch(RecordId id);
+
+  std::vector<StoreRecord> records_;
+  const Durability durability_;
+  const std::uint64_t store_number_;
+  std::uint64_t tile_count_ = 0;
+  std::uint64_t step_ = 0;
+  std::unique_ptr<Entry[]> entries_;
+  std::array<std::vector<std::uint64_t>, 2> checksums_;  // the second one only with durability step
+  std::vector<std::uint64_t> written_;                   // a bit per tile and region, in whole words per record
+
+  std::mutex pool_mutex_;  // taken after an entry's
+  ExtentPool pool_;
+  std::vector<std::uint32_t> touched_;
+};
+
+}  // namespace hoist::tiers::detail

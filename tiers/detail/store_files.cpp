@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <string_view>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
+
+namespace hoist::tiers::detail {
+
+namespace {
+
+struct Descriptor {
+  explicit Descriptor(int value) : number(value) {}
+  ~Descriptor() {
+    if (number >= 0) ::close(number);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  const int number;
+};
+
+// Whether `path` still names the open file.
+bool same_file(const std::string& path, std::uint64_t device, std::uint64_t inode) {
+  struct stat named {};
+  return ::lstat(path.c_str(), &named) == 0 && named.st_dev == device && named.st_ino == inode;
+}
+
+bool still_named(const aio::File& file) {
+  struct stat opened {};
+  if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");
+  return same_file(file.path(), opened.st_dev, opened.st_ino);
+}
+
+std::vector<std::byte> read_at(const Descriptor& file, const std::string& path, std::uint64_t offset,
+                               std::uint64_t length) {
+  std::vector<std::byte> bytes(length);
+  std::uint64_t done = 0;
+  while (done < length) {
+    const ssize_t got = ::pread(file.number, bytes.data() + done, length - done, static_cast<off_t>(offset + done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw IoError({"read", path, offset + done, length - done, errno}, "");
+    if (got == 0) break;
+    done += static_cast<std::uint64_t>(got);
+  }
+  bytes.resize(done);
+  return bytes;
+}
+
+std::string parent_of(const std::string& path) {
+  const auto slash = path.find_last_of('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string host_name() {
+  char name[256] = {};
+  return ::gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown host";
+}
+
+std::string without_trailing_slashes(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
+}  // namespace
+
+StorePaths::StorePaths(std::string directory_path, int rank)
+    : directory(without_trailing_slashes(std::move(directory_path))) {
+  const std::string stem = fmt::format("{}/rank-{:05}", directory, rank);
+  data = stem + ".data";
+  manifest = stem + ".manifest";
+  manifest_new = stem + ".manifest-new";
+  lock_info = stem + ".lock-info";
+}
+
+bool ManifestView::ever_committed() const {
+  if (!damage.empty()) return true;  // nobody can know
+  if (slots.empty()) return false;
+  const bool any_valid =
+      std::any_of(slots.begin(), slots.end(), [](const SlotCheck& s) { return s.state == SlotCheck::State::valid; });
+  return any_valid || slots.back().state != SlotCheck::State::blank;
+}
+
+ManifestView view_manifest(const std::string& path) {
+  ManifestView view;
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  if (file.number < 0) {
+    if (errno == ENOENT || errno == ENOTDIR) return view;
+    const int code = errno;
+    throw IoError({"open", path, 0, 0, code}, code == ELOOP ? "a store's files may not be symbolic links" : "");
+  }
+  view.exists = true;
+  struct stat status {};
+  if (::fstat(file.number, &status) != 0) throw IoError({"fstat", path, 0, 0, errno}, "");
+  const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
+  const auto head = read_at(file, path, 0, kBlockAlignment);
+  const auto length = superblock_length(head, file_bytes, view.damage);
+  if (!length) return view;
+  const auto bytes = read_at(file, path, 0, *length);
+  if (bytes.size() == *length) view.superblock = decode_superblock(bytes, view.damage);
+  if (!view.superblock) return view;
+  if (view.superblock->manifest_bytes() != file_bytes) {
+    view.damage = fmt::format("it is {} bytes long and should be {}", file_bytes, view.superblock->manifest_bytes());
+    view.superblock.reset();
+    return view;
+  }
+  for (std::uint32_t slot = 0; slot < kSlotCount; ++slot) {
+    auto image = read_at(file, path, view.superblock->slot_offset(slot), view.superblock->slot_bytes());
+    image.resize(view.superblock->slot_bytes());
+    view.slots.push_back(check_slot(image, *view.superblock));
+  }
+  return view;
+}
+
+std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots) {
+  std::vector<CommitHeader> commits;
+  for (const SlotCheck& slot : slots)
+    if (slot.state == SlotCheck::State::valid) commits.push_back({slot.header.step, slot.header.incarnation});
+  std::sort(commits.begin(), commits.end(), [](const CommitHeader& a, const CommitHeader& b) {
+    return a.incarnation != b.incarnation ? a.incarnation > b.incarnation : a.step > b.step;
+  });
+  if (!commits.empty()) {
+    const CommitHeader newest = commits.front();
+    std::erase_if(commits,
+                  [&](const CommitHeader& c) { return c.incarnation < newest.incarnation && c.step > newest.step; });
+  }
+  return commits;
+}
+
+std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path) {
+  std::vector<std::string> problems;
+  for (std::size_t slot = 0; slot < slots.size(); ++slot)
+    if (slots[slot].state == SlotCheck::State::damaged)
+      problems.push_back(
+          fmt::format("commit slot {} of {} cannot be used: {} (an interrupted commit leaves this, and "
+                      "so does a failing drive)",
+                      slot, path, slots[slot].problem));
+  return problems;
+}
+
+std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout) {
+  const TimePoint start = Clock::now();
+  while (true) {
+    struct stat status {};
+    if (::lstat(paths.data.c_str(), &status) != 0 && (errno == ENOENT || errno == ENOTDIR)) return nullptr;
+    auto file = std::make_unique<aio::File>(paths.data, aio::FileOptions{.mode = aio::OpenMode::read_write});
+    const Nanoseconds left = timeout - (Clock::now() - start);
+    if (!file->lock(std::max(left, Nanoseconds{0}))) throw_in_use(paths, timeout);
+    // Its holder may have replaced the file while we waited; the lock that counts is the one on the named file.
+    if (still_named(*file)) return file;
+  }
+}
+
+void throw_in_use(const StorePaths& paths, Nanoseconds waited) {
+  std::string holder = "another process";
+  const Descriptor info(::open(paths.lock_info.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  char text[300] = {};
+  if (info.number >= 0) {
+    const ssize_t got = ::read(info.number, text, sizeof(text) - 1);
+    const std::string_view line(text, got > 0 ? static_cast<std::size_t>(got) : 0);
+    if (!line.empty()) holder = std::string(line.substr(0, line.find('\n')));
+  }
+  throw StoreError(
+      fmt::format("the store in {} is in use by {}: its lock on {} was not released within {:.1f} s; wait "
+                  "for that process to end, or use another directory",
+                  paths.directory, holder, paths.data, to_seconds(waited)));
+}
+
+void write_lock_info(const StorePaths& paths) noexcept {
+  const Descriptor info(
+      ::open(paths.lock_info.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR));
+  if (info.number < 0) return;
+  const std::string text = fmt::format("process {} on {}\n", ::getpid(), host_name());
+  [[maybe_unused]] const ssize_t written = ::write(info.number, text.data(), text.size());
+}
+
+std::uint64_t free_bytes(const std::string& directory) {
+  struct statvfs status {};
+  if (::statvfs(directory.c_str(), &status) != 0) throw IoError({"statvfs", directory, 0, 0, errno}, "");
+  return std::uint64_t{status.f_bavail} * status.f_frsize;
+}
+
+BudgetError too_little_space(const std::string& directory, std::uint64_t have_bytes, std::uint64_t need_bytes) {
+  BudgetError::Need need;
+  need.tier = "nvme";
+  need.have_bytes = have_bytes;
+  need.need_bytes = need_bytes;
+  need.key = fmt::format("the free space of the file system of {} (the offload path)", directory);
+  need.detail = fmt::format("the store in {}", directory);
+  return BudgetError(std::move(need));
+}
+
+void remove_file(const std::string& path) {
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) throw IoError({"unlink", path, 0, 0, errno}, "");
+}
+
+Creation::~Creation() {
+  if (kept_) return;
+  for (const Made& made : files_)
+    if (same_file(made.path, made.device, made.inode)) ::unlink(made.path.c_str());
+  for (auto directory = directories_.rbegin(); directory != directories_.rend(); ++directory)
+    ::rmdir(directory->c_str());  // stays when another rank has put something there
+}
+
+void Creation::make_directories() {
+  std::vector<std::string> missing;
+  struct stat status {};
+  std::string path = paths_.directory;
+  while (::stat(path.c_str(), &status) != 0) {
+    if (errno != ENOENT) throw IoError({"stat", path, 0, 0, errno}, "the offload path must be a directory");
+    missing.push_back(path);
+    path = parent_of(path);
+  }
+  if (!S_ISDIR(status.st_mode)) throw IoError({"open", path, 0, 0, ENOTDIR}, "the offload path must be a directory");
+  for (auto directory = missing.rbegin(); directory != missing.rend(); ++directory) {
+    if (::mkdir(directory->c_str(), S_IRWXU) == 0)
+      directories_.push_back(*directory);
+    else if (errno != EEXIST)  // another rank was faster
+      throw IoError({"mkdir", *directory, 0, 0, errno}, "choose an offload path that this user may write to");
+  }
+  if (::lstat(paths_.directory.c_str(), &status) == 0 && S_ISLNK(status.st_mode))
+    throw StoreError(fmt::format("{} is a symbolic link, which a store does not follow; name the directory it leads to",
+                                 paths_.directory));
+}
+
+void Creation::remember(const std::string& path, int descriptor) {
+  struct stat status {};
+  if (::fstat(descriptor, &status) != 0) throw IoError({"fstat", path, 0, 0, errno}, "");
+  files_.push_back({path, status.st_dev, status.st_ino});
+}
+
+std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes) {
+  auto file =
+      std::make_unique<aio::File>(paths_.data, aio::FileOptions{.mode = aio::OpenMode::create, .reserve_bytes = bytes});
+  remember(paths_.data, file->descriptor());
+  // Between creating and locking, somebody else may have taken it for the leftovers of a dead process.
+  if (!file->lock(Nanoseconds{0}) || !still_named(*file)) throw_in_use(paths_, Nanoseconds{0});
+  return file;
+}
+
+std::unique_ptr<aio::File> Creation::make_new_manifest(std::uint64_t bytes) {
+  remove_file(paths_.manifest_new);
+  auto file = std::make_unique<aio::File>(paths_.manifest_new,
+                                          aio::FileOptions{.mode = aio::OpenMode::create, .reserve_bytes = bytes});
+  remember(paths_.manifest_new, file->descriptor());
+  return file;
+}
+
+void Creation::name_manifest() {
+  if (::rename(paths_.manifest_new.c_str(), paths_.manifest.c_str()) != 0)
+    throw IoError({"rename", paths_.manifest_new, 0, 0, errno}, "");
+  for (Made& made : files_)
+    if (made.path == paths_.manifest_new) made.path = paths_.manifest;
+}
+
+std::vector<std::string> Creation::keep() {
+  kept_ = true;
+  std::vector<std::string> to_flush{paths_.directory};
+  for (auto directory = directories_.rbegin(); directory != directories_.rend(); ++directory)
+    to_flush.push_back(parent_of(*directory));
+  return to_flush;
+}
+
+}  // namespace hoist::tiers::detail

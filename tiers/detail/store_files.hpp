@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/detail/store_files.hpp - names, locks and the making and unmaking of a store's files.
+//
+// Everything about a store that is not a transfer: directories, who holds the lock, free space, and what a manifest
+// says to somebody who only looks. Transfers of data and manifest go through aio::Engine instead.
+//
+// Threading  One thread per object.
+// Errors     IoError for what the system refuses, StoreError for stores that cannot be used, BudgetError for space.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <hoist/aio/file.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/tiers/store_format.hpp>
+
+namespace hoist::tiers::detail {
+
+struct StorePaths {
+  StorePaths(std::string directory_path, int rank);
+  std::string directory;
+  std::string data;
+  std::string manifest;
+  std::string manifest_new;  // before it is whole; then renamed
+  std::string lock_info;     // who holds the lock, for people
+};
+
+// A manifest as it lies on disk, read without lock and without an engine.
+struct ManifestView {
+  bool exists = false;
+  std::string damage;                    // why the superblock cannot be used; empty when it can
+  std::optional<Superblock> superblock;  // when it exists and is not damaged
+  std::vector<SlotCheck> slots;          // kSlotCount of them, with the superblock
+  // A commit was made here once, whether or not it can still be read. Commits alternate between the slots, so once
+  // the second slot was ever touched, the commit in the first had been flushed.
+  bool ever_committed() const;
+};
+ManifestView view_manifest(const std::string& path);
+
+// The slots a store can be continued from, newest first: by incarnation, then by step. A commit of an older
+// incarnation whose step lies beyond the newest incarnation's was abandoned and is left out.
+std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots);
+std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
+
+// Opens the data file and takes its lock. Null when there is no such file. Throws StoreError naming the holder.
+std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout);
+[[noreturn]] void throw_in_use(const StorePaths& paths, Nanoseconds waited);
+void write_lock_info(const StorePaths& paths) noexcept;  // information only: failing is no failure
+
+std::uint64_t free_bytes(const std::string& directory);
+BudgetError too_little_space(const std::string& directory, std::uint64_t have_bytes, std::uint64_t need_bytes);
+
+// Directories and files made so far; removed again by the destructor unless keep() was called.
+class Creation {
+ public:
+  explicit Creation(StorePaths paths) : paths_(std::move(paths)) {}
+  ~Creation();
+  Creation(const Creation&) = delete;
+  Creation& operator=(const Creation&) = delete;
+
+  // Makes the directory and what is missing above it, 0700.
+  void make_directories();
+  // Creates the data file, reserves its space and locks it.
+  std::unique_ptr<aio::File> make_data(std::uint64_t bytes);
+  std::unique_ptr<aio::File> make_new_manifest(std::uint64_t bytes);
+  // Gives the manifest, whose superblock is on disk, its name.
+  void name_manifest();
+  // From here on everything stays. Returns the directories to flush so that the names last: the store's own and the
+  // parents of those that were made.
+  std::vector<std::string> keep();
+
+ private:
+  struct Made {
+    std::string path;
+    std::uint64_t device = 0, inode = 0;  // another process may have put its own file there since
+  };
+  void remember(const std::string& path, int descriptor);
+
+  StorePaths paths_;
+  std::vector<std::string> directories_;  // outermost first
+  std::vector<Made> files_;
+  bool kept_ = false;
+};
+
+// Removes a file if it is there.
+void remove_file(const std::string& path);
+
+}  // namespace hoist::tiers::detail

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/detail/store_impl.hpp - the state of an open store: tables, transfers in flight, and the commit thread.
+//
+// store.cpp holds what happens to an open store, store_open.cpp how one is made, opened and refused.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <hoist/tiers/detail/aligned_bytes.hpp>
+#include <hoist/tiers/detail/record_table.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
+#include <hoist/tiers/detail/transfers.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/tiers/store_format.hpp>
+
+namespace hoist::tiers {
+
+class Store::Impl {
+ public:
+  struct Files {
+    std::unique_ptr<aio::File> data;  // locked
+    std::unique_ptr<aio::File> manifest;
+  };
+
+  Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::Engine& engine);
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  static std::uint64_t memory_bytes(const StoreOptions& options, const Superblock& superblock);
+
+  // A new store: nothing to adopt. The directories are flushed with the first commit.
+  void start_new(Files files, std::vector<std::string> directories_to_flush);
+  // An existing one: reads both slots.
+  void start_existing(Files files);
+
+  void adopt(const CommitHeader& commit);
+  Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target,
+                  aio::Priority priority);
+  void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+              std::span<const std::byte> bytes) const;
+  void begin_step(std::uint64_t step);
+  std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes);
+  Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                   std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
+  Completion commit(std::span<const std::byte> caller_state, std::function<void()> agree);
+
+  std::span<const CommitHeader> commits() const { return commits_; }
+  std::span<const std::string> damage() const { return damage_; }
+  std::span<const std::byte> caller_state() const { return caller_state_; }
+  const std::string& data_path() const { return paths_.data; }
+  std::uint64_t store_number() const { return superblock_.store_number; }
+
+ private:
+  struct CommitJob {
+    SlotHeader header;
+    std::function<void()> agree;
+    Promise promise;
+  };
+
+  void commit_loop();
+  // Everything that makes a commit durable, in its order.
+  void land(const CommitJob& job);
+  void write_slot(std::uint32_t slot, const SlotHeader& header);
+  void read_slot(std::uint32_t slot);
+  void load_slot(std::uint32_t slot);
+
+  aio::Engine& engine_;
+  const Superblock superblock_;
+  const detail::StorePaths paths_;
+  const Durability durability_;
+  Files files_;
+  detail::RecordTable table_;
+  detail::AlignedBytes image_;  // one slot; the commit thread's while a commit is under way
+  std::unique_ptr<detail::Transfers> transfers_ = std::make_unique<detail::Transfers>();
+  std::vector<std::byte> caller_state_;
+  std::array<SlotCheck, kSlotCount> slots_;
+  std::vector<CommitHeader> commits_;
+  std::vector<std::string> damage_;
+  std::vector<std::string> directories_to_flush_;  // by the first commit
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;  // for the commit thread
+  std::condition_variable idle_;  // a commit has ended
+  bool adopted_ = false;          // there is a current state, or the store is new
+  std::atomic<bool> step_open_{false};
+  std::uint64_t step_ = 0;
+  std::uint32_t incarnation_ = 1;
+  std::uint32_t slot_ = 1;  // holds the last commit; the next one goes to the other
+  std::optional<std::uint64_t> committed_step_;
+  bool committing_ = false;
+  bool stopping_ = false;
+  std::exception_ptr failed_;
+  std::optional<CommitJob> job_;
+  std::thread thread_;
+};
+
+}  // namespace hoist::tiers

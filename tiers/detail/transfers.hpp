@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/detail/transfers.hpp - counts the transfers of one store that are in flight.
+//
+// Threading  Any thread.
+// Memory     Must outlive every transfer: continuations hold a plain pointer, so that counting allocates nothing.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include <hoist/core/clock.hpp>
+#include <hoist/core/completion.hpp>
+
+namespace hoist::tiers::detail {
+
+class Transfers {
+ public:
+  // `submit` starts the transfer and returns its completion.
+  template <typename Submit>
+  Completion read(Submit&& submit) {
+    return track(false, std::forward<Submit>(submit));
+  }
+  template <typename Submit>
+  Completion write(Submit&& submit) {
+    return track(true, std::forward<Submit>(submit));
+  }
+
+  // Waits until no write is in flight; throws the first error that any write ever had.
+  void wait_for_writes() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return writes_ == 0; });
+    if (write_error_) std::rethrow_exception(write_error_);
+  }
+
+  // False when the time-out passes first.
+  [[nodiscard]] bool wait_for_all(Nanoseconds timeout) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, timeout, [&] { return writes_ == 0 && reads_ == 0; });
+  }
+
+ private:
+  template <typename Submit>
+  Completion track(bool is_write, Submit&& submit) {
+    {
+      const std::lock_guard lock(mutex_);
+      ++(is_write ? writes_ : reads_);
+    }
+    Completion completion;
+    try {
+      completion = submit();
+    } catch (...) {
+      ended(is_write, std::current_exception());
+      throw;
+    }
+    completion.then([this, is_write](std::exception_ptr error) { ended(is_write, std::move(error)); });
+    return completion;
+  }
+
+  void ended(bool is_write, std::exception_ptr error) {
+    const std::lock_guard lock(mutex_);
+    if (is_write && error && !write_error_) write_error_ = std::move(error);
+    if (--(is_write ? writes_ : reads_) == 0) changed_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::uint64_t reads_ = 0;
+  std::uint64_t writes_ = 0;
+  std::exception_ptr write_error_;
+};
+
+}  // namespace hoist::tiers::detail

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/extent_pool.hpp - which piece of the data file holds which record, and which pieces are free.
+//
+// Extents are cut once, from the list of record lengths alone: first one extent per record in record order, then the
+// second ones in the same order. Extents of equal length are interchangeable, so a free one is looked for by length
+// class; the lowest is taken, and records rewritten in one order lie in that order.
+//
+// Threading  The owner serialises calls.
+// Memory     Everything is reserved at construction.
+// Errors     None: there is always a free extent for a record that holds at most one (see take()).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace hoist::tiers {
+
+inline constexpr std::uint32_t kNoExtent = UINT32_MAX;  // of a record without bytes, or not written yet
+
+struct Extent {
+  std::uint64_t offset_bytes = 0;  // in the data file
+  std::uint64_t length_bytes = 0;
+};
+
+class ExtentPool {
+ public:
+  // Every extent is free. `copies` extents for each record; a record of no bytes has extents of no bytes.
+  ExtentPool(std::span<const std::uint64_t> record_bytes, std::uint32_t copies);
+
+  std::uint32_t extent_count() const { return static_cast<std::uint32_t>(extents_.size()); }
+  const Extent& extent(std::uint32_t index) const { return extents_[index]; }
+  // Length of the data file.
+  std::uint64_t data_bytes() const { return data_bytes_; }
+  std::uint64_t memory_bytes() const;
+  // What the pool of such records would keep in memory, without making it.
+  static std::uint64_t memory_bytes(std::size_t record_count, std::size_t class_count, std::uint32_t copies);
+
+  // The lowest free extent of exactly that length.
+  // Pre: no record of that length holds `copies` extents already.
+  std::uint32_t take(std::uint64_t length_bytes);
+  void give_back(std::uint32_t index);
+  bool is_free(std::uint32_t index) const { return free_[index]; }
+
+  // Makes exactly the extents `used` (one for each record; kNoExtent where the record has no bytes) taken and all
+  // others free. Returns what is wrong with them, or nothing: an unknown extent, one used twice, another length than
+  // the record's. The pool is unchanged then.
+  [[nodiscard]] std::string adopt(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes);
+
+ private:
+  struct LengthClass {
+    std::uint64_t length_bytes = 0;
+    std::vector<std::uint32_t> free;  // a heap, lowest index first
+  };
+  LengthClass& length_class(std::uint64_t length_bytes);
+
+  std::vector<Extent> extents_;
+  std::vector<bool> free_;
+  std::vector<LengthClass> classes_;  // by length
+  std::uint64_t data_bytes_ = 0;
+};
+
+}  // namespace hoist::tiers
