@@ -1,1 +1,146 @@
 // SPDX-License-Identifier: Apache-2.0
+// P2: budgets are hard, and a refusal names a value that works. P5: bytes are what the formula says.
+#include "toy_model.hpp"
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+
+#include <fstream>
+
+namespace hoist::test {
+namespace {
+
+const ToyShape kShape{.matrices = {300000, 500000, 400000, 300000}, .norm = 64, .tied = false};
+
+ToySetup setup_with(std::uint64_t device, std::uint64_t pinned, const std::string& directory) {
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
+  setup.runtime.device_memory_bytes = device;
+  setup.runtime.pinned_memory_bytes = pinned;
+  return setup;
+}
+
+// The need a run with these budgets is refused with; nothing when it trains.
+std::optional<BudgetError::Need> refusal(std::uint64_t device, std::uint64_t pinned) {
+  const TestDirectory directory;
+  const ToySetup setup = setup_with(device, pinned, directory.path());
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, kShape);
+  try {
+    engine.initialize(model.fill());
+  } catch (const BudgetError& error) {
+    EXPECT_FALSE(std::filesystem::exists(directory.path())) << "a refused run left a store behind";
+    return error.need;
+  }
+  model.train(1, 2);
+  EXPECT_LE(runtime.device_budget().peak_bytes(), device);
+  EXPECT_LE(runtime.pinned_budget().peak_bytes(), pinned);
+  return {};
+}
+
+TEST(Budgets, TheNamedSmallestValueWorksAndLessDoesNot) {
+  const auto device = refusal(64 * kKiB, 64 * kMiB);
+  ASSERT_TRUE(device);
+  EXPECT_EQ(device->key, "hoist.device_memory");
+  EXPECT_EQ(device->have_bytes, 64 * kKiB);
+  EXPECT_FALSE(refusal(device->need_bytes, 64 * kMiB));
+  EXPECT_TRUE(refusal(device->need_bytes - kBlockAlignment, 64 * kMiB));
+
+  const auto pinned = refusal(64 * kMiB, 64 * kKiB);
+  ASSERT_TRUE(pinned);
+  EXPECT_EQ(pinned->key, "hoist.pinned_memory");
+  EXPECT_FALSE(refusal(64 * kMiB, pinned->need_bytes));
+  EXPECT_TRUE(refusal(64 * kMiB, pinned->need_bytes - kBlockAlignment));
+
+  EXPECT_FALSE(refusal(device->need_bytes, pinned->need_bytes));
+}
+
+TEST(Budgets, ALeaseTooManyNamesTheKeyAndTheHolders) {
+  const TestDirectory directory;
+  const auto need = refusal(64 * kKiB, 64 * kMiB);
+  ASSERT_TRUE(need);
+  const ToySetup setup = setup_with(need->need_bytes, 64 * kMiB, directory.path());
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, kShape);
+  engine.initialize(model.fill());
+  {
+    const PassScope scope = engine.begin(Pass::evaluate);
+    const Lease held = engine.gather(model.unit(0), model.stream());
+    try {
+      (void)engine.gather(model.unit(1), model.stream());
+      ADD_FAILURE() << "two units do not fit";
+    } catch (const BudgetError& error) {
+      EXPECT_EQ(error.need.key, "hoist.device_memory");
+      EXPECT_NE(error.need.detail.find("unit0"), std::string::npos) << error.what();
+    }
+  }
+  model.train(1, 1);  // the refusal did no harm
+}
+
+struct ProcessIo {
+  std::uint64_t read = 0, written = 0;
+};
+ProcessIo process_io() {
+  std::ifstream file("/proc/self/io");
+  ProcessIo io;
+  std::string key;
+  std::uint64_t value = 0;
+  while (file >> key >> value) {
+    if (key == "read_bytes:") io.read = value;
+    if (key == "write_bytes:") io.written = value;
+  }
+  return io;
+}
+
+struct ByteCase {
+  const char* name;
+  Placement parameters;
+  tiers::Durability durability;
+  double read_per_parameter, written_per_parameter;
+};
+class ByteTest : public testing::TestWithParam<ByteCase> {};
+
+TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
+  const ByteCase& c = GetParam();
+  const ToyShape shape{.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
+  const TestDirectory directory;
+  ToySetup setup = toy_setup(c.parameters, Placement::nvme, directory.path());
+  setup.runtime.pinned_memory_bytes = 128 * kMiB;
+  setup.engine.durability = c.durability;
+  setup.engine.reuse_distance_elements = 0;  // every use fetches: the formula of the page, without luck
+  setup.engine.sub_group_elements = 200000;
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, shape);
+  engine.initialize(model.fill());
+  model.train(1, 2);
+  engine.settle();
+  const ProcessIo before = process_io();
+  const std::uint64_t read_before = runtime.ledger().totals(Link::nvme_read).bytes;
+  const std::uint64_t written_before = runtime.ledger().totals(Link::nvme_write).bytes;
+  constexpr std::uint64_t kSteps = 4;
+  model.train(3, 2 + kSteps);
+  engine.settle();
+  const ProcessIo after = process_io();
+  const double parameters = static_cast<double>(engine.parameter_count() * kSteps);
+  const double read = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - read_before);
+  const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes - written_before);
+  EXPECT_NEAR(read / parameters, c.read_per_parameter, 0.02 * c.read_per_parameter);
+  EXPECT_NEAR(written / parameters, c.written_per_parameter, 0.02 * c.written_per_parameter);
+  EXPECT_NEAR(read, static_cast<double>(engine.formula_bytes().nvme_read * kSteps), 0.02 * read);
+  EXPECT_NEAR(written, static_cast<double>(engine.formula_bytes().nvme_write * kSteps), 0.02 * written);
+  if (after.read == before.read) GTEST_SKIP() << "the kernel does not account this file system's direct I/O to the process";
+  EXPECT_NEAR(static_cast<double>(after.read - before.read), read, 0.02 * read);
+  EXPECT_NEAR(static_cast<double>(after.written - before.written), written, 0.02 * written);
+}
+
+INSTANTIATE_TEST_SUITE_P(Placements, ByteTest,
+                         testing::Values(ByteCase{"everything_on_nvme", Placement::nvme, tiers::Durability::step, 16, 12},
+                                         ByteCase{"weights_in_memory", Placement::pinned, tiers::Durability::step, 10, 12},
+                                         ByteCase{"weights_in_memory_not_durable", Placement::pinned, tiers::Durability::none, 10, 10}),
+                         [](const auto& c) { return std::string(c.param.name); });
+
+}  // namespace
+}  // namespace hoist::test

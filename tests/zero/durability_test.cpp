@@ -1,1 +1,205 @@
 // SPDX-License-Identifier: Apache-2.0
+// P3 and P4 at the engine's face: killed processes resume bit-exactly, damage is reported and never used, and a store
+// is opened by nobody it does not belong to.
+#include "toy_model.hpp"
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fcntl.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <thread>
+
+namespace hoist::test {
+namespace {
+
+constexpr std::uint64_t kSteps = 2500;
+constexpr int kKills = 30;
+
+// Trains to kSteps from whatever the store holds, in this process, then exits without running any destructor twice.
+[[noreturn]] void train_in_child(const ToySetup& setup) {
+  {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{.matrices = {9000, 20000}});
+    std::uint64_t first = 1;
+    if (engine.find_commit()) {
+      first = engine.restore().step + 1;
+    } else {
+      engine.initialize(model.fill());
+    }
+    model.train(first, kSteps);
+  }
+  ::_exit(0);
+}
+
+class KillTest : public testing::TestWithParam<Placement> {};
+
+TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
+  const TestDirectory directory;
+  const ToySetup setup = toy_setup(GetParam(), Placement::nvme, directory.path());
+  const std::uint64_t seed = static_cast<std::uint64_t>(::getpid());
+  Rng rng(seed);
+  int kills = 0;
+  for (int attempt = 0; attempt < 400; ++attempt) {
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) train_in_child(setup);
+    if (kills < kKills) {
+      std::this_thread::sleep_for(std::chrono::microseconds(5000 + rng.below(120000)));
+      ::kill(child, SIGKILL);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    if (WIFSIGNALED(status)) {
+      ASSERT_EQ(WTERMSIG(status), SIGKILL) << "seed " << seed;
+      ++kills;
+      continue;
+    }
+    ASSERT_EQ(WEXITSTATUS(status), 0) << "seed " << seed;
+    break;
+  }
+  EXPECT_EQ(kills, kKills) << "the run is too short to be killed so often";
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, ToyShape{.matrices = {9000, 20000}});
+  EXPECT_EQ(engine.restore().step, kSteps);
+  Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), ToyShape{.matrices = {9000, 20000}}, kSteps);
+  expected.losses.clear();
+  EXPECT_EQ(digests_of(engine, model), expected) << "seed " << seed << ", " << kills << " kills";
+}
+
+INSTANTIATE_TEST_SUITE_P(Parameters, KillTest, testing::Values(Placement::nvme, Placement::pinned),
+                         [](const auto& c) { return c.param == Placement::nvme ? "on_nvme" : "in_memory"; });
+
+void flip_bit(const std::string& path, std::uint64_t offset) {
+  const int fd = ::open(path.c_str(), O_RDWR);
+  ASSERT_GE(fd, 0) << path;
+  unsigned char byte = 0;
+  ASSERT_EQ(::pread(fd, &byte, 1, static_cast<off_t>(offset)), 1);
+  byte ^= 0x10;
+  ASSERT_EQ(::pwrite(fd, &byte, 1, static_cast<off_t>(offset)), 1);
+  ::close(fd);
+}
+
+// Every 4 KiB of the data file in turn: either the byte belongs to a dead extent and the run is bit-exact, or the damage
+// is reported. Nothing in between.
+TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
+  const ToyShape shape{.matrices = {3000, 5000}, .norm = 40};
+  const Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), shape, 4);
+  const TestDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path("good"));
+  Digests saved;
+  {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, shape);
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    saved = digests_of(engine, model);
+  }
+  const std::string data = directory.path("good") + "/rank-00000.data";
+  const std::uint64_t bytes = std::filesystem::file_size(data);
+  int reported = 0, harmless = 0;
+  for (std::uint64_t offset = 37; offset < bytes; offset += 8192) {
+    const std::string copy = directory.path("copy");
+    std::filesystem::remove_all(copy);
+    std::filesystem::copy(directory.path("good"), copy);
+    flip_bit(copy + "/rank-00000.data", offset);
+    ToySetup damaged = setup;
+    damaged.engine.store_directory = copy;
+    Runtime runtime(damaged.runtime);
+    Engine engine(runtime, damaged.engine);
+    ToyModel model(engine, shape);
+    try {
+      engine.restore();
+      model.losses = saved.losses;
+      model.train(3, 4);
+      engine.settle();
+      EXPECT_EQ(digests_of(engine, model), expected) << "offset " << offset;
+      ++harmless;
+    } catch (const CorruptionError& error) {
+      EXPECT_EQ(error.where.path, copy + "/rank-00000.data");
+      EXPECT_FALSE(error.where.unit.empty());
+      EXPECT_LE(error.where.offset_bytes, offset);
+      ++reported;
+    }
+  }
+  EXPECT_GT(reported, 3);
+  EXPECT_GT(harmless, 3);  // the other extent of each record
+}
+
+TEST(Ownership, AnotherModelIsRefusedAndNothingOverwritten) {
+  const TestDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path());
+  std::string digest;
+  {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{});
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    digest = state_digest(engine, State::master);
+  }
+  {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{.matrices = {40000, 70002, 16384, 9973}});
+    try {
+      engine.restore();
+      ADD_FAILURE() << "a store of another model was opened";
+    } catch (const StoreError& error) {
+      EXPECT_NE(std::string(error.what()).find("70002"), std::string::npos) << error.what();
+    }
+  }
+  {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{});
+    EXPECT_THROW(engine.initialize(model.fill()), StoreError);
+  }
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, ToyShape{});
+  EXPECT_EQ(engine.restore().step, 2u);
+  EXPECT_EQ(state_digest(engine, State::master), digest);
+}
+
+TEST(Ownership, AStoreInUseIsRefused) {
+  const TestDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path());
+  setup.engine.lock_timeout = std::chrono::milliseconds(100);
+  Runtime runtime(setup.runtime);
+  Engine first(runtime, setup.engine);
+  ToyModel model(first, ToyShape{});
+  first.initialize(model.fill());
+  ToySetup small = setup;
+  Runtime other_runtime(small.runtime);
+  Engine second(other_runtime, small.engine);
+  ToyModel other(second, ToyShape{});
+  EXPECT_THROW(second.restore(), StoreError);
+  model.train(1, 2);
+}
+
+TEST(Ownership, UnwritablePathAndMissingStoreAreErrors) {
+  for (const char* directory : {"/proc/nowhere/store", "/dev/null/store"}) {
+    const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{});
+    EXPECT_FALSE(engine.find_commit());
+    EXPECT_THROW(engine.restore(), StoreError);
+    EXPECT_THROW(engine.initialize(model.fill()), Error) << directory;
+  }
+}
+
+}  // namespace
+}  // namespace hoist::test

@@ -1,1 +1,327 @@
 // SPDX-License-Identifier: Apache-2.0
+// The public face: what callers may do, what they are told when they may not, and state access on every tier.
+#include "toy_model.hpp"
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+
+#include <cmath>
+#include <limits>
+
+namespace hoist::test {
+namespace {
+
+struct Fixture {
+  explicit Fixture(const ToySetup& s, const ToyShape& shape = {}) : setup(s), runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
+  Fixture& init() {
+    engine.initialize(model.fill());
+    return *this;
+  }
+  ToySetup setup;
+  Runtime runtime;
+  Engine engine;
+  ToyModel model;
+};
+
+ToySetup in_memory() { return toy_setup(Placement::pinned, Placement::pinned); }
+
+// --- passes ----------------------------------------------------------------------------------------------------------
+
+TEST(Engine, AnExceptionInAForwardDropsThePassAndNothingElse) {
+  for (const std::uint64_t chaos : {0u, 5u}) {
+    const TestDirectory directory;
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path());
+    setup.runtime.host_device.chaos_seed = chaos;
+    Fixture f(setup);
+    f.init().model.train(1, 2);
+    f.model.in_forward = [](std::size_t unit) {
+      if (unit == 2) throw std::runtime_error("the program's own");
+    };
+    EXPECT_THROW(f.model.pass(3), std::runtime_error);
+    f.model.in_forward = [](std::size_t) {};
+    f.model.train(3, 6);
+    const Digests expected = train_once(in_memory(), ToyShape{}, 6);
+    EXPECT_EQ(digests_of(f.engine, f.model), expected);
+  }
+}
+
+TEST(Engine, DiscardAfterAPassForgetsItsGradients) {
+  Fixture f(in_memory());
+  f.init().model.train(1, 2);
+  f.model.pass(99);
+  f.engine.discard();
+  f.model.losses.pop_back();
+  f.model.train(3, 4);
+  EXPECT_EQ(digests_of(f.engine, f.model), train_once(in_memory(), ToyShape{}, 4));
+}
+
+TEST(Engine, EvaluationBetweenStepsChangesNothingAndSeesTheNewWeights) {
+  const TestDirectory directory;
+  Fixture f(toy_setup(Placement::nvme, Placement::nvme, directory.path()));
+  f.init();
+  double last = f.model.evaluate();
+  for (std::uint64_t step = 1; step <= 4; ++step) {
+    f.model.train(step, step);
+    EXPECT_EQ(last, f.model.losses.back()) << "the pass of step " << step << " saw other weights than the evaluation before it";
+    last = f.model.evaluate();
+    EXPECT_EQ(last, f.model.evaluate());
+  }
+  EXPECT_EQ(digests_of(f.engine, f.model), train_once(in_memory(), ToyShape{}, 4));
+}
+
+TEST(Engine, LeasesNestAndShareTheirMemory) {
+  Fixture f(in_memory());
+  f.init();
+  const PassScope scope = f.engine.begin(Pass::evaluate);
+  Lease outer = f.engine.gather(f.model.unit(0), f.model.stream());
+  {
+    Lease inner = f.engine.gather(f.model.unit(0), f.model.stream());
+    EXPECT_EQ(inner.view(f.model.matrix(0)).data, outer.view(f.model.matrix(0)).data);
+  }
+  EXPECT_NE(outer.view(f.model.matrix(0)).data, nullptr);
+  outer.release(f.model.stream());
+  EXPECT_THROW(outer.release(f.model.stream()), UsageError);
+  EXPECT_THROW(outer.view(f.model.matrix(0)), UsageError);
+}
+
+TEST(Engine, ADeviatingPassIsServedAndRecordedAnew) {
+  const TestDirectory directory;
+  Fixture f(toy_setup(Placement::nvme, Placement::nvme, directory.path()));
+  f.init();
+  const auto visit = [&](const std::vector<std::size_t>& order) {
+    const PassScope scope = f.engine.begin(Pass::generate);
+    for (const std::size_t u : order) f.engine.gather(f.model.unit(u), f.model.stream()).release(f.model.stream());
+  };
+  for (const auto& order : std::vector<std::vector<std::size_t>>{{0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 1}, {3, 3, 3}, {}, {1}, {0, 1, 2, 3}}) visit(order);
+  f.model.train(1, 3);
+  EXPECT_EQ(digests_of(f.engine, f.model), train_once(in_memory(), ToyShape{}, 3));
+}
+
+TEST(Engine, BindingsGatherIntoTheCallersMemory) {
+  Runtime runtime(in_memory().runtime);
+  Engine engine(runtime, in_memory().engine);
+  std::vector<std::byte> memory(1 << 20);
+  int bound = 0;
+  const ParameterSpec spec{.name = "w", .shape = {1000}};
+  const Binding binding{.bind = [&](UnitId, std::uint64_t bytes, StreamRef) {
+                          EXPECT_LE(bytes, memory.size());
+                          ++bound;
+                          return memory.data();
+                        },
+                        .unbind = [&](UnitId, StreamRef) { --bound; }};
+  const UnitId unit = engine.add_unit("bound", std::span(&spec, 1), {.binding = binding});
+  engine.initialize([](ParameterId, std::uint64_t first, std::span<float> out) {
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<float>(first + i);
+  });
+  const auto stream = runtime.device().create_stream("s");
+  const PassScope scope = engine.begin(Pass::evaluate);
+  Lease lease = engine.gather(unit, *stream);
+  EXPECT_EQ(lease.view(engine.parameter("w")).data, memory.data());
+  EXPECT_EQ(bound, 1);
+  stream->synchronize();
+  EXPECT_EQ(to_float(reinterpret_cast<const bf16*>(memory.data())[200]), 200.0f);
+  lease.release(*stream);
+  EXPECT_EQ(bound, 0);
+}
+
+TEST(Engine, AccumulateAddsAnyDtypeAnyNumberOfTimes) {
+  Runtime runtime(in_memory().runtime);
+  Engine engine(runtime, in_memory().engine);
+  const std::vector<ParameterSpec> specs{{.name = "w", .shape = {3}}, {.name = "n", .shape = {2}, .dtype = DType::fp32}};
+  const UnitId unit = engine.add_unit("u", specs);
+  engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::fill(out.begin(), out.end(), 1.0f); });
+  const auto stream = runtime.device().create_stream("s");
+  tiers::DeviceBlock block = runtime.device_arena().allocate(4096, "gradients");
+  auto* values = reinterpret_cast<float*>(block.data());
+  for (int i = 0; i < 3; ++i) values[i] = static_cast<float>(i + 1);
+  const std::vector<std::int64_t> three{3}, two{2};
+  {
+    const PassScope scope = engine.begin(Pass::train);
+    for (int i = 0; i < 3; ++i) engine.accumulate(engine.parameter("w"), {values, DType::fp32, three, 0}, *stream);
+    engine.accumulate(engine.parameter("n"), {values, DType::fp32, two, 0}, *stream);
+    EXPECT_THROW(engine.accumulate(engine.parameter("n"), {values, DType::fp32, three, 0}, *stream), UsageError);
+    engine.finish(unit, *stream);
+    EXPECT_THROW(engine.accumulate(engine.parameter("w"), {values, DType::fp32, three, 0}, *stream), UsageError);
+  }
+  std::vector<float> gradient(3);
+  engine.read(engine.parameter("w"), State::gradient, 0, gradient);
+  EXPECT_EQ(gradient, (std::vector<float>{3, 6, 9}));
+  EXPECT_NEAR(engine.step().gradient_norm, std::sqrt(9.0 + 36 + 81 + 1 + 4), 1e-12);
+}
+
+// --- steps -----------------------------------------------------------------------------------------------------------
+
+TEST(Engine, AGradientThatIsNotFiniteSkipsTheStep) {
+  for (const float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    const TestDirectory directory;
+    Fixture f(toy_setup(Placement::nvme, Placement::nvme, directory.path()));
+    f.init().model.train(1, 2);
+    f.model.gradient_scale = poison;
+    f.model.pass(3);
+    const StepReport report = f.engine.step();
+    EXPECT_FALSE(report.applied);
+    EXPECT_EQ(report.step, 2u);
+    f.model.gradient_scale = 1;
+    f.model.losses.pop_back();
+    f.model.train(3, 4);
+    EXPECT_EQ(digests_of(f.engine, f.model), train_once(in_memory(), ToyShape{}, 4));
+  }
+}
+
+TEST(Engine, ReportsNormAndClipFactor) {
+  Fixture f(in_memory());
+  f.init().model.pass(1);
+  double expected = 0;
+  for (std::uint32_t p = 0; p < f.engine.parameters().size(); ++p) {
+    if (!f.engine.parameters()[p].trainable) continue;
+    std::vector<float> values(static_cast<std::size_t>(f.engine.parameters()[p].shape[0]));
+    f.engine.read(ParameterId{p}, State::gradient, 0, values);
+    for (const float value : values) expected += static_cast<double>(value) * value;
+  }
+  const StepReport report = f.engine.step();
+  EXPECT_NEAR(report.gradient_norm, std::sqrt(expected), 1e-9 * report.gradient_norm);
+  EXPECT_DOUBLE_EQ(report.clip_factor, std::min(1.0, 0.5 / (report.gradient_norm + 1e-6)));
+}
+
+TEST(Engine, LearningRateTakesEffectAtTheNextStep) {
+  Fixture a(in_memory()), b(in_memory());
+  a.init().model.train(1, 2);
+  b.init().model.train(1, 1);
+  b.engine.set_learning_rate(GroupId{0}, 0.5);
+  b.model.train(2, 2);
+  EXPECT_NE(digests_of(a.engine, a.model).master, digests_of(b.engine, b.model).master);
+  EXPECT_EQ(b.engine.learning_rate(GroupId{0}), 0.5);
+  EXPECT_THROW(b.engine.set_learning_rate(GroupId{9}, 0.1), UsageError);
+}
+
+// --- state access ----------------------------------------------------------------------------------------------------
+
+TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
+  for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme}) {
+    for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
+      const TestDirectory directory;
+      ToySetup setup = toy_setup(parameters, optimizer, directory.path());
+      const bool nvme = parameters == Placement::nvme || optimizer == Placement::nvme;
+      const std::vector<float> values{0.125f, -3.0f, 1e-20f, 7.7777777f};
+      const auto check = [&](Engine& engine) {
+        for (const char* name : {"unit3.matrix", "unit1.frozen", "unit0.norm"}) {
+          std::vector<float> seen(6);
+          engine.read(engine.parameter(name), State::master, 90, seen);
+          for (std::size_t i = 0; i < values.size(); ++i) {
+            const float expected = std::string(name) == "unit1.frozen" ? to_float(to_bf16(values[i])) : values[i];
+            EXPECT_EQ(seen[i + 1], expected) << name << ' ' << i << " placement " << static_cast<int>(parameters) << static_cast<int>(optimizer);
+          }
+        }
+        std::vector<float> moment(1);
+        engine.read(engine.parameter("unit0.matrix"), State::moment2, 39999, moment);
+        EXPECT_EQ(moment[0], 0.25f);
+      };
+      {
+        Fixture f(setup);
+        f.init().model.train(1, 1);
+        for (const char* name : {"unit3.matrix", "unit1.frozen", "unit0.norm"}) f.engine.write(f.engine.parameter(name), State::master, 91, values);
+        const float quarter = 0.25f;
+        f.engine.write(f.engine.parameter("unit0.matrix"), State::moment2, 39999, std::span(&quarter, 1));
+        check(f.engine);
+        if (!nvme) f.engine.save("here", {}).wait();
+      }
+      Fixture again(setup);
+      EXPECT_EQ(again.engine.restore().step, 1u);
+      check(again.engine);
+    }
+  }
+}
+
+TEST(Engine, WritesAreSeenByTheNextGather) {
+  const TestDirectory directory;
+  Fixture f(toy_setup(Placement::nvme, Placement::nvme, directory.path()));
+  f.init();
+  const double before = f.model.evaluate();
+  std::vector<float> value(1);
+  f.engine.read(f.model.matrix(2), State::master, 0, value);
+  value[0] += 1024;
+  f.engine.write(f.model.matrix(2), State::master, 0, value);
+  EXPECT_NEAR(f.model.evaluate() - before, 1024, 8);
+}
+
+// --- shapes ----------------------------------------------------------------------------------------------------------
+
+TEST(Engine, UnusualShapes) {
+  std::vector<std::int64_t> many(300, 3);
+  const std::vector<ToyShape> shapes{{.matrices = {1}, .norm = 1, .frozen = false, .tied = false},
+                                     {.matrices = {104729, 2, 7919}, .norm = 31},
+                                     {.matrices = many, .norm = 5},
+                                     {.matrices = {16384, 16385, 16383, 32768, 32}, .norm = 32}};
+  for (const ToyShape& shape : shapes) {
+    const TestDirectory directory;
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path());
+    EXPECT_EQ(train_once(setup, shape, 3), train_once(in_memory(), shape, 3)) << shape.matrices.size() << " units";
+  }
+}
+
+// --- contracts -------------------------------------------------------------------------------------------------------
+
+TEST(Engine, BrokenContractsAreUsageErrorsAndHarmless) {
+  Fixture f(in_memory());
+  EXPECT_THROW(f.engine.step(), UsageError);  // not initialized
+  EXPECT_THROW(f.engine.parameter("nobody"), UsageError);
+  const ParameterSpec repeated{.name = "unit0.matrix", .shape = {2}}, empty{.name = "e", .shape = {0}},
+      half{.name = "h", .shape = {2}, .dtype = DType::fp16}, lost{.name = "l", .shape = {2}, .group = GroupId{7}};
+  for (const ParameterSpec* spec : {&repeated, &empty, &half, &lost}) {
+    EXPECT_THROW(f.engine.add_unit("bad", std::span(spec, 1)), UsageError) << spec->name;
+  }
+  EXPECT_THROW(f.engine.add_unit("none", {}), UsageError);
+  f.init();
+  EXPECT_THROW(f.engine.initialize(f.model.fill()), UsageError);
+  EXPECT_THROW((void)f.engine.gather(f.model.unit(0), f.model.stream()), UsageError);
+  EXPECT_THROW(f.engine.step(), UsageError);
+  EXPECT_THROW(f.engine.save("x", {}), UsageError);
+  {
+    const PassScope scope = f.engine.begin(Pass::evaluate);
+    EXPECT_THROW((void)f.engine.begin(Pass::train), UsageError);
+    EXPECT_THROW(f.engine.gradients(f.model.unit(0), f.model.stream()), UsageError);
+    EXPECT_THROW((void)f.engine.gather(UnitId{99}, f.model.stream()), UsageError);
+    std::vector<float> out(1);
+    EXPECT_THROW(f.engine.read(f.model.matrix(0), State::master, 0, out), UsageError);
+    Lease lease = f.engine.gather(f.model.unit(0), f.model.stream());
+    EXPECT_THROW(lease.view(f.model.matrix(1)), UsageError);
+  }
+  EXPECT_THROW((void)f.engine.begin(Pass::train, {.micro_batches = 2}), UsageError);
+  {
+    const PassScope scope = f.engine.begin(Pass::train);
+    f.engine.finish(f.model.unit(0), f.model.stream());
+    EXPECT_THROW(f.engine.finish(f.model.unit(0), f.model.stream()), UsageError);
+  }
+  EXPECT_THROW(f.engine.step(), UsageError);  // three units were not finished
+  f.engine.discard();
+  std::vector<float> out(2);
+  EXPECT_THROW(f.engine.read(f.model.matrix(0), State::master, 39999, out), UsageError);
+  EXPECT_THROW(f.engine.read(f.engine.parameter("unit1.frozen"), State::moment1, 0, out), UsageError);
+  out[0] = std::numeric_limits<float>::infinity();
+  EXPECT_THROW(f.engine.write(f.model.matrix(0), State::master, 0, out), UsageError);
+  f.model.train(1, 2);
+  EXPECT_EQ(digests_of(f.engine, f.model), train_once(in_memory(), ToyShape{}, 2));
+}
+
+TEST(Engine, UnsupportedOptionsAreRefusedByName) {
+  Runtime runtime(in_memory().runtime);
+  const auto key_of = [&](auto change) {
+    EngineOptions options = in_memory().engine;
+    change(options);
+    try {
+      const Engine engine(runtime, options);
+    } catch (const ConfigError& error) {
+      return error.key;
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(key_of([](EngineOptions& o) { o.stage = 2; }), "zero_optimization.stage");
+  EXPECT_EQ(key_of([](EngineOptions& o) { o.optimizer = Placement::nvme; }), "zero_optimization.offload_optimizer.nvme_path");
+  EXPECT_EQ(key_of([](EngineOptions& o) { o.update_buffer_count = 2; }), "zero_optimization.offload_optimizer.buffer_count");
+  EXPECT_EQ(key_of([](EngineOptions& o) { o.gradient_clipping = -1; }), "gradient_clipping");
+  EXPECT_EQ(key_of([](EngineOptions&) {}), "accepted");
+}
+
+}  // namespace
+}  // namespace hoist::test
