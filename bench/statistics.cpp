@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "statistics.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+
+namespace hoist::bench {
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+Interval median_interval(std::vector<double> values) {
+  if (values.empty()) return {};
+  std::sort(values.begin(), values.end());
+  const std::size_t count = values.size();
+  // The number of values below the true median is binomial(count, 1/2): leave out k values on each side for the largest
+  // k whose tail, P(at most k - 1 below), is at most 2.5 %.
+  double probability = std::pow(0.5, static_cast<double>(count));
+  double tail = 0;
+  std::size_t left_out = 0;
+  for (std::size_t below = 0; below < count / 2; ++below) {
+    tail += probability;
+    if (tail > 0.025) break;
+    left_out = below;
+    probability *= static_cast<double>(count - below) / static_cast<double>(below + 1);
+  }
+  return {values[left_out], values[count - 1 - left_out]};
+}
+
+}  // namespace hoist::bench

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// bench/statistics.hpp - the median of paired measurements, and how sure of it we may be.
+#pragma once
+
+#include <vector>
+
+namespace hoist::bench {
+
+struct Interval {
+  double low = 0;
+  double high = 0;
+};
+
+double median(std::vector<double> values);
+
+// 95 % confidence interval of the median from order statistics: no assumption about the distribution. With fewer than
+// six values it is their whole range.
+Interval median_interval(std::vector<double> values);
+
+}  // namespace hoist::bench
