@@ -2,6 +2,7 @@
 #include <chrono>
 #include <utility>
 
+#include <cuda.h>
 #include <spdlog/spdlog.h>
 
 #include <hoist/core/error.hpp>
@@ -35,6 +36,23 @@ std::string remedy(cudaError_t code) {
     default:
       return "see the CUDA documentation of this code; compute-sanitizer finds the kernel at fault";
   }
+}
+
+// Asked of the driver, found at run time: linking libcuda would keep the program from starting without a driver.
+bool has_context(int ordinal) {
+  void* function = nullptr;
+  auto found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  const cudaError_t code =
+      cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000, cudaEnableDefault, &found);
+#else
+  const cudaError_t code = cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, cudaEnableDefault, &found);
+#endif
+  if (code != cudaSuccess || found != cudaDriverEntryPointSuccess || function == nullptr) return false;
+  using GetState = CUresult (*)(CUdevice, unsigned*, int*);
+  unsigned flags = 0;
+  int active = 0;
+  return reinterpret_cast<GetState>(function)(ordinal, &flags, &active) == CUDA_SUCCESS && active != 0;
 }
 
 cudaError_t query(cudaEvent_t event) {
@@ -73,7 +91,9 @@ CurrentCard::CurrentCard(int ordinal) {
   cuda_check(cudaGetDevice(&current), "cudaGetDevice");
   if (current == ordinal) return;
   cuda_check(cudaSetDevice(ordinal), "cudaSetDevice");
-  previous_ = current;
+  // Selecting a card creates a context on it. A thread that never chose a card reports card 0; "restoring" that would
+  // take memory on card 0 for every rank of the machine.
+  if (has_context(current)) previous_ = current;
 }
 
 CurrentCard::~CurrentCard() {
@@ -111,7 +131,9 @@ cudaEvent_t CudaCore::take_event(PooledEvent::Timing timing) {
   }
   const CurrentCard card(ordinal_);
   cudaEvent_t event = nullptr;
-  const unsigned flags = timing == PooledEvent::Timing::on ? cudaEventDefault : cudaEventDisableTiming;
+  // Blocking: a thread that waits for a card must not take a core from the optimizer by spinning.
+  const unsigned flags =
+      timing == PooledEvent::Timing::on ? cudaEventDefault : cudaEventDisableTiming | cudaEventBlockingSync;
   cuda_check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
   return event;
 }

@@ -145,9 +145,6 @@ void CudaStream::launch(std::string_view what, std::function<void()>) {
                   what, options_.name));
 }
 
-void CudaStream::synchronize() {
-  cuda_check(cudaStreamSynchronize(options_.stream), "cudaStreamSynchronize");
-  if (options_.core->ledger() != nullptr) options_.core->collect();
-}
+void CudaStream::synchronize() { record().wait(); }
 
 }  // namespace hoist::platform::detail

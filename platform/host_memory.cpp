@@ -22,11 +22,11 @@ std::span<std::byte> HostMemory::bytes() const { return mapping_ ? mapping_->byt
 
 PageKind HostMemory::page_kind() const { return mapping_ ? mapping_->page_kind() : PageKind::normal; }
 
-std::vector<std::span<std::byte>> HostMemory::slices() const {
+std::vector<std::span<std::byte>> HostMemory::slices(std::uint64_t slice_bytes) const {
   std::vector<std::span<std::byte>> result;
   const std::span<std::byte> all = bytes();
-  for (std::size_t at = 0; at < all.size(); at += kSliceBytes) {
-    result.push_back(all.subspan(at, std::min<std::size_t>(kSliceBytes, all.size() - at)));
+  for (std::uint64_t at = 0; at < all.size(); at += slice_bytes) {
+    result.push_back(all.subspan(at, std::min<std::uint64_t>(slice_bytes, all.size() - at)));
   }
   return result;
 }

@@ -44,9 +44,9 @@ class HostMemory {
   // Exactly the bytes asked for.
   std::span<std::byte> bytes() const;
   PageKind page_kind() const;
-  // The same block in pieces of at most 1 GiB: what io_uring registers as one buffer each.
-  std::vector<std::span<std::byte>> slices() const;
   static constexpr std::uint64_t kSliceBytes = std::uint64_t{1} << 30;
+  // The same block in pieces of at most 1 GiB: what io_uring registers as one buffer each.
+  std::vector<std::span<std::byte>> slices(std::uint64_t slice_bytes = kSliceBytes) const;
 
  private:
   std::unique_ptr<detail::Mapping> mapping_;  // null once moved from

@@ -100,16 +100,19 @@ TEST(HostMemory, RefusesWhatTheMachineLacks) {
   }
 }
 
-TEST(HostMemory, SlicesAreOneGiBAndCoverEverything) {
-  constexpr std::uint64_t kBytes = kGiB + 3 * 4096;
-  if (detail::available_memory_bytes() < 2 * kBytes) GTEST_SKIP() << "less than 2 GiB of memory is free";
-  const HostMemory memory({.bytes = kBytes, .touch_threads = 2});
-  const auto slices = memory.slices();
-  ASSERT_EQ(slices.size(), 2u);
-  EXPECT_EQ(slices[0].data(), memory.bytes().data());
-  EXPECT_EQ(slices[0].size(), HostMemory::kSliceBytes);
-  EXPECT_EQ(slices[1].data(), memory.bytes().data() + HostMemory::kSliceBytes);
-  EXPECT_EQ(slices[1].size(), 3u * 4096);
+TEST(HostMemory, SlicesCoverEverythingOnce) {
+  const HostMemory memory({.bytes = 7 * 4096 + 1});
+  ASSERT_EQ(memory.slices().size(), 1u);
+  EXPECT_EQ(memory.slices()[0].size(), memory.bytes().size());
+  const auto slices = memory.slices(3 * 4096);
+  ASSERT_EQ(slices.size(), 3u);
+  const std::byte* end = memory.bytes().data();
+  for (const auto slice : slices) {
+    EXPECT_EQ(slice.data(), end);
+    EXPECT_LE(slice.size(), 3u * 4096);
+    end = slice.data() + slice.size();
+  }
+  EXPECT_EQ(end, memory.bytes().data() + memory.bytes().size());
 }
 
 TEST(AvailableMemory, IsPlausible) {
