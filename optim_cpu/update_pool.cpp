@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdint>
+#include <exception>
 #include <iterator>
 #include <optional>
 #include <thread>
@@ -20,10 +20,12 @@
 #include <hoist/optim_cpu/update_pool.hpp>
 
 // oneTBB is not built for the thread sanitizer, which therefore cannot see that it hands tasks over in order. This file
-// is compiled without the sanitizer and tells it about the two hand-overs itself; what `work` does stays checked.
+// is compiled without the sanitizer and tells it about the hand-overs itself; what `work` does stays checked. What the
+// library does to its own memory is no business of ours.
 #ifdef HOIST_TSAN
 extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
+extern "C" const char* __tsan_default_suppressions() { return "called_from_lib:libtbb.so\n"; }
 #endif
 
 namespace hoist::optim {
@@ -48,14 +50,20 @@ class Placement final : public tbb::task_scheduler_observer {
  public:
   Placement(tbb::task_arena& arena, detail::Processors processors)
       : tbb::task_scheduler_observer(arena), processors_(std::move(processors)) {
+    hand_over(this);
     observe(true);
   }
-  ~Placement() override { observe(false); }
+  ~Placement() override {
+    observe(false);  // waits for callbacks in progress
+    take_over(this);
+  }
 
   void on_scheduler_entry(bool is_worker) override {
     if (!is_worker) return;
+    take_over(this);
     before() = detail::current_processors();
     detail::bind_current_thread(processors_);
+    hand_over(this);
   }
   void on_scheduler_exit(bool is_worker) override {
     if (is_worker) detail::bind_current_thread(before());
@@ -112,28 +120,35 @@ class Spans {
     }
   }
 
-  void work_through(std::size_t own, const std::function<void(std::size_t)>& work) {
-    for (std::size_t k = 0; k < used_; ++k) {
-      Span& span = spans_[(own + k) % used_];
-      while (!stopped_.load(std::memory_order_relaxed)) {
-        const std::size_t i = span.next.fetch_add(1, std::memory_order_relaxed);
-        if (i >= span.end) break;
-        work(i);
-      }
+  // The first exception stops everyone after the item in hand and is kept.
+  void work_through(std::size_t own, const std::function<void(std::size_t)>& work) noexcept {
+    try {
+      for (std::size_t k = 0; k < used_; ++k) take_from(spans_[(own + k) % used_], work);
+    } catch (...) {
+      if (!stopped_.exchange(true)) error_ = std::current_exception();
     }
   }
-  void stop() { stopped_.store(true, std::memory_order_relaxed); }
+  // To be asked when everyone is done.
+  const std::exception_ptr& error() const { return error_; }
 
  private:
   struct alignas(64) Span {
     std::atomic<std::size_t> next{0};
     std::size_t end = 0;
   };
+  void take_from(Span& span, const std::function<void(std::size_t)>& work) {
+    while (!stopped_.load(std::memory_order_relaxed)) {
+      const std::size_t i = span.next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= span.end) return;
+      work(i);
+    }
+  }
   std::size_t begin(std::size_t count, std::size_t k) const { return count / used_ * k + std::min(k, count % used_); }
 
   std::array<Span, kMax> spans_;
   std::size_t used_;
   std::atomic<bool> stopped_{false};
+  std::exception_ptr error_;
 };
 
 // oneTBB sets its limit by what it saw of the process when it started; a larger arena would stay without workers. One
@@ -176,13 +191,7 @@ void UpdatePool::run(std::size_t count, const std::function<void(std::size_t)>& 
   Spans spans(count, arena_->threads);
   const auto take_part = [&](unsigned) {
     take_over(&spans);
-    try {
-      spans.work_through(static_cast<std::size_t>(tbb::this_task_arena::current_thread_index()), work);
-    } catch (...) {
-      spans.stop();
-      hand_over(&spans);
-      throw;
-    }
+    spans.work_through(static_cast<std::size_t>(tbb::this_task_arena::current_thread_index()), work);
     hand_over(&spans);
   };
   hand_over(&spans);
@@ -192,6 +201,7 @@ void UpdatePool::run(std::size_t count, const std::function<void(std::size_t)>& 
         [&] { tbb::parallel_for(0u, arena_->threads, take_part, tbb::static_partitioner()); });
   });
   take_over(&spans);
+  if (spans.error()) std::rethrow_exception(spans.error());
 }
 
 }  // namespace hoist::optim
