@@ -7,7 +7,7 @@ namespace hoist::config::detail {
 namespace {
 
 constexpr std::string_view kAccumulation =
-    "one micro-batch a step for now; raise train_micro_batch_size_per_gpu, or lower it and accept the smaller batch";
+    "a step is one micro-batch for now; use 1, and a larger train_micro_batch_size_per_gpu if the batch matters";
 constexpr std::string_view kOtherOptimizer = "only AdamW and Adam exist for now; use \"AdamW\"";
 constexpr std::string_view kOneReduction =
     "gradients are averaged over ranks in their own type with an fp32 sum; leave this key out";

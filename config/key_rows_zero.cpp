@@ -108,9 +108,12 @@ std::vector<KeyRow> gather_rows() {
   return {
       {.path = "zero_optimization.sub_group_size",
        .type = ValueType::integer,
-       .default_value = "1000000000",
+       .default_value = "1048576",
+       .deepspeed_default = "1000000000",
        .range = {.min = 1},
-       .meaning = "Elements that are read, updated and written as one piece; rounded to whole tiles.",
+       .meaning =
+           "Elements that are read, updated and written as one piece; rounded to whole tiles, and made smaller where "
+           "the pinned budget is.",
        .apply = [](Draft& d, const Value& v) { d.engine.sub_group_elements = as_count(v); }},
       {.path = "zero_optimization.stage3_prefetch_bucket_size",
        .aliases = {"prefetch_bucket_size"},
@@ -280,7 +283,7 @@ std::vector<KeyRow> aio_rows() {
        .type = ValueType::integer,
        .default_value = "4",
        .deepspeed_default = "1",
-       .range = {.min = 1, .max = 1024},
+       .range = {.min = 1, .max = 256},
        .meaning = "Threads of the io engine \"threads\"; io_uring needs one.",
        .note = "The three names are one setting: DeepSpeed reads the first, its pages say the second, its tuner prints "
                "the third.",
@@ -303,7 +306,7 @@ std::vector<KeyRow> zero_rows() {
        .type = ValueType::integer,
        .default_value = "3",
        .deepspeed_default = "0",
-       .range = {.max = 3},
+       .range = {.min = 3, .max = 3},
        .refusals = {{"0", kLaterStage}, {"1", kLaterStage}, {"2", kLaterStage}},
        .meaning = "3: parameters, gradients and optimizer state are partitioned.",
        .apply = [](Draft& d, const Value& v) { d.engine.stage = static_cast<int>(as_count(v)); }},

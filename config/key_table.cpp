@@ -163,6 +163,8 @@ std::string allowed_text(const KeyRow& row) {
     case ValueType::choice:
       return fmt::format("one of \"{}\"", fmt::join(row.choices, "\", \""));
     case ValueType::integer:
+      if (row.range.min == row.range.max) return fmt::format("the integer {:g}", row.range.min);
+      [[fallthrough]];
     case ValueType::number:
       return std::string(value_type_name(row.type)) + range_text(row);
     case ValueType::bytes:
@@ -187,7 +189,7 @@ std::string suggestion(std::string_view section_path, std::string_view name) {
                           : fmt::format("did you mean \"{}\" in \"{}\"?", name, home);
     }
   }
-  return {};
+  return "`hoist check --print-keys` lists all keys";
 }
 
 }  // namespace hoist::config

@@ -94,8 +94,7 @@ std::string_view section_of(std::string_view path);  // "" at the top level
 // What the row allows, for messages and the reference: "an integer from 1 to 4096".
 std::string allowed_text(const KeyRow& row);
 
-// "did you mean ...?" for a member that does not exist, or where a key of that name does exist; empty when nothing is
-// near.
+// "did you mean ...?" for a member that does not exist, or where a key of that name does exist; else where to look.
 std::string suggestion(std::string_view section_path, std::string_view name);
 
 }  // namespace hoist::config

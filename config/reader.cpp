@@ -220,8 +220,7 @@ class Reader {
       if (const KeyRow* row = find_member(section_path, member.key)) {
         read_member(*row, member, shown);
       } else {
-        const std::string near = suggestion(section_path, member.key);
-        problem(shown, near.empty() ? "unknown key" : "unknown key; " + near, member.key_offset);
+        problem(shown, "unknown key; " + suggestion(section_path, member.key), member.key_offset);
       }
     }
   }
@@ -289,6 +288,7 @@ class Reader {
     const JsonNode& node = member.value;
     if (node.kind != Kind::object) {
       std::string sentence = fmt::format("{} is not an object", display(node));
+      if (node.kind == Kind::scalar && node.scalar.is_null()) sentence += "; leave the section out";
       if (row.path == "zero_optimization" && node.scalar.is_boolean()) {
         sentence += "; the short form of old DeepSpeed is refused, write {\"stage\": 3}";
       }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <filesystem>
 #include <string_view>
 
@@ -87,8 +88,13 @@ class Rules {
     }
   }
 
+  // True when the file's own value of a key below `path` was found wrong: what follows from it is not worth saying.
+  bool is_wrong(std::string_view path) const {
+    return std::ranges::any_of(read_.problems, [&](const ConfigProblem& p) { return p.key.starts_with(path); });
+  }
+
   void placement(Placement where, const std::string& path, std::string_view device_key, std::string_view path_key) {
-    if (where == Placement::nvme && path.empty()) {
+    if (where == Placement::nvme && path.empty() && !is_wrong(path_key)) {
       problem(device_key, fmt::format("\"nvme\" needs {} beside it", last_part(path_key)));
     }
     if (where != Placement::nvme && !path.empty()) {
@@ -108,7 +114,7 @@ class Rules {
 
   void store() {
     const std::string nvme = nvme_path();
-    if (uses_nvme() && !draft_.checkpoint_path.empty() && plain_path(draft_.checkpoint_path) != plain_path(nvme)) {
+    if (!nvme.empty() && !draft_.checkpoint_path.empty() && plain_path(draft_.checkpoint_path) != plain_path(nvme)) {
       problem("hoist.checkpoint_path",
               fmt::format("\"{}\" is not needed: state on NVMe is committed in its own store; leave this key out",
                           draft_.checkpoint_path));
@@ -119,7 +125,7 @@ class Rules {
 
   void durability() {
     using tiers::Durability;
-    if (!uses_nvme() && draft_.durability == Durability::step) {
+    if (!uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
       problem(
           "hoist.durability",
           "\"step\" needs optimizer state or weights on NVMe; with both in memory set hoist.checkpoint_path and save "

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/commands.hpp - the commands of `hoist`. Each registers itself and runs when it was chosen.
+#pragma once
+
+#include <functional>
+
+#include <CLI/CLI.hpp>
+
+namespace hoist::cli {
+
+enum ExitCode { kOk = 0, kFailure = 1, kBadInput = 2 };
+
+// Adds the command to `app`. `run` is called after parsing when it was chosen; it returns the exit code.
+struct Command {
+  CLI::App* app = nullptr;
+  std::function<int()> run;
+};
+
+Command add_check(CLI::App& app);
+Command add_inspect(CLI::App& app);
+Command add_doctor(CLI::App& app);
+
+}  // namespace hoist::cli

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/main.cpp - the program `hoist`.
+#include <array>
+#include <cstdio>
+#include <exception>
+
+#include <hoist/core/error.hpp>
+
+#include "commands.hpp"
+
+namespace hoist::cli {
+namespace {
+
+int run(int argc, char** argv) {
+  CLI::App app{"hoist: model state on NVMe, pinned memory and GPU for ZeRO training.", "hoist"};
+  app.set_version_flag("--version", "hoist " HOIST_VERSION);
+  app.require_subcommand(1);
+  app.footer("Exit codes: 0 all is well, 1 it failed, 2 the input is bad.");
+  const std::array commands{add_check(app), add_inspect(app), add_doctor(app)};
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kOk : kBadInput;  // --help and --version are no errors
+  }
+  for (const Command& command : commands) {
+    if (command.app->parsed()) return command.run();
+  }
+  return kBadInput;
+}
+
+}  // namespace
+}  // namespace hoist::cli
+
+int main(int argc, char** argv) {
+  try {
+    return hoist::cli::run(argc, argv);
+  } catch (const hoist::ConfigError& error) {
+    std::fprintf(stderr, "hoist: %s\n", error.what());
+    return hoist::cli::kBadInput;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "hoist: %s\n", error.what());
+    return hoist::cli::kFailure;
+  }
+}

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+
+#include "program.hpp"
+
+namespace hoist {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+class Cli : public test::ProgramTest {};
+
+constexpr const char* kGood = R"({
+  "train_batch_size": 32,
+  "bf16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 3,
+    "overlap_comm": true,
+    "offload_param": {"device": "cpu"},
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
+    "stage3_prefetch_bucket_size": "auto"
+  },
+  "hoist": {"device_memory": "2GiB"}
+}
+)";
+
+TEST_F(Cli, VersionAndHelpAreNoErrors) {
+  EXPECT_EQ(run("--version").exit_code, 0);
+  EXPECT_EQ(run("--version").output, "hoist " HOIST_VERSION "\n");
+  const auto help = run("--help");
+  EXPECT_EQ(help.exit_code, 0);
+  for (const char* command : {"check", "inspect", "doctor"}) {
+    EXPECT_THAT(help.output, HasSubstr(command));
+    const auto own = run(std::string(command) + " --help");
+    EXPECT_EQ(own.exit_code, 0);
+    EXPECT_THAT(own.output, HasSubstr("Example: hoist " + std::string(command)));
+    EXPECT_THAT(own.output, HasSubstr("--json"));
+  }
+}
+
+TEST_F(Cli, BadCommandLinesAreBadInput) {
+  for (const char* arguments : {"", "nonsense", "check", "inspect", "check --no-such-option", "check a b",
+                                "doctor extra", "check a.json --world-size 0", "check a.json --world-size many"}) {
+    const auto result = run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments;
+    EXPECT_THAT(result.errors, Not(IsEmpty())) << arguments;
+  }
+}
+
+TEST_F(Cli, CheckSaysWhatAConfigurationWillDo) {
+  write("good.json", kGood);
+  const auto result = run("check good.json --world-size 4 --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("good.json: accepted"));
+  EXPECT_THAT(result.output, HasSubstr("/local_nvme/hoist"));
+  EXPECT_THAT(result.output, HasSubstr("2.0 GiB"));
+  EXPECT_THAT(result.output, HasSubstr("batch: 32 samples = 8 a rank x 1 accumulation x 4 ranks"));
+  EXPECT_THAT(result.output, HasSubstr("\"auto\" in line 9"));
+  EXPECT_THAT(result.output, HasSubstr("overlap_comm"));
+
+  const auto report = json_of("report.json");
+  EXPECT_EQ(report["accepted"], true);
+  EXPECT_EQ(report["placement"]["parameters"], "pinned");
+  EXPECT_EQ(report["placement"]["optimizer"], "nvme");
+  EXPECT_EQ(report["placement"]["durability"], "step");
+  EXPECT_EQ(report["budgets"]["device"], 2147483648u);
+  EXPECT_EQ(report["training"]["train_micro_batch_size_per_gpu"], 8);
+  ASSERT_EQ(report["warnings"].size(), 1u);
+  bool found = false;
+  for (const auto& setting : report["settings"]) {
+    if (setting["key"] != "zero_optimization.stage3_prefetch_bucket_size") continue;
+    EXPECT_EQ(setting["source"], "auto");
+    EXPECT_EQ(setting["value"], 50000000);
+    EXPECT_EQ(setting["line"], 9);
+    found = true;
+  }
+  EXPECT_TRUE(found);
+}
+
+TEST_F(Cli, CheckReportsEveryProblemAtOnce) {
+  write("bad.json",
+        "{\n  \"zero_optimization\": {\"stage\": 2, \"ofload_param\": {}},\n  \"aio\": {\"queue_depth\": 0}\n}\n");
+  const auto result = run("check bad.json --json report.json");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.output, IsEmpty());
+  EXPECT_THAT(result.errors, HasSubstr("(bad.json:2:34)"));
+  EXPECT_THAT(result.errors, HasSubstr("did you mean \"offload_param\"?"));
+  EXPECT_THAT(result.errors, HasSubstr("aio.queue_depth: 0 is not"));
+  EXPECT_THAT(result.errors, HasSubstr("3 problems in bad.json"));
+  const auto report = json_of("report.json");
+  EXPECT_EQ(report["accepted"], false);
+  ASSERT_EQ(report["problems"].size(), 3u);
+  EXPECT_EQ(report["problems"][2]["key"], "aio.queue_depth");
+  EXPECT_EQ(report["problems"][2]["line"], 3);
+}
+
+TEST_F(Cli, CheckRefusesWhatItCannotRead) {
+  EXPECT_EQ(run("check missing.json").exit_code, 2);
+  EXPECT_THAT(run("check missing.json").errors, HasSubstr("missing.json"));
+  EXPECT_EQ(run("check .").exit_code, 2);
+  write("malformed.json", "{\"aio\": {\n \"queue_depth\": 1,,\n}");
+  const auto malformed = run("check malformed.json");
+  EXPECT_EQ(malformed.exit_code, 2);
+  EXPECT_THAT(malformed.errors, HasSubstr("(malformed.json:2:19)"));
+}
+
+TEST_F(Cli, CheckRefusesABatchThatDoesNotDivide) {
+  write("good.json", kGood);
+  const auto result = run("check good.json --world-size 5 --json report.json");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, HasSubstr("train_batch_size: 32 is not a multiple of 5 ranks"));
+  EXPECT_EQ(json_of("report.json")["accepted"], false);
+}
+
+TEST_F(Cli, AReportThatCannotBeWrittenIsAFailure) {
+  write("good.json", kGood);
+  const auto result = run("check good.json --json /no/such/directory/report.json");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.errors, HasSubstr("/no/such/directory/report.json"));
+  EXPECT_THAT(run("doctor --json /no/such/directory/report.json").exit_code, 1);
+}
+
+TEST_F(Cli, CheckPrintsTheReference) {
+  const auto result = run("check --print-keys");
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.output, test::text_of(std::string(HOIST_SOURCE_DIR) + "/docs/config.md"));
+}
+
+TEST_F(Cli, DoctorFindsTheMachine) {
+  const auto result = run("doctor --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("host device"));
+  const auto report = json_of("report.json");
+  std::vector<std::string> subjects;
+  for (const auto& finding : report["findings"]) {
+    subjects.push_back(finding["subject"]);
+    EXPECT_THAT(finding["found"].get<std::string>(), Not(IsEmpty())) << finding["subject"];
+  }
+  for (const char* subject :
+       {"host device", "processors", "io engine", "locked memory limit", "reserved huge pages", "MPI", "NCCL"}) {
+    EXPECT_THAT(subjects, Contains(std::string(subject)));
+  }
+}
+
+}  // namespace
+}  // namespace hoist

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a configuration becomes: the options structs, rule by rule.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/config/config.hpp>
+
+#include "samples.hpp"
+
+namespace hoist {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+
+Config parse(const std::string& text) { return Config::parse(text, "test.json"); }
+
+Config sample(const std::string& name) {
+  return Config::load((test::data_directory() / "accept" / (name + ".json")).string());
+}
+
+void expect_equal(const RuntimeOptions& a, const RuntimeOptions& b) {
+  EXPECT_EQ(a.device, b.device);
+  EXPECT_EQ(a.device_ordinal, b.device_ordinal);
+  EXPECT_EQ(a.host_device.poison, b.host_device.poison);
+  EXPECT_EQ(a.host_device.chaos_seed, b.host_device.chaos_seed);
+  EXPECT_EQ(a.device_memory_bytes, b.device_memory_bytes);
+  EXPECT_EQ(a.pinned_memory_bytes, b.pinned_memory_bytes);
+  EXPECT_EQ(a.huge_pages, b.huge_pages);
+  EXPECT_EQ(a.aio_backend, b.aio_backend);
+  EXPECT_EQ(a.aio_block_bytes, b.aio_block_bytes);
+  EXPECT_EQ(a.aio_queue_depth, b.aio_queue_depth);
+  EXPECT_EQ(a.aio_threads, b.aio_threads);
+  EXPECT_EQ(a.update_threads, b.update_threads);
+  EXPECT_EQ(a.communicator, b.communicator);
+  EXPECT_EQ(a.comm_scratch_bytes, b.comm_scratch_bytes);
+  EXPECT_EQ(a.comm_timeout, b.comm_timeout);
+}
+
+TEST(Options, AnEmptyFileIsTheDefaults) {
+  const Config config = parse("{}");
+  expect_equal(config.runtime, RuntimeOptions{});
+  const EngineOptions standard;
+  EXPECT_EQ(config.engine.stage, standard.stage);
+  EXPECT_EQ(config.engine.parameters, standard.parameters);
+  EXPECT_EQ(config.engine.optimizer, standard.optimizer);
+  EXPECT_EQ(config.engine.store_directory, "");
+  EXPECT_EQ(config.engine.caller_state_bytes_max, standard.caller_state_bytes_max);
+  EXPECT_EQ(config.engine.lock_timeout, standard.lock_timeout);
+  EXPECT_EQ(config.engine.sub_group_elements, standard.sub_group_elements);
+  EXPECT_EQ(config.engine.update_buffer_count, standard.update_buffer_count);
+  EXPECT_EQ(config.engine.staging_buffer_count, standard.staging_buffer_count);
+  EXPECT_EQ(config.engine.prefetch_elements, standard.prefetch_elements);
+  EXPECT_EQ(config.engine.live_elements_max, standard.live_elements_max);
+  EXPECT_EQ(config.engine.reuse_distance_elements, standard.reuse_distance_elements);
+  EXPECT_EQ(config.engine.persistence_elements, standard.persistence_elements);
+  EXPECT_EQ(config.engine.gradient_clipping, standard.gradient_clipping);
+  const optim::AdamOptions& adam = config.engine.optimizer_defaults;
+  EXPECT_EQ(adam.variant, standard.optimizer_defaults.variant);
+  EXPECT_EQ(adam.learning_rate, standard.optimizer_defaults.learning_rate);
+  EXPECT_EQ(adam.beta1, standard.optimizer_defaults.beta1);
+  EXPECT_EQ(adam.beta2, standard.optimizer_defaults.beta2);
+  EXPECT_EQ(adam.epsilon, standard.optimizer_defaults.epsilon);
+  EXPECT_EQ(adam.bias_correction, standard.optimizer_defaults.bias_correction);
+  EXPECT_EQ(adam.weight_decay, 0.0) << "DeepSpeed's default, not PyTorch's";
+}
+
+TEST(Options, EverythingOnNvme) {
+  const Config config = sample("everything_on_nvme");
+  EXPECT_EQ(config.engine.parameters, Placement::nvme);
+  EXPECT_EQ(config.engine.optimizer, Placement::nvme);
+  EXPECT_EQ(config.engine.store_directory, "/local_nvme/hoist");
+  EXPECT_EQ(config.engine.durability, tiers::Durability::step);
+  EXPECT_EQ(config.engine.staging_buffer_count, 6u);
+  EXPECT_EQ(config.engine.update_buffer_count, 5u);
+  EXPECT_EQ(config.engine.sub_group_elements, 1'000'000'000u);
+  EXPECT_EQ(config.runtime.aio_block_bytes, 262144u);
+  EXPECT_EQ(config.runtime.aio_queue_depth, 32u);
+  EXPECT_EQ(config.runtime.aio_threads, 1u);
+  EXPECT_EQ(config.engine.optimizer_defaults.variant, optim::AdamVariant::adamw) << "Adam means AdamW in DeepSpeed";
+  EXPECT_EQ(config.engine.optimizer_defaults.learning_rate, 0.0002);
+  EXPECT_EQ(config.engine.optimizer_defaults.beta2, 0.95);
+  EXPECT_EQ(config.engine.optimizer_defaults.weight_decay, 0.1);
+  ASSERT_EQ(config.warnings.size(), 1u);
+  for (const char* key : {"pipeline_read", "overlap_comm", "max_in_cpu", "steps_per_print", "aio.single_submit"}) {
+    EXPECT_THAT(config.warnings[0], HasSubstr(key));
+  }
+  EXPECT_THAT(config.warnings[0], ::testing::Not(HasSubstr("block_size")));
+}
+
+TEST(Options, AutoIsResolvedAndSaid) {
+  const Config config = sample("trainer_auto");
+  EXPECT_EQ(config.engine.parameters, Placement::pinned);
+  EXPECT_EQ(config.engine.optimizer, Placement::pinned);
+  EXPECT_EQ(config.engine.store_directory, "");
+  EXPECT_EQ(config.engine.durability, tiers::Durability::none);
+  EXPECT_EQ(config.engine.prefetch_elements, 50'000'000u);
+  EXPECT_FALSE(config.training.train_batch_size.has_value());
+  EXPECT_THAT(config.notes, Contains(HasSubstr("stage3_prefetch_bucket_size")));
+}
+
+TEST(Options, BareNamesAreTheSameKeys) {
+  const Config config = sample("bare_names");
+  EXPECT_EQ(config.engine.prefetch_elements, 11u);
+  EXPECT_EQ(config.engine.live_elements_max, 12u);
+  EXPECT_EQ(config.engine.reuse_distance_elements, 13u);
+  EXPECT_EQ(config.engine.persistence_elements, 14u);
+  EXPECT_EQ(config.runtime.aio_threads, 3u);
+}
+
+TEST(Options, HoistSection) {
+  const Config config = sample("hoist_section");
+  RuntimeOptions expected;
+  expected.device_memory_bytes = 8 * kGiB;
+  expected.pinned_memory_bytes = 499'998'720;  // 5e8 rounded down to 4 KiB
+  expected.huge_pages = false;
+  expected.comm_scratch_bytes = kMiB;
+  expected.host_device.chaos_seed = 42;
+  expected.update_threads = 2;
+  expected.aio_backend = aio::BackendKind::threads;
+  expected.communicator = CommunicatorKind::self;
+  expected.comm_timeout = std::chrono::seconds(30);
+  expect_equal(config.runtime, expected);
+  EXPECT_EQ(config.engine.store_directory, "/data/checkpoints/hoist");
+  EXPECT_EQ(config.engine.durability, tiers::Durability::none);
+  EXPECT_EQ(config.engine.caller_state_bytes_max, 1024u);
+  EXPECT_EQ(config.engine.lock_timeout, std::chrono::milliseconds(500));
+}
+
+TEST(Options, CudaAndOtherChoices) {
+  const Config config = parse(R"({"hoist": {"device": "cuda", "device_ordinal": 3, "io_engine": "io_uring",
+                                            "communicator": "mpi"}})");
+  EXPECT_EQ(config.runtime.device, platform::DeviceKind::cuda);
+  EXPECT_EQ(config.runtime.device_ordinal, 3);
+  EXPECT_EQ(config.runtime.aio_backend, aio::BackendKind::io_uring);
+  EXPECT_EQ(config.runtime.communicator, CommunicatorKind::mpi);
+}
+
+struct OptimizerCase {
+  const char* optimizer;
+  optim::AdamVariant variant;
+  double weight_decay;
+};
+
+TEST(Options, AdamIsAdamWUnlessToldOtherwise) {
+  using optim::AdamVariant;
+  const OptimizerCase cases[] = {
+      {R"({"type": "AdamW"})", AdamVariant::adamw, 0},
+      {R"({"type": "Adam"})", AdamVariant::adamw, 0},
+      {R"({"type": "adam", "params": {"adam_w_mode": true}})", AdamVariant::adamw, 0},
+      {R"({"type": "Adam", "params": {"adam_w_mode": false, "weight_decay": 0.2}})", AdamVariant::adam, 0.2},
+      {R"({"type": "AdamW", "params": {"adam_w_mode": false}})", AdamVariant::adamw, 0},
+      {R"({"type": "AdamW", "params": {"torch_adam": true}})", AdamVariant::adamw, 0.01},
+      {R"({"type": "AdamW", "params": {"torch_adam": true, "weight_decay": 0.0}})", AdamVariant::adamw, 0},
+      {R"({"type": "Adam", "params": {"torch_adam": true, "adam_w_mode": false}})", AdamVariant::adam, 0},
+  };
+  for (const OptimizerCase& c : cases) {
+    const Config config = parse("{\"optimizer\": " + std::string(c.optimizer) + "}");
+    EXPECT_EQ(config.engine.optimizer_defaults.variant, c.variant) << c.optimizer;
+    EXPECT_EQ(config.engine.optimizer_defaults.weight_decay, c.weight_decay) << c.optimizer;
+  }
+}
+
+TEST(Options, PathsAreTheSamePlaceHoweverWritten) {
+  const Config config = parse(R"({"zero_optimization": {
+      "offload_param": {"device": "nvme", "nvme_path": "/a/./b//"},
+      "offload_optimizer": {"device": "nvme", "nvme_path": ["/a/b"]}}, "hoist": {"checkpoint_path": "/a/b/"}})");
+  EXPECT_EQ(config.engine.store_directory, "/a/b/hoist");
+}
+
+TEST(Options, OneOfTwoOnNvmeDecidesTheStore) {
+  const Config config = parse(
+      R"({"zero_optimization": {"offload_param": {"device": "cpu"},
+                                "offload_optimizer": {"device": "nvme", "nvme_path": "relative"}},
+          "hoist": {"durability": "none"}})");
+  EXPECT_EQ(config.engine.parameters, Placement::pinned);
+  EXPECT_EQ(config.engine.store_directory, "relative/hoist");
+  EXPECT_EQ(config.engine.durability, tiers::Durability::none);
+}
+
+TEST(Options, AnUnusedPathIsSaid) {
+  const Config config = parse(R"({"zero_optimization": {"offload_param": {"device": "cpu", "nvme_path": "/x"}}})");
+  EXPECT_EQ(config.engine.store_directory, "");
+  EXPECT_THAT(config.warnings, Contains(HasSubstr("offload_param.nvme_path is not used")));
+}
+
+TEST(Options, SettingsKnowWhereTheyCameFrom) {
+  const Config config = parse("{\n \"aio\": {\"queue_depth\": 7,\n  \"block_size\": \"auto\"}}");
+  int found = 0;
+  for (const ConfigSetting& setting : config.settings()) {
+    if (setting.row->path == "aio.queue_depth") {
+      EXPECT_EQ(setting.source, ConfigSetting::Source::file);
+      EXPECT_EQ(std::pair(setting.line, setting.column), std::pair(std::size_t{2}, std::size_t{25}));
+      EXPECT_EQ(to_text(setting.value), "7");
+      ++found;
+    }
+    if (setting.row->path == "aio.block_size") {
+      EXPECT_EQ(setting.source, ConfigSetting::Source::automatic);
+      EXPECT_EQ(to_text(setting.value), "1048576");
+      ++found;
+    }
+    if (setting.row->path == "gradient_clipping") {
+      EXPECT_EQ(setting.source, ConfigSetting::Source::standard);
+      ++found;
+    }
+  }
+  EXPECT_EQ(found, 3);
+}
+
+TEST(WorldSize, TwoOfThreeImplyTheThird) {
+  const Config batch = parse(R"({"train_batch_size": 12})");
+  EXPECT_EQ(batch.check_world_size(4).train_micro_batch_size_per_gpu, 3u);
+  EXPECT_EQ(batch.check_world_size(4).gradient_accumulation_steps, 1u);
+  EXPECT_THROW(batch.check_world_size(5), ConfigProblems);
+  const Config micro = parse(R"({"train_micro_batch_size_per_gpu": 3})");
+  EXPECT_EQ(micro.check_world_size(4).train_batch_size, 12u);
+  const Config both =
+      parse(R"({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1})");
+  EXPECT_EQ(both.check_world_size(4).train_batch_size, 12u);
+  EXPECT_FALSE(parse("{}").check_world_size(4).train_batch_size.has_value());
+  EXPECT_THROW(parse("{}").check_world_size(0), UsageError);
+  try {
+    both.check_world_size(2);  // would be two accumulation steps
+    FAIL() << "accepted";
+  } catch (const ConfigProblems& error) {
+    EXPECT_EQ(error.key, "train_batch_size");
+    EXPECT_THAT(error.what(), HasSubstr("12 is not train_micro_batch_size_per_gpu 3"));
+    EXPECT_THAT(error.what(), HasSubstr("(test.json:1:22)"));
+  }
+}
+
+TEST(Load, AMissingFileIsNamed) {
+  try {
+    Config::load("/no/such/file.json");
+    FAIL() << "loaded";
+  } catch (const IoError& error) {
+    EXPECT_EQ(error.where.path, "/no/such/file.json");
+    EXPECT_EQ(error.where.code, ENOENT);
+  }
+  EXPECT_THROW(Config::load("/"), IoError) << "a directory";
+  EXPECT_THROW(Config::load("/dev/zero"), IoError) << "without end";
+}
+
+TEST(Problems, KeyIsTheFirstOne) {
+  try {
+    parse("{\"aio\": {\"queue_depth\": 0},\n \"bf16\": 3}");
+    FAIL() << "accepted";
+  } catch (const ConfigProblems& error) {
+    ASSERT_EQ(error.problems.size(), 2u);
+    EXPECT_EQ(error.key, "aio.queue_depth");
+    EXPECT_EQ(error.problems[0].line, 1u);
+    EXPECT_EQ(error.problems[0].column, 25u);
+    EXPECT_EQ(error.problems[1].key, "bf16");
+    EXPECT_EQ(error.problems[1].line, 2u);
+  }
+}
+
+}  // namespace
+}  // namespace hoist
