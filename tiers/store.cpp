@@ -113,18 +113,18 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   std::uint32_t slot = 0;
   while (slot < kSlotCount &&
          (slots_[slot].state != SlotCheck::State::valid || slots_[slot].header.step != commit.step ||
-          slots_[slot].header.incarnation != commit.incarnation))
+          slots_[slot].header.incarnation != commit.incarnation || slots_[slot].header.revision != commit.revision))
     ++slot;
   if (slot == kSlotCount)
     throw StoreError(fmt::format("the store in {} holds no commit of step {} (incarnation {})", paths_.directory,
                                  commit.step, commit.incarnation));
   load_slot(slot);
   try {
-    // The process before us may have died between its last write and the flush of it: what we can read need not be
-    // durable yet. It has to be before the other slot, the fallback, is overwritten.
-    engine_.sync(*files_.data).wait();
+    // The process before us may have died between writing this manifest and flushing it. It has to be durable before
+    // the other slot, until then the only one that certainly is, is overwritten. (The data it speaks of is: it was
+    // flushed before the manifest was written.)
     engine_.sync(*files_.manifest).wait();
-    write_slot(1 - slot, {incarnation_ + 1, commit.step, caller_state_.size()});
+    write_slot(1 - slot, {incarnation_ + 1, commit.step, caller_state_.size(), commit.revision});
   } catch (...) {
     failed_ = std::current_exception();
     throw;
@@ -132,6 +132,7 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   ++incarnation_;
   slot_ = 1 - slot;
   committed_step_ = commit.step;
+  revision_ = commit.revision;
   adopted_ = true;
 }
 
@@ -184,8 +185,9 @@ void Store::Impl::begin_step(std::uint64_t step) {
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(adopted_, "step {} begins before a commit of {} was adopted", step, paths_.directory);
   HOIST_ASSERT(!step_open_, "step {} begins inside step {}", step, step_);
-  HOIST_ASSERT(!committed_step_ || step > *committed_step_, "step {} begins after step {} was committed", step,
+  HOIST_ASSERT(!committed_step_ || step >= *committed_step_, "step {} begins after step {} was committed", step,
                *committed_step_);
+  revision_ = committed_step_ == step ? revision_ + 1 : 0;
   step_ = step;
   table_.begin_step(step);
   step_open_ = true;
@@ -218,7 +220,7 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, std::fun
   const std::lock_guard lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(step_open_, "no step is under way");
-  CommitJob job{{incarnation_, step_, 0}, std::move(agree), {}};
+  CommitJob job{{incarnation_, step_, 0, revision_}, std::move(agree), {}};
   const Completion completion = job.promise.completion();
   if (durability_ == Durability::step) {
     // A promise may not be dropped; these throws come before anybody could see it.

@@ -57,12 +57,15 @@ struct StoreOptions {
 // What a commit says about itself.
 struct CommitHeader {
   std::uint64_t step = 0;
-  std::uint32_t incarnation = 0;
+  std::uint32_t incarnation = 0;  // how often the store had been reopened
+  std::uint32_t revision = 0;     // commits of the same step before this one
 };
 
 class Store {
  public:
-  // What is in `directory` for this rank, without changing or locking anything.
+  // What is in `directory` for this rank, without changing or locking anything: for people and for early refusals. The
+  // commit to adopt is chosen from commits() of the opened store instead, since a process that still runs, or whose
+  // last writes still land, moves on in between.
   // A manifest whose superblock cannot be read counts as existing: what it held is unknown, so nothing may silently
   // overwrite it. `damage` then says what is wrong, and names commit slots that hold something unusable (after a crash
   // that is normal: the commit it interrupted).
@@ -90,7 +93,7 @@ class Store {
 
   ~Store();
 
-  // As open() found them, newest first: by incarnation, then by step. A commit of an older incarnation that lies beyond
+  // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older incarnation that lies beyond
   // the newest one's step was abandoned and is not listed. Empty after create().
   std::span<const CommitHeader> commits() const;
   // What open() found that cannot be used, as Found::damage. For a warning.
@@ -114,7 +117,7 @@ class Store {
               std::span<const std::byte> bytes) const;
 
   // --- writing -------------------------------------------------------------------------------------------------------
-  // Opens step `step`, which lies after the last commit's: every record that is written from here on goes to an extent
+  // Opens step `step`, not before the last commit's (the same step again is its next revision): every record that is written from here on goes to an extent
   // that no commit uses. Waits for the commit before it and throws its error. A step that is not to be committed after
   // all ends with the store. Durability none: one step without end may be enough; commits are optional.
   void begin_step(std::uint64_t step);

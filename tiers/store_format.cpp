@@ -33,7 +33,7 @@ constexpr std::uint64_t version = 16, durability = 20, store_number = 24, rank =
 // Offsets of a slot header's fields.
 namespace slot {
 constexpr std::uint64_t version = 16, incarnation = 20, store_number = 24, step = 32, used_bytes = 40,
-                        caller_state_bytes = 48, tile_count = 56, record_count = 64;
+                        caller_state_bytes = 48, tile_count = 56, record_count = 64, revision = 68;
 }  // namespace slot
 
 template <typename T>
@@ -209,6 +209,7 @@ std::uint64_t SlotImage::seal(const SlotHeader& header) {
   put(image_, slot::caller_state_bytes, header.caller_state_bytes);
   put(image_, slot::tile_count, superblock_.tile_count);
   put(image_, slot::record_count, superblock_.record_count);
+  put(image_, slot::revision, header.revision);
   put(image_, kChecksumAt, checksum(image_.subspan(kCoveredFrom, used_bytes - kCoveredFrom)));
   return written_bytes;
 }
@@ -233,7 +234,7 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
       wrong_checksum(bytes.subspan(kCoveredFrom, used_bytes - kCoveredFrom), get<std::uint64_t>(bytes, kChecksumAt));
   if (!check.problem.empty()) return check;
   check.header = {get<std::uint32_t>(bytes, slot::incarnation), get<std::uint64_t>(bytes, slot::step),
-                  get<std::uint64_t>(bytes, slot::caller_state_bytes)};
+                  get<std::uint64_t>(bytes, slot::caller_state_bytes), get<std::uint32_t>(bytes, slot::revision)};
   if (get<std::uint64_t>(bytes, slot::store_number) != s.store_number)
     check.problem = "it belongs to another store";
   else if (get<std::uint32_t>(bytes, slot::record_count) != s.record_count ||

@@ -73,6 +73,7 @@ struct SlotHeader {
   std::uint32_t incarnation = 0;
   std::uint64_t step = 0;
   std::uint64_t caller_state_bytes = 0;
+  std::uint32_t revision = 0;
 };
 
 // The parts of one slot's image. Their places depend only on the superblock, so the same view serves for building an

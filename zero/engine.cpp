@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <compare>
 #include <cstring>
 
 namespace hoist {
@@ -222,28 +223,40 @@ void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
 
 // --- continuing ------------------------------------------------------------------------------------------------------
 
-std::optional<std::uint64_t> Engine::Impl::find_commit() const {
-  struct Commits {
+// What two ranks mean by the same commit.
+struct Engine::Impl::CommonCommit {
+  std::uint64_t step = 0;
+  std::uint64_t revision = 0;
+  friend auto operator<=>(const CommonCommit&, const CommonCommit&) = default;
+};
+
+// The newest commit every rank lists, of `commits` of this one.
+std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(std::span<const tiers::CommitHeader> commits) const {
+  struct List {
     std::uint64_t count = 0;
-    std::uint64_t steps[4] = {};
+    std::array<CommonCommit, 4> commits{};
+    bool holds(const CommonCommit& c) const { return std::find(commits.begin(), commits.begin() + static_cast<std::ptrdiff_t>(count), c) != commits.begin() + static_cast<std::ptrdiff_t>(count); }
   };
-  Commits mine;
-  if (!options.store_directory.empty()) {
-    for (const tiers::CommitHeader& commit : tiers::Store::look(options.store_directory, runtime.rank()).commits) {
-      if (mine.count < std::size(mine.steps)) mine.steps[mine.count++] = commit.step;
-    }
+  List mine;
+  for (const tiers::CommitHeader& commit : commits) {
+    if (mine.count < mine.commits.size()) mine.commits[mine.count++] = {commit.step, commit.revision};
   }
-  std::vector<Commits> all(static_cast<std::size_t>(runtime.world_size()));
+  std::vector<List> all(static_cast<std::size_t>(runtime.world_size()));
   runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-  std::optional<std::uint64_t> newest;
-  for (std::uint64_t i = 0; i < all[0].count; ++i) {
-    const std::uint64_t step = all[0].steps[i];
-    const bool everywhere = std::all_of(all.begin(), all.end(), [&](const Commits& rank) {
-      return std::find(rank.steps, rank.steps + rank.count, step) != rank.steps + rank.count;
-    });
-    if (everywhere && (!newest || step > *newest)) newest = step;
+  std::optional<CommonCommit> newest;
+  for (std::size_t i = 0; i < all[0].count; ++i) {
+    const CommonCommit candidate = all[0].commits[i];
+    if (newest && candidate < *newest) continue;
+    if (std::all_of(all.begin(), all.end(), [&](const List& rank) { return rank.holds(candidate); })) newest = candidate;
   }
   return newest;
+}
+
+std::optional<std::uint64_t> Engine::Impl::find_commit() const {
+  std::vector<tiers::CommitHeader> commits;
+  if (!options.store_directory.empty()) commits = tiers::Store::look(options.store_directory, runtime.rank()).commits;
+  const auto newest = agree_on_commit(commits);
+  return newest ? std::optional(newest->step) : std::nullopt;
 }
 
 RestoreReport Engine::Impl::restore() {
@@ -251,23 +264,25 @@ RestoreReport Engine::Impl::restore() {
   if (options.store_directory.empty()) {
     throw UsageError("nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
   }
-  const std::optional<std::uint64_t> step = find_commit();
-  if (!step) throw StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
+  if (!find_commit()) throw StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
   seal(/*create_store=*/false);
   const Ledger::Apart apart(runtime.ledger());
+  // Chosen from what was found under the lock: whoever held it before may have committed meanwhile.
   const auto commits = live.store->commits();
-  const auto chosen = std::find_if(commits.begin(), commits.end(), [&](const tiers::CommitHeader& c) { return c.step == *step; });
-  if (chosen == commits.end()) throw StoreError(fmt::format("{} lost its commit of step {}", options.store_directory, *step));
-  live.store->adopt(*chosen);
+  const auto chosen = agree_on_commit(commits);
+  if (!chosen) throw StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
+  live.store->adopt(*std::find_if(commits.begin(), commits.end(), [&](const tiers::CommitHeader& c) {
+    return CommonCommit{c.step, c.revision} == *chosen;
+  }));
   runtime.communicator().barrier();
   for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
-  step_count = *step;
-  committed_step = static_cast<std::int64_t>(*step);
+  step_count = chosen->step;
+  committed_step = static_cast<std::int64_t>(chosen->step);
   const auto state = live.store->caller_state();
   if (state.size() < kCommitNameBytes) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
   caller_state.assign(state.begin() + kCommitNameBytes, state.end());
   book_io();
-  return {.step = *step, .caller_state = caller_state};
+  return {.step = chosen->step, .caller_state = caller_state};
 }
 
 // State that lives in memory comes back from the store, verified.

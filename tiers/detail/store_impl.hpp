@@ -97,6 +97,7 @@ class Store::Impl {
   std::uint32_t incarnation_ = 1;
   std::uint32_t slot_ = 1;  // holds the last commit; the next one goes to the other
   std::optional<std::uint64_t> committed_step_;
+  std::uint32_t revision_ = 0;  // of the step under way, or of the last one
   bool committing_ = false;
   bool stopping_ = false;
   std::exception_ptr failed_;

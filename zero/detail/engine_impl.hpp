@@ -35,6 +35,8 @@ class Engine::Impl {
   void require_live() const;           // it has, and nothing failed since
   void seal(bool create_store);        // takes memory, opens the store, starts threads
   std::optional<std::uint64_t> find_commit() const;
+  struct CommonCommit;
+  std::optional<CommonCommit> agree_on_commit(std::span<const tiers::CommitHeader> commits) const;
   void initialize(const Fill& fill);
   void initialize_frozen(UnitId unit, const Fill& fill);
   RestoreReport restore();
