@@ -161,7 +161,7 @@ class Comparison {
   }
   void choose_stream() {
     double best[2] = {1e9, 1e9};
-    for (int round = 0; round < 3; ++round) {
+    for (int round = 0; round < 5; ++round) {
       best[0] = std::min(best[0], stream(Prefetch::none));
       best[1] = std::min(best[1], stream(Prefetch::ahead));
     }
