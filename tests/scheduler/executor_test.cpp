@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <hoist/scheduler/executor.hpp>
+
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+namespace hoist::scheduler {
+namespace {
+
+TEST(Executor, RunsTasksInOrderOnOneThread) {
+  std::vector<int> order;
+  {
+    Executor executor("test");
+    for (int i = 0; i < 1000; ++i) executor.enqueue([&order, i] { order.push_back(i); });
+    executor.drain();
+    ASSERT_EQ(order.size(), 1000u);
+    executor.enqueue([&order] { order.push_back(1000); });
+  }  // the destructor runs what was enqueued
+  ASSERT_EQ(order.size(), 1001u);
+  for (int i = 0; i < 1001; ++i) ASSERT_EQ(order[static_cast<std::size_t>(i)], i);
+}
+
+TEST(Executor, AFailureFailsEverythingAfterIt) {
+  Executor executor("test");
+  std::atomic<bool> ran{false};
+  const Completion before = executor.enqueue([] {});
+  const Completion failed = executor.enqueue([] { throw std::runtime_error("disk on fire"); });
+  const Completion after = executor.enqueue([&] { ran = true; });
+  EXPECT_NO_THROW(before.wait());
+  EXPECT_THROW(failed.wait(), std::runtime_error);
+  EXPECT_THROW(after.wait(), std::runtime_error);
+  EXPECT_THROW(executor.drain(), std::runtime_error);
+  EXPECT_FALSE(ran);
+  EXPECT_TRUE(executor.error());
+}
+
+}  // namespace
+}  // namespace hoist::scheduler
