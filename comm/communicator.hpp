@@ -5,9 +5,11 @@
 // norms, agreement and commits. Both are collective: every rank makes the same calls in the same order.
 //
 // Threading  One thread at a time per plane and communicator; duplicate() gives an independent one for another thread.
+//            Operations keep their order when they are enqueued on different streams.
 // Memory     `scratch` is handed in at creation (it counts against the device budget); nothing else is allocated per
 //            call on the data plane.
-// Errors     CommError naming rank and operation; on the data plane through the stream's error.
+// Errors     CommError naming rank and operation; on the data plane through the stream's error. After one, destruction
+//            is all that is left. A call that breaks the contract throws UsageError and changes nothing.
 // Main path  all_gather(pieces, stream) -> one grouped operation in stream order.
 #pragma once
 
@@ -34,7 +36,7 @@ struct GatherPiece {
 // A buffer of [rank, shard] elements, every rank's full contribution. Afterwards this rank's own piece holds
 // scale * the sum over ranks; the other pieces are undefined.
 struct ReducePiece {
-  std::byte* data = nullptr;
+  std::byte* data = nullptr;  // size() * shard_elements, aligned to an element
   DType dtype = DType::bf16;
   std::uint64_t shard_elements = 0;  // may be 0
   float scale = 1.0f;
@@ -44,7 +46,11 @@ struct CommunicatorOptions {
   // Device memory for staging reductions, per communicator that reduces; at least 64 KiB when size() > 1. Self and
   // NCCL use none.
   std::span<std::byte> scratch{};
-  Ledger* ledger = nullptr;  // bytes this rank sends (Link::wire) are counted when given
+  // Counts on Link::wire what this rank sends on the data plane, when given: (size - 1) * shard bytes for all_gather
+  // and reduce_scatter, (size - 1) * bytes for all_reduce_sum and for broadcast at its root. NCCL's ring sends fewer
+  // for the last two: 2 * (size - 1) / size * bytes, and bytes once. Busy time contains waiting for slower ranks, which
+  // cannot be told from transfer; NCCL reports none. Control-plane bytes are not counted.
+  Ledger* ledger = nullptr;
   std::chrono::milliseconds timeout = std::chrono::minutes(10);  // a rank that stays away this long is an error
 };
 
@@ -61,9 +67,10 @@ class Communicator {
   // Data plane. One grouped operation per call. `pieces` is copied before the call returns.
   virtual void all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) = 0;
   // 16-bit types: an all-to-all of shards, then an fp32 sum in rank order, scaled and rounded once (to_bf16's rule):
-  // the bytes of a reduce-scatter, a fixed order, and the same bits on every CPU backend.
+  // the bytes of a reduce-scatter, a fixed order, and the same bits on every CPU backend. NCCL sums in the wire type,
+  // in its own order.
   virtual void reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) = 0;
-  virtual void all_reduce_sum(std::span<float> values, platform::Stream& stream) = 0;  // in rank order
+  virtual void all_reduce_sum(std::span<float> values, platform::Stream& stream) = 0;  // in rank order, but for NCCL
   virtual void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) = 0;
 
   // Control plane. Blocking.
@@ -83,8 +90,9 @@ class Communicator {
 std::unique_ptr<Communicator> make_self(const CommunicatorOptions& options = {});
 
 // Ranks that are threads of this process. Every thread calls join() once with its own rank and options; join blocks
-// until all have. An abandoned group (a rank that threw before joining or during a collective calls abort()) fails the
-// others' calls with CommError instead of hanging them.
+// until all have. A rank that threw before joining or in its own work calls abort(), which fails the others' calls with
+// its reason; a rank whose communicator is destroyed while others wait for it fails them too. Nobody hangs.
+// Each rank needs streams of its own: an operation holds its stream's worker until all ranks have come.
 class ThreadGroup {
  public:
   explicit ThreadGroup(int size);
@@ -105,7 +113,8 @@ std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options = {});
 int mpi_size_of_launch();
 
 // Over NCCL. `id` is NCCL's unique id (128 bytes), made by rank 0 with nccl_unique_id() and handed to all.
-// Control-plane calls need `control`, a communicator between the hosts (MPI or self).
+// Control-plane calls need `control`, a communicator between the hosts (MPI or self). The calling thread's current CUDA
+// device is the one used; streams must belong to it.
 std::vector<std::byte> nccl_unique_id();
 std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
                                         std::unique_ptr<Communicator> control, const CommunicatorOptions& options = {});
