@@ -6,6 +6,7 @@
 
 #include <hoist/core/error.hpp>
 
+#include <filesystem>
 #include <fstream>
 
 namespace hoist::test {
@@ -22,15 +23,15 @@ ToySetup setup_with(std::uint64_t device, std::uint64_t pinned, const std::strin
 
 // The need a run with these budgets is refused with; nothing when it trains.
 std::optional<BudgetError::Need> refusal(std::uint64_t device, std::uint64_t pinned) {
-  const TestDirectory directory;
-  const ToySetup setup = setup_with(device, pinned, directory.path());
+  const TempDirectory directory;
+  const ToySetup setup = setup_with(device, pinned, (directory / "store"));
   Runtime runtime(setup.runtime);
   Engine engine(runtime, setup.engine);
   ToyModel model(engine, kShape);
   try {
     engine.initialize(model.fill());
   } catch (const BudgetError& error) {
-    EXPECT_FALSE(std::filesystem::exists(directory.path())) << "a refused run left a store behind";
+    EXPECT_FALSE(std::filesystem::exists((directory / "store"))) << "a refused run left a store behind";
     return error.need;
   }
   model.train(1, 2);
@@ -57,10 +58,10 @@ TEST(Budgets, TheNamedSmallestValueWorksAndLessDoesNot) {
 }
 
 TEST(Budgets, ALeaseTooManyNamesTheKeyAndTheHolders) {
-  const TestDirectory directory;
+  const TempDirectory directory;
   const auto need = refusal(64 * kKiB, 64 * kMiB);
   ASSERT_TRUE(need);
-  const ToySetup setup = setup_with(need->need_bytes, 64 * kMiB, directory.path());
+  const ToySetup setup = setup_with(need->need_bytes, 64 * kMiB, (directory / "store"));
   Runtime runtime(setup.runtime);
   Engine engine(runtime, setup.engine);
   ToyModel model(engine, kShape);
@@ -105,8 +106,8 @@ class ByteTest : public testing::TestWithParam<ByteCase> {};
 TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   const ByteCase& c = GetParam();
   const ToyShape shape{.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
-  const TestDirectory directory;
-  ToySetup setup = toy_setup(c.parameters, Placement::nvme, directory.path());
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(c.parameters, Placement::nvme, (directory / "store"));
   setup.runtime.pinned_memory_bytes = 128 * kMiB;
   setup.engine.durability = c.durability;
   setup.engine.reuse_distance_elements = 0;  // every use fetches: the formula of the page, without luck

@@ -30,8 +30,8 @@ ToySetup in_memory() { return toy_setup(Placement::pinned, Placement::pinned); }
 
 TEST(Engine, AnExceptionInAForwardDropsThePassAndNothingElse) {
   for (const std::uint64_t chaos : {0u, 5u}) {
-    const TestDirectory directory;
-    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path());
+    const TempDirectory directory;
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
     setup.runtime.host_device.chaos_seed = chaos;
     Fixture f(setup);
     f.init().model.train(1, 2);
@@ -57,8 +57,8 @@ TEST(Engine, DiscardAfterAPassForgetsItsGradients) {
 }
 
 TEST(Engine, EvaluationBetweenStepsChangesNothingAndSeesTheNewWeights) {
-  const TestDirectory directory;
-  Fixture f(toy_setup(Placement::nvme, Placement::nvme, directory.path()));
+  const TempDirectory directory;
+  Fixture f(toy_setup(Placement::nvme, Placement::nvme, (directory / "store")));
   f.init();
   double last = f.model.evaluate();
   for (std::uint64_t step = 1; step <= 4; ++step) {
@@ -86,8 +86,8 @@ TEST(Engine, LeasesNestAndShareTheirMemory) {
 }
 
 TEST(Engine, ADeviatingPassIsServedAndRecordedAnew) {
-  const TestDirectory directory;
-  Fixture f(toy_setup(Placement::nvme, Placement::nvme, directory.path()));
+  const TempDirectory directory;
+  Fixture f(toy_setup(Placement::nvme, Placement::nvme, (directory / "store")));
   f.init();
   const auto visit = [&](const std::vector<std::size_t>& order) {
     const PassScope scope = f.engine.begin(Pass::generate);
@@ -154,8 +154,8 @@ TEST(Engine, AccumulateAddsAnyDtypeAnyNumberOfTimes) {
 
 TEST(Engine, AGradientThatIsNotFiniteSkipsTheStep) {
   for (const float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    const TestDirectory directory;
-    Fixture f(toy_setup(Placement::nvme, Placement::nvme, directory.path()));
+    const TempDirectory directory;
+    Fixture f(toy_setup(Placement::nvme, Placement::nvme, (directory / "store")));
     f.init().model.train(1, 2);
     f.model.gradient_scale = poison;
     f.model.pass(3);
@@ -200,8 +200,8 @@ TEST(Engine, LearningRateTakesEffectAtTheNextStep) {
 TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
   for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme}) {
     for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
-      const TestDirectory directory;
-      ToySetup setup = toy_setup(parameters, optimizer, directory.path());
+      const TempDirectory directory;
+      ToySetup setup = toy_setup(parameters, optimizer, (directory / "store"));
       const bool nvme = parameters == Placement::nvme || optimizer == Placement::nvme;
       const std::vector<float> values{0.125f, -3.0f, 1e-20f, 7.7777777f};
       const auto check = [&](Engine& engine) {
@@ -234,8 +234,8 @@ TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
 }
 
 TEST(Engine, WritesAreSeenByTheNextGather) {
-  const TestDirectory directory;
-  Fixture f(toy_setup(Placement::nvme, Placement::nvme, directory.path()));
+  const TempDirectory directory;
+  Fixture f(toy_setup(Placement::nvme, Placement::nvme, (directory / "store")));
   f.init();
   const double before = f.model.evaluate();
   std::vector<float> value(1);
@@ -254,8 +254,8 @@ TEST(Engine, UnusualShapes) {
                                      {.matrices = many, .norm = 5},
                                      {.matrices = {16384, 16385, 16383, 32768, 32}, .norm = 32}};
   for (const ToyShape& shape : shapes) {
-    const TestDirectory directory;
-    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path());
+    const TempDirectory directory;
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
     EXPECT_EQ(train_once(setup, shape, 3), train_once(in_memory(), shape, 3)) << shape.matrices.size() << " units";
   }
 }

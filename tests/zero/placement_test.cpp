@@ -93,17 +93,17 @@ const Digests& reference() {
 class PlacementTest : public testing::TestWithParam<Cell> {};
 
 TEST_P(PlacementTest, TenStepsEndInTheSameBits) {
-  const TestDirectory directory;
-  EXPECT_EQ(train_once(setup_of(GetParam(), directory.path()), ToyShape{}, kSteps), reference());
+  const TempDirectory directory;
+  EXPECT_EQ(train_once(setup_of(GetParam(), (directory / "store")), ToyShape{}, kSteps), reference());
 }
 
 TEST_P(PlacementTest, StoppedAndResumedInTheMiddle) {
   const Cell& cell = GetParam();
   const bool nvme = cell.parameters == kNvme || cell.optimizer == kNvme;
   if (nvme && cell.durability == kNone) GTEST_SKIP() << "a store with durability none cannot be resumed, by definition";
-  const TestDirectory directory;
-  ToySetup setup = setup_of(cell, directory.path());
-  setup.engine.store_directory = directory.path();
+  const TempDirectory directory;
+  ToySetup setup = setup_of(cell, (directory / "store"));
+  setup.engine.store_directory = (directory / "store");
   std::vector<double> losses;
   {
     Runtime runtime(setup.runtime);

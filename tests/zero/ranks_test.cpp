@@ -1,69 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Several ranks: partitioned state, equal results on every communicator, divergence that is named instead of hanging.
-#include "toy_model.hpp"
+#include "toy_ranks.hpp"
 
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
 
-#include <thread>
-
 namespace hoist::test {
 namespace {
-
-// Runs body(rank, join) on `size` threads; the first error of any rank is rethrown.
-void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommunicator&)>& body) {
-  comm::ThreadGroup group(size);
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(size));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank, [&group, rank](const comm::CommunicatorOptions& options) { return group.join(rank, options); });
-      } catch (const std::exception& error) {
-        errors[static_cast<std::size_t>(rank)] = std::current_exception();
-        group.abort(error.what());
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const auto& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
-}
-
-struct RankRun {
-  Digests digests;
-  std::vector<Ledger::LinkTotals> links;
-};
-
-// Trains on `size` ranks and returns what each saw.
-std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
-  std::vector<RankRun> runs(static_cast<std::size_t>(size));
-  on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape);
-    engine.initialize(model.fill());
-    model.train(1, steps);
-    engine.settle();
-    RankRun& run = runs[static_cast<std::size_t>(rank)];
-    for (std::size_t link = 0; link < kLinkCount; ++link) run.links.push_back(runtime.ledger().totals(static_cast<Link>(link)));
-    run.digests = digests_of(engine, model);
-  });
-  return runs;
-}
 
 class RanksTest : public testing::TestWithParam<int> {};
 
 TEST_P(RanksTest, EveryPlacementGivesTheSameBitsOnEveryRank) {
   const int size = GetParam();
   const auto reference = train_on(size, toy_setup(Placement::pinned, Placement::pinned), ToyShape{}, 5)[0].digests;
-  const TestDirectory directory;
+  const TempDirectory directory;
   int cell = 0;
   for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme}) {
     for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
-      ToySetup setup = toy_setup(parameters, optimizer, directory.path("store" + std::to_string(cell++)));
+      ToySetup setup = toy_setup(parameters, optimizer, directory / ("store" + std::to_string(cell++)));
       if (parameters != Placement::nvme && optimizer != Placement::nvme) setup.engine.store_directory.clear();
       setup.runtime.host_device.chaos_seed = static_cast<std::uint64_t>(cell % 2);
       for (const RankRun& run : train_on(size, setup, ToyShape{}, 5)) EXPECT_EQ(run.digests, reference) << "cell " << cell;
@@ -73,8 +28,8 @@ TEST_P(RanksTest, EveryPlacementGivesTheSameBitsOnEveryRank) {
 
 TEST_P(RanksTest, ResumesBitExactly) {
   const int size = GetParam();
-  const TestDirectory directory;
-  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path());
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
   const auto reference = train_on(size, toy_setup(Placement::pinned, Placement::pinned), ToyShape{}, 6)[0].digests;
   train_on(size, setup, ToyShape{}, 3);
   on_ranks(size, [&](int, const Runtime::MakeCommunicator& join) {
@@ -98,21 +53,21 @@ TEST(Ranks, OneRankOfThreadsEqualsSelf) {
 TEST(Ranks, MoreRanksThanElements) {
   const ToyShape tiny{.matrices = {1, 2, 3}, .norm = 1, .tied = false};
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
-  const TestDirectory directory;
+  const TempDirectory directory;
   const auto reference = train_on(4, setup, tiny, 4)[0].digests;
-  for (const RankRun& run : train_on(4, toy_setup(Placement::nvme, Placement::nvme, directory.path()), tiny, 4)) {
+  for (const RankRun& run : train_on(4, toy_setup(Placement::nvme, Placement::nvme, (directory / "store")), tiny, 4)) {
     EXPECT_EQ(run.digests, reference);
   }
 }
 
 TEST(Ranks, EachMovesAQuarterOfTheBytes) {
   const ToyShape shape{.matrices = {400000, 400000, 400000}, .norm = 64, .frozen = false, .tied = false};
-  const TestDirectory directory;
-  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory.path("one"));
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "one"));
   setup.engine.reuse_distance_elements = 0;
   setup.engine.sub_group_elements = 100000;
   const auto alone = train_on(1, setup, shape, 3);
-  setup.engine.store_directory = directory.path("four");
+  setup.engine.store_directory = (directory / "four");
   for (const RankRun& run : train_on(4, setup, shape, 3)) {
     for (const Link link : {Link::nvme_read, Link::nvme_write, Link::host_to_device, Link::device_to_host}) {
       const auto index = static_cast<std::size_t>(link);

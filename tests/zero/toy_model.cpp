@@ -3,23 +3,9 @@
 
 #include <hoist/core/rng.hpp>
 
-#include <unistd.h>
-
-#include <atomic>
 #include <ostream>
 
 namespace hoist::test {
-
-TestDirectory::TestDirectory() {
-  static std::atomic<int> next{0};
-  root_ = std::filesystem::current_path() / ("hoist-test-" + std::to_string(::getpid()) + "-" + std::to_string(next++));
-  std::filesystem::create_directories(root_);
-}
-
-TestDirectory::~TestDirectory() {
-  std::error_code ignored;
-  std::filesystem::remove_all(root_, ignored);
-}
 
 ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string& directory) {
   ToySetup setup;

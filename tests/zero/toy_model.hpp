@@ -6,9 +6,9 @@
 // options; only the engine can make two placements differ.
 #pragma once
 
+#include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/zero/engine.hpp>
 
-#include <filesystem>
 #include <functional>
 #include <string>
 #include <vector>
@@ -22,17 +22,6 @@ struct ToyShape {
   std::int64_t norm = 97;
   bool frozen = true;  // a frozen matrix beside the trainable one of unit 1
   bool tied = true;    // the last unit also uses unit 0's matrix
-};
-
-// A directory of its own on a real disk, removed at the end.
-class TestDirectory {
- public:
-  TestDirectory();
-  ~TestDirectory();
-  std::string path(const std::string& name = "store") const { return (root_ / name).string(); }
-
- private:
-  std::filesystem::path root_;
 };
 
 struct ToySetup {

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Started by mpirun: the ranks of MPI end in the bits of as many threads of one process (one rank: of `self`).
+#include "toy_ranks.hpp"
+
+#include <cstdio>
+#include <string>
+
+using namespace hoist;
+using namespace hoist::test;
+
+int main() {
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme);
+  setup.runtime.communicator = CommunicatorKind::mpi;
+  int result = 0;
+  try {
+    Runtime runtime(setup.runtime);
+    // All ranks of this machine share one store directory; its name comes from rank 0.
+    TempDirectory directory;
+    char name[512] = {};
+    std::snprintf(name, sizeof name, "%s", (directory / "store").c_str());
+    runtime.communicator().broadcast_host(std::as_writable_bytes(std::span(name)), 0);
+    setup.engine.store_directory = name;
+    Digests digests;
+    {
+      Engine engine(runtime, setup.engine);
+      ToyModel model(engine, ToyShape{});
+      engine.initialize(model.fill());
+      model.train(1, 5);
+      digests = digests_of(engine, model);
+    }
+    if (runtime.rank() == 0) {
+      const ToySetup reference = toy_setup(Placement::pinned, Placement::pinned);
+      const int size = runtime.world_size();
+      const Digests expected = size == 1 ? train_once(reference, ToyShape{}, 5) : train_on(size, reference, ToyShape{}, 5)[0].digests;
+      result = digests == expected ? 0 : 1;
+      std::printf("%d ranks of MPI and of threads %s: %s\n", size, result == 0 ? "agree" : "DIFFER", digests.master.c_str());
+    }
+    runtime.communicator().barrier();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 2;
+  }
+  return result;
+}

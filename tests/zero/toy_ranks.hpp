@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/zero/toy_ranks.hpp - the toy model on several ranks that are threads of this process.
+#pragma once
+
+#include "toy_model.hpp"
+
+#include <functional>
+#include <vector>
+
+namespace hoist::test {
+
+// Runs body(rank, join) on `size` threads; the first error of any rank is rethrown.
+void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommunicator&)>& body);
+
+struct RankRun {
+  Digests digests;
+  std::vector<Ledger::LinkTotals> links;
+};
+
+// Trains on `size` ranks and returns what each saw.
+std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps);
+
+}  // namespace hoist::test
