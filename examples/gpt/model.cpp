@@ -71,63 +71,78 @@ Model::Model(Runtime& runtime, Engine& engine, const ModelOptions& options, cons
 
 Model::~Model() = default;
 
+// Collects the parameters of one unit, named after it, and adds it to the engine.
+class Model::UnitBuilder {
+ public:
+  UnitBuilder(const Model& model, std::string unit) : model_(model), unit_(std::move(unit)) {}
+
+  void matrix(const char* name, std::int64_t out, std::int64_t in) {
+    specs_.push_back({.name = full(name), .shape = {out, in}, .dtype = model_.options_.matrix_dtype});
+  }
+  void vector(const char* name, std::int64_t count) {
+    specs_.push_back({.name = full(name), .shape = {count}, .dtype = DType::fp32, .group = model_.no_decay_});
+  }
+  UnitId add() { return model_.engine_.add_unit(unit_, specs_); }
+  ParameterId id(const char* name) const { return model_.engine_.parameter(full(name)); }
+
+ private:
+  std::string full(const char* name) const { return fmt::format("{}.{}", unit_, name); }
+  const Model& model_;
+  const std::string unit_;
+  std::vector<ParameterSpec> specs_;
+};
+
 void Model::declare(const GroupOptions& defaults) {
   GroupOptions without_decay = defaults;
   without_decay.weight_decay = 0;
   no_decay_ = engine_.add_group(without_decay);
 
-  const std::int64_t d = options_.width;
-  std::vector<ParameterSpec> specs;  // of the unit being put together
-  const auto weight = [&](const std::string& name, std::int64_t out, std::int64_t in) {
-    specs.push_back({.name = name, .shape = {out, in}, .dtype = options_.matrix_dtype});
-  };
-  const auto vector = [&](const std::string& name, std::int64_t count) {
-    specs.push_back({.name = name, .shape = {count}, .dtype = DType::fp32, .group = no_decay_});
-  };
-  const auto add = [&](const std::string& unit) {
-    const UnitId id = engine_.add_unit(unit, specs);
-    specs.clear();
-    return id;
-  };
+  UnitBuilder first(*this, "embed");
+  first.matrix("token", kVocabulary, options_.width);
+  first.matrix("position", options_.context, options_.width);
+  embed_ = first.add();
+  token_embedding_ = first.id("token");
+  position_embedding_ = first.id("position");
 
-  weight("embed.token", kVocabulary, d);
-  weight("embed.position", options_.context, d);
-  embed_ = add("embed");
-  token_embedding_ = engine_.parameter("embed.token");
-  position_embedding_ = engine_.parameter("embed.position");
+  for (int layer = 0; layer < options_.layers; ++layer) blocks_.push_back(declare_block(layer));
 
-  for (int layer = 0; layer < options_.layers; ++layer) {
-    const std::string unit = fmt::format("block.{}", layer);
-    const auto name = [&](const char* part) { return fmt::format("{}.{}", unit, part); };
-    vector(name("norm1.weight"), d);
-    vector(name("norm1.bias"), d);
-    weight(name("qkv.weight"), 3 * d, d);
-    vector(name("qkv.bias"), 3 * d);
-    weight(name("out.weight"), d, d);
-    vector(name("out.bias"), d);
-    vector(name("norm2.weight"), d);
-    vector(name("norm2.bias"), d);
-    weight(name("up.weight"), 4 * d, d);
-    vector(name("up.bias"), 4 * d);
-    weight(name("down.weight"), d, 4 * d);
-    vector(name("down.bias"), d);
-    Block block{.unit = add(unit)};
-    const auto id = [&](const char* part) { return engine_.parameter(name(part)); };
-    block.norm1_weight = id("norm1.weight"), block.norm1_bias = id("norm1.bias");
-    block.qkv_weight = id("qkv.weight"), block.qkv_bias = id("qkv.bias");
-    block.out_weight = id("out.weight"), block.out_bias = id("out.bias");
-    block.norm2_weight = id("norm2.weight"), block.norm2_bias = id("norm2.bias");
-    block.up_weight = id("up.weight"), block.up_bias = id("up.bias");
-    block.down_weight = id("down.weight"), block.down_bias = id("down.bias");
-    blocks_.push_back(block);
-  }
-
-  vector("head.norm.weight", d);
-  vector("head.norm.bias", d);
-  head_ = add("head");
-  norm_weight_ = engine_.parameter("head.norm.weight");
-  norm_bias_ = engine_.parameter("head.norm.bias");
+  UnitBuilder last(*this, "head");
+  last.vector("norm.weight", options_.width);
+  last.vector("norm.bias", options_.width);
+  head_ = last.add();
+  norm_weight_ = last.id("norm.weight");
+  norm_bias_ = last.id("norm.bias");
   engine_.tie(head_, token_embedding_);
+}
+
+Model::Block Model::declare_block(int layer) {
+  const std::int64_t d = options_.width;
+  UnitBuilder unit(*this, fmt::format("block.{}", layer));
+  unit.vector("norm1.weight", d);
+  unit.vector("norm1.bias", d);
+  unit.matrix("qkv.weight", 3 * d, d);
+  unit.vector("qkv.bias", 3 * d);
+  unit.matrix("out.weight", d, d);
+  unit.vector("out.bias", d);
+  unit.vector("norm2.weight", d);
+  unit.vector("norm2.bias", d);
+  unit.matrix("up.weight", 4 * d, d);
+  unit.vector("up.bias", 4 * d);
+  unit.matrix("down.weight", d, 4 * d);
+  unit.vector("down.bias", d);
+  return {.unit = unit.add(),
+          .norm1_weight = unit.id("norm1.weight"),
+          .norm1_bias = unit.id("norm1.bias"),
+          .qkv_weight = unit.id("qkv.weight"),
+          .qkv_bias = unit.id("qkv.bias"),
+          .out_weight = unit.id("out.weight"),
+          .out_bias = unit.id("out.bias"),
+          .norm2_weight = unit.id("norm2.weight"),
+          .norm2_bias = unit.id("norm2.bias"),
+          .up_weight = unit.id("up.weight"),
+          .up_bias = unit.id("up.bias"),
+          .down_weight = unit.id("down.weight"),
+          .down_bias = unit.id("down.bias")};
 }
 
 // Called once with a null base to learn the bytes, and once to place the buffers.
@@ -174,8 +189,7 @@ Fill Model::initial_values() const {
   const float residual = kInitialDeviation / std::sqrt(2.0f * static_cast<float>(options_.layers));
   for (const ParameterSpec& spec : engine_.parameters()) {
     if (spec.shape.size() == 1) {
-      rules.push_back(
-          {.constant = spec.name.find("norm") != spec.name.npos && spec.name.ends_with(".weight") ? 1.0f : 0.0f});
+      rules.push_back({.constant = spec.name.ends_with(".weight") ? 1.0f : 0.0f});  // a norm's scale, else a bias
     } else {
       const bool into_residual = spec.name.ends_with("out.weight") || spec.name.ends_with("down.weight");
       rules.push_back({.deviation = into_residual ? residual : kInitialDeviation});

@@ -62,6 +62,7 @@ class Model {
   Nanoseconds compute_time() const { return compute_time_; }
 
  private:
+  class UnitBuilder;
   struct Block;         // the ids of one block's parameters
   struct BlockWeights;  // where they were gathered
   struct BlockGradients;
@@ -70,6 +71,7 @@ class Model {
   struct Workspace;  // pointers into memory_
 
   void declare(const GroupOptions& defaults);
+  Block declare_block(int layer);
   Workspace carve(std::byte* base, std::uint64_t& bytes) const;
   void check(const Batch& batch) const;
   double run(const Batch& batch, Pass pass);

@@ -25,8 +25,8 @@ std::string refusal(const std::vector<const char*>& words) {
   testing::internal::CaptureStderr();
   const auto result = parse(words);
   const std::string text = testing::internal::GetCapturedStderr();
-  EXPECT_TRUE(std::holds_alternative<int>(result));
-  if (const int* code = std::get_if<int>(&result)) EXPECT_EQ(*code, kExitBadInput);
+  const int* code = std::get_if<int>(&result);
+  EXPECT_TRUE(code != nullptr && *code == kExitBadInput);
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
   return text;
 }

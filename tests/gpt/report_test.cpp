@@ -44,7 +44,7 @@ RunRecord example() {
 
 TEST(Report, HasExactlyTheFieldsOfTheFormat) {
   const auto json = nlohmann::json::parse(report_json(example()));
-  const auto expected = nlohmann::json::parse(R"({
+  const auto expected = nlohmann::json::parse(R"json({
     "device": "host device (CPU memory, 2 cores)", "parameters": 1000, "world_size": 1,
     "steps": [{"step": 1, "loss": 5.5, "seconds": 2.0, "gradient_norm": 3.25}, {"step": 2, "loss": 4.5, "seconds": 2.0, "gradient_norm": 1.0}],
     "digest": {"master": "0123456789abcdef", "moment1": "1123456789abcdef", "moment2": "2123456789abcdef"},
@@ -54,8 +54,7 @@ TEST(Report, HasExactlyTheFieldsOfTheFormat) {
               "host_to_device": {"bytes": 3000, "busy_seconds": 0.5}, "device_to_host": {"bytes": 4000, "busy_seconds": 0.5},
               "wire": {"bytes": 5000, "busy_seconds": 0.5}},
     "wait_seconds": {"nvme": 1.0, "host_to_device": 0.0, "optimizer": 0.0, "comm": 0.0},
-    "committed_step": 2
-})");
+    "committed_step": 2})json");
   EXPECT_EQ(json, expected);
 }
 
