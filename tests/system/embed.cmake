@@ -18,7 +18,7 @@ run(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G ${GENERATOR} -DCMAKE_CXX_C
   -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${WORK}/prefix ${flags})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
 file(MAKE_DIRECTORY ${WORK}/run)
-execute_process(COMMAND ${WORK}/build/embed WORKING_DIRECTORY ${WORK}/run RESULT_VARIABLE result)
+execute_process(COMMAND ${WORK}/build/embed ${WORK}/run/store WORKING_DIRECTORY ${WORK}/run RESULT_VARIABLE result)
 if(NOT result EQUAL 0)
   message(FATAL_ERROR "examples/embed ended with ${result}")
 endif()

@@ -49,7 +49,7 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
     ASSERT_GE(child, 0);
     if (child == 0) train_in_child(setup);
     if (kills < kKills) {
-      std::this_thread::sleep_for(std::chrono::microseconds(5000 + rng.below(120000)));
+      std::this_thread::sleep_for(std::chrono::microseconds(5000 + rng.below(80000)));
       ::kill(child, SIGKILL);
     }
     int status = 0;
