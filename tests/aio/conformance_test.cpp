@@ -2,6 +2,7 @@
 // What every backend that moves data must do, run over each of them, with registered memory and without.
 #include <atomic>
 #include <filesystem>
+#include <ostream>
 #include <thread>
 
 #include <fcntl.h>
@@ -23,6 +24,8 @@ struct Way {
   BackendKind backend;
   bool registered;
 };
+
+void PrintTo(const Way& way, std::ostream* out) { *out << way.name; }
 
 class Conformance : public testing::TestWithParam<Way> {
  protected:

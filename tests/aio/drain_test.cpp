@@ -34,13 +34,13 @@ class Drain : public testing::TestWithParam<BackendKind> {
 };
 
 TEST_P(Drain, ASlowDriveIsWaitedForAsLongAsItAnswers) {
-  // 8 blocks, two at a time, 60 ms each: 240 ms in all, more than the time-out, but never so long without an answer.
-  faults_->add({.kind = Fault::Kind::delay, .count = Faults::kForever, .delay = milliseconds(60)});
+  // 12 blocks, two at a time, 100 ms each: 600 ms in all, more than the time-out, but never so long without an answer.
+  faults_->add({.kind = Fault::Kind::delay, .count = Faults::kForever, .delay = milliseconds(100)});
   Completion transfer;
   {
-    const EngineOptions engine_options = options(milliseconds(200));
+    const EngineOptions engine_options = options(milliseconds(500));
     Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
-    transfer = engine.write(file_, 0, memory_.part(0, 8 * kBlock), Priority::background);
+    transfer = engine.write(file_, 0, memory_.part(0, 12 * kBlock), Priority::background);
   }
   ASSERT_TRUE(transfer.done());
   EXPECT_EQ(transfer.error(), nullptr);

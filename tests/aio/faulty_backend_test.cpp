@@ -229,6 +229,20 @@ TEST_F(FaultInjection, AFailedFlushCoversNothingAndNorDoesTheNext) {
   EXPECT_EQ(faults_->unflushed_count(), 1u) << "the kernel may have dropped the pages that failed";
 }
 
+TEST_F(FaultInjection, AFlushCoversOnlyWritesThatHadEndedBeforeIt) {
+  Faults faults(1);
+  faults.track_unflushed();
+  const Block block{.operation = Operation::write, .file = &file_, .offset_bytes = 0, .length_bytes = 4 * kKiB};
+  const Block flush{.operation = Operation::sync, .file = &file_};
+  const std::uint64_t early = faults.write_begins(block);
+  faults.write_ended(early);
+  const std::uint64_t late = faults.write_begins(block);
+  const std::uint64_t sync = faults.sync_begins(flush);
+  faults.write_ended(late);
+  faults.sync_succeeded(sync);
+  EXPECT_EQ(faults.unflushed_count(), 1u);
+}
+
 TEST_F(FaultInjection, AFlushDoesNotCoverAnotherFile) {
   const File other(directory_ / "other", {.mode = OpenMode::create, .reserve_bytes = kFileBytes});
   faults_->track_unflushed();
