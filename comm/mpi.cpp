@@ -100,7 +100,7 @@ void initialize_once() {
 }
 
 // How long to stay away between two polls. MPI moves data only while it is called: sleeping up to 500 us after the
-// first 2000 polls made a 64 MiB exchange between two ranks 3 to 5 times slower than this does. A rank that is late
+// first 2000 polls made a 64 MiB exchange between two ranks about 3 times slower than this does. A rank that is late
 // for its own reasons should not cost its peers a core, though, so long waits end in sleep. Yielding lets ranks that
 // outnumber the cores take turns.
 class Backoff {
