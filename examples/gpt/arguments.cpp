@@ -15,11 +15,17 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.option_defaults()->always_capture_default();
   app.set_help_flag("-h,--help", "Print this and exit");
   const CLI::Range extent(1, 1 << 16);
+  // CLI11 would wrap "-1" around to the largest count.
+  const CLI::Validator count([](std::string& text) { return text.starts_with('-') ? "is negative" : std::string(); },
+                             "");
   app.add_option("--config", a.config, "DeepSpeed configuration: where state lives, budgets, optimizer")
       ->required()
       ->type_name("FILE");
   app.add_option("--text", a.text, "What to learn; any file")->required()->type_name("FILE");
-  app.add_option("--steps", a.steps, "Steps in total, those before a resume included")->required()->type_name("N");
+  app.add_option("--steps", a.steps, "Steps in total, those before a resume included")
+      ->required()
+      ->check(count)
+      ->type_name("N");
   app.add_option("--layers", a.layers, "Blocks")->check(extent)->type_name("L");
   app.add_option("--width", a.width, "Width of the residual stream")->check(extent)->type_name("D");
   app.add_option("--heads", a.heads, "Attention heads; divides the width")->check(extent)->type_name("H");
@@ -27,11 +33,13 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.add_option("--batch", a.batch, "Sequences per rank and step [train_micro_batch_size_per_gpu of FILE, else 8]")
       ->check(extent)
       ->type_name("B");
-  app.add_option("--seed", a.seed, "Of initial weights and batches")->type_name("S");
+  app.add_option("--seed", a.seed, "Of initial weights and batches")->check(count)->type_name("S");
   app.add_option("--learning-rate", a.learning_rate, "[optimizer.params.lr of FILE]")
       ->check(CLI::Range(0.0, std::numeric_limits<double>::max()))
       ->type_name("R");
-  app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")->type_name("N");
+  app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")
+      ->check(count)
+      ->type_name("N");
   app.add_option("--threads", a.threads, "Threads of the model's kernels; 0: every CPU")
       ->check(CLI::Range(0u, 4096u))
       ->type_name("N");

@@ -70,6 +70,8 @@ TEST(Arguments, RefusesInOneLine) {
   EXPECT_THAT(with({"--width", "1000000"}), HasSubstr("--width"));
   EXPECT_THAT(with({"--batch", "0"}), HasSubstr("--batch"));
   EXPECT_THAT(with({"--learning-rate", "-1"}), HasSubstr("--learning-rate"));
+  EXPECT_THAT(with({"--seed", "-1"}), HasSubstr("--seed"));
+  EXPECT_THAT(with({"--warmup", "-1"}), HasSubstr("--warmup"));
   EXPECT_THAT(with({"--report"}), HasSubstr("--report"));
   EXPECT_THAT(with({"extra"}), HasSubstr("extra"));
   EXPECT_THAT(refusal({"--config", "c", "--text", "t", "--steps", "-3"}), HasSubstr("--steps"));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -77,6 +78,7 @@ class Program : public testing::Test {
   }
 
   pid_t start(const std::vector<std::string>& words) const {
+    std::filesystem::remove(path("out"));  // so that nobody takes the last run's output for this one's
     const pid_t child = fork();
     if (child != 0) return child;
     std::vector<char*> argv = {const_cast<char*>(HOIST_GPT)};

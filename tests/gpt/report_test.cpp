@@ -144,7 +144,7 @@ std::string shown(const ProgressOptions& options, int steps, Nanoseconds apart) 
 
 TEST(Progress, ALineSaysWhatMatters) {
   const std::string text = shown({.last_step = 241, .tokens_per_step = 512}, 1, std::chrono::seconds(1));
-  EXPECT_EQ(text, "step 1/241  loss 2.500  1024 tokens/s  device 1 MiB/2 MiB  pinned 3 MiB/4 MiB  2m00s left\n");
+  EXPECT_EQ(text, "step 1/241  loss 2.500  1024 tokens/s  device 1.0 MiB/2.0 MiB  pinned 3.0 MiB/4.0 MiB  2m00s left\n");
 }
 
 TEST(Progress, OnATerminalOneLineIsRewritten) {
