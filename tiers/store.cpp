@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
+#include <unistd.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
@@ -93,7 +94,7 @@ void Store::Impl::load_slot(std::uint32_t slot) {
   read_slot(slot);
   const SlotCheck check = check_slot(image_.span(), superblock_);
   std::string problem = check.problem;
-  if (check.state == SlotCheck::State::valid && check.header.step == slots_[slot].header.step) {
+  if (check.state == SlotCheck::State::valid && check.header == slots_[slot].header) {
     const SlotImage image(image_.span(), superblock_);
     problem = table_.load(image);
     const auto state = image.caller_state_area().first(check.header.caller_state_bytes);
@@ -116,8 +117,8 @@ void Store::Impl::adopt(const CommitHeader& commit) {
           slots_[slot].header.incarnation != commit.incarnation || slots_[slot].header.revision != commit.revision))
     ++slot;
   if (slot == kSlotCount)
-    throw StoreError(fmt::format("the store in {} holds no commit of step {} (incarnation {})", paths_.directory,
-                                 commit.step, commit.incarnation));
+    throw StoreError(fmt::format("the store in {} holds no commit of step {} (revision {}, incarnation {})",
+                                 paths_.directory, commit.step, commit.revision, commit.incarnation));
   load_slot(slot);
   try {
     // The process before us may have died between writing this manifest and flushing it. It has to be durable before

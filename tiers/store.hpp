@@ -93,8 +93,8 @@ class Store {
 
   ~Store();
 
-  // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older incarnation that lies beyond
-  // the newest one's step was abandoned and is not listed. Empty after create().
+  // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
+  // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().
   std::span<const CommitHeader> commits() const;
   // What open() found that cannot be used, as Found::damage. For a warning.
   std::span<const std::string> damage() const;
@@ -117,9 +117,10 @@ class Store {
               std::span<const std::byte> bytes) const;
 
   // --- writing -------------------------------------------------------------------------------------------------------
-  // Opens step `step`, not before the last commit's (the same step again is its next revision): every record that is written from here on goes to an extent
-  // that no commit uses. Waits for the commit before it and throws its error. A step that is not to be committed after
-  // all ends with the store. Durability none: one step without end may be enough; commits are optional.
+  // Opens step `step`, not before the last commit's; the same step again is its next revision. Every record that is
+  // written from here on goes to an extent that no commit uses. Waits for the commit before it and throws its error. A
+  // step that is not to be committed after all ends with the store. Durability none: one step without end may be
+  // enough; commits are optional.
   void begin_step(std::uint64_t step);
   // The checksum to hand to write() for one tile, made by whoever has the tile in cache. Names the extent the record
   // will have, so it is good for the step under way only, and the record counts as touched.

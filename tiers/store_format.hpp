@@ -73,7 +73,8 @@ struct SlotHeader {
   std::uint32_t incarnation = 0;
   std::uint64_t step = 0;
   std::uint64_t caller_state_bytes = 0;
-  std::uint32_t revision = 0;
+  std::uint32_t revision = 0;  // commits of the same step before this one
+  friend bool operator==(const SlotHeader&, const SlotHeader&) = default;
 };
 
 // The parts of one slot's image. Their places depend only on the superblock, so the same view serves for building an

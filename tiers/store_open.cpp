@@ -220,7 +220,6 @@ std::unique_ptr<Store> Store::open(const StoreOptions& options, aio::Engine& eng
     throw StoreError(fmt::format("there is no store in {}: {} does not exist", paths.directory, paths.manifest));
   if (!files.data)
     throw StoreError(fmt::format("the store in {} has lost its data: {} does not exist", paths.directory, paths.data));
-  detail::write_lock_info(paths);
   files.manifest = std::make_unique<aio::File>(paths.manifest, aio::FileOptions{});
   Superblock stored = read_superblock(engine, *files.manifest, paths);
   check_same_model(stored, mine, paths);
@@ -228,6 +227,7 @@ std::unique_ptr<Store> Store::open(const StoreOptions& options, aio::Engine& eng
   check_length(*files.data, stored.data_bytes);
   auto impl = std::make_unique<Impl>(options, std::move(stored), paths, engine);
   impl->start_existing(std::move(files));
+  detail::write_lock_info(paths);
   return std::unique_ptr<Store>(new Store(std::move(impl)));
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <tuple>
 #include <cerrno>
 #include <cstdio>
 #include <string_view>
+#include <tuple>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -124,15 +124,16 @@ ManifestView view_manifest(const std::string& path) {
 std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots) {
   std::vector<CommitHeader> commits;
   for (const SlotCheck& slot : slots)
-    if (slot.state == SlotCheck::State::valid) commits.push_back({slot.header.step, slot.header.incarnation, slot.header.revision});
+    if (slot.state == SlotCheck::State::valid)
+      commits.push_back({slot.header.step, slot.header.incarnation, slot.header.revision});
   std::sort(commits.begin(), commits.end(), [](const CommitHeader& a, const CommitHeader& b) {
     return std::tie(a.incarnation, a.step, a.revision) > std::tie(b.incarnation, b.step, b.revision);
   });
   if (!commits.empty()) {
     const CommitHeader newest = commits.front();
-    std::erase_if(commits,
-                  [&](const CommitHeader& c) {
-      return c.incarnation < newest.incarnation && std::tie(c.step, c.revision) > std::tie(newest.step, newest.revision);
+    std::erase_if(commits, [&](const CommitHeader& c) {
+      return c.incarnation < newest.incarnation &&
+             std::tie(c.step, c.revision) > std::tie(newest.step, newest.revision);
     });
   }
   return commits;
