@@ -45,21 +45,35 @@ Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
 }
 
 Engine::Impl::~Impl() {
-  // Threads first, then what they use. Errors have been delivered, or nobody wants them any more.
-  try {
-    if (live.executor) live.executor->drain();
-  } catch (...) {
-  }
-  for (platform::Stream* stream : {live.streams.up.get(), live.streams.comm.get(), live.streams.down.get()}) {
+  self.reset();
+  tear_down();
+}
+
+// Threads first, then what they use. Errors have been delivered, or nobody wants them any more.
+void Engine::Impl::tear_down() noexcept {
+  const auto attempt = [](const auto& call) {
     try {
-      if (stream != nullptr) stream->synchronize();
+      call();
     } catch (...) {
     }
+  };
+  attempt([&] { end_pass(/*complete=*/false); });
+  attempt([&] {
+    if (live.executor) live.executor->drain();
+  });
+  for (platform::Stream* stream : {live.streams.up.get(), live.streams.comm.get(), live.streams.down.get()}) {
+    attempt([&] {
+      if (stream != nullptr) stream->synchronize();
+    });
   }
-  try {
-    last_commit.wait();
-  } catch (...) {
-  }
+  // The program's streams may still use gathered weights and gradient buffers.
+  attempt([&] {
+    if (live.gatherer) live.gatherer->quiesce();
+  });
+  attempt([&] {
+    if (live.gradients) live.gradients->wait();
+  });
+  attempt([&] { last_commit.wait(); });
   live.updater.reset();
   live.gradients.reset();
   live.gatherer.reset();
@@ -68,7 +82,19 @@ Engine::Impl::~Impl() {
   live.streams = {};
   live.store.reset();
   live.io.reset();
+  live.commit_channel.reset();
   for (const auto& slice : live.registered) runtime.device().unregister_host(slice);
+  live.registered.clear();
+  live.memory.reset();
+  live.records.reset();
+
+  sealed = false;
+  gradients_due = agreement_due = false;
+  step_count = 0;
+  committed_step = -1;
+  last_commit = {};
+  caller_state.clear();
+  counted_io = {};
 }
 
 void Engine::Impl::require_open_model() const {
@@ -94,8 +120,34 @@ tiers::StoreOptions store_options(const std::string& directory, const EngineOpti
 
 }  // namespace
 
+void Engine::Impl::together(const char* what, const std::function<void()>& part) const {
+  std::exception_ptr error;
+  try {
+    part();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::byte mine{static_cast<unsigned char>(error ? 1 : 0)};
+  std::vector<std::byte> all(static_cast<std::size_t>(runtime.world_size()));
+  try {
+    runtime.communicator().exchange(std::span(&mine, 1), all);
+  } catch (...) {
+    if (!error) throw;
+  }
+  if (error) std::rethrow_exception(error);
+  const auto failed = std::find_if(all.begin(), all.end(), [](std::byte rank) { return rank != std::byte{0}; });
+  if (failed == all.end()) return;
+  throw CommError(fmt::format("rank {} could not {}; its own error says why", failed - all.begin(), what));
+}
+
 void Engine::Impl::seal(bool create_store) {
   if (table.units().empty()) throw UsageError("the engine has no units");
+  together(create_store ? "take its memory and make its store" : "take its memory and open its store", [&] { lay_out(create_store); });
+  if (live.store) live.commit_channel = runtime.communicator().duplicate();
+  sealed = true;
+}
+
+void Engine::Impl::lay_out(bool create_store) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
   const auto durability = nvme_placement() ? options.durability : tiers::Durability::step;
@@ -116,7 +168,6 @@ void Engine::Impl::seal(bool create_store) {
                                                                .thread_count = r.aio_threads,
                                                                .registered_memory = live.registered});
     live.store = create_store ? tiers::Store::create(store, *live.io) : tiers::Store::open(store, *live.io);
-    live.commit_channel = runtime.communicator().duplicate();
   }
   live.streams.up = runtime.device().create_stream("up");
   live.streams.down = runtime.device().create_stream("down");
@@ -129,7 +180,6 @@ void Engine::Impl::seal(bool create_store) {
   live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor, live.streams, live.stager.get());
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams);
   live.updater = std::make_unique<detail::Updater>(runtime, table, *live.memory, *live.records, live.store.get());
-  sealed = true;
 }
 
 // --- fresh state -----------------------------------------------------------------------------------------------------
@@ -177,9 +227,18 @@ void store_masters(const detail::TileAccess& access, std::span<const float> valu
 }  // namespace
 
 void Engine::Impl::initialize(const Fill& fill) {
-  require_open_model();
-  seal(/*create_store=*/true);
-  const Ledger::Apart apart(runtime.ledger());
+  enliven([&] {
+    seal(/*create_store=*/true);
+    const Ledger::Apart apart(runtime.ledger());
+    together("make its initial state", [&] { fill_homes(fill); });
+    if (!nvme_placement()) return;
+    commit("", {});
+    last_commit.wait();
+    book_io();
+  });
+}
+
+void Engine::Impl::fill_homes(const Fill& fill) {
   if (nvme_placement()) live.store->begin_step(0);
   detail::WalkOptions walk = step_writes();
   walk.read = false;
@@ -191,11 +250,6 @@ void Engine::Impl::initialize(const Fill& fill) {
     store_masters(tile, values);
   });
   for (std::uint32_t u = 0; u < table.units().size(); ++u) initialize_frozen(UnitId{u}, fill);
-  if (nvme_placement()) {
-    commit("", {});
-    last_commit.wait();
-    book_io();
-  }
 }
 
 void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
@@ -254,35 +308,42 @@ std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(std::spa
 
 std::optional<std::uint64_t> Engine::Impl::find_commit() const {
   std::vector<tiers::CommitHeader> commits;
-  if (!options.store_directory.empty()) commits = tiers::Store::look(options.store_directory, runtime.rank()).commits;
+  together("look at its store", [&] {
+    if (!options.store_directory.empty()) commits = tiers::Store::look(options.store_directory, runtime.rank()).commits;
+  });
   const auto newest = agree_on_commit(commits);
   return newest ? std::optional(newest->step) : std::nullopt;
 }
 
 RestoreReport Engine::Impl::restore() {
-  require_open_model();
-  if (options.store_directory.empty()) {
-    throw UsageError("nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
-  }
-  if (!find_commit()) throw StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
-  seal(/*create_store=*/false);
-  const Ledger::Apart apart(runtime.ledger());
-  // Chosen from what was found under the lock: whoever held it before may have committed meanwhile.
-  const auto commits = live.store->commits();
-  const auto chosen = agree_on_commit(commits);
-  if (!chosen) throw StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
-  live.store->adopt(*std::find_if(commits.begin(), commits.end(), [&](const tiers::CommitHeader& c) {
-    return CommonCommit{c.step, c.revision} == *chosen;
-  }));
-  runtime.communicator().barrier();
-  for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
-  step_count = chosen->step;
-  committed_step = static_cast<std::int64_t>(chosen->step);
-  const auto state = live.store->caller_state();
-  if (state.size() < kCommitNameBytes) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
-  caller_state.assign(state.begin() + kCommitNameBytes, state.end());
-  book_io();
-  return {.step = chosen->step, .caller_state = caller_state};
+  return enliven([&] {
+    if (options.store_directory.empty()) {
+      throw UsageError("nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
+    }
+    const auto none = [&] { return StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory)); };
+    if (!find_commit()) throw none();
+    seal(/*create_store=*/false);
+    const Ledger::Apart apart(runtime.ledger());
+    // Chosen from what was found under the lock: whoever held it before may have committed meanwhile.
+    const auto commits = live.store->commits();
+    const auto chosen = agree_on_commit(commits);
+    if (!chosen) throw none();
+    together("adopt the commit", [&] {
+      live.store->adopt(*std::find_if(commits.begin(), commits.end(), [&](const tiers::CommitHeader& c) {
+        return CommonCommit{c.step, c.revision} == *chosen;
+      }));
+    });
+    together("read the commit", [&] {
+      for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
+      const auto state = live.store->caller_state();
+      if (state.size() < kCommitNameBytes) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
+      caller_state.assign(state.begin() + kCommitNameBytes, state.end());
+    });
+    step_count = chosen->step;
+    committed_step = static_cast<std::int64_t>(chosen->step);
+    book_io();
+    return RestoreReport{.step = chosen->step, .caller_state = caller_state};
+  });
 }
 
 // State that lives in memory comes back from the store, verified.
@@ -320,7 +381,9 @@ void Engine::Impl::book_io() {
 
 // --- the face --------------------------------------------------------------------------------------------------------
 
-Engine::Engine(Runtime& runtime, const EngineOptions& options) : impl_(std::make_unique<Impl>(runtime, options)) { impl_->self = this; }
+Engine::Engine(Runtime& runtime, const EngineOptions& options) : impl_(std::make_unique<Impl>(runtime, options)) {
+  impl_->self = std::shared_ptr<Engine>(this, [](Engine*) {});
+}
 Engine::~Engine() = default;
 
 GroupId Engine::add_group(const GroupOptions& options) {

@@ -43,7 +43,8 @@ class Engine {
   std::uint64_t parameter_count() const;               // elements, padding not counted
 
   // --- bringing it to life -------------------------------------------------------------------------------------------
-  // [C] Fresh state from `fill`; commit 0 when there is a store. Refuses an existing store that holds a commit.
+  // [C] Fresh state from `fill`; commit 0 when there is a store. Refuses an existing store that holds a commit. When
+  // this or restore() throws, on any rank, the engine is as before and either may be called again.
   void initialize(const Fill& fill);
   // [C] The newest commit that every rank has, if any. Changes nothing.
   std::optional<std::uint64_t> find_commit();
@@ -65,7 +66,8 @@ class Engine {
   double learning_rate(GroupId group) const;
   float loss_scale() const;
   StepReport step(const StepOptions& options = {});  // [C]
-  void discard() noexcept;                           // drops the gradients of the pass, or of the step to come
+  // Ends the pass under way and drops its gradients; outside of a pass, drops those of the step to come.
+  void discard() noexcept;
   void settle();                                     // returns when every update and commit under way is done
 
   // --- state ---------------------------------------------------------------------------------------------------------

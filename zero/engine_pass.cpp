@@ -32,11 +32,12 @@ void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
 
 void Engine::Impl::end_pass(bool complete) {
   if (!pass) return;
+  const bool train = std::exchange(pass, std::nullopt) == Pass::train;
   live.gatherer->end_pass(complete);
   agreement_due = complete;
-  gradients_due = complete && *pass == Pass::train;
+  if (!train) return;  // gradients that wait for step() still do
+  gradients_due = complete;
   if (!complete) live.gradients->clear();
-  pass.reset();
 }
 
 // Ranks that made different calls have mixed up their data already; they must not step on it.
@@ -50,7 +51,7 @@ void Engine::Impl::check_agreement() {
 
 PassScope Engine::begin(Pass pass, PassOptions options) {
   impl_->guarded([&] { impl_->begin(pass, options); });
-  return PassScope(*this);
+  return PassScope(impl_->self, impl_->pass_serial);
 }
 
 Lease Engine::gather(UnitId unit, StreamRef stream) {
@@ -58,7 +59,7 @@ Lease Engine::gather(UnitId unit, StreamRef stream) {
     if (!impl_->pass) throw UsageError("gather() outside of a pass; call begin() first");
     if (unit.index >= impl_->table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
     impl_->live.gatherer->gather(unit, stream);
-    return Lease(*this, unit, stream, impl_->pass_serial);
+    return Lease(impl_->self, unit, stream, impl_->pass_serial);
   });
 }
 
@@ -69,19 +70,18 @@ GradientLease Engine::gradients(UnitId unit, StreamRef stream) {
     if (!impl_->table.unit(unit).is_trainable()) {
       throw UsageError(fmt::format("unit '{}' is frozen: it has no gradients", impl_->table.unit(unit).name));
     }
-    return GradientLease(*this, unit, impl_->live.gradients->buffer(unit, stream));
+    return GradientLease(impl_->self, unit, impl_->live.gradients->buffer(unit, stream), impl_->pass_serial);
   });
 }
 
 void Engine::accumulate(ParameterId parameter, const TensorView& gradient, StreamRef stream) {
   if (parameter.index >= impl_->table.specs().size()) throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = impl_->table.parameter(parameter);
-  const GradientLease lease = gradients(p.unit, stream);
-  const TensorView target = lease.view(parameter);
   if (gradient.data == nullptr || gradient.element_count() != p.count) {
     throw UsageError(fmt::format("the gradient of '{}' has {} elements, the parameter {}", impl_->table.spec(parameter).name,
                                  gradient.element_count(), p.count));
   }
+  const TensorView target = gradients(p.unit, stream).view(parameter);
   stream->scale_into(static_cast<std::byte*>(target.data), target.dtype, static_cast<const std::byte*>(gradient.data),
                      gradient.dtype, p.count, 1.0f, platform::Stream::Combine::add);
 }
@@ -151,12 +151,16 @@ Completion Engine::Impl::commit(const std::string& name, std::span<const std::by
   std::memcpy(state.data(), name.data(), std::min<std::size_t>(name.size(), kCommitNameBytes - 1));
   std::copy(program_state.begin(), program_state.end(), state.begin() + kCommitNameBytes);
   caller_state.assign(program_state.begin(), program_state.end());
-  const Completion committed = live.store->commit(state, [this] { live.commit_channel->barrier(); });
-  committed.then([this, step = step_count](std::exception_ptr error) {
-    if (!error && is_durable()) committed_step = static_cast<std::int64_t>(step);
+  const Completion landed = live.store->commit(state, [this] { live.commit_channel->barrier(); });
+  const auto promise = std::make_shared<Promise>();
+  last_commit = promise->completion();
+  // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this engine.
+  landed.then([this, promise, step = step_count](std::exception_ptr error) {
+    if (error) return promise->fail(error);
+    if (is_durable()) committed_step = static_cast<std::int64_t>(step);
+    promise->complete();
   });
-  last_commit = committed;
-  return committed;
+  return last_commit;
 }
 
 StepReport Engine::Impl::step(const StepOptions& step_options) {
@@ -185,10 +189,12 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
       report.clip_factor = std::min(1.0, options.gradient_clipping / (report.gradient_norm + 1e-6));
     }
     live.gatherer->quiesce();
-    last_commit.wait();  // its extents, and memory it may still be written from, are free after it
-    ++step_count;
-    if (nvme_placement()) live.store->begin_step(step_count);
-    update(report.clip_factor);
+    together("apply the step", [&] {
+      last_commit.wait();  // its extents, and memory it may still be written from, are free after it
+      ++step_count;
+      if (nvme_placement()) live.store->begin_step(step_count);
+      update(report.clip_factor);
+    });
     live.gatherer->invalidate();
     if (nvme_placement()) commit("", step_options.caller_state);
   }
@@ -205,8 +211,12 @@ StepReport Engine::step(const StepOptions& options) {
 
 void Engine::discard() noexcept {
   if (!impl_->sealed) return;
-  if (impl_->pass) impl_->end_pass(/*complete=*/false);
-  if (std::exchange(impl_->gradients_due, false)) impl_->live.gradients->clear();
+  try {
+    if (impl_->pass) return impl_->end_pass(/*complete=*/false);
+    if (std::exchange(impl_->gradients_due, false)) impl_->live.gradients->clear();
+  } catch (...) {
+    impl_->fail(std::current_exception());
+  }
 }
 
 void Engine::settle() {

@@ -93,6 +93,9 @@ void Engine::Impl::read(ParameterId parameter, State state, std::uint64_t first,
     throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", table.spec(parameter).name));
   }
   if (state == State::gradient && !gradients_due) throw UsageError("there are no gradients between step() and the next pass");
+  if (state == State::gradient && !live.gradients->finished(table.parameter(parameter).unit)) {
+    throw UsageError(fmt::format("the gradient of parameter '{}' was not finished in the pass", table.spec(parameter).name));
+  }
   settle();
   const Ledger::Apart apart(runtime.ledger());
   live.gradients->wait();

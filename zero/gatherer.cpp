@@ -50,7 +50,7 @@ void Gatherer::begin_pass(std::size_t kind) {
 }
 
 void Gatherer::end_pass(bool complete) {
-  for (UnitState& state : states_) state.pins = 0;
+  for (std::uint32_t u = 0; u < states_.size(); ++u) drop_pins(UnitId{u});
   director_.end(complete);
   if (stager_ != nullptr) stager_->expect({});
 }
@@ -150,8 +150,15 @@ void Gatherer::copy_up(UnitId id, std::byte* target) {
     if (home.weights != target) copy_segments(unit, target, home.weights, CopyKind::host_to_device);
   } else {
     std::byte* staged = stager_->take(id);
-    copy_segments(unit, target, staged, CopyKind::host_to_device);
-    streams_.up->record().completion().then([this, staged](std::exception_ptr) { stager_->hand_back(staged); });
+    Completion copied;
+    try {
+      copy_segments(unit, target, staged, CopyKind::host_to_device);
+      copied = streams_.up->record().completion();
+    } catch (...) {
+      stager_->hand_back(staged);
+      throw;
+    }
+    copied.then([stager = stager_, staged](std::exception_ptr) { stager->hand_back(staged); });
   }
 }
 
@@ -179,8 +186,8 @@ void Gatherer::gather(UnitId unit, StreamRef stream) {
     try {
       pin(owners[i], stream);
     } catch (...) {
-      while (i-- > 0) unpin(owners[i], stream);
-      unpin(unit, stream);
+      while (i-- > 0) unpin(owners[i], stream, stream);
+      unpin(unit, stream, stream);
       throw;
     }
   }
@@ -188,20 +195,33 @@ void Gatherer::gather(UnitId unit, StreamRef stream) {
 
 void Gatherer::pin(UnitId unit, StreamRef stream) {
   UnitState& state = states_[unit.index];
-  if (state.pins == 0) {
+  if (state.pins.empty()) {
+    std::byte* bound = bind(unit, stream);  // first: it may refuse, and then nothing has happened
     direct([&] { return director_.gather(unit.index); });
-    if (table_.unit(unit).options.binding) bind(unit, stream);
+    state.bound = bound;
+    if (bound != nullptr) fetch(unit, bound, {stream->record()}, nullptr);
   }
-  ++state.pins;
   await(state, stream);
+  state.pins.push_back(&*stream);
 }
 
-void Gatherer::bind(UnitId unit, StreamRef stream) {
-  UnitState& state = states_[unit.index];
+// Memory of the embedder's for a unit that has a binding, else null.
+std::byte* Gatherer::bind(UnitId unit, StreamRef stream) const {
   const Unit& description = table_.unit(unit);
-  state.bound = description.options.binding.bind(unit, description.gathered_bytes, stream);
-  if (state.bound == nullptr) throw UsageError(fmt::format("the binding of unit '{}' returned no memory", description.name));
-  fetch(unit, state.bound, {stream->record()}, nullptr);
+  if (!description.options.binding) return nullptr;
+  std::byte* bound = description.options.binding.bind(unit, description.gathered_bytes, stream);
+  if (bound == nullptr) throw UsageError(fmt::format("the binding of unit '{}' returned no memory", description.name));
+  return bound;
+}
+
+// What the embedder enqueues on `stream` after this may overwrite the memory: nothing writes to it or reads from it by
+// then.
+void Gatherer::unbind(UnitId unit, StreamRef stream) {
+  UnitState& state = states_[unit.index];
+  if (std::exchange(state.bound, nullptr) == nullptr) return;
+  stream->wait(state.transfer->gathered, WaitCause::none);
+  for (const StreamEvent& event : state.uses) stream->wait(event, WaitCause::none);
+  if (const auto& give_back = table_.unit(unit).options.binding.unbind) give_back(unit, stream);
 }
 
 // The host waits only until the fetch is submitted (for weights on NVMe: until they were read); the device then waits
@@ -219,22 +239,31 @@ void Gatherer::await(UnitState& state, StreamRef stream) {
   if (table_.world_size() > 1) stream->wait(transfer.gathered, WaitCause::comm);
 }
 
-void Gatherer::release(UnitId unit, StreamRef stream) {
-  unpin(unit, stream);
-  for (const UnitId owner : table_.unit(unit).tied) unpin(owner, stream);
+void Gatherer::release(UnitId unit, StreamRef gathered_on, StreamRef stream) {
+  unpin(unit, gathered_on, stream);
+  for (const UnitId owner : table_.unit(unit).tied) unpin(owner, gathered_on, stream);
 }
 
-void Gatherer::unpin(UnitId unit, StreamRef stream) {
+void Gatherer::unpin(UnitId unit, StreamRef gathered_on, StreamRef stream) {
   UnitState& state = states_[unit.index];
-  if (state.pins == 0) return;  // the pass ended before the lease did
+  const auto pin = std::find(state.pins.begin(), state.pins.end(), &*gathered_on);
+  HOIST_ASSERT(pin != state.pins.end(), "unit {} is not pinned", unit.index);
   std::erase_if(state.uses, [](const StreamEvent& event) { return event.reached(); });
   state.uses.push_back(stream->record());
-  if (--state.pins > 0) return;
-  if (state.bound != nullptr) {
-    table_.unit(unit).options.binding.unbind(unit, stream);
-    state.bound = nullptr;
-  }
+  state.pins.erase(pin);
+  if (!state.pins.empty()) return;
+  unbind(unit, stream);
   direct([&] { return director_.release(unit.index); });
+}
+
+// For leases that outlive their pass.
+void Gatherer::drop_pins(UnitId unit) {
+  UnitState& state = states_[unit.index];
+  if (state.pins.empty()) return;
+  for (platform::Stream* stream : state.pins) state.uses.push_back(stream->record());
+  const StreamRef last = *state.pins.back();
+  state.pins.clear();
+  unbind(unit, last);
 }
 
 void Gatherer::finish(UnitId unit) {
@@ -243,7 +272,7 @@ void Gatherer::finish(UnitId unit) {
 
 std::byte* Gatherer::address(UnitId unit) const {
   const UnitState& state = states_[unit.index];
-  return state.pins > 0 ? state.transfer->target : nullptr;
+  return state.pins.empty() ? nullptr : state.transfer->target;
 }
 
 void Gatherer::quiesce() const {
@@ -268,7 +297,7 @@ void Gatherer::no_slot(UnitId unit) const {
   std::uint64_t slot_bytes = 0;
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     slot_bytes = std::max(slot_bytes, table_.units()[u].gathered_bytes);
-    if (states_[u].pins > 0) holders += (holders.empty() ? "'" : ", '") + table_.units()[u].name + "'";
+    if (!states_[u].pins.empty()) holders += (holders.empty() ? "'" : ", '") + table_.units()[u].name + "'";
   }
   const tiers::Budget& budget = runtime_.device_budget();
   throw BudgetError({.tier = budget.tier(),

@@ -43,8 +43,9 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
   if (state.finished) {
     throw UsageError(fmt::format("gradients of unit '{}' were already finished in this pass", table_.unit(unit).name));
   }
-  state.stream = &*stream;
-  if (state.buffer == nullptr) {
+  if (state.buffer != nullptr) {
+    if (state.stream != &*stream) stream->wait(state.stream->record(), WaitCause::none);
+  } else {
     state.buffer = &acquire(unit);
     state.buffer->busy = true;
     if (state.buffer->reduction) {
@@ -54,6 +55,7 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
     stream->wait(state.buffer->dropped, WaitCause::none);
     stream->fill(state.buffer->data, 0, table_.unit(unit).gradient_bytes);
   }
+  state.stream = &*stream;
   return state.buffer->data;
 }
 
@@ -124,6 +126,9 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
 void Gradients::wait() {
   for (const State& state : states_) {
     if (state.reduction) state.reduction->home.wait();
+  }
+  for (const std::vector<Buffer>* buffers : {&shared_, &own_}) {
+    for (const Buffer& buffer : *buffers) buffer.dropped.wait();
   }
 }
 

@@ -13,20 +13,20 @@ namespace hoist {
 // --- Lease -----------------------------------------------------------------------------------------------------------
 
 Lease::Lease(Lease&& other) noexcept
-    : engine_(std::exchange(other.engine_, nullptr)), unit_(other.unit_), stream_(other.stream_), pass_(other.pass_) {}
+    : engine_(std::move(other.engine_)), unit_(other.unit_), stream_(std::exchange(other.stream_, nullptr)), pass_(other.pass_) {}
 
 Lease& Lease::operator=(Lease&& other) noexcept {
   if (this == &other) return *this;
   const Lease ended(std::move(*this));  // releases what was held
-  engine_ = std::exchange(other.engine_, nullptr);
+  engine_ = std::move(other.engine_);
   unit_ = other.unit_;
-  stream_ = other.stream_;
+  stream_ = std::exchange(other.stream_, nullptr);
   pass_ = other.pass_;
   return *this;
 }
 
 Lease::~Lease() {
-  if (engine_ == nullptr) return;
+  if (stream_ == nullptr) return;
   try {
     release(*stream_);
   } catch (...) {  // the engine keeps the error and gives it to the next call
@@ -34,9 +34,10 @@ Lease::~Lease() {
 }
 
 TensorView Lease::view(ParameterId parameter) const {
-  if (engine_ == nullptr) throw UsageError("the lease was released");
-  const Engine::Impl& e = *engine_->impl_;
-  if (pass_ != e.pass_serial || !e.pass) throw UsageError("the lease's pass has ended");
+  if (stream_ == nullptr) throw UsageError("the lease was released");
+  const auto engine = engine_.lock();
+  if (!engine || !engine->impl_->in_pass(pass_)) throw UsageError("the lease's pass has ended");
+  const Engine::Impl& e = *engine->impl_;
   if (parameter.index >= e.table.specs().size()) throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = e.table.parameter(parameter);
   const auto& tied = e.table.unit(unit_).tied;
@@ -50,13 +51,14 @@ TensorView Lease::view(ParameterId parameter) const {
 }
 
 void Lease::release(StreamRef stream) {
-  if (engine_ == nullptr) throw UsageError("a lease was released twice");
-  Engine::Impl& e = *std::exchange(engine_, nullptr)->impl_;
-  if (pass_ != e.pass_serial || !e.pass) return;
+  if (stream_ == nullptr) throw UsageError("a lease was released twice");
+  const StreamRef gathered_on = *std::exchange(stream_, nullptr);
+  const auto engine = engine_.lock();
+  if (!engine || !engine->impl_->in_pass(pass_)) return;
   try {
-    e.live.gatherer->release(unit_, stream);
+    engine->impl_->live.gatherer->release(unit_, gathered_on, stream);
   } catch (...) {
-    if (!e.failure) e.failure = std::current_exception();
+    engine->impl_->fail(std::current_exception());
     throw;
   }
 }
@@ -64,7 +66,11 @@ void Lease::release(StreamRef stream) {
 // --- GradientLease ---------------------------------------------------------------------------------------------------
 
 TensorView GradientLease::view(ParameterId parameter) const {
-  const Engine::Impl& e = *engine_->impl_;
+  const auto engine = engine_.lock();
+  if (!engine || !engine->impl_->in_pass(pass_) || engine->impl_->live.gradients->finished(unit_)) {
+    throw UsageError("the gradients were finished, or their pass has ended");
+  }
+  const Engine::Impl& e = *engine->impl_;
   if (parameter.index >= e.table.specs().size()) throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = e.table.parameter(parameter);
   const detail::Segment& segment = e.table.segment_of(parameter);
@@ -79,20 +85,16 @@ TensorView GradientLease::view(ParameterId parameter) const {
 
 // --- PassScope -------------------------------------------------------------------------------------------------------
 
-PassScope::PassScope(Engine& engine) : engine_(&engine), exceptions_(std::uncaught_exceptions()) {}
-
-PassScope::PassScope(PassScope&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), exceptions_(other.exceptions_) {}
+PassScope::PassScope(std::weak_ptr<Engine> engine, std::uint64_t pass)
+    : engine_(std::move(engine)), pass_(pass), exceptions_(std::uncaught_exceptions()) {}
 
 PassScope::~PassScope() {
-  if (engine_ == nullptr) return;
-  if (std::uncaught_exceptions() > exceptions_) {
-    engine_->discard();
-    return;
-  }
+  const auto engine = engine_.lock();
+  if (!engine || !engine->impl_->in_pass(pass_)) return;  // moved from, or discarded
   try {
-    engine_->impl_->end_pass(/*complete=*/true);
+    engine->impl_->end_pass(/*complete=*/std::uncaught_exceptions() <= exceptions_);
   } catch (...) {
-    engine_->impl_->failure = std::current_exception();
+    engine->impl_->fail(std::current_exception());
   }
 }
 

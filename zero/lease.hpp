@@ -4,6 +4,8 @@
 
 #include <hoist/zero/types.hpp>
 
+#include <memory>
+
 namespace hoist {
 
 class Engine;
@@ -11,7 +13,8 @@ class Engine;
 // The gathered weights of a unit (and of the parameters tied to it), valid on the stream given to gather() from that
 // call on. Shared: gathering a unit that is already gathered yields another lease on the same memory, so recomputation
 // nests. Destroying a lease that was not released releases it on the stream it was gathered on, which therefore outlives
-// the lease.
+// the lease. A lease may outlive its pass and its engine: it then no longer pins anything, as if it had been released on
+// the stream it was gathered on when they ended.
 class Lease {
  public:
   Lease() = default;
@@ -28,40 +31,44 @@ class Lease {
 
  private:
   friend class Engine;
-  Lease(Engine& engine, UnitId unit, StreamRef stream, std::uint64_t pass)
-      : engine_(&engine), unit_(unit), stream_(&*stream), pass_(pass) {}
-  Engine* engine_ = nullptr;
+  Lease(std::weak_ptr<Engine> engine, UnitId unit, StreamRef stream, std::uint64_t pass)
+      : engine_(std::move(engine)), unit_(unit), stream_(&*stream), pass_(pass) {}
+  std::weak_ptr<Engine> engine_;
   UnitId unit_{};
-  platform::Stream* stream_ = nullptr;
-  std::uint64_t pass_ = 0;  // a lease that outlives its pass no longer pins anything
+  platform::Stream* stream_ = nullptr;  // gathered on; null when there is nothing to release
+  std::uint64_t pass_ = 0;
 };
 
 // The gradient memory of a unit in the pass under way: zeroed at the first request of a micro-batch, then accumulated
-// into, until finish(). One element type per parameter, the parameter's own.
+// into, until finish(). One element type per parameter, the parameter's own. The stream given to gradients() lives until
+// finish() or the end of the pass.
 class GradientLease {
  public:
-  // Errors: UsageError for a parameter of another unit or a frozen one.
+  // Errors: UsageError for a parameter of another unit or a frozen one, and after finish() or the pass.
   TensorView view(ParameterId parameter) const;
 
  private:
   friend class Engine;
-  GradientLease(Engine& engine, UnitId unit, std::byte* data) : engine_(&engine), unit_(unit), data_(data) {}
-  Engine* engine_ = nullptr;
+  GradientLease(std::weak_ptr<Engine> engine, UnitId unit, std::byte* data, std::uint64_t pass)
+      : engine_(std::move(engine)), unit_(unit), data_(data), pass_(pass) {}
+  std::weak_ptr<Engine> engine_;
   UnitId unit_{};
   std::byte* data_ = nullptr;
+  std::uint64_t pass_ = 0;
 };
 
 // A pass under way. Ends when destroyed; left by an exception, the pass's gradients are dropped (Engine::discard).
 class PassScope {
  public:
-  PassScope(PassScope&& other) noexcept;
+  PassScope(PassScope&& other) noexcept = default;
   PassScope& operator=(PassScope&&) = delete;
   ~PassScope();
 
  private:
   friend class Engine;
-  explicit PassScope(Engine& engine);
-  Engine* engine_ = nullptr;
+  PassScope(std::weak_ptr<Engine> engine, std::uint64_t pass);
+  std::weak_ptr<Engine> engine_;
+  std::uint64_t pass_ = 0;
   int exceptions_ = 0;
 };
 

@@ -38,6 +38,17 @@ bool Memory::needs_device_shard(const Unit& unit) const {
   return on_device(options_.parameters) && !(table_.world_size() == 1 && has_own_memory(unit));
 }
 
+// Slots that a single gather() pins at most: the unit's own and those of the units it is tied to.
+std::uint64_t Memory::slots_of_one_gather() const {
+  std::uint64_t most = 0;
+  for (const Unit& unit : table_.units()) {
+    std::uint64_t slots = is_slotted(unit) ? 1u : 0u;
+    for (const UnitId owner : unit.tied) slots += is_slotted(table_.unit(owner)) ? 1u : 0u;
+    most = std::max(most, slots);
+  }
+  return most;
+}
+
 // --- pinned memory ---------------------------------------------------------------------------------------------------
 
 std::vector<Piece> Memory::cut(std::uint64_t piece_tiles) const {
@@ -172,13 +183,14 @@ void Memory::take_device() {
   std::uint64_t slotted_units = 0;
   for (const Unit& unit : table_.units()) {
     if (!unit.owns_tied) gradient_slot_bytes_ = std::max(gradient_slot_bytes_, unit.gradient_bytes);
-    if (has_own_memory(unit) || unit.options.binding) continue;
+    if (!is_slotted(unit)) continue;
     ++slotted_units;
     slot_bytes_ = std::max(slot_bytes_, unit.gathered_bytes);
   }
   const std::uint64_t slot = arena_bytes(slot_bytes_);
   const std::uint64_t gradient = arena_bytes(gradient_slot_bytes_);
-  const std::uint64_t least = device_homes_bytes() + slot + gradient;
+  const std::uint64_t slots_min = slots_of_one_gather();
+  const std::uint64_t least = device_homes_bytes() + slots_min * slot + gradient;
   const tiers::Budget& budget = runtime_.device_budget();
   const std::uint64_t available = std::min(budget.limit_bytes() - budget.held_bytes(), runtime_.device_arena().largest_hole_bytes());
   if (least > available) {
@@ -186,7 +198,7 @@ void Memory::take_device() {
                        .have_bytes = budget.limit_bytes(),
                        .need_bytes = budget.limit_bytes() - available + least,
                        .key = budget.key(),
-                       .detail = "the program's own blocks, resident states, one gathered unit and one unit's gradient"});
+                       .detail = "the program's own blocks, resident states, what one gather() needs and one unit's gradient"});
   }
 
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
@@ -205,7 +217,7 @@ void Memory::take_device() {
   // let weights come up earlier and stay longer.
   std::uint64_t left = available - device_homes_bytes();
   if (gradient != 0) {
-    const unsigned gradient_slots = left >= 2 * (slot + gradient) ? 2 : 1;
+    const unsigned gradient_slots = left >= (slots_min + 1) * slot + 2 * gradient ? 2 : 1;
     for (unsigned i = 0; i < gradient_slots; ++i) gradient_slots_.push_back(take_device_block(gradient_slot_bytes_, "gradient buffer"));
     left -= gradient_slots * gradient;
   }

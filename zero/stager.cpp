@@ -16,6 +16,11 @@ Stager::Stager(tiers::Store& store, const UnitTable& table, const RecordMap& rec
 }
 
 Stager::~Stager() {
+  {
+    std::unique_lock lock(mutex_);
+    expected_.clear();
+    await_copies(lock);
+  }
   for (Buffer& buffer : buffers_) {
     try {
       buffer.read.wait();
@@ -45,10 +50,14 @@ void Stager::expect(std::vector<UnitId> order) {
 void Stager::invalidate() {
   std::unique_lock lock(mutex_);
   expected_.clear();
+  await_copies(lock);
+  for (Buffer& buffer : buffers_) buffer.use = Use::free;
+}
+
+void Stager::await_copies(std::unique_lock<std::mutex>& lock) {
   changed_.wait(lock, [&] {
     return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& b) { return b.use == Use::taken; });
   });
-  for (Buffer& buffer : buffers_) buffer.use = Use::free;
 }
 
 // A free buffer may still be the target of a read that was given up; it is used again only when that has ended.
@@ -62,12 +71,17 @@ void Stager::start_reads() {
   }
 }
 
+// A read that cannot even be started fails like one that ended badly: to whoever takes the unit.
 void Stager::start_read(Buffer& buffer, UnitId id) {
   buffer.use = Use::staged;
   buffer.unit = id;
   const Completion written = written_(id);
   if (written.done() && !written.error()) {
-    buffer.read = read_weights(id, buffer.bytes);
+    try {
+      buffer.read = read_weights(id, buffer.bytes);
+    } catch (...) {
+      buffer.read = Completion::failed(std::current_exception());
+    }
     return;
   }
   // The last step's weights are still on their way down: read them when they have landed.
@@ -142,8 +156,13 @@ std::byte* Stager::take(UnitId unit) {
     read = buffer.read;
     bytes = buffer.bytes;
   }
-  read.wait();
-  verify(unit, bytes);
+  try {
+    read.wait();
+    verify(unit, bytes);
+  } catch (...) {
+    hand_back(bytes.data());
+    throw;
+  }
   return bytes.data();
 }
 
@@ -159,14 +178,12 @@ void Stager::verify(UnitId id, std::span<const std::byte> bytes) const {
 }
 
 void Stager::hand_back(std::byte* bytes) {
-  {
-    std::lock_guard lock(mutex_);
-    const auto buffer = std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.bytes.data() == bytes; });
-    HOIST_ASSERT(buffer != buffers_.end() && buffer->use == Use::taken);
-    buffer->use = Use::free;
-    start_reads();
-  }
-  changed_.notify_all();
+  std::lock_guard lock(mutex_);
+  const auto buffer = std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.bytes.data() == bytes; });
+  HOIST_ASSERT(buffer != buffers_.end() && buffer->use == Use::taken);
+  buffer->use = Use::free;
+  start_reads();
+  changed_.notify_all();  // under the mutex: who waits may destroy this next
 }
 
 }  // namespace hoist::detail

@@ -52,6 +52,8 @@ struct ParameterSpec {
 struct Binding {
   // Called only on the thread inside gather(); the memory holds `bytes` and stays valid until unbind.
   std::function<std::byte*(UnitId, std::uint64_t bytes, StreamRef)> bind;
+  // When the last lease ends, or its pass or engine before that. What is enqueued on the stream then may reuse the
+  // memory. Must not throw.
   std::function<void(UnitId, StreamRef)> unbind;
   explicit operator bool() const { return static_cast<bool>(bind); }
 };

@@ -46,7 +46,7 @@ void Updater::walk(const WalkOptions& options, const Work& work, std::optional<U
   try {
     for (skip(); next < pieces.size() || !jobs.empty();) {
       // Read ahead as far as buffers are free; when nothing is started at all, wait for one.
-      while (next < pieces.size() && start(pieces[next], options, jobs, jobs.empty())) {
+      while (next < pieces.size() && start(pieces[next], options, jobs)) {
         ++next;
         skip();
       }
@@ -70,14 +70,14 @@ void Updater::walk(const WalkOptions& options, const Work& work, std::optional<U
   }
 }
 
-bool Updater::start(const Piece& piece, const WalkOptions& options, std::deque<Job>& jobs, bool may_wait) {
+bool Updater::start(const Piece& piece, const WalkOptions& options, std::deque<Job>& jobs) {
   // State in memory needs no reading ahead; a short queue keeps the order simple.
   const auto needed = memory_.buffered_bytes(piece);
   if (needed.total() == 0 && !jobs.empty()) return false;
   Job job{.piece = piece};
   std::byte* free_bytes = nullptr;
   if (needed.total() > 0) {
-    job.buffer = buffer_for(jobs, may_wait, options.waits);
+    job.buffer = buffer_for(jobs, options.waits);
     if (job.buffer == nullptr) return false;
     free_bytes = job.buffer->bytes.data();
   }
@@ -85,29 +85,29 @@ bool Updater::start(const Piece& piece, const WalkOptions& options, std::deque<J
   const Tile& first = tiles(piece).front();
   job.weights = home.weights != nullptr ? home.weights + first.w_offset : free_bytes;
   job.state = home.state != nullptr ? home.state + first.s_offset : free_bytes + needed.weights;
-  if (options.read) read(job);
   jobs.push_back(std::move(job));
+  if (options.read) read(jobs.back());
   return true;
 }
 
-// A buffer that no job holds and no write uses; else, when allowed, the one whose write was started first.
-Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, bool may_wait, WaitCause cause) {
+// A buffer that no job holds and no write uses; else, when there is no job to go on with, the one written out of first.
+Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, WaitCause cause) {
   const auto held = [&](const Buffer& buffer) {
     return std::any_of(jobs.begin(), jobs.end(), [&](const Job& job) { return job.buffer == &buffer; });
   };
   for (Buffer& buffer : buffers_) {
     if (!held(buffer) && buffer.idle.done()) {
       buffer.idle.wait();  // rethrows a failed write
+      buffer.last_use = ++uses_;
       return &buffer;
     }
   }
-  if (!may_wait) return nullptr;
-  for (Buffer& buffer : buffers_) {
-    if (held(buffer)) continue;
-    timed_wait(buffer.idle, cause);
-    return &buffer;
-  }
-  return nullptr;
+  if (!jobs.empty()) return nullptr;
+  Buffer& oldest = *std::min_element(buffers_.begin(), buffers_.end(),
+                                     [](const Buffer& a, const Buffer& b) { return a.last_use < b.last_use; });
+  timed_wait(oldest.idle, cause);
+  oldest.last_use = ++uses_;
+  return &oldest;
 }
 
 void Updater::read(Job& job) {

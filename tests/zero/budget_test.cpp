@@ -80,6 +80,26 @@ TEST(Budgets, ALeaseTooManyNamesTheKeyAndTheHolders) {
   model.train(1, 1);  // the refusal did no harm
 }
 
+// One gather brings a unit and all it is tied to: a device too small for that is refused at the start, not in a pass.
+TEST(Budgets, TheSmallestDeviceHoldsWhatIsTied) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.runtime.device_memory_bytes = 64 * kKiB;
+  const auto run = [&] {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{});
+    engine.initialize(model.fill());
+    model.train(1, 2);
+  };
+  try {
+    run();
+    FAIL() << "64 KiB sufficed";
+  } catch (const BudgetError& error) {
+    setup.runtime.device_memory_bytes = error.need.need_bytes;
+  }
+  run();
+}
+
 struct ProcessIo {
   std::uint64_t read = 0, written = 0;
 };

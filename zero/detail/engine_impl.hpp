@@ -18,6 +18,7 @@
 #include <hoist/zero/engine.hpp>
 
 #include <atomic>
+#include <functional>
 #include <optional>
 
 namespace hoist {
@@ -33,11 +34,19 @@ class Engine::Impl {
   // --- engine.cpp
   void require_open_model() const;     // initialize() or restore() has not happened yet
   void require_live() const;           // it has, and nothing failed since
+  // Runs what brings the engine to life; when it throws, the engine is as it was before.
+  template <typename Call>
+  auto enliven(Call call) -> decltype(call());
+  void tear_down() noexcept;
+  // Runs a part that may fail on one rank alone. All ranks then throw: the one its own error, the others CommError.
+  void together(const char* what, const std::function<void()>& part) const;
   void seal(bool create_store);        // takes memory, opens the store, starts threads
+  void lay_out(bool create_store);
   std::optional<std::uint64_t> find_commit() const;
   struct CommonCommit;
   std::optional<CommonCommit> agree_on_commit(std::span<const tiers::CommitHeader> commits) const;
   void initialize(const Fill& fill);
+  void fill_homes(const Fill& fill);
   void initialize_frozen(UnitId unit, const Fill& fill);
   RestoreReport restore();
   void load_homes(UnitId unit);
@@ -45,6 +54,7 @@ class Engine::Impl {
   void drain();                        // executor and streams
 
   // --- engine_pass.cpp
+  bool in_pass(std::uint64_t serial) const { return pass && pass_serial == serial; }
   void begin(Pass pass, const PassOptions& options);
   void end_pass(bool complete);
   void check_agreement();              // all ranks made the same calls in the pass that ended
@@ -52,6 +62,9 @@ class Engine::Impl {
   double global_norm();
   void update(double gradient_scale);
   Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
+  void fail(std::exception_ptr error) {  // the first one counts
+    if (!failure) failure = std::move(error);
+  }
   // Runs a call; any error of it but a UsageError or BudgetError ends the engine's life.
   template <typename Call>
   auto guarded(Call call) -> decltype(call());
@@ -75,7 +88,7 @@ class Engine::Impl {
             .write_state = stores_steps() || options.optimizer == Placement::nvme};
   }
 
-  Engine* self = nullptr;
+  std::shared_ptr<Engine> self;          // owns nothing: leases and scopes see by it whether the engine is still there
   Runtime& runtime;
   const EngineOptions options;
   std::vector<GroupOptions> groups;
@@ -122,7 +135,18 @@ auto Engine::Impl::guarded(Call call) -> decltype(call()) {
   } catch (const BudgetError&) {
     throw;
   } catch (...) {
-    failure = std::current_exception();
+    fail(std::current_exception());
+    throw;
+  }
+}
+
+template <typename Call>
+auto Engine::Impl::enliven(Call call) -> decltype(call()) {
+  require_open_model();
+  try {
+    return call();
+  } catch (...) {
+    tear_down();
     throw;
   }
 }

@@ -28,10 +28,12 @@ class Gatherer {
            scheduler::Executor& executor, Streams& streams, Stager* stager);
 
   void begin_pass(std::size_t kind);
-  // Drops every pin. A complete pass becomes the plan of its kind.
+  // Ends every lease that is still alive, as of the work enqueued so far on the stream it was gathered on. A complete
+  // pass becomes the plan of its kind.
   void end_pass(bool complete);
   void gather(UnitId unit, StreamRef stream);   // and its tied owners
-  void release(UnitId unit, StreamRef stream);
+  // Ends one lease of gather(unit, gathered_on).
+  void release(UnitId unit, StreamRef gathered_on, StreamRef stream);
   void finish(UnitId unit);                     // a gradient collective takes its place in the order
   std::byte* address(UnitId unit) const;        // of gathered weights; null when not pinned
 
@@ -41,7 +43,6 @@ class Gatherer {
   void invalidate();
 
   const scheduler::Director& director() const { return director_; }
-  std::uint32_t pins(UnitId unit) const { return states_[unit.index].pins; }
 
  private:
   // One fetch, shared between the program's thread and the executor.
@@ -52,7 +53,7 @@ class Gatherer {
     platform::StreamEvent gathered;
   };
   struct UnitState {
-    std::uint32_t pins = 0;
+    std::vector<platform::Stream*> pins;       // of every live lease, the stream it was gathered on
     std::shared_ptr<Transfer> transfer;        // of the weights that are, or will be, at transfer->target
     std::vector<platform::StreamEvent> uses;   // ends of leases since that transfer, not reached when last looked at
     scheduler::Slot slot = scheduler::kNoSlot;
@@ -79,8 +80,10 @@ class Gatherer {
   void copy_segments(const Unit& unit, std::byte* target, const std::byte* source, platform::CopyKind kind);
   void all_gather(const Unit& unit, std::byte* target);
   void pin(UnitId unit, StreamRef stream);
-  void unpin(UnitId unit, StreamRef stream);
-  void bind(UnitId unit, StreamRef stream);
+  void unpin(UnitId unit, StreamRef gathered_on, StreamRef stream);
+  void drop_pins(UnitId unit);
+  std::byte* bind(UnitId unit, StreamRef stream) const;
+  void unbind(UnitId unit, StreamRef stream);
   void await(UnitState& state, StreamRef stream);
   [[noreturn]] void no_slot(UnitId unit) const;
 

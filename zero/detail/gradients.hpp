@@ -19,13 +19,14 @@ class Gradients {
  public:
   Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor, Streams& streams);
 
-  // The unit's gradient buffer of this pass; zeroed on `stream` when it is the first request.
+  // The unit's gradient buffer of this pass; zeroed on `stream` when it is the first request. A request on another stream
+  // than the one before makes it wait for what that one has to do so far. The stream outlives finish() or clear().
   std::byte* buffer(UnitId unit, StreamRef stream);
   // Reduces and copies home, once the work on `stream` so far is done.
   void finish(UnitId unit, StreamRef stream);
   bool finished(UnitId unit) const { return states_[unit.index].finished; }
 
-  // Returns when every finished gradient is at home. Pre: executor drained.
+  // Returns when every finished gradient is at home and no dropped one is still being made. Pre: executor drained.
   void wait();
   // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order.
   double sum_of_squares();

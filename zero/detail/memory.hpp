@@ -76,6 +76,8 @@ class Memory {
   bool on_device(Placement placement) const { return placement == Placement::device; }
   bool has_own_memory(const Unit& unit) const;
   bool needs_device_shard(const Unit& unit) const;
+  bool is_slotted(const Unit& unit) const { return !has_own_memory(unit) && !unit.options.binding; }
+  std::uint64_t slots_of_one_gather() const;
   std::vector<Piece> cut(std::uint64_t piece_tiles) const;
   std::uint64_t piece_bytes_max(std::uint64_t piece_tiles) const;
   void plan_homes(tiers::PinnedPlan& plan) const;

@@ -25,7 +25,7 @@ class Stager {
   using Written = std::function<Completion(UnitId)>;
   Stager(tiers::Store& store, const UnitTable& table, const RecordMap& records,
          const std::vector<std::span<std::byte>>& buffers, Written written);
-  ~Stager();  // waits for reads under way
+  ~Stager();  // waits for reads under way and for buffers under copy
 
   // Units whose weights will be asked for, in order. Replaces what was expected before; buffers already filled with
   // units that come early in the new order are kept.
@@ -45,6 +45,7 @@ class Stager {
     UnitId unit{};
     Completion read;
   };
+  void await_copies(std::unique_lock<std::mutex>& lock);
   void start_reads();                          // with the mutex held
   void start_read(Buffer& buffer, UnitId unit);
   Completion read_weights(UnitId unit, std::span<std::byte> target);

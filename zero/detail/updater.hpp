@@ -58,7 +58,8 @@ class Updater {
  private:
   struct Buffer {
     std::span<std::byte> bytes;
-    Completion idle;  // last write out of it
+    Completion idle;             // last write out of it
+    std::uint64_t last_use = 0;  // counts uses of all buffers
   };
   struct Job {
     Piece piece;
@@ -68,8 +69,8 @@ class Updater {
     std::vector<Completion> reads;
     bool weights_read = false, state_read = false;
   };
-  bool start(const Piece& piece, const WalkOptions& options, std::deque<Job>& jobs, bool may_wait);
-  Buffer* buffer_for(const std::deque<Job>& jobs, bool may_wait, WaitCause cause);
+  bool start(const Piece& piece, const WalkOptions& options, std::deque<Job>& jobs);
+  Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
   void read(Job& job);
   void update(Job& job, const WalkOptions& options, const Work& work);
   void write(Job& job, const WalkOptions& options);
@@ -82,6 +83,7 @@ class Updater {
   const RecordMap& records_;
   tiers::Store* store_;
   std::vector<Buffer> buffers_;
+  std::uint64_t uses_ = 0;
   std::vector<Completion> weights_written_;  // by unit
   std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the piece being updated
 };
