@@ -5,9 +5,7 @@
 namespace hoist::scheduler {
 
 Director::Director(DirectorOptions options)
-    : options_(std::move(options)),
-      table_(options_.items, options_.slot_count),
-      last_use_(options_.items.size(), 0) {}
+    : options_(std::move(options)), table_(options_.items, options_.slot_count), last_use_(options_.items.size(), 0) {}
 
 PlanInputs Director::inputs() const {
   return {.items = options_.items,
@@ -104,7 +102,8 @@ std::vector<Item> Director::upcoming_fetches() const {
   std::vector<Item> items;
   if (!following_) return items;
   const Plan& plan = *plans_[kind_];
-  for (std::size_t i = plan.first[trace_.size() + 1]; i < plan.fetches.size(); ++i) items.push_back(plan.fetches[i].item);
+  for (std::size_t i = plan.first[trace_.size() + 1]; i < plan.fetches.size(); ++i)
+    items.push_back(plan.fetches[i].item);
   return items;
 }
 

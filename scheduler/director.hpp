@@ -8,10 +8,10 @@
 // Main path  begin(kind) -> gather/release/finish, each returning the fetches to issue now -> end().
 #pragma once
 
-#include <hoist/scheduler/plan.hpp>
-
 #include <array>
 #include <optional>
+
+#include <hoist/scheduler/plan.hpp>
 
 namespace hoist::scheduler {
 
@@ -40,7 +40,8 @@ class Director {
   // Ends the pass. A complete one (not abandoned by an exception) becomes the plan of its kind when it was recorded.
   void end(bool complete);
 
-  // Fetches the plan being followed will still issue, in order: what may be read from disk ahead. Empty while recording.
+  // Fetches the plan being followed will still issue, in order: what may be read from disk ahead. Empty while
+  // recording.
   std::vector<Item> upcoming_fetches() const;
   bool following() const { return following_; }
   const AccessTrace& trace() const { return trace_; }  // of the pass under way, or of the last one

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/scheduler/executor.hpp>
-
 #include <pthread.h>
+
+#include <hoist/scheduler/executor.hpp>
 
 namespace hoist::scheduler {
 

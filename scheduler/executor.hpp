@@ -6,14 +6,14 @@
 // Errors     A task that throws fails its completion and every later one with the same error; drain() rethrows it.
 #pragma once
 
-#include <hoist/core/completion.hpp>
-
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
+
+#include <hoist/core/completion.hpp>
 
 namespace hoist::scheduler {
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <limits>
+
 #include <hoist/core/assert.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/scheduler/plan.hpp>
-
-#include <algorithm>
-#include <limits>
 
 namespace hoist::scheduler {
 

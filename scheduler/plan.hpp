@@ -62,8 +62,8 @@ struct Fetch {
 // fetch, when nothing brought the item earlier, is first in its list.
 struct Plan {
   AccessTrace trace;
-  std::vector<Fetch> fetches;        // in the order they are issued
-  std::vector<std::size_t> first;    // index of the first fetch of point i; size trace.size() + 2
+  std::vector<Fetch> fetches;      // in the order they are issued
+  std::vector<std::size_t> first;  // index of the first fetch of point i; size trace.size() + 2
 
   std::span<const Fetch> fetches_at(std::size_t point) const {
     return std::span(fetches).subspan(first[point], first[point + 1] - first[point]);
@@ -88,7 +88,7 @@ class SlotTable {
   void evict(Item item);
   void pin(Item item) { pinned_[item] = true; }
   void unpin(Item item) { pinned_[item] = false; }
-  void clear_slotted();              // nothing pinned; items with their own memory stay
+  void clear_slotted();  // nothing pinned; items with their own memory stay
 
  private:
   std::vector<ItemShape> items_;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/digest.hpp>
-#include <hoist/zero/engine.hpp>
-
 #include <algorithm>
 #include <vector>
+
+#include <hoist/core/digest.hpp>
+#include <hoist/zero/engine.hpp>
 
 namespace hoist {
 

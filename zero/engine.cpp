@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
-#include <hoist/zero/detail/engine_impl.hpp>
-
-#include <fmt/format.h>
-#include <spdlog/spdlog.h>
-
 #include <algorithm>
 #include <array>
 #include <compare>
 #include <cstring>
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/engine_impl.hpp>
 
 namespace hoist {
 
@@ -32,7 +32,8 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "this version updates optimizer states on the CPU only; use \"cpu\" or \"nvme\"");
   refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
          fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
-  refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count", "at least 1 buffer is needed");
+  refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
+         "at least 1 buffer is needed");
   refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
   refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
 }
@@ -108,8 +109,9 @@ void Engine::Impl::require_live() const {
 
 namespace {
 
-tiers::StoreOptions store_options(const std::string& directory, const EngineOptions& options, tiers::Durability durability,
-                                  const detail::UnitTable& table, const detail::RecordMap& records, const Runtime& runtime) {
+tiers::StoreOptions store_options(const std::string& directory, const EngineOptions& options,
+                                  tiers::Durability durability, const detail::UnitTable& table,
+                                  const detail::RecordMap& records, const Runtime& runtime) {
   return {.directory = directory,
           .identity = {.layout = table.identity(), .rank = runtime.rank(), .world_size = runtime.world_size()},
           .records = records.records(),
@@ -142,7 +144,8 @@ void Engine::Impl::together(const char* what, const std::function<void()>& part)
 
 void Engine::Impl::seal(bool create_store) {
   if (table.units().empty()) throw UsageError("the engine has no units");
-  together(create_store ? "take its memory and make its store" : "take its memory and open its store", [&] { lay_out(create_store); });
+  together(create_store ? "take its memory and make its store" : "take its memory and open its store",
+           [&] { lay_out(create_store); });
   if (live.store) live.commit_channel = runtime.communicator().duplicate();
   sealed = true;
 }
@@ -151,7 +154,8 @@ void Engine::Impl::lay_out(bool create_store) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
   const auto durability = nvme_placement() ? options.durability : tiers::Durability::step;
-  const tiers::StoreOptions store = store_options(options.store_directory, options, durability, table, *live.records, runtime);
+  const tiers::StoreOptions store =
+      store_options(options.store_directory, options, durability, table, *live.records, runtime);
   const std::uint64_t store_memory = with_store ? tiers::Store::cost(store).memory_bytes : 0;
   live.memory = std::make_unique<detail::Memory>(runtime, options, table, store_memory);
 
@@ -177,7 +181,8 @@ void Engine::Impl::lay_out(bool create_store) {
     live.stager = std::make_unique<detail::Stager>(*live.store, table, *live.records, live.memory->staging_buffers(),
                                                    [this](UnitId unit) { return live.updater->weights_written(unit); });
   }
-  live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor, live.streams, live.stager.get());
+  live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor,
+                                                     live.streams, live.stager.get());
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams);
   live.updater = std::make_unique<detail::Updater>(runtime, table, *live.memory, *live.records, live.store.get());
 }
@@ -260,19 +265,26 @@ void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
                                                                 : live.memory->staging_buffers().front().data();
   std::memset(weights, 0, bytes);
   const std::size_t first_segment = unit.trainable.segments().size();
-  std::vector<std::uint64_t> checksums;
   for (const tiers::Tile& tile : unit.frozen.tiles()) {
     const detail::Segment& segment = unit.segments[first_segment + tile.segment];
     std::vector<float> values(tile.elements);
     fill_segment(id, segment, tile.first_element, values, fill);
     store_masters({.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset}, values);
-    if (!nvme_placement()) continue;
-    checksums.push_back(live.store->checksum(*live.records->frozen(id), Region::weights, static_cast<std::uint32_t>(checksums.size()),
-                                             {weights + tile.w_offset, tile.w_bytes}));
   }
-  if (!step_writes().write_weights) return;
-  live.store->write(*live.records->frozen(id), Region::weights, 0, static_cast<std::uint32_t>(checksums.size()), {weights, bytes},
-                    checksums, aio::Priority::background).wait();
+  if (step_writes().write_weights) store_frozen(id, {weights, bytes}).wait();
+}
+
+// Writes a unit's frozen record whole, in the step of the store that is open.
+Completion Engine::Impl::store_frozen(UnitId id, std::span<const std::byte> weights) {
+  const tiers::RecordId record = *live.records->frozen(id);
+  std::vector<std::uint64_t> checksums;
+  for (const tiers::Tile& tile : table.unit(id).frozen.tiles()) {
+    const auto index = static_cast<std::uint32_t>(checksums.size());
+    checksums.push_back(
+        live.store->checksum(record, Region::weights, index, weights.subspan(tile.w_offset, tile.w_bytes)));
+  }
+  return live.store->write(record, Region::weights, 0, static_cast<std::uint32_t>(checksums.size()), weights, checksums,
+                           aio::Priority::background);
 }
 
 // --- continuing ------------------------------------------------------------------------------------------------------
@@ -285,11 +297,15 @@ struct Engine::Impl::CommonCommit {
 };
 
 // The newest commit every rank lists, of `commits` of this one.
-std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(std::span<const tiers::CommitHeader> commits) const {
+std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(
+    std::span<const tiers::CommitHeader> commits) const {
   struct List {
     std::uint64_t count = 0;
     std::array<CommonCommit, 4> commits{};
-    bool holds(const CommonCommit& c) const { return std::find(commits.begin(), commits.begin() + static_cast<std::ptrdiff_t>(count), c) != commits.begin() + static_cast<std::ptrdiff_t>(count); }
+    bool holds(const CommonCommit& c) const {
+      return std::find(commits.begin(), commits.begin() + static_cast<std::ptrdiff_t>(count), c) !=
+             commits.begin() + static_cast<std::ptrdiff_t>(count);
+    }
   };
   List mine;
   for (const tiers::CommitHeader& commit : commits) {
@@ -301,7 +317,8 @@ std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(std::spa
   for (std::size_t i = 0; i < all[0].count; ++i) {
     const CommonCommit candidate = all[0].commits[i];
     if (newest && candidate < *newest) continue;
-    if (std::all_of(all.begin(), all.end(), [&](const List& rank) { return rank.holds(candidate); })) newest = candidate;
+    if (std::all_of(all.begin(), all.end(), [&](const List& rank) { return rank.holds(candidate); }))
+      newest = candidate;
   }
   return newest;
 }
@@ -318,9 +335,12 @@ std::optional<std::uint64_t> Engine::Impl::find_commit() const {
 RestoreReport Engine::Impl::restore() {
   return enliven([&] {
     if (options.store_directory.empty()) {
-      throw UsageError("nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
+      throw UsageError(
+          "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
     }
-    const auto none = [&] { return StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory)); };
+    const auto none = [&] {
+      return StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
+    };
     if (!find_commit()) throw none();
     seal(/*create_store=*/false);
     const Ledger::Apart apart(runtime.ledger());
@@ -336,7 +356,8 @@ RestoreReport Engine::Impl::restore() {
     together("read the commit", [&] {
       for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
       const auto state = live.store->caller_state();
-      if (state.size() < kCommitNameBytes) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
+      if (state.size() < kCommitNameBytes)
+        throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
       caller_state.assign(state.begin() + kCommitNameBytes, state.end());
     });
     step_count = chosen->step;
@@ -350,7 +371,8 @@ RestoreReport Engine::Impl::restore() {
 void Engine::Impl::load_homes(UnitId id) {
   const detail::Unit& unit = table.unit(id);
   const detail::UnitHome& home = live.memory->home(id);
-  const auto load = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, Region region, std::byte* target) {
+  const auto load = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, Region region,
+                        std::byte* target) {
     if (!record || target == nullptr || layout.region_bytes(region) == 0) return;
     const std::span<std::byte> bytes(target, layout.region_bytes(region));
     const auto tiles = static_cast<std::uint32_t>(layout.tiles().size());
@@ -375,7 +397,8 @@ void Engine::Impl::book_io() {
   if (!live.io) return;
   const aio::Engine::Stats now = live.io->stats();
   runtime.ledger().count(Link::nvme_read, now.read_bytes - counted_io.read_bytes, now.read_busy - counted_io.read_busy);
-  runtime.ledger().count(Link::nvme_write, now.written_bytes - counted_io.written_bytes, now.write_busy - counted_io.write_busy);
+  runtime.ledger().count(Link::nvme_write, now.written_bytes - counted_io.written_bytes,
+                         now.write_busy - counted_io.write_busy);
   counted_io = now;
 }
 
@@ -410,6 +433,10 @@ ParameterId Engine::parameter(std::string_view name) const {
 
 std::span<const ParameterSpec> Engine::parameters() const { return impl_->table.specs(); }
 std::uint64_t Engine::parameter_count() const { return impl_->table.parameter_count(); }
+void Engine::require_device_memory(std::uint64_t program_bytes) const {
+  detail::require_device_memory(impl_->runtime, detail::DeviceNeeds(impl_->options, impl_->table), program_bytes);
+}
+
 void Engine::initialize(const Fill& fill) { impl_->initialize(fill); }
 std::optional<std::uint64_t> Engine::find_commit() { return impl_->find_commit(); }
 RestoreReport Engine::restore() { return impl_->restore(); }

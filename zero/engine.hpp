@@ -13,14 +13,14 @@
 //            down; step -> norm -> update -> store.write -> commit.
 #pragma once
 
+#include <memory>
+#include <optional>
+#include <string_view>
+
 #include <hoist/zero/lease.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/runtime.hpp>
 #include <hoist/zero/types.hpp>
-
-#include <memory>
-#include <optional>
-#include <string_view>
 
 namespace hoist {
 
@@ -41,6 +41,11 @@ class Engine {
   ParameterId parameter(std::string_view name) const;  // UsageError when there is none; look up once, not per layer
   std::span<const ParameterSpec> parameters() const;   // in declaration order; index is ParameterId::index
   std::uint64_t parameter_count() const;               // elements, padding not counted
+
+  // BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's own
+  // blocks beside what the model needs at least. For a program that is about to allocate them, once the model is
+  // declared.
+  void require_device_memory(std::uint64_t program_bytes) const;
 
   // --- bringing it to life -------------------------------------------------------------------------------------------
   // [C] Fresh state from `fill`; commit 0 when there is a store. Refuses an existing store that holds a commit. When
@@ -68,7 +73,7 @@ class Engine {
   StepReport step(const StepOptions& options = {});  // [C]
   // Ends the pass under way and drops its gradients; outside of a pass, drops those of the step to come.
   void discard() noexcept;
-  void settle();                                     // returns when every update and commit under way is done
+  void settle();  // returns when every update and commit under way is done
 
   // --- state ---------------------------------------------------------------------------------------------------------
   // [C] Elements [first_element, first_element + out.size()) of one parameter, from whatever tier; every rank receives
@@ -83,8 +88,8 @@ class Engine {
 
   // --- what happened -------------------------------------------------------------------------------------------------
   Runtime& runtime();
-  std::uint64_t step_count() const;                    // steps applied
-  std::optional<std::uint64_t> committed_step() const; // the newest durable step
+  std::uint64_t step_count() const;                     // steps applied
+  std::optional<std::uint64_t> committed_step() const;  // the newest durable step
   // What one step must move by the byte formula for this configuration and the passes recorded so far. P5 compares
   // Ledger::totals with this.
   StepBytes formula_bytes() const;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/comm/agreement.hpp>
-#include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
-#include <hoist/zero/detail/engine_impl.hpp>
-
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <utility>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/agreement.hpp>
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/engine_impl.hpp>
 
 namespace hoist {
 
@@ -46,7 +46,8 @@ void Engine::Impl::check_agreement() {
   const scheduler::AccessTrace& trace = live.gatherer->director().trace();
   std::string last = "no unit";
   if (!trace.empty()) last = fmt::format("unit '{}' last", table.units()[trace.back().item].name);
-  comm::agree(runtime.communicator(), scheduler::trace_hash(trace), fmt::format("a pass of {} accesses, {}", trace.size(), last));
+  comm::agree(runtime.communicator(), scheduler::trace_hash(trace),
+              fmt::format("a pass of {} accesses, {}", trace.size(), last));
 }
 
 PassScope Engine::begin(Pass pass, PassOptions options) {
@@ -75,11 +76,12 @@ GradientLease Engine::gradients(UnitId unit, StreamRef stream) {
 }
 
 void Engine::accumulate(ParameterId parameter, const TensorView& gradient, StreamRef stream) {
-  if (parameter.index >= impl_->table.specs().size()) throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  if (parameter.index >= impl_->table.specs().size())
+    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = impl_->table.parameter(parameter);
   if (gradient.data == nullptr || gradient.element_count() != p.count) {
-    throw UsageError(fmt::format("the gradient of '{}' has {} elements, the parameter {}", impl_->table.spec(parameter).name,
-                                 gradient.element_count(), p.count));
+    throw UsageError(fmt::format("the gradient of '{}' has {} elements, the parameter {}",
+                                 impl_->table.spec(parameter).name, gradient.element_count(), p.count));
   }
   const TensorView target = gradients(p.unit, stream).view(parameter);
   stream->scale_into(static_cast<std::byte*>(target.data), target.dtype, static_cast<const std::byte*>(gradient.data),
@@ -122,27 +124,27 @@ void Engine::Impl::update(double gradient_scale) {
                                 tile.tile->first_element * dtype_bytes(segment.dtype);
     const tiers::StateTileView state = tile.view();
     const optim::AdamCoefficients& c = coefficients[segment.group.index];
-    const bool sound =
-        segment.dtype == DType::fp32
-            ? optim::adam_update(c, optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights),
-                                                     .moment1 = state.moment1,
-                                                     .moment2 = state.moment2,
-                                                     .gradient = gradient,
-                                                     .gradient_dtype = segment.dtype,
-                                                     .count = tile.tile->elements})
-            : optim::adam_update(c, optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
-                                                     .remainder = state.remainder,
-                                                     .moment1 = state.moment1,
-                                                     .moment2 = state.moment2,
-                                                     .gradient = gradient,
-                                                     .gradient_dtype = segment.dtype,
-                                                     .count = tile.tile->elements});
+    const bool sound = segment.dtype == DType::fp32
+                           ? optim::adam_update(c, optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights),
+                                                                    .moment1 = state.moment1,
+                                                                    .moment2 = state.moment2,
+                                                                    .gradient = gradient,
+                                                                    .gradient_dtype = segment.dtype,
+                                                                    .count = tile.tile->elements})
+                           : optim::adam_update(c, optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
+                                                                    .remainder = state.remainder,
+                                                                    .moment1 = state.moment1,
+                                                                    .moment2 = state.moment2,
+                                                                    .gradient = gradient,
+                                                                    .gradient_dtype = segment.dtype,
+                                                                    .count = tile.tile->elements});
     if (!sound) broken = tile.unit.index;
   });
   if (broken != ~0u) {
-    throw Error(fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for bf16; nothing of it "
-                            "was committed: lower the learning rate and restore the last commit",
-                            step_count, table.units()[broken].name));
+    throw Error(
+        fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for bf16; nothing of it "
+                    "was committed: lower the learning rate and restore the last commit",
+                    step_count, table.units()[broken].name));
   }
 }
 
@@ -167,8 +169,9 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   if (pass) throw UsageError("step() inside of a pass; end the PassScope first");
   if (!gradients_due) throw UsageError("step() needs a train pass before it");
   if (step_options.caller_state.size() > options.caller_state_bytes_max) {
-    throw UsageError(fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
-                                 step_options.caller_state.size(), options.caller_state_bytes_max));
+    throw UsageError(
+        fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
+                    step_options.caller_state.size(), options.caller_state_bytes_max));
   }
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     if (table.units()[u].is_trainable() && !live.gradients->finished(UnitId{u})) {

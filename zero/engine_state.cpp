@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
-#include <hoist/zero/detail/engine_impl.hpp>
+#include <algorithm>
+#include <cstring>
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <cstring>
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/engine_impl.hpp>
 
 namespace hoist {
 
@@ -23,7 +23,8 @@ constexpr std::uint32_t kAccessTiles = 16;
 class Scratch {
  public:
   explicit Scratch(std::uint64_t bytes)
-      : data_(static_cast<std::byte*>(std::aligned_alloc(kBlockAlignment, round_up(std::max<std::uint64_t>(bytes, 1), kBlockAlignment)))),
+      : data_(static_cast<std::byte*>(
+            std::aligned_alloc(kBlockAlignment, round_up(std::max<std::uint64_t>(bytes, 1), kBlockAlignment)))),
         bytes_(bytes) {
     if (data_ == nullptr) throw std::bad_alloc();
   }
@@ -75,7 +76,8 @@ void Engine::Impl::settle() {
 }
 
 void Engine::Impl::check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const {
-  if (parameter.index >= table.specs().size()) throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  if (parameter.index >= table.specs().size())
+    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const std::uint64_t elements = table.parameter(parameter).count;
   if (first > elements || count > elements - first) {
     throw UsageError(fmt::format("elements [{}, {}) of parameter '{}', which has {}", first, first + count,
@@ -92,9 +94,11 @@ void Engine::Impl::read(ParameterId parameter, State state, std::uint64_t first,
   if (!trainable && state != State::master) {
     throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", table.spec(parameter).name));
   }
-  if (state == State::gradient && !gradients_due) throw UsageError("there are no gradients between step() and the next pass");
+  if (state == State::gradient && !gradients_due)
+    throw UsageError("there are no gradients between step() and the next pass");
   if (state == State::gradient && !live.gradients->finished(table.parameter(parameter).unit)) {
-    throw UsageError(fmt::format("the gradient of parameter '{}' was not finished in the pass", table.spec(parameter).name));
+    throw UsageError(
+        fmt::format("the gradient of parameter '{}' was not finished in the pass", table.spec(parameter).name));
   }
   settle();
   const Ledger::Apart apart(runtime.ledger());
@@ -131,12 +135,15 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
                                                    : live.records->frozen(id).value_or(tiers::RecordId{});
   const std::uint64_t base = segment.trainable ? 0 : unit.frozen_offset();
   const auto tiles = layout.tiles();
-  const auto wanted = [&](const Tile& tile) { return tile.segment == segment.record_segment && overlap(tile, first, out.size()).count > 0; };
+  const auto wanted = [&](const Tile& tile) {
+    return tile.segment == segment.record_segment && overlap(tile, first, out.size()).count > 0;
+  };
   const auto begin = std::find_if(tiles.begin(), tiles.end(), wanted);
   const auto end = std::find_if_not(begin, tiles.end(), wanted);
 
   const Scratch weights_scratch(home.weights == nullptr ? kAccessTiles * tiers::kTileElements * 4 : 0);
-  const Scratch state_scratch(segment.trainable && home.state == nullptr ? kAccessTiles * tiers::kTileElements * 10 : 0);
+  const Scratch state_scratch(segment.trainable && home.state == nullptr ? kAccessTiles * tiers::kTileElements * 10
+                                                                         : 0);
   for (auto run = begin; run != end;) {
     const auto run_end = run + std::min<std::ptrdiff_t>(kAccessTiles, end - run);
     const auto index = static_cast<std::uint32_t>(run - tiles.begin());
@@ -147,12 +154,15 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
       live.store->verify(record, region, index, count, target);
       return target.data();
     };
-    std::byte* weights = home.weights != nullptr ? home.weights + base + run->w_offset
-                                                 : fetch(Region::weights, weights_scratch.first(last.w_offset + last.w_bytes - run->w_offset));
+    std::byte* weights =
+        home.weights != nullptr
+            ? home.weights + base + run->w_offset
+            : fetch(Region::weights, weights_scratch.first(last.w_offset + last.w_bytes - run->w_offset));
     std::byte* states = nullptr;
     if (segment.trainable) {
-      states = home.state != nullptr ? home.state + run->s_offset
-                                     : fetch(Region::state, state_scratch.first(last.s_offset + last.s_bytes - run->s_offset));
+      states = home.state != nullptr
+                   ? home.state + run->s_offset
+                   : fetch(Region::state, state_scratch.first(last.s_offset + last.s_bytes - run->s_offset));
     }
     for (auto tile = run; tile != run_end; ++tile) {
       const TileAccess access{.unit = id,
@@ -182,7 +192,8 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
   }
   for (const float value : values) {
     if (!master_is_committable(value) || (state == State::moment2 && value < 0)) {
-      throw UsageError(fmt::format("{} cannot be committed as state of parameter '{}'", value, table.spec(parameter).name));
+      throw UsageError(
+          fmt::format("{} cannot be committed as state of parameter '{}'", value, table.spec(parameter).name));
     }
   }
   settle();
@@ -208,15 +219,20 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
   book_io();
 }
 
-void Engine::Impl::write_trainable(ParameterId parameter, State state, const OwnedRange& owned, std::span<const float> values) {
+void Engine::Impl::write_trainable(ParameterId parameter, State state, const OwnedRange& owned,
+                                   std::span<const float> values) {
   const detail::Parameter& p = table.parameter(parameter);
-  live.updater->walk(step_writes(), [&](const TileAccess& tile) {
-    if (tile.segment != &table.segment_of(parameter)) return;
-    const ElementRange range = overlap(*tile.tile, owned.shard.first, owned.shard.count);
-    for (std::uint64_t i = 0; i < range.count; ++i) {
-      store_state(tile, state, range.first + i, values[tile.tile->first_element + range.first + i - owned.shard.first]);
-    }
-  }, p.unit);
+  live.updater->walk(
+      step_writes(),
+      [&](const TileAccess& tile) {
+        if (tile.segment != &table.segment_of(parameter)) return;
+        const ElementRange range = overlap(*tile.tile, owned.shard.first, owned.shard.count);
+        for (std::uint64_t i = 0; i < range.count; ++i) {
+          store_state(tile, state, range.first + i,
+                      values[tile.tile->first_element + range.first + i - owned.shard.first]);
+        }
+      },
+      p.unit);
 }
 
 void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, std::span<const float> values) {
@@ -228,26 +244,23 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   const auto count = static_cast<std::uint32_t>(tiles.size());
   const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
   const Scratch scratch(home == nullptr ? bytes : 0);
-  std::byte* weights = home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : scratch.first(bytes).data();
+  std::byte* weights =
+      home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : scratch.first(bytes).data();
   if (home == nullptr) {
-    live.store->read(*live.records->frozen(id), Region::weights, 0, count, {weights, bytes}, aio::Priority::foreground).wait();
+    live.store->read(*live.records->frozen(id), Region::weights, 0, count, {weights, bytes}, aio::Priority::foreground)
+        .wait();
     live.store->verify(*live.records->frozen(id), Region::weights, 0, count, {weights, bytes});
   }
-  std::vector<std::uint64_t> checksums;
   for (const Tile& tile : tiles) {
-    if (tile.segment == segment.record_segment) {
-      const ElementRange range = overlap(tile, owned.shard.first, owned.shard.count);
-      const TileAccess access{.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset};
-      for (std::uint64_t i = 0; i < range.count; ++i) {
-        store_state(access, State::master, range.first + i, values[tile.first_element + range.first + i - owned.shard.first]);
-      }
+    if (tile.segment != segment.record_segment) continue;
+    const ElementRange range = overlap(tile, owned.shard.first, owned.shard.count);
+    const TileAccess access{.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset};
+    for (std::uint64_t i = 0; i < range.count; ++i) {
+      const std::uint64_t element = tile.first_element + range.first + i;
+      store_state(access, State::master, range.first + i, values[element - owned.shard.first]);
     }
-    if (!step_writes().write_weights) continue;
-    checksums.push_back(live.store->checksum(*live.records->frozen(id), Region::weights, static_cast<std::uint32_t>(checksums.size()),
-                                             {weights + tile.w_offset, tile.w_bytes}));
   }
-  if (!step_writes().write_weights) return;
-  live.store->write(*live.records->frozen(id), Region::weights, 0, count, {weights, bytes}, checksums, aio::Priority::background).wait();
+  if (step_writes().write_weights) store_frozen(id, {weights, bytes}).wait();
 }
 
 // --- saving ----------------------------------------------------------------------------------------------------------
@@ -255,8 +268,9 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
 Completion Engine::Impl::save(const std::string& name, std::span<const std::byte> program_state) {
   if (pass || gradients_due) throw UsageError("save() belongs between step() and the next pass");
   if (program_state.size() > options.caller_state_bytes_max) {
-    throw UsageError(fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
-                                 program_state.size(), options.caller_state_bytes_max));
+    throw UsageError(
+        fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
+                    program_state.size(), options.caller_state_bytes_max));
   }
   if (!live.store) throw UsageError("nothing to save to: the configuration names no hoist.checkpoint_path");
   if (nvme_placement() && !stores_steps()) {
@@ -271,14 +285,8 @@ Completion Engine::Impl::save(const std::string& name, std::span<const std::byte
       const UnitId id{u};
       const detail::Unit& unit = table.unit(id);
       if (unit.frozen.tiles().empty()) continue;
-      const std::span<const std::byte> weights(live.memory->home(id).weights + unit.frozen_offset(), unit.frozen.region_bytes(Region::weights));
-      std::vector<std::uint64_t> checksums;
-      for (const Tile& tile : unit.frozen.tiles()) {
-        checksums.push_back(live.store->checksum(*live.records->frozen(id), Region::weights,
-                                                 static_cast<std::uint32_t>(checksums.size()), weights.subspan(tile.w_offset, tile.w_bytes)));
-      }
-      live.store->write(*live.records->frozen(id), Region::weights, 0, static_cast<std::uint32_t>(checksums.size()), weights, checksums,
-                        aio::Priority::background);
+      store_frozen(id,
+                   {live.memory->home(id).weights + unit.frozen_offset(), unit.frozen.region_bytes(Region::weights)});
     }
   }
   const std::vector<std::byte> state(program_state.begin(), program_state.end());

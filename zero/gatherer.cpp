@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
-#include <hoist/zero/detail/gatherer.hpp>
+#include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <utility>
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/gatherer.hpp>
 
 namespace hoist::detail {
 
@@ -15,7 +15,8 @@ using platform::StreamEvent;
 
 namespace {
 
-scheduler::DirectorOptions director_options(const EngineOptions& options, const UnitTable& table, const Memory& memory) {
+scheduler::DirectorOptions director_options(const EngineOptions& options, const UnitTable& table,
+                                            const Memory& memory) {
   scheduler::DirectorOptions result{.slot_count = static_cast<std::uint32_t>(memory.gather_slots().size()),
                                     .prefetch_elements = options.prefetch_elements,
                                     .live_elements_max = options.live_elements_max,
@@ -117,12 +118,11 @@ void Gatherer::fetch(UnitId unit, std::byte* target, std::vector<StreamEvent> af
   auto transfer = std::make_shared<Transfer>();
   transfer->target = target;
   states_[unit.index].transfer = transfer;
-  transfer->submitted = executor_.enqueue(
-      [this, unit, transfer, after = std::move(after), former = std::move(former)] {
-        for (const StreamEvent& event : after) streams_.up->wait(event, WaitCause::none);
-        if (former) streams_.up->wait(former->gathered, WaitCause::none);
-        submit(unit, *transfer);
-      });
+  transfer->submitted = executor_.enqueue([this, unit, transfer, after = std::move(after), former = std::move(former)] {
+    for (const StreamEvent& event : after) streams_.up->wait(event, WaitCause::none);
+    if (former) streams_.up->wait(former->gathered, WaitCause::none);
+    submit(unit, *transfer);
+  });
 }
 
 // On the executor.
@@ -175,7 +175,8 @@ void Gatherer::copy_segments(const Unit& unit, std::byte* target, const std::byt
 void Gatherer::all_gather(const Unit& unit, std::byte* target) {
   std::vector<comm::GatherPiece> pieces;
   pieces.reserve(unit.segments.size());
-  for (const Segment& segment : unit.segments) pieces.push_back({target + segment.gathered_offset, segment.shard_bytes()});
+  for (const Segment& segment : unit.segments)
+    pieces.push_back({target + segment.gathered_offset, segment.shard_bytes()});
   runtime_.communicator().all_gather(pieces, *streams_.comm);
 }
 
@@ -300,11 +301,12 @@ void Gatherer::no_slot(UnitId unit) const {
     if (!states_[u].pins.empty()) holders += (holders.empty() ? "'" : ", '") + table_.units()[u].name + "'";
   }
   const tiers::Budget& budget = runtime_.device_budget();
-  throw BudgetError({.tier = budget.tier(),
-                     .have_bytes = budget.limit_bytes(),
-                     .need_bytes = budget.limit_bytes() + slot_bytes,
-                     .key = budget.key(),
-                     .detail = fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders)});
+  throw BudgetError(
+      {.tier = budget.tier(),
+       .have_bytes = budget.limit_bytes(),
+       .need_bytes = budget.limit_bytes() + slot_bytes,
+       .key = budget.key(),
+       .detail = fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders)});
 }
 
 }  // namespace hoist::detail

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/error.hpp>
-#include <hoist/optim_cpu/norm.hpp>
-#include <hoist/zero/detail/gradients.hpp>
+#include <algorithm>
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include <hoist/core/error.hpp>
+#include <hoist/optim_cpu/norm.hpp>
+#include <hoist/zero/detail/gradients.hpp>
 
 namespace hoist::detail {
 
 using platform::CopyKind;
 
-Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor, Streams& streams)
+Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
+                     Streams& streams)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
@@ -73,11 +74,12 @@ Gradients::Buffer& Gradients::acquire(UnitId unit) {
   std::uint64_t bytes = 0;
   for (const Unit& other : table_.units()) bytes = std::max(bytes, other.gradient_bytes);
   const tiers::Budget& budget = runtime_.device_budget();
-  throw BudgetError({.tier = budget.tier(),
-                     .have_bytes = budget.limit_bytes(),
-                     .need_bytes = budget.limit_bytes() + bytes,
-                     .key = budget.key(),
-                     .detail = fmt::format("gradients of unit '{}' while other units' are not finished", table_.unit(unit).name)});
+  throw BudgetError(
+      {.tier = budget.tier(),
+       .have_bytes = budget.limit_bytes(),
+       .need_bytes = budget.limit_bytes() + bytes,
+       .key = budget.key(),
+       .detail = fmt::format("gradients of unit '{}' while other units' are not finished", table_.unit(unit).name)});
 }
 
 void Gradients::finish(UnitId id, StreamRef stream) {
@@ -116,7 +118,8 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   const bool stays = memory_.gradients_on_device();
   for (const Segment& segment : unit.segments) {
     if (!segment.trainable) continue;
-    const std::byte* shard = source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
+    const std::byte* shard =
+        source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
     streams_.down->copy(memory_.home(id).gradient + segment.home_gradient_offset, shard, segment.shard_bytes(),
                         stays ? CopyKind::local : CopyKind::device_to_host);
   }

@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/error.hpp>
-#include <hoist/zero/detail/engine_impl.hpp>
-
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <exception>
 #include <utility>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/engine_impl.hpp>
 
 namespace hoist {
 
 // --- Lease -----------------------------------------------------------------------------------------------------------
 
 Lease::Lease(Lease&& other) noexcept
-    : engine_(std::move(other.engine_)), unit_(other.unit_), stream_(std::exchange(other.stream_, nullptr)), pass_(other.pass_) {}
+    : engine_(std::move(other.engine_)),
+      unit_(other.unit_),
+      stream_(std::exchange(other.stream_, nullptr)),
+      pass_(other.pass_) {}
 
 Lease& Lease::operator=(Lease&& other) noexcept {
   if (this == &other) return *this;
@@ -38,16 +41,21 @@ TensorView Lease::view(ParameterId parameter) const {
   const auto engine = engine_.lock();
   if (!engine || !engine->impl_->in_pass(pass_)) throw UsageError("the lease's pass has ended");
   const Engine::Impl& e = *engine->impl_;
-  if (parameter.index >= e.table.specs().size()) throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  if (parameter.index >= e.table.specs().size())
+    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = e.table.parameter(parameter);
   const auto& tied = e.table.unit(unit_).tied;
   if (p.unit != unit_ && std::find(tied.begin(), tied.end(), p.unit) == tied.end()) {
-    throw UsageError(fmt::format("parameter '{}' neither belongs nor is tied to unit '{}'", e.table.spec(parameter).name,
-                                 e.table.unit(unit_).name));
+    throw UsageError(fmt::format("parameter '{}' neither belongs nor is tied to unit '{}'",
+                                 e.table.spec(parameter).name, e.table.unit(unit_).name));
   }
   const detail::Segment& segment = e.table.segment_of(parameter);
-  std::byte* data = e.live.gatherer->address(p.unit) + segment.gathered_offset + p.first_element * dtype_bytes(segment.dtype);
-  return {.data = data, .dtype = segment.dtype, .shape = e.table.spec(parameter).shape, .device = e.runtime.options().device_ordinal};
+  std::byte* data =
+      e.live.gatherer->address(p.unit) + segment.gathered_offset + p.first_element * dtype_bytes(segment.dtype);
+  return {.data = data,
+          .dtype = segment.dtype,
+          .shape = e.table.spec(parameter).shape,
+          .device = e.runtime.options().device_ordinal};
 }
 
 void Lease::release(StreamRef stream) {
@@ -71,11 +79,13 @@ TensorView GradientLease::view(ParameterId parameter) const {
     throw UsageError("the gradients were finished, or their pass has ended");
   }
   const Engine::Impl& e = *engine->impl_;
-  if (parameter.index >= e.table.specs().size()) throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  if (parameter.index >= e.table.specs().size())
+    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = e.table.parameter(parameter);
   const detail::Segment& segment = e.table.segment_of(parameter);
   if (p.unit != unit_ || !segment.trainable) {
-    throw UsageError(fmt::format("parameter '{}' has no gradient in unit '{}'", e.table.spec(parameter).name, e.table.unit(unit_).name));
+    throw UsageError(fmt::format("parameter '{}' has no gradient in unit '{}'", e.table.spec(parameter).name,
+                                 e.table.unit(unit_).name));
   }
   return {.data = data_ + segment.gradient_offset + p.first_element * dtype_bytes(segment.dtype),
           .dtype = segment.dtype,

@@ -2,9 +2,9 @@
 // zero/lease.hpp - pins on gathered weights, and on gradient memory.
 #pragma once
 
-#include <hoist/zero/types.hpp>
-
 #include <memory>
+
+#include <hoist/zero/types.hpp>
 
 namespace hoist {
 
@@ -12,9 +12,9 @@ class Engine;
 
 // The gathered weights of a unit (and of the parameters tied to it), valid on the stream given to gather() from that
 // call on. Shared: gathering a unit that is already gathered yields another lease on the same memory, so recomputation
-// nests. Destroying a lease that was not released releases it on the stream it was gathered on, which therefore outlives
-// the lease. A lease may outlive its pass and its engine: it then no longer pins anything, as if it had been released on
-// the stream it was gathered on when they ended.
+// nests. Destroying a lease that was not released releases it on the stream it was gathered on, which therefore
+// outlives the lease. A lease may outlive its pass and its engine: it then no longer pins anything, as if it had been
+// released on the stream it was gathered on when they ended.
 class Lease {
  public:
   Lease() = default;
@@ -40,8 +40,8 @@ class Lease {
 };
 
 // The gradient memory of a unit in the pass under way: zeroed at the first request of a micro-batch, then accumulated
-// into, until finish(). One element type per parameter, the parameter's own. The stream given to gradients() lives until
-// finish() or the end of the pass.
+// into, until finish(). One element type per parameter, the parameter's own. The stream given to gradients() lives
+// until finish() or the end of the pass.
 class GradientLease {
  public:
   // Errors: UsageError for a parameter of another unit or a frozen one, and after finish() or the pass.

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
-#include <hoist/zero/detail/memory.hpp>
+#include <algorithm>
+#include <thread>
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <thread>
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/memory.hpp>
 
 namespace hoist::detail {
 
@@ -19,7 +19,7 @@ std::uint64_t arena_bytes(std::uint64_t bytes) { return round_up(bytes, tiers::D
 }  // namespace
 
 Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes)
-    : runtime_(runtime), options_(options), table_(table), homes_(table.units().size()) {
+    : runtime_(runtime), options_(options), table_(table), needs_(options, table), homes_(table.units().size()) {
   take_device();
   const Buffers buffers = choose_buffers(store_memory_bytes);
   store_hold_ = runtime_.pinned_budget().take(store_memory_bytes, "the store's checksum tables and manifest");
@@ -28,25 +28,48 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
   take_pinned(buffers);
 }
 
-bool Memory::has_own_memory(const Unit& unit) const {
+DeviceNeeds::DeviceNeeds(const EngineOptions& options, const UnitTable& table) : options_(options), table_(table) {
+  for (const Unit& unit : table.units()) {
+    homes_bytes += homes_of(unit);
+    if (!unit.owns_tied) gradient_bytes = std::max(gradient_bytes, arena_bytes(unit.gradient_bytes));
+    std::uint64_t slots = is_slotted(unit) ? 1 : 0;
+    slot_count += slots;
+    if (slots == 1) slot_bytes = std::max(slot_bytes, arena_bytes(unit.gathered_bytes));
+    for (const UnitId owner : unit.tied) slots += is_slotted(table.unit(owner)) ? 1u : 0u;
+    slots_min = std::max(slots_min, slots);
+  }
+}
+
+bool DeviceNeeds::has_own_memory(const Unit& unit) const {
   if (unit.options.binding) return false;
-  const bool resident = on_device(options_.parameters) && table_.world_size() == 1;
+  const bool resident = options_.parameters == Placement::device && table_.world_size() == 1;
   return resident || unit.options.stable_address || unit.elements <= options_.persistence_elements;
 }
 
-bool Memory::needs_device_shard(const Unit& unit) const {
-  return on_device(options_.parameters) && !(table_.world_size() == 1 && has_own_memory(unit));
+bool DeviceNeeds::needs_device_shard(const Unit& unit) const {
+  return options_.parameters == Placement::device && !(table_.world_size() == 1 && has_own_memory(unit));
 }
 
-// Slots that a single gather() pins at most: the unit's own and those of the units it is tied to.
-std::uint64_t Memory::slots_of_one_gather() const {
-  std::uint64_t most = 0;
-  for (const Unit& unit : table_.units()) {
-    std::uint64_t slots = is_slotted(unit) ? 1u : 0u;
-    for (const UnitId owner : unit.tied) slots += is_slotted(table_.unit(owner)) ? 1u : 0u;
-    most = std::max(most, slots);
-  }
-  return most;
+std::uint64_t DeviceNeeds::homes_of(const Unit& unit) const {
+  std::uint64_t bytes = 0;
+  if (has_own_memory(unit)) bytes += arena_bytes(unit.gathered_bytes);
+  if (unit.owns_tied) bytes += arena_bytes(unit.gradient_bytes);
+  if (needs_device_shard(unit)) bytes += arena_bytes(unit.host_bytes());
+  if (options_.optimizer != Placement::device) return bytes;
+  return bytes + arena_bytes(unit.trainable.region_bytes(Region::state)) + arena_bytes(unit.home_gradient_bytes);
+}
+
+void require_device_memory(Runtime& runtime, const DeviceNeeds& needs, std::uint64_t program_bytes) {
+  const tiers::Budget& budget = runtime.device_budget();
+  const std::uint64_t least = arena_bytes(program_bytes) + needs.least_bytes();
+  const std::uint64_t available = runtime.device_arena().largest_hole_bytes();
+  if (least <= available) return;
+  throw BudgetError(
+      {.tier = budget.tier(),
+       .have_bytes = budget.limit_bytes(),
+       .need_bytes = budget.limit_bytes() - available + least,
+       .key = budget.key(),
+       .detail = "the program's own blocks, resident states, what one gather() needs and one unit's gradient"});
 }
 
 // --- pinned memory ---------------------------------------------------------------------------------------------------
@@ -125,11 +148,12 @@ Memory::Buffers Memory::choose_buffers(std::uint64_t store_memory_bytes) const {
   while (!fits(chosen) && chosen.staging_count > 1) --chosen.staging_count;
   while (!fits(chosen) && chosen.update_count > 3) --chosen.update_count;
   if (!fits(chosen)) {
-    throw BudgetError({.tier = budget.tier(),
-                       .have_bytes = budget.limit_bytes(),
-                       .need_bytes = budget.held_bytes() + pinned_bytes(chosen) + store_memory_bytes,
-                       .key = budget.key(),
-                       .detail = "gradients, states kept in memory and the smallest transfer buffers"});
+    throw BudgetError(
+        {.tier = budget.tier(),
+         .have_bytes = budget.limit_bytes(),
+         .need_bytes = round_up(budget.held_bytes() + pinned_bytes(chosen) + store_memory_bytes, kBlockAlignment),
+         .key = budget.key(),
+         .detail = "gradients, states kept in memory and the smallest transfer buffers"});
   }
   return chosen;
 }
@@ -137,9 +161,9 @@ Memory::Buffers Memory::choose_buffers(std::uint64_t store_memory_bytes) const {
 void Memory::take_pinned(const Buffers& buffers) {
   const unsigned cpus = std::max(1u, std::thread::hardware_concurrency());
   pool_ = std::make_unique<tiers::PinnedPool>(
-      runtime_.pinned_budget(), tiers::PinnedPoolOptions{.bytes = pinned_bytes(buffers),
-                                                         .huge_pages = runtime_.options().huge_pages,
-                                                         .touch_threads = cpus});
+      runtime_.pinned_budget(),
+      tiers::PinnedPoolOptions{
+          .bytes = pinned_bytes(buffers), .huge_pages = runtime_.options().huge_pages, .touch_threads = cpus});
   const bool optimizer_on_device = on_device(options_.optimizer);
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     const Unit& unit = table_.units()[u];
@@ -153,25 +177,15 @@ void Memory::take_pinned(const Buffers& buffers) {
     if (!optimizer_on_device) home.gradient = pool_->carve(unit.home_gradient_bytes, unit.name).data();
   }
   const std::uint64_t update_bytes = piece_bytes_max(buffers.piece_tiles);
-  for (unsigned i = 0; i < buffers.update_count; ++i) update_buffers_.push_back(pool_->carve(update_bytes, "update buffer"));
+  for (unsigned i = 0; i < buffers.update_count; ++i)
+    update_buffers_.push_back(pool_->carve(update_bytes, "update buffer"));
   std::uint64_t staging_bytes = 0;
   for (const Unit& unit : table_.units()) staging_bytes = std::max(staging_bytes, unit.host_bytes());
-  for (unsigned i = 0; i < buffers.staging_count; ++i) staging_buffers_.push_back(pool_->carve(staging_bytes, "staging buffer"));
+  for (unsigned i = 0; i < buffers.staging_count; ++i)
+    staging_buffers_.push_back(pool_->carve(staging_bytes, "staging buffer"));
 }
 
 // --- device memory ---------------------------------------------------------------------------------------------------
-
-std::uint64_t Memory::device_homes_bytes() const {
-  std::uint64_t bytes = 0;
-  for (const Unit& unit : table_.units()) {
-    if (has_own_memory(unit)) bytes += arena_bytes(unit.gathered_bytes);
-    if (unit.owns_tied) bytes += arena_bytes(unit.gradient_bytes);
-    if (needs_device_shard(unit)) bytes += arena_bytes(unit.host_bytes());
-    if (!on_device(options_.optimizer)) continue;
-    bytes += arena_bytes(unit.trainable.region_bytes(Region::state)) + arena_bytes(unit.home_gradient_bytes);
-  }
-  return bytes;
-}
 
 std::byte* Memory::take_device_block(std::uint64_t bytes, const std::string& what) {
   if (bytes == 0) return nullptr;
@@ -180,60 +194,42 @@ std::byte* Memory::take_device_block(std::uint64_t bytes, const std::string& wha
 }
 
 void Memory::take_device() {
-  std::uint64_t slotted_units = 0;
-  for (const Unit& unit : table_.units()) {
-    if (!unit.owns_tied) gradient_slot_bytes_ = std::max(gradient_slot_bytes_, unit.gradient_bytes);
-    if (!is_slotted(unit)) continue;
-    ++slotted_units;
-    slot_bytes_ = std::max(slot_bytes_, unit.gathered_bytes);
-  }
-  const std::uint64_t slot = arena_bytes(slot_bytes_);
-  const std::uint64_t gradient = arena_bytes(gradient_slot_bytes_);
-  const std::uint64_t slots_min = slots_of_one_gather();
-  const std::uint64_t least = device_homes_bytes() + slots_min * slot + gradient;
-  const tiers::Budget& budget = runtime_.device_budget();
-  const std::uint64_t available = std::min(budget.limit_bytes() - budget.held_bytes(), runtime_.device_arena().largest_hole_bytes());
-  if (least > available) {
-    throw BudgetError({.tier = budget.tier(),
-                       .have_bytes = budget.limit_bytes(),
-                       .need_bytes = budget.limit_bytes() - available + least,
-                       .key = budget.key(),
-                       .detail = "the program's own blocks, resident states, what one gather() needs and one unit's gradient"});
-  }
-
+  require_device_memory(runtime_, needs_, 0);
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     const Unit& unit = table_.units()[u];
     UnitHome& home = homes_[u];
-    if (has_own_memory(unit)) home.own_memory = take_device_block(unit.gathered_bytes, unit.name + " weights");
+    if (needs_.has_own_memory(unit)) home.own_memory = take_device_block(unit.gathered_bytes, unit.name + " weights");
     if (unit.owns_tied) home.own_gradient = take_device_block(unit.gradient_bytes, unit.name + " gradient");
-    if (needs_device_shard(unit)) home.device_shard = take_device_block(unit.host_bytes(), unit.name + " shard");
+    if (needs_.needs_device_shard(unit)) home.device_shard = take_device_block(unit.host_bytes(), unit.name + " shard");
     if (!on_device(options_.optimizer)) continue;
     home.state = take_device_block(unit.trainable.region_bytes(Region::state), unit.name + " optimizer state");
     home.gradient = take_device_block(unit.home_gradient_bytes, unit.name + " gradient shard");
-    if (on_device(options_.parameters)) home.weights = home.device_shard != nullptr ? home.device_shard : home.own_memory;
+    if (on_device(options_.parameters))
+      home.weights = home.device_shard != nullptr ? home.device_shard : home.own_memory;
   }
 
   // A second gradient buffer lets one layer's gradient travel down while the next layer's is made; more gather slots
   // let weights come up earlier and stay longer.
-  std::uint64_t left = available - device_homes_bytes();
+  const std::uint64_t slot = needs_.slot_bytes, gradient = needs_.gradient_bytes;
+  std::uint64_t left = runtime_.device_arena().largest_hole_bytes();
   if (gradient != 0) {
-    const unsigned gradient_slots = left >= (slots_min + 1) * slot + 2 * gradient ? 2 : 1;
-    for (unsigned i = 0; i < gradient_slots; ++i) gradient_slots_.push_back(take_device_block(gradient_slot_bytes_, "gradient buffer"));
-    left -= gradient_slots * gradient;
+    const unsigned buffers = left >= (needs_.slots_min + 1) * slot + 2 * gradient ? 2 : 1;
+    for (unsigned i = 0; i < buffers; ++i) gradient_slots_.push_back(take_device_block(gradient, "gradient buffer"));
+    left -= buffers * gradient;
   }
   if (slot == 0) return;
-  const std::uint64_t slots = std::min(left / slot, slotted_units);
-  for (std::uint64_t i = 0; i < slots; ++i) gather_slots_.push_back(take_device_block(slot_bytes_, "gathered unit"));
+  const std::uint64_t slots = std::min(left / slot, needs_.slot_count);
+  for (std::uint64_t i = 0; i < slots; ++i) gather_slots_.push_back(take_device_block(slot, "gathered unit"));
 }
 
 std::string Memory::describe() const {
   return fmt::format(
       "device: {} gather slots of {}, {} gradient buffers of {}; pinned: {} update buffers of {} ({} parameters each), "
       "{} staging buffers of {}",
-      gather_slots_.size(), format_bytes(slot_bytes_), gradient_slots_.size(), format_bytes(gradient_slot_bytes_),
-      update_buffers_.size(), format_bytes(update_buffers_.empty() ? 0 : update_buffers_[0].size()),
-      piece_tiles_ * tiers::kTileElements, staging_buffers_.size(),
-      format_bytes(staging_buffers_.empty() ? 0 : staging_buffers_[0].size()));
+      gather_slots_.size(), format_bytes(needs_.slot_bytes), gradient_slots_.size(),
+      format_bytes(needs_.gradient_bytes), update_buffers_.size(),
+      format_bytes(update_buffers_.empty() ? 0 : update_buffers_[0].size()), piece_tiles_ * tiers::kTileElements,
+      staging_buffers_.size(), format_bytes(staging_buffers_.empty() ? 0 : staging_buffers_[0].size()));
 }
 
 }  // namespace hoist::detail

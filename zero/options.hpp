@@ -3,14 +3,14 @@
 // from a DeepSpeed JSON file. Defaults are DeepSpeed's where DeepSpeed has the setting.
 #pragma once
 
+#include <cstdint>
+#include <string>
+
 #include <hoist/aio/engine.hpp>
 #include <hoist/comm/communicator.hpp>
 #include <hoist/optim_cpu/adam.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/store.hpp>
-
-#include <cstdint>
-#include <string>
 
 namespace hoist {
 
@@ -24,8 +24,8 @@ struct RuntimeOptions {
   platform::DeviceKind device = platform::DeviceKind::host;
   int device_ordinal = 0;
   platform::HostDeviceOptions host_device{};
-  std::uint64_t device_memory_bytes = kGiB;   // hard budget; key "hoist.device_memory"
-  std::uint64_t pinned_memory_bytes = kGiB;   // hard budget; key "hoist.pinned_memory"
+  std::uint64_t device_memory_bytes = kGiB;  // hard budget; key "hoist.device_memory"
+  std::uint64_t pinned_memory_bytes = kGiB;  // hard budget; key "hoist.pinned_memory"
   bool huge_pages = true;
 
   // NVMe transfers (the DeepSpeed section "aio").
@@ -36,7 +36,8 @@ struct RuntimeOptions {
 
   unsigned update_threads = 0;  // of the CPU optimizer; 0: every CPU the process may use
   CommunicatorKind communicator = CommunicatorKind::automatic;
-  std::uint64_t comm_scratch_bytes = 4 * kMiB;  // device memory for staging reductions; used when there are several ranks
+  std::uint64_t comm_scratch_bytes =
+      4 * kMiB;  // device memory for staging reductions; used when there are several ranks
   std::chrono::milliseconds comm_timeout = std::chrono::minutes(10);
 };
 
@@ -72,7 +73,7 @@ struct EngineOptions {
   std::uint64_t reuse_distance_elements = 1'000'000'000;
   std::uint64_t persistence_elements = 100'000;
 
-  double gradient_clipping = 1.0;  // global norm; 0: none
+  double gradient_clipping = 1.0;           // global norm; 0: none
   optim::AdamOptions optimizer_defaults{};  // of group 0
 };
 

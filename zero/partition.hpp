@@ -5,11 +5,11 @@
 // Rajbhandari et al., arXiv 1910.02054.
 #pragma once
 
-#include <hoist/core/units.hpp>
-#include <hoist/tiers/record_layout.hpp>
-
 #include <algorithm>
 #include <cstdint>
+
+#include <hoist/core/units.hpp>
+#include <hoist/tiers/record_layout.hpp>
 
 namespace hoist {
 

@@ -16,17 +16,20 @@ bool wants_mpi(const RuntimeOptions& options) {
   return options.communicator == CommunicatorKind::automatic && comm::mpi_size_of_launch() > 1;
 }
 
-std::unique_ptr<comm::Communicator> default_communicator(const RuntimeOptions& options, const comm::CommunicatorOptions& comm) {
+std::unique_ptr<comm::Communicator> default_communicator(const RuntimeOptions& options,
+                                                         const comm::CommunicatorOptions& comm) {
   return wants_mpi(options) ? comm::make_mpi(comm) : comm::make_self(comm);
 }
 
 }  // namespace
 
 Runtime::Runtime(const RuntimeOptions& options)
-    : Runtime(options, [&](const comm::CommunicatorOptions& comm) { return default_communicator(options, comm); },
-              /*alone=*/!wants_mpi(options)) {}
+    : Runtime(
+          options, [&](const comm::CommunicatorOptions& comm) { return default_communicator(options, comm); },
+          /*alone=*/!wants_mpi(options)) {}
 
-Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join) : Runtime(options, join, /*alone=*/false) {}
+Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join)
+    : Runtime(options, join, /*alone=*/false) {}
 
 Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join, bool alone)
     : options_(options),

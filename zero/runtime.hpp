@@ -6,11 +6,11 @@
 // Errors     DeviceError, CommError, BudgetError, UsageError from construction.
 #pragma once
 
+#include <memory>
+
 #include <hoist/tiers/budget.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/options.hpp>
-
-#include <memory>
 
 namespace hoist {
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/zero/detail/stager.hpp>
-
 #include <algorithm>
 #include <array>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/zero/detail/stager.hpp>
 
 namespace hoist::detail {
 
@@ -90,7 +90,9 @@ void Stager::start_read(Buffer& buffer, UnitId id) {
   written.then([this, id, target = buffer.bytes, promise](std::exception_ptr failed_write) {
     if (failed_write) return promise->fail(failed_write);
     try {
-      read_weights(id, target).then([promise](std::exception_ptr error) { error ? promise->fail(error) : promise->complete(); });
+      read_weights(id, target).then([promise](std::exception_ptr error) {
+        error ? promise->fail(error) : promise->complete();
+      });
     } catch (...) {
       promise->fail(std::current_exception());
     }
@@ -100,7 +102,8 @@ void Stager::start_read(Buffer& buffer, UnitId id) {
 Completion Stager::read_weights(UnitId id, std::span<std::byte> target) {
   const Unit& unit = table_.unit(id);
   std::array<Completion, 2> reads;
-  const auto start = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, std::uint64_t offset) {
+  const auto start = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
+                         std::uint64_t offset) {
     if (!record) return Completion();
     return store_.read(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
                        target.subspan(offset, layout.region_bytes(Region::weights)), aio::Priority::foreground);
@@ -168,7 +171,8 @@ std::byte* Stager::take(UnitId unit) {
 
 void Stager::verify(UnitId id, std::span<const std::byte> bytes) const {
   const Unit& unit = table_.unit(id);
-  const auto check = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, std::uint64_t offset) {
+  const auto check = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
+                         std::uint64_t offset) {
     if (!record) return;
     store_.verify(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
                   bytes.subspan(offset, layout.region_bytes(Region::weights)));
@@ -179,7 +183,8 @@ void Stager::verify(UnitId id, std::span<const std::byte> bytes) const {
 
 void Stager::hand_back(std::byte* bytes) {
   std::lock_guard lock(mutex_);
-  const auto buffer = std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.bytes.data() == bytes; });
+  const auto buffer =
+      std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.bytes.data() == bytes; });
   HOIST_ASSERT(buffer != buffers_.end() && buffer->use == Use::taken);
   buffer->use = Use::free;
   start_reads();

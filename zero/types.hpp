@@ -2,18 +2,18 @@
 // zero/types.hpp - the words of the public face: parameters, units, passes, steps.
 #pragma once
 
-#include <hoist/core/completion.hpp>
-#include <hoist/core/dtype.hpp>
-#include <hoist/core/strong_id.hpp>
-#include <hoist/optim_cpu/adam.hpp>
-#include <hoist/platform/stream.hpp>
-
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
 #include <vector>
+
+#include <hoist/core/completion.hpp>
+#include <hoist/core/dtype.hpp>
+#include <hoist/core/strong_id.hpp>
+#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/platform/stream.hpp>
 
 namespace hoist {
 
@@ -40,12 +40,12 @@ struct TensorView {
 using GroupOptions = optim::AdamOptions;
 
 struct ParameterSpec {
-  std::string name;                  // unique within the engine
-  std::vector<std::int64_t> shape;   // every extent at least 1; empty for a scalar
-  DType dtype = DType::bf16;         // bf16 (split fp32 master) or fp32
-  bool trainable = true;             // false: weights only, no gradient and no optimizer state
+  std::string name;                 // unique within the engine
+  std::vector<std::int64_t> shape;  // every extent at least 1; empty for a scalar
+  DType dtype = DType::bf16;        // bf16 (split fp32 master) or fp32
+  bool trainable = true;            // false: weights only, no gradient and no optimizer state
   GroupId group{};
-  bool counts_in_norm = true;        // false for a replica that another rank already counts
+  bool counts_in_norm = true;  // false for a replica that another rank already counts
 };
 
 // Who owns the memory a unit is gathered into. Default: the engine's device arena.
@@ -66,7 +66,7 @@ struct UnitOptions {
 enum class Pass : std::uint8_t { train, evaluate, generate };
 
 struct PassOptions {
-  int micro_batch = 0;    // of micro_batches, counted from 0
+  int micro_batch = 0;  // of micro_batches, counted from 0
   int micro_batches = 1;
 };
 
@@ -84,12 +84,12 @@ struct StepOptions {
 };
 
 struct StepReport {
-  std::uint64_t step = 0;        // counted from 1; unchanged when not applied
-  bool applied = true;           // false: a gradient was not finite and every rank skipped
-  double gradient_norm = 0;      // global, before clipping
-  double clip_factor = 1;        // what gradients were multiplied by
+  std::uint64_t step = 0;    // counted from 1; unchanged when not applied
+  bool applied = true;       // false: a gradient was not finite and every rank skipped
+  double gradient_norm = 0;  // global, before clipping
+  double clip_factor = 1;    // what gradients were multiplied by
   double loss_scale = 1;
-  Completion committed;          // done when the step is durable at all ranks; at once without durability
+  Completion committed;  // done when the step is durable at all ranks; at once without durability
 };
 
 struct RestoreReport {

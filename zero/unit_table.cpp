@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
-#include <hoist/zero/detail/unit_table.hpp>
+#include <algorithm>
+#include <limits>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
-#include <limits>
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/unit_table.hpp>
 
 namespace hoist::detail {
 
@@ -16,7 +16,8 @@ namespace {
 std::uint64_t checked_count(const ParameterSpec& spec) {
   std::uint64_t count = 1;
   for (const std::int64_t extent : spec.shape) {
-    if (extent <= 0) throw UsageError(fmt::format("parameter '{}' has extent {}; every extent is at least 1", spec.name, extent));
+    if (extent <= 0)
+      throw UsageError(fmt::format("parameter '{}' has extent {}; every extent is at least 1", spec.name, extent));
     if (count > std::numeric_limits<std::int64_t>::max() / static_cast<std::uint64_t>(extent)) {
       throw UsageError(fmt::format("parameter '{}' has more than 2^63 elements", spec.name));
     }
@@ -36,16 +37,19 @@ void check(const ParameterSpec& spec, const std::string& unit, std::size_t group
     throw UsageError(fmt::format("the name '{}' of unit '{}' holds a newline or '|'", spec.name, unit));
   }
   if (spec.dtype == DType::fp16) {
-    throw UsageError(fmt::format("parameter '{}' is fp16, which this version does not store; use bf16 or fp32", spec.name));
+    throw UsageError(
+        fmt::format("parameter '{}' is fp16, which this version does not store; use bf16 or fp32", spec.name));
   }
   if (spec.group.index >= group_count) {
-    throw UsageError(fmt::format("parameter '{}' names group {}, but only {} exist", spec.name, spec.group.index, group_count));
+    throw UsageError(
+        fmt::format("parameter '{}' names group {}, but only {} exist", spec.name, spec.group.index, group_count));
   }
 }
 
 }  // namespace
 
-UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options, std::size_t group_count) {
+UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options,
+                      std::size_t group_count) {
   if (specs.empty()) throw UsageError(fmt::format("unit '{}' has no parameters", name));
   for (std::size_t i = 0; i < specs.size(); ++i) {
     check(specs[i], name, group_count);
@@ -62,13 +66,18 @@ UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, Un
   for (const bool trainable : {true, false}) {
     for (const ParameterSpec& spec : specs) {
       if (spec.trainable != trainable) continue;
-      if (std::any_of(unit.segments.begin(), unit.segments.end(), [&](const Segment& s) { return same_segment(s, spec); })) continue;
-      unit.segments.push_back(
-          {.dtype = spec.dtype, .trainable = spec.trainable, .group = spec.group, .counts_in_norm = spec.counts_in_norm});
+      if (std::any_of(unit.segments.begin(), unit.segments.end(),
+                      [&](const Segment& s) { return same_segment(s, spec); }))
+        continue;
+      unit.segments.push_back({.dtype = spec.dtype,
+                               .trainable = spec.trainable,
+                               .group = spec.group,
+                               .counts_in_norm = spec.counts_in_norm});
     }
   }
   for (const ParameterSpec& spec : specs) {
-    const auto segment = std::find_if(unit.segments.begin(), unit.segments.end(), [&](const Segment& s) { return same_segment(s, spec); });
+    const auto segment = std::find_if(unit.segments.begin(), unit.segments.end(),
+                                      [&](const Segment& s) { return same_segment(s, spec); });
     const std::uint64_t count = checked_count(spec);
     segment->elements = round_up(segment->elements, kParameterAlignment);
     const ParameterId parameter{static_cast<std::uint32_t>(specs_.size())};
@@ -93,15 +102,17 @@ void UnitTable::lay_out(Unit& unit) const {
     segment.shard_elements = shard_elements(segment.elements, world_size_);
     auto& record = records[segment.trainable ? 0 : 1];
     segment.record_segment = static_cast<std::uint32_t>(record.size());
-    record.push_back({.dtype = segment.dtype, .trainable = segment.trainable, .shard_elements = segment.shard_elements});
+    record.push_back(
+        {.dtype = segment.dtype, .trainable = segment.trainable, .shard_elements = segment.shard_elements});
   }
   unit.trainable = tiers::RecordLayout(records[0]);
   unit.frozen = tiers::RecordLayout(records[1]);
 
   const auto world = static_cast<std::uint64_t>(world_size_);
   for (Segment& segment : unit.segments) {
-    segment.host_offset = segment.trainable ? unit.trainable.segment_w_offset(segment.record_segment)
-                                            : unit.frozen_offset() + unit.frozen.segment_w_offset(segment.record_segment);
+    segment.host_offset = segment.trainable
+                              ? unit.trainable.segment_w_offset(segment.record_segment)
+                              : unit.frozen_offset() + unit.frozen.segment_w_offset(segment.record_segment);
     segment.gathered_offset = unit.gathered_bytes;
     unit.gathered_bytes += round_up(world * segment.shard_bytes(), kBlockAlignment);
     if (!segment.trainable) continue;
@@ -110,11 +121,13 @@ void UnitTable::lay_out(Unit& unit) const {
     segment.home_gradient_offset = unit.home_gradient_bytes;
     unit.home_gradient_bytes += round_up(segment.shard_bytes(), 64);
   }
-  HOIST_ASSERT(world_size_ > 1 || unit.gathered_bytes == unit.host_bytes(), "{} and {}", unit.gathered_bytes, unit.host_bytes());
+  HOIST_ASSERT(world_size_ > 1 || unit.gathered_bytes == unit.host_bytes(), "{} and {}", unit.gathered_bytes,
+               unit.host_bytes());
 }
 
 void UnitTable::tie(UnitId user, ParameterId owner) {
-  if (user.index >= units_.size() || owner.index >= parameters_.size()) throw UsageError("tie: unknown unit or parameter");
+  if (user.index >= units_.size() || owner.index >= parameters_.size())
+    throw UsageError("tie: unknown unit or parameter");
   const UnitId owner_unit = parameters_[owner.index].unit;
   if (owner_unit == user) return;
   auto& tied = units_[user.index].tied;
@@ -139,8 +152,8 @@ std::string UnitTable::identity() const {
     for (const ParameterId id : unit.parameters) {
       const ParameterSpec& spec = specs_[id.index];
       text += fmt::format("{} | {} | {} | [{}] | {} | segment {} at {}\n", unit.name, spec.name, dtype_name(spec.dtype),
-                          fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen", parameters_[id.index].segment,
-                          parameters_[id.index].first_element);
+                          fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen",
+                          parameters_[id.index].segment, parameters_[id.index].first_element);
     }
   }
   return text;

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+
 #include <hoist/core/assert.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/zero/detail/updater.hpp>
-
-#include <algorithm>
-#include <array>
 
 namespace hoist::detail {
 
 using tiers::Region;
 using tiers::Tile;
 
-Updater::Updater(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records, tiers::Store* store)
+Updater::Updater(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
+                 tiers::Store* store)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
@@ -141,7 +142,11 @@ void Updater::update(Job& job, const WalkOptions& options, const Work& work) {
     const std::span<std::byte> state(job.state + (tile.s_offset - first.s_offset), tile.s_bytes);
     if (job.weights_read) store_->verify(*record, Region::weights, index, 1, weights);
     if (job.state_read) store_->verify(*record, Region::state, index, 1, state);
-    work({.unit = job.piece.unit, .segment = &unit.segments[tile.segment], .tile = &tile, .weights = weights.data(), .state = state.data()});
+    work({.unit = job.piece.unit,
+          .segment = &unit.segments[tile.segment],
+          .tile = &tile,
+          .weights = weights.data(),
+          .state = state.data()});
     if (options.write_weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
     if (options.write_state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
   });
@@ -152,9 +157,11 @@ void Updater::write(Job& job, const WalkOptions& options) {
   const tiers::Tile& first = tiles(job.piece).front();
   const tiers::Tile& last = tiles(job.piece).back();
   std::vector<Completion> writes;
-  const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes, const std::vector<std::uint64_t>& checksums) {
-    writes.push_back(store_->write(*records_.trainable(job.piece.unit), region, job.piece.first_tile, job.piece.tile_count,
-                                   {source, bytes}, std::span(checksums).first(job.piece.tile_count), aio::Priority::background));
+  const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes,
+                               const std::vector<std::uint64_t>& checksums) {
+    writes.push_back(store_->write(*records_.trainable(job.piece.unit), region, job.piece.first_tile,
+                                   job.piece.tile_count, {source, bytes},
+                                   std::span(checksums).first(job.piece.tile_count), aio::Priority::background));
   };
   if (options.write_weights) {
     start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);

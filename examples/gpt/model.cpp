@@ -64,6 +64,7 @@ Model::Model(Runtime& runtime, Engine& engine, const ModelOptions& options, cons
   declare(defaults);
   std::uint64_t bytes = 0;
   carve(nullptr, bytes);
+  engine.require_device_memory(bytes);
   memory_ = runtime.device_arena().allocate(bytes, "hoist-gpt's activations and work buffers");
   work_ = std::make_unique<Workspace>(carve(memory_.data(), bytes));
   stream_ = runtime.device().create_stream("compute");

@@ -156,6 +156,21 @@ TEST_F(Program, ABudgetTooSmallNamesTheKey) {
   expect_refused(usual(1), "hoist.device_memory");
 }
 
+TEST_F(Program, TheBudgetThatARefusalNamesWorks) {
+  for (const std::string key : {"pinned_memory", "device_memory"}) {
+    write_config("config.json", "nvme", "nvme", {{key, "64KiB"}});
+    const Outcome refused = run(usual(2));
+    ASSERT_EQ(refused.code, 2) << refused.error;
+    const std::string words = "to at least ";
+    const std::size_t at = refused.error.find(words);
+    ASSERT_NE(at, std::string::npos) << refused.error;
+    write_config("config.json", "nvme", "nvme", {{key, std::stoull(refused.error.substr(at + words.size()))}});
+    const Outcome trained = run(usual(2));
+    EXPECT_EQ(trained.code, 0) << key << ": " << trained.error;
+    std::filesystem::remove_all(path("store"));
+  }
+}
+
 TEST_F(Program, TrainsAndReports) {
   const json report = report_of(usual(5));
   ASSERT_TRUE(report.is_object());

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The director: records, follows, improvises; a simulated device checks that no fetch overwrites what is pinned and
 // that every gather finds its item.
+#include <map>
+#include <set>
+
 #include <gtest/gtest.h>
 
 #include <hoist/core/rng.hpp>
 #include <hoist/scheduler/director.hpp>
-
-#include <map>
-#include <set>
 
 namespace hoist::scheduler {
 namespace {
@@ -58,7 +58,8 @@ class Simulation {
   void apply(std::span<const Fetch> fetches) {
     for (const Fetch& fetch : fetches) {
       ++fetch_count;
-      ASSERT_FALSE(slots_.contains(fetch.slot) && pinned_.contains(slots_[fetch.slot])) << "a pinned item is overwritten";
+      ASSERT_FALSE(slots_.contains(fetch.slot) && pinned_.contains(slots_[fetch.slot]))
+          << "a pinned item is overwritten";
       ASSERT_FALSE(pinned_.contains(fetch.item)) << "a pinned item is fetched again";
       std::erase_if(slots_, [&](const auto& s) { return s.second == fetch.item; });
       slots_[fetch.slot] = fetch.item;

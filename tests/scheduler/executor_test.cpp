@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <gtest/gtest.h>
-
-#include <hoist/scheduler/executor.hpp>
-
 #include <atomic>
 #include <stdexcept>
 #include <vector>
+
+#include <gtest/gtest.h>
+
+#include <hoist/scheduler/executor.hpp>
 
 namespace hoist::scheduler {
 namespace {

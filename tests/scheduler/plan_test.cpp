@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans: checked by replaying them, on the traces of training and on random ones.
+#include <algorithm>
+#include <map>
+#include <set>
+
 #include <gtest/gtest.h>
 
 #include <hoist/core/rng.hpp>
 #include <hoist/scheduler/plan.hpp>
-
-#include <algorithm>
-#include <map>
-#include <set>
 
 namespace hoist::scheduler {
 namespace {
@@ -53,8 +53,9 @@ void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where
   std::map<Slot, Item> slots;
   std::set<Item> own, pinned;
   const auto resident = [&](Item item) {
-    return inputs.items[item].slotted ? std::any_of(slots.begin(), slots.end(), [&](const auto& s) { return s.second == item; })
-                                      : own.contains(item);
+    return inputs.items[item].slotted
+               ? std::any_of(slots.begin(), slots.end(), [&](const auto& s) { return s.second == item; })
+               : own.contains(item);
   };
   for (std::size_t point = 0; point <= plan.trace.size(); ++point) {
     if (point > 0 && plan.trace[point - 1].kind == AccessKind::release) pinned.erase(plan.trace[point - 1].item);
@@ -65,7 +66,8 @@ void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where
         continue;
       }
       ASSERT_LT(fetch.slot, inputs.slot_count) << where;
-      ASSERT_FALSE(slots.contains(fetch.slot) && pinned.contains(slots[fetch.slot])) << where << ": a pinned item is overwritten at " << point;
+      ASSERT_FALSE(slots.contains(fetch.slot) && pinned.contains(slots[fetch.slot]))
+          << where << ": a pinned item is overwritten at " << point;
       ASSERT_FALSE(pinned.contains(fetch.item)) << where << ": a pinned item moves";
       std::erase_if(slots, [&](const auto& s) { return s.second == fetch.item; });  // the plan had given it up
       slots[fetch.slot] = fetch.item;
@@ -102,18 +104,27 @@ TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
 
 TEST(Plan, WithTwoSlotsTheNextLayerIsOnItsWayWhileOneIsUsed) {
   const std::vector<ItemShape> shapes(6, ItemShape{100});
-  const Plan made = plan(layers_forward_and_back(6), {.items = shapes, .slot_count = 2, .prefetch_elements = 100, .live_elements_max = kNoLimit, .reuse_distance_elements = kNoLimit});
+  const Plan made = plan(layers_forward_and_back(6), {.items = shapes,
+                                                      .slot_count = 2,
+                                                      .prefetch_elements = 100,
+                                                      .live_elements_max = kNoLimit,
+                                                      .reuse_distance_elements = kNoLimit});
   for (std::size_t i = 0; i < made.trace.size(); ++i) {
     if (i == 0 || made.trace[i].kind != AccessKind::gather) continue;
     const auto own_point = made.fetches_at(i + 1);
-    EXPECT_TRUE(std::none_of(own_point.begin(), own_point.end(), [&](const Fetch& f) { return f.item == made.trace[i].item; }))
+    EXPECT_TRUE(
+        std::none_of(own_point.begin(), own_point.end(), [&](const Fetch& f) { return f.item == made.trace[i].item; }))
         << "access " << i << " had to wait for its own fetch";
   }
 }
 
 TEST(Plan, TheLastLayerIsKeptForTheWayBackUnlessReuseIsForbidden) {
   const std::vector<ItemShape> shapes(5, ItemShape{10});
-  PlanInputs inputs{.items = shapes, .slot_count = 2, .prefetch_elements = 10, .live_elements_max = kNoLimit, .reuse_distance_elements = kNoLimit};
+  PlanInputs inputs{.items = shapes,
+                    .slot_count = 2,
+                    .prefetch_elements = 10,
+                    .live_elements_max = kNoLimit,
+                    .reuse_distance_elements = kNoLimit};
   const AccessTrace trace = layers_forward_and_back(5);
   const std::size_t kept = plan(trace, inputs).fetches.size();
   EXPECT_LT(kept, 10u);
@@ -130,7 +141,11 @@ TEST(Plan, EvictsWhatIsUsedFurthestInTheFuture) {
   for (Item layers = 2; layers <= 8; ++layers) {
     const std::vector<ItemShape> shapes(layers, ItemShape{10});
     for (std::uint32_t slots = 1; slots <= layers; ++slots) {
-      const Plan made = plan(layers_forward_and_back(layers), {.items = shapes, .slot_count = slots, .prefetch_elements = 0, .live_elements_max = kNoLimit, .reuse_distance_elements = kNoLimit});
+      const Plan made = plan(layers_forward_and_back(layers), {.items = shapes,
+                                                               .slot_count = slots,
+                                                               .prefetch_elements = 0,
+                                                               .live_elements_max = kNoLimit,
+                                                               .reuse_distance_elements = kNoLimit});
       EXPECT_EQ(made.fetches.size(), layers + (layers - slots)) << layers << " layers, " << slots << " slots";
     }
   }
@@ -139,11 +154,23 @@ TEST(Plan, EvictsWhatIsUsedFurthestInTheFuture) {
 TEST(Plan, PrefetchStaysWithinItsLimits) {
   const std::vector<ItemShape> shapes(8, ItemShape{100});
   const AccessTrace trace = layers_forward_and_back(8);
-  const Plan none = plan(trace, {.items = shapes, .slot_count = 4, .prefetch_elements = 0, .live_elements_max = kNoLimit, .reuse_distance_elements = 0});
+  const Plan none = plan(trace, {.items = shapes,
+                                 .slot_count = 4,
+                                 .prefetch_elements = 0,
+                                 .live_elements_max = kNoLimit,
+                                 .reuse_distance_elements = 0});
   EXPECT_TRUE(none.fetches_at(0).empty());
-  const Plan two = plan(trace, {.items = shapes, .slot_count = 4, .prefetch_elements = 200, .live_elements_max = kNoLimit, .reuse_distance_elements = 0});
+  const Plan two = plan(trace, {.items = shapes,
+                                .slot_count = 4,
+                                .prefetch_elements = 200,
+                                .live_elements_max = kNoLimit,
+                                .reuse_distance_elements = 0});
   EXPECT_EQ(two.fetches_at(0).size(), 2u);
-  const Plan live = plan(trace, {.items = shapes, .slot_count = 4, .prefetch_elements = 400, .live_elements_max = 300, .reuse_distance_elements = 0});
+  const Plan live = plan(trace, {.items = shapes,
+                                 .slot_count = 4,
+                                 .prefetch_elements = 400,
+                                 .live_elements_max = 300,
+                                 .reuse_distance_elements = 0});
   EXPECT_EQ(live.fetches_at(0).size(), 3u);
 }
 

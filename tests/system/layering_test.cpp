@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The house's rule: a room includes only from rows below it, and only its own detail/; certain libraries have one door.
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -11,18 +9,26 @@
 #include <string>
 #include <vector>
 
+#include <gtest/gtest.h>
+
 namespace {
 
 namespace fs = std::filesystem;
 
 // Lowest row first; siblings do not know each other.
-const std::vector<std::set<std::string>> kRows{{"core"}, {"platform"}, {"aio", "comm", "optim_cpu"}, {"tiers"}, {"scheduler"}, {"zero"}, {"config"}, {"cli", "examples", "bench"}};
+const std::vector<std::set<std::string>> kRows{
+    {"core"}, {"platform"}, {"aio", "comm", "optim_cpu"}, {"tiers"}, {"scheduler"},
+    {"zero"}, {"config"},   {"cli", "examples", "bench"}};
 // platform is hardware's door; the optimizers need none of it.
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only rooms that may include them.
 const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
-    {std::regex("cuda.*|cublas.*"), {"platform", "comm"}}, {std::regex("nccl.*"), {"comm"}},          {std::regex("mpi\\.h"), {"comm"}},
-    {std::regex("liburing.*"), {"aio"}},                   {std::regex("hwloc.*"), {"platform"}},     {std::regex("hwy/.*"), {"optim_cpu", "bench"}},
+    {std::regex("cuda.*|cublas.*"), {"platform", "comm"}},
+    {std::regex("nccl.*"), {"comm"}},
+    {std::regex("mpi\\.h"), {"comm"}},
+    {std::regex("liburing.*"), {"aio"}},
+    {std::regex("hwloc.*"), {"platform"}},
+    {std::regex("hwy/.*"), {"optim_cpu", "bench"}},
     {std::regex("nlohmann/.*"), {"config", "cli", "examples", "bench"}},
     {std::regex("isa-l/.*|xxhash.*"), {"core"}}};
 
@@ -50,7 +56,8 @@ std::vector<Include> all_includes() {
         std::ifstream file(entry.path());
         std::smatch match;
         for (std::string line; std::getline(file, line);) {
-          if (std::regex_search(line, match, line_pattern)) includes.push_back({room, fs::relative(entry.path(), HOIST_SOURCE_DIR).string(), match[1]});
+          if (std::regex_search(line, match, line_pattern))
+            includes.push_back({room, fs::relative(entry.path(), HOIST_SOURCE_DIR).string(), match[1]});
         }
       }
     }
@@ -66,11 +73,13 @@ TEST(Layering, RoomsIncludeOnlyFromRowsBelow) {
     if (!include.header.starts_with("hoist/")) continue;
     const std::string target = include.header.substr(6, include.header.find('/', 6) - 6);
     rooms_seen.insert(target);
-    ASSERT_LT(row_of(target), kRows.size()) << include.file << " includes <" << include.header << ">, which is in no room";
+    ASSERT_LT(row_of(target), kRows.size())
+        << include.file << " includes <" << include.header << ">, which is in no room";
     if (target == include.room) continue;
     EXPECT_LT(row_of(target), row_of(include.room)) << include.file << " includes <" << include.header << ">";
     EXPECT_FALSE(kForbidden.contains({include.room, target})) << include.file << " includes <" << include.header << ">";
-    EXPECT_EQ(include.header.find("/detail/"), std::string::npos) << include.file << " includes another room's <" << include.header << ">";
+    EXPECT_EQ(include.header.find("/detail/"), std::string::npos)
+        << include.file << " includes another room's <" << include.header << ">";
   }
   EXPECT_GE(rooms_seen.size(), 8u);
 }

@@ -1,16 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist-gpt from outside: killed thirty times it ends in the same bits, and its memory stays near its budgets.
-#include <gtest/gtest.h>
-
-#include <hoist/core/rng.hpp>
-#include <hoist/core/units.hpp>
-#include <hoist/tests/support/temp_directory.hpp>
-
-#include <fcntl.h>
-#include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -20,6 +9,16 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <hoist/core/rng.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::test {
 namespace {
@@ -43,15 +42,18 @@ class GptRun {
     std::ofstream(directory / "config.json")
         << R"({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}, "gradient_clipping": 0.5,)"
         << R"("optimizer": {"type": "AdamW", "params": {"lr": 0.003}}, "zero_optimization": {"stage": 3, "sub_group_size": 50000,)"
-        << R"("offload_param": {"device": ")" << setup.parameters << "\"" << (setup.parameters == "nvme" ? ", \"nvme_path\": \"" + directory / "nvme" + "\"" : "")
-        << R"(}, "offload_optimizer": {"device": "nvme", "nvme_path": ")" << directory / "nvme" << R"("}}, "hoist": {"device_memory": ")"
-        << setup.device << R"(", "pinned_memory": ")" << setup.pinned << "\"}}";
+        << R"("offload_param": {"device": ")" << setup.parameters << "\""
+        << (setup.parameters == "nvme" ? ", \"nvme_path\": \"" + directory / "nvme" + "\"" : "")
+        << R"(}, "offload_optimizer": {"device": "nvme", "nvme_path": ")" << directory / "nvme"
+        << R"("}}, "hoist": {"device_memory": ")" << setup.device << R"(", "pinned_memory": ")" << setup.pinned
+        << "\"}}";
   }
 
   pid_t start(int steps, const std::string& report, bool resume) const {
     std::istringstream words(setup_.shape);
-    std::vector<std::string> arguments{HOIST_GPT, "--config", directory_ / "config.json", "--text", directory_ / "text", "--steps",
-                                       std::to_string(steps), "--report", directory_ / report};
+    std::vector<std::string> arguments{HOIST_GPT,           "--config", directory_ / "config.json", "--text",
+                                       directory_ / "text", "--steps",  std::to_string(steps),      "--report",
+                                       directory_ / report};
     for (std::string word; words >> word;) arguments.push_back(word);
     if (resume) arguments.push_back("--resume");
     const pid_t child = ::fork();
@@ -101,7 +103,8 @@ TEST_P(KilledProgram, ThirtyTimesAtRandomMomentsEndsInTheSameBits) {
   for (int attempt = 0; attempt < 40 * kKills; ++attempt) {
     const pid_t child = run.start(kSteps, "report.json", true);
     if (kills < kKills) {
-      std::this_thread::sleep_for(std::chrono::nanoseconds(rng.below(static_cast<std::uint64_t>(std::chrono::nanoseconds(life_max).count()))));
+      std::this_thread::sleep_for(
+          std::chrono::nanoseconds(rng.below(static_cast<std::uint64_t>(std::chrono::nanoseconds(life_max).count()))));
       ::kill(child, SIGKILL);
     }
     ASSERT_EQ(::waitpid(child, &status, 0), child);
@@ -117,7 +120,8 @@ TEST_P(KilledProgram, ThirtyTimesAtRandomMomentsEndsInTheSameBits) {
   EXPECT_EQ(run.digest("report.json"), calm.digest("report.json")) << "seed " << seed << ", " << kills << " kills";
 }
 
-INSTANTIATE_TEST_SUITE_P(Parameters, KilledProgram, testing::Values("nvme", "cpu"), [](const auto& c) { return std::string(c.param); });
+INSTANTIATE_TEST_SUITE_P(Parameters, KilledProgram, testing::Values("nvme", "cpu"),
+                         [](const auto& c) { return std::string(c.param); });
 
 // Memory of a process now, in bytes: resident, and huge pages (which the resident size leaves out).
 std::uint64_t memory_of(pid_t process) {
@@ -137,7 +141,10 @@ TEST(ProgramMemory, StaysWithinBudgetsPlusAQuarterGibibyte) {
   GTEST_SKIP() << "sanitizers need memory of their own";
 #endif
   const TempDirectory directory;
-  const GptRun run(directory, {.parameters = "nvme", .shape = "--layers 8 --width 256 --heads 4 --context 32 --batch 2", .device = "16MiB", .pinned = "48MiB"});
+  const GptRun run(directory, {.parameters = "nvme",
+                               .shape = "--layers 8 --width 256 --heads 4 --context 32 --batch 2",
+                               .device = "16MiB",
+                               .pinned = "48MiB"});
   const pid_t child = run.start(12, "report.json", false);
   std::uint64_t most = 0;
   int status = 0;

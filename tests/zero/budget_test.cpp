@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // P2: budgets are hard, and a refusal names a value that works. P5: bytes are what the formula says.
-#include "toy_model.hpp"
+#include <filesystem>
+#include <fstream>
 
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
 
-#include <filesystem>
-#include <fstream>
+#include "toy_model.hpp"
 
 namespace hoist::test {
 namespace {
@@ -152,16 +152,18 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   EXPECT_NEAR(written / parameters, c.written_per_parameter, 0.02 * c.written_per_parameter);
   EXPECT_NEAR(read, static_cast<double>(engine.formula_bytes().nvme_read * kSteps), 0.02 * read);
   EXPECT_NEAR(written, static_cast<double>(engine.formula_bytes().nvme_write * kSteps), 0.02 * written);
-  if (after.read == before.read) GTEST_SKIP() << "the kernel does not account this file system's direct I/O to the process";
+  if (after.read == before.read)
+    GTEST_SKIP() << "the kernel does not account this file system's direct I/O to the process";
   EXPECT_NEAR(static_cast<double>(after.read - before.read), read, 0.02 * read);
   EXPECT_NEAR(static_cast<double>(after.written - before.written), written, 0.02 * written);
 }
 
-INSTANTIATE_TEST_SUITE_P(Placements, ByteTest,
-                         testing::Values(ByteCase{"everything_on_nvme", Placement::nvme, tiers::Durability::step, 16, 12},
-                                         ByteCase{"weights_in_memory", Placement::pinned, tiers::Durability::step, 10, 12},
-                                         ByteCase{"weights_in_memory_not_durable", Placement::pinned, tiers::Durability::none, 10, 10}),
-                         [](const auto& c) { return std::string(c.param.name); });
+INSTANTIATE_TEST_SUITE_P(
+    Placements, ByteTest,
+    testing::Values(ByteCase{"everything_on_nvme", Placement::nvme, tiers::Durability::step, 16, 12},
+                    ByteCase{"weights_in_memory", Placement::pinned, tiers::Durability::step, 10, 12},
+                    ByteCase{"weights_in_memory_not_durable", Placement::pinned, tiers::Durability::none, 10, 10}),
+    [](const auto& c) { return std::string(c.param.name); });
 
 }  // namespace
 }  // namespace hoist::test

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // P3 at the engine's face: processes killed at random moments resume bit-exactly.
-#include "toy_model.hpp"
-
-#include <gtest/gtest.h>
-
-#include <hoist/core/rng.hpp>
-
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <csignal>
 #include <thread>
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <hoist/core/rng.hpp>
+
+#include "toy_model.hpp"
 
 namespace hoist::test {
 namespace {
@@ -67,7 +66,8 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
   Engine engine(runtime, setup.engine);
   ToyModel model(engine, ToyShape{.matrices = {9000, 20000}});
   EXPECT_EQ(engine.restore().step, kSteps);
-  Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), ToyShape{.matrices = {9000, 20000}}, kSteps);
+  Digests expected =
+      train_once(toy_setup(Placement::pinned, Placement::pinned), ToyShape{.matrices = {9000, 20000}}, kSteps);
   expected.losses.clear();
   EXPECT_EQ(digests_of(engine, model), expected) << "seed " << seed << ", " << kills << " kills";
 }

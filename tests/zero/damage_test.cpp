@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // P4 at the engine's face: damage is reported and never used; a store is opened by nobody it does not belong to.
-#include "toy_model.hpp"
+#include <chrono>
+#include <filesystem>
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <hoist/core/error.hpp>
 
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <chrono>
-#include <filesystem>
+#include "toy_model.hpp"
 
 namespace hoist::test {
 namespace {
@@ -25,8 +24,8 @@ void flip_bit(const std::string& path, std::uint64_t offset) {
   ::close(fd);
 }
 
-// Every 4 KiB of the data file in turn: either the byte belongs to a dead extent and the run is bit-exact, or the damage
-// is reported. Nothing in between.
+// Every 4 KiB of the data file in turn: either the byte belongs to a dead extent and the run is bit-exact, or the
+// damage is reported. Nothing in between.
 TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
   const ToyShape shape{.matrices = {3000, 5000}, .norm = 40};
   const Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), shape, 4);

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The public face: what callers may do, what they are told when they may not, and state access on every tier.
-#include "toy_model.hpp"
+#include <cmath>
+#include <limits>
 
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
 
-#include <cmath>
-#include <limits>
+#include "toy_model.hpp"
 
 namespace hoist::test {
 namespace {
 
 struct Fixture {
-  explicit Fixture(const ToySetup& s, const ToyShape& shape = {}) : setup(s), runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
+  explicit Fixture(const ToySetup& s, const ToyShape& shape = {})
+      : setup(s), runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
   Fixture& init() {
     engine.initialize(model.fill());
     return *this;
@@ -63,7 +64,8 @@ TEST(Engine, EvaluationBetweenStepsChangesNothingAndSeesTheNewWeights) {
   double last = f.model.evaluate();
   for (std::uint64_t step = 1; step <= 4; ++step) {
     f.model.train(step, step);
-    EXPECT_EQ(last, f.model.losses.back()) << "the pass of step " << step << " saw other weights than the evaluation before it";
+    EXPECT_EQ(last, f.model.losses.back())
+        << "the pass of step " << step << " saw other weights than the evaluation before it";
     last = f.model.evaluate();
     EXPECT_EQ(last, f.model.evaluate());
   }
@@ -93,7 +95,9 @@ TEST(Engine, ADeviatingPassIsServedAndRecordedAnew) {
     const PassScope scope = f.engine.begin(Pass::generate);
     for (const std::size_t u : order) f.engine.gather(f.model.unit(u), f.model.stream()).release(f.model.stream());
   };
-  for (const auto& order : std::vector<std::vector<std::size_t>>{{0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 1}, {3, 3, 3}, {}, {1}, {0, 1, 2, 3}}) visit(order);
+  for (const auto& order :
+       std::vector<std::vector<std::size_t>>{{0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 1}, {3, 3, 3}, {}, {1}, {0, 1, 2, 3}})
+    visit(order);
   f.model.train(1, 3);
   EXPECT_EQ(digests_of(f.engine, f.model), train_once(in_memory(), ToyShape{}, 3));
 }
@@ -104,11 +108,12 @@ TEST(Engine, BindingsGatherIntoTheCallersMemory) {
   std::vector<std::byte> memory(1 << 20);
   int bound = 0;
   const ParameterSpec spec{.name = "w", .shape = {1000}};
-  const Binding binding{.bind = [&](UnitId, std::uint64_t bytes, StreamRef) {
-                          EXPECT_LE(bytes, memory.size());
-                          ++bound;
-                          return memory.data();
-                        },
+  const Binding binding{.bind =
+                            [&](UnitId, std::uint64_t bytes, StreamRef) {
+                              EXPECT_LE(bytes, memory.size());
+                              ++bound;
+                              return memory.data();
+                            },
                         .unbind = [&](UnitId, StreamRef) { --bound; }};
   const UnitId unit = engine.add_unit("bound", std::span(&spec, 1), {.binding = binding});
   engine.initialize([](ParameterId, std::uint64_t first, std::span<float> out) {
@@ -128,7 +133,8 @@ TEST(Engine, BindingsGatherIntoTheCallersMemory) {
 TEST(Engine, AccumulateAddsAnyDtypeAnyNumberOfTimes) {
   Runtime runtime(in_memory().runtime);
   Engine engine(runtime, in_memory().engine);
-  const std::vector<ParameterSpec> specs{{.name = "w", .shape = {3}}, {.name = "n", .shape = {2}, .dtype = DType::fp32}};
+  const std::vector<ParameterSpec> specs{{.name = "w", .shape = {3}},
+                                         {.name = "n", .shape = {2}, .dtype = DType::fp32}};
   const UnitId unit = engine.add_unit("u", specs);
   engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::fill(out.begin(), out.end(), 1.0f); });
   const auto stream = runtime.device().create_stream("s");
@@ -210,7 +216,8 @@ TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
           engine.read(engine.parameter(name), State::master, 90, seen);
           for (std::size_t i = 0; i < values.size(); ++i) {
             const float expected = std::string(name) == "unit1.frozen" ? to_float(to_bf16(values[i])) : values[i];
-            EXPECT_EQ(seen[i + 1], expected) << name << ' ' << i << " placement " << static_cast<int>(parameters) << static_cast<int>(optimizer);
+            EXPECT_EQ(seen[i + 1], expected)
+                << name << ' ' << i << " placement " << static_cast<int>(parameters) << static_cast<int>(optimizer);
           }
         }
         std::vector<float> moment(1);
@@ -220,7 +227,8 @@ TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
       {
         Fixture f(setup);
         f.init().model.train(1, 1);
-        for (const char* name : {"unit3.matrix", "unit1.frozen", "unit0.norm"}) f.engine.write(f.engine.parameter(name), State::master, 91, values);
+        for (const char* name : {"unit3.matrix", "unit1.frozen", "unit0.norm"})
+          f.engine.write(f.engine.parameter(name), State::master, 91, values);
         const float quarter = 0.25f;
         f.engine.write(f.engine.parameter("unit0.matrix"), State::moment2, 39999, std::span(&quarter, 1));
         check(f.engine);
@@ -317,8 +325,10 @@ TEST(Engine, UnsupportedOptionsAreRefusedByName) {
     return std::string("accepted");
   };
   EXPECT_EQ(key_of([](EngineOptions& o) { o.stage = 2; }), "zero_optimization.stage");
-  EXPECT_EQ(key_of([](EngineOptions& o) { o.optimizer = Placement::nvme; }), "zero_optimization.offload_optimizer.nvme_path");
-  EXPECT_EQ(key_of([](EngineOptions& o) { o.update_buffer_count = 2; }), "zero_optimization.offload_optimizer.buffer_count");
+  EXPECT_EQ(key_of([](EngineOptions& o) { o.optimizer = Placement::nvme; }),
+            "zero_optimization.offload_optimizer.nvme_path");
+  EXPECT_EQ(key_of([](EngineOptions& o) { o.update_buffer_count = 2; }),
+            "zero_optimization.offload_optimizer.buffer_count");
   EXPECT_EQ(key_of([](EngineOptions& o) { o.gradient_clipping = -1; }), "gradient_clipping");
   EXPECT_EQ(key_of([](EngineOptions&) {}), "accepted");
 }

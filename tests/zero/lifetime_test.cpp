@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Things that end early, late or not at all: leases that outlive their pass or engine, engines destroyed in the middle,
 // a start that is refused, a rank that fails alone.
-#include "toy_ranks.hpp"
+#include <filesystem>
+#include <limits>
+#include <thread>
 
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
 
-#include <filesystem>
-#include <limits>
-#include <thread>
+#include "toy_ranks.hpp"
 
 namespace hoist::test {
 namespace {
@@ -20,7 +20,10 @@ Digests trained(std::uint64_t steps) { return train_once(in_memory(), ToyShape{}
 
 struct Fixture {
   explicit Fixture(const ToySetup& s, const ToyShape& shape = {})
-      : setup(s), runtime(setup.runtime), engine(std::make_unique<Engine>(runtime, setup.engine)), model(std::make_unique<ToyModel>(*engine, shape)) {}
+      : setup(s),
+        runtime(setup.runtime),
+        engine(std::make_unique<Engine>(runtime, setup.engine)),
+        model(std::make_unique<ToyModel>(*engine, shape)) {}
   Fixture& init() {
     engine->initialize(model->fill());
     return *this;
@@ -183,7 +186,8 @@ TEST(Lifetime, AfterARefusedStartTheEngineIsAsBefore) {
     EXPECT_THROW(f.engine->restore(), StoreError);  // there is nothing yet
     EXPECT_THROW(f.engine->initialize([](ParameterId, std::uint64_t, std::span<float> out) {
       std::fill(out.begin(), out.end(), std::numeric_limits<float>::quiet_NaN());
-    }), UsageError);
+    }),
+                 UsageError);
     EXPECT_THROW((void)f.engine->begin(Pass::evaluate), UsageError);  // not initialized
     f.init().model->train(1, 2);
     EXPECT_EQ(f.digests(), trained(2));
@@ -199,7 +203,8 @@ TEST(Lifetime, AfterARefusedStartTheEngineIsAsBefore) {
 
 TEST(Lifetime, ACommitThatWasWaitedForIsTheCommittedStep) {
   const TempDirectory directory;
-  Fixture f(toy_setup(Placement::pinned, Placement::nvme, directory / "store"), {.matrices = {64}, .frozen = false, .tied = false});
+  Fixture f(toy_setup(Placement::pinned, Placement::nvme, directory / "store"),
+            {.matrices = {64}, .frozen = false, .tied = false});
   f.init();
   for (std::uint64_t step = 1; step <= 30; ++step) {
     f.model->train(step, step);
@@ -211,7 +216,8 @@ TEST(Lifetime, ACommitThatWasWaitedForIsTheCommittedStep) {
 // --- ranks -----------------------------------------------------------------------------------------------------------
 
 // Runs `body` on every rank; the message of the error each ended with.
-std::vector<std::string> errors_of_ranks(int size, const std::function<void(int rank, Engine&, ToyModel&)>& body, const ToySetup& setup) {
+std::vector<std::string> errors_of_ranks(int size, const std::function<void(int rank, Engine&, ToyModel&)>& body,
+                                         const ToySetup& setup) {
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
@@ -245,7 +251,8 @@ TEST(Lifetime, RanksFailTogetherWhenOneCannotStart) {
   };
   auto errors = errors_of_ranks(3, failing_fill, setup);
   EXPECT_TRUE(contains(errors[1], "no values here")) << errors[1];
-  for (const std::size_t rank : {std::size_t{0}, std::size_t{2}}) EXPECT_TRUE(contains(errors[rank], "rank 1 could not make its initial state")) << errors[rank];
+  for (const std::size_t rank : {std::size_t{0}, std::size_t{2}})
+    EXPECT_TRUE(contains(errors[rank], "rank 1 could not make its initial state")) << errors[rank];
 
   errors = errors_of_ranks(3, initialize, setup);
   for (const std::string& error : errors) EXPECT_EQ(error, "");
@@ -255,7 +262,8 @@ TEST(Lifetime, RanksFailTogetherWhenOneCannotStart) {
   std::filesystem::rename(data, data + ".away");
   errors = errors_of_ranks(3, restore, setup);
   EXPECT_TRUE(contains(errors[1], "has lost its data")) << errors[1];
-  for (const std::size_t rank : {std::size_t{0}, std::size_t{2}}) EXPECT_TRUE(contains(errors[rank], "rank 1 could not take its memory and open its store")) << errors[rank];
+  for (const std::size_t rank : {std::size_t{0}, std::size_t{2}})
+    EXPECT_TRUE(contains(errors[rank], "rank 1 could not take its memory and open its store")) << errors[rank];
   std::filesystem::rename(data + ".away", data);
 
   const std::string manifest = (directory / "store") + "/rank-00002.manifest";

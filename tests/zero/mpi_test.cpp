@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Started by mpirun: the ranks of MPI end in the bits of as many threads of one process (one rank: of `self`).
-#include "toy_ranks.hpp"
-
 #include <cstdio>
 #include <string>
+
+#include "toy_ranks.hpp"
 
 using namespace hoist;
 using namespace hoist::test;
@@ -31,9 +31,11 @@ int main() {
     if (runtime.rank() == 0) {
       const ToySetup reference = toy_setup(Placement::pinned, Placement::pinned);
       const int size = runtime.world_size();
-      const Digests expected = size == 1 ? train_once(reference, ToyShape{}, 5) : train_on(size, reference, ToyShape{}, 5)[0].digests;
+      const Digests expected =
+          size == 1 ? train_once(reference, ToyShape{}, 5) : train_on(size, reference, ToyShape{}, 5)[0].digests;
       result = digests == expected ? 0 : 1;
-      std::printf("%d ranks of MPI and of threads %s: %s\n", size, result == 0 ? "agree" : "DIFFER", digests.master.c_str());
+      std::printf("%d ranks of MPI and of threads %s: %s\n", size, result == 0 ? "agree" : "DIFFER",
+                  digests.master.c_str());
     }
     runtime.communicator().barrier();
   } catch (const std::exception& error) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partition arithmetic, exhaustively for small sizes.
+#include <vector>
+
 #include <gtest/gtest.h>
 
 #include <hoist/zero/detail/unit_table.hpp>
-
-#include <vector>
 
 namespace hoist {
 namespace {

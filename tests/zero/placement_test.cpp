@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // P1: where state lives, how it is cut and by whom it is moved never changes a bit.
-#include "toy_model.hpp"
+#include <cstring>
+#include <ostream>
 
 #include <gtest/gtest.h>
 
-#include <cstring>
-#include <ostream>
+#include "toy_model.hpp"
 
 namespace hoist::test {
 namespace {
@@ -130,7 +130,8 @@ TEST_P(PlacementTest, StoppedAndResumedInTheMiddle) {
   EXPECT_EQ(digests_of(engine, model), reference());
 }
 
-INSTANTIATE_TEST_SUITE_P(Cells, PlacementTest, testing::ValuesIn(cells()), [](const auto& cell) { return std::string(cell.param.name); });
+INSTANTIATE_TEST_SUITE_P(Cells, PlacementTest, testing::ValuesIn(cells()),
+                         [](const auto& cell) { return std::string(cell.param.name); });
 
 // A placement is compared with more than itself: the reference must move, clip and depend on the seed.
 TEST(PlacementReference, ClipsEveryStepAndDependsOnTheSeed) {
@@ -141,7 +142,8 @@ TEST(PlacementReference, ClipsEveryStepAndDependsOnTheSeed) {
   model.train(1, kSteps);
   for (const StepReport& report : model.reports) EXPECT_LT(report.clip_factor, 1.0);
   EXPECT_NE(model.losses.front(), model.losses.back());
-  EXPECT_NE(train_once(toy_setup(kPinned, kPinned), ToyShape{.seed = 2}, 2).master, train_once(toy_setup(kPinned, kPinned), ToyShape{}, 2).master);
+  EXPECT_NE(train_once(toy_setup(kPinned, kPinned), ToyShape{.seed = 2}, 2).master,
+            train_once(toy_setup(kPinned, kPinned), ToyShape{}, 2).master);
 }
 
 }  // namespace

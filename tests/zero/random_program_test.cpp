@@ -2,13 +2,6 @@
 // Random programs on random models: passes in any order, abandoned passes, skipped steps, leases that outlive their
 // pass, restarts. Every placement, budget and delay ends in the bits of the plainest run, and every weight that the
 // program looked at on the way was the same.
-#include "toy_ranks.hpp"
-
-#include <gtest/gtest.h>
-
-#include <hoist/core/error.hpp>
-#include <hoist/core/rng.hpp>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -16,6 +9,13 @@
 #include <deque>
 #include <limits>
 #include <numeric>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+
+#include "toy_ranks.hpp"
 
 namespace hoist::test {
 namespace {
@@ -35,9 +35,9 @@ struct Deed {
   Act act = Act::train;
   std::vector<std::size_t> forward, backward;
   std::size_t fails_after = std::numeric_limits<std::size_t>::max();  // visits; then the pass is left by an exception
-  bool nests = false;       // leases of other units and of the same one, as recomputation takes them
-  bool keeps_lease = false; // the last lease outlives the pass
-  bool poisoned = false;    // gradients are not finite
+  bool nests = false;        // leases of other units and of the same one, as recomputation takes them
+  bool keeps_lease = false;  // the last lease outlives the pass
+  bool poisoned = false;     // gradients are not finite
   std::uint64_t salt = 0;
 };
 
@@ -134,10 +134,14 @@ class Abandoned : public std::exception {};
 class Player {
  public:
   Player(const Program& program, const ToySetup& setup, const Runtime::MakeCommunicator& join)
-      : program_(program), setup_(setup), runtime_(setup.runtime, join), stream_(runtime_.device().create_stream("compute")) {
+      : program_(program),
+        setup_(setup),
+        runtime_(setup.runtime, join),
+        stream_(runtime_.device().create_stream("compute")) {
     make_engine();
     engine_->initialize([](ParameterId parameter, std::uint64_t first, std::span<float> out) {
-      for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<float>(0.2 * random_normal(parameter.index, first + i));
+      for (std::size_t i = 0; i < out.size(); ++i)
+        out[i] = static_cast<float>(0.2 * random_normal(parameter.index, first + i));
     });
   }
 
@@ -155,7 +159,8 @@ class Player {
     engine_->discard();
     engine_->settle();
     stream_->synchronize();
-    digests_ = {state_digest(*engine_, State::master), state_digest(*engine_, State::moment1), state_digest(*engine_, State::moment2)};
+    digests_ = {state_digest(*engine_, State::master), state_digest(*engine_, State::moment1),
+                state_digest(*engine_, State::moment2)};
     digests_.losses.assign(seen_.begin(), seen_.end());
   }
 
@@ -180,16 +185,18 @@ class Player {
     const UnitPlan& plan = program_.units[u];
     Unit& unit = units_[u];
     const std::string name = "unit" + std::to_string(u);
-    const std::array specs{ParameterSpec{.name = name + ".matrix", .shape = {plan.matrix}, .trainable = !plan.frozen},
-                           ParameterSpec{.name = name + ".norm", .shape = {plan.norm}, .dtype = DType::fp32, .trainable = !plan.frozen}};
+    const std::array specs{
+        ParameterSpec{.name = name + ".matrix", .shape = {plan.matrix}, .trainable = !plan.frozen},
+        ParameterSpec{.name = name + ".norm", .shape = {plan.norm}, .dtype = DType::fp32, .trainable = !plan.frozen}};
     UnitOptions options{.stable_address = plan.stable_address};
     if (plan.bound) {
-      options.binding = {.bind =
-                             [&unit](UnitId, std::uint64_t bytes, StreamRef) {
-                               unit.memory.resize(bytes);
-                               return unit.memory.data();
-                             },
-                         .unbind = [&unit](UnitId, StreamRef stream) { stream->fill(unit.memory.data(), 0xFF, unit.memory.size()); }};
+      options.binding = {
+          .bind =
+              [&unit](UnitId, std::uint64_t bytes, StreamRef) {
+                unit.memory.resize(bytes);
+                return unit.memory.data();
+              },
+          .unbind = [&unit](UnitId, StreamRef stream) { stream->fill(unit.memory.data(), 0xFF, unit.memory.size()); }};
     }
     unit.id = engine_->add_unit(name, specs, options);
     unit.matrix = engine_->parameter(name + ".matrix");
@@ -199,14 +206,23 @@ class Player {
 
   void act(const Deed& deed) {
     switch (deed.act) {
-      case Act::train: return pass(deed, Pass::train);
-      case Act::evaluate: return pass(deed, Pass::evaluate);
-      case Act::step: return step();
-      case Act::discard: gradients_due_ = false; return engine_->discard();
-      case Act::settle: return engine_->settle();
-      case Act::read: return read(deed.salt);
-      case Act::write: return write(deed.salt);
-      case Act::restart: return restart(deed);
+      case Act::train:
+        return pass(deed, Pass::train);
+      case Act::evaluate:
+        return pass(deed, Pass::evaluate);
+      case Act::step:
+        return step();
+      case Act::discard:
+        gradients_due_ = false;
+        return engine_->discard();
+      case Act::settle:
+        return engine_->settle();
+      case Act::read:
+        return read(deed.salt);
+      case Act::write:
+        return write(deed.salt);
+      case Act::restart:
+        return restart(deed);
     }
   }
 
@@ -272,7 +288,8 @@ class Player {
   }
 
   bool is_tied_owner(std::size_t u) const {
-    return std::any_of(program_.units.begin(), program_.units.end(), [&](const UnitPlan& plan) { return plan.tied_to == u; });
+    return std::any_of(program_.units.begin(), program_.units.end(),
+                       [&](const UnitPlan& plan) { return plan.tied_to == u; });
   }
 
   void finish_tied_owners() {
@@ -282,13 +299,15 @@ class Player {
   }
 
   static float element(const TensorView& view, std::uint64_t i) {
-    return view.dtype == DType::fp32 ? static_cast<const float*>(view.data)[i] : to_float(static_cast<const bf16*>(view.data)[i]);
+    return view.dtype == DType::fp32 ? static_cast<const float*>(view.data)[i]
+                                     : to_float(static_cast<const bf16*>(view.data)[i]);
   }
 
   void look(const TensorView& view, bool noted) {
     double* sum = noted ? &seen_.emplace_back() : &ignored_;
     stream_->launch("look", [view, sum] {
-      for (std::uint64_t i = 0; i < view.element_count(); ++i) *sum += element(view, i) * static_cast<double>(i % 7 + 1);
+      for (std::uint64_t i = 0; i < view.element_count(); ++i)
+        *sum += element(view, i) * static_cast<double>(i % 7 + 1);
     });
   }
 
@@ -299,7 +318,8 @@ class Player {
     const float scale = deed.poisoned ? std::numeric_limits<float>::infinity() : 1.0f;
     stream_->launch("gradient", [weights, gradient, seed, scale] {
       for (std::uint64_t i = 0; i < weights.element_count(); ++i) {
-        const float value = scale * (0.05f * element(weights, i) + static_cast<float>(0.02 * (random_uniform(seed, i) - 0.5)));
+        const float value =
+            scale * (0.05f * element(weights, i) + static_cast<float>(0.02 * (random_uniform(seed, i) - 0.5)));
         if (gradient.dtype == DType::fp32) {
           static_cast<float*>(gradient.data)[i] += value;
         } else {
@@ -310,7 +330,9 @@ class Player {
     });
   }
 
-  ParameterId some_parameter(std::uint64_t salt) const { return {static_cast<std::uint32_t>(salt % engine_->parameters().size())}; }
+  ParameterId some_parameter(std::uint64_t salt) const {
+    return {static_cast<std::uint32_t>(salt % engine_->parameters().size())};
+  }
 
   void read(std::uint64_t salt) {
     const ParameterId parameter = some_parameter(salt);
@@ -387,7 +409,8 @@ std::uint64_t least_device_bytes(const Program& program, ToySetup setup) {
   const TempDirectory directory;
   if (!setup.engine.store_directory.empty()) setup.engine.store_directory = directory / "store";
   try {
-    on_ranks(program.ranks, [&](int, const Runtime::MakeCommunicator& join) { const Player player(program, setup, join); });
+    on_ranks(program.ranks,
+             [&](int, const Runtime::MakeCommunicator& join) { const Player player(program, setup, join); });
   } catch (const BudgetError& error) {
     return error.need.need_bytes;
   }
@@ -402,8 +425,8 @@ void compare(std::uint64_t seed) {
   if (seed % 2 == 0) setup.runtime.device_memory_bytes = least_device_bytes(program, setup);
   const Digests expected = play(program, plain_setup()).front();
   for (const Digests& digests : play(program, setup)) {
-    EXPECT_EQ(digests, expected) << program.ranks << " ranks, placement " << static_cast<int>(setup.engine.parameters) << ' '
-                                 << static_cast<int>(setup.engine.optimizer);
+    EXPECT_EQ(digests, expected) << program.ranks << " ranks, placement " << static_cast<int>(setup.engine.parameters)
+                                 << ' ' << static_cast<int>(setup.engine.optimizer);
   }
 }
 

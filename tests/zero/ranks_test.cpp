@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Several ranks: partitioned state, equal results on every communicator, divergence that is named instead of hanging.
-#include "toy_ranks.hpp"
-
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+
+#include "toy_ranks.hpp"
 
 namespace hoist::test {
 namespace {
@@ -21,7 +21,8 @@ TEST_P(RanksTest, EveryPlacementGivesTheSameBitsOnEveryRank) {
       ToySetup setup = toy_setup(parameters, optimizer, directory / ("store" + std::to_string(cell++)));
       if (parameters != Placement::nvme && optimizer != Placement::nvme) setup.engine.store_directory.clear();
       setup.runtime.host_device.chaos_seed = static_cast<std::uint64_t>(cell % 2);
-      for (const RankRun& run : train_on(size, setup, ToyShape{}, 5)) EXPECT_EQ(run.digests, reference) << "cell " << cell;
+      for (const RankRun& run : train_on(size, setup, ToyShape{}, 5))
+        EXPECT_EQ(run.digests, reference) << "cell " << cell;
     }
   }
 }
@@ -91,7 +92,8 @@ TEST(Ranks, ARankThatTakesAnotherPathIsNamed) {
       {
         const PassScope scope = engine.begin(Pass::evaluate);
         const std::size_t first = rank == 0 ? 0 : 1;
-        for (const std::size_t u : {first, 1 - first}) engine.gather(model.unit(u), model.stream()).release(model.stream());
+        for (const std::size_t u : {first, 1 - first})
+          engine.gather(model.unit(u), model.stream()).release(model.stream());
       }
       const PassScope next = engine.begin(Pass::evaluate);
     });

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "toy_model.hpp"
 
-#include <hoist/core/rng.hpp>
-
 #include <ostream>
+
+#include <hoist/core/rng.hpp>
 
 namespace hoist::test {
 
@@ -29,8 +29,9 @@ ToyModel::ToyModel(Engine& engine, const ToyShape& shape)
   const GroupId no_decay = engine.add_group({.learning_rate = 2e-2, .weight_decay = 0});
   for (std::size_t u = 0; u < shape.matrices.size(); ++u) {
     const std::string name = "unit" + std::to_string(u);
-    std::vector<ParameterSpec> specs{{.name = name + ".matrix", .shape = {shape.matrices[u]}},
-                                     {.name = name + ".norm", .shape = {shape.norm}, .dtype = DType::fp32, .group = no_decay}};
+    std::vector<ParameterSpec> specs{
+        {.name = name + ".matrix", .shape = {shape.matrices[u]}},
+        {.name = name + ".norm", .shape = {shape.norm}, .dtype = DType::fp32, .group = no_decay}};
     const bool frozen = shape.frozen && u == 1;
     if (frozen) specs.push_back({.name = name + ".frozen", .shape = {3, 1000}, .trainable = false});
     Unit unit{.id = engine.add_unit(name, specs)};
@@ -53,7 +54,8 @@ Fill ToyModel::fill() const {
 namespace {
 
 float element(const TensorView& view, std::uint64_t i) {
-  return view.dtype == DType::fp32 ? static_cast<const float*>(view.data)[i] : to_float(static_cast<const bf16*>(view.data)[i]);
+  return view.dtype == DType::fp32 ? static_cast<const float*>(view.data)[i]
+                                   : to_float(static_cast<const bf16*>(view.data)[i]);
 }
 
 double weighted_sum(const TensorView& view) {
@@ -77,12 +79,14 @@ void ToyModel::forward(std::size_t index, double* sum) {
   in_forward(index);
 }
 
-void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter, std::uint64_t step) {
+void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter,
+                             std::uint64_t step) {
   const std::uint64_t seed = shape_.seed + 77 * parameter.index + 1'000'003 * step +
                              7919 * static_cast<std::uint64_t>(engine_.runtime().rank());
   stream_->launch("backward", [weights, gradient, seed, scale = gradient_scale] {
     for (std::uint64_t i = 0; i < weights.element_count(); ++i) {
-      const float value = scale * (0.05f * element(weights, i) + static_cast<float>(0.02 * (random_uniform(seed, i) - 0.5)));
+      const float value =
+          scale * (0.05f * element(weights, i) + static_cast<float>(0.02 * (random_uniform(seed, i) - 0.5)));
       if (gradient.dtype == DType::fp32) {
         static_cast<float*>(gradient.data)[i] += value;
       } else {
@@ -147,7 +151,8 @@ std::ostream& operator<<(std::ostream& out, const Digests& d) {
 }
 
 Digests digests_of(Engine& engine, const ToyModel& model) {
-  return {state_digest(engine, State::master), state_digest(engine, State::moment1), state_digest(engine, State::moment2), model.losses};
+  return {state_digest(engine, State::master), state_digest(engine, State::moment1),
+          state_digest(engine, State::moment2), model.losses};
 }
 
 Digests train_once(const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {

@@ -6,12 +6,12 @@
 // options; only the engine can make two placements differ.
 #pragma once
 
-#include <hoist/tests/support/temp_directory.hpp>
-#include <hoist/zero/engine.hpp>
-
 #include <functional>
 #include <string>
 #include <vector>
+
+#include <hoist/tests/support/temp_directory.hpp>
+#include <hoist/zero/engine.hpp>
 
 namespace hoist::test {
 

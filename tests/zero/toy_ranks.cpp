@@ -36,7 +36,8 @@ std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& s
     model.train(1, steps);
     engine.settle();
     RankRun& run = runs[static_cast<std::size_t>(rank)];
-    for (std::size_t link = 0; link < kLinkCount; ++link) run.links.push_back(runtime.ledger().totals(static_cast<Link>(link)));
+    for (std::size_t link = 0; link < kLinkCount; ++link)
+      run.links.push_back(runtime.ledger().totals(static_cast<Link>(link)));
     run.digests = digests_of(engine, model);
   });
   return runs;

@@ -2,10 +2,10 @@
 // tests/zero/toy_ranks.hpp - the toy model on several ranks that are threads of this process.
 #pragma once
 
-#include "toy_model.hpp"
-
 #include <functional>
 #include <vector>
+
+#include "toy_model.hpp"
 
 namespace hoist::test {
 

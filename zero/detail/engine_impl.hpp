@@ -5,6 +5,10 @@
 // writes and saves state.
 #pragma once
 
+#include <atomic>
+#include <functional>
+#include <optional>
+
 #include <hoist/aio/engine.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/scheduler/executor.hpp>
@@ -17,10 +21,6 @@
 #include <hoist/zero/detail/updater.hpp>
 #include <hoist/zero/engine.hpp>
 
-#include <atomic>
-#include <functional>
-#include <optional>
-
 namespace hoist {
 
 // Every commit carries its name (empty for a step's) before the program's own bytes.
@@ -32,15 +32,15 @@ class Engine::Impl {
   ~Impl();
 
   // --- engine.cpp
-  void require_open_model() const;     // initialize() or restore() has not happened yet
-  void require_live() const;           // it has, and nothing failed since
+  void require_open_model() const;  // initialize() or restore() has not happened yet
+  void require_live() const;        // it has, and nothing failed since
   // Runs what brings the engine to life; when it throws, the engine is as it was before.
   template <typename Call>
   auto enliven(Call call) -> decltype(call());
   void tear_down() noexcept;
   // Runs a part that may fail on one rank alone. All ranks then throw: the one its own error, the others CommError.
   void together(const char* what, const std::function<void()>& part) const;
-  void seal(bool create_store);        // takes memory, opens the store, starts threads
+  void seal(bool create_store);  // takes memory, opens the store, starts threads
   void lay_out(bool create_store);
   std::optional<std::uint64_t> find_commit() const;
   struct CommonCommit;
@@ -48,21 +48,23 @@ class Engine::Impl {
   void initialize(const Fill& fill);
   void fill_homes(const Fill& fill);
   void initialize_frozen(UnitId unit, const Fill& fill);
+  Completion store_frozen(UnitId unit, std::span<const std::byte> weights);
   RestoreReport restore();
   void load_homes(UnitId unit);
-  void fill_segment(UnitId unit, const detail::Segment& segment, std::uint64_t first, std::span<float> values, const Fill& fill) const;
-  void drain();                        // executor and streams
+  void fill_segment(UnitId unit, const detail::Segment& segment, std::uint64_t first, std::span<float> values,
+                    const Fill& fill) const;
+  void drain();  // executor and streams
 
   // --- engine_pass.cpp
   bool in_pass(std::uint64_t serial) const { return pass && pass_serial == serial; }
   void begin(Pass pass, const PassOptions& options);
   void end_pass(bool complete);
-  void check_agreement();              // all ranks made the same calls in the pass that ended
+  void check_agreement();  // all ranks made the same calls in the pass that ended
   StepReport step(const StepOptions& options);
   double global_norm();
   void update(double gradient_scale);
   Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
-  void fail(std::exception_ptr error) {  // the first one counts
+  void fail(std::exception_ptr error) {                                                  // the first one counts
     if (!failure) failure = std::move(error);
   }
   // Runs a call; any error of it but a UsageError or BudgetError ends the engine's life.
@@ -88,7 +90,7 @@ class Engine::Impl {
             .write_state = stores_steps() || options.optimizer == Placement::nvme};
   }
 
-  std::shared_ptr<Engine> self;          // owns nothing: leases and scopes see by it whether the engine is still there
+  std::shared_ptr<Engine> self;  // owns nothing: leases and scopes see by it whether the engine is still there
   Runtime& runtime;
   const EngineOptions options;
   std::vector<GroupOptions> groups;
@@ -98,12 +100,12 @@ class Engine::Impl {
   struct Live {
     std::unique_ptr<detail::RecordMap> records;
     std::unique_ptr<detail::Memory> memory;
-    std::vector<std::span<std::byte>> registered;   // with the device
+    std::vector<std::span<std::byte>> registered;  // with the device
     std::unique_ptr<comm::Communicator> commit_channel;
     std::unique_ptr<aio::Engine> io;
-    std::unique_ptr<tiers::Store> store;            // null without one
+    std::unique_ptr<tiers::Store> store;  // null without one
     detail::Streams streams;
-    std::unique_ptr<detail::Stager> stager;         // null unless parameters are on NVMe
+    std::unique_ptr<detail::Stager> stager;  // null unless parameters are on NVMe
     std::unique_ptr<scheduler::Executor> executor;
     std::unique_ptr<detail::Gatherer> gatherer;
     std::unique_ptr<detail::Gradients> gradients;
@@ -113,15 +115,15 @@ class Engine::Impl {
   bool sealed = false;
   std::exception_ptr failure;
 
-  std::optional<Pass> pass;              // under way
+  std::optional<Pass> pass;  // under way
   std::uint64_t pass_serial = 0;
-  bool agreement_due = false;            // a pass ended that ranks have not compared yet
-  bool gradients_due = false;            // a train pass ended; step() or discard() is next
+  bool agreement_due = false;  // a pass ended that ranks have not compared yet
+  bool gradients_due = false;  // a train pass ended; step() or discard() is next
   std::uint64_t step_count = 0;
   Completion last_commit;
   std::atomic<std::int64_t> committed_step{-1};
-  std::vector<std::byte> caller_state;   // of the last commit
-  aio::Engine::Stats counted_io{};       // what the ledger has already been told
+  std::vector<std::byte> caller_state;  // of the last commit
+  aio::Engine::Stats counted_io{};      // what the ledger has already been told
   void book_io();
 };
 

@@ -7,13 +7,13 @@
 // Main path  gather -> Director -> fetch (executor): [stager] -> copy -> all-gather -> the caller's stream waits.
 #pragma once
 
+#include <memory>
+#include <vector>
+
 #include <hoist/scheduler/director.hpp>
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/zero/detail/memory.hpp>
 #include <hoist/zero/detail/stager.hpp>
-
-#include <memory>
-#include <vector>
 
 namespace hoist::detail {
 
@@ -31,11 +31,11 @@ class Gatherer {
   // Ends every lease that is still alive, as of the work enqueued so far on the stream it was gathered on. A complete
   // pass becomes the plan of its kind.
   void end_pass(bool complete);
-  void gather(UnitId unit, StreamRef stream);   // and its tied owners
+  void gather(UnitId unit, StreamRef stream);  // and its tied owners
   // Ends one lease of gather(unit, gathered_on).
   void release(UnitId unit, StreamRef gathered_on, StreamRef stream);
-  void finish(UnitId unit);                     // a gradient collective takes its place in the order
-  std::byte* address(UnitId unit) const;        // of gathered weights; null when not pinned
+  void finish(UnitId unit);               // a gradient collective takes its place in the order
+  std::byte* address(UnitId unit) const;  // of gathered weights; null when not pinned
 
   // Returns when the device no longer reads anything that was gathered. Pre: executor drained.
   void quiesce() const;
@@ -49,17 +49,17 @@ class Gatherer {
   struct Transfer {
     std::byte* target = nullptr;
     Completion submitted;
-    platform::StreamEvent copied;    // set before `submitted`
+    platform::StreamEvent copied;  // set before `submitted`
     platform::StreamEvent gathered;
   };
   struct UnitState {
-    std::vector<platform::Stream*> pins;       // of every live lease, the stream it was gathered on
-    std::shared_ptr<Transfer> transfer;        // of the weights that are, or will be, at transfer->target
-    std::vector<platform::StreamEvent> uses;   // ends of leases since that transfer, not reached when last looked at
+    std::vector<platform::Stream*> pins;      // of every live lease, the stream it was gathered on
+    std::shared_ptr<Transfer> transfer;       // of the weights that are, or will be, at transfer->target
+    std::vector<platform::StreamEvent> uses;  // ends of leases since that transfer, not reached when last looked at
     scheduler::Slot slot = scheduler::kNoSlot;
     bool valid_in_own_memory = false;
-    bool shard_current = false;                // device_shard holds the present weights; executor only
-    std::byte* bound = nullptr;                // memory of the embedder's
+    bool shard_current = false;  // device_shard holds the present weights; executor only
+    std::byte* bound = nullptr;  // memory of the embedder's
   };
 
   struct SlotState {
@@ -74,7 +74,8 @@ class Gatherer {
   void issue(std::span<const scheduler::Fetch> fetches);
   void fetch_into_slot(UnitId unit, scheduler::Slot slot);
   void vacate(UnitState& state);
-  void fetch(UnitId unit, std::byte* target, std::vector<platform::StreamEvent> after, std::shared_ptr<Transfer> former);
+  void fetch(UnitId unit, std::byte* target, std::vector<platform::StreamEvent> after,
+             std::shared_ptr<Transfer> former);
   void submit(UnitId unit, Transfer& transfer);
   void copy_up(UnitId unit, std::byte* target);
   void copy_segments(const Unit& unit, std::byte* target, const std::byte* source, platform::CopyKind kind);

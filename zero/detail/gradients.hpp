@@ -6,21 +6,23 @@
 // Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> home gradient.
 #pragma once
 
+#include <vector>
+
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
 #include <hoist/zero/detail/memory.hpp>
 
-#include <vector>
-
 namespace hoist::detail {
 
 class Gradients {
  public:
-  Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor, Streams& streams);
+  Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
+            Streams& streams);
 
-  // The unit's gradient buffer of this pass; zeroed on `stream` when it is the first request. A request on another stream
-  // than the one before makes it wait for what that one has to do so far. The stream outlives finish() or clear().
+  // The unit's gradient buffer of this pass; zeroed on `stream` when it is the first request. A request on another
+  // stream than the one before makes it wait for what that one has to do so far. The stream outlives finish() or
+  // clear().
   std::byte* buffer(UnitId unit, StreamRef stream);
   // Reduces and copies home, once the work on `stream` so far is done.
   void finish(UnitId unit, StreamRef stream);
@@ -67,10 +69,10 @@ class Gradients {
   scheduler::Executor& executor_;
   Streams& streams_;
   std::vector<State> states_;
-  std::vector<Buffer> shared_;            // any unit
-  std::vector<Buffer> own_;               // by unit; data is null for units that share
+  std::vector<Buffer> shared_;  // any unit
+  std::vector<Buffer> own_;     // by unit; data is null for units that share
   std::vector<Chunk> chunks_;
-  std::vector<double> partial_sums_;      // by chunk
+  std::vector<double> partial_sums_;  // by chunk
 };
 
 }  // namespace hoist::detail

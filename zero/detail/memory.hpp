@@ -15,14 +15,14 @@
 // Errors     BudgetError naming the key and the smallest value that works, before anything is taken.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 #include <hoist/zero/detail/unit_table.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/runtime.hpp>
-
-#include <string>
-#include <vector>
 
 namespace hoist::detail {
 
@@ -41,6 +41,32 @@ struct Piece {
   std::uint32_t first_tile = 0;
   std::uint32_t tile_count = 0;
 };
+
+// What the units need of the device, by their placements. Arithmetic only.
+class DeviceNeeds {
+ public:
+  DeviceNeeds(const EngineOptions& options, const UnitTable& table);
+
+  bool has_own_memory(const Unit& unit) const;
+  bool needs_device_shard(const Unit& unit) const;
+  bool is_slotted(const Unit& unit) const { return !has_own_memory(unit) && !unit.options.binding; }
+
+  std::uint64_t homes_bytes = 0;     // states, resident weights and tied gradients
+  std::uint64_t slot_bytes = 0;      // one gathered unit; 0 when no unit needs a slot
+  std::uint64_t gradient_bytes = 0;  // one unit's gradient
+  std::uint64_t slot_count = 0;      // units that compete for slots
+  std::uint64_t slots_min = 0;       // that a single gather() pins at most: the unit's own and its tied owners'
+  // The least that trains: program and engine together need this beside the program's own blocks.
+  std::uint64_t least_bytes() const { return homes_bytes + slots_min * slot_bytes + gradient_bytes; }
+
+ private:
+  std::uint64_t homes_of(const Unit& unit) const;
+  const EngineOptions& options_;
+  const UnitTable& table_;
+};
+
+// Throws BudgetError unless the device has room for what the engine needs at least and `program_bytes` more.
+void require_device_memory(Runtime& runtime, const DeviceNeeds& needs, std::uint64_t program_bytes);
 
 class Memory {
  public:
@@ -74,10 +100,6 @@ class Memory {
   bool weights_at_home() const { return options_.parameters != Placement::nvme; }
   bool state_at_home() const { return options_.optimizer != Placement::nvme; }
   bool on_device(Placement placement) const { return placement == Placement::device; }
-  bool has_own_memory(const Unit& unit) const;
-  bool needs_device_shard(const Unit& unit) const;
-  bool is_slotted(const Unit& unit) const { return !has_own_memory(unit) && !unit.options.binding; }
-  std::uint64_t slots_of_one_gather() const;
   std::vector<Piece> cut(std::uint64_t piece_tiles) const;
   std::uint64_t piece_bytes_max(std::uint64_t piece_tiles) const;
   void plan_homes(tiers::PinnedPlan& plan) const;
@@ -86,12 +108,12 @@ class Memory {
   std::uint64_t pinned_bytes(const Buffers& buffers) const;
   void take_pinned(const Buffers& buffers);
   void take_device();
-  std::uint64_t device_homes_bytes() const;
   std::byte* take_device_block(std::uint64_t bytes, const std::string& what);
 
   Runtime& runtime_;
   const EngineOptions& options_;
   const UnitTable& table_;
+  const DeviceNeeds needs_;
   std::vector<UnitHome> homes_;
   tiers::Budget::Hold store_hold_;
   std::unique_ptr<tiers::PinnedPool> pool_;
@@ -102,8 +124,6 @@ class Memory {
   std::vector<std::span<std::byte>> staging_buffers_;
   std::vector<Piece> pieces_;
   std::uint64_t piece_tiles_ = 0;
-  std::uint64_t slot_bytes_ = 0;
-  std::uint64_t gradient_slot_bytes_ = 0;
 };
 
 }  // namespace hoist::detail

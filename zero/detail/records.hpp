@@ -2,11 +2,11 @@
 // zero/detail/records.hpp - from units to the store's records.
 #pragma once
 
-#include <hoist/tiers/store.hpp>
-#include <hoist/zero/detail/unit_table.hpp>
-
 #include <optional>
 #include <vector>
+
+#include <hoist/tiers/store.hpp>
+#include <hoist/zero/detail/unit_table.hpp>
 
 namespace hoist::detail {
 

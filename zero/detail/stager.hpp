@@ -8,14 +8,14 @@
 //            hand_back(buffer) -> the next read starts.
 #pragma once
 
-#include <hoist/zero/detail/memory.hpp>
-#include <hoist/zero/detail/records.hpp>
-
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <vector>
+
+#include <hoist/zero/detail/memory.hpp>
+#include <hoist/zero/detail/records.hpp>
 
 namespace hoist::detail {
 
@@ -46,7 +46,7 @@ class Stager {
     Completion read;
   };
   void await_copies(std::unique_lock<std::mutex>& lock);
-  void start_reads();                          // with the mutex held
+  void start_reads();  // with the mutex held
   void start_read(Buffer& buffer, UnitId unit);
   Completion read_weights(UnitId unit, std::span<std::byte> target);
   Buffer* staged(UnitId unit);

@@ -12,14 +12,14 @@
 // With one rank, gathered and host are the same bytes.
 #pragma once
 
-#include <hoist/tiers/record_layout.hpp>
-#include <hoist/zero/partition.hpp>
-#include <hoist/zero/types.hpp>
-
 #include <map>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include <hoist/tiers/record_layout.hpp>
+#include <hoist/zero/partition.hpp>
+#include <hoist/zero/types.hpp>
 
 namespace hoist::detail {
 

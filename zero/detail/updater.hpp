@@ -10,13 +10,13 @@
 // Main path  run -> for each piece: read -> tiles (verify, update, checksum) -> write.
 #pragma once
 
-#include <hoist/zero/detail/memory.hpp>
-#include <hoist/zero/detail/records.hpp>
-
 #include <deque>
 #include <functional>
 #include <optional>
 #include <vector>
+
+#include <hoist/zero/detail/memory.hpp>
+#include <hoist/zero/detail/records.hpp>
 
 namespace hoist::detail {
 
@@ -33,15 +33,16 @@ struct TileAccess {
 
 // What a walk over all trainable tiles reads and writes.
 struct WalkOptions {
-  bool read = true;          // state on NVMe is read first (false: it is being made)
-  bool write_weights = true; // to the store
+  bool read = true;           // state on NVMe is read first (false: it is being made)
+  bool write_weights = true;  // to the store
   bool write_state = true;
   WaitCause waits = WaitCause::nvme;
 };
 
 class Updater {
  public:
-  Updater(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records, tiers::Store* store);
+  Updater(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
+          tiers::Store* store);
 
   // Runs work(tile) over every trainable tile of `units` (all when empty), in parallel within a piece, pieces in order.
   // Pre: a step of the store is open when anything is written. Returns when everything was computed and all writes
@@ -84,7 +85,7 @@ class Updater {
   tiers::Store* store_;
   std::vector<Buffer> buffers_;
   std::uint64_t uses_ = 0;
-  std::vector<Completion> weights_written_;  // by unit
+  std::vector<Completion> weights_written_;               // by unit
   std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the piece being updated
 };
 
