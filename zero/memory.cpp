@@ -69,7 +69,8 @@ void require_device_memory(Runtime& runtime, const DeviceNeeds& needs, std::uint
        .have_bytes = budget.limit_bytes(),
        .need_bytes = budget.limit_bytes() - available + least,
        .key = budget.key(),
-       .detail = "the program's own blocks, resident states, what one gather() needs and one unit's gradient"});
+       .detail =
+           "the program's own blocks (activations), resident states, what one gather() needs and one unit's gradient"});
 }
 
 // --- pinned memory ---------------------------------------------------------------------------------------------------
