@@ -22,4 +22,4 @@ work=build/release/quickstart
 rm -rf "$work"
 mkdir -p "$work"
 cd "$work"
-exec ../bin/hoist-gpt --config "$root/examples/gpt/offload.json" --text "$text" --steps "${STEPS:-300}" --warmup 20 --report report.json
+exec ../bin/hoist-gpt --config "$root/examples/gpt/offload.json" --text "$text" --steps "${STEPS:-400}" --warmup 20 --report report.json
