@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One ring, used by the engine's I/O thread alone. Every block is submitted by itself: submitted together, neighbours
-// are merged by the kernel into requests that are larger than drives like (8-10 % slower).
+// are merged by the kernel into requests that are larger than drives like.
 #include <algorithm>
 #include <cerrno>
 #include <fstream>

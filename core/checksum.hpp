@@ -2,7 +2,7 @@
 // core/checksum.hpp - CRC-64 of a tile, with the tile's identity mixed in.
 //
 // A tile's checksum starts from its identity, so that the right bytes in the wrong place (a stale, misdirected or
-// swapped block) fail exactly like a flipped bit. CRC-64 (ECMA-182, reflected) from ISA-L: 80 GB/s a core from L2.
+// swapped block) fail exactly like a flipped bit. CRC-64 (ECMA-182, reflected) from ISA-L.
 #pragma once
 
 #include <cstddef>

@@ -18,8 +18,8 @@
 //
 // Denormals: arithmetic keeps them (the kernels clear flush-to-zero and denormals-are-zero for their own duration,
 // whatever the host program's setting), but a moment is stored as zero when its magnitude is below 2^-126. Otherwise
-// moments of idle parameters decay into denormals, which are 8-10 times slower, and stay there. A GPU kernel compiled
-// without flush-to-zero gives the same bits by the same rule.
+// moments of idle parameters decay into denormals, which many processors handle far more slowly, and stay there. A GPU kernel
+// compiled without flush-to-zero gives the same bits by the same rule.
 //
 // Threading  Pure functions of their arguments; any thread.
 // Memory     No allocation. Pointers need the alignment of their element type only.

@@ -2,9 +2,9 @@
 // platform/host_memory.hpp - one large block of host memory for transfers: huge pages, one NUMA node, touched in
 // parallel.
 //
-// With 4 KiB pages a 1 MiB transfer is 256 segments and every drive splits it; huge pages give 1.3-1.7 times the
-// bandwidth. Reserved huge pages are tried first, then transparent ones, then ordinary pages; `page_kind()` says
-// which were had.
+// With 4 KiB pages a 1 MiB transfer is 256 segments, more than many drives take in one request, so it is split; with
+// huge pages it is one. Reserved huge pages are tried first, then transparent ones, then ordinary pages; `page_kind()`
+// says which were had.
 //
 // Threading  Construction uses several threads; afterwards the object is constant.
 // Memory     Allocated once, returned at destruction. A forked child does not see it: a fork would copy every page that

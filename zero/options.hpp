@@ -61,7 +61,7 @@ struct EngineOptions {
   Nanoseconds lock_timeout = std::chrono::seconds(10);
 
   // Elements read, updated and written as one piece; rounded to whole tiles, and made smaller (and said so) where the
-  // pinned budget is. 1 Mi: with 3-4 buffers a footprint of 25-45 MiB, beyond which drives slow down. DeepSpeed: 1e9.
+  // pinned budget is. 1 Mi: 10-12 MiB a buffer, so that a few of them stay a small, cycled footprint. DeepSpeed: 1e9.
   std::uint64_t sub_group_elements = 1 << 20;
   unsigned update_buffer_count = 4;   // pieces in flight, at least 3
   unsigned staging_buffer_count = 5;  // units whose weights may be on their way from NVMe

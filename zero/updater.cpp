@@ -175,8 +175,4 @@ void Updater::write(Job& job, const WalkOptions& options) {
   if (job.buffer != nullptr) job.buffer->idle = when_all(writes);
 }
 
-void Updater::drain() {
-  for (Buffer& buffer : buffers_) buffer.idle.wait();
-}
-
 }  // namespace hoist::detail

@@ -79,7 +79,6 @@ class Memory {
   const std::vector<std::span<std::byte>>& staging_buffers() const { return staging_buffers_; }
   const std::vector<Piece>& pieces() const { return pieces_; }
   std::vector<std::span<std::byte>> registered_slices() const { return pool_->memory().slices(); }
-  const platform::HostMemory& host_memory() const { return pool_->memory(); }
   bool gradients_on_device() const { return options_.optimizer == Placement::device; }
   std::string describe() const;
 

@@ -53,9 +53,6 @@ class Updater {
   // Done when the unit's weights of the last walk have reached the store.
   Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
 
-  // The pieces' buffers may be used by somebody else between walks; returns when no write uses them any more.
-  void drain();
-
  private:
   struct Buffer {
     std::span<std::byte> bytes;
