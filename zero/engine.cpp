@@ -27,6 +27,8 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   refuse(nvme && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
          "state is placed on NVMe, but no path is given; name a directory on the drive");
+  refuse(!options.stripe_directories.empty(), "zero_optimization.offload_optimizer.nvme_path",
+         "several drives are not supported by this version; name one directory");
   refuse(options.optimizer == Placement::device && runtime.options().device != platform::DeviceKind::host,
          "zero_optimization.offload_optimizer.device",
          "this version updates optimizer states on the CPU only; use \"cpu\" or \"nvme\"");

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include <hoist/aio/engine.hpp>
 #include <hoist/comm/communicator.hpp>
@@ -34,6 +35,10 @@ struct RuntimeOptions {
   unsigned aio_queue_depth = 16;
   unsigned aio_threads = 4;  // of the `threads` backend
 
+  // A timeline of what every link, the optimizer and the program did, in Chrome's trace format (open it in Perfetto);
+  // one file per rank, written when the runtime ends. Empty: none. Key "hoist.trace".
+  std::string trace_path;
+
   unsigned update_threads = 0;  // of the CPU optimizer; 0: every CPU the process may use
   CommunicatorKind communicator = CommunicatorKind::automatic;
   std::uint64_t comm_scratch_bytes =
@@ -56,6 +61,8 @@ struct EngineOptions {
   // The store of records: where NVMe placements live, and what commits go to. Empty: none (no NVMe placement then,
   // and nothing can be saved).
   std::string store_directory;
+  // Further drives: the store's data is spread over store_directory and these. Key nvme_path, as a list.
+  std::vector<std::string> stripe_directories;
   tiers::Durability durability = tiers::Durability::step;
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
@@ -72,6 +79,10 @@ struct EngineOptions {
   std::uint64_t live_elements_max = 1'000'000'000;
   std::uint64_t reuse_distance_elements = 1'000'000'000;
   std::uint64_t persistence_elements = 100'000;
+
+  // One line of JSON a step (numbers of that step: norm, learning rate, bytes and waits), appended by rank 0, and beside
+  // it a text file for Prometheus with the latest. Empty: none. Key "hoist.metrics".
+  std::string metrics_path;
 
   double gradient_clipping = 1.0;           // global norm; 0: none
   optim::AdamOptions optimizer_defaults{};  // of group 0
