@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/progress.hpp - how far a long command is: a bar on a terminal, elsewhere a plain line every few seconds.
+//
+// Goes to stderr, so that what a program reads from stdout stays clean.
+//
+// Threading  One thread at a time.
+// Errors     None: a stream that cannot be written to is not worth stopping for.
+// Main path  update -> (at most ten times a second) line -> the terminal.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <string>
+
+#include <hoist/core/clock.hpp>
+
+namespace hoist::cli {
+
+enum class ProgressStyle : std::uint8_t {
+  automatic,  // a bar when `out` is a terminal, lines when not
+  bar,        // one line, rewritten in place
+  lines,      // a line every few seconds, none at all when the work is shorter than that
+  quiet,      // nothing
+};
+
+struct ProgressOptions {
+  std::string what;  // "verifying", "exporting layer 3"
+  enum class Unit : std::uint8_t { bytes, count, milliseconds } unit = Unit::bytes;
+  std::uint64_t total = 0;  // 0: not known; then there is no bar and no time left
+  ProgressStyle style = ProgressStyle::automatic;
+  Nanoseconds bar_interval = std::chrono::milliseconds(100);
+  Nanoseconds line_interval = std::chrono::seconds(5);
+  std::FILE* out = stderr;
+};
+
+class Progress {
+ public:
+  explicit Progress(ProgressOptions options);
+  // Takes the bar off the terminal.
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // `done` of `total` is finished. Cheap enough for every block: most calls look at the clock and return.
+  void update(std::uint64_t done) { update(done, Clock::now()); }
+  void update(std::uint64_t done, TimePoint now);  // for tests, which own the time
+  // What is being done now; shown from the next update on.
+  void describe(std::string what) { options_.what = std::move(what); }
+  // Prints `text` on a line of its own, the bar out of its way. Shown in every style but quiet.
+  void say(const std::string& text);
+  // Takes the bar away; the next update draws it again.
+  void clear();
+
+  // The words after the bar: "verifying 1.5 of 4.0 GiB, 1.2 GB/s, 3 s left".
+  std::string line(std::uint64_t done, TimePoint now) const;
+
+ private:
+  std::string bar(std::uint64_t done) const;
+
+  ProgressOptions options_;
+  const TimePoint begun_;
+  TimePoint shown_;
+  std::size_t width_ = 0;  // of what stands on the terminal now
+};
+
+}  // namespace hoist::cli
