@@ -12,6 +12,7 @@
 #include <hoist/optim_cpu/adam.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/store.hpp>
+#include <hoist/zero/learning_rate.hpp>
 
 namespace hoist {
 
@@ -80,12 +81,13 @@ struct EngineOptions {
   std::uint64_t reuse_distance_elements = 1'000'000'000;
   std::uint64_t persistence_elements = 100'000;
 
-  // One line of JSON a step (numbers of that step: norm, learning rate, bytes and waits), appended by rank 0, and beside
-  // it a text file for Prometheus with the latest. Empty: none. Key "hoist.metrics".
+  // One line of JSON a step (numbers of that step: norm, learning rate, bytes and waits), appended by rank 0, and
+  // beside it a text file for Prometheus with the latest. Empty: none. Key "hoist.metrics".
   std::string metrics_path;
 
-  double gradient_clipping = 1.0;           // global norm; 0: none
-  optim::AdamOptions optimizer_defaults{};  // of group 0
+  double gradient_clipping = 1.0;                 // global norm; 0: none
+  optim::AdamOptions optimizer_defaults{};        // of group 0
+  LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
 };
 
 }  // namespace hoist
