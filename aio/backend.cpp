@@ -7,7 +7,6 @@
 #include <spdlog/spdlog.h>
 
 #include <hoist/aio/detail/backends.hpp>
-#include <hoist/aio/detail/engine_impl.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/platform/topology.hpp>
 
@@ -50,14 +49,6 @@ void enter_io_thread(const char* name, int numa_node) noexcept {
   } catch (const std::exception& error) {
     spdlog::warn("{}: not bound to NUMA node {}: {}", name, numa_node, error.what());
   }
-}
-
-void quarantine(const void* lost) {
-  // Never destroyed: reachable to the end, so that a leak checker tells this apart from a leak by mistake.
-  static std::mutex mutex;
-  static auto* kept = new std::vector<const void*>;
-  const std::lock_guard lock(mutex);
-  kept->push_back(lost);
 }
 
 }  // namespace detail

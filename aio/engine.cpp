@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <hoist/aio/detail/engine_impl.hpp>
+#include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/engine.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
@@ -36,11 +37,12 @@ const EngineOptions& checked(const EngineOptions& options) {
   return options;
 }
 
-void check_aligned(std::uint64_t offset_bytes, const std::byte* data, std::size_t length_bytes) {
-  HOIST_ASSERT(offset_bytes % File::kAlignment == 0 && length_bytes % File::kAlignment == 0 &&
-                   reinterpret_cast<std::uintptr_t>(data) % File::kAlignment == 0,
-               "misaligned transfer: offset {}, length {}, address {}", offset_bytes, length_bytes,
-               static_cast<const void*>(data));
+void check_aligned(const detail::Request& request) {
+  const auto aligned = [](std::uint64_t value) { return value % File::kAlignment == 0; };
+  HOIST_ASSERT(aligned(request.offset_bytes) && aligned(request.length_bytes) &&
+                   aligned(reinterpret_cast<std::uintptr_t>(request.data)),
+               "misaligned transfer: offset {}, length {}, address {}", request.offset_bytes, request.length_bytes,
+               static_cast<const void*>(request.data));
 }
 
 }  // namespace
@@ -56,22 +58,24 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<Backend> backend) {
 Engine::~Engine() {
   if (impl_->stop()) return;
   // The kernel, or a stuck thread, may still use what the engine owns. Kept reachable and never used again.
-  static_cast<void>(detail::quarantine(impl_.release()));
+  detail::quarantine(impl_.release());
+}
+
+Completion Engine::start(const detail::Request& request, Priority priority) {
+  check_aligned(request);
+  if (request.length_bytes == 0) return {};
+  return impl_->enqueue(request, priority);
 }
 
 Completion Engine::read(const File& file, std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority) {
-  check_aligned(offset_bytes, target.data(), target.size());
-  if (target.empty()) return {};
-  return impl_->enqueue({Operation::read, &file, offset_bytes, target.data(), target.size()}, priority);
+  return start({Operation::read, &file, offset_bytes, target.data(), target.size()}, priority);
 }
 
 Completion Engine::write(const File& file, std::uint64_t offset_bytes, std::span<const std::byte> source,
                          Priority priority) {
-  check_aligned(offset_bytes, source.data(), source.size());
-  if (source.empty()) return {};
   // A block serves both directions; the memory of a write is only read.
   auto* data = const_cast<std::byte*>(source.data());
-  return impl_->enqueue({Operation::write, &file, offset_bytes, data, source.size()}, priority);
+  return start({Operation::write, &file, offset_bytes, data, source.size()}, priority);
 }
 
 Completion Engine::sync(const File& file) {

@@ -24,6 +24,10 @@
 
 namespace hoist::aio {
 
+namespace detail {
+struct Request;
+}
+
 // automatic: io_uring, or `threads` where the system forbids it (said once in the log, with the remedy).
 // io_uring:  an Error when it cannot be had.
 // null:      every transfer succeeds at once and no data is moved: measures our own overhead, nothing else.
@@ -84,7 +88,9 @@ class Engine {
   const std::string& description() const;
 
  private:
+  friend class StripedFile;  // starts shares of its transfers
   class Impl;
+  Completion start(const detail::Request& request, Priority priority);
   std::unique_ptr<Impl> impl_;
 };
 

@@ -210,8 +210,9 @@ void Engine::Impl::cut_block(Transfer& transfer) {
   flight.operation = request.operation;
   flight.file = request.file;
   flight.offset_bytes = request.offset_bytes + transfer.cut_bytes;
-  flight.data = request.data == nullptr ? nullptr : request.data + transfer.cut_bytes;
-  flight.length_bytes = std::min(options_.block_bytes, request.length_bytes - transfer.cut_bytes);
+  const auto memory = request.memory_at(transfer.cut_bytes);
+  flight.data = memory.data();
+  flight.length_bytes = std::min<std::uint64_t>(options_.block_bytes, memory.size());
   flight.transfer = &transfer;
   flight.retries = 0;
   transfer.cut_bytes += flight.length_bytes;

@@ -90,11 +90,4 @@ class Engine::Impl {
   std::thread thread_;
 };
 
-namespace detail {
-
-// Keeps `lost` reachable until the process ends, and does not touch it.
-void quarantine(const void* lost);
-
-}  // namespace detail
-
 }  // namespace hoist::aio

@@ -4,20 +4,40 @@
 // Memory     Records are recycled; queues link through the record itself, so moving one never allocates.
 #pragma once
 
+#include <algorithm>
 #include <exception>
 #include <optional>
+#include <span>
 
 #include <hoist/aio/backend.hpp>
+#include <hoist/aio/stripe_layout.hpp>
 #include <hoist/core/completion.hpp>
 
 namespace hoist::aio::detail {
+
+// A drive's share of a transfer of a striped file: one range there, many pieces in memory.
+struct StripeShare {
+  const StripeLayout* layout = nullptr;  // null: the transfer is not striped
+  unsigned drive = 0;
+  std::uint64_t logical_offset_bytes = 0;  // of the whole transfer
+};
 
 struct Request {
   Operation operation = Operation::read;
   const File* file = nullptr;
   std::uint64_t offset_bytes = 0;
-  std::byte* data = nullptr;
+  std::byte* data = nullptr;  // of the whole transfer, when this is a share of one
   std::uint64_t length_bytes = 0;
+  StripeShare share{};
+
+  // The memory of byte `at` and of what follows it both there and in the file.
+  std::span<std::byte> memory_at(std::uint64_t at) const {
+    if (data == nullptr) return {};
+    if (share.layout == nullptr) return {data + at, length_bytes - at};
+    const std::uint64_t logical_bytes = share.layout->logical_offset(share.drive, offset_bytes + at);
+    const std::uint64_t run_bytes = share.layout->place(logical_bytes).run_bytes;
+    return {data + (logical_bytes - share.logical_offset_bytes), std::min(run_bytes, length_bytes - at)};
+  }
 };
 
 struct Transfer {

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <thread>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <hoist/aio/detail/quarantine.hpp>
+#include <hoist/aio/stripe_layout.hpp>
+#include <hoist/aio/stripe_weights.hpp>
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+
+namespace hoist::aio {
+
+namespace {
+
+constexpr double kTolerance = 0.1;
+constexpr std::uint64_t kPieceBytes = kMiB;
+constexpr std::size_t kPiecesInFlight = 16;
+constexpr Nanoseconds kSettlePollInterval = std::chrono::milliseconds(1);
+
+// A file that goes when it is closed, or when the process dies.
+File nameless_file(const std::string& directory, std::uint64_t bytes) {
+  static std::atomic<unsigned> next{0};
+  const std::string path = fmt::format("{}/.hoist-measure-{}-{}", directory, ::getpid(), next.fetch_add(1));
+  File file(path, {.mode = OpenMode::create, .reserve_bytes = bytes});
+  ::unlink(path.c_str());
+  return file;
+}
+
+// One drive, driven by one thread: a ring of pieces in flight, each with its own part of the memory.
+class Meter {
+ public:
+  Meter(const MeasuredDrive& drive, const MeasureOptions& options)
+      : engine_(*drive.engine),
+        file_(nameless_file(drive.directory, options.file_bytes)),
+        file_bytes_(options.file_bytes),
+        answer_timeout_(options.answer_timeout),
+        memory_(std::aligned_alloc(File::kAlignment, kPiecesInFlight * kPieceBytes), &std::free) {
+    if (memory_ == nullptr) throw std::bad_alloc();
+    auto* bytes = static_cast<std::byte*>(memory_.get());
+    for (std::uint64_t at = 0; at < kPiecesInFlight * kPieceBytes; at += sizeof(std::uint64_t)) {
+      const std::uint64_t value = random_bits(1, at);  // a drive may compress
+      std::memcpy(bytes + at, &value, sizeof(value));
+    }
+  }
+
+  double bytes_per_second(Nanoseconds time_limit) {
+    const Nanoseconds third = time_limit / 3;
+    pass(Operation::write, file_bytes_, 1, third);
+    const double writing = pass(Operation::write, filled_bytes_, kForever, third);
+    const double reading = pass(Operation::read, filled_bytes_, kForever, third);
+    return 2.0 / (1.0 / writing + 1.0 / reading);
+  }
+
+  // After an error. False: the drive still owes answers, and the kernel may yet write to this object's memory.
+  bool settle() noexcept {
+    const TimePoint deadline = Clock::now() + answer_timeout_;
+    return std::all_of(in_flight_.begin(), in_flight_.end(), [&](const Completion& piece) {
+      while (!piece.done() && Clock::now() < deadline) std::this_thread::sleep_for(kSettlePollInterval);
+      return piece.done();
+    });
+  }
+
+ private:
+  static constexpr std::uint64_t kForever = ~std::uint64_t{0};
+
+  // Goes over the first `span_bytes` of the file until the time is up, at most `rounds` times. Bytes per second, the
+  // end of what was in flight included.
+  double pass(Operation operation, std::uint64_t span_bytes, std::uint64_t rounds, Nanoseconds time_limit) {
+    const TimePoint start = Clock::now();
+    std::uint64_t started = 0;
+    const std::uint64_t pieces_in_span = span_bytes / kPieceBytes;
+    do {
+      wait_for(started);
+      in_flight_[started % kPiecesInFlight] = start_piece(operation, started % pieces_in_span, started);
+      ++started;
+    } while (Clock::now() - start < time_limit && started / pieces_in_span < rounds);
+    for (std::uint64_t i = 0; i < kPiecesInFlight; ++i) wait_for(started + i);
+    filled_bytes_ = std::max(filled_bytes_, std::min(started, pieces_in_span) * kPieceBytes);
+    return static_cast<double>(started * kPieceBytes) / to_seconds(Clock::now() - start);
+  }
+
+  Completion start_piece(Operation operation, std::uint64_t place, std::uint64_t index) {
+    const std::span part(static_cast<std::byte*>(memory_.get()) + index % kPiecesInFlight * kPieceBytes, kPieceBytes);
+    if (operation == Operation::read) return engine_.read(file_, place * kPieceBytes, part, Priority::foreground);
+    return engine_.write(file_, place * kPieceBytes, part, Priority::foreground);
+  }
+
+  // For the piece that had this place in the ring before.
+  void wait_for(std::uint64_t index) {
+    const Completion& piece = in_flight_[index % kPiecesInFlight];
+    if (!piece.wait_for(answer_timeout_))
+      throw IoError({"measuring", file_.path(), 0, kPieceBytes, ETIMEDOUT}, "check the drive (dmesg, smartctl)");
+  }
+
+  Engine& engine_;
+  const File file_;
+  const std::uint64_t file_bytes_;
+  const Nanoseconds answer_timeout_;
+  std::uint64_t filled_bytes_ = 0;
+  std::unique_ptr<void, decltype(&std::free)> memory_;
+  std::array<Completion, kPiecesInFlight> in_flight_;
+};
+
+double measure(const MeasuredDrive& drive, const MeasureOptions& options) {
+  auto meter = std::make_unique<Meter>(drive, options);
+  try {
+    return meter->bytes_per_second(options.time_limit);
+  } catch (...) {
+    if (!meter->settle()) detail::quarantine(meter.release());
+    throw;
+  }
+}
+
+}  // namespace
+
+std::vector<std::uint32_t> stripe_weights(std::span<const double> bytes_per_second) {
+  const double fastest = *std::max_element(bytes_per_second.begin(), bytes_per_second.end());
+  HOIST_ASSERT(fastest > 0, "no drive moved anything");
+  std::vector<std::uint32_t> weights(bytes_per_second.size());
+  for (std::uint32_t scale = 1; scale <= StripeLayout::kWeightMax; ++scale) {
+    bool close = true;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      const double exact = bytes_per_second[i] / fastest * scale;
+      weights[i] = static_cast<std::uint32_t>(std::max(1.0, std::round(exact)));
+      close = close && std::abs(weights[i] - exact) <= kTolerance * exact;
+    }
+    if (close) break;
+  }
+  return weights;
+}
+
+StripeMeasurement measure_weights(std::span<const MeasuredDrive> drives, const MeasureOptions& options) {
+  if (drives.empty()) throw UsageError("there is no drive to measure");
+  if (options.file_bytes == 0 || options.file_bytes % kPieceBytes != 0)
+    throw UsageError(fmt::format("drives are measured with a file of whole MiB, not {} bytes", options.file_bytes));
+  StripeMeasurement result;
+  result.bytes_per_second.resize(drives.size());
+  std::vector<std::exception_ptr> errors(drives.size());
+  std::vector<std::jthread> threads;
+  for (std::size_t i = 0; i < drives.size(); ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        result.bytes_per_second[i] = measure(drives[i], options);
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+    });
+  }
+  for (std::jthread& thread : threads) thread.join();
+  for (const auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+  result.weights = stripe_weights(result.bytes_per_second);
+  return result;
+}
+
+}  // namespace hoist::aio

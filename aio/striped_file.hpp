@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// aio/striped_file.hpp - one logical file over one or several drives, without RAID.
+//
+// Each drive has its engine, so its own I/O thread, queue and counters: a slow drive delays only what lies on it.
+//
+// Threading  Any thread may start transfers.
+// Memory     Owns its files and borrows the engines, which must outlive it. Neither it nor a buffer may go while a
+//            transfer is in flight.
+// Errors     A transfer ends when its parts on all drives have, with the IoError of the first drive (in their order)
+//            that failed: the path is that drive's, the offset the one in its file.
+// Main path  read -> one range for each drive -> Engine -> when_all.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/aio/stripe_layout.hpp>
+
+namespace hoist::aio {
+
+struct StripeDrive {
+  Engine* engine = nullptr;
+  File file;
+};
+
+class StripedFile {
+ public:
+  // Pre: one drive for each weight of the layout, in the same order.
+  StripedFile(StripeLayout layout, std::vector<StripeDrive> drives);
+  StripedFile(Engine& engine, File file);  // on one drive
+  StripedFile(const StripedFile&) = delete;
+  StripedFile& operator=(const StripedFile&) = delete;
+
+  // As of Engine, with offsets in the logical file.
+  // Cost: on one drive, that of Engine::read. On several, one transfer for each drive that the range touches and one
+  //       joint completion, however many units there are.
+  Completion read(std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority);
+  Completion write(std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority);
+  // fdatasync of every drive's file, under the rule of Engine::sync.
+  Completion sync();
+
+  // Locks the files of all drives, in their order. False when somebody else still holds one after `timeout`; the locks
+  // already taken are then held until this object is destroyed.
+  [[nodiscard]] bool lock(Nanoseconds timeout);
+
+  const StripeLayout& layout() const { return layout_; }
+  // Length of the logical file, from the files' lengths when they were opened.
+  std::uint64_t size_bytes() const;
+  bool is_direct() const;  // on every drive
+  const File& file(unsigned drive) const { return drives_[drive].file; }
+  std::vector<std::string> data_paths() const;
+
+ private:
+  Completion start(Operation operation, std::uint64_t offset_bytes, std::span<std::byte> memory, Priority priority);
+
+  const StripeLayout layout_;
+  std::vector<StripeDrive> drives_;  // their addresses are stable: transfers in flight refer to the files
+};
+
+}  // namespace hoist::aio
