@@ -161,23 +161,8 @@ Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first
 
 void Store::Impl::verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                          std::span<const std::byte> bytes) const {
-  const std::uint64_t length = table_.range_bytes(record, region, first, count);
-  HOIST_ASSERT(bytes.size() == length, "{} bytes for {}", bytes.size(), length);
-  for (std::uint32_t tile = first; tile < first + count; ++tile) {
-    const auto expected = table_.expected(record, region, tile);
-    if (expected.length_bytes == 0) continue;
-    const std::uint64_t found = tile_checksum(expected.identity, bytes.first(expected.length_bytes));
-    bytes = bytes.subspan(expected.length_bytes);
-    if (found == expected.checksum) continue;
-    CorruptionError::Where where;
-    where.unit = table_.record(record).unit;
-    where.region = region == Region::weights ? "weights" : "optimizer state";
-    where.path = paths_.data;
-    where.offset_bytes = expected.offset_bytes;
-    where.expected = expected.checksum;
-    where.found = found;
-    throw CorruptionError(std::move(where));
-  }
+  const auto damaged = table_.damage(record, region, first, count, bytes, paths_.data);
+  if (!damaged.empty()) throw CorruptionError(damaged.front());
 }
 
 void Store::Impl::begin_step(std::uint64_t step) {

@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <hoist/aio/engine.hpp>
 #include <hoist/core/strong_id.hpp>
@@ -71,10 +72,15 @@ class Store {
   // that is normal: the commit it interrupted).
   struct Found {
     bool exists = false;                // a manifest is there
+    std::optional<StoreIdentity> identity;  // whose it is, when the superblock can be read
+    Durability durability = Durability::step;
+    std::uint64_t data_bytes = 0;  // reserved on disk
     std::vector<CommitHeader> commits;  // valid ones, newest first, without abandoned ones
     std::vector<std::string> damage;
   };
   static Found look(const std::string& directory, int rank);
+  // The ranks that have a manifest in `directory`, ascending; none when there is no such directory.
+  static std::vector<int> ranks_in(const std::string& directory);
 
   // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError when one with a commit
   // is there or was and cannot be read any more, with BudgetError{tier "nvme"} when the file system is too small; then

@@ -6,7 +6,6 @@
 #include <sys/stat.h>
 
 #include <hoist/core/assert.hpp>
-#include <hoist/core/checksum.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
@@ -23,20 +22,6 @@ std::uint64_t random_store_number() {
   std::uint64_t number = 0;
   while (number == 0) number = (std::uint64_t{device()} << 32) | device();
   return number;
-}
-
-// Two stores with equal layout texts but other records (a change in how units are cut) must not be mixed up either.
-std::uint64_t geometry_checksum(std::span<const StoreRecord> records) {
-  std::vector<std::uint64_t> words;
-  for (const StoreRecord& record : records) {
-    words.push_back(record.layout.segments().size());
-    for (const RecordSegment& segment : record.layout.segments()) {
-      words.push_back(static_cast<std::uint64_t>(segment.dtype));
-      words.push_back(segment.trainable ? 1 : 0);
-      words.push_back(segment.shard_elements);
-    }
-  }
-  return hoist::checksum(std::as_bytes(std::span(words)));
 }
 
 // Everything but the store number, which only create() chooses.
@@ -57,7 +42,7 @@ Superblock superblock_for(const StoreOptions& options) {
     s.tile_count += record.layout.tiles().size();
     s.data_bytes += s.extents_per_record * record.layout.bytes();
   }
-  s.geometry_checksum = geometry_checksum(options.records);
+  s.geometry_checksum = detail::geometry_checksum(options.records);
   s.layout = identity.layout;
   return s;
 }
@@ -172,11 +157,20 @@ Store::Found Store::look(const std::string& directory, int rank) {
   Found found;
   found.exists = view.exists;
   if (!view.damage.empty()) found.damage.push_back(fmt::format("{} cannot be used: {}", paths.manifest, view.damage));
+  if (view.superblock) {
+    found.identity = {.layout = view.superblock->layout,
+                      .rank = static_cast<int>(view.superblock->rank),
+                      .world_size = static_cast<int>(view.superblock->world_size)};
+    found.durability = view.superblock->durability == kDurabilityNone ? Durability::none : Durability::step;
+    found.data_bytes = view.superblock->data_bytes;
+  }
   found.commits = detail::usable_commits(view.slots);
   for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
     found.damage.push_back(std::move(problem));
   return found;
 }
+
+std::vector<int> Store::ranks_in(const std::string& directory) { return detail::ranks_in(directory); }
 
 Store::Cost Store::cost(const StoreOptions& options) {
   const Superblock superblock = superblock_for(options);

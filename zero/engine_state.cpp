@@ -7,67 +7,13 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
+#include <hoist/zero/detail/tile_values.hpp>
 
 namespace hoist {
 
 using detail::TileAccess;
 using tiers::Region;
 using tiers::Tile;
-
-namespace {
-
-// Tiles looked at in one go by state access: 3 MiB of record.
-constexpr std::uint32_t kAccessTiles = 16;
-
-// Page-aligned memory for direct transfers outside of steps.
-class Scratch {
- public:
-  explicit Scratch(std::uint64_t bytes)
-      : data_(static_cast<std::byte*>(
-            std::aligned_alloc(kBlockAlignment, round_up(std::max<std::uint64_t>(bytes, 1), kBlockAlignment)))),
-        bytes_(bytes) {
-    if (data_ == nullptr) throw std::bad_alloc();
-  }
-  ~Scratch() { std::free(data_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  std::span<std::byte> first(std::uint64_t bytes) const { return {data_, bytes}; }
-
- private:
-  std::byte* data_;
-  std::uint64_t bytes_;
-};
-
-float load_state(const TileAccess& tile, State state, std::uint64_t i) {
-  if (state == State::moment1) return tile.view().moment1[i];
-  if (state == State::moment2) return tile.view().moment2[i];
-  if (tile.segment->dtype == DType::fp32) return reinterpret_cast<const float*>(tile.weights)[i];
-  const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[i];
-  return tile.state == nullptr ? to_float(weight) : join_master(weight, tile.view().remainder[i]);
-}
-
-void store_state(const TileAccess& tile, State state, std::uint64_t i, float value) {
-  if (state == State::moment1) {
-    tile.view().moment1[i] = value;
-  } else if (state == State::moment2) {
-    tile.view().moment2[i] = value;
-  } else if (tile.segment->dtype == DType::fp32) {
-    reinterpret_cast<float*>(tile.weights)[i] = value;
-  } else {
-    const SplitMaster split = split_master(value);
-    reinterpret_cast<bf16*>(tile.weights)[i] = split.weight;
-    if (tile.state != nullptr) tile.view().remainder[i] = split.remainder;
-  }
-}
-
-// The part of shard elements [first, first + count) that lies in a tile, relative to the tile.
-ElementRange overlap(const Tile& tile, std::uint64_t first, std::uint64_t count) {
-  const std::uint64_t low = std::max(first, tile.first_element);
-  const std::uint64_t high = std::min(first + count, tile.first_element + tile.elements);
-  return low < high ? ElementRange{low - tile.first_element, high - low} : ElementRange{};
-}
-
-}  // namespace
 
 void Engine::Impl::settle() {
   if (!pass) drain();
@@ -134,49 +80,18 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   const tiers::RecordId record = segment.trainable ? live.records->trainable(id).value_or(tiers::RecordId{})
                                                    : live.records->frozen(id).value_or(tiers::RecordId{});
   const std::uint64_t base = segment.trainable ? 0 : unit.frozen_offset();
-  const auto tiles = layout.tiles();
-  const auto wanted = [&](const Tile& tile) {
-    return tile.segment == segment.record_segment && overlap(tile, first, out.size()).count > 0;
-  };
-  const auto begin = std::find_if(tiles.begin(), tiles.end(), wanted);
-  const auto end = std::find_if_not(begin, tiles.end(), wanted);
-
-  const Scratch weights_scratch(home.weights == nullptr ? kAccessTiles * tiers::kTileElements * 4 : 0);
-  const Scratch state_scratch(segment.trainable && home.state == nullptr ? kAccessTiles * tiers::kTileElements * 10
-                                                                         : 0);
-  for (auto run = begin; run != end;) {
-    const auto run_end = run + std::min<std::ptrdiff_t>(kAccessTiles, end - run);
-    const auto index = static_cast<std::uint32_t>(run - tiles.begin());
-    const auto count = static_cast<std::uint32_t>(run_end - run);
-    const Tile& last = *(run_end - 1);
-    const auto fetch = [&](Region region, std::span<std::byte> target) {
-      live.store->read(record, region, index, count, target, aio::Priority::foreground).wait();
-      live.store->verify(record, region, index, count, target);
-      return target.data();
-    };
-    std::byte* weights =
-        home.weights != nullptr
-            ? home.weights + base + run->w_offset
-            : fetch(Region::weights, weights_scratch.first(last.w_offset + last.w_bytes - run->w_offset));
-    std::byte* states = nullptr;
-    if (segment.trainable) {
-      states = home.state != nullptr
-                   ? home.state + run->s_offset
-                   : fetch(Region::state, state_scratch.first(last.s_offset + last.s_bytes - run->s_offset));
-    }
-    for (auto tile = run; tile != run_end; ++tile) {
-      const TileAccess access{.unit = id,
-                              .segment = &segment,
-                              .tile = &*tile,
-                              .weights = weights + (tile->w_offset - run->w_offset),
-                              .state = states == nullptr ? nullptr : states + (tile->s_offset - run->s_offset)};
-      const ElementRange range = overlap(*tile, first, out.size());
-      for (std::uint64_t i = 0; i < range.count; ++i) {
-        out[tile->first_element + range.first + i - first] = load_state(access, state, range.first + i);
-      }
-    }
-    run = run_end;
-  }
+  constexpr std::uint64_t kAccessElements = detail::kAccessTiles * tiers::kTileElements;
+  const detail::Scratch weights_scratch(home.weights == nullptr ? kAccessElements * 4 : 0);
+  const detail::Scratch state_scratch(segment.trainable && home.state == nullptr ? kAccessElements * 10 : 0);
+  detail::read_values(layout, segment, state, first, out, [&](const detail::TileRun& run) -> const std::byte* {
+    const bool weights = run.region == Region::weights;
+    if (weights && home.weights != nullptr) return home.weights + base + run.offset_bytes;
+    if (!weights && home.state != nullptr) return home.state + run.offset_bytes;
+    const auto target = (weights ? weights_scratch : state_scratch).first(run.length_bytes);
+    live.store->read(record, run.region, run.first, run.count, target, aio::Priority::foreground).wait();
+    live.store->verify(record, run.region, run.first, run.count, target);
+    return target.data();
+  });
 }
 
 // --- writing ---------------------------------------------------------------------------------------------------------
@@ -226,9 +141,9 @@ void Engine::Impl::write_trainable(ParameterId parameter, State state, const Own
       step_writes(),
       [&](const TileAccess& tile) {
         if (tile.segment != &table.segment_of(parameter)) return;
-        const ElementRange range = overlap(*tile.tile, owned.shard.first, owned.shard.count);
+        const ElementRange range = detail::overlap(*tile.tile, owned.shard.first, owned.shard.count);
         for (std::uint64_t i = 0; i < range.count; ++i) {
-          store_state(tile, state, range.first + i,
+          detail::store_value(tile, state, range.first + i,
                       values[tile.tile->first_element + range.first + i - owned.shard.first]);
         }
       },
@@ -243,7 +158,7 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   const auto tiles = unit.frozen.tiles();
   const auto count = static_cast<std::uint32_t>(tiles.size());
   const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-  const Scratch scratch(home == nullptr ? bytes : 0);
+  const detail::Scratch scratch(home == nullptr ? bytes : 0);
   std::byte* weights =
       home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : scratch.first(bytes).data();
   if (home == nullptr) {
@@ -253,11 +168,11 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   }
   for (const Tile& tile : tiles) {
     if (tile.segment != segment.record_segment) continue;
-    const ElementRange range = overlap(tile, owned.shard.first, owned.shard.count);
+    const ElementRange range = detail::overlap(tile, owned.shard.first, owned.shard.count);
     const TileAccess access{.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset};
     for (std::uint64_t i = 0; i < range.count; ++i) {
       const std::uint64_t element = tile.first_element + range.first + i;
-      store_state(access, State::master, range.first + i, values[element - owned.shard.first]);
+      detail::store_value(access, State::master, range.first + i, values[element - owned.shard.first]);
     }
   }
   if (step_writes().write_weights) store_frozen(id, {weights, bytes}).wait();

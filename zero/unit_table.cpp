@@ -3,7 +3,6 @@
 #include <limits>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
@@ -144,19 +143,6 @@ std::uint64_t UnitTable::parameter_count() const {
   std::uint64_t count = 0;
   for (const Parameter& parameter : parameters_) count += parameter.count;
   return count;
-}
-
-std::string UnitTable::identity() const {
-  std::string text;
-  for (const Unit& unit : units_) {
-    for (const ParameterId id : unit.parameters) {
-      const ParameterSpec& spec = specs_[id.index];
-      text += fmt::format("{} | {} | {} | [{}] | {} | segment {} at {}\n", unit.name, spec.name, dtype_name(spec.dtype),
-                          fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen",
-                          parameters_[id.index].segment, parameters_[id.index].first_element);
-    }
-  }
-  return text;
 }
 
 }  // namespace hoist::detail

@@ -35,6 +35,19 @@ std::uint32_t RecordTable::nonempty_tiles(const RecordLayout& layout) {
   return count;
 }
 
+std::uint64_t geometry_checksum(std::span<const StoreRecord> records) {
+  std::vector<std::uint64_t> words;
+  for (const StoreRecord& record : records) {
+    words.push_back(record.layout.segments().size());
+    for (const RecordSegment& segment : record.layout.segments()) {
+      words.push_back(static_cast<std::uint64_t>(segment.dtype));
+      words.push_back(segment.trainable ? 1 : 0);
+      words.push_back(segment.shard_elements);
+    }
+  }
+  return hoist::checksum(std::as_bytes(std::span(words)));
+}
+
 RecordTable::RecordTable(std::vector<StoreRecord> records, Durability durability, std::uint64_t store_number)
     : records_(std::move(records)),
       durability_(durability),
@@ -152,6 +165,28 @@ RecordTable::Expected RecordTable::expected(RecordId id, Region region, std::uin
   result.checksum = checksums_[side][checksum_index(id, region, tile)];
   result.offset_bytes = pool_.extent(where.extent).offset_bytes + offset_in_record(id, region, tile);
   return result;
+}
+
+std::vector<CorruptionError::Where> RecordTable::damage(RecordId id, Region region, std::uint32_t first,
+                                                        std::uint32_t count, std::span<const std::byte> bytes,
+                                                        const std::string& path) const {
+  const std::uint64_t length = range_bytes(id, region, first, count);
+  HOIST_ASSERT(bytes.size() == length, "{} bytes for {}", bytes.size(), length);
+  std::vector<CorruptionError::Where> damaged;
+  for (std::uint32_t tile = first; tile < first + count; ++tile) {
+    const Expected wanted = expected(id, region, tile);
+    if (wanted.length_bytes == 0) continue;
+    const std::uint64_t found = tile_checksum(wanted.identity, bytes.first(wanted.length_bytes));
+    bytes = bytes.subspan(wanted.length_bytes);
+    if (found == wanted.checksum) continue;
+    damaged.push_back({.unit = record(id).unit,
+                       .region = region == Region::weights ? "weights" : "optimizer state",
+                       .path = path,
+                       .offset_bytes = wanted.offset_bytes,
+                       .expected = wanted.checksum,
+                       .found = found});
+  }
+  return damaged;
 }
 
 void RecordTable::touch(RecordId id) {

@@ -17,11 +17,16 @@
 #include <vector>
 
 #include <hoist/core/checksum.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/tiers/extent_pool.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/tiers/store_format.hpp>
 
 namespace hoist::tiers::detail {
+
+// Over every segment of every record. Two stores with equal layout texts but other records (a change in how units are
+// cut) must not be mixed up either.
+std::uint64_t geometry_checksum(std::span<const StoreRecord> records);
 
 class RecordTable {
  public:
@@ -51,6 +56,9 @@ class RecordTable {
     std::uint64_t length_bytes = 0;
   };
   Expected expected(RecordId id, Region region, std::uint32_t tile) const;
+  // What is wrong with `bytes`, read as tiles [first, first + count) from `path`: one entry for each damaged tile.
+  std::vector<CorruptionError::Where> damage(RecordId id, Region region, std::uint32_t first, std::uint32_t count,
+                                             std::span<const std::byte> bytes, const std::string& path) const;
 
   void begin_step(std::uint64_t step) { step_ = step; }
   // The identity a tile written in the step under way will have. Chooses the record's next extent if need be.

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
+#include <filesystem>
 #include <string_view>
+#include <thread>
 #include <tuple>
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -90,6 +94,23 @@ bool ManifestView::ever_committed() const {
   return any_valid || slots.back().state != SlotCheck::State::blank;
 }
 
+std::vector<int> ranks_in(const std::string& directory) {
+  std::vector<int> ranks;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
+    constexpr std::string_view kPrefix = "rank-", kSuffix = ".manifest";
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(kPrefix) || !name.ends_with(kSuffix)) continue;
+    const char* const first = name.data() + kPrefix.size();
+    const char* const last = name.data() + name.size() - kSuffix.size();
+    int rank = 0;
+    const auto [end, error] = std::from_chars(first, last, rank);
+    if (error == std::errc{} && end == last && rank >= 0) ranks.push_back(rank);
+  }
+  std::sort(ranks.begin(), ranks.end());
+  return ranks;
+}
+
 ManifestView view_manifest(const std::string& path) {
   ManifestView view;
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
@@ -161,6 +182,19 @@ std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds time
     // Its holder may have replaced the file while we waited; the lock that counts is the one on the named file.
     if (still_named(*file)) return file;
   }
+}
+
+std::unique_ptr<aio::File> open_shared(const StorePaths& paths, Nanoseconds timeout) {
+  const TimePoint start = Clock::now();
+  auto file = std::make_unique<aio::File>(paths.data, aio::FileOptions{.mode = aio::OpenMode::read_only});
+  while (::flock(file->descriptor(), LOCK_SH | LOCK_NB) != 0) {
+    const int code = errno;
+    if (code != EWOULDBLOCK && code != EINTR) throw IoError({"flock", paths.data, 0, 0, code}, "");
+    if (Clock::now() - start >= timeout) throw_in_use(paths, timeout);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  if (!still_named(*file)) throw StoreError(fmt::format("{} was replaced while it was being opened", paths.data));
+  return file;
 }
 
 void throw_in_use(const StorePaths& paths, Nanoseconds waited) {

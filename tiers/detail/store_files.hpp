@@ -28,6 +28,9 @@ struct StorePaths {
   std::string lock_info;     // who holds the lock, for people
 };
 
+// The ranks whose manifests are in `directory`, by their names, ascending.
+std::vector<int> ranks_in(const std::string& directory);
+
 // A manifest as it lies on disk, read without lock and without an engine.
 struct ManifestView {
   bool exists = false;
@@ -47,6 +50,8 @@ std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const s
 
 // Opens the data file and takes its lock. Null when there is no such file. Throws StoreError naming the holder.
 std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout);
+// The same for somebody who only reads: readers share the lock, and a trainer that starts meanwhile waits for them.
+std::unique_ptr<aio::File> open_shared(const StorePaths& paths, Nanoseconds timeout);
 [[noreturn]] void throw_in_use(const StorePaths& paths, Nanoseconds waited);
 void write_lock_info(const StorePaths& paths) noexcept;  // information only: failing is no failure
 

@@ -12,6 +12,7 @@
 #include <hoist/aio/engine.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/detail/commit_state.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
 #include <hoist/zero/detail/gradients.hpp>
 #include <hoist/zero/detail/memory.hpp>
@@ -22,9 +23,6 @@
 #include <hoist/zero/engine.hpp>
 
 namespace hoist {
-
-// Every commit carries its name (empty for a step's) before the program's own bytes.
-inline constexpr std::uint64_t kCommitNameBytes = 256;
 
 class Engine::Impl {
  public:

@@ -87,6 +87,10 @@ class UnitTable {
 
   // The text by which a store recognises its model: one line per parameter.
   std::string identity() const;
+  // The table such a text describes: same parameters, segments and records. The text does not say which groups the
+  // segments of a unit had and what was tied; groups are numbered by segment instead.
+  // Errors: StoreError when the text is none of ours.
+  static UnitTable from_identity(std::string_view text, int world_size);
 
  private:
   void lay_out(Unit& unit) const;

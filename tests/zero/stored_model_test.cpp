@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+// A store read without its program: the same parameters and values as the engine that wrote it, at any world size.
+#include <filesystem>
+#include <map>
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using ::testing::HasSubstr;
+using Values = std::map<std::pair<std::string, State>, std::vector<float>>;
+
+// Every state of every parameter, as the engine has it.
+Values values_of(Engine& engine) {
+  Values values;
+  for (const ParameterSpec& spec : engine.parameters()) {
+    std::uint64_t count = 1;
+    for (const std::int64_t extent : spec.shape) count *= static_cast<std::uint64_t>(extent);
+    for (const State state : {State::master, State::moment1, State::moment2}) {
+      if (state != State::master && !spec.trainable) continue;
+      std::vector<float>& out = values[{spec.name, state}];
+      out.resize(count);
+      engine.read(engine.parameter(spec.name), state, 0, out);
+    }
+  }
+  return values;
+}
+
+Values trained(int ranks, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
+  Values values;
+  on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, shape);
+    engine.initialize(model.fill());
+    model.train(1, steps);
+    engine.settle();
+    Values mine = values_of(engine);
+    if (rank == 0) values = std::move(mine);
+  });
+  return values;
+}
+
+class StoredModelAt : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, StoredModelAt, ::testing::Values(1, 3), ::testing::PrintToStringParamName());
+
+TEST_P(StoredModelAt, GivesWhatTheEngineHad) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  const Values expected = trained(GetParam(), setup, {}, 3);
+
+  StoredModel model(directory / "store");
+  EXPECT_EQ(model.world_size(), GetParam());
+  EXPECT_EQ(model.step(), 3u);
+  std::size_t compared = 0;
+  for (std::size_t i = 0; i < model.parameters().size(); ++i) {
+    const StoredParameter& parameter = model.parameters()[i];
+    for (const State state : {State::master, State::moment1, State::moment2}) {
+      if (!parameter.trainable && state != State::master) {
+        std::vector<float> none(1);
+        EXPECT_THROW(model.read(i, state, 0, none), UsageError);
+        continue;
+      }
+      std::vector<float> values(parameter.element_count());
+      model.read(i, state, 0, values);
+      EXPECT_EQ(values, expected.at({parameter.name, state})) << parameter.name;
+      ++compared;
+    }
+  }
+  EXPECT_EQ(compared, expected.size());
+  EXPECT_TRUE(model.verify().empty());
+}
+
+TEST_P(StoredModelAt, GivesRangesAndWeights) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  const Values expected = trained(GetParam(), setup, {}, 2);
+  StoredModel model(directory / "store");
+  for (std::size_t i = 0; i < model.parameters().size(); ++i) {
+    const StoredParameter& parameter = model.parameters()[i];
+    const std::vector<float>& whole = expected.at({parameter.name, State::master});
+    const std::uint64_t count = parameter.element_count();
+    for (const std::uint64_t first : {std::uint64_t{0}, count / 3, count - 1}) {
+      std::vector<float> part(std::min<std::uint64_t>(count - first, 20000));
+      model.read(i, State::master, first, part);
+      EXPECT_TRUE(std::equal(part.begin(), part.end(), whole.begin() + static_cast<std::ptrdiff_t>(first)));
+    }
+    std::vector<std::byte> weights(count * dtype_bytes(parameter.dtype));
+    model.read_weights(i, 0, weights);
+    for (std::uint64_t e = 0; e < count; ++e) {
+      if (parameter.dtype == DType::fp32) {
+        ASSERT_EQ(reinterpret_cast<const float*>(weights.data())[e], whole[e]);
+      } else {
+        ASSERT_EQ(reinterpret_cast<const bf16*>(weights.data())[e].bits, split_master(whole[e]).weight.bits);
+      }
+    }
+    std::vector<float> beyond(2);
+    EXPECT_THROW(model.read(i, State::master, count - 1, beyond), UsageError);
+  }
+}
+
+TEST(StoredModel, SummaryNamesTheModelAndItsCommits) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  trained(2, setup, {}, 4);
+  const StoreSummary summary = look_at_store(directory / "store");
+  EXPECT_EQ(summary.world_size, 2);
+  EXPECT_EQ(summary.unit_count, ToyShape{}.matrices.size());
+  ASSERT_EQ(summary.commits.size(), 2u);
+  EXPECT_EQ(summary.commits[0].step, 4u);
+  EXPECT_EQ(summary.commits[1].step, 3u);
+  StoredModel older(directory / "store", {.step = 3});
+  EXPECT_EQ(older.step(), 3u);
+  EXPECT_THROW(StoredModel(directory / "store", {.step = 1}), StoreError);
+}
+
+TEST(StoredModel, DamageIsListedAndNeverHandedOut) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  trained(1, setup, {.matrices = {3000, 5000}, .norm = 40}, 2);
+  const std::string data = directory / "store/rank-00000.data";
+  const auto bytes = std::filesystem::file_size(data);
+  const int fd = ::open(data.c_str(), O_RDWR);
+  for (std::uint64_t offset = 11; offset < bytes; offset += 4096) {  // every tile of every extent
+    const char wrong = 0x5a;
+    ASSERT_EQ(::pwrite(fd, &wrong, 1, static_cast<off_t>(offset)), 1);
+  }
+  ::close(fd);
+  StoredModel model(directory / "store");
+  const auto damage = model.verify();
+  EXPECT_GT(damage.size(), 4u);
+  for (const CorruptionError& error : damage) EXPECT_EQ(error.where.path, data);
+  for (std::size_t i = 0; i < model.parameters().size(); ++i) {
+    std::vector<float> values(model.parameters()[i].element_count());
+    EXPECT_THROW(model.read(i, State::master, 0, values), CorruptionError);
+  }
+}
+
+TEST(StoredModel, RefusesWhatIsNotWhole) {
+  const TempDirectory directory;
+  EXPECT_THROW(look_at_store(directory / "nothing"), StoreError);
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  trained(2, setup, {}, 2);
+  std::filesystem::rename(directory / "store/rank-00001.manifest", directory / "elsewhere");
+  try {
+    StoredModel model(directory / "store");
+    ADD_FAILURE() << "a store without its second rank was opened";
+  } catch (const StoreError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("of 2 ranks"));
+  }
+}
+
+TEST(StoredModel, ATrainerKeepsReadersOutAndReadersLetEachOtherIn) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, {});
+    engine.initialize(model.fill());
+    model.train(1, 1);
+    engine.settle();
+    EXPECT_EQ(look_at_store(directory / "store").commits.front().step, 1u);  // looking is free
+    try {
+      StoredModel stored(directory / "store");
+      ADD_FAILURE() << "a store in use was read";
+    } catch (const StoreError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("in use by process"));
+    }
+  }
+  const StoredModel first(directory / "store");
+  const StoredModel second(directory / "store");
+  ToySetup impatient = setup;
+  impatient.engine.lock_timeout = Nanoseconds{0};
+  Runtime runtime(impatient.runtime);
+  Engine engine(runtime, impatient.engine);
+  ToyModel model(engine, {});
+  EXPECT_THROW(engine.restore(), StoreError);
+}
+
+}  // namespace
+}  // namespace hoist::test

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <tuple>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/aligned_bytes.hpp>
+#include <hoist/tiers/detail/record_table.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
+#include <hoist/tiers/store_reader.hpp>
+
+namespace hoist::tiers {
+
+namespace {
+
+// How long the last transfers of a process that was killed may still hold its lock.
+constexpr Nanoseconds kLockTimeout = std::chrono::seconds(2);
+
+Superblock superblock_of(const detail::StorePaths& paths, std::span<const StoreRecord> records) {
+  detail::ManifestView view = detail::view_manifest(paths.manifest);
+  if (!view.exists) throw StoreError(fmt::format("there is no store in {}", paths.directory));
+  if (!view.damage.empty()) throw StoreError(fmt::format("{} cannot be used: {}", paths.manifest, view.damage));
+  Superblock superblock = std::move(*view.superblock);
+  if (superblock.durability == kDurabilityNone)
+    throw StoreError(
+        fmt::format("the store in {} was made with durability 'none' and holds no commit", paths.directory));
+  if (superblock.record_count != records.size() || superblock.geometry_checksum != detail::geometry_checksum(records))
+    throw StoreError(fmt::format("the store in {} cuts its model into other records than this version does",
+                                 paths.directory));
+  return superblock;
+}
+
+}  // namespace
+
+class StoreReader::Impl {
+ public:
+  Impl(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
+       aio::Engine& engine)
+      : engine_(engine),
+        paths_(directory, rank),
+        data_(detail::open_shared(paths_, kLockTimeout)),
+        superblock_(superblock_of(paths_, records)),
+        table_(std::move(records), Durability::step, superblock_.store_number) {
+    if (data_->size_bytes() != superblock_.data_bytes)
+      throw StoreError(fmt::format("{} is {} bytes long and should be {}: it was cut off or replaced", paths_.data,
+                                   data_->size_bytes(), superblock_.data_bytes));
+    load(commit);
+  }
+
+  std::vector<CorruptionError::Where> read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                                           std::span<std::byte> target) {
+    if (target.empty()) return {};
+    const auto run = table_.readable_run(record, region, first, first + count);
+    engine_.read(*data_, run.offset_bytes, target, aio::Priority::foreground).wait();
+    return table_.damage(record, region, first, count, target, paths_.data);
+  }
+
+  std::span<const std::byte> caller_state() const { return caller_state_; }
+
+ private:
+  void load(const CommitHeader& commit) {
+    const aio::File manifest(paths_.manifest, {.mode = aio::OpenMode::read_only});
+    const detail::AlignedBytes bytes(superblock_.slot_bytes());
+    for (std::uint32_t slot = 0; slot < kSlotCount; ++slot) {
+      engine_.read(manifest, superblock_.slot_offset(slot), bytes.span(), aio::Priority::foreground).wait();
+      const SlotCheck check = check_slot(bytes.span(), superblock_);
+      const bool wanted = check.state == SlotCheck::State::valid &&
+                          std::tie(check.header.step, check.header.incarnation, check.header.revision) ==
+                              std::tie(commit.step, commit.incarnation, commit.revision);
+      if (!wanted) continue;
+      const SlotImage image(bytes.span(), superblock_);
+      if (const std::string problem = table_.load(image); !problem.empty())
+        throw StoreError(fmt::format("the commit of step {} in {} cannot be used: {}", commit.step, paths_.manifest,
+                                     problem));
+      const auto state = image.caller_state_area().first(check.header.caller_state_bytes);
+      caller_state_.assign(state.begin(), state.end());
+      return;
+    }
+    throw StoreError(fmt::format("the store in {} holds no commit of step {} any more (revision {}, incarnation {})",
+                                 paths_.directory, commit.step, commit.revision, commit.incarnation));
+  }
+
+  aio::Engine& engine_;
+  const detail::StorePaths paths_;
+  const std::unique_ptr<aio::File> data_;  // its lock is shared; taken before anything is believed
+  const Superblock superblock_;
+  detail::RecordTable table_;
+  std::vector<std::byte> caller_state_;
+};
+
+StoreReader::StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records,
+                         const CommitHeader& commit, aio::Engine& engine)
+    : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, engine)) {}
+StoreReader::~StoreReader() = default;
+
+void StoreReader::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                       std::span<std::byte> target) {
+  const auto damaged = impl_->read(record, region, first, count, target);
+  if (!damaged.empty()) throw CorruptionError(damaged.front());
+}
+
+std::vector<CorruptionError> StoreReader::check(RecordId record, Region region, std::uint32_t first,
+                                                std::uint32_t count, std::span<std::byte> target) {
+  std::vector<CorruptionError> errors;
+  for (CorruptionError::Where& where : impl_->read(record, region, first, count, target))
+    errors.emplace_back(std::move(where));
+  return errors;
+}
+
+std::span<const std::byte> StoreReader::caller_state() const { return impl_->caller_state(); }
+
+}  // namespace hoist::tiers

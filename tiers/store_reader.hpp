@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/store_reader.hpp - one rank's store, read-only: any one of its commits, verified, without continuing it.
+//
+// For tools and for whoever takes over another rank's state. Store is for the process that trains.
+//
+// Threading  One thread at a time per object.
+// Memory     The record tables and one commit's image; kept as long as the object.
+// Errors     StoreError (no such store or commit, other records, or a trainer holds the lock), IoError, CorruptionError
+//            naming unit, file and offset.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/store.hpp>
+
+namespace hoist::tiers {
+
+class StoreReader {
+ public:
+  // Shares the lock of the data file with other readers while it lives, so that no trainer moves the extents under it;
+  // nothing on disk is changed. `records` are those the store was made with (its layout text says which).
+  StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
+              aio::Engine& engine);
+  ~StoreReader();
+  StoreReader(const StoreReader&) = delete;
+  StoreReader& operator=(const StoreReader&) = delete;
+
+  // Reads tiles [first, first + count) of a record's region, contiguous as on disk, and verifies each.
+  // Pre:  `target` is as long as the tiles and aligned for direct transfers.
+  void read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target);
+  // The same, but what is wrong is returned, one error a tile, instead of thrown. IoError is thrown.
+  std::vector<CorruptionError> check(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
+                                     std::span<std::byte> target);
+  std::span<const std::byte> caller_state() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace hoist::tiers

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/tile_values.hpp - single values in a record's tiles, for access to state outside of steps.
+//
+// Threading  Pure functions on memory that nobody else is changing.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+
+#include <hoist/zero/detail/updater.hpp>
+#include <hoist/zero/partition.hpp>
+
+namespace hoist::detail {
+
+// Tiles looked at in one go: at most 3 MiB of bf16 record.
+inline constexpr std::uint32_t kAccessTiles = 16;
+
+// A value of a tile: `master` is the fp32 value whatever the weights' type. Pre: moments have state.
+float load_value(const TileAccess& tile, State state, std::uint64_t element);
+void store_value(const TileAccess& tile, State state, std::uint64_t element, float value);
+
+// The part of shard elements [first, first + count) that lies in a tile, relative to the tile.
+ElementRange overlap(const tiers::Tile& tile, std::uint64_t first, std::uint64_t count);
+
+// Tiles [first, first + count) of one segment in one region of a record.
+struct TileRun {
+  tiers::Region region = tiers::Region::weights;
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;
+  std::uint64_t offset_bytes = 0;  // within the region
+  std::uint64_t length_bytes = 0;
+};
+// Gives verified bytes of a run, which stay valid until the next call for the same region.
+using FetchTiles = std::function<const std::byte*(const TileRun& run)>;
+
+// Values of elements [first, first + out.size()) of a segment's shard.
+// Pre: `layout` is that of the record the segment belongs to.
+void read_values(const tiers::RecordLayout& layout, const Segment& segment, State state, std::uint64_t first,
+                 std::span<float> out, const FetchTiles& fetch);
+// The weights of the same elements, bit by bit in the segment's type. Pre: out.size() is a multiple of its bytes.
+void read_weights(const tiers::RecordLayout& layout, const Segment& segment, std::uint64_t first,
+                  std::span<std::byte> out, const FetchTiles& fetch);
+
+// Page-aligned memory for direct transfers outside of steps.
+class Scratch {
+ public:
+  explicit Scratch(std::uint64_t bytes);
+  std::span<std::byte> first(std::uint64_t bytes) const { return {data_.get(), bytes}; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* data) const;
+  };
+  std::unique_ptr<std::byte, Free> data_;
+};
+
+}  // namespace hoist::detail

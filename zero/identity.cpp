@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// The model as text: what a store keeps to recognise it by, and to be read without the program that made it.
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <optional>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/unit_table.hpp>
+
+namespace hoist::detail {
+
+std::string UnitTable::identity() const {
+  std::string text;
+  for (const Unit& unit : units_) {
+    for (const ParameterId id : unit.parameters) {
+      const ParameterSpec& spec = specs_[id.index];
+      text += fmt::format("{} | {} | {} | [{}] | {} | segment {} at {}\n", unit.name, spec.name, dtype_name(spec.dtype),
+                          fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen",
+                          parameters_[id.index].segment, parameters_[id.index].first_element);
+    }
+  }
+  return text;
+}
+
+namespace {
+
+constexpr std::size_t kFieldCount = 6;
+constexpr std::string_view kSeparator = " | ";  // no name holds a '|'
+
+template <typename Integer>
+bool read_number(std::string_view text, Integer& number) {
+  const char* const last = text.data() + text.size();
+  const auto [end, error] = std::from_chars(text.data(), last, number);
+  return error == std::errc{} && end == last;
+}
+
+// Everything before `separator`; `text` is left with what follows it.
+std::string_view take_until(std::string_view& text, std::string_view separator) {
+  const std::size_t at = text.find(separator);
+  const std::string_view part = text.substr(0, at);
+  text = at == std::string_view::npos ? std::string_view{} : text.substr(at + separator.size());
+  return part;
+}
+
+std::optional<std::vector<std::int64_t>> read_shape(std::string_view text) {
+  if (!text.starts_with('[') || !text.ends_with(']')) return std::nullopt;
+  text = text.substr(1, text.size() - 2);
+  std::vector<std::int64_t> shape;
+  while (!text.empty()) {
+    std::int64_t extent = 0;
+    if (!read_number(take_until(text, ", "), extent)) return std::nullopt;
+    shape.push_back(extent);
+  }
+  return shape;
+}
+
+struct Line {
+  std::string unit;
+  ParameterSpec spec;  // its group is the segment
+  std::uint64_t first_element = 0;
+};
+
+// One line of identity(); nothing when it is not.
+std::optional<Line> read_line(std::string_view text) {
+  std::array<std::string_view, kFieldCount> fields;
+  for (std::string_view& field : fields) field = take_until(text, kSeparator);
+  Line line{.unit = std::string(fields[0]), .spec = {.name = std::string(fields[1])}};
+  bool known_dtype = false;
+  for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32}) {
+    if (fields[2] != dtype_name(dtype)) continue;
+    line.spec.dtype = dtype;
+    known_dtype = true;
+  }
+  auto shape = read_shape(fields[3]);
+  line.spec.trainable = fields[4] == "trainable";
+  take_until(fields[5], "segment ");
+  const bool known_segment =
+      read_number(take_until(fields[5], " at "), line.spec.group.index) && read_number(fields[5], line.first_element);
+  if (!known_dtype || !shape || !known_segment) return std::nullopt;
+  line.spec.shape = std::move(*shape);
+  return line;
+}
+
+}  // namespace
+
+UnitTable UnitTable::from_identity(std::string_view text, int world_size) {
+  const auto refuse = [](std::string_view line) {
+    throw StoreError(fmt::format("the store describes its model in a way this version does not understand: \"{}\"",
+                                 line.substr(0, 200)));
+  };
+  UnitTable table(world_size);
+  std::string unit;
+  std::vector<ParameterSpec> specs;
+  const auto end_unit = [&] {
+    // A unit has no more segments than parameters, so a damaged line names a group that does not exist.
+    if (!specs.empty()) table.add(unit, specs, {}, specs.size());
+    specs.clear();
+  };
+  // Neighbours may have one name; then a segment that begins again is the next unit's.
+  const auto begins_unit = [&](const Line& line) {
+    return line.unit != unit || (line.first_element == 0 && std::ranges::any_of(specs, [&](const ParameterSpec& spec) {
+                                   return spec.group == line.spec.group;
+                                 }));
+  };
+  try {
+    for (std::string_view rest = text; !rest.empty();) {
+      const std::string_view text_line = take_until(rest, "\n");
+      auto line = read_line(text_line);
+      if (!line) refuse(text_line);
+      if (begins_unit(*line)) end_unit();
+      unit = std::move(line->unit);
+      specs.push_back(std::move(line->spec));
+    }
+    end_unit();
+  } catch (const UsageError& error) {
+    refuse(error.what());
+  }
+  if (table.identity() != text) refuse("its segments are cut differently");
+  return table;
+}
+
+}  // namespace hoist::detail

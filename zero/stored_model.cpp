@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <tuple>
+
+#include <fmt/format.h>
+
+#include <hoist/tiers/store_reader.hpp>
+#include <hoist/zero/detail/commit_state.hpp>
+#include <hoist/zero/detail/records.hpp>
+#include <hoist/zero/detail/tile_values.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+namespace hoist {
+
+using detail::TileRun;
+using tiers::CommitHeader;
+using tiers::Region;
+using tiers::Store;
+
+namespace {
+
+bool same_state(const CommitHeader& a, const CommitHeader& b) {
+  return std::tie(a.step, a.revision) == std::tie(b.step, b.revision);
+}
+
+// What all ranks can be read at, in the order of the first one's list.
+std::vector<CommitHeader> common_commits(std::span<const StoreSummary::Rank> ranks) {
+  std::vector<CommitHeader> common;
+  for (const CommitHeader& candidate : ranks.front().commits) {
+    const bool everywhere = std::ranges::all_of(ranks, [&](const StoreSummary::Rank& rank) {
+      return std::ranges::any_of(rank.commits, [&](const CommitHeader& c) { return same_state(c, candidate); });
+    });
+    if (everywhere) common.push_back(candidate);
+  }
+  return common;
+}
+
+std::vector<StoredParameter> describe(const detail::UnitTable& table) {
+  std::vector<StoredParameter> parameters;
+  for (std::uint32_t i = 0; i < table.specs().size(); ++i) {
+    const ParameterSpec& spec = table.specs()[i];
+    parameters.push_back({.name = spec.name,
+                          .unit = table.unit(table.parameter(ParameterId{i}).unit).name,
+                          .shape = spec.shape,
+                          .dtype = spec.dtype,
+                          .trainable = spec.trainable});
+  }
+  return parameters;
+}
+
+}  // namespace
+
+StoreSummary look_at_store(const std::string& directory) {
+  StoreSummary summary{.directory = directory};
+  std::optional<std::string> layout;
+  for (const int rank : Store::ranks_in(directory)) {
+    Store::Found found = Store::look(directory, rank);
+    summary.ranks.push_back({rank, std::move(found.commits), std::move(found.damage), found.data_bytes});
+    if (!found.identity) continue;
+    if (layout && (*layout != found.identity->layout || *summary.world_size != found.identity->world_size))
+      throw StoreError(fmt::format("{} holds files of two different models or world sizes: rank {} differs from rank {}",
+                                   directory, rank, summary.ranks.front().rank));
+    layout = found.identity->layout;
+    summary.world_size = found.identity->world_size;
+    summary.durability = found.durability;
+  }
+  if (summary.ranks.empty()) throw StoreError(fmt::format("there is no store in {}", directory));
+  if (!layout) return summary;
+  const detail::UnitTable table = detail::UnitTable::from_identity(*layout, *summary.world_size);
+  summary.parameters = describe(table);
+  summary.unit_count = table.units().size();
+  if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size))
+    summary.commits = common_commits(summary.ranks);
+  return summary;
+}
+
+class StoredModel::Impl {
+ public:
+  Impl(const std::string& directory, const StoredModelOptions& options)
+      : summary_(readable(directory)),
+        commit_(choose(summary_, options)),
+        table_(detail::UnitTable::from_identity(
+            Store::look(directory, summary_.ranks.front().rank).identity.value().layout, *summary_.world_size)),
+        records_(table_) {
+    for (const StoreSummary::Rank& rank : summary_.ranks) {
+      const auto commit =
+          std::ranges::find_if(rank.commits, [&](const CommitHeader& c) { return same_state(c, commit_); });
+      readers_.push_back(
+          std::make_unique<tiers::StoreReader>(directory, rank.rank, records_.records(), *commit, io_));
+    }
+  }
+
+  const StoreSummary& summary() const { return summary_; }
+  std::uint64_t step() const { return commit_.step; }
+
+  std::span<const std::byte> caller_state(int rank) const {
+    if (rank < 0 || rank >= *summary_.world_size) throw UsageError(fmt::format("there is no rank {}", rank));
+    const auto state = readers_[static_cast<std::size_t>(rank)]->caller_state();
+    return state.size() < kCommitNameBytes ? state : state.subspan(kCommitNameBytes);
+  }
+
+  void read(std::size_t parameter, State state, std::uint64_t first, std::span<float> out) {
+    check(parameter, first, out.size());
+    if (state == State::gradient) throw UsageError("gradients are not stored");
+    if (state != State::master && !summary_.parameters[parameter].trainable)
+      throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", summary_.parameters[parameter].name));
+    for_each_shard(parameter, first, out.size(), [&](const Shard& shard) {
+      detail::read_values(*shard.layout, *shard.segment, state, shard.owned.shard.first,
+                          out.subspan(shard.owned.offset, shard.owned.shard.count), shard.fetch);
+    });
+  }
+
+  void read_weights(std::size_t parameter, std::uint64_t first, std::span<std::byte> out) {
+    const std::uint64_t width = dtype_bytes(summary_.parameters.at(parameter).dtype);
+    check(parameter, first, out.size() / width);
+    for_each_shard(parameter, first, out.size() / width, [&](const Shard& shard) {
+      detail::read_weights(*shard.layout, *shard.segment, shard.owned.shard.first,
+                           out.subspan(shard.owned.offset * width, shard.owned.shard.count * width), shard.fetch);
+    });
+  }
+
+  std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+    std::uint64_t total = 0, done = 0;
+    for (const tiers::StoreRecord& record : records_.records()) total += record.layout.bytes();
+    total *= readers_.size();
+    std::vector<CorruptionError> errors;
+    for (const auto& reader : readers_) {
+      for (std::uint32_t r = 0; r < records_.records().size(); ++r) {
+        for (const Region region : {Region::weights, Region::state}) {
+          verify_region(*reader, tiers::RecordId{r}, region, errors, [&](std::uint64_t bytes) {
+            done += bytes;
+            if (progress) progress(done, total);
+          });
+        }
+      }
+    }
+    return errors;
+  }
+
+ private:
+  // A rank's part of a range of a parameter, and how its tiles are read.
+  struct Shard {
+    const tiers::RecordLayout* layout = nullptr;
+    const detail::Segment* segment = nullptr;
+    OwnedRange owned;
+    detail::FetchTiles fetch;
+  };
+
+  static StoreSummary readable(const std::string& directory) {
+    StoreSummary summary = look_at_store(directory);
+    if (!summary.world_size)
+      throw StoreError(fmt::format("no manifest in {} can be read: {}", directory, summary.ranks.front().damage.front()));
+    if (summary.durability == tiers::Durability::none)
+      throw StoreError(fmt::format("the store in {} was made with durability 'none' and holds no commit", directory));
+    if (summary.ranks.size() != static_cast<std::size_t>(*summary.world_size))
+      throw StoreError(fmt::format("the store in {} is one of {} ranks, and the files of {} are here: bring them together",
+                                   directory, *summary.world_size, summary.ranks.size()));
+    return summary;
+  }
+
+  static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
+    for (const CommitHeader& commit : summary.commits) {
+      if (!options.step || commit.step == *options.step) return commit;
+    }
+    std::string held;
+    for (const CommitHeader& commit : summary.commits) held += fmt::format(" {}", commit.step);
+    if (!options.step || held.empty())
+      throw StoreError(fmt::format("{} holds no commit that every rank has", summary.directory));
+    throw StoreError(fmt::format("{} holds no commit of step {}; it holds{}", summary.directory, *options.step, held));
+  }
+
+  void check(std::size_t parameter, std::uint64_t first, std::uint64_t count) const {
+    if (parameter >= summary_.parameters.size()) throw UsageError(fmt::format("there is no parameter {}", parameter));
+    const std::uint64_t elements = summary_.parameters[parameter].element_count();
+    if (first > elements || count > elements - first)
+      throw UsageError(fmt::format("elements [{}, {}) of parameter '{}', which has {}", first, first + count,
+                                   summary_.parameters[parameter].name, elements));
+  }
+
+  template <typename Visit>
+  void for_each_shard(std::size_t index, std::uint64_t first, std::uint64_t count, const Visit& visit) {
+    const ParameterId id{static_cast<std::uint32_t>(index)};
+    const detail::Parameter& parameter = table_.parameter(id);
+    const detail::Segment& segment = table_.segment_of(id);
+    const detail::Unit& unit = table_.unit(parameter.unit);
+    const tiers::RecordId record =
+        segment.trainable ? records_.trainable(parameter.unit).value() : records_.frozen(parameter.unit).value();
+    for (int rank = 0; rank < table_.world_size(); ++rank) {
+      const OwnedRange owned = owned_range(parameter.first_element + first, count, segment.shard_elements, rank);
+      if (owned.shard.count == 0) continue;
+      visit(Shard{.layout = segment.trainable ? &unit.trainable : &unit.frozen,
+                  .segment = &segment,
+                  .owned = owned,
+                  .fetch = [this, rank, record](const TileRun& run) -> const std::byte* {
+                    const auto target = (run.region == Region::weights ? weights_ : state_).first(run.length_bytes);
+                    readers_[static_cast<std::size_t>(rank)]->read(record, run.region, run.first, run.count, target);
+                    return target.data();
+                  }});
+    }
+  }
+
+  template <typename Progress>
+  void verify_region(tiers::StoreReader& reader, tiers::RecordId record, Region region,
+                     std::vector<CorruptionError>& errors, const Progress& progress) {
+    const auto tiles = records_.records()[record.index].layout.tiles();
+    for (std::uint32_t first = 0; first < tiles.size(); first += detail::kAccessTiles) {
+      const auto count = std::min(detail::kAccessTiles, static_cast<std::uint32_t>(tiles.size()) - first);
+      std::uint64_t bytes = 0;
+      for (const tiers::Tile& tile : tiles.subspan(first, count))
+        bytes += region == Region::weights ? tile.w_bytes : tile.s_bytes;
+      const auto target = (region == Region::weights ? weights_ : state_).first(bytes);
+      for (CorruptionError& error : reader.check(record, region, first, count, target)) errors.push_back(error);
+      progress(bytes);
+    }
+  }
+
+  const StoreSummary summary_;
+  const CommitHeader commit_;
+  const detail::UnitTable table_;
+  const detail::RecordMap records_;
+  detail::Scratch weights_{detail::kAccessTiles * tiers::kTileElements * sizeof(float)};
+  detail::Scratch state_{detail::kAccessTiles * tiers::kTileElements * 10};
+  aio::Engine io_{aio::EngineOptions{}};  // after the buffers: it lets go of them before they are freed
+  std::vector<std::unique_ptr<tiers::StoreReader>> readers_;
+};
+
+StoredModel::StoredModel(const std::string& directory, const StoredModelOptions& options)
+    : impl_(std::make_unique<Impl>(directory, options)) {}
+StoredModel::~StoredModel() = default;
+std::span<const StoredParameter> StoredModel::parameters() const { return impl_->summary().parameters; }
+int StoredModel::world_size() const { return *impl_->summary().world_size; }
+std::uint64_t StoredModel::step() const { return impl_->step(); }
+std::span<const std::byte> StoredModel::caller_state(int rank) const { return impl_->caller_state(rank); }
+void StoredModel::read(std::size_t parameter, State state, std::uint64_t first_element, std::span<float> out) {
+  impl_->read(parameter, state, first_element, out);
+}
+void StoredModel::read_weights(std::size_t parameter, std::uint64_t first_element, std::span<std::byte> out) {
+  impl_->read_weights(parameter, first_element, out);
+}
+std::vector<CorruptionError> StoredModel::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+  return impl_->verify(progress);
+}
+
+}  // namespace hoist

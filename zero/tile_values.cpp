@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include <hoist/zero/detail/tile_values.hpp>
+
+namespace hoist::detail {
+
+using tiers::Region;
+using tiers::Tile;
+
+float load_value(const TileAccess& tile, State state, std::uint64_t element) {
+  if (state == State::moment1) return tile.view().moment1[element];
+  if (state == State::moment2) return tile.view().moment2[element];
+  if (tile.segment->dtype == DType::fp32) return reinterpret_cast<const float*>(tile.weights)[element];
+  const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[element];
+  return tile.state == nullptr ? to_float(weight) : join_master(weight, tile.view().remainder[element]);
+}
+
+void store_value(const TileAccess& tile, State state, std::uint64_t element, float value) {
+  if (state == State::moment1) {
+    tile.view().moment1[element] = value;
+  } else if (state == State::moment2) {
+    tile.view().moment2[element] = value;
+  } else if (tile.segment->dtype == DType::fp32) {
+    reinterpret_cast<float*>(tile.weights)[element] = value;
+  } else {
+    const SplitMaster split = split_master(value);
+    reinterpret_cast<bf16*>(tile.weights)[element] = split.weight;
+    if (tile.state != nullptr) tile.view().remainder[element] = split.remainder;
+  }
+}
+
+ElementRange overlap(const Tile& tile, std::uint64_t first, std::uint64_t count) {
+  const std::uint64_t low = std::max(first, tile.first_element);
+  const std::uint64_t high = std::min(first + count, tile.first_element + tile.elements);
+  return low < high ? ElementRange{low - tile.first_element, high - low} : ElementRange{};
+}
+
+namespace {
+
+// Calls visit(tiles, weights, state) for the tiles that hold the elements, kAccessTiles at most at a time.
+template <typename Visit>
+void for_each_run(const tiers::RecordLayout& layout, const Segment& segment, std::uint64_t first, std::uint64_t count,
+                  bool with_state, const FetchTiles& fetch, const Visit& visit) {
+  const auto tiles = layout.tiles();
+  const auto wanted = [&](const Tile& tile) {
+    return tile.segment == segment.record_segment && overlap(tile, first, count).count > 0;
+  };
+  const auto begin = std::find_if(tiles.begin(), tiles.end(), wanted);
+  const auto end = std::find_if_not(begin, tiles.end(), wanted);
+  for (auto run = begin; run != end;) {
+    const auto run_end = run + std::min<std::ptrdiff_t>(kAccessTiles, end - run);
+    const Tile& last = *(run_end - 1);
+    TileRun wanted_run{.first = static_cast<std::uint32_t>(run - tiles.begin()),
+                       .count = static_cast<std::uint32_t>(run_end - run)};
+    wanted_run.region = Region::weights;
+    wanted_run.offset_bytes = run->w_offset;
+    wanted_run.length_bytes = last.w_offset + last.w_bytes - run->w_offset;
+    const std::byte* weights = fetch(wanted_run);
+    const std::byte* state = nullptr;
+    if (with_state) {
+      wanted_run.region = Region::state;
+      wanted_run.offset_bytes = run->s_offset;
+      wanted_run.length_bytes = last.s_offset + last.s_bytes - run->s_offset;
+      state = fetch(wanted_run);
+    }
+    visit(std::span(run, run_end), weights, state);
+    run = run_end;
+  }
+}
+
+}  // namespace
+
+void read_values(const tiers::RecordLayout& layout, const Segment& segment, State state, std::uint64_t first,
+                 std::span<float> out, const FetchTiles& fetch) {
+  for_each_run(layout, segment, first, out.size(), segment.trainable, fetch,
+               [&](std::span<const Tile> tiles, const std::byte* weights, const std::byte* states) {
+                 for (const Tile& tile : tiles) {
+                   // Only looked at; TileAccess has one form for reading and writing.
+                   const TileAccess access{
+                       .segment = &segment,
+                       .tile = &tile,
+                       .weights = const_cast<std::byte*>(weights + (tile.w_offset - tiles.front().w_offset)),
+                       .state = states == nullptr
+                                    ? nullptr
+                                    : const_cast<std::byte*>(states + (tile.s_offset - tiles.front().s_offset))};
+                   const ElementRange range = overlap(tile, first, out.size());
+                   float* target = out.data() + (tile.first_element + range.first - first);
+                   for (std::uint64_t i = 0; i < range.count; ++i)
+                     target[i] = load_value(access, state, range.first + i);
+                 }
+               });
+}
+
+void read_weights(const tiers::RecordLayout& layout, const Segment& segment, std::uint64_t first,
+                  std::span<std::byte> out, const FetchTiles& fetch) {
+  const std::uint64_t width = dtype_bytes(segment.dtype);
+  const std::uint64_t count = out.size() / width;
+  for_each_run(layout, segment, first, count, /*with_state=*/false, fetch,
+               [&](std::span<const Tile> tiles, const std::byte* weights, const std::byte*) {
+                 for (const Tile& tile : tiles) {
+                   const ElementRange range = overlap(tile, first, count);
+                   std::memcpy(out.data() + (tile.first_element + range.first - first) * width,
+                               weights + (tile.w_offset - tiles.front().w_offset) + range.first * width,
+                               range.count * width);
+                 }
+               });
+}
+
+Scratch::Scratch(std::uint64_t bytes)
+    : data_(static_cast<std::byte*>(
+          std::aligned_alloc(kBlockAlignment, round_up(std::max<std::uint64_t>(bytes, 1), kBlockAlignment)))) {
+  if (data_ == nullptr) throw std::bad_alloc();
+}
+
+void Scratch::Free::operator()(std::byte* data) const { std::free(data); }
+
+}  // namespace hoist::detail
