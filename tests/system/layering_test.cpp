@@ -17,8 +17,8 @@ namespace fs = std::filesystem;
 
 // Lowest row first; siblings do not know each other.
 const std::vector<std::set<std::string>> kRows{
-    {"core"}, {"platform"}, {"aio", "comm", "optim_cpu"}, {"tiers"}, {"scheduler"},
-    {"zero"}, {"config"},   {"cli", "examples", "bench"}};
+    {"core"},      {"platform"}, {"aio", "comm", "optim_cpu"}, {"tiers"},
+    {"scheduler"}, {"zero"},     {"config", "interchange"},    {"cli", "examples", "bench"}};
 // platform is hardware's door; the optimizers need none of it.
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only rooms that may include them.
@@ -29,7 +29,7 @@ const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
     {std::regex("liburing.*"), {"aio"}},
     {std::regex("hwloc.*"), {"platform"}},
     {std::regex("hwy/.*"), {"optim_cpu", "bench"}},
-    {std::regex("nlohmann/.*"), {"config", "cli", "examples", "bench"}},
+    {std::regex("nlohmann/.*"), {"config", "interchange", "cli", "examples", "bench"}},
     {std::regex("isa-l/.*|xxhash.*"), {"core"}}};
 
 std::size_t row_of(const std::string& room) {
@@ -97,7 +97,7 @@ TEST(Layering, EveryLibraryHasOneDoor) {
 }
 
 TEST(Layering, NobodyBelowConfigReadsTheEnvironment) {
-  for (const std::string room : {"core", "platform", "aio", "optim_cpu", "tiers", "scheduler", "zero"}) {
+  for (const std::string room : {"core", "platform", "aio", "optim_cpu", "tiers", "scheduler", "zero", "interchange"}) {
     for (const auto& entry : fs::recursive_directory_iterator(fs::path(HOIST_SOURCE_DIR) / room)) {
       if (!entry.is_regular_file()) continue;
       std::ifstream file(entry.path());

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// interchange/import.hpp - initial values from safetensors files.
+//
+//   engine.initialize(interchange::fill_from("weights/", engine.parameters()));
+//
+// Each rank reads only the elements it owns, whatever the world size. F32 tensors become the masters bit by bit; BF16
+// and F16 ones are widened, which is exact.
+//
+// Threading  The returned function may run on several threads at once.
+// Memory     The files' headers. Values are read into the engine's own memory.
+// Errors     SafetensorsError before anything is initialized, naming every parameter that has no fitting tensor and
+//            every tensor that nobody asked for; IoError from the fill when a file cannot be read.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <string>
+
+#include <hoist/zero/types.hpp>
+
+namespace hoist::interchange {
+
+struct ImportOptions {
+  // What a parameter is called in the files; as in the engine when empty.
+  std::function<std::string(const std::string& parameter)> tensor_name{};
+  // Fills parameters that the files lack; empty: that is an error.
+  Fill otherwise{};
+  // Whether the files may hold tensors that no parameter wants. Usually they are another model's.
+  bool allow_unused = false;
+};
+
+// `path` as SafetensorsModel takes it. `parameters` are the engine's, in its order; only read during the call.
+Fill fill_from(const std::string& path, std::span<const ParameterSpec> parameters, const ImportOptions& options = {});
+
+}  // namespace hoist::interchange

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <system_error>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/interchange/safetensors_reader.hpp>
+
+namespace hoist::interchange {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr std::uintmax_t kIndexBytesMax = kHeaderBytesMax;
+
+std::uint64_t regular_file_bytes(int descriptor, const std::string& path) {
+  struct stat status {};
+  if (::fstat(descriptor, &status) != 0) {
+    throw IoError({.operation = "fstat", .path = path, .code = errno}, "check the file system");
+  }
+  if (!S_ISREG(status.st_mode)) throw SafetensorsError(path, "this is no regular file");
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
+}  // namespace
+
+// --- one file --------------------------------------------------------------------------------------------------------
+
+SafetensorsFile::SafetensorsFile(std::string path) : path_(std::move(path)) {
+  // O_NONBLOCK: a pipe of this name is refused below instead of waited for.
+  descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor_ < 0) {
+    throw IoError({.operation = "open", .path = path_, .code = errno}, "check the path and its permissions");
+  }
+  try {
+    const std::uint64_t file_bytes = regular_file_bytes(descriptor_, path_);
+    std::array<std::byte, kHeaderLengthBytes> first{};
+    if (file_bytes >= first.size()) read_at(0, first);
+    const std::uint64_t length = header_length(first, file_bytes, path_);
+    std::string json(length, '\0');
+    read_at(kHeaderLengthBytes, std::as_writable_bytes(std::span(json)));
+    data_offset_bytes_ = kHeaderLengthBytes + length;
+    header_ = parse_header(json, file_bytes - data_offset_bytes_, path_);
+  } catch (...) {
+    ::close(descriptor_);
+    throw;
+  }
+}
+
+SafetensorsFile::~SafetensorsFile() { ::close(descriptor_); }
+
+void SafetensorsFile::read(const TensorInfo& tensor, std::uint64_t first_byte, std::span<std::byte> target) const {
+  HOIST_ASSERT(first_byte <= tensor.bytes() && target.size() <= tensor.bytes() - first_byte, "{} bytes at {} of {}",
+               target.size(), first_byte, tensor.bytes());
+  read_at(data_offset_bytes_ + tensor.begin_bytes + first_byte, target);
+}
+
+void SafetensorsFile::read_at(std::uint64_t offset_bytes, std::span<std::byte> target) const {
+  while (!target.empty()) {
+    const ssize_t count = ::pread(descriptor_, target.data(), target.size(), static_cast<off_t>(offset_bytes));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) {
+      throw IoError({.operation = "read",
+                     .path = path_,
+                     .offset_bytes = offset_bytes,
+                     .length_bytes = target.size(),
+                     .code = count < 0 ? errno : 0},
+                    count < 0 ? "check the drive that holds it" : "the file became shorter while it was read");
+    }
+    target = target.subspan(static_cast<std::size_t>(count));
+    offset_bytes += static_cast<std::uint64_t>(count);
+  }
+}
+
+// --- a model ---------------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr std::string_view kFileSuffix = ".safetensors";
+constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
+
+// The one file of a directory that says what the model is.
+std::string find_entry(const std::string& directory) {
+  std::vector<std::string> indices, files;
+  std::error_code failed;
+  for (fs::directory_iterator entry(directory, failed), end; !failed && entry != end; entry.increment(failed)) {
+    const std::string path = entry->path().string();
+    if (path.ends_with(kIndexSuffix)) indices.push_back(path);
+    if (path.ends_with(kFileSuffix)) files.push_back(path);
+  }
+  if (failed) {
+    throw IoError({.operation = "read", .path = directory, .code = failed.value()},
+                  "check the directory's permissions");
+  }
+  if (indices.size() == 1) return indices.front();
+  if (indices.empty() && files.size() == 1) return files.front();
+  if (indices.empty() && files.empty()) throw SafetensorsError(directory, "there is no .safetensors file in it");
+  throw SafetensorsError(directory, fmt::format("there are {} {} files in it; name the one that is meant",
+                                                indices.empty() ? files.size() : indices.size(),
+                                                indices.empty() ? kFileSuffix : kIndexSuffix));
+}
+
+nlohmann::json read_index(const std::string& path) {
+  std::error_code failed;
+  const std::uintmax_t bytes = fs::file_size(path, failed);
+  std::ifstream file(path, std::ios::binary);
+  if (failed || !file) {
+    throw IoError({.operation = "open", .path = path, .code = failed ? failed.value() : errno},
+                  "check the path and its permissions");
+  }
+  if (bytes > kIndexBytesMax) throw SafetensorsError(path, fmt::format("{} bytes are too many for an index", bytes));
+  auto index = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (index.is_discarded()) throw SafetensorsError(path, "the index is not JSON");
+  if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) {
+    throw SafetensorsError(path, "the index has no \"weight_map\"");
+  }
+  return index;
+}
+
+}  // namespace
+
+SafetensorsModel::SafetensorsModel(const std::string& path) {
+  std::error_code ignored;
+  const std::string entry = fs::is_directory(path, ignored) ? find_entry(path) : path;
+  if (entry.ends_with(".json")) {
+    add_index(entry);
+  } else {
+    add_file(entry);
+    const SafetensorsFile& file = *files_.front();
+    for (const TensorInfo& tensor : file.header().tensors) tensors_.emplace(tensor.name, Tensor{&file, &tensor});
+  }
+}
+
+void SafetensorsModel::add_file(const std::string& path) { files_.push_back(std::make_unique<SafetensorsFile>(path)); }
+
+void SafetensorsModel::add_index(const std::string& path) {
+  const nlohmann::json index = read_index(path);
+  std::map<std::string, std::set<std::string>> names_of;  // by file
+  for (const auto& [name, file] : index["weight_map"].items()) {
+    const std::string file_name = file.is_string() ? file.get<std::string>() : std::string();
+    // The index may come from anywhere; it names files beside itself and nothing else.
+    if (file_name.empty() || file_name.find('/') != std::string::npos || file_name == "." || file_name == "..") {
+      throw SafetensorsError(path, fmt::format("\"{}\" is mapped to {}, which is no file name", name,
+                                               file.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)));
+    }
+    names_of[file_name].insert(name);
+  }
+  if (names_of.empty()) throw SafetensorsError(path, "the index names no tensor");
+  for (const auto& [file_name, names] : names_of) {
+    add_file((fs::path(path).parent_path() / file_name).string());
+    const SafetensorsFile& file = *files_.back();
+    std::size_t found = 0;
+    for (const TensorInfo& tensor : file.header().tensors) {
+      if (!names.contains(tensor.name)) continue;
+      tensors_.emplace(tensor.name, Tensor{&file, &tensor});
+      ++found;
+    }
+    if (found == names.size()) continue;
+    for (const std::string& name : names) {
+      if (!tensors_.contains(name))
+        throw SafetensorsError(file.path(), fmt::format("the index expects tensor '{}' in it, which it lacks", name));
+    }
+  }
+}
+
+const SafetensorsModel::Tensor* SafetensorsModel::find(std::string_view name) const {
+  const auto found = tensors_.find(name);
+  return found == tensors_.end() ? nullptr : &found->second;
+}
+
+}  // namespace hoist::interchange

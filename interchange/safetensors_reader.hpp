@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// interchange/safetensors_reader.hpp - tensors of one safetensors file, or of a model cut into several.
+//
+// Threading  Constant after opening; any thread reads.
+// Memory     The headers only. Tensors are read in slices, into the caller's memory.
+// Errors     SafetensorsError for what a file says, IoError where the system cannot read it.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <hoist/interchange/safetensors.hpp>
+
+namespace hoist::interchange {
+
+class SafetensorsFile {
+ public:
+  // Links are followed: model caches are full of them.
+  explicit SafetensorsFile(std::string path);
+  ~SafetensorsFile();
+  SafetensorsFile(const SafetensorsFile&) = delete;
+  SafetensorsFile& operator=(const SafetensorsFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  const SafetensorsHeader& header() const { return header_; }
+  // Reads target.size() bytes of `tensor`, one of this file's, from its byte `first_byte` on.
+  void read(const TensorInfo& tensor, std::uint64_t first_byte, std::span<std::byte> target) const;
+
+ private:
+  void read_at(std::uint64_t offset_bytes, std::span<std::byte> target) const;
+  std::string path_;
+  int descriptor_ = -1;
+  std::uint64_t data_offset_bytes_ = 0;
+  SafetensorsHeader header_;
+};
+
+// What Hugging Face's tools save: one file, or shards named by an index ("model.safetensors.index.json").
+class SafetensorsModel {
+ public:
+  struct Tensor {
+    const SafetensorsFile* file = nullptr;
+    const TensorInfo* info = nullptr;
+    void read(std::uint64_t first_byte, std::span<std::byte> target) const { file->read(*info, first_byte, target); }
+  };
+
+  // `path` is a .safetensors file, an index, or a directory: then the index in it, else its only .safetensors file.
+  // Every shard's header is read and compared with the index.
+  explicit SafetensorsModel(const std::string& path);
+
+  const Tensor* find(std::string_view name) const;
+  const std::map<std::string, Tensor, std::less<>>& tensors() const { return tensors_; }
+  const std::vector<std::unique_ptr<SafetensorsFile>>& files() const { return files_; }
+  // Of the first file.
+  const Metadata& metadata() const { return files_.front()->header().metadata; }
+
+ private:
+  void add_file(const std::string& path);
+  void add_index(const std::string& path);
+  std::vector<std::unique_ptr<SafetensorsFile>> files_;
+  std::map<std::string, Tensor, std::less<>> tensors_;
+};
+
+}  // namespace hoist::interchange

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
+#include <system_error>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <hoist/aio/file.hpp>
+#include <hoist/core/assert.hpp>
+#include <hoist/interchange/safetensors_writer.hpp>
+
+namespace hoist::interchange {
+
+namespace fs = std::filesystem;
+
+std::vector<Shard> plan_shards(std::span<const TensorSpec> tensors, std::uint64_t shard_bytes_max) {
+  std::vector<Shard> shards(1);
+  for (const TensorSpec& tensor : tensors) {
+    const auto bytes = tensor_bytes(tensor.type, tensor.shape);
+    if (!bytes) {
+      throw UsageError(fmt::format("tensor '{}' of {} {} is no whole number of bytes that 64 bits can count",
+                                   tensor.name, tensor_type_name(tensor.type), shape_text(tensor.shape)));
+    }
+    const std::uint64_t used = shards.back().data_bytes();
+    if (!shards.back().tensors.empty() && (used > shard_bytes_max || *bytes > shard_bytes_max - used)) {
+      shards.emplace_back();
+    }
+    const std::uint64_t begin = shards.back().data_bytes();
+    if (begin % std::max(tensor_type_bits(tensor.type) / 8, 1u) != 0) {
+      throw UsageError(fmt::format("tensor '{}' of {} would begin at byte {} of its file; put wider types first",
+                                   tensor.name, tensor_type_name(tensor.type), begin));
+    }
+    shards.back().tensors.push_back({tensor.name, tensor.type, tensor.shape, begin, begin + *bytes});
+  }
+  return shards;
+}
+
+// --- a file under its temporary name ---------------------------------------------------------------------------------
+
+class SafetensorsWriter::OpenFile {
+ public:
+  explicit OpenFile(const std::string& path) : path_(path), partial_(path + ".partial") {
+    descriptor_ = ::open(partial_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+    if (descriptor_ < 0) fail("open", errno, "choose a directory that can be written");
+    // A killed export left its files, which are overwritten; one that runs holds their locks.
+    if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
+      const int code = errno;
+      ::close(descriptor_);
+      descriptor_ = -1;
+      fail("flock", code, "another export writes there; choose another directory");
+    }
+    if (::ftruncate(descriptor_, 0) != 0) fail("ftruncate", errno, "check the file system");
+  }
+  ~OpenFile() {
+    if (!renamed_ && descriptor_ >= 0) ::unlink(partial_.c_str());
+    if (descriptor_ >= 0) ::close(descriptor_);
+  }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+
+  void write(std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+      const ssize_t count = ::write(descriptor_, bytes.data(), bytes.size());
+      if (count < 0 && errno == EINTR) continue;
+      if (count <= 0) fail("write", count < 0 ? errno : 0, "make room, or choose another directory");
+      bytes = bytes.subspan(static_cast<std::size_t>(count));
+      written_ += static_cast<std::uint64_t>(count);
+    }
+  }
+
+  void sync() {
+    if (::fsync(descriptor_) != 0) fail("fsync", errno, "choose another directory; this drive lost what it was given");
+  }
+
+  // Never over a file that came into being meanwhile.
+  void give_name() {
+    int result = ::renameat2(AT_FDCWD, partial_.c_str(), AT_FDCWD, path_.c_str(), RENAME_NOREPLACE);
+    if (result != 0 && errno == EINVAL)
+      result = ::rename(partial_.c_str(), path_.c_str());  // some network file systems
+    if (result != 0) fail("rename", errno, "choose an empty directory");
+    renamed_ = true;
+  }
+
+  // After give_name(), when a later file of the set failed.
+  void take_back() noexcept {
+    if (renamed_) ::unlink(path_.c_str());
+  }
+
+ private:
+  [[noreturn]] void fail(const char* operation, int code, const char* remedy) const {
+    throw IoError({.operation = operation, .path = partial_, .offset_bytes = written_, .code = code}, remedy);
+  }
+
+  const std::string path_;
+  const std::string partial_;
+  int descriptor_ = -1;
+  std::uint64_t written_ = 0;
+  bool renamed_ = false;
+};
+
+// --- the set of files ------------------------------------------------------------------------------------------------
+
+namespace {
+
+std::string shard_name(std::size_t index, std::size_t count) {
+  return count == 1 ? "model.safetensors" : fmt::format("model-{:05}-of-{:05}.safetensors", index + 1, count);
+}
+
+constexpr std::string_view kIndexName = "model.safetensors.index.json";
+
+}  // namespace
+
+SafetensorsWriter::SafetensorsWriter(SafetensorsWriterOptions options, std::span<const TensorSpec> tensors)
+    : options_(std::move(options)), shards_(plan_shards(tensors, options_.shard_bytes_max)) {
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    data_bytes_ += shards_[i].data_bytes();
+    files_.push_back((fs::path(options_.directory) / shard_name(i, shards_.size())).string());
+  }
+  if (shards_.size() > 1) files_.push_back((fs::path(options_.directory) / kIndexName).string());
+  std::error_code failed;
+  if (fs::create_directories(options_.directory, failed)) made_directory_.path = options_.directory;
+  if (failed) {
+    throw IoError({.operation = "mkdir", .path = options_.directory, .code = failed.value()},
+                  "choose a directory that can be made and written");
+  }
+  check_directory();
+  check_space();
+  next_shard();
+}
+
+SafetensorsWriter::~SafetensorsWriter() {
+  if (finished_) return;
+  for (const auto& file : open_) file->take_back();
+}
+
+SafetensorsWriter::MadeDirectory::~MadeDirectory() {
+  std::error_code ignored;
+  if (!path.empty()) fs::remove(path, ignored);  // which spares a directory with something in it
+}
+
+// A model beside the new one would be mixed up with it, by people or by a loader.
+void SafetensorsWriter::check_directory() const {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(options_.directory, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.ends_with(".safetensors") && !name.ends_with(".safetensors.index.json")) continue;
+    throw SafetensorsError(options_.directory, fmt::format("it already holds {}; choose another directory", name));
+  }
+}
+
+void SafetensorsWriter::check_space() const {
+  struct statvfs system {};
+  if (::statvfs(options_.directory.c_str(), &system) != 0) return;  // then writing says it
+  const std::uint64_t free_bytes = std::uint64_t{system.f_bavail} * system.f_frsize;
+  if (data_bytes_ <= free_bytes) return;
+  throw IoError({.operation = "write", .path = options_.directory, .length_bytes = data_bytes_, .code = ENOSPC},
+                fmt::format("the tensors need {} and {} are free: make room, or choose another directory",
+                            format_bytes(data_bytes_), format_bytes(free_bytes)));
+}
+
+void SafetensorsWriter::next_shard() {
+  const std::size_t index = open_.size();
+  const std::string header = encode_header(shards_[index].tensors, options_.metadata, files_[index]);
+  open_.push_back(std::make_unique<OpenFile>(files_[index]));
+  open_.back()->write(std::as_bytes(std::span(header)));
+  left_in_shard_ = shards_[index].data_bytes();
+}
+
+void SafetensorsWriter::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    while (left_in_shard_ == 0 && open_.size() < shards_.size()) next_shard();
+    const std::uint64_t count = std::min<std::uint64_t>(bytes.size(), left_in_shard_);
+    HOIST_ASSERT(count > 0, "{} bytes more than the tensors have", bytes.size());
+    open_.back()->write(bytes.first(count));
+    left_in_shard_ -= count;
+    bytes = bytes.subspan(count);
+  }
+}
+
+void SafetensorsWriter::write_index(const std::string& path) {
+  nlohmann::ordered_json index{{"metadata", {{"total_size", data_bytes_}}}, {"weight_map", nlohmann::json::object()}};
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    for (const TensorInfo& tensor : shards_[i].tensors) {
+      index["weight_map"].push_back({tensor.name, shard_name(i, shards_.size())});
+    }
+  }
+  const std::string text = index.dump(2) + "\n";
+  open_.push_back(std::make_unique<OpenFile>(path));
+  open_.back()->write(std::as_bytes(std::span(text)));
+}
+
+void SafetensorsWriter::finish() {
+  while (left_in_shard_ == 0 && open_.size() < shards_.size()) next_shard();  // of empty tensors
+  HOIST_ASSERT(left_in_shard_ == 0, "{} bytes are missing", left_in_shard_);
+  if (shards_.size() > 1) write_index(files_.back());
+  for (const auto& file : open_) file->sync();
+  for (const auto& file : open_) file->give_name();
+  aio::sync_directory(options_.directory);
+  finished_ = true;
+}
+
+}  // namespace hoist::interchange
