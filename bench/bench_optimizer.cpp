@@ -26,15 +26,18 @@
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/measure/statistics.hpp>
 #include <hoist/optim_cpu/adam.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 
-#include "statistics.hpp"
 #include "stream.hpp"
 
 namespace hoist::bench {
 namespace {
 
+using measure::Interval;
+using measure::median;
+using measure::median_interval;
 using optim::AdamCoefficients;
 using optim::SplitTile;
 using optim::UpdatePool;

@@ -17,8 +17,8 @@ namespace fs = std::filesystem;
 
 // Lowest row first; siblings do not know each other.
 const std::vector<std::set<std::string>> kRows{
-    {"core"},      {"platform"}, {"aio", "comm", "optim_cpu"}, {"tiers"},
-    {"scheduler"}, {"zero"},     {"config", "interchange"},    {"cli", "examples", "bench"}};
+    {"core"},      {"platform"}, {"aio", "comm", "optim_cpu"},         {"tiers"},
+    {"scheduler"}, {"zero"},     {"config", "interchange", "measure"}, {"cli", "examples", "bench"}};
 // platform is hardware's door; the optimizers need none of it.
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only rooms that may include them.
@@ -27,9 +27,10 @@ const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
     {std::regex("nccl.*"), {"comm"}},
     {std::regex("mpi\\.h"), {"comm"}},
     {std::regex("liburing.*"), {"aio"}},
+    {std::regex("libaio.*"), {"measure"}},
     {std::regex("hwloc.*"), {"platform"}},
     {std::regex("hwy/.*"), {"optim_cpu", "bench"}},
-    {std::regex("nlohmann/.*"), {"config", "interchange", "cli", "examples", "bench"}},
+    {std::regex("nlohmann/.*"), {"config", "interchange", "cli", "examples", "bench", "measure"}},
     {std::regex("isa-l/.*|xxhash.*"), {"core"}}};
 
 std::size_t row_of(const std::string& room) {

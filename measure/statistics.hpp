@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench/statistics.hpp - the median of paired measurements, and how sure of it we may be.
+// measure/statistics.hpp - the median of paired measurements, and how sure of it we may be.
 #pragma once
 
 #include <vector>
 
-namespace hoist::bench {
+namespace hoist::measure {
 
 struct Interval {
   double low = 0;
@@ -17,4 +17,4 @@ double median(std::vector<double> values);
 // six values it is their whole range.
 Interval median_interval(std::vector<double> values);
 
-}  // namespace hoist::bench
+}  // namespace hoist::measure

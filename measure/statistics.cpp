@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "statistics.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 
-namespace hoist::bench {
+#include <hoist/measure/statistics.hpp>
+
+namespace hoist::measure {
 
 double median(std::vector<double> values) {
   if (values.empty()) return 0;
@@ -32,4 +32,4 @@ Interval median_interval(std::vector<double> values) {
   return {values[left_out], values[count - 1 - left_out]};
 }
 
-}  // namespace hoist::bench
+}  // namespace hoist::measure
