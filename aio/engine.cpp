@@ -26,6 +26,11 @@ void check(const EngineOptions& options) {
     throw UsageError(fmt::format("the queue depth must be 1 to {}, not {}", kQueueDepthMax, options.queue_depth));
   if (options.thread_count == 0 || options.thread_count > kThreadCountMax)
     throw UsageError(fmt::format("the thread count must be 1 to {}, not {}", kThreadCountMax, options.thread_count));
+  const bool may_poll = options.backend == BackendKind::automatic || options.backend == BackendKind::io_uring;
+  if (options.polling != Polling::none && !may_poll)
+    throw UsageError("polling is a way of io_uring; choose that backend, or leave polling out");
+  if (options.polling == Polling::completion && options.directory.empty())
+    throw UsageError("completion polling is probed on the drive itself: name a directory on it");
   for (const auto& slice : options.registered_memory) {
     if (slice.empty() || slice.size() > kSliceBytesMax)
       throw UsageError(fmt::format("memory is registered in pieces of 1 byte to 1 GiB, not {} bytes", slice.size()));

@@ -31,7 +31,16 @@ struct Request;
 // automatic: io_uring, or `threads` where the system forbids it (said once in the log, with the remedy).
 // io_uring:  an Error when it cannot be had.
 // null:      every transfer succeeds at once and no data is moved: measures our own overhead, nothing else.
+// NVMe passthrough is not among them: it needs /dev/ng* and root, and addresses blocks under the file system's feet, so
+// that nothing it wrote would be a file.
 enum class BackendKind : std::uint8_t { automatic, io_uring, threads, null };
+
+// Spends a processor on waiting, to answer faster; worth it for small blocks only. Each is probed with one transfer and
+// a time-out of 1 s. What the probe finds missing is done without, said once in the log with the remedy; with the
+// backend io_uring asked for by name, it is an Error.
+// submission: a thread of the kernel looks for new blocks (SQPOLL).
+// completion: the I/O thread asks the drive instead of being interrupted (IOPOLL). The drive needs poll queues.
+enum class Polling : std::uint8_t { none, submission, completion };
 
 struct EngineOptions {
   BackendKind backend = BackendKind::automatic;
@@ -42,7 +51,9 @@ struct EngineOptions {
   // Memory that transfers will use, registered with the kernel when it lets us; pieces of at most 1 GiB. Transfers
   // outside of it work too, a little slower.
   std::vector<std::span<std::byte>> registered_memory{};
-  unsigned retries_max = 8;  // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
+  Polling polling = Polling::none;  // of io_uring only
+  std::string directory{};          // on the drive; where completion polling is probed, and needed for nothing else
+  unsigned retries_max = 8;         // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
   Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
 };
 

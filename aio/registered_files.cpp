@@ -1,16 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <hoist/aio/detail/registered_files.hpp>
 
 namespace hoist::aio::detail {
-
-RegisteredFiles::~RegisteredFiles() { ::close(event_descriptor_); }
-
-void RegisteredFiles::signal() const noexcept { static_cast<void>(::eventfd_write(event_descriptor_, 1)); }
 
 int RegisteredFiles::prepare(io_uring& ring) {
   std::array<int, kSlotCount> empty{};
@@ -65,7 +58,7 @@ void RegisteredFiles::closing(std::uint64_t file_id) noexcept {
   if (std::this_thread::get_id() == io_thread_) return forget(file_id);
   leaving_.push_back(file_id);
   asked_.store(true, std::memory_order_release);
-  signal();
+  wake_up_->signal();
   forgotten_.wait_for(lock, kForgetTimeout, [&] { return find(file_id) < 0; });
 }
 

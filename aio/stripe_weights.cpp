@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -10,8 +9,8 @@
 #include <thread>
 
 #include <fmt/format.h>
-#include <unistd.h>
 
+#include <hoist/aio/detail/nameless_file.hpp>
 #include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/stripe_layout.hpp>
 #include <hoist/aio/stripe_weights.hpp>
@@ -28,21 +27,12 @@ constexpr std::uint64_t kPieceBytes = kMiB;
 constexpr std::size_t kPiecesInFlight = 16;
 constexpr Nanoseconds kSettlePollInterval = std::chrono::milliseconds(1);
 
-// A file that goes when it is closed, or when the process dies.
-File nameless_file(const std::string& directory, std::uint64_t bytes) {
-  static std::atomic<unsigned> next{0};
-  const std::string path = fmt::format("{}/.hoist-measure-{}-{}", directory, ::getpid(), next.fetch_add(1));
-  File file(path, {.mode = OpenMode::create, .reserve_bytes = bytes});
-  ::unlink(path.c_str());
-  return file;
-}
-
 // One drive, driven by one thread: a ring of pieces in flight, each with its own part of the memory.
 class Meter {
  public:
   Meter(const MeasuredDrive& drive, const MeasureOptions& options)
       : engine_(*drive.engine),
-        file_(nameless_file(drive.directory, options.file_bytes)),
+        file_(detail::nameless_file(drive.directory, options.file_bytes)),
         file_bytes_(options.file_bytes),
         answer_timeout_(options.answer_timeout),
         memory_(std::aligned_alloc(File::kAlignment, kPiecesInFlight * kPieceBytes), &std::free) {

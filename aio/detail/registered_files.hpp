@@ -12,12 +12,14 @@
 #include <array>
 #include <atomic>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include <liburing.h>
 
+#include <hoist/aio/detail/wake_up.hpp>
 #include <hoist/aio/file.hpp>
 
 namespace hoist::aio::detail {
@@ -27,14 +29,8 @@ class RegisteredFiles final : public FileObserver {
   static constexpr unsigned kSlotCount = 64;
   static constexpr Nanoseconds kForgetTimeout = std::chrono::seconds(1);
 
-  // Wake-ups of the I/O thread, also the backend's own, go through the event descriptor.
-  explicit RegisteredFiles(int event_descriptor) : event_descriptor_(event_descriptor) {}
-  ~RegisteredFiles() override;
-  RegisteredFiles(const RegisteredFiles&) = delete;
-  RegisteredFiles& operator=(const RegisteredFiles&) = delete;
-
-  int event_descriptor() const { return event_descriptor_; }
-  void signal() const noexcept;
+  // `wake_up` is what the I/O thread hears.
+  explicit RegisteredFiles(std::shared_ptr<const WakeUp> wake_up) : wake_up_(std::move(wake_up)) {}
 
   // Makes the table in the ring. An errno when the kernel refuses; then no file is ever registered.
   int prepare(io_uring& ring);
@@ -53,7 +49,7 @@ class RegisteredFiles final : public FileObserver {
   int find(std::uint64_t file_id) const;
   void forget(std::uint64_t file_id);
 
-  const int event_descriptor_;
+  const std::shared_ptr<const WakeUp> wake_up_;
   std::mutex mutex_;
   std::condition_variable forgotten_;
   io_uring* ring_ = nullptr;  // null before prepare and after detach

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// aio/detail/ring.hpp - an io_uring with the memory and the files that it has registered.
+//
+// Every block goes to the kernel in a call of its own: submitted together, neighbours are merged into requests that are
+// larger than drives like. The last one is kept back until the next call, which in a full queue is the one that waits:
+// then a block costs one system call in all.
+//
+// Threading  Made on any thread; everything from start() on, and destruction, on the I/O thread.
+// Memory     A block stays where it is until collect() has returned it.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <liburing.h>
+
+#include <hoist/aio/detail/registered_files.hpp>
+#include <hoist/aio/engine.hpp>
+
+namespace hoist::aio::detail {
+
+class Ring {
+ public:
+  explicit Ring(std::shared_ptr<const WakeUp> wake_up)
+      : files_(std::make_shared<RegisteredFiles>(std::move(wake_up))) {}
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // An errno, or 0. Memory or files that cannot be registered are no failure; description() says so.
+  int make(const EngineOptions& options, Polling polling);
+  std::string description() const;  // "registered buffers, registered files"
+
+  void start();
+  void put(Block& block);
+  // Asks to be told when the descriptor can be read; submitted with whatever is submitted next.
+  void put_poll(int descriptor);
+  // Hands the block that was kept back to the kernel.
+  void flush() {
+    if (unsubmitted_) submit();
+  }
+  // Submits, and waits until something has finished. Pre: not a ring that polls for completions.
+  void wait(Nanoseconds timeout);
+  // Submits, and looks once for what has finished.
+  void poll();
+  // Lets go of files that are being closed.
+  void serve_closing_files() { files_->serve(); }
+
+  struct Collected {
+    std::size_t block_count = 0;
+    bool polled = false;  // what put_poll() asked for has come
+  };
+  Collected collect(std::span<Block*> done);
+  bool has_finished() const { return io_uring_cq_ready(&ring_) > 0; }
+
+ private:
+  void submit();
+  void register_buffers(const std::vector<std::span<std::byte>>& memory);
+  int slice_of(const Block& block) const;
+  io_uring_sqe* next_entry();
+  void prepare(io_uring_sqe* entry, Block& block);
+
+  io_uring ring_{};
+  unsigned flags_ = 0;
+  std::shared_ptr<RegisteredFiles> files_;
+  std::vector<std::span<std::byte>> slices_;  // registered, in this order; ascending addresses
+  int buffers_code_ = 0;
+  int files_code_ = 0;
+  bool made_ = false;
+  bool started_ = false;
+  bool unsubmitted_ = false;  // a block was put and not submitted
+};
+
+}  // namespace hoist::aio::detail

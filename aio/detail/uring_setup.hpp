@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// aio/detail/uring_setup.hpp - making a ring with the best flags that this kernel takes, and what to do without one.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include <liburing.h>
+
+#include <hoist/aio/detail/backends.hpp>
+
+namespace hoist::aio::detail {
+
+std::string errno_text(int code);
+
+// What a refusal of io_uring with this errno means here.
+Unavailable io_uring_unavailable(int code);
+
+// Sets of setup flags for this kind of ring, best first. The last works wherever io_uring does.
+//   SINGLE_ISSUER | DEFER_TASKRUN  requests are finished on our thread, when we ask for them (Linux 6.1)
+//   COOP_TASKRUN                   the same, without being interrupted by it (5.19)
+// R_DISABLED comes with the first: the thread that enables the ring, not the one that makes it, is the single issuer.
+std::array<unsigned, 3> ring_flag_choices(Polling polling);
+
+// An errno, or 0 and the flags that were taken.
+int set_up_ring(io_uring& ring, unsigned entries, Polling polling, unsigned& flags);
+
+// The kernel knows every operation and feature that the backend uses.
+bool has_operations(io_uring& ring);
+
+// Lets a ring that was made with R_DISABLED run; this thread becomes its only user.
+void enable_ring(io_uring& ring);
+
+}  // namespace hoist::aio::detail

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <mutex>
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <hoist/aio/detail/ring.hpp>
+#include <hoist/aio/detail/uring_setup.hpp>
+#include <hoist/core/assert.hpp>
+
+namespace hoist::aio::detail {
+
+namespace {
+
+constexpr unsigned kOwnEntries = 1;  // the poll of the wake-up descriptor
+constexpr useconds_t kStarvedPauseUs = 100;
+
+void say_unregistered_once(int code, std::uint64_t bytes) {
+  static std::once_flag said;
+  std::call_once(said, [&] {
+    spdlog::warn(
+        "the kernel refused to register {} of transfer memory ({}): transfers work without registration, with "
+        "a little more CPU time. To have it, raise the memlock limit (ulimit -l, LimitMEMLOCK=, or docker run "
+        "--ulimit memlock=-1) above that, or grant CAP_IPC_LOCK.",
+        format_bytes(bytes), errno_text(code));
+  });
+}
+
+// The kernel is short of something for the moment; what it did not take stays in the ring and goes with the next call.
+bool is_passing(int result) { return result == -EAGAIN || result == -EBUSY || result == -EINTR; }
+
+}  // namespace
+
+Ring::~Ring() {
+  if (!made_) return;
+  start();  // a ring that is still disabled belongs to nobody; its files could not be let go of
+  files_->detach();
+  if (!slices_.empty()) static_cast<void>(io_uring_unregister_buffers(&ring_));
+  io_uring_queue_exit(&ring_);
+}
+
+int Ring::make(const EngineOptions& options, Polling polling) {
+  if (const int code = set_up_ring(ring_, options.queue_depth + kOwnEntries, polling, flags_); code != 0) return code;
+  made_ = true;
+  if (!has_operations(ring_)) return ENOSYS;
+  files_code_ = files_->prepare(ring_);
+  register_buffers(options.registered_memory);
+  return 0;
+}
+
+std::string Ring::description() const {
+  const auto part = [](const char* what, int code) {
+    return code == 0 ? fmt::format("registered {}", what) : fmt::format("unregistered {}: {}", what, errno_text(code));
+  };
+  if (slices_.empty() && buffers_code_ == 0) return part("files", files_code_);
+  return fmt::format("{}, {}", part("buffers", buffers_code_), part("files", files_code_));
+}
+
+void Ring::register_buffers(const std::vector<std::span<std::byte>>& memory) {
+  if (memory.empty()) return;
+  std::vector<std::span<std::byte>> slices = memory;
+  std::sort(slices.begin(), slices.end(), [](const auto& a, const auto& b) { return a.data() < b.data(); });
+  std::vector<iovec> vectors;
+  std::uint64_t bytes = 0;
+  for (const auto& slice : slices) {
+    vectors.push_back({slice.data(), slice.size()});
+    bytes += slice.size();
+  }
+  const int result = io_uring_register_buffers(&ring_, vectors.data(), static_cast<unsigned>(vectors.size()));
+  buffers_code_ = -result;
+  if (result != 0) return say_unregistered_once(-result, bytes);
+  slices_ = std::move(slices);
+}
+
+// The registered slice that holds the block; -1: none does.
+int Ring::slice_of(const Block& block) const {
+  const auto after = std::upper_bound(slices_.begin(), slices_.end(), block.data,
+                                      [](const std::byte* data, const auto& slice) { return data < slice.data(); });
+  if (after == slices_.begin()) return -1;
+  const auto slice = after - 1;
+  return block.data + block.length_bytes <= slice->data() + slice->size() ? static_cast<int>(slice - slices_.begin())
+                                                                          : -1;
+}
+
+void Ring::start() {
+  if (started_) return;
+  started_ = true;
+  files_->start();
+  if ((flags_ & IORING_SETUP_R_DISABLED) != 0) enable_ring(ring_);
+  static_cast<void>(io_uring_register_ring_fd(&ring_));  // spares a look-up per system call; absent before 5.18
+}
+
+io_uring_sqe* Ring::next_entry() {
+  io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+  if (entry == nullptr && (flags_ & IORING_SETUP_SQPOLL) != 0) {  // the kernel's thread has not taken the last ones yet
+    static_cast<void>(io_uring_sqring_wait(&ring_));
+    entry = io_uring_get_sqe(&ring_);
+  }
+  HOIST_ASSERT(entry != nullptr, "more blocks in flight than the queue is deep");
+  return entry;
+}
+
+void Ring::prepare(io_uring_sqe* entry, Block& block) {
+  const int slot = files_->slot_of(*block.file, files_);
+  const int file = slot >= 0 ? slot : block.file->descriptor();
+  const auto length = static_cast<unsigned>(block.length_bytes);
+  const int slice = block.operation == Operation::sync ? -1 : slice_of(block);
+  switch (block.operation) {
+    case Operation::read:
+      if (slice >= 0) {
+        io_uring_prep_read_fixed(entry, file, block.data, length, block.offset_bytes, slice);
+      } else {
+        io_uring_prep_read(entry, file, block.data, length, block.offset_bytes);
+      }
+      break;
+    case Operation::write:
+      if (slice >= 0) {
+        io_uring_prep_write_fixed(entry, file, block.data, length, block.offset_bytes, slice);
+      } else {
+        io_uring_prep_write(entry, file, block.data, length, block.offset_bytes);
+      }
+      break;
+    case Operation::sync:
+      io_uring_prep_fsync(entry, file, IORING_FSYNC_DATASYNC);
+      break;
+  }
+  if (slot >= 0) io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
+  io_uring_sqe_set_data(entry, &block);
+}
+
+void Ring::put(Block& block) {
+  flush();
+  prepare(next_entry(), block);
+  unsubmitted_ = true;
+  // The kernel's thread looks by itself; it needs a call only when it has gone to sleep.
+  if ((flags_ & IORING_SETUP_SQPOLL) != 0) submit();
+}
+
+// A poll, not a read: nothing of ours would be written to should the ring be taken apart meanwhile.
+void Ring::put_poll(int descriptor) {
+  io_uring_sqe* entry = next_entry();
+  io_uring_prep_poll_add(entry, descriptor, POLLIN);
+  io_uring_sqe_set_data(entry, nullptr);
+}
+
+void Ring::submit() {
+  unsubmitted_ = false;
+  const int result = io_uring_submit(&ring_);
+  HOIST_ASSERT(result >= 0 || is_passing(result), "io_uring_submit: {}", errno_text(-result));
+}
+
+void Ring::wait(Nanoseconds timeout) {
+  unsubmitted_ = false;
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
+  __kernel_timespec limit{.tv_sec = seconds.count(), .tv_nsec = (timeout - seconds).count()};
+  __kernel_timespec* const limit_or_none = timeout == Backend::kForever ? nullptr : &limit;
+  io_uring_cqe* first = nullptr;
+  const int result = io_uring_submit_and_wait_timeout(&ring_, &first, 1, limit_or_none, nullptr);
+  HOIST_ASSERT(result >= 0 || result == -ETIME || is_passing(result), "io_uring_enter: {}", errno_text(-result));
+  if (result == -EAGAIN || result == -EBUSY) ::usleep(kStarvedPauseUs);
+}
+
+void Ring::poll() {
+  if (io_uring_sq_ready(&ring_) > 0) submit();
+  const int result = io_uring_get_events(&ring_);
+  HOIST_ASSERT(result >= 0 || is_passing(result), "io_uring_enter: {}", errno_text(-result));
+}
+
+Ring::Collected Ring::collect(std::span<Block*> done) {
+  Collected collected;
+  unsigned seen = 0;
+  unsigned head = 0;
+  io_uring_cqe* entry = nullptr;
+  io_uring_for_each_cqe(&ring_, head, entry) {
+    if (collected.block_count == done.size()) break;
+    ++seen;
+    auto* block = static_cast<Block*>(io_uring_cqe_get_data(entry));
+    if (block == nullptr) {
+      collected.polled = true;
+      continue;
+    }
+    block->result = entry->res;
+    done[collected.block_count++] = block;
+  }
+  io_uring_cq_advance(&ring_, seen);
+  return collected;
+}
+
+}  // namespace hoist::aio::detail
