@@ -109,21 +109,6 @@ void Engine::Impl::require_live() const {
   if (!sealed) throw UsageError("call initialize() or restore() first");
 }
 
-namespace {
-
-tiers::StoreOptions store_options(const std::string& directory, const EngineOptions& options,
-                                  tiers::Durability durability, const detail::UnitTable& table,
-                                  const detail::RecordMap& records, const Runtime& runtime) {
-  return {.directory = directory,
-          .identity = {.layout = table.identity(), .rank = runtime.rank(), .world_size = runtime.world_size()},
-          .records = records.records(),
-          .durability = durability,
-          .caller_state_bytes_max = options.caller_state_bytes_max + kCommitNameBytes,
-          .lock_timeout = options.lock_timeout};
-}
-
-}  // namespace
-
 void Engine::Impl::together(const char* what, const std::function<void()>& part) const {
   std::exception_ptr error;
   try {
@@ -155,9 +140,7 @@ void Engine::Impl::seal(bool create_store) {
 void Engine::Impl::lay_out(bool create_store) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
-  const auto durability = nvme_placement() ? options.durability : tiers::Durability::step;
-  const tiers::StoreOptions store =
-      store_options(options.store_directory, options, durability, table, *live.records, runtime);
+  const tiers::StoreOptions store = detail::store_options(options, table, *live.records, runtime.rank());
   const std::uint64_t store_memory = with_store ? tiers::Store::cost(store).memory_bytes : 0;
   live.memory = std::make_unique<detail::Memory>(runtime, options, table, store_memory);
 
@@ -435,6 +418,19 @@ ParameterId Engine::parameter(std::string_view name) const {
 
 std::span<const ParameterSpec> Engine::parameters() const { return impl_->table.specs(); }
 std::uint64_t Engine::parameter_count() const { return impl_->table.parameter_count(); }
+
+ModelShape Engine::shape() const {
+  const detail::UnitTable& table = impl_->table;
+  ModelShape model;
+  for (const detail::Unit& unit : table.units()) {
+    UnitShape& shape = model.units.emplace_back(UnitShape{.name = unit.name});
+    for (const ParameterId parameter : unit.parameters) shape.parameters.push_back(table.spec(parameter));
+    // Gathers bring whole units, so one parameter stands for all that are tied to its unit.
+    for (const UnitId owner : unit.tied) shape.tied.push_back(table.spec(table.unit(owner).parameters.front()).name);
+  }
+  return model;
+}
+
 void Engine::require_device_memory(std::uint64_t program_bytes) const {
   detail::require_device_memory(impl_->runtime, detail::DeviceNeeds(impl_->options, impl_->table), program_bytes);
 }

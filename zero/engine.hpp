@@ -19,6 +19,7 @@
 
 #include <hoist/zero/lease.hpp>
 #include <hoist/zero/options.hpp>
+#include <hoist/zero/prediction.hpp>
 #include <hoist/zero/runtime.hpp>
 #include <hoist/zero/types.hpp>
 
@@ -41,6 +42,7 @@ class Engine {
   ParameterId parameter(std::string_view name) const;  // UsageError when there is none; look up once, not per layer
   std::span<const ParameterSpec> parameters() const;   // in declaration order; index is ParameterId::index
   std::uint64_t parameter_count() const;               // elements, padding not counted
+  ModelShape shape() const;                            // what was declared, for predict()
 
   // BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's own
   // blocks beside what the model needs at least. For a program that is about to allocate them, once the model is

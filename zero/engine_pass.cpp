@@ -228,30 +228,10 @@ void Engine::settle() {
 
 StepBytes Engine::formula_bytes() const {
   const Impl& e = *impl_;
-  StepBytes bytes;
-  const auto fetches = e.live.gatherer ? e.live.gatherer->director().fetch_counts(static_cast<std::size_t>(Pass::train))
-                                       : std::vector<std::uint32_t>();
-  const bool weights_on_nvme = e.options.parameters == Placement::nvme;
-  const bool state_on_nvme = e.options.optimizer == Placement::nvme;
-  const auto writes = e.step_writes();
-  const auto others = static_cast<std::uint64_t>(e.runtime.world_size() - 1);
-  for (std::uint32_t u = 0; u < e.table.units().size(); ++u) {
-    std::uint64_t weights = 0, trainable = 0, state = 0;
-    for (const detail::Segment& segment : e.table.units()[u].segments) {
-      weights += segment.shard_bytes();
-      if (!segment.trainable) continue;
-      trainable += segment.shard_bytes();
-      state += segment.shard_elements * (segment.dtype == DType::fp32 ? 8 : 10);
-    }
-    const std::uint64_t count = fetches.empty() ? 2 : fetches[u];
-    const bool resident = e.options.parameters == Placement::device;
-    bytes.nvme_read += (weights_on_nvme ? count * weights + trainable : 0) + (state_on_nvme ? state : 0);
-    bytes.nvme_write += (writes.write_weights ? trainable : 0) + (writes.write_state ? state : 0);
-    if (e.options.optimizer != Placement::device || !resident) bytes.host_to_device += (resident ? 1 : count) * weights;
-    if (e.options.optimizer != Placement::device) bytes.device_to_host += trainable;
-    bytes.wire += others * (count * weights + trainable);
-  }
-  return bytes;
+  auto fetches = e.live.gatherer ? e.live.gatherer->director().fetch_counts(static_cast<std::size_t>(Pass::train))
+                                 : std::vector<std::uint32_t>();
+  if (fetches.empty()) fetches.assign(e.table.units().size(), 2);  // forward and backward
+  return detail::step_bytes(e.options, e.table, fetches);
 }
 
 }  // namespace hoist

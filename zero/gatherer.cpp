@@ -13,24 +13,6 @@ namespace hoist::detail {
 using platform::CopyKind;
 using platform::StreamEvent;
 
-namespace {
-
-scheduler::DirectorOptions director_options(const EngineOptions& options, const UnitTable& table,
-                                            const Memory& memory) {
-  scheduler::DirectorOptions result{.slot_count = static_cast<std::uint32_t>(memory.gather_slots().size()),
-                                    .prefetch_elements = options.prefetch_elements,
-                                    .live_elements_max = options.live_elements_max,
-                                    .reuse_distance_elements = options.reuse_distance_elements};
-  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-    const Unit& unit = table.units()[u];
-    const bool slotted = memory.home(UnitId{u}).own_memory == nullptr && !unit.options.binding;
-    result.items.push_back({.elements = unit.elements, .slotted = slotted});
-  }
-  return result;
-}
-
-}  // namespace
-
 Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
                    scheduler::Executor& executor, Streams& streams, Stager* stager)
     : runtime_(runtime),
@@ -40,7 +22,7 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       executor_(executor),
       streams_(streams),
       stager_(stager),
-      director_(director_options(options, table, memory)),
+      director_(director_options(options, table, memory.device_needs(), memory.gather_slots().size())),
       states_(table.units().size()),
       slots_(memory.gather_slots().size()) {}
 

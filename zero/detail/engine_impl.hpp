@@ -84,8 +84,8 @@ class Engine::Impl {
   bool is_durable() const { return !nvme_placement() || stores_steps(); }
   bool nvme_placement() const { return options.parameters == Placement::nvme || options.optimizer == Placement::nvme; }
   detail::WalkOptions step_writes() const {
-    return {.write_weights = stores_steps() || options.parameters == Placement::nvme,
-            .write_state = stores_steps() || options.optimizer == Placement::nvme};
+    const detail::StoreWrites writes = detail::store_writes(options);
+    return {.write_weights = writes.weights, .write_state = writes.state};
   }
 
   std::shared_ptr<Engine> self;  // owns nothing: leases and scopes see by it whether the engine is still there

@@ -20,6 +20,7 @@
 
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
+#include <hoist/zero/detail/memory_needs.hpp>
 #include <hoist/zero/detail/unit_table.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/runtime.hpp>
@@ -33,36 +34,6 @@ struct UnitHome {
   std::byte* device_shard = nullptr;  // host layout, on the device: what gathers start from without crossing a link
   std::byte* own_memory = nullptr;    // gathered layout: the unit never competes for a slot
   std::byte* own_gradient = nullptr;  // gradient layout: held from the first use by a tied unit to the owner's finish
-};
-
-// A run of tiles of one trainable record: read, updated and written as one.
-struct Piece {
-  UnitId unit{};
-  std::uint32_t first_tile = 0;
-  std::uint32_t tile_count = 0;
-};
-
-// What the units need of the device, by their placements. Arithmetic only.
-class DeviceNeeds {
- public:
-  DeviceNeeds(const EngineOptions& options, const UnitTable& table);
-
-  bool has_own_memory(const Unit& unit) const;
-  bool needs_device_shard(const Unit& unit) const;
-  bool is_slotted(const Unit& unit) const { return !has_own_memory(unit) && !unit.options.binding; }
-
-  std::uint64_t homes_bytes = 0;     // states, resident weights and tied gradients
-  std::uint64_t slot_bytes = 0;      // one gathered unit; 0 when no unit needs a slot
-  std::uint64_t gradient_bytes = 0;  // one unit's gradient
-  std::uint64_t slot_count = 0;      // units that compete for slots
-  std::uint64_t slots_min = 0;       // that a single gather() pins at most: the unit's own and its tied owners'
-  // The least that trains: program and engine together need this beside the program's own blocks.
-  std::uint64_t least_bytes() const { return homes_bytes + slots_min * slot_bytes + gradient_bytes; }
-
- private:
-  std::uint64_t homes_of(const Unit& unit) const;
-  const EngineOptions& options_;
-  const UnitTable& table_;
 };
 
 // Throws BudgetError unless the device has room for what the engine needs at least and `program_bytes` more.
@@ -82,30 +53,14 @@ class Memory {
   bool gradients_on_device() const { return options_.optimizer == Placement::device; }
   std::string describe() const;
 
-  // Where a piece's regions lie in an update buffer: weights (when not at home in memory), then state.
-  struct PieceBytes {
-    std::uint64_t weights = 0;
-    std::uint64_t state = 0;
-    std::uint64_t total() const { return weights + state; }
-  };
-  PieceBytes buffered_bytes(const Piece& piece) const;
+  using PieceBytes = PinnedNeeds::PieceBytes;
+  PieceBytes buffered_bytes(const Piece& piece) const { return pinned_needs_.buffered_bytes(piece); }
+  const DeviceNeeds& device_needs() const { return needs_; }
 
  private:
-  struct Buffers {
-    std::uint64_t piece_tiles = 1;
-    unsigned update_count = 0;
-    unsigned staging_count = 0;
-  };
-  bool weights_at_home() const { return options_.parameters != Placement::nvme; }
-  bool state_at_home() const { return options_.optimizer != Placement::nvme; }
   bool on_device(Placement placement) const { return placement == Placement::device; }
-  std::vector<Piece> cut(std::uint64_t piece_tiles) const;
-  std::uint64_t piece_bytes_max(std::uint64_t piece_tiles) const;
-  void plan_homes(tiers::PinnedPlan& plan) const;
-  void plan_buffers(tiers::PinnedPlan& plan, const Buffers& buffers) const;
-  Buffers choose_buffers(std::uint64_t store_memory_bytes) const;
-  std::uint64_t pinned_bytes(const Buffers& buffers) const;
-  void take_pinned(const Buffers& buffers);
+  PinnedNeeds::Buffers choose_buffers(std::uint64_t store_memory_bytes) const;
+  void take_pinned(const PinnedNeeds::Buffers& buffers);
   void take_device();
   std::byte* take_device_block(std::uint64_t bytes, const std::string& what);
 
@@ -113,6 +68,7 @@ class Memory {
   const EngineOptions& options_;
   const UnitTable& table_;
   const DeviceNeeds needs_;
+  const PinnedNeeds pinned_needs_;
   std::vector<UnitHome> homes_;
   tiers::Budget::Hold store_hold_;
   std::unique_ptr<tiers::PinnedPool> pool_;

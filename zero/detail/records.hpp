@@ -6,7 +6,9 @@
 #include <vector>
 
 #include <hoist/tiers/store.hpp>
+#include <hoist/zero/detail/commit_state.hpp>
 #include <hoist/zero/detail/unit_table.hpp>
+#include <hoist/zero/options.hpp>
 
 namespace hoist::detail {
 
@@ -36,5 +38,17 @@ class RecordMap {
   std::vector<Entry> entries_;
   std::vector<tiers::StoreRecord> records_;
 };
+
+// The store that an engine's options ask for.
+inline tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
+                                         int rank) {
+  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  return {.directory = options.store_directory,
+          .identity = {.layout = table.identity(), .rank = rank, .world_size = table.world_size()},
+          .records = records.records(),
+          .durability = nvme ? options.durability : tiers::Durability::step,  // without, commits are explicit saves
+          .caller_state_bytes_max = options.caller_state_bytes_max + kCommitNameBytes,
+          .lock_timeout = options.lock_timeout};
+}
 
 }  // namespace hoist::detail

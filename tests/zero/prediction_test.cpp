@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is predicted is what is held and moved, for every placement.
+#include <filesystem>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/prediction.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+constexpr std::array kPlacements{Placement::device, Placement::pinned, Placement::nvme};
+// No ties and nothing frozen: the plain pass that predictions assume is the toy's own.
+const ToyShape kPlain{.matrices = {40000, 70001, 16384, 9973, 25000}, .frozen = false, .tied = false};
+
+std::uint64_t file_bytes(const std::string& directory, int rank) {
+  const std::string stem = directory + "/rank-0000" + std::to_string(rank);
+  return std::filesystem::file_size(stem + ".data") + std::filesystem::file_size(stem + ".manifest");
+}
+
+class PredictionOf : public testing::TestWithParam<std::tuple<Placement, Placement, int>> {};
+
+TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {
+  const auto [parameters, optimizer, ranks] = GetParam();
+  for (const ToyShape& shape : {kPlain, ToyShape{}}) {
+    for (const std::uint64_t device_bytes : {std::uint64_t{16 * kMiB}, std::uint64_t{2500 * kKiB}}) {
+      const TempDirectory directory;
+      ToySetup setup = toy_setup(parameters, optimizer, directory / "store");
+      setup.runtime.device_memory_bytes = device_bytes;
+      on_ranks(ranks, [&, ranks = ranks](int rank, const Runtime::MakeCommunicator& join) {
+        setup.runtime.comm_scratch_bytes = 256 * kKiB;
+        Runtime runtime(setup.runtime, join);
+        Engine engine(runtime, setup.engine);
+        ToyModel model(engine, shape);
+        const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), ranks);
+        if (!predicted.device.fits()) {
+          EXPECT_THROW(engine.initialize(model.fill()), BudgetError);
+          return;
+        }
+        engine.initialize(model.fill());
+        model.train(1, 2);
+        engine.settle();
+        // A group of threads takes the staging memory with one rank, too, and gives it back.
+        if (ranks > 1) {
+          EXPECT_EQ(runtime.device_budget().peak_bytes(), predicted.device.bytes);
+        }
+        EXPECT_EQ(runtime.device_budget().held_bytes(), predicted.device.bytes);
+        EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
+        EXPECT_EQ(file_bytes(directory / "store", rank), predicted.nvme_bytes);
+        if (shape.tied) return;
+        const StepBytes real = engine.formula_bytes();
+        EXPECT_EQ(predicted.step.nvme_read, real.nvme_read);
+        EXPECT_EQ(predicted.step.nvme_write, real.nvme_write);
+        EXPECT_EQ(predicted.step.host_to_device, real.host_to_device);
+        EXPECT_EQ(predicted.step.device_to_host, real.device_to_host);
+        EXPECT_EQ(predicted.step.wire, real.wire);
+      });
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Cells, PredictionOf,
+                         testing::Combine(testing::ValuesIn(kPlacements), testing::ValuesIn(kPlacements),
+                                          testing::Values(1, 3)));
+
+TEST(Prediction, LeastIsTheSmallestBudgetThatStarts) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  const auto starts = [&] {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, kPlain);
+    try {
+      engine.initialize(model.fill());
+      std::filesystem::remove_all(directory / "store");
+      return true;
+    } catch (const BudgetError&) {
+      return false;
+    }
+  };
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  const ToyModel model(engine, kPlain);
+  const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), 1);
+  setup.runtime.device_memory_bytes = round_up(predicted.device.least_bytes, kBlockAlignment);
+  setup.runtime.pinned_memory_bytes = round_up(predicted.pinned.least_bytes, kBlockAlignment);
+  EXPECT_TRUE(starts());
+  setup.runtime.device_memory_bytes -= kBlockAlignment;
+  EXPECT_FALSE(starts());
+  setup.runtime.device_memory_bytes += kBlockAlignment;
+  setup.runtime.pinned_memory_bytes -= kBlockAlignment;
+  EXPECT_FALSE(starts());
+}
+
+TEST(Prediction, OfAModelOnlyItsSizeIsKnown) {
+  const ModelShape model = uniform_model(7'000'000'000, 34);
+  const Prediction predicted = predict({}, {.parameters = Placement::nvme, .optimizer = Placement::nvme,
+                                            .store_directory = "/nowhere"},
+                                       model, 8);
+  EXPECT_EQ(predicted.parameter_count, 7'000'000'000u);
+  EXPECT_NEAR(static_cast<double>(predicted.nvme_bytes), 2 * 12 * 7e9 / 8, 0.01 * 24 * 7e9 / 8);
+  EXPECT_THROW(uniform_model(0, 1), UsageError);
+  EXPECT_THROW(predict({}, {}, {}, 1), UsageError);
+}
+
+}  // namespace
+}  // namespace hoist::test

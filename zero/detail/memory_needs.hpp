@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/memory_needs.hpp - how many bytes of each kind an engine needs, and how a budget is divided. Arithmetic
+// only: Memory takes what is decided here, and a prediction prints it.
+//
+// Which units have which home follows from the placements; see zero/detail/memory.hpp.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <hoist/scheduler/director.hpp>
+#include <hoist/tiers/pinned_pool.hpp>
+#include <hoist/zero/detail/unit_table.hpp>
+#include <hoist/zero/options.hpp>
+
+namespace hoist::detail {
+
+// Device memory.
+class DeviceNeeds {
+ public:
+  DeviceNeeds(const EngineOptions& options, const UnitTable& table);
+
+  bool has_own_memory(const Unit& unit) const;
+  bool needs_device_shard(const Unit& unit) const;
+  bool is_slotted(const Unit& unit) const { return !has_own_memory(unit) && !unit.options.binding; }
+
+  std::uint64_t homes_bytes = 0;     // states, resident weights and tied gradients
+  std::uint64_t slot_bytes = 0;      // one gathered unit; 0 when no unit needs a slot
+  std::uint64_t gradient_bytes = 0;  // one unit's gradient
+  std::uint64_t slot_count = 0;      // units that compete for slots
+  std::uint64_t slots_min = 0;       // that a single gather() pins at most: the unit's own and its tied owners'
+  // The least that trains: program and engine together need this beside the program's own blocks.
+  std::uint64_t least_bytes() const { return homes_bytes + slots_min * slot_bytes + gradient_bytes; }
+
+  // How what is left beside the homes is divided.
+  struct Buffers {
+    std::uint64_t gradients = 0;
+    std::uint64_t gather_slots = 0;
+  };
+  // Pre: what the homes leave of `free_bytes` is enough for slots_min slots and one gradient.
+  Buffers choose(std::uint64_t free_bytes) const;
+  std::uint64_t bytes(const Buffers& buffers) const {
+    return homes_bytes + buffers.gradients * gradient_bytes + buffers.gather_slots * slot_bytes;
+  }
+
+ private:
+  std::uint64_t homes_of(const Unit& unit) const;
+  const EngineOptions& options_;
+  const UnitTable& table_;
+};
+
+// A run of tiles of one trainable record: read, updated and written as one.
+struct Piece {
+  UnitId unit{};
+  std::uint32_t first_tile = 0;
+  std::uint32_t tile_count = 0;
+};
+
+// Pinned memory.
+class PinnedNeeds {
+ public:
+  PinnedNeeds(const EngineOptions& options, const UnitTable& table) : options_(options), table_(table) {}
+
+  bool weights_at_home() const { return options_.parameters != Placement::nvme; }
+  bool state_at_home() const { return options_.optimizer != Placement::nvme; }
+  bool keeps_host_weights() const;  // a copy of the weights that the CPU can read
+
+  struct Buffers {
+    std::uint64_t piece_tiles = 1;
+    unsigned update_count = 0;
+    unsigned staging_count = 0;
+  };
+  // What was asked for when it fits; else fewer staging buffers, then smaller pieces, then the least that makes
+  // progress, whether or not that fits.
+  Buffers choose(std::uint64_t available_bytes) const;
+  std::uint64_t bytes(const Buffers& buffers) const;
+
+  std::vector<Piece> cut(std::uint64_t piece_tiles) const;
+  // Where a piece's regions lie in an update buffer: weights (when not at home in memory), then state.
+  struct PieceBytes {
+    std::uint64_t weights = 0;
+    std::uint64_t state = 0;
+    std::uint64_t total() const { return weights + state; }
+  };
+  PieceBytes buffered_bytes(const Piece& piece) const;
+  std::uint64_t update_buffer_bytes(std::uint64_t piece_tiles) const;  // the largest piece
+  std::uint64_t staging_buffer_bytes() const;                          // the largest unit's weights
+
+ private:
+  const EngineOptions& options_;
+  const UnitTable& table_;
+};
+
+// What the director plans with.
+scheduler::DirectorOptions director_options(const EngineOptions& options, const UnitTable& table,
+                                            const DeviceNeeds& needs, std::uint64_t gather_slots);
+
+// What one step of training moves, by formula, when each unit is fetched fetches[unit] times: bytes per parameter of
+// each link, summed over the parameters whose state crosses it.
+StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches);
+
+// What a step writes to the store: with durability `step` everything, else what lives there.
+struct StoreWrites {
+  bool weights = false;
+  bool state = false;
+};
+StoreWrites store_writes(const EngineOptions& options);
+
+}  // namespace hoist::detail

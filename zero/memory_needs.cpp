@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <hoist/tiers/device_arena.hpp>
+#include <hoist/zero/detail/memory_needs.hpp>
+
+namespace hoist::detail {
+
+using tiers::Region;
+
+namespace {
+
+std::uint64_t arena_bytes(std::uint64_t bytes) { return round_up(bytes, tiers::DeviceArena::kAlignment); }
+
+}  // namespace
+
+// --- device memory ---------------------------------------------------------------------------------------------------
+
+DeviceNeeds::DeviceNeeds(const EngineOptions& options, const UnitTable& table) : options_(options), table_(table) {
+  for (const Unit& unit : table.units()) {
+    homes_bytes += homes_of(unit);
+    if (!unit.owns_tied) gradient_bytes = std::max(gradient_bytes, arena_bytes(unit.gradient_bytes));
+    std::uint64_t slots = is_slotted(unit) ? 1 : 0;
+    slot_count += slots;
+    if (slots == 1) slot_bytes = std::max(slot_bytes, arena_bytes(unit.gathered_bytes));
+    for (const UnitId owner : unit.tied) slots += is_slotted(table.unit(owner)) ? 1u : 0u;
+    slots_min = std::max(slots_min, slots);
+  }
+}
+
+bool DeviceNeeds::has_own_memory(const Unit& unit) const {
+  if (unit.options.binding) return false;
+  const bool resident = options_.parameters == Placement::device && table_.world_size() == 1;
+  return resident || unit.options.stable_address || unit.elements <= options_.persistence_elements;
+}
+
+bool DeviceNeeds::needs_device_shard(const Unit& unit) const {
+  return options_.parameters == Placement::device && !(table_.world_size() == 1 && has_own_memory(unit));
+}
+
+std::uint64_t DeviceNeeds::homes_of(const Unit& unit) const {
+  std::uint64_t bytes = 0;
+  if (has_own_memory(unit)) bytes += arena_bytes(unit.gathered_bytes);
+  if (unit.owns_tied) bytes += arena_bytes(unit.gradient_bytes);
+  if (needs_device_shard(unit)) bytes += arena_bytes(unit.host_bytes());
+  if (options_.optimizer != Placement::device) return bytes;
+  return bytes + arena_bytes(unit.trainable.region_bytes(Region::state)) + arena_bytes(unit.home_gradient_bytes);
+}
+
+// A second gradient buffer lets one layer's gradient travel down while the next layer's is made; more gather slots let
+// weights come up earlier and stay longer.
+DeviceNeeds::Buffers DeviceNeeds::choose(std::uint64_t free_bytes) const {
+  Buffers buffers;
+  std::uint64_t left = free_bytes - homes_bytes;
+  if (gradient_bytes != 0) {
+    buffers.gradients = left >= (slots_min + 1) * slot_bytes + 2 * gradient_bytes ? 2 : 1;
+    left -= buffers.gradients * gradient_bytes;
+  }
+  if (slot_bytes != 0) buffers.gather_slots = std::min(left / slot_bytes, slot_count);
+  return buffers;
+}
+
+scheduler::DirectorOptions director_options(const EngineOptions& options, const UnitTable& table,
+                                            const DeviceNeeds& needs, std::uint64_t gather_slots) {
+  scheduler::DirectorOptions result{.slot_count = static_cast<std::uint32_t>(gather_slots),
+                                    .prefetch_elements = options.prefetch_elements,
+                                    .live_elements_max = options.live_elements_max,
+                                    .reuse_distance_elements = options.reuse_distance_elements};
+  for (const Unit& unit : table.units())
+    result.items.push_back({.elements = unit.elements, .slotted = needs.is_slotted(unit)});
+  return result;
+}
+
+// --- pinned memory ---------------------------------------------------------------------------------------------------
+
+bool PinnedNeeds::keeps_host_weights() const {
+  const bool all_on_device = options_.optimizer == Placement::device && options_.parameters == Placement::device;
+  return weights_at_home() && !all_on_device;
+}
+
+std::vector<Piece> PinnedNeeds::cut(std::uint64_t piece_tiles) const {
+  std::vector<Piece> pieces;
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    const std::uint64_t tiles = table_.units()[u].trainable.tiles().size();
+    for (std::uint64_t first = 0; first < tiles; first += piece_tiles) {
+      pieces.push_back({UnitId{u}, static_cast<std::uint32_t>(first),
+                        static_cast<std::uint32_t>(std::min(piece_tiles, tiles - first))});
+    }
+  }
+  return pieces;
+}
+
+PinnedNeeds::PieceBytes PinnedNeeds::buffered_bytes(const Piece& piece) const {
+  const auto tiles = table_.unit(piece.unit).trainable.tiles().subspan(piece.first_tile, piece.tile_count);
+  PieceBytes bytes;
+  for (const tiers::Tile& tile : tiles) {
+    if (!weights_at_home()) bytes.weights += tile.w_bytes;
+    if (!state_at_home()) bytes.state += tile.s_bytes;
+  }
+  return bytes;
+}
+
+std::uint64_t PinnedNeeds::update_buffer_bytes(std::uint64_t piece_tiles) const {
+  std::uint64_t most = 0;
+  for (const Piece& piece : cut(piece_tiles)) most = std::max(most, buffered_bytes(piece).total());
+  return most;
+}
+
+std::uint64_t PinnedNeeds::staging_buffer_bytes() const {
+  std::uint64_t most = 0;
+  for (const Unit& unit : table_.units()) most = std::max(most, unit.host_bytes());
+  return most;
+}
+
+// In the order in which Memory carves them.
+std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
+  tiers::PinnedPlan plan;
+  for (const Unit& unit : table_.units()) {
+    if (keeps_host_weights()) plan.add(unit.host_bytes());
+    if (options_.optimizer == Placement::pinned) plan.add(unit.trainable.region_bytes(Region::state));
+    if (options_.optimizer != Placement::device) plan.add(unit.home_gradient_bytes);
+  }
+  const std::uint64_t update_bytes = update_buffer_bytes(buffers.piece_tiles);
+  for (unsigned i = 0; i < buffers.update_count; ++i) plan.add(update_bytes);
+  for (unsigned i = 0; i < buffers.staging_count; ++i) plan.add(staging_buffer_bytes());
+  return plan.bytes();
+}
+
+PinnedNeeds::Buffers PinnedNeeds::choose(std::uint64_t available_bytes) const {
+  const bool stream_state = !weights_at_home() || !state_at_home();
+  std::uint64_t tiles_max = 1;
+  for (const Unit& unit : table_.units()) tiles_max = std::max(tiles_max, std::uint64_t{unit.trainable.tiles().size()});
+  const auto units = static_cast<unsigned>(table_.units().size());
+
+  Buffers chosen;
+  chosen.piece_tiles = std::clamp(options_.sub_group_elements / tiers::kTileElements, std::uint64_t{1}, tiles_max);
+  chosen.update_count = stream_state ? std::max(options_.update_buffer_count, 3u) : 0;
+  chosen.staging_count = weights_at_home() ? 0 : std::clamp(options_.staging_buffer_count, 1u, units);
+
+  const auto fits = [&] { return bytes(chosen) <= available_bytes; };
+  while (!fits() && chosen.staging_count > 2) --chosen.staging_count;
+  while (!fits() && chosen.piece_tiles > 1) chosen.piece_tiles = divide_up(chosen.piece_tiles, 2);
+  while (!fits() && chosen.staging_count > 1) --chosen.staging_count;
+  while (!fits() && chosen.update_count > 3) --chosen.update_count;
+  return chosen;
+}
+
+// --- bytes of a step -------------------------------------------------------------------------------------------------
+
+StoreWrites store_writes(const EngineOptions& options) {
+  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  const bool durable = nvme && options.durability == tiers::Durability::step;
+  return {.weights = durable || options.parameters == Placement::nvme,
+          .state = durable || options.optimizer == Placement::nvme};
+}
+
+StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches) {
+  const bool weights_on_nvme = options.parameters == Placement::nvme;
+  const bool weights_on_device = options.parameters == Placement::device;
+  const bool state_on_nvme = options.optimizer == Placement::nvme;
+  const bool state_on_device = options.optimizer == Placement::device;
+  const StoreWrites writes = store_writes(options);
+  const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
+  StepBytes bytes;
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    std::uint64_t weights = 0, trainable = 0, state = 0;
+    for (const Segment& segment : table.units()[u].segments) {
+      weights += segment.shard_bytes();
+      if (!segment.trainable) continue;
+      trainable += segment.shard_bytes();
+      state += segment.shard_elements * (segment.dtype == DType::fp32 ? 8 : 10);
+    }
+    const std::uint64_t count = fetches[u];
+    bytes.nvme_read += (weights_on_nvme ? count * weights + trainable : 0) + (state_on_nvme ? state : 0);
+    bytes.nvme_write += (writes.weights ? trainable : 0) + (writes.state ? state : 0);
+    if (!state_on_device || !weights_on_device) bytes.host_to_device += (weights_on_device ? 1 : count) * weights;
+    if (!state_on_device) bytes.device_to_host += trainable;
+    bytes.wire += others * (count * weights + trainable);
+  }
+  return bytes;
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/scheduler/plan.hpp>
+#include <hoist/tiers/device_arena.hpp>
+#include <hoist/zero/detail/commit_state.hpp>
+#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/zero/detail/records.hpp>
+#include <hoist/zero/prediction.hpp>
+
+namespace hoist {
+
+namespace {
+
+detail::UnitTable table_of(const ModelShape& model, int world_size) {
+  if (world_size < 1) throw UsageError(fmt::format("{} ranks cannot train anything", world_size));
+  if (model.units.empty()) throw UsageError("the model has no units");
+  std::size_t group_count = 1;
+  for (const UnitShape& unit : model.units)
+    for (const ParameterSpec& spec : unit.parameters) group_count = std::max<std::size_t>(group_count, spec.group.index + 1);
+  detail::UnitTable table(world_size);
+  for (const UnitShape& unit : model.units) table.add(unit.name, unit.parameters, {}, group_count);
+  for (std::uint32_t u = 0; u < model.units.size(); ++u) {
+    for (const std::string& name : model.units[u].tied) {
+      const auto owner = table.find(name);
+      if (!owner) throw UsageError(fmt::format("unit '{}' is tied to '{}', which no unit has", model.units[u].name, name));
+      table.tie(UnitId{u}, *owner);
+    }
+  }
+  return table;
+}
+
+// Every unit once forward, once backward.
+scheduler::AccessTrace plain_pass(const detail::UnitTable& table) {
+  using scheduler::AccessKind;
+  scheduler::AccessTrace trace;
+  const auto units = static_cast<std::uint32_t>(table.units().size());
+  const auto gather = [&](std::uint32_t u, AccessKind kind) {
+    for (const UnitId owner : table.units()[u].tied) trace.push_back({kind, owner.index});
+    trace.push_back({kind, u});
+  };
+  for (std::uint32_t u = 0; u < units; ++u) {
+    gather(u, AccessKind::gather);
+    gather(u, AccessKind::release);
+  }
+  for (std::uint32_t u = units; u-- > 0;) {
+    gather(u, AccessKind::gather);
+    gather(u, AccessKind::release);
+    if (table.units()[u].is_trainable()) trace.push_back({AccessKind::finish, u});
+  }
+  return trace;
+}
+
+std::vector<std::uint32_t> fetches_of(const EngineOptions& engine, const detail::UnitTable& table,
+                                      const detail::DeviceNeeds& needs, std::uint64_t gather_slots) {
+  const scheduler::DirectorOptions options = detail::director_options(engine, table, needs, gather_slots);
+  const scheduler::Plan plan =
+      scheduler::plan(plain_pass(table), {.items = options.items,
+                                          .slot_count = options.slot_count,
+                                          .prefetch_elements = options.prefetch_elements,
+                                          .live_elements_max = options.live_elements_max,
+                                          .reuse_distance_elements = options.reuse_distance_elements});
+  std::vector<std::uint32_t> fetches(table.units().size(), 0);
+  for (const scheduler::Fetch& fetch : plan.fetches) ++fetches[fetch.item];
+  return fetches;
+}
+
+void predict_device(const RuntimeOptions& runtime, const ModelShape& model, int world_size,
+                    const detail::DeviceNeeds& needs, Prediction& out) {
+  const auto rounded = [](std::uint64_t bytes) { return round_up(bytes, tiers::DeviceArena::kAlignment); };
+  const std::uint64_t others =
+      rounded(model.program_device_bytes) + (world_size > 1 ? rounded(runtime.comm_scratch_bytes) : 0);
+  out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
+  out.device.least_bytes = others + needs.least_bytes();
+  const detail::DeviceNeeds::Buffers buffers =
+      needs.choose(std::max(out.device.budget_bytes, out.device.least_bytes) - others);
+  out.device.bytes = others + needs.bytes(buffers);
+  out.gather_slots = buffers.gather_slots;
+  out.gradient_buffers = buffers.gradients;
+}
+
+void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& needs, std::uint64_t store_memory_bytes,
+                    Prediction& out) {
+  out.pinned.budget_bytes = runtime.pinned_memory_bytes;
+  out.pinned.least_bytes = store_memory_bytes + needs.bytes(needs.choose(0));
+  const std::uint64_t available =
+      out.pinned.budget_bytes > store_memory_bytes ? out.pinned.budget_bytes - store_memory_bytes : 0;
+  const detail::PinnedNeeds::Buffers buffers = needs.choose(available);
+  out.pinned.bytes = store_memory_bytes + needs.bytes(buffers);
+  out.staging_buffers = buffers.staging_count;
+  out.update_buffers = buffers.update_count;
+  out.update_buffer_parameters = buffers.piece_tiles * tiers::kTileElements;
+}
+
+}  // namespace
+
+ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units) {
+  if (parameters == 0 || units == 0) throw UsageError("a model has at least one parameter and one unit");
+  ModelShape model;
+  units = std::min(units, parameters);
+  for (std::uint64_t u = 0; u < units; ++u) {
+    const std::uint64_t count = parameters / units + (u < parameters % units ? 1 : 0);
+    model.units.push_back({.name = fmt::format("unit {}", u),
+                           .parameters = {{.name = fmt::format("unit {}.weights", u),
+                                           .shape = {static_cast<std::int64_t>(count)}}}});
+  }
+  return model;
+}
+
+Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
+                   int world_size) {
+  const detail::UnitTable table = table_of(model, world_size);
+  Prediction out;
+  out.parameter_count = table.parameter_count();
+  const detail::DeviceNeeds device(engine, table);
+  predict_device(runtime, model, world_size, device, out);
+
+  tiers::Store::Cost store;
+  if (!engine.store_directory.empty()) {
+    const detail::RecordMap records(table);
+    store = tiers::Store::cost(detail::store_options(engine, table, records, /*rank=*/0));
+  }
+  out.nvme_bytes = store.disk_bytes;
+  predict_pinned(runtime, detail::PinnedNeeds(engine, table), store.memory_bytes, out);
+  out.step = detail::step_bytes(engine, table, fetches_of(engine, table, device, out.gather_slots));
+  return out;
+}
+
+}  // namespace hoist

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/prediction.hpp - what an engine will hold and move, computed without taking anything.
+//
+// The same arithmetic lays out the engine itself, so predicted and real bytes are equal for the same model; the fetches
+// of a step are those of a plain pass (every unit once forward, once backward), planned like a recorded one.
+//
+// Threading  Pure functions.
+// Errors     UsageError for a model that Engine would refuse too. Too small a budget is not an error here: see fits().
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <hoist/zero/options.hpp>
+#include <hoist/zero/types.hpp>
+
+namespace hoist {
+
+struct UnitShape {
+  std::string name;
+  std::vector<ParameterSpec> parameters;
+  std::vector<std::string> tied;  // names of parameters of other units that this one also uses
+};
+
+struct ModelShape {
+  std::vector<UnitShape> units;
+  std::uint64_t program_device_bytes = 0;  // activations and workspaces, as Engine::require_device_memory
+};
+
+// `parameters` parameters of bf16 in `units` equal units: for when no more is known about the model.
+ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units);
+
+// Of one rank; all ranks are alike.
+struct Prediction {
+  struct Tier {
+    std::uint64_t budget_bytes = 0;  // configured
+    std::uint64_t least_bytes = 0;   // below this the engine refuses to start
+    std::uint64_t bytes = 0;         // what will be held under the budget; the least where that does not fit
+    bool fits() const { return least_bytes <= budget_bytes; }
+  };
+  Tier device;
+  Tier pinned;
+  std::uint64_t nvme_bytes = 0;  // reserved in the store's directories
+  StepBytes step;                // per training step
+  std::uint64_t parameter_count = 0;
+
+  std::uint64_t gather_slots = 0;
+  std::uint64_t gradient_buffers = 0;
+  unsigned staging_buffers = 0;
+  unsigned update_buffers = 0;
+  std::uint64_t update_buffer_parameters = 0;
+};
+Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model, int world_size);
+
+}  // namespace hoist
