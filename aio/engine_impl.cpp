@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <spdlog/spdlog.h>
+#include <sys/stat.h>
 
 #include <hoist/aio/detail/backends.hpp>
 #include <hoist/aio/detail/engine_impl.hpp>
@@ -62,6 +63,12 @@ const char* remedy_of(Operation operation, int code) {
     default:
       return "";
   }
+}
+
+// Asked of the system, since files grow. A file that cannot be asked does not end anywhere.
+bool ends_at(const File& file, std::uint64_t offset_bytes) {
+  struct stat info {};
+  return ::fstat(file.descriptor(), &info) == 0 && static_cast<std::uint64_t>(info.st_size) <= offset_bytes;
 }
 
 std::exception_ptr io_error(Operation operation, const File& file, std::uint64_t offset_bytes,
@@ -286,14 +293,26 @@ void Engine::Impl::finish_block(Flight& flight) {
 
 // Direct transfers go on only from an aligned place; what was moved beyond it is moved again.
 void Engine::Impl::finish_short(Flight& flight, std::uint64_t moved_bytes) {
-  const bool past_end = flight.operation == Operation::read && moved_bytes == 0;
+  if (flight.operation == Operation::read && ends_at(*flight.file, flight.offset_bytes + moved_bytes))
+    return finish_at_end(flight, moved_bytes);
   const std::uint64_t kept_bytes = round_down(moved_bytes, File::kAlignment);
   const Nanoseconds pause = kept_bytes > 0 ? Nanoseconds::zero() : retry_pause(flight.retries);
-  if (past_end || !try_again(flight, pause)) return fail(flight, 0);
+  if (!try_again(flight, pause)) return fail(flight, 0);
   count(flight, kept_bytes);
   flight.offset_bytes += kept_bytes;
   flight.data += kept_bytes;
   flight.length_bytes -= kept_bytes;
+}
+
+// A read came to the end of its file; trying again would not find more.
+void Engine::Impl::finish_at_end(Flight& flight, std::uint64_t moved_bytes) {
+  const Request& request = flight.transfer->request;
+  const std::uint64_t needed_end = request.offset_bytes + request.length_bytes - request.optional_bytes;
+  if (flight.offset_bytes + moved_bytes < std::min(needed_end, flight.offset_bytes + flight.length_bytes))
+    return fail(flight, 0);
+  std::fill(flight.data + moved_bytes, flight.data + flight.length_bytes, std::byte{0});
+  count(flight, moved_bytes);
+  close_block(flight);
 }
 
 bool Engine::Impl::try_again(Flight& flight, Nanoseconds pause) {

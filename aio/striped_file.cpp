@@ -31,17 +31,23 @@ StripedFile::StripedFile(Engine& engine, File file)
 
 Completion StripedFile::read(std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority) {
   if (drives_.size() == 1) return drives_.front().engine->read(drives_.front().file, offset_bytes, target, priority);
-  return start(Operation::read, offset_bytes, target, priority);
+  return start(Operation::read, offset_bytes, target, target.size(), priority);
+}
+
+Completion StripedFile::read_padded(std::uint64_t offset_bytes, std::span<std::byte> target, std::uint64_t needed_bytes,
+                                    Priority priority) {
+  return start(Operation::read, offset_bytes, target, needed_bytes, priority);
 }
 
 Completion StripedFile::write(std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority) {
   if (drives_.size() == 1) return drives_.front().engine->write(drives_.front().file, offset_bytes, source, priority);
   // As in Engine::write: the memory of a write is only read.
-  return start(Operation::write, offset_bytes, {const_cast<std::byte*>(source.data()), source.size()}, priority);
+  return start(Operation::write, offset_bytes, {const_cast<std::byte*>(source.data()), source.size()}, source.size(),
+               priority);
 }
 
 Completion StripedFile::start(Operation operation, std::uint64_t offset_bytes, std::span<std::byte> memory,
-                              Priority priority) {
+                              std::uint64_t needed_bytes, Priority priority) {
   std::array<Completion, StripeLayout::kDriveCountMax> parts;
   std::size_t count = 0;
   for (unsigned d = 0; d < drives_.size(); ++d) {
@@ -54,7 +60,8 @@ Completion StripedFile::start(Operation operation, std::uint64_t offset_bytes, s
                                           .offset_bytes = begin,
                                           .data = memory.data(),
                                           .length_bytes = end - begin,
-                                          .share = {&layout_, d, offset_bytes}},
+                                          .share = {&layout_, d, offset_bytes},
+                                          .optional_bytes = end - layout_.drive_bytes(d, offset_bytes + needed_bytes)},
                                          priority);
   }
   return count == 1 ? parts.front() : when_all(std::span(parts).first(count));

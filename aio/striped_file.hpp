@@ -37,6 +37,9 @@ class StripedFile {
   //       joint completion, however many units there are.
   Completion read(std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority);
   Completion write(std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority);
+  // A read of which only the first `needed_bytes` have to exist: bytes past the end of the file read as zeros.
+  Completion read_padded(std::uint64_t offset_bytes, std::span<std::byte> target, std::uint64_t needed_bytes,
+                         Priority priority);
   // fdatasync of every drive's file, under the rule of Engine::sync.
   Completion sync();
 
@@ -52,7 +55,8 @@ class StripedFile {
   std::vector<std::string> data_paths() const;
 
  private:
-  Completion start(Operation operation, std::uint64_t offset_bytes, std::span<std::byte> memory, Priority priority);
+  Completion start(Operation operation, std::uint64_t offset_bytes, std::span<std::byte> memory,
+                   std::uint64_t needed_bytes, Priority priority);
 
   const StripeLayout layout_;
   std::vector<StripeDrive> drives_;  // their addresses are stable: transfers in flight refer to the files

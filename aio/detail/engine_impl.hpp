@@ -48,6 +48,7 @@ class Engine::Impl {
   bool drain_expired();
   void finish_block(detail::Flight& flight);
   void finish_short(detail::Flight& flight, std::uint64_t moved_bytes);
+  void finish_at_end(detail::Flight& flight, std::uint64_t moved_bytes);
   bool try_again(detail::Flight& flight, Nanoseconds pause);
   void count(const detail::Flight& flight, std::uint64_t moved_bytes);
   void fail(detail::Flight& flight, int code);

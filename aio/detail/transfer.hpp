@@ -29,6 +29,8 @@ struct Request {
   std::byte* data = nullptr;  // of the whole transfer, when this is a share of one
   std::uint64_t length_bytes = 0;
   StripeShare share{};
+  std::uint64_t optional_bytes =
+      0;  // of a read: so many at its end may lie past the end of the file, and read as zeros
 
   // The memory of byte `at` and of what follows it both there and in the file.
   std::span<std::byte> memory_at(std::uint64_t at) const {

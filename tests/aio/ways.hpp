@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ways of moving data that every test of results runs over.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
+
+#include "aio_test_support.hpp"
+
+namespace hoist::aio {
+
+struct Way {
+  const char* name;
+  BackendKind backend;
+  bool registered = false;
+  Polling polling = Polling::none;
+  bool faulty = false;  // with failures on top that the engine has to recover from
+};
+
+inline constexpr std::array kWays{
+    Way{.name = "io_uring_registered", .backend = BackendKind::io_uring, .registered = true},
+    Way{.name = "io_uring_unregistered", .backend = BackendKind::io_uring},
+    Way{.name = "io_uring_submission_polling",
+        .backend = BackendKind::io_uring,
+        .registered = true,
+        .polling = Polling::submission},
+    Way{.name = "io_uring_completion_polling",
+        .backend = BackendKind::io_uring,
+        .registered = true,
+        .polling = Polling::completion},
+    Way{.name = "threads", .backend = BackendKind::threads},
+    Way{.name = "faulty", .backend = BackendKind::threads, .faulty = true}};
+
+inline void PrintTo(const Way& way, std::ostream* out) { *out << way.name; }
+inline std::string name_of_way(const testing::TestParamInfo<Way>& info) { return info.param.name; }
+
+inline EngineOptions engine_options(const Way& way, const AlignedBuffer& memory, const std::string& directory) {
+  EngineOptions options{.backend = way.backend, .polling = way.polling, .directory = directory};
+  if (way.registered) options.registered_memory = {memory.span()};
+  if (way.faulty) options.retries_max = 100;
+  return options;
+}
+
+inline Engine make_engine(const Way& way, const EngineOptions& options) {
+  if (!way.faulty) return Engine(options);
+  const auto faults = std::make_shared<test::Faults>(20260);
+  const auto add = [&](test::Fault::Kind kind, std::optional<Operation> operation, int code) {
+    faults->add({.kind = kind,
+                 .operation = operation,
+                 .count = test::Faults::kForever,
+                 .probability = 0.05,
+                 .code = code,
+                 .delay = std::chrono::microseconds(300)});
+  };
+  for (const Operation operation : {Operation::read, Operation::write}) {  // a flush is never tried again
+    add(test::Fault::Kind::error, operation, EAGAIN);
+    add(test::Fault::Kind::error, operation, EINTR);
+  }
+  add(test::Fault::Kind::short_transfer, std::nullopt, 0);
+  add(test::Fault::Kind::delay, std::nullopt, 0);
+  return Engine(options, test::make_faulty_backend(options, faults));
+}
+
+// Why this machine does not let us, for a skip.
+inline std::optional<std::string> unavailable(const Way& way, const std::string& directory) {
+  if (way.backend != BackendKind::io_uring) return std::nullopt;
+  try {
+    const AlignedBuffer memory(File::kAlignment);
+    static_cast<void>(make_engine(way, engine_options(way, memory, directory)));
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return std::nullopt;
+}
+
+}  // namespace hoist::aio
