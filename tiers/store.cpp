@@ -50,7 +50,7 @@ Store::Impl::~Impl() {
 }
 
 std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Superblock& superblock) {
-  std::uint64_t bytes = sizeof(Impl) + sizeof(detail::Transfers) + 2 * sizeof(aio::File);
+  std::uint64_t bytes = sizeof(Impl) + sizeof(detail::Transfers) + sizeof(aio::File) + sizeof(aio::StripedFile);
   bytes += detail::RecordTable::memory_bytes(options.records, options.durability);
   bytes += superblock.layout.size() + superblock.slot_bytes();
   if (options.durability == Durability::step) bytes += superblock.caller_state_bytes_max;
@@ -146,7 +146,7 @@ Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first
     const auto part = target.first(run.length_bytes);
     target = target.subspan(run.length_bytes);
     if (run.length_bytes == 0) return Completion{};
-    return transfers_->read([&] { return engine_.read(*files_.data, run.offset_bytes, part, priority); });
+    return transfers_->read([&] { return files_.data->read(run.offset_bytes, part, priority); });
   };
   const std::uint32_t end = first + count;
   auto run = table_.readable_run(record, region, first, end);
@@ -161,7 +161,7 @@ Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first
 
 void Store::Impl::verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                          std::span<const std::byte> bytes) const {
-  const auto damaged = table_.damage(record, region, first, count, bytes, paths_.data);
+  const auto damaged = table_.damage(record, region, first, count, bytes, *files_.data);
   if (!damaged.empty()) throw CorruptionError(damaged.front());
 }
 
@@ -198,7 +198,7 @@ Completion Store::Impl::write(RecordId record, Region region, std::uint32_t firs
   if (length == 0) return {};
   return transfers_->write([&] {
     const std::uint64_t offset = table_.start_write(record, region, first, count, checksums);
-    return engine_.write(*files_.data, offset, source, priority);
+    return files_.data->write(offset, source, priority);
   });
 }
 
@@ -233,7 +233,7 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, std::fun
 void Store::Impl::land(const CommitJob& job) {
   transfers_->wait_for_writes();
   if (durability_ == Durability::none) return;
-  engine_.sync(*files_.data).wait();
+  files_.data->sync().wait();
   for (const std::string& directory : directories_to_flush_) aio::sync_directory(directory);
   directories_to_flush_.clear();
   write_slot(1 - slot_, job.header);
@@ -301,7 +301,7 @@ Completion Store::write(RecordId record, Region region, std::uint32_t first, std
 Completion Store::commit(std::span<const std::byte> caller_state, std::function<void()> agree) {
   return impl_->commit(caller_state, std::move(agree));
 }
-const std::string& Store::data_path() const { return impl_->data_path(); }
+std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }
 std::uint64_t Store::store_number() const { return impl_->store_number(); }
 
 }  // namespace hoist::tiers

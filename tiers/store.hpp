@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/store.hpp - one rank's records on NVMe, verified on every read and committed atomically.
 //
-// The store is a directory with, per rank, a data file (a pool of extents; each record lives in one of them) and a
-// manifest file (superblock, then two slots). The manifest of step t goes to the slot that does not hold the last
-// committed step; see docs/format.md for the bytes and DESIGN of commits.
+// The store is a directory with, per rank, a data file (a pool of extents; each record lives in one of them; with
+// several drives it is spread over a file on each) and a manifest file (superblock, then two slots). The manifest of
+// step t goes to the slot that does not hold the last committed step; see docs/format.md for the bytes and DESIGN of
+// commits.
 //
 // Threading  One thread at a time for begin_step/commit; reads, writes and verification from any thread.
 // Memory     Extents are reserved on disk at creation, checksum tables and the manifest image in memory at open;
@@ -46,6 +47,12 @@ struct StoreRecord {
 
 struct StoreOptions {
   std::string directory;
+  // Further drives, over which the data is spread; the manifest stays in `directory`.
+  std::vector<std::string> stripe_directories{};
+  // create(): each drive's share, `directory` first, 1 to 16; equal ones when empty. open() keeps those of the store.
+  std::vector<std::uint32_t> stripe_weights{};
+  // create(): a block of aio's, so that a piece of the update covers several drives and a tile never more than two.
+  std::uint64_t stripe_unit_bytes = kMiB;
   StoreIdentity identity;
   std::vector<StoreRecord> records;
   Durability durability = Durability::step;
@@ -71,11 +78,12 @@ class Store {
   // overwrite it. `damage` then says what is wrong, and names commit slots that hold something unusable (after a crash
   // that is normal: the commit it interrupted).
   struct Found {
-    bool exists = false;                // a manifest is there
+    bool exists = false;                    // a manifest is there
     std::optional<StoreIdentity> identity;  // whose it is, when the superblock can be read
     Durability durability = Durability::step;
-    std::uint64_t data_bytes = 0;  // reserved on disk
-    std::vector<CommitHeader> commits;  // valid ones, newest first, without abandoned ones
+    std::uint64_t data_bytes = 0;                   // reserved on disk, over all drives
+    std::vector<std::string> stripe_directories{};  // further drives, where they were when the store was made
+    std::vector<CommitHeader> commits;              // valid ones, newest first, without abandoned ones
     std::vector<std::string> damage;
   };
   static Found look(const std::string& directory, int rank);
@@ -85,10 +93,14 @@ class Store {
   // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError when one with a commit
   // is there or was and cannot be read any more, with BudgetError{tier "nvme"} when the file system is too small; then
   // leaves nothing behind. A store that never reached its first commit is replaced, and so is one of durability none.
-  static std::unique_ptr<Store> create(const StoreOptions& options, aio::Engine& engine);
+  // `engines`: one for each directory, in their order; the first also carries the manifest.
+  using Engines = std::span<aio::Engine* const>;
+  static std::unique_ptr<Store> create(const StoreOptions& options, Engines engines);
+  static std::unique_ptr<Store> create(const StoreOptions& options, aio::Engine& engine);  // one drive
   // Opens the store of the same model and locks it. The commits it holds are in commits(); one is chosen by adopt().
   // Refuses one of durability none, of another rank, world size or layout, and files that were cut off. A store made
   // with room for more caller state than asked for keeps its room.
+  static std::unique_ptr<Store> open(const StoreOptions& options, Engines engines);
   static std::unique_ptr<Store> open(const StoreOptions& options, aio::Engine& engine);
   // Memory the store keeps for its tables and manifest image, and bytes on disk, for a plan.
   struct Cost {
@@ -143,7 +155,7 @@ class Store {
   // be committed. Durability none: waits for writes only, agree does not run.
   Completion commit(std::span<const std::byte> caller_state, std::function<void()> agree = {});
 
-  const std::string& data_path() const;
+  std::vector<std::string> data_paths() const;  // one for each drive
   std::uint64_t store_number() const;
 
  private:

@@ -27,7 +27,7 @@ namespace super {
 constexpr std::uint64_t version = 16, durability = 20, store_number = 24, rank = 32, world_size = 36,
                         tile_elements = 40, data_bytes = 48, superblock_bytes = 56, slot_bytes = 64,
                         caller_state_bytes_max = 72, record_count = 80, extents_per_record = 84, tile_count = 88,
-                        geometry_checksum = 96, layout_bytes = 104;
+                        geometry_checksum = 96, layout_bytes = 104, stripes_bytes = 112;
 }  // namespace super
 
 // Offsets of a slot header's fields.
@@ -39,6 +39,10 @@ constexpr std::uint64_t version = 16, incarnation = 20, store_number = 24, step 
 template <typename T>
 void put(std::span<std::byte> target, std::uint64_t at, T value) {
   std::memcpy(target.subspan(at, sizeof(T)).data(), &value, sizeof(T));
+}
+
+void put_text(std::span<std::byte> target, std::uint64_t at, std::string_view text) {
+  if (!text.empty()) std::memcpy(target.subspan(at, text.size()).data(), text.data(), text.size());
 }
 
 template <typename T>
@@ -59,8 +63,9 @@ bool has_magic(std::span<const std::byte> bytes, const char (&magic)[8]) {
 // The checksum guards the version too, but which bytes it covers is the version's own business: an unknown version is
 // reported as such, whatever the checksum says.
 std::string wrong_version(std::uint32_t version) {
-  if (version == kStoreFormatVersion) return {};
-  return fmt::format("it is of format version {}, and this program reads version {}", version, kStoreFormatVersion);
+  if (version == kStoreFormatVersion || version == kStripedStoreFormatVersion) return {};
+  return fmt::format("it is of format version {}, and this program reads versions {} and {}", version,
+                     kStoreFormatVersion, kStripedStoreFormatVersion);
 }
 
 std::string wrong_checksum(std::span<const std::byte> covered, std::uint64_t recorded) {
@@ -85,7 +90,7 @@ void encode_superblock(const Superblock& s, std::span<std::byte> target) {
   HOIST_ASSERT(target.size() == s.superblock_bytes(), "{} bytes for {}", target.size(), s.superblock_bytes());
   std::fill(target.begin(), target.end(), std::byte{0});
   std::memcpy(target.data(), kSuperblockMagic, kMagicBytes);
-  put(target, super::version, kStoreFormatVersion);
+  put(target, super::version, s.version());
   put(target, super::durability, s.durability);
   put(target, super::store_number, s.store_number);
   put(target, super::rank, s.rank);
@@ -100,7 +105,9 @@ void encode_superblock(const Superblock& s, std::span<std::byte> target) {
   put(target, super::tile_count, s.tile_count);
   put(target, super::geometry_checksum, s.geometry_checksum);
   put(target, super::layout_bytes, std::uint64_t{s.layout.size()});
-  if (!s.layout.empty()) std::memcpy(target.data() + kSuperblockHeaderBytes, s.layout.data(), s.layout.size());
+  put(target, super::stripes_bytes, std::uint64_t{s.stripes.size()});
+  put_text(target, kSuperblockHeaderBytes, s.layout);
+  put_text(target, kSuperblockHeaderBytes + s.layout.size(), s.stripes);
   put(target, kChecksumAt, checksum(target.subspan(kCoveredFrom)));
 }
 
@@ -144,7 +151,15 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
     problem = fmt::format("its layout text of {} bytes does not fit its superblock of {}", layout_bytes, bytes.size());
     return std::nullopt;
   }
-  s.layout.assign(reinterpret_cast<const char*>(bytes.data()) + kSuperblockHeaderBytes, layout_bytes);
+  const auto stripes_bytes = get<std::uint64_t>(bytes, super::stripes_bytes);  // 0 in version 1
+  if (stripes_bytes > bytes.size() - kSuperblockHeaderBytes - layout_bytes) {
+    problem =
+        fmt::format("its list of drives of {} bytes does not fit its superblock of {}", stripes_bytes, bytes.size());
+    return std::nullopt;
+  }
+  const char* const text = reinterpret_cast<const char*>(bytes.data()) + kSuperblockHeaderBytes;
+  s.layout.assign(text, layout_bytes);
+  s.stripes.assign(text + layout_bytes, stripes_bytes);
   constexpr std::uint64_t kSane = 1ull << 56;  // no product below overflows
   if (s.tile_count > kSane || s.caller_state_bytes_max > kSane || s.superblock_bytes() != bytes.size() ||
       s.slot_bytes() != get<std::uint64_t>(bytes, super::slot_bytes)) {
@@ -201,7 +216,7 @@ std::uint64_t SlotImage::seal(const SlotHeader& header) {
   const auto padding = image_.subspan(used_bytes, written_bytes - used_bytes);
   std::fill(padding.begin(), padding.end(), std::byte{0});
   std::memcpy(image_.data(), kSlotMagic, kMagicBytes);
-  put(image_, slot::version, kStoreFormatVersion);
+  put(image_, slot::version, superblock_.version());
   put(image_, slot::incarnation, header.incarnation);
   put(image_, slot::store_number, superblock_.store_number);
   put(image_, slot::step, header.step);

@@ -20,7 +20,8 @@
 
 namespace hoist::tiers {
 
-inline constexpr std::uint32_t kStoreFormatVersion = 1;
+inline constexpr std::uint32_t kStoreFormatVersion = 1;         // data on one drive
+inline constexpr std::uint32_t kStripedStoreFormatVersion = 2;  // the same, with a description of the drives
 inline constexpr std::uint64_t kSuperblockHeaderBytes = 128;
 inline constexpr std::uint64_t kSlotHeaderBytes = 128;
 inline constexpr std::uint64_t kRecordEntryBytes = 40;
@@ -42,9 +43,15 @@ struct Superblock {
   std::uint64_t tile_count = 0;         // of all records
   std::uint64_t geometry_checksum = 0;  // over every segment of every record: dtype, trainability, elements
   std::string layout;                   // the identity text
+  // How the data is spread over drives: aio::StripeLayout::encode(), then each drive's directory, a line each. Empty:
+  // one drive, the manifest's own directory.
+  std::string stripes;
 
+  std::uint32_t version() const { return stripes.empty() ? kStoreFormatVersion : kStripedStoreFormatVersion; }
   // Where things lie, all multiples of 4 KiB.
-  std::uint64_t superblock_bytes() const { return round_up(kSuperblockHeaderBytes + layout.size(), kBlockAlignment); }
+  std::uint64_t superblock_bytes() const {
+    return round_up(kSuperblockHeaderBytes + layout.size() + stripes.size(), kBlockAlignment);
+  }
   std::uint64_t slot_bytes() const;  // 0 with durability none, which never commits
   std::uint64_t slot_offset(std::uint32_t slot) const { return superblock_bytes() + slot * slot_bytes(); }
   std::uint64_t manifest_bytes() const { return slot_offset(kSlotCount); }

@@ -3,10 +3,12 @@
 #include <random>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/stat.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
 
@@ -22,6 +24,16 @@ std::uint64_t random_store_number() {
   std::uint64_t number = 0;
   while (number == 0) number = (std::uint64_t{device()} << 32) | device();
   return number;
+}
+
+aio::StripeLayout stripe_layout(const StoreOptions& options) {
+  const std::size_t drive_count = options.stripe_directories.size() + 1;
+  if (drive_count == 1) return aio::StripeLayout::one_drive();
+  std::vector<std::uint32_t> weights = options.stripe_weights;
+  if (weights.empty()) weights.assign(drive_count, 1);
+  if (weights.size() != drive_count)
+    throw UsageError(fmt::format("{} stripe weights for {} drives", weights.size(), drive_count));
+  return {options.stripe_unit_bytes, std::move(weights)};
 }
 
 // Everything but the store number, which only create() chooses.
@@ -44,6 +56,8 @@ Superblock superblock_for(const StoreOptions& options) {
   }
   s.geometry_checksum = detail::geometry_checksum(options.records);
   s.layout = identity.layout;
+  s.stripes = detail::encode_stripes(stripe_layout(options),
+                                     detail::drive_paths(options.directory, options.stripe_directories, identity.rank));
   return s;
 }
 
@@ -98,14 +112,9 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
       same ? "resume with --resume, or remove the directory" : "use another directory, or remove this one"));
 }
 
-std::uint64_t blocks_bytes(const std::string& path) {
-  struct stat status {};
-  return ::lstat(path.c_str(), &status) == 0 ? static_cast<std::uint64_t>(status.st_blocks) * 512 : 0;
-}
-
 // The files of a store that never committed give way.
 void remove_files(const StorePaths& paths) {
-  for (const std::string& path : {paths.manifest, paths.manifest_new, paths.data, paths.lock_info})
+  for (const std::string& path : {paths.manifest, paths.manifest_new, paths.data, paths.lock_info, paths.label})
     detail::remove_file(path);
 }
 
@@ -136,17 +145,113 @@ void check_length(const aio::File& file, std::uint64_t expected_bytes) {
                                file.path(), file.size_bytes(), expected_bytes));
 }
 
-std::unique_ptr<aio::File> make_data(detail::Creation& creation, const StorePaths& paths,
-                                     const Superblock& superblock) {
-  try {
-    return creation.make_data(superblock.data_bytes);
-  } catch (const IoError& error) {
-    const std::uint64_t have_bytes = detail::free_bytes(paths.directory);
-    const std::uint64_t need_bytes = superblock.data_bytes + superblock.manifest_bytes();
-    if (error.where.code == ENOSPC && have_bytes < need_bytes)
-      throw detail::too_little_space(paths.directory, have_bytes, need_bytes);
-    throw;
+void require_engines(Store::Engines engines, std::size_t drive_count) {
+  if (engines.size() != drive_count)
+    throw UsageError(fmt::format("{} engines for a store on {} drives", engines.size(), drive_count));
+}
+
+// What the files of each drive will occupy.
+std::vector<std::uint64_t> drive_needs(const aio::StripeLayout& layout, const Superblock& superblock) {
+  std::vector<std::uint64_t> need_bytes;
+  for (unsigned d = 0; d < layout.drive_count(); ++d)
+    need_bytes.push_back(layout.drive_bytes(d, superblock.data_bytes) + (d == 0 ? superblock.manifest_bytes() : 0));
+  return need_bytes;
+}
+
+// Makes a new store's files on all its drives; what was made is removed again unless keep() is reached.
+class NewFiles {
+ public:
+  NewFiles(std::vector<StorePaths> drives, const Superblock& superblock, aio::StripeLayout layout)
+      : drives_(std::move(drives)), superblock_(superblock), layout_(std::move(layout)) {
+    for (const StorePaths& drive : drives_) {
+      creations_.push_back(std::make_unique<detail::Creation>(drive));
+      creations_.back()->make_directories();
+    }
   }
+
+  void refuse_what_is_there(Nanoseconds lock_timeout) {
+    for (const StorePaths& drive : drives_) previous_.push_back(detail::open_locked(drive, lock_timeout));
+    refuse_if_committed(detail::view_manifest(drives_.front().manifest), superblock_, drives_.front());
+    for (std::size_t d = 1; d < drives_.size(); ++d) detail::refuse_foreign_data(drives_[d], drives_.front().directory);
+    detail::require_space(drives_, drive_needs(layout_, superblock_));
+  }
+
+  std::unique_ptr<aio::StripedFile> make_data(Store::Engines engines) {
+    for (const StorePaths& drive : drives_) remove_files(drive);
+    std::vector<aio::StripeDrive> files;
+    for (unsigned d = 0; d < layout_.drive_count(); ++d) {
+      files.push_back({engines[d], make_drive(d)});
+      if (d == 0) continue;
+      detail::write_label(drives_[d], label(d));
+    }
+    return std::make_unique<aio::StripedFile>(layout_, std::move(files));
+  }
+
+  std::unique_ptr<aio::File> make_manifest(aio::Engine& engine) {
+    detail::Creation& creation = *creations_.front();
+    const auto new_manifest = creation.make_new_manifest(superblock_.manifest_bytes());
+    write_superblock(engine, *new_manifest, superblock_);
+    creation.name_manifest();
+    return std::make_unique<aio::File>(drives_.front().manifest, aio::FileOptions{});
+  }
+
+  // The directories to flush with the first commit.
+  std::vector<std::string> keep() {
+    std::vector<std::string> to_flush;
+    for (const auto& creation : creations_) {
+      for (std::string& directory : creation->keep()) to_flush.push_back(std::move(directory));
+    }
+    return to_flush;
+  }
+
+ private:
+  detail::DriveLabel label(unsigned drive) const {
+    return {superblock_.store_number, drive, layout_.drive_count(), drives_.front().directory};
+  }
+
+  aio::File make_drive(unsigned drive) {
+    try {
+      return std::move(*creations_[drive]->make_data(layout_.drive_bytes(drive, superblock_.data_bytes)));
+    } catch (const IoError& error) {
+      const std::uint64_t need_bytes = drive_needs(layout_, superblock_)[drive];
+      const std::uint64_t have_bytes = detail::free_bytes(drives_[drive].directory);
+      if (error.where.code == ENOSPC && have_bytes < need_bytes)
+        throw detail::too_little_space(drives_[drive].directory, have_bytes, need_bytes);
+      throw;
+    }
+  }
+
+  const std::vector<StorePaths> drives_;
+  const Superblock& superblock_;
+  const aio::StripeLayout layout_;
+  std::vector<std::unique_ptr<detail::Creation>> creations_;
+  std::vector<std::unique_ptr<aio::File>> previous_;  // locks on what is being replaced
+};
+
+// Opens and locks a store's data on its further drives, beside the first one, which is locked already.
+std::unique_ptr<aio::StripedFile> open_data(const StoreOptions& options, Store::Engines engines, aio::File first,
+                                            const Superblock& stored) {
+  const detail::Stripes stripes = detail::decode_stripes(stored.stripes, options.directory);
+  const auto drives = detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank);
+  if (stripes.layout.drive_count() != drives.size())
+    throw StoreError(fmt::format("the store in {} is spread over {} drives, and {} are given; it was made with{}",
+                                 options.directory, stripes.layout.drive_count(), drives.size(),
+                                 stripes.directories.empty()
+                                     ? " this directory alone"
+                                     : fmt::format(" these beside it: {}", fmt::join(stripes.directories, ", "))));
+  std::vector<aio::StripeDrive> files;
+  files.push_back({engines.front(), std::move(first)});
+  for (unsigned d = 1; d < drives.size(); ++d) {
+    detail::check_label(drives[d], {stored.store_number, d, stripes.layout.drive_count(), drives.front().directory});
+    auto file = detail::open_locked(drives[d], options.lock_timeout);
+    if (!file)
+      throw StoreError(fmt::format("the store in {} has lost its data on drive {}: {} does not exist",
+                                   options.directory, d, drives[d].data));
+    files.push_back({engines[d], std::move(*file)});
+  }
+  for (unsigned d = 0; d < drives.size(); ++d)
+    check_length(files[d].file, stripes.layout.drive_bytes(d, stored.data_bytes));
+  return std::make_unique<aio::StripedFile>(stripes.layout, std::move(files));
 }
 
 }  // namespace
@@ -163,6 +268,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
                       .world_size = static_cast<int>(view.superblock->world_size)};
     found.durability = view.superblock->durability == kDurabilityNone ? Durability::none : Durability::step;
     found.data_bytes = view.superblock->data_bytes;
+    found.stripe_directories = detail::decode_stripes(view.superblock->stripes, paths.manifest).directories;
   }
   found.commits = detail::usable_commits(view.slots);
   for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
@@ -178,47 +284,53 @@ Store::Cost Store::cost(const StoreOptions& options) {
 }
 
 std::unique_ptr<Store> Store::create(const StoreOptions& options, aio::Engine& engine) {
+  aio::Engine* const one = &engine;
+  return create(options, Engines(&one, 1));
+}
+
+std::unique_ptr<Store> Store::open(const StoreOptions& options, aio::Engine& engine) {
+  aio::Engine* const one = &engine;
+  return open(options, Engines(&one, 1));
+}
+
+std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engines) {
   Superblock superblock = superblock_for(options);
   superblock.store_number = options.store_number != 0 ? options.store_number : random_store_number();
   const StorePaths paths(options.directory, options.identity.rank);
-  detail::Creation creation(paths);
-  creation.make_directories();
-
-  const auto previous = detail::open_locked(paths, options.lock_timeout);
-  refuse_if_committed(detail::view_manifest(paths.manifest), superblock, paths);
-  const std::uint64_t need_bytes = superblock.data_bytes + superblock.manifest_bytes();
-  const std::uint64_t have_bytes =
-      detail::free_bytes(paths.directory) + blocks_bytes(paths.data) + blocks_bytes(paths.manifest);
-  if (have_bytes < need_bytes) throw detail::too_little_space(paths.directory, have_bytes, need_bytes);
-  remove_files(paths);
-
   Impl::Files files;
-  files.data = make_data(creation, paths, superblock);
-  const auto new_manifest = creation.make_new_manifest(superblock.manifest_bytes());
-  write_superblock(engine, *new_manifest, superblock);
-  creation.name_manifest();
-  files.manifest = std::make_unique<aio::File>(paths.manifest, aio::FileOptions{});
-  auto impl = std::make_unique<Impl>(options, std::move(superblock), paths, engine);
-  impl->start_new(std::move(files), creation.keep());
+  std::vector<std::string> to_flush;
+  {
+    NewFiles made(detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank), superblock,
+                  stripe_layout(options));
+    require_engines(engines, options.stripe_directories.size() + 1);
+    made.refuse_what_is_there(options.lock_timeout);
+    files.data = made.make_data(engines);
+    files.manifest = made.make_manifest(*engines.front());
+    to_flush = made.keep();
+  }
+  auto impl = std::make_unique<Impl>(options, std::move(superblock), paths, *engines.front());
+  impl->start_new(std::move(files), std::move(to_flush));
   detail::write_lock_info(paths);
   return std::unique_ptr<Store>(new Store(std::move(impl)));
 }
 
-std::unique_ptr<Store> Store::open(const StoreOptions& options, aio::Engine& engine) {
+std::unique_ptr<Store> Store::open(const StoreOptions& options, Engines engines) {
   const Superblock mine = superblock_for(options);
+  require_engines(engines, options.stripe_directories.size() + 1);
+  aio::Engine& engine = *engines.front();
   const StorePaths paths(options.directory, options.identity.rank);
-  Impl::Files files;
-  files.data = detail::open_locked(paths, options.lock_timeout);
+  auto first = detail::open_locked(paths, options.lock_timeout);
   struct stat status {};
   if (::lstat(paths.manifest.c_str(), &status) != 0 && (errno == ENOENT || errno == ENOTDIR))
     throw StoreError(fmt::format("there is no store in {}: {} does not exist", paths.directory, paths.manifest));
-  if (!files.data)
+  if (!first)
     throw StoreError(fmt::format("the store in {} has lost its data: {} does not exist", paths.directory, paths.data));
+  Impl::Files files;
   files.manifest = std::make_unique<aio::File>(paths.manifest, aio::FileOptions{});
   Superblock stored = read_superblock(engine, *files.manifest, paths);
   check_same_model(stored, mine, paths);
   check_length(*files.manifest, stored.manifest_bytes());
-  check_length(*files.data, stored.data_bytes);
+  files.data = open_data(options, engines, std::move(*first), stored);
   auto impl = std::make_unique<Impl>(options, std::move(stored), paths, engine);
   impl->start_existing(std::move(files));
   detail::write_lock_info(paths);

@@ -7,7 +7,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/detail/aligned_bytes.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
-#include <hoist/tiers/detail/store_files.hpp>
+#include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/store_reader.hpp>
 
 namespace hoist::tiers {
@@ -26,9 +26,29 @@ Superblock superblock_of(const detail::StorePaths& paths, std::span<const StoreR
     throw StoreError(
         fmt::format("the store in {} was made with durability 'none' and holds no commit", paths.directory));
   if (superblock.record_count != records.size() || superblock.geometry_checksum != detail::geometry_checksum(records))
-    throw StoreError(fmt::format("the store in {} cuts its model into other records than this version does",
-                                 paths.directory));
+    throw StoreError(
+        fmt::format("the store in {} cuts its model into other records than this version does", paths.directory));
   return superblock;
+}
+
+// The data on all drives, further ones where the superblock says they were.
+std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& superblock,
+                                            const detail::StorePaths& paths, int rank, aio::Engine& engine) {
+  const detail::Stripes stripes = detail::decode_stripes(superblock.stripes, paths.manifest);
+  const auto drives = detail::drive_paths(paths.directory, stripes.directories, rank);
+  std::vector<aio::StripeDrive> files;
+  files.push_back({&engine, std::move(first)});
+  for (unsigned d = 1; d < drives.size(); ++d) {
+    detail::check_label(drives[d], {superblock.store_number, d, stripes.layout.drive_count(), paths.directory});
+    files.push_back({&engine, std::move(*detail::open_shared(drives[d], kLockTimeout))});
+  }
+  for (unsigned d = 0; d < drives.size(); ++d) {
+    const std::uint64_t expected_bytes = stripes.layout.drive_bytes(d, superblock.data_bytes);
+    if (files[d].file.size_bytes() != expected_bytes)
+      throw StoreError(fmt::format("{} is {} bytes long and should be {}: it was cut off or replaced",
+                                   files[d].file.path(), files[d].file.size_bytes(), expected_bytes));
+  }
+  return std::make_unique<aio::StripedFile>(stripes.layout, std::move(files));
 }
 
 }  // namespace
@@ -39,12 +59,10 @@ class StoreReader::Impl {
        aio::Engine& engine)
       : engine_(engine),
         paths_(directory, rank),
-        data_(detail::open_shared(paths_, kLockTimeout)),
+        first_(detail::open_shared(paths_, kLockTimeout)),
         superblock_(superblock_of(paths_, records)),
+        data_(open_data(std::move(*first_), superblock_, paths_, rank, engine)),
         table_(std::move(records), Durability::step, superblock_.store_number) {
-    if (data_->size_bytes() != superblock_.data_bytes)
-      throw StoreError(fmt::format("{} is {} bytes long and should be {}: it was cut off or replaced", paths_.data,
-                                   data_->size_bytes(), superblock_.data_bytes));
     load(commit);
   }
 
@@ -52,8 +70,8 @@ class StoreReader::Impl {
                                            std::span<std::byte> target) {
     if (target.empty()) return {};
     const auto run = table_.readable_run(record, region, first, first + count);
-    engine_.read(*data_, run.offset_bytes, target, aio::Priority::foreground).wait();
-    return table_.damage(record, region, first, count, target, paths_.data);
+    data_->read(run.offset_bytes, target, aio::Priority::foreground).wait();
+    return table_.damage(record, region, first, count, target, *data_);
   }
 
   std::span<const std::byte> caller_state() const { return caller_state_; }
@@ -71,8 +89,8 @@ class StoreReader::Impl {
       if (!wanted) continue;
       const SlotImage image(bytes.span(), superblock_);
       if (const std::string problem = table_.load(image); !problem.empty())
-        throw StoreError(fmt::format("the commit of step {} in {} cannot be used: {}", commit.step, paths_.manifest,
-                                     problem));
+        throw StoreError(
+            fmt::format("the commit of step {} in {} cannot be used: {}", commit.step, paths_.manifest, problem));
       const auto state = image.caller_state_area().first(check.header.caller_state_bytes);
       caller_state_.assign(state.begin(), state.end());
       return;
@@ -83,8 +101,9 @@ class StoreReader::Impl {
 
   aio::Engine& engine_;
   const detail::StorePaths paths_;
-  const std::unique_ptr<aio::File> data_;  // its lock is shared; taken before anything is believed
+  const std::unique_ptr<aio::File> first_;  // its lock is shared, and taken before anything is believed; then empty
   const Superblock superblock_;
+  const std::unique_ptr<aio::StripedFile> data_;
   detail::RecordTable table_;
   std::vector<std::byte> caller_state_;
 };

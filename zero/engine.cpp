@@ -27,8 +27,8 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   refuse(nvme && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
          "state is placed on NVMe, but no path is given; name a directory on the drive");
-  refuse(!options.stripe_directories.empty(), "zero_optimization.offload_optimizer.nvme_path",
-         "several drives are not supported by this version; name one directory");
+  refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
+         "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
   refuse(options.optimizer == Placement::device && runtime.options().device != platform::DeviceKind::host,
          "zero_optimization.offload_optimizer.device",
          "this version updates optimizer states on the CPU only; use \"cpu\" or \"nvme\"");
@@ -84,7 +84,7 @@ void Engine::Impl::tear_down() noexcept {
   live.stager.reset();
   live.streams = {};
   live.store.reset();
-  live.io.reset();
+  live.drives.reset();
   live.commit_channel.reset();
   for (const auto& slice : live.registered) runtime.device().unregister_host(slice);
   live.registered.clear();
@@ -140,7 +140,7 @@ void Engine::Impl::seal(bool create_store) {
 void Engine::Impl::lay_out(bool create_store) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
-  const tiers::StoreOptions store = detail::store_options(options, table, *live.records, runtime.rank());
+  tiers::StoreOptions store = detail::store_options(options, table, *live.records, runtime.rank());
   const std::uint64_t store_memory = with_store ? tiers::Store::cost(store).memory_bytes : 0;
   live.memory = std::make_unique<detail::Memory>(runtime, options, table, store_memory);
 
@@ -150,13 +150,10 @@ void Engine::Impl::lay_out(bool create_store) {
     live.registered.push_back(slice);
   }
   if (with_store) {
-    const RuntimeOptions& r = runtime.options();
-    live.io = std::make_unique<aio::Engine>(aio::EngineOptions{.backend = r.aio_backend,
-                                                               .block_bytes = r.aio_block_bytes,
-                                                               .queue_depth = r.aio_queue_depth,
-                                                               .thread_count = r.aio_threads,
-                                                               .registered_memory = live.registered});
-    live.store = create_store ? tiers::Store::create(store, *live.io) : tiers::Store::open(store, *live.io);
+    live.drives = std::make_unique<detail::Drives>(runtime.options(), options, live.registered);
+    const auto engines = live.drives->engines();
+    if (create_store) store.stripe_weights = live.drives->measured_weights();
+    live.store = create_store ? tiers::Store::create(store, engines) : tiers::Store::open(store, engines);
   }
   live.streams.up = runtime.device().create_stream("up");
   live.streams.down = runtime.device().create_stream("down");
@@ -379,8 +376,8 @@ void Engine::Impl::drain() {
 
 // What the drives moved since the last call, told to the ledger.
 void Engine::Impl::book_io() {
-  if (!live.io) return;
-  const aio::Engine::Stats now = live.io->stats();
+  if (!live.drives) return;
+  const aio::Engine::Stats now = live.drives->stats();
   runtime.ledger().count(Link::nvme_read, now.read_bytes - counted_io.read_bytes, now.read_busy - counted_io.read_busy);
   runtime.ledger().count(Link::nvme_write, now.written_bytes - counted_io.written_bytes,
                          now.write_busy - counted_io.write_busy);
@@ -464,7 +461,7 @@ std::vector<std::string> Engine::describe() const {
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
                               kPlaces[static_cast<std::size_t>(impl_->options.optimizer)]));
   if (impl_->live.memory) lines.push_back(impl_->live.memory->describe());
-  if (impl_->live.io) lines.push_back("io: " + impl_->live.io->description());
+  if (impl_->live.drives) lines.push_back("io: " + impl_->live.drives->describe());
   lines.push_back("device: " + impl_->runtime.device().description());
   return lines;
 }

@@ -144,7 +144,7 @@ void Engine::Impl::write_trainable(ParameterId parameter, State state, const Own
         const ElementRange range = detail::overlap(*tile.tile, owned.shard.first, owned.shard.count);
         for (std::uint64_t i = 0; i < range.count; ++i) {
           detail::store_value(tile, state, range.first + i,
-                      values[tile.tile->first_element + range.first + i - owned.shard.first]);
+                              values[tile.tile->first_element + range.first + i - owned.shard.first]);
         }
       },
       p.unit);

@@ -19,7 +19,12 @@ std::uint64_t arena_bytes(std::uint64_t bytes) { return round_up(bytes, tiers::D
 }  // namespace
 
 Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes)
-    : runtime_(runtime), options_(options), table_(table), needs_(options, table), pinned_needs_(options, table), homes_(table.units().size()) {
+    : runtime_(runtime),
+      options_(options),
+      table_(table),
+      needs_(options, table),
+      pinned_needs_(options, table),
+      homes_(table.units().size()) {
   take_device();
   const PinnedNeeds::Buffers buffers = choose_buffers(store_memory_bytes);
   store_hold_ = runtime_.pinned_budget().take(store_memory_bytes, "the store's checksum tables and manifest");

@@ -20,13 +20,15 @@ detail::UnitTable table_of(const ModelShape& model, int world_size) {
   if (model.units.empty()) throw UsageError("the model has no units");
   std::size_t group_count = 1;
   for (const UnitShape& unit : model.units)
-    for (const ParameterSpec& spec : unit.parameters) group_count = std::max<std::size_t>(group_count, spec.group.index + 1);
+    for (const ParameterSpec& spec : unit.parameters)
+      group_count = std::max<std::size_t>(group_count, spec.group.index + 1);
   detail::UnitTable table(world_size);
   for (const UnitShape& unit : model.units) table.add(unit.name, unit.parameters, {}, group_count);
   for (std::uint32_t u = 0; u < model.units.size(); ++u) {
     for (const std::string& name : model.units[u].tied) {
       const auto owner = table.find(name);
-      if (!owner) throw UsageError(fmt::format("unit '{}' is tied to '{}', which no unit has", model.units[u].name, name));
+      if (!owner)
+        throw UsageError(fmt::format("unit '{}' is tied to '{}', which no unit has", model.units[u].name, name));
       table.tie(UnitId{u}, *owner);
     }
   }
@@ -103,9 +105,9 @@ ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units) {
   units = std::min(units, parameters);
   for (std::uint64_t u = 0; u < units; ++u) {
     const std::uint64_t count = parameters / units + (u < parameters % units ? 1 : 0);
-    model.units.push_back({.name = fmt::format("unit {}", u),
-                           .parameters = {{.name = fmt::format("unit {}.weights", u),
-                                           .shape = {static_cast<std::int64_t>(count)}}}});
+    model.units.push_back(
+        {.name = fmt::format("unit {}", u),
+         .parameters = {{.name = fmt::format("unit {}.weights", u), .shape = {static_cast<std::int64_t>(count)}}}});
   }
   return model;
 }

@@ -58,8 +58,9 @@ StoreSummary look_at_store(const std::string& directory) {
     summary.ranks.push_back({rank, std::move(found.commits), std::move(found.damage), found.data_bytes});
     if (!found.identity) continue;
     if (layout && (*layout != found.identity->layout || *summary.world_size != found.identity->world_size))
-      throw StoreError(fmt::format("{} holds files of two different models or world sizes: rank {} differs from rank {}",
-                                   directory, rank, summary.ranks.front().rank));
+      throw StoreError(
+          fmt::format("{} holds files of two different models or world sizes: rank {} differs from rank {}", directory,
+                      rank, summary.ranks.front().rank));
     layout = found.identity->layout;
     summary.world_size = found.identity->world_size;
     summary.durability = found.durability;
@@ -85,8 +86,7 @@ class StoredModel::Impl {
     for (const StoreSummary::Rank& rank : summary_.ranks) {
       const auto commit =
           std::ranges::find_if(rank.commits, [&](const CommitHeader& c) { return same_state(c, commit_); });
-      readers_.push_back(
-          std::make_unique<tiers::StoreReader>(directory, rank.rank, records_.records(), *commit, io_));
+      readers_.push_back(std::make_unique<tiers::StoreReader>(directory, rank.rank, records_.records(), *commit, io_));
     }
   }
 
@@ -103,7 +103,8 @@ class StoredModel::Impl {
     check(parameter, first, out.size());
     if (state == State::gradient) throw UsageError("gradients are not stored");
     if (state != State::master && !summary_.parameters[parameter].trainable)
-      throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", summary_.parameters[parameter].name));
+      throw UsageError(
+          fmt::format("parameter '{}' is frozen: it has weights only", summary_.parameters[parameter].name));
     for_each_shard(parameter, first, out.size(), [&](const Shard& shard) {
       detail::read_values(*shard.layout, *shard.segment, state, shard.owned.shard.first,
                           out.subspan(shard.owned.offset, shard.owned.shard.count), shard.fetch);
@@ -149,12 +150,14 @@ class StoredModel::Impl {
   static StoreSummary readable(const std::string& directory) {
     StoreSummary summary = look_at_store(directory);
     if (!summary.world_size)
-      throw StoreError(fmt::format("no manifest in {} can be read: {}", directory, summary.ranks.front().damage.front()));
+      throw StoreError(
+          fmt::format("no manifest in {} can be read: {}", directory, summary.ranks.front().damage.front()));
     if (summary.durability == tiers::Durability::none)
       throw StoreError(fmt::format("the store in {} was made with durability 'none' and holds no commit", directory));
     if (summary.ranks.size() != static_cast<std::size_t>(*summary.world_size))
-      throw StoreError(fmt::format("the store in {} is one of {} ranks, and the files of {} are here: bring them together",
-                                   directory, *summary.world_size, summary.ranks.size()));
+      throw StoreError(
+          fmt::format("the store in {} is one of {} ranks, and the files of {} are here: bring them together",
+                      directory, *summary.world_size, summary.ranks.size()));
     return summary;
   }
 

@@ -43,8 +43,8 @@ struct StoreSummary {
     std::uint64_t data_bytes = 0;              // reserved on disk
   };
   std::string directory;
-  std::vector<Rank> ranks;               // those found here, ascending; on shared storage all of them
-  std::optional<int> world_size;         // nothing when no manifest could be read
+  std::vector<Rank> ranks;        // those found here, ascending; on shared storage all of them
+  std::optional<int> world_size;  // nothing when no manifest could be read
   std::vector<StoredParameter> parameters;
   std::uint64_t unit_count = 0;
   tiers::Durability durability = tiers::Durability::step;

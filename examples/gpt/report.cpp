@@ -149,8 +149,9 @@ void append_tiers(std::string& out, const RunRecord& record) {
 
 }  // namespace
 
-Tiers tier_use(Engine& engine, const std::string& store_directory) {
-  const std::uint64_t reserved = store_directory.empty() ? 0 : reserved_bytes(store_directory);
+Tiers tier_use(Engine& engine, const EngineOptions& options) {
+  std::uint64_t reserved = options.store_directory.empty() ? 0 : reserved_bytes(options.store_directory);
+  for (const std::string& directory : options.stripe_directories) reserved += reserved_bytes(directory);
   return {.device = use_of(engine.runtime().device_budget()),
           .pinned = use_of(engine.runtime().pinned_budget()),
           .nvme = {.budget_bytes = reserved, .held_bytes = reserved, .peak_bytes = reserved}};

@@ -33,9 +33,9 @@ struct Tiers {
   TierUse pinned;
   TierUse nvme;
 };
-// The store's space is reserved when it is made: what its files occupy is budget and peak at once. Ranks share the
-// directory, so this one is the job's. Empty: no store.
-Tiers tier_use(Engine& engine, const std::string& store_directory);
+// The store's space is reserved when it is made: what its files occupy is budget and peak at once, over all its drives.
+// Ranks share the directories, so this one is the job's.
+Tiers tier_use(Engine& engine, const EngineOptions& options);
 
 struct Digests {
   std::string master, moment1, moment2;

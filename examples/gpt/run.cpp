@@ -154,7 +154,7 @@ void Training::train() {
   while (step_ < arguments_.steps && !stopping_) {
     record_.steps.push_back(one_step());
     if (first_rank())
-      progress.show(record_.steps.back(), tier_use(engine_, config_.engine.store_directory), Clock::now());
+      progress.show(record_.steps.back(), tier_use(engine_, config_.engine), Clock::now());
   }
   progress.finish();
   if (stopping_) say(fmt::format("stopped by a signal after step {}", step_));
@@ -202,7 +202,7 @@ void Training::close() {
   record_.compute = model_.compute_time();
   save_at_end();
   record_.committed_step = engine_.committed_step();
-  record_.tiers = tier_use(engine_, config_.engine.store_directory);
+  record_.tiers = tier_use(engine_, config_.engine);
   if (!arguments_.report.empty()) {
     record_.digests = {.master = state_digest(engine_, State::master),
                        .moment1 = state_digest(engine_, State::moment1),

@@ -61,7 +61,8 @@ struct History {
   std::map<std::uint64_t, Writers> steps;
 };
 
-class StoreCrashTest : public ::testing::Test {
+// On one drive and on two.
+class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
  protected:
   static std::filesystem::path scratch() {
     // Power cuts are modelled, so memory will do, and the flushes of hundreds of runs cost nothing there.
@@ -107,7 +108,7 @@ class StoreCrashTest : public ::testing::Test {
     die_at(*faults, dies_at);
     const auto drive = engine(faults, drops);
     try {
-      const auto store = Store::create(options_, *drive);
+      const auto store = create_store(options_, *drive);
       take_steps(*store, 0, 4, seed, history);
     } catch (const IoError&) {
       return true;
@@ -121,7 +122,7 @@ class StoreCrashTest : public ::testing::Test {
     die_at(*faults, dies_at);
     const auto drive = engine(faults, drops);
     try {
-      const auto store = Store::open(options_, *drive);
+      const auto store = open_store(options_, *drive);
       if (store->commits().empty()) return true;
       const std::uint64_t step = store->commits().front().step;
       store->adopt(store->commits().front());
@@ -141,11 +142,11 @@ class StoreCrashTest : public ::testing::Test {
       if (found.commits.empty()) {
         if (history.completed) return "the last commit is gone";
         // Nothing was promised yet, so the place can be used again.
-        const auto store = Store::create(options_, *drive);
+        const auto store = create_store(options_, *drive);
         run_step(*store, options_, 0, all_records(options_));
         return {};
       }
-      const auto store = Store::open(options_, *drive);
+      const auto store = open_store(options_, *drive);
       const std::uint64_t step = store->commits().front().step;
       if (history.completed && step < *history.completed) return "an old commit came back";
       if (!history.started || step > *history.started) return "a commit came out of nothing";
@@ -159,10 +160,13 @@ class StoreCrashTest : public ::testing::Test {
     }
   }
 
-  void start_over() { std::filesystem::remove_all(options_.directory); }
+  void start_over() {
+    std::filesystem::remove_all(options_.directory);
+    for (const std::string& directory : options_.stripe_directories) std::filesystem::remove_all(directory);
+  }
 
   TempDirectory directory_{scratch()};
-  StoreOptions options_ = smaller(small_model(directory_ / "store"));
+  StoreOptions options_ = smaller(small_model_on(directory_ / "store", GetParam()));
 
  private:
   // One block a tile: what matters here is the number of operations, not of bytes.
@@ -174,7 +178,7 @@ class StoreCrashTest : public ::testing::Test {
   }
 };
 
-TEST_F(StoreCrashTest, PowerCutsAtEveryOperation) {
+TEST_P(StoreCrashTest, PowerCutsAtEveryOperation) {
   std::uint64_t runs = 0;
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     bool died = true;
@@ -191,7 +195,7 @@ TEST_F(StoreCrashTest, PowerCutsAtEveryOperation) {
   EXPECT_GT(runs, 100u);
 }
 
-TEST_F(StoreCrashTest, KillsAtEveryOperation) {
+TEST_P(StoreCrashTest, KillsAtEveryOperation) {
   bool died = true;
   for (std::uint64_t dies_at = 0; died; ++dies_at) {
     SCOPED_TRACE(testing::Message() << "dies at operation " << dies_at);
@@ -225,7 +229,7 @@ class StoreTwoLivesTest : public StoreCrashTest {
   }
 };
 
-TEST_F(StoreTwoLivesTest, KilledThenResumedThenCut) {
+TEST_P(StoreTwoLivesTest, KilledThenResumedThenCut) {
   std::uint64_t runs = 0;
   EXPECT_EQ(first_problem(2, {}, runs), "");
   EXPECT_GT(runs, 200u);
@@ -233,7 +237,7 @@ TEST_F(StoreTwoLivesTest, KilledThenResumedThenCut) {
 
 // An adopted commit is durable before any slot or extent it needs is overwritten. (That one flush also comes before its
 // slot is written is checked by the order of operations, below.)
-TEST_F(StoreTwoLivesTest, WithoutTheFlushAfterAdoptionTheJudgeObjects) {
+TEST_P(StoreTwoLivesTest, WithoutTheFlushAfterAdoptionTheJudgeObjects) {
   std::uint64_t runs = 0;
   const auto drops = [](const std::string& path, std::uint64_t nth) { return path.ends_with(".manifest") && nth <= 1; };
   EXPECT_NE(first_problem(20, drops, runs), "");
@@ -257,11 +261,19 @@ class StoreMutationTest : public StoreCrashTest {
   }
 };
 
-TEST_F(StoreMutationTest, WithoutFlushingTheDataTheJudgeObjects) {
+TEST_P(StoreMutationTest, WithoutFlushingTheDataTheJudgeObjects) {
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".data"); }), "");
 }
 
-TEST_F(StoreMutationTest, WithoutFlushingTheManifestTheJudgeObjects) {
+TEST_P(StoreMutationTest, WithoutFlushingTheLastDriveTheJudgeObjects) {
+  if (GetParam() == 1) GTEST_SKIP() << "there is one drive";
+  EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) {
+              return path.ends_with(".data") && path.find("-drive1") != std::string::npos;
+            }),
+            "");
+}
+
+TEST_P(StoreMutationTest, WithoutFlushingTheManifestTheJudgeObjects) {
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".manifest"); }), "");
 }
 
@@ -287,14 +299,14 @@ class RecordingBackend final : public aio::Backend {
   std::vector<std::string>& log_;
 };
 
-TEST_F(StoreCrashTest, OperationsHaveTheirOrder) {
+TEST_P(StoreCrashTest, OperationsHaveTheirOrder) {
   std::vector<std::string> log;
   const auto recorded = [&] {
     return aio::Engine(engine_options(), std::make_unique<RecordingBackend>(aio::make_backend(engine_options()), log));
   };
   {
     aio::Engine drive = recorded();
-    const auto store = Store::create(options_, drive);
+    const auto store = create_store(options_, drive);
     run_step(*store, options_, 0, all_records(options_));
   }
   EXPECT_EQ(log, (std::vector<std::string>{"write manifest-new", "sync manifest-new", "write data", "sync data",
@@ -302,13 +314,17 @@ TEST_F(StoreCrashTest, OperationsHaveTheirOrder) {
   log.clear();
   {
     aio::Engine drive = recorded();
-    const auto store = Store::open(options_, drive);
+    const auto store = open_store(options_, drive);
     store->adopt(store->commits().front());
     run_step(*store, options_, 1, all_records(options_));
   }
   EXPECT_EQ(log, (std::vector<std::string>{"read manifest", "sync manifest", "write manifest", "sync manifest",
                                            "write data", "sync data", "write manifest", "sync manifest"}));
 }
+
+INSTANTIATE_TEST_SUITE_P(Drives, StoreCrashTest, testing::Values(1u, 2u));
+INSTANTIATE_TEST_SUITE_P(Drives, StoreTwoLivesTest, testing::Values(1u, 2u));
+INSTANTIATE_TEST_SUITE_P(Drives, StoreMutationTest, testing::Values(1u, 2u));
 
 }  // namespace
 }  // namespace hoist::tiers::test

@@ -51,7 +51,7 @@ class StoreFaultTest : public ::testing::Test {
 };
 
 TEST_F(StoreFaultTest, AFlippedBitIsReportedWithItsPlace) {
-  const std::string path = store_->data_path();
+  const std::string path = store_->data_paths().front();
   const auto whole = read_file(path);
   for (std::uint32_t record = 0; record < options_.records.size(); ++record) {
     for (const Region region : {Region::weights, Region::state}) {
@@ -75,7 +75,7 @@ TEST_F(StoreFaultTest, AFlippedBitIsReportedWithItsPlace) {
 }
 
 TEST_F(StoreFaultTest, AFlippedBitIsReportedAfterResumption) {
-  const std::string path = store_->data_path();
+  const std::string path = store_->data_paths().front();
   store_.reset();
   poke(path, first_offset(1, Region::state), std::array{std::byte{0}, std::byte{0}, std::byte{0}});
   store_ = Store::open(options_, *engine_);
@@ -84,12 +84,12 @@ TEST_F(StoreFaultTest, AFlippedBitIsReportedAfterResumption) {
 }
 
 TEST_F(StoreFaultTest, AStaleTileIsReported) {
-  auto old = read_file(store_->data_path());
+  auto old = read_file(store_->data_paths().front());
   old.resize(layout(0).tiles()[0].w_bytes);
   run_step(*store_, options_, 1, all_records(options_));
   run_step(*store_, options_, 2, all_records(options_));
   EXPECT_EQ(difference(*store_, options_, writers(2)), "");
-  poke(store_->data_path(), 0, old);
+  poke(store_->data_paths().front(), 0, old);
   EXPECT_EQ(corruption().offset_bytes, 0u);
 }
 
@@ -107,10 +107,10 @@ TEST_F(StoreFaultTest, EqualBytesElsewhereHaveAnotherChecksum) {
 }
 
 TEST_F(StoreFaultTest, SwappedTilesAreReported) {
-  const auto whole = read_file(store_->data_path());
+  const auto whole = read_file(store_->data_paths().front());
   const auto a = first_offset(1, Region::weights), b = first_offset(2, Region::weights);
-  poke(store_->data_path(), a, std::span(whole).subspan(b, 4096));
-  poke(store_->data_path(), b, std::span(whole).subspan(a, 4096));
+  poke(store_->data_paths().front(), a, std::span(whole).subspan(b, 4096));
+  poke(store_->data_paths().front(), b, std::span(whole).subspan(a, 4096));
   EXPECT_EQ(corruption().offset_bytes, a);
 }
 

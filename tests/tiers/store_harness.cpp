@@ -35,6 +35,27 @@ StoreOptions small_model(const std::string& directory) {
   return options;
 }
 
+StoreOptions small_model_on(const std::string& directory, unsigned drives) {
+  StoreOptions options = small_model(directory);
+  for (unsigned d = 1; d < drives; ++d) {
+    options.stripe_directories.push_back(fmt::format("{}-drive{}", directory, d));
+    options.stripe_weights.assign(drives, 1);
+    options.stripe_weights.front() = 2;
+  }
+  options.stripe_unit_bytes = 4 * kKiB;
+  return options;
+}
+
+std::unique_ptr<Store> create_store(const StoreOptions& options, aio::Engine& engine) {
+  const std::vector<aio::Engine*> engines(options.stripe_directories.size() + 1, &engine);
+  return Store::create(options, engines);
+}
+
+std::unique_ptr<Store> open_store(const StoreOptions& options, aio::Engine& engine) {
+  const std::vector<aio::Engine*> engines(options.stripe_directories.size() + 1, &engine);
+  return Store::open(options, engines);
+}
+
 std::vector<std::uint32_t> all_records(const StoreOptions& options) {
   std::vector<std::uint32_t> records(options.records.size());
   std::iota(records.begin(), records.end(), 0u);
@@ -133,7 +154,7 @@ std::string difference(Store& store, const StoreOptions& options, const Writers&
 
 std::uint64_t reopen_and_compare(const StoreOptions& options, const std::map<std::uint64_t, Writers>& history) {
   const auto engine = clean_engine();
-  const auto store = Store::open(options, *engine);
+  const auto store = open_store(options, *engine);
   if (store->commits().empty()) throw StoreError("no commit");
   const CommitHeader newest = store->commits().front();
   store->adopt(newest);

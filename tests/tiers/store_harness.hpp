@@ -35,6 +35,11 @@ class Buffer {
 using Writers = std::vector<std::uint64_t>;
 
 StoreOptions small_model(const std::string& directory);
+// The same on `drives` drives below `directory`, in units so small that every record is on all of them.
+StoreOptions small_model_on(const std::string& directory, unsigned drives);
+// With one engine for all drives, so that faults and power cuts are counted in one order.
+std::unique_ptr<Store> create_store(const StoreOptions& options, aio::Engine& engine);
+std::unique_ptr<Store> open_store(const StoreOptions& options, aio::Engine& engine);
 std::vector<std::uint32_t> all_records(const StoreOptions& options);
 aio::EngineOptions engine_options();
 std::unique_ptr<aio::Engine> clean_engine();

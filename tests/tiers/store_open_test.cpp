@@ -166,7 +166,7 @@ TEST_F(StoreOpenTest, ADamagedManifestIsNeitherOpenedNorOverwritten) {
 TEST_F(StoreOpenTest, AFormatFromTheFutureIsNamed) {
   make_committed();
   poke(file("manifest"), 16, std::array{std::byte{7}});
-  EXPECT_THAT(refusal_to_open(), HasSubstr("format version 7, and this program reads version 1"));
+  EXPECT_THAT(refusal_to_open(), HasSubstr("format version 7, and this program reads versions 1 and 2"));
   EXPECT_THAT(refusal_to_create(), HasSubstr("format version 7"));
 }
 
@@ -234,7 +234,7 @@ TEST_F(StoreOpenTest, RanksShareADirectory) {
   options_.identity.rank = 1;
   const auto second = create();
   EXPECT_NE(first->store_number(), second->store_number());
-  EXPECT_NE(first->data_path(), second->data_path());
+  EXPECT_NE(first->data_paths().front(), second->data_paths().front());
 }
 
 TEST_F(StoreOpenTest, SymbolicLinksAreNotFollowed) {

@@ -314,7 +314,7 @@ TEST_F(StoreTest, WithoutDurabilityRecordsAreRewrittenInPlace) {
   store->begin_step(0);
   for (const std::uint32_t record : all_records(options_)) write_record(*store, options_, record, 0);
   store->commit({}, [] { FAIL() << "nothing is agreed on"; }).wait();
-  const auto data_bytes = std::filesystem::file_size(store->data_path());
+  const auto data_bytes = std::filesystem::file_size(store->data_paths().front());
   std::uint64_t expected_bytes = 0;
   for (const StoreRecord& record : options_.records) expected_bytes += record.layout.bytes();
   EXPECT_EQ(data_bytes, expected_bytes);

@@ -96,9 +96,8 @@ TEST(Prediction, LeastIsTheSmallestBudgetThatStarts) {
 
 TEST(Prediction, OfAModelOnlyItsSizeIsKnown) {
   const ModelShape model = uniform_model(7'000'000'000, 34);
-  const Prediction predicted = predict({}, {.parameters = Placement::nvme, .optimizer = Placement::nvme,
-                                            .store_directory = "/nowhere"},
-                                       model, 8);
+  const Prediction predicted = predict(
+      {}, {.parameters = Placement::nvme, .optimizer = Placement::nvme, .store_directory = "/nowhere"}, model, 8);
   EXPECT_EQ(predicted.parameter_count, 7'000'000'000u);
   EXPECT_NEAR(static_cast<double>(predicted.nvme_bytes), 2 * 12 * 7e9 / 8, 0.01 * 24 * 7e9 / 8);
   EXPECT_THROW(uniform_model(0, 1), UsageError);

@@ -169,7 +169,7 @@ RecordTable::Expected RecordTable::expected(RecordId id, Region region, std::uin
 
 std::vector<CorruptionError::Where> RecordTable::damage(RecordId id, Region region, std::uint32_t first,
                                                         std::uint32_t count, std::span<const std::byte> bytes,
-                                                        const std::string& path) const {
+                                                        const aio::StripedFile& data) const {
   const std::uint64_t length = range_bytes(id, region, first, count);
   HOIST_ASSERT(bytes.size() == length, "{} bytes for {}", bytes.size(), length);
   std::vector<CorruptionError::Where> damaged;
@@ -179,10 +179,11 @@ std::vector<CorruptionError::Where> RecordTable::damage(RecordId id, Region regi
     const std::uint64_t found = tile_checksum(wanted.identity, bytes.first(wanted.length_bytes));
     bytes = bytes.subspan(wanted.length_bytes);
     if (found == wanted.checksum) continue;
+    const aio::StripeLayout::Place place = data.layout().place(wanted.offset_bytes);
     damaged.push_back({.unit = record(id).unit,
                        .region = region == Region::weights ? "weights" : "optimizer state",
-                       .path = path,
-                       .offset_bytes = wanted.offset_bytes,
+                       .path = data.file(place.drive).path(),
+                       .offset_bytes = place.offset_bytes,
                        .expected = wanted.checksum,
                        .found = found});
   }

@@ -16,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include <hoist/aio/striped_file.hpp>
 #include <hoist/core/checksum.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/extent_pool.hpp>
@@ -56,9 +57,10 @@ class RecordTable {
     std::uint64_t length_bytes = 0;
   };
   Expected expected(RecordId id, Region region, std::uint32_t tile) const;
-  // What is wrong with `bytes`, read as tiles [first, first + count) from `path`: one entry for each damaged tile.
+  // What is wrong with `bytes`, read as tiles [first, first + count) from `data`: one entry for each damaged tile, with
+  // the drive and the offset there at which it begins.
   std::vector<CorruptionError::Where> damage(RecordId id, Region region, std::uint32_t first, std::uint32_t count,
-                                             std::span<const std::byte> bytes, const std::string& path) const;
+                                             std::span<const std::byte> bytes, const aio::StripedFile& data) const;
 
   void begin_step(std::uint64_t step) { step_ = step; }
   // The identity a tile written in the step under way will have. Chooses the record's next extent if need be.

@@ -84,6 +84,7 @@ StorePaths::StorePaths(std::string directory_path, int rank)
   manifest = stem + ".manifest";
   manifest_new = stem + ".manifest-new";
   lock_info = stem + ".lock-info";
+  label = stem + ".label";
 }
 
 bool ManifestView::ever_committed() const {

@@ -26,6 +26,7 @@ struct StorePaths {
   std::string manifest;
   std::string manifest_new;  // before it is whole; then renamed
   std::string lock_info;     // who holds the lock, for people
+  std::string label;         // on further drives: whose data this is
 };
 
 // The ranks whose manifests are in `directory`, by their names, ascending.

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include <hoist/aio/striped_file.hpp>
 #include <hoist/tiers/detail/aligned_bytes.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
@@ -27,7 +28,7 @@ namespace hoist::tiers {
 class Store::Impl {
  public:
   struct Files {
-    std::unique_ptr<aio::File> data;  // locked
+    std::unique_ptr<aio::StripedFile> data;  // locked
     std::unique_ptr<aio::File> manifest;
   };
 
@@ -57,7 +58,7 @@ class Store::Impl {
   std::span<const CommitHeader> commits() const { return commits_; }
   std::span<const std::string> damage() const { return damage_; }
   std::span<const std::byte> caller_state() const { return caller_state_; }
-  const std::string& data_path() const { return paths_.data; }
+  std::vector<std::string> data_paths() const { return files_.data->data_paths(); }
   std::uint64_t store_number() const { return superblock_.store_number; }
 
  private:
@@ -74,7 +75,7 @@ class Store::Impl {
   void read_slot(std::uint32_t slot);
   void load_slot(std::uint32_t slot);
 
-  aio::Engine& engine_;
+  aio::Engine& engine_;  // of the manifest
   const Superblock superblock_;
   const detail::StorePaths paths_;
   const Durability durability_;

@@ -13,6 +13,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/zero/detail/commit_state.hpp>
+#include <hoist/zero/detail/drives.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
 #include <hoist/zero/detail/gradients.hpp>
 #include <hoist/zero/detail/memory.hpp>
@@ -100,7 +101,7 @@ class Engine::Impl {
     std::unique_ptr<detail::Memory> memory;
     std::vector<std::span<std::byte>> registered;  // with the device
     std::unique_ptr<comm::Communicator> commit_channel;
-    std::unique_ptr<aio::Engine> io;
+    std::unique_ptr<detail::Drives> drives;
     std::unique_ptr<tiers::Store> store;  // null without one
     detail::Streams streams;
     std::unique_ptr<detail::Stager> stager;  // null unless parameters are on NVMe

@@ -44,6 +44,7 @@ inline tiers::StoreOptions store_options(const EngineOptions& options, const Uni
                                          int rank) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   return {.directory = options.store_directory,
+          .stripe_directories = options.stripe_directories,
           .identity = {.layout = table.identity(), .rank = rank, .world_size = table.world_size()},
           .records = records.records(),
           .durability = nvme ? options.durability : tiers::Durability::step,  // without, commits are explicit saves

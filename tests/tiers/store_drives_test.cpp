@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// A store spread over several drives: same contents, and every way of bringing the wrong drives is refused.
+#include <filesystem>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tests/tiers/store_harness.hpp>
+#include <hoist/tiers/store_reader.hpp>
+
+namespace hoist::tiers::test {
+namespace {
+
+namespace fs = std::filesystem;
+using hoist::test::TempDirectory;
+using testing::HasSubstr;
+
+class StoreDrivesTest : public ::testing::Test {
+ protected:
+  StoreDrivesTest() {
+    const auto store = create_store(options_, *engine_);
+    run_step(*store, options_, 0, all_records(options_));
+    run_step(*store, options_, 1, {0, 2});
+  }
+  Writers writers() const {
+    Writers writers(options_.records.size(), 0);
+    writers[0] = writers[2] = 1;
+    return writers;
+  }
+  std::string drive_file(unsigned drive, const std::string& suffix) const {
+    const std::string& directory = drive == 0 ? options_.directory : options_.stripe_directories[drive - 1];
+    return directory + "/rank-00000." + suffix;
+  }
+  std::string refusal_to_open(const StoreOptions& options) {
+    try {
+      (void)open_store(options, *engine_);
+    } catch (const StoreError& error) {
+      return error.what();
+    }
+    return "it was opened";
+  }
+  std::string refusal_to_create(const StoreOptions& options) {
+    try {
+      (void)create_store(options, *engine_);
+    } catch (const StoreError& error) {
+      return error.what();
+    }
+    return "it was made";
+  }
+
+  TempDirectory directory_;
+  StoreOptions options_ = small_model_on(directory_ / "store", 3);
+  std::unique_ptr<aio::Engine> engine_ = clean_engine();
+};
+
+TEST_F(StoreDrivesTest, HoldsAllItsRecordsByWeight) {
+  const auto store = open_store(options_, *engine_);
+  store->adopt(store->commits().front());
+  EXPECT_EQ(difference(*store, options_, writers()), "");
+  std::vector<double> bytes;
+  for (const std::string& path : store->data_paths()) bytes.push_back(static_cast<double>(fs::file_size(path)));
+  ASSERT_EQ(bytes.size(), 3u);
+  const double all = bytes[0] + bytes[1] + bytes[2];
+  EXPECT_NEAR(bytes[0] / all, 0.5, 0.02);
+  EXPECT_NEAR(bytes[1] / all, 0.25, 0.02);
+  EXPECT_EQ(Store::cost(options_).disk_bytes,
+            static_cast<std::uint64_t>(all) + fs::file_size(drive_file(0, "manifest")));
+}
+
+TEST_F(StoreDrivesTest, IsReadWithoutSayingWhereTheDrivesAre) {
+  const auto found = Store::look(options_.directory, 0);
+  EXPECT_EQ(found.stripe_directories, options_.stripe_directories);
+  StoreReader reader(options_.directory, 0, options_.records, found.commits.front(), *engine_);
+  const RecordLayout& layout = options_.records[0].layout;
+  const auto tiles = static_cast<std::uint32_t>(layout.tiles().size());
+  const Buffer buffer(layout.region_bytes(Region::state));
+  EXPECT_NO_THROW(reader.read(RecordId{0}, Region::state, 0, tiles, buffer.span()));
+}
+
+TEST_F(StoreDrivesTest, DamageNamesTheDriveAndTheOffsetThere) {
+  const std::string path = drive_file(2, "data");
+  const auto bytes = read_file(path);
+  for (std::uint64_t offset = 0; offset < bytes.size(); offset += 4096)
+    poke(path, offset, std::vector(1, ~bytes[offset]));
+  const auto store = open_store(options_, *engine_);
+  store->adopt(store->commits().front());
+  try {
+    (void)difference(*store, options_, writers());
+    ADD_FAILURE() << "nothing was noticed";
+  } catch (const CorruptionError& error) {
+    // A tile is several units; the error names where it begins.
+    const bool named = error.where.path == path || error.where.path == drive_file(0, "data") ||
+                       error.where.path == drive_file(1, "data");
+    EXPECT_TRUE(named) << error.where.path;
+    EXPECT_LT(error.where.offset_bytes, fs::file_size(error.where.path));
+  }
+}
+
+TEST_F(StoreDrivesTest, DrivesInAnotherOrderAreRefused) {
+  StoreOptions swapped = options_;
+  std::swap(swapped.stripe_directories[0], swapped.stripe_directories[1]);
+  EXPECT_THAT(refusal_to_open(swapped), HasSubstr("is not drive 1 of 3"));
+}
+
+TEST_F(StoreDrivesTest, AnotherNumberOfDrivesIsRefused) {
+  StoreOptions fewer = options_;
+  fewer.stripe_directories.pop_back();
+  fewer.stripe_weights.pop_back();
+  EXPECT_THAT(refusal_to_open(fewer),
+              AllOf(HasSubstr("spread over 3 drives, and 2 are given"), HasSubstr(options_.stripe_directories[1])));
+  const StoreOptions one = small_model(options_.directory);
+  EXPECT_THAT(refusal_to_open(one), HasSubstr("spread over 3 drives, and 1 are given"));
+}
+
+TEST_F(StoreDrivesTest, AMissingDriveIsNamed) {
+  fs::rename(options_.stripe_directories[1], directory_ / "unplugged");
+  EXPECT_THAT(refusal_to_open(options_), HasSubstr(options_.stripe_directories[1]));
+  fs::rename(directory_ / "unplugged", options_.stripe_directories[1]);
+  EXPECT_EQ(refusal_to_open(options_), "it was opened");
+}
+
+TEST_F(StoreDrivesTest, ATruncatedDriveIsRefused) {
+  fs::resize_file(drive_file(1, "data"), fs::file_size(drive_file(1, "data")) - 4096);
+  EXPECT_THAT(refusal_to_open(options_), HasSubstr("was cut off or replaced"));
+}
+
+TEST_F(StoreDrivesTest, AnotherStoresDriveIsNeitherOpenedNorOverwritten) {
+  StoreOptions other = small_model_on(directory_ / "other", 2);
+  other.stripe_directories = {options_.stripe_directories[0]};
+  const auto before = read_file(drive_file(1, "data"));
+  EXPECT_THAT(refusal_to_create(other), HasSubstr("holds data of another store"));
+  other.stripe_directories = {options_.directory};
+  EXPECT_THAT(refusal_to_create(other), HasSubstr("is a store of its own"));
+  EXPECT_EQ(read_file(drive_file(1, "data")), before);
+  EXPECT_FALSE(fs::exists(directory_ / "other"));
+  EXPECT_EQ(refusal_to_open(options_), "it was opened");
+}
+
+TEST_F(StoreDrivesTest, EveryDriveIsLocked) {
+  const auto store = open_store(options_, *engine_);
+  const auto found = Store::look(options_.directory, 0);
+  EXPECT_THAT(refusal_to_open(options_), HasSubstr("is in use"));
+  EXPECT_THROW(StoreReader(options_.directory, 0, options_.records, found.commits.front(), *engine_), StoreError);
+}
+
+TEST_F(StoreDrivesTest, AStoreThatNeverCommittedIsReplaced) {
+  const StoreOptions fresh = small_model_on(directory_ / "fresh", 2);
+  { const auto store = create_store(fresh, *engine_); }
+  { const auto store = create_store(fresh, *engine_); }
+  const auto store = create_store(fresh, *engine_);
+  run_step(*store, fresh, 0, all_records(fresh));
+}
+
+TEST_F(StoreDrivesTest, OptionsThatMakeNoSenseAreRefused) {
+  StoreOptions twice = small_model_on(directory_ / "twice", 2);
+  twice.stripe_directories = {twice.directory + "/"};
+  EXPECT_THROW(create_store(twice, *engine_), UsageError);
+  StoreOptions unweighted = small_model_on(directory_ / "unweighted", 2);
+  unweighted.stripe_weights = {1};
+  EXPECT_THROW(create_store(unweighted, *engine_), UsageError);
+  EXPECT_THROW((void)Store::create(small_model_on(directory_ / "engines", 2), *engine_), UsageError);
+  EXPECT_FALSE(fs::exists(directory_ / "unweighted"));
+}
+
+}  // namespace
+}  // namespace hoist::tiers::test

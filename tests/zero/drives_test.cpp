@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Several drives: the same bits as one, the same bytes in all, and a store that is read and resumed like any other.
+#include <filesystem>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+// Large enough that every drive holds some of it: stripes are cut in units of 1 MiB.
+const ToyShape kShape{.matrices = {150'000, 170'001, 65'536, 99'730}};
+
+ToySetup setup_on(const TempDirectory& directory, int drives, Placement parameters = Placement::nvme) {
+  ToySetup setup = toy_setup(parameters, Placement::nvme, directory / "drive0/hoist");
+  for (int d = 1; d < drives; ++d)
+    setup.engine.stripe_directories.push_back(directory / ("drive" + std::to_string(d) + "/hoist"));
+  return setup;
+}
+
+class DrivesTest : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Drives, DrivesTest, testing::Values(2, 3), testing::PrintToStringParamName());
+
+TEST_P(DrivesTest, GiveTheSameBitsAndBytesAsOneAndResume) {
+  const Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), kShape, 4);
+  for (const Placement parameters : {Placement::nvme, Placement::pinned}) {
+    const TempDirectory directory;
+    const ToySetup setup = setup_on(directory, GetParam(), parameters);
+    Digests half;
+    {
+      Runtime runtime(setup.runtime);
+      Engine engine(runtime, setup.engine);
+      ToyModel model(engine, kShape);
+      engine.initialize(model.fill());
+      model.train(1, 2);
+      engine.settle();
+      EXPECT_EQ(runtime.ledger().totals(Link::nvme_write).bytes % kBlockAlignment, 0u);
+      half.losses = model.losses;
+    }
+    for (const std::string& drive : setup.engine.stripe_directories)
+      EXPECT_GT(std::filesystem::file_size(drive + "/rank-00000.data"), kMiB) << drive;
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, kShape);
+    EXPECT_EQ(engine.restore().step, 2u);
+    model.losses = half.losses;
+    model.train(3, 4);
+    engine.settle();
+    const StepBytes formula = engine.formula_bytes();
+    const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes) / 2;
+    EXPECT_NEAR(written / static_cast<double>(formula.nvme_write), 1.0, 0.03);
+    EXPECT_EQ(digests_of(engine, model), expected);
+  }
+}
+
+TEST_P(DrivesTest, ServeSeveralRanksAndAreReadAsOneModel) {
+  const TempDirectory directory;
+  const ToySetup setup = setup_on(directory, GetParam());
+  const auto reference = train_on(2, toy_setup(Placement::pinned, Placement::pinned), kShape, 2)[0].digests;
+  EXPECT_EQ(train_on(2, setup, kShape, 2)[0].digests, reference);
+  StoredModel model(setup.engine.store_directory);
+  EXPECT_EQ(model.step(), 2u);
+  EXPECT_TRUE(model.verify().empty());
+}
+
+TEST(Drives, FewerAtTheNextStartAreRefusedAndNothingIsLost) {
+  const TempDirectory directory;
+  ToySetup setup = setup_on(directory, 2);
+  train_once(setup, kShape, 1);
+  const auto refused = [&](const EngineOptions& options) {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, options);
+    ToyModel model(engine, kShape);
+    EXPECT_THROW(engine.restore(), StoreError);
+  };
+  EngineOptions fewer = setup.engine;
+  fewer.stripe_directories.clear();
+  refused(fewer);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, kShape);
+  EXPECT_EQ(engine.restore().step, 1u);
+}
+
+}  // namespace
+}  // namespace hoist::test

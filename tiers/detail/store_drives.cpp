@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <map>
+#include <optional>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/store_drives.hpp>
+
+namespace hoist::tiers::detail {
+
+namespace {
+
+constexpr std::size_t kLabelBytesMax = 8192;
+
+std::string label_text(const DriveLabel& label) {
+  return fmt::format("hoist drive {} of {}\nstore {:016x}\nhome {}\n", label.drive, label.drive_count,
+                     label.store_number, label.home);
+}
+
+// The label of a drive's data; nothing when there is none or it cannot be understood.
+std::optional<std::string> read_label(const StorePaths& drive) {
+  const int file = ::open(drive.label.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  if (file < 0) return std::nullopt;
+  std::string text(kLabelBytesMax, '\0');
+  const ssize_t got = ::read(file, text.data(), text.size());
+  ::close(file);
+  if (got < 0) return std::nullopt;
+  text.resize(static_cast<std::size_t>(got));
+  return text;
+}
+
+std::uint64_t blocks_bytes(const std::string& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0 ? static_cast<std::uint64_t>(status.st_blocks) * 512 : 0;
+}
+
+bool exists(const std::string& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0;
+}
+
+}  // namespace
+
+std::vector<StorePaths> drive_paths(const std::string& directory, std::span<const std::string> others, int rank) {
+  std::vector<StorePaths> drives{StorePaths(directory, rank)};
+  for (const std::string& other : others) {
+    drives.emplace_back(other, rank);
+    for (std::size_t i = 0; i + 1 < drives.size(); ++i) {
+      if (drives[i].directory == drives.back().directory)
+        throw UsageError(fmt::format("{} is named twice among the drives of a store", other));
+    }
+  }
+  return drives;
+}
+
+std::string encode_stripes(const aio::StripeLayout& layout, std::span<const StorePaths> drives) {
+  if (drives.size() == 1) return {};
+  std::string text = layout.encode();
+  for (const StorePaths& drive : drives) text += "\n" + drive.directory;
+  return text;
+}
+
+Stripes decode_stripes(const std::string& text, const std::string& manifest) {
+  if (text.empty()) return {};
+  Stripes stripes;
+  std::size_t at = text.find('\n');
+  const auto layout = aio::StripeLayout::decode(std::string_view(text).substr(0, at));
+  std::vector<std::string> directories;
+  while (at != std::string::npos) {
+    const std::size_t end = text.find('\n', at + 1);
+    directories.push_back(text.substr(at + 1, end == std::string::npos ? end : end - at - 1));
+    at = end;
+  }
+  if (!layout || directories.size() != layout->drive_count())
+    throw StoreError(
+        fmt::format("{} says in a way this version does not understand how its data is spread over drives", manifest));
+  stripes.layout = *layout;
+  stripes.directories.assign(directories.begin() + 1, directories.end());
+  return stripes;
+}
+
+void write_label(const StorePaths& drive, const DriveLabel& label) {
+  remove_file(drive.label);
+  const int file = ::open(drive.label.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
+  if (file < 0) throw IoError({"open", drive.label, 0, 0, errno}, "");
+  const std::string text = label_text(label);
+  const bool written =
+      ::write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size()) && ::fsync(file) == 0;
+  const int code = written ? 0 : errno;
+  ::close(file);
+  if (!written) throw IoError({"write", drive.label, 0, text.size(), code}, "");
+}
+
+void check_label(const StorePaths& drive, const DriveLabel& expected) {
+  const auto found = read_label(drive);
+  if (!found)
+    throw StoreError(
+        fmt::format("{} holds no data of the store in {}: {} is missing; give the store's directories in "
+                    "the order in which it was made",
+                    drive.directory, expected.home, drive.label));
+  // Not the home: directories may be mounted somewhere else today.
+  DriveLabel label = expected;
+  label.home.clear();
+  const std::string wanted = label_text(label);
+  if (!found->starts_with(wanted.substr(0, wanted.rfind("home"))))
+    throw StoreError(fmt::format(
+        "{} is not drive {} of {} of the store in {}: its label says \"{}\"; give the store's "
+        "directories in the order in which it was made",
+        drive.directory, expected.drive, expected.drive_count, expected.home, found->substr(0, found->find('\n'))));
+}
+
+void refuse_foreign_data(const StorePaths& drive, const std::string& home) {
+  if (exists(drive.manifest))
+    throw StoreError(
+        fmt::format("{} is a store of its own and cannot hold the data of the one in {}; nothing was changed",
+                    drive.directory, home));
+  if (!exists(drive.data)) return;
+  const auto label = read_label(drive);
+  if (label && label->ends_with(fmt::format("\nhome {}\n", home))) return;
+  throw StoreError(fmt::format("{} holds data of another store ({}); remove it if that store is gone", drive.directory,
+                               label ? label->substr(label->rfind("home")) : "which one is not known"));
+}
+
+void require_space(std::span<const StorePaths> drives, std::span<const std::uint64_t> need_bytes) {
+  struct FileSystem {
+    std::string directory;
+    std::uint64_t have_bytes = 0, need_bytes = 0;
+  };
+  std::map<std::uint64_t, FileSystem> systems;
+  for (std::size_t d = 0; d < drives.size(); ++d) {
+    struct stat status {};
+    if (::stat(drives[d].directory.c_str(), &status) != 0)
+      throw IoError({"stat", drives[d].directory, 0, 0, errno}, "");
+    auto [system, is_new] = systems.try_emplace(status.st_dev);
+    if (is_new) system->second = {drives[d].directory, free_bytes(drives[d].directory), 0};
+    system->second.have_bytes += blocks_bytes(drives[d].data) + blocks_bytes(drives[d].manifest);
+    system->second.need_bytes += need_bytes[d];
+  }
+  for (const auto& [device, system] : systems) {
+    if (system.have_bytes < system.need_bytes)
+      throw too_little_space(system.directory, system.have_bytes, system.need_bytes);
+  }
+}
+
+}  // namespace hoist::tiers::detail

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/detail/store_drives.hpp - a store's data on its drives: one file on each, described in the superblock.
+//
+// The first drive is the store's own directory, which also has the manifest. Every further one has a label beside its
+// data file that says whose it is: without it, a directory given in the wrong order, or shared by mistake with another
+// store, would look like damage, or be overwritten.
+//
+// Threading  Pure functions, or one thread.
+// Errors     StoreError naming the directory and what to give instead; UsageError for options that make no sense.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include <hoist/aio/stripe_layout.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
+
+namespace hoist::tiers::detail {
+
+// The paths of one rank's files on every drive, the store's own directory first.
+std::vector<StorePaths> drive_paths(const std::string& directory, std::span<const std::string> others, int rank);
+
+struct Stripes {
+  aio::StripeLayout layout = aio::StripeLayout::one_drive();
+  std::vector<std::string> directories;  // of further drives
+};
+// As Superblock::stripes has it: "" for one drive.
+std::string encode_stripes(const aio::StripeLayout& layout, std::span<const StorePaths> drives);
+// Errors: StoreError when `text` is not one that encode_stripes() makes.
+Stripes decode_stripes(const std::string& text, const std::string& manifest);
+
+// Which drive of which store a data file belongs to.
+struct DriveLabel {
+  std::uint64_t store_number = 0;
+  unsigned drive = 0;
+  unsigned drive_count = 1;
+  std::string home;  // the store's own directory
+};
+// Written and flushed; the file is replaced.
+void write_label(const StorePaths& drive, const DriveLabel& label);
+// Refuses a further drive that has no label, or another's.
+void check_label(const StorePaths& drive, const DriveLabel& expected);
+// Refuses to put the data of the store in `home` where another store has its own.
+void refuse_foreign_data(const StorePaths& drive, const std::string& home);
+
+// Refuses unless every file system has room for what its drives shall hold; several drives may be on one.
+// `need_bytes`: for each drive. What files of ours that will be replaced occupy counts as room.
+void require_space(std::span<const StorePaths> drives, std::span<const std::uint64_t> need_bytes);
+
+}  // namespace hoist::tiers::detail

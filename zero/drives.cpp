@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/aio/stripe_weights.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/platform/topology.hpp>
+#include <hoist/zero/detail/drives.hpp>
+
+namespace hoist::detail {
+
+namespace {
+
+// A store's directory may not exist yet; what is measured, or looked up, is the drive.
+std::string existing_part(const std::string& directory) {
+  std::filesystem::path path = std::filesystem::absolute(directory);
+  std::error_code ignored;
+  while (path.has_relative_path() && !std::filesystem::exists(path, ignored)) path = path.parent_path();
+  return path.string();
+}
+
+}  // namespace
+
+Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options,
+               const std::vector<std::span<std::byte>>& registered_memory)
+    : directories_{options.store_directory} {
+  directories_.insert(directories_.end(), options.stripe_directories.begin(), options.stripe_directories.end());
+  const platform::Topology topology = platform::Topology::detect();
+  for (const std::string& directory : directories_) {
+    const std::string place = existing_part(directory);
+    engines_.push_back(std::make_unique<aio::Engine>(
+        aio::EngineOptions{.backend = runtime.aio_backend,
+                           .block_bytes = runtime.aio_block_bytes,
+                           .queue_depth = runtime.aio_queue_depth,
+                           .thread_count = runtime.aio_threads,
+                           .numa_node = topology.nodes().size() > 1 ? topology.node_of_path(place).value_or(-1) : -1,
+                           .registered_memory = registered_memory,
+                           .directory = place}));
+  }
+}
+
+std::vector<aio::Engine*> Drives::engines() const {
+  std::vector<aio::Engine*> engines;
+  for (const auto& engine : engines_) engines.push_back(engine.get());
+  return engines;
+}
+
+std::vector<std::uint32_t> Drives::measured_weights() const {
+  if (engines_.size() == 1) return {};
+  std::vector<aio::MeasuredDrive> drives;
+  for (std::size_t d = 0; d < engines_.size(); ++d)
+    drives.push_back({engines_[d].get(), existing_part(directories_[d])});
+  try {
+    return aio::measure_weights(drives).weights;
+  } catch (const IoError& error) {
+    if (error.where.code != ENOSPC && error.where.code != EDQUOT) throw;
+    spdlog::warn("the drives were not measured, and get equal shares of the store: {}", error.what());
+    return {};
+  }
+}
+
+aio::Engine::Stats Drives::stats() const {
+  aio::Engine::Stats all;
+  for (const auto& engine : engines_) {
+    const aio::Engine::Stats one = engine->stats();
+    all.read_bytes += one.read_bytes;
+    all.written_bytes += one.written_bytes;
+    all.read_busy = std::max(all.read_busy, one.read_busy);
+    all.write_busy = std::max(all.write_busy, one.write_busy);
+    all.retries += one.retries;
+  }
+  return all;
+}
+
+std::string Drives::describe() const {
+  std::string text = engines_.front()->description();
+  if (engines_.size() > 1) text += fmt::format(", {} drives", engines_.size());
+  return text;
+}
+
+}  // namespace hoist::detail
