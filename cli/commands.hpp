@@ -19,5 +19,6 @@ struct Command {
 Command add_check(CLI::App& app);
 Command add_inspect(CLI::App& app);
 Command add_doctor(CLI::App& app);
+Command add_bench(CLI::App& app);
 
 }  // namespace hoist::cli

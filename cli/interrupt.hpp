@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/interrupt.hpp - Ctrl-C (SIGINT, SIGTERM, SIGHUP) as a flag that long work looks at, so that it can clean up.
+//
+// The second signal ends the program at once, in case cleaning up hangs.
+//
+// Threading  One guard at a time.
+#pragma once
+
+#include <hoist/measure/interruption.hpp>
+
+namespace hoist::cli {
+
+class InterruptGuard {
+ public:
+  InterruptGuard();
+  ~InterruptGuard();
+  InterruptGuard(const InterruptGuard&) = delete;
+  InterruptGuard& operator=(const InterruptGuard&) = delete;
+
+  const measure::StopFlag* flag() const;
+  // After everything has been cleaned up: ends as the signal would have, so that a shell sees why.
+  [[noreturn]] static void end_by_signal();
+};
+
+}  // namespace hoist::cli

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "storage.hpp"
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <system_error>
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include <hoist/core/units.hpp>
+#include <hoist/platform/topology.hpp>
+
+namespace hoist::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+using measure::InputError;
+
+constexpr std::uint64_t kBlockBytesMax = kGiB;
+constexpr std::int64_t kQueueDepthMax = 4096;
+
+}  // namespace
+
+std::uint64_t parse_size_option(const std::string& option, const std::string& text) {
+  const auto bytes = parse_bytes(text);
+  if (!bytes || *bytes == 0)
+    throw InputError(fmt::format("{} {}: is not a number of bytes; write it as 8GiB, 512KiB or 1048576", option, text));
+  return *bytes;
+}
+
+void check_block_bytes(const std::string& option, std::uint64_t bytes) {
+  if (bytes % kBlockAlignment != 0 || bytes > kBlockBytesMax) {
+    throw InputError(
+        fmt::format("{} {}: direct transfers need a multiple of 4 KiB, of at most 1 GiB; the nearest is {}", option,
+                    bytes, std::clamp(round_up(bytes, kBlockAlignment), kBlockAlignment, kBlockBytesMax)));
+  }
+}
+
+void check_queue_depth(const std::string& option, std::int64_t depth) {
+  if (depth < 1 || depth > kQueueDepthMax)
+    throw InputError(fmt::format("{} {}: must be 1 to {}; 8 to 32 suits most drives", option, depth, kQueueDepthMax));
+}
+
+aio::BackendKind parse_engine_option(const std::string& text) {
+  if (text.empty()) return aio::BackendKind::automatic;
+  if (text == "io_uring") return aio::BackendKind::io_uring;
+  if (text == "threads") return aio::BackendKind::threads;
+  if (text == "null") return aio::BackendKind::null;
+  throw InputError(fmt::format("--engine {}: must be io_uring, threads or null", text));
+}
+
+void check_paths(const std::vector<std::string>& paths, std::uint64_t bytes) {
+  std::map<std::string, std::string> seen;  // canonical -> as given
+  std::map<dev_t, std::uint64_t> needed;    // on each file system, in all
+  std::map<dev_t, std::string> first_on_device;
+  for (const std::string& path : paths) {
+    measure::check_scratch_directory(path, bytes);
+    std::error_code ignored;
+    const auto canonical = std::filesystem::canonical(path, ignored).string();
+    if (const auto [at, fresh] = seen.emplace(canonical, path); !fresh) {
+      throw InputError(
+          fmt::format("--path {}: is the same directory as --path {}; name each drive once", path, at->second));
+    }
+    struct stat info {};
+    if (::stat(path.c_str(), &info) != 0) continue;
+    first_on_device.emplace(info.st_dev, path);
+    needed[info.st_dev] += bytes;
+  }
+  for (const auto& [device, total] : needed) measure::check_scratch_directory(first_on_device[device], total);
+}
+
+StorageRig::StorageRig(const std::vector<std::string>& paths, std::uint64_t file_bytes, std::uint64_t buffer_bytes)
+    : paths_(paths) {
+  const platform::Topology topology = platform::Topology::detect();
+  for (const std::string& path : paths) {
+    facts_.push_back(measure::drive_facts(path));
+    numa_nodes_.push_back(topology.node_of_path(path).value_or(-1));
+    files_.push_back(std::make_unique<measure::ScratchFile>(path, file_bytes));
+    buffers_.push_back(std::make_unique<measure::BlockBuffers>(buffer_bytes, numa_nodes_.back()));
+  }
+}
+
+void StorageRig::fill(const measure::StopFlag* stop, ProgressStyle style) {
+  std::vector<measure::ScratchFile*> files;
+  std::uint64_t total = 0;
+  for (const auto& file : files_) {
+    files.push_back(file.get());
+    total += file->bytes();
+  }
+  Progress progress({.what = "writing what will be measured,", .total = total, .style = style});
+  measure::fill_files(files, stop, [&](std::uint64_t done) { progress.update(done); });
+}
+
+std::vector<std::unique_ptr<measure::Drive>> StorageRig::drives(const measure::DriveOptions& options) const {
+  std::vector<std::unique_ptr<measure::Drive>> drives;
+  for (std::size_t i = 0; i < files_.size(); ++i)
+    drives.push_back(std::make_unique<measure::Drive>(*files_[i], *buffers_[i], options, numa_nodes_[i]));
+  return drives;
+}
+
+platform::PageKind StorageRig::page_kind() const { return buffers_.front()->page_kind(); }
+
+std::vector<std::string> StorageRig::warnings() const {
+  std::vector<std::string> warnings;
+  for (std::size_t i = 0; i < files_.size(); ++i) {
+    if (files_[i]->file().is_direct()) continue;
+    warnings.push_back(fmt::format("{} has no O_DIRECT: what is measured there is the page cache (memory), not a drive",
+                                   drive_title(paths_[i], facts_[i])));
+  }
+  std::map<std::string, std::string> first_on_drive;  // device -> path
+  for (std::size_t i = 0; i < paths_.size(); ++i) {
+    if (facts_[i].device.empty()) continue;
+    const auto [first, fresh] = first_on_drive.emplace(facts_[i].device, paths_[i]);
+    if (!fresh)
+      warnings.push_back(fmt::format("{} and {} share one drive ({})", first->second, paths_[i], facts_[i].device));
+  }
+  if (page_kind() == platform::PageKind::normal) {
+    warnings.push_back(
+        "no huge pages: a 1 MiB block is 256 pieces of memory, more than most drives take in one request; expect less "
+        "speed and several times the processor time. `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, or "
+        "reserve pages with vm.nr_hugepages");
+  }
+  return warnings;
+}
+
+std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure::Drive>>& drives) {
+  std::vector<measure::Drive*> result;
+  for (const auto& drive : drives) result.push_back(drive.get());
+  return result;
+}
+
+std::string engine_name(const aio::Engine& engine) {
+  const std::string& description = engine.description();
+  return description.substr(0, description.find(' '));
+}
+
+std::string drive_title(const std::string& path, const measure::DriveFacts& facts) {
+  if (facts.filesystem.empty()) return path;
+  return fmt::format("{} ({} on {}{})", path, facts.filesystem, facts.device,
+                     facts.model.empty() ? "" : ", " + facts.model);
+}
+
+Json machine_json() {
+  const measure::MachineFacts facts = measure::machine_facts();
+  return {{"processor", facts.processor},
+          {"processors", facts.processors},
+          {"memory_bytes", facts.memory_bytes},
+          {"kernel", facts.kernel},
+          {"transparent_huge_pages", facts.transparent_huge_pages},
+          {"hoist", HOIST_VERSION}};
+}
+
+Json drive_facts_json(const measure::DriveFacts& facts) {
+  return {{"filesystem", facts.filesystem},
+          {"device", facts.device},
+          {"model", facts.model},
+          {"scheduler", facts.scheduler},
+          {"rotational", facts.rotational},
+          {"request_bytes_max", facts.request_bytes_max},
+          {"request_segments_max", facts.request_segments_max}};
+}
+
+}  // namespace hoist::cli

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/storage.hpp - what `hoist bench io` and `hoist tune` have in common: directories that stand for drives, checked,
+// with a scratch file in each, and what is known about them.
+//
+// Errors  measure::InputError, with what there is, what is needed and what to change.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/measure/machine.hpp>
+#include <hoist/measure/workload.hpp>
+
+#include "progress.hpp"
+
+namespace hoist::cli {
+
+// "512KiB" for `option`, within what engines can do.
+std::uint64_t parse_size_option(const std::string& option, const std::string& text);
+void check_block_bytes(const std::string& option, std::uint64_t bytes);
+void check_queue_depth(const std::string& option, std::int64_t depth);
+aio::BackendKind parse_engine_option(const std::string& text);  // "" is automatic
+
+// Refuses what is missing, given twice, not writable, or too full for `bytes` in each.
+void check_paths(const std::vector<std::string>& paths, std::uint64_t bytes);
+
+// A scratch file and buffers for each path. Destroying it removes the files.
+class StorageRig {
+ public:
+  // `file_bytes` in each directory, `buffer_bytes` of memory for each.
+  StorageRig(const std::vector<std::string>& paths, std::uint64_t file_bytes, std::uint64_t buffer_bytes);
+
+  // Writes every byte of the files, with a progress bar.
+  void fill(const measure::StopFlag* stop, ProgressStyle style);
+  // New engines over the same files and buffers.
+  std::vector<std::unique_ptr<measure::Drive>> drives(const measure::DriveOptions& options) const;
+
+  const std::vector<measure::DriveFacts>& facts() const { return facts_; }
+  platform::PageKind page_kind() const;
+  // What makes the figures mean something else than they seem to: no O_DIRECT, no huge pages, two paths on one drive.
+  std::vector<std::string> warnings() const;
+
+ private:
+  std::vector<std::string> paths_;
+  std::vector<std::unique_ptr<measure::ScratchFile>> files_;
+  std::vector<std::unique_ptr<measure::BlockBuffers>> buffers_;
+  std::vector<measure::DriveFacts> facts_;
+  std::vector<int> numa_nodes_;
+};
+
+std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure::Drive>>& drives);
+
+// "io_uring", "threads" or "null": what an engine turned out to be.
+std::string engine_name(const aio::Engine& engine);
+std::string drive_title(const std::string& path, const measure::DriveFacts& facts);  // "/data (ext4 on nvme0n1)"
+nlohmann::ordered_json machine_json();
+nlohmann::ordered_json drive_facts_json(const measure::DriveFacts& facts);
+
+}  // namespace hoist::cli

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// measure/comparison.hpp - two contenders on a drive whose speed drifts.
+//
+// A drive's speed changes from second to second, so nothing follows from one long run of each. Short legs alternate
+// (A B, B A, A B ...), each pair on the same part of the same files, and the ratios of the pairs are what counts: their
+// median, and the interval that holds the true median with 95 % confidence. Between the pairs A runs against itself:
+// that control says what a ratio of equals looks like here. "A is at least as fast as B" is contradicted only when the
+// whole interval lies below what the control explains.
+//
+// Threading  Blocks its caller; progress is called there.
+// Errors     Those of the contenders; Interrupted.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <hoist/measure/contender.hpp>
+#include <hoist/measure/statistics.hpp>
+
+namespace hoist::measure {
+
+struct ComparisonOptions {
+  Pattern pattern = Pattern::read;
+  unsigned pairs = 40;
+  Nanoseconds leg = std::chrono::milliseconds(500);  // about this long, as far as the files are large enough
+  const StopFlag* stop = nullptr;
+  std::function<void(unsigned pairs_done)> progress{};
+};
+
+struct ComparisonResult {
+  std::string tool;                    // the rival
+  std::string description;             // and how it was set up
+  std::uint64_t leg_bytes = 0;         // of each drive
+  std::vector<double> ratios;          // of speeds, ours / theirs, one for each pair
+  std::vector<double> control_ratios;  // ours / ours
+  std::vector<double> our_processor_seconds_per_gb;
+  std::vector<double> their_processor_seconds_per_gb;
+  std::vector<double> our_bytes_per_second;
+  std::vector<double> their_bytes_per_second;
+
+  // Whether `limit` <= ratio is compatible with what was measured: the interval, widened by the control's, reaches it.
+  bool holds(double limit) const;
+};
+
+// `ours` and `theirs` work on `drives`, whose files must be full.
+ComparisonResult compare(Contender& ours, Contender& theirs, std::span<Drive* const> drives,
+                         const ComparisonOptions& options);
+
+}  // namespace hoist::measure

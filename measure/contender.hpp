@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// measure/contender.hpp - somebody who can run a leg: the same bytes of the same files, by hoist or by another program.
+//
+// Threading  One leg at a time.
+// Errors     InputError when the program is not there; Error when it fails; Interrupted.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <hoist/measure/workload.hpp>
+
+namespace hoist::measure {
+
+// Every drive moves region.length_bytes, within the region of its file.
+struct Leg {
+  Pattern pattern = Pattern::read;
+  Region region{};
+  std::uint64_t seed = 0;
+};
+
+struct LegResult {
+  std::uint64_t bytes = 0;
+  double seconds = 0;            // first submission to last completion, on any drive
+  double processor_seconds = 0;  // of the contender's own process
+  double setup_seconds = 0;      // before the first submission: during it the drive rests
+
+  double bytes_per_second() const { return seconds > 0 ? static_cast<double>(bytes) / seconds : 0; }
+};
+
+class Contender {
+ public:
+  Contender() = default;
+  virtual ~Contender() = default;
+  Contender(const Contender&) = delete;
+  Contender& operator=(const Contender&) = delete;
+
+  virtual std::string name() const = 0;
+  // How it was set up, for the report: version, buffers, options.
+  virtual std::string description() const = 0;
+  virtual LegResult run(const Leg& leg) = 0;
+};
+
+// hoist's own engine, on drives that stay set up between legs.
+std::unique_ptr<Contender> make_engine_contender(std::span<Drive* const> drives, const StopFlag* stop);
+
+// fio's io_uring engine: same block size, depth, mix, direct, registered buffers and files, buffers on huge pages.
+// Errors: InputError when fio cannot be started.
+std::unique_ptr<Contender> make_fio_contender(std::span<Drive* const> drives, const StopFlag* stop);
+
+// A loop over Linux's older asynchronous interface in the manner of DeepSpeed's aio handle with overlap_events: the
+// queue is topped up with one io_submit for all blocks that have come back. Our own buffers, on huge pages.
+// Errors: InputError when this build has no libaio.
+std::unique_ptr<Contender> make_libaio_contender(std::span<Drive* const> drives, const StopFlag* stop);
+bool have_libaio();
+
+}  // namespace hoist::measure

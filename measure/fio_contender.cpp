@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstdlib>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <hoist/measure/contender.hpp>
+#include <hoist/measure/subprocess.hpp>
+
+namespace hoist::measure {
+
+namespace {
+
+// Makes glibc ask for huge pages: with 4 KiB pages fio's 1 MiB buffers are 256 segments each, the kernel splits every
+// block, and a comparison would measure that.
+constexpr const char* kHugePages = "glibc.malloc.hugetlb=1";
+
+std::string tunables() {
+  const char* variable = std::getenv("GLIBC_TUNABLES");
+  const std::string others = variable == nullptr ? "" : std::string(variable) + ":";
+  return "GLIBC_TUNABLES=" + others + kHugePages;
+}
+
+const char* rw_of(Pattern pattern) {
+  switch (pattern) {
+    case Pattern::read:
+      return "read";
+    case Pattern::write:
+      return "write";
+    case Pattern::mixed:
+      return "rw";
+  }
+  return "";
+}
+
+// A colon separates file names for fio.
+std::string escaped(const std::string& path) {
+  std::string text;
+  for (const char c : path) {
+    if (c == ':' || c == '\\') text += '\\';
+    text += c;
+  }
+  return text;
+}
+
+class FioContender final : public Contender {
+ public:
+  FioContender(std::span<Drive* const> drives, const StopFlag* stop)
+      : drives_(drives.begin(), drives.end()), stop_(stop) {
+    if (!program_exists("fio"))
+      throw InputError("--compare fio: there is no fio on the PATH; install it (apt install fio)");
+    version_ = run_subprocess({.command = {"fio", "--version"}, .environment = {}}, stop).output;
+    while (!version_.empty() && version_.back() == '\n') version_.pop_back();
+  }
+
+  std::string name() const override { return "fio"; }
+  std::string description() const override {
+    return fmt::format(
+        "{}, io_uring, fixedbufs, registerfiles, direct={}, one thread for each path, buffers on huge "
+        "pages ({})",
+        version_, direct() ? 1 : 0, tunables());
+  }
+
+  LegResult run(const Leg& leg) override {
+    const TimePoint begin = Clock::now();
+    const SubprocessResult process = run_subprocess({.command = command(leg), .environment = {tunables()}}, stop_);
+    const double wall_seconds = to_seconds(Clock::now() - begin);
+    if (process.exit_code != 0)
+      throw Error(fmt::format("fio ended with code {}: {}{}", process.exit_code, process.errors, process.output));
+    LegResult result = parse(process.output, leg);
+    result.setup_seconds = std::max(0.0, wall_seconds - result.seconds);
+    return result;
+  }
+
+ private:
+  bool direct() const { return drives_.front()->file().file().is_direct(); }
+
+  std::vector<std::string> command(const Leg& leg) const {
+    const DriveOptions& options = drives_.front()->options();
+    // Its own defaults that would cost it time are off: buffers are not altered before each write.
+    std::vector<std::string> words{"fio",
+                                   "--output-format=json",
+                                   "--ioengine=io_uring",
+                                   "--fixedbufs=1",
+                                   "--registerfiles=1",
+                                   "--thread=1",
+                                   "--invalidate=0",
+                                   "--fallocate=none",
+                                   "--allow_file_create=0",
+                                   "--refill_buffers=0",
+                                   "--scramble_buffers=0",
+                                   fmt::format("--direct={}", direct() ? 1 : 0),
+                                   fmt::format("--rw={}", rw_of(leg.pattern)),
+                                   "--rwmixread=50",
+                                   fmt::format("--randseed={}", leg.seed + 1),
+                                   fmt::format("--bs={}", options.block_bytes),
+                                   fmt::format("--iodepth={}", options.queue_depth),
+                                   fmt::format("--offset={}", leg.region.offset_bytes),
+                                   fmt::format("--size={}", leg.region.length_bytes),
+                                   fmt::format("--io_size={}", leg.region.length_bytes)};
+    for (std::size_t i = 0; i < drives_.size(); ++i) {
+      words.push_back(fmt::format("--name=drive{}", i));
+      words.push_back(fmt::format("--filename={}", escaped(drives_[i]->file().path())));
+    }
+    return words;
+  }
+
+  // fio rounds its run time up to whole milliseconds: half of one is taken off in its favour.
+  static constexpr double kRoundingSeconds = 0.0005;
+
+  LegResult parse(const std::string& output, const Leg& leg) const {
+    LegResult result;
+    try {
+      // Notes to people may stand before the JSON.
+      const auto report = nlohmann::json::parse(output.substr(std::min(output.find('{'), output.size())));
+      for (const auto& job : report.at("jobs")) {
+        double job_seconds = 0;
+        for (const char* direction : {"read", "write"}) {
+          result.bytes += job.at(direction).at("io_bytes").get<std::uint64_t>();
+          job_seconds = std::max(job_seconds, job.at(direction).at("runtime").get<double>() / 1e3);
+        }
+        result.processor_seconds +=
+            job_seconds * (job.at("usr_cpu").get<double>() + job.at("sys_cpu").get<double>()) / 100;
+        result.seconds = std::max(result.seconds, job_seconds - kRoundingSeconds);
+      }
+    } catch (const nlohmann::json::exception& error) {
+      throw Error(fmt::format("fio's report cannot be read ({}): {}", error.what(), output.substr(0, 400)));
+    }
+    const std::uint64_t expected_bytes = leg.region.length_bytes * drives_.size();
+    if (result.bytes != expected_bytes)
+      throw Error(fmt::format("fio moved {} bytes and was asked for {}", result.bytes, expected_bytes));
+    return result;
+  }
+
+  const std::vector<Drive*> drives_;
+  const StopFlag* stop_;
+  std::string version_;
+};
+
+}  // namespace
+
+std::unique_ptr<Contender> make_fio_contender(std::span<Drive* const> drives, const StopFlag* stop) {
+  return std::make_unique<FioContender>(drives, stop);
+}
+
+}  // namespace hoist::measure

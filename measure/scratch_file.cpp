@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <string_view>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <hoist/core/units.hpp>
+#include <hoist/measure/scratch_file.hpp>
+
+namespace hoist::measure {
+
+namespace {
+
+constexpr std::string_view kMarkerText =
+    "Scratch space of a storage measurement by hoist. It is removed when the run ends; what a killed run left here may "
+    "be deleted.\n";
+constexpr int kTakeOverTries = 10;  // a run that is just ending may remove the directory under our feet
+// What a file system needs beside the file itself, and what nobody should be left without.
+constexpr std::uint64_t kSpareBytes = 64 * kMiB;
+
+IoError io_error(const char* operation, const std::string& path, const char* remedy) {
+  return IoError({.operation = operation, .path = path, .code = errno}, remedy);
+}
+
+InputError not_ours(const std::string& directory, const std::string& why) {
+  return InputError(
+      fmt::format("{} exists and was not made by a hoist measurement ({}); it is left as it is. Rename it, "
+                  "or choose another --path",
+                  directory, why));
+}
+
+void remove_file(const std::string& path) {
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT)
+    spdlog::warn("{} could not be removed: {}", path, std::strerror(errno));
+}
+
+}  // namespace
+
+void check_scratch_directory(const std::string& directory, std::uint64_t bytes) {
+  struct stat info {};
+  if (::stat(directory.c_str(), &info) != 0) {
+    throw InputError(
+        fmt::format("--path {}: {}; name a directory on the drive to be measured", directory, std::strerror(errno)));
+  }
+  if (!S_ISDIR(info.st_mode)) {
+    throw InputError(
+        fmt::format("--path {}: is not a directory; name the directory of a mounted file system on the drive (a block "
+                    "device is never written to)",
+                    directory));
+  }
+  if (::access(directory.c_str(), W_OK | X_OK) != 0) {
+    throw InputError(
+        fmt::format("--path {}: {}; choose a directory this user may write to", directory, std::strerror(errno)));
+  }
+  struct statvfs space {};
+  if (::statvfs(directory.c_str(), &space) != 0) throw io_error("statvfs", directory, "");
+  const std::uint64_t have = std::uint64_t{space.f_bavail} * space.f_frsize;
+  if (have < bytes + kSpareBytes) {
+    throw InputError(fmt::format("--path {}: {} are free, {} are needed; lower --size or free space there", directory,
+                                 format_bytes(have), format_bytes(bytes + kSpareBytes)));
+  }
+}
+
+// The locked marker file: holding it is owning the directory.
+class ScratchFile::Marker {
+ public:
+  explicit Marker(const std::string& directory) : directory_(directory), path_(directory + "/" + kMarkerName) {
+    for (int i = 0; i < kTakeOverTries; ++i) {
+      if (make_or_take_over()) return;
+      ::usleep(10'000);
+    }
+    throw InputError(fmt::format("{} is being made and removed by other runs; try again", directory));
+  }
+
+  ~Marker() {
+    remove_file(path_);
+    if (::rmdir(directory_.c_str()) != 0 && errno != ENOENT)
+      spdlog::warn("{} is kept: {}", directory_, std::strerror(errno));
+    ::close(descriptor_);
+  }
+  Marker(const Marker&) = delete;
+  Marker& operator=(const Marker&) = delete;
+
+ private:
+  // False: somebody else changed the directory meanwhile.
+  bool make_or_take_over() {
+    const bool made = ::mkdir(directory_.c_str(), 0700) == 0;
+    if (!made && errno != EEXIST) throw io_error("mkdir", directory_, "choose a --path this user may write to");
+    if (!made) check_directory();
+    descriptor_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | (made ? O_CREAT | O_EXCL : 0), 0600);
+    if (descriptor_ < 0) return missing_marker(made);
+    try {
+      if (lock() && claim()) return true;
+    } catch (...) {
+      ::close(descriptor_);
+      throw;
+    }
+    ::close(descriptor_);
+    return false;
+  }
+
+  void check_directory() const {
+    struct stat info {};
+    if (::lstat(directory_.c_str(), &info) != 0) {
+      if (errno == ENOENT) return;  // just removed; opening the marker will say so
+      throw io_error("lstat", directory_, "");
+    }
+    if (!S_ISDIR(info.st_mode)) throw not_ours(directory_, "it is no directory");
+  }
+
+  // A run may have been killed between making the directory and the marker; then the directory is empty and can go.
+  bool missing_marker(bool made) const {
+    const int code = errno;
+    if (code == ELOOP) throw not_ours(directory_, "its marker is a link");
+    if (code != ENOENT && !(made && code == EEXIST))
+      throw IoError({.operation = "open", .path = path_, .code = code}, "");
+    if (code == ENOENT && ::rmdir(directory_.c_str()) != 0 && errno != ENOENT)
+      throw not_ours(directory_, fmt::format("there is no {} in it", kMarkerName));
+    return false;
+  }
+
+  // False when the marker was removed before we had the lock.
+  bool lock() const {
+    if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
+      if (errno != EWOULDBLOCK) throw io_error("flock", path_, "");
+      throw InputError(
+          fmt::format("{} is in use by another measurement, and each would disturb the other; wait for it, "
+                      "or choose another drive",
+                      directory_));
+    }
+    struct stat info {};
+    if (::fstat(descriptor_, &info) != 0) throw io_error("fstat", path_, "");
+    return info.st_nlink > 0;
+  }
+
+  // Checks that the marker is ours (a killed run may have written only part of it) and writes it.
+  bool claim() const {
+    char text[kMarkerText.size() + 1];
+    const ssize_t length = ::pread(descriptor_, text, sizeof text, 0);
+    if (length < 0) throw io_error("read", path_, "");
+    if (!kMarkerText.starts_with(std::string_view(text, static_cast<std::size_t>(length))))
+      throw not_ours(directory_, fmt::format("its {} holds something else", kMarkerName));
+    if (::pwrite(descriptor_, kMarkerText.data(), kMarkerText.size(), 0) < 0)
+      throw io_error("write", path_, "free space on this drive");
+    return true;
+  }
+
+  std::string directory_;
+  std::string path_;
+  int descriptor_ = -1;
+};
+
+ScratchFile::ScratchFile(const std::string& directory, std::uint64_t bytes)
+    : parent_(directory),
+      directory_(directory + "/" + kDirectoryName),
+      data_path_(directory_ + "/" + kDataName),
+      bytes_(bytes),
+      marker_(std::make_unique<Marker>(directory_)) {
+  remove_file(data_path_);  // of a run that was killed
+  file_ =
+      std::make_unique<aio::File>(data_path_, aio::FileOptions{.mode = aio::OpenMode::create, .reserve_bytes = bytes});
+}
+
+ScratchFile::~ScratchFile() {
+  file_.reset();
+  remove_file(data_path_);
+}
+
+}  // namespace hoist::measure

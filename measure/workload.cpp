@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <atomic>
+#include <ctime>
+
+#include <sys/resource.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/measure/workload.hpp>
+
+namespace hoist::measure {
+
+namespace {
+
+constexpr std::chrono::milliseconds kProgressInterval{50};
+constexpr std::uint64_t kBufferSeed = 0x9d5f;
+
+double thread_seconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+double process_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+// Keeps one drive busy. Everything after start() happens on the drive's I/O thread, until done() completes.
+class Pump {
+ public:
+  Pump(const Drive& drive, const WorkloadOptions& options, std::uint64_t drive_index)
+      : drive_(drive),
+        options_(options),
+        block_bytes_(drive.options().block_bytes),
+        region_bytes_(round_down(options.region.length_bytes, block_bytes_)),
+        coin_(options.seed * 1024 + drive_index) {
+    HOIST_ASSERT(region_bytes_ > 0 && options.region.offset_bytes + region_bytes_ <= drive.file().bytes(),
+                 "region {}+{} of {}", options.region.offset_bytes, options.region.length_bytes, drive.file().bytes());
+    HOIST_ASSERT(options.bytes_max > 0 || options.duration.count() > 0, "a workload without an end");
+    for (unsigned i = 0; i < drive.options().queue_depth; ++i) slots_.push_back({this, drive.slot(i), {}, false});
+  }
+  Pump(const Pump&) = delete;
+  Pump& operator=(const Pump&) = delete;
+
+  // A flush first: what an earlier run wrote must not be paid for now, and its continuation is on the I/O thread.
+  void start() {
+    drive_.engine().sync(drive_.file().file()).then([this](const std::exception_ptr& error) { begin(error); });
+  }
+
+  const Completion& done() const { return done_; }
+  const std::exception_ptr& error() const { return error_; }  // once done
+  std::uint64_t bytes_so_far() const { return bytes_so_far_.load(std::memory_order_relaxed); }
+  const DriveResult& result() const { return result_; }
+  TimePoint begun() const { return begun_; }
+  TimePoint ended() const { return ended_; }
+
+ private:
+  struct Slot {
+    Pump* pump;
+    std::span<std::byte> buffer;
+    TimePoint begun;
+    bool write;
+  };
+
+  void begin(const std::exception_ptr& error) {
+    thread_seconds_ = thread_seconds();
+    begun_ = ended_ = Clock::now();
+    error_ = error;
+    for (Slot& slot : slots_) {
+      if (!more(begun_)) break;
+      ++in_flight_;
+      issue(slot, begun_);
+    }
+    if (in_flight_ == 0) finish();
+  }
+
+  bool more(TimePoint now) const {
+    if (error_) return false;
+    if (options_.stop != nullptr && options_.stop->load(std::memory_order_relaxed)) return false;
+    if (options_.bytes_max > 0 && issued_bytes_ + block_bytes_ > options_.bytes_max) return false;
+    return options_.duration.count() == 0 || now - begun_ < options_.duration;
+  }
+
+  bool next_is_write() {
+    if (options_.pattern == Pattern::mixed) return (coin_.bits() & 1) != 0;
+    return options_.pattern == Pattern::write;
+  }
+
+  void issue(Slot& slot, TimePoint now) {
+    slot.begun = now;
+    slot.write = next_is_write();
+    std::uint64_t& cursor = slot.write ? write_at_ : read_at_;
+    const std::uint64_t offset = options_.region.offset_bytes + cursor;
+    cursor = (cursor + block_bytes_) % region_bytes_;
+    issued_bytes_ += block_bytes_;
+    aio::Engine& engine = drive_.engine();
+    const aio::File& file = drive_.file().file();
+    const Completion completion = slot.write ? engine.write(file, offset, slot.buffer, aio::Priority::foreground)
+                                             : engine.read(file, offset, slot.buffer, aio::Priority::foreground);
+    completion.then([&slot](const std::exception_ptr& error) { slot.pump->finished(slot, error); });
+  }
+
+  void finished(Slot& slot, const std::exception_ptr& error) {
+    const TimePoint now = Clock::now();
+    if (error) {
+      if (!error_) error_ = error;
+    } else {
+      (slot.write ? result_.written_bytes : result_.read_bytes) += block_bytes_;
+      result_.latency.record(now - slot.begun);
+      bytes_so_far_.store(result_.bytes(), std::memory_order_relaxed);
+    }
+    if (more(now)) return issue(slot, now);
+    if (--in_flight_ > 0) return;
+    ended_ = now;
+    finish();
+  }
+
+  void finish() {
+    result_.seconds = to_seconds(ended_ - begun_);
+    result_.thread_seconds = thread_seconds() - thread_seconds_;
+    // Moved out first: whoever waits may destroy this object as soon as the promise is kept.
+    Promise promise = std::move(promise_);
+    promise.complete();
+  }
+
+  const Drive& drive_;
+  const WorkloadOptions& options_;
+  const std::uint64_t block_bytes_;
+  const std::uint64_t region_bytes_;
+  Rng coin_;
+  std::vector<Slot> slots_;
+  std::uint64_t read_at_ = 0;  // in the region
+  std::uint64_t write_at_ = 0;
+  std::uint64_t issued_bytes_ = 0;
+  unsigned in_flight_ = 0;
+  std::atomic<std::uint64_t> bytes_so_far_{0};
+  TimePoint begun_{};
+  TimePoint ended_{};
+  double thread_seconds_ = 0;
+  DriveResult result_;
+  std::exception_ptr error_;
+  Promise promise_;
+  const Completion done_ = promise_.completion();
+};
+
+using Pumps = std::vector<std::unique_ptr<Pump>>;
+
+// Waits for every pump even when one fails: their buffers must be at rest before anybody leaves.
+void wait_for(const Pumps& pumps, const WorkloadOptions& options) {
+  for (const auto& pump : pumps) {
+    while (!pump->done().wait_for(kProgressInterval)) {
+      if (!options.progress) continue;
+      std::uint64_t bytes = 0;
+      for (const auto& each : pumps) bytes += each->bytes_so_far();
+      options.progress(bytes);
+    }
+  }
+  for (const auto& pump : pumps) {
+    if (pump->error()) std::rethrow_exception(pump->error());
+  }
+}
+
+double flush(std::span<Drive* const> drives) {
+  const TimePoint begin = Clock::now();
+  std::vector<Completion> flushes;
+  for (const Drive* drive : drives) flushes.push_back(drive->engine().sync(drive->file().file()));
+  for (const Completion& completion : flushes) completion.wait();
+  return to_seconds(Clock::now() - begin);
+}
+
+}  // namespace
+
+const char* pattern_name(Pattern pattern) {
+  switch (pattern) {
+    case Pattern::read:
+      return "read";
+    case Pattern::write:
+      return "write";
+    case Pattern::mixed:
+      return "mixed";
+  }
+  return "";
+}
+
+BlockBuffers::BlockBuffers(std::uint64_t bytes, int numa_node) : memory_({.bytes = bytes, .numa_node = numa_node}) {
+  fill_random(memory_.bytes(), kBufferSeed);
+}
+
+Drive::Drive(const ScratchFile& file, const BlockBuffers& buffers, const DriveOptions& options, int numa_node)
+    : file_(file), buffers_(buffers), options_(options) {
+  const std::uint64_t used_bytes = options.queue_depth * options.block_bytes;
+  HOIST_ASSERT(used_bytes <= buffers.bytes().size(), "{} bytes of buffers for {}", buffers.bytes().size(), used_bytes);
+  aio::EngineOptions engine{.backend = options.backend,
+                            .block_bytes = options.block_bytes,
+                            .queue_depth = options.queue_depth,
+                            .thread_count = options.thread_count,
+                            .numa_node = numa_node};
+  // Pieces of at most 1 GiB that no block straddles.
+  const std::uint64_t slice_bytes = round_down(platform::HostMemory::kSliceBytes, options.block_bytes);
+  for (std::uint64_t at = 0; at < used_bytes; at += slice_bytes)
+    engine.registered_memory.push_back(buffers.bytes().subspan(at, std::min(slice_bytes, used_bytes - at)));
+  engine_ = std::make_unique<aio::Engine>(engine);
+}
+
+std::span<std::byte> Drive::slot(unsigned index) const {
+  return buffers_.bytes().subspan(index * options_.block_bytes, options_.block_bytes);
+}
+
+std::uint64_t WorkloadResult::bytes() const {
+  std::uint64_t bytes = 0;
+  for (const DriveResult& drive : drives) bytes += drive.bytes();
+  return bytes;
+}
+
+double WorkloadResult::processor_seconds_per_gb() const {
+  return bytes() > 0 ? processor_seconds / (static_cast<double>(bytes()) / 1e9) : 0;
+}
+
+LatencyHistogram WorkloadResult::latency() const {
+  LatencyHistogram all;
+  for (const DriveResult& drive : drives) all.add(drive.latency);
+  return all;
+}
+
+WorkloadResult run_workload(std::span<Drive* const> drives, const WorkloadOptions& options) {
+  Pumps pumps;
+  for (std::size_t i = 0; i < drives.size(); ++i) pumps.push_back(std::make_unique<Pump>(*drives[i], options, i));
+  WorkloadResult result;
+  const double before = process_seconds();
+  for (const auto& pump : pumps) pump->start();
+  wait_for(pumps, options);
+  result.processor_seconds = process_seconds() - before;
+  throw_if_stopped(options.stop);
+  if (options.pattern != Pattern::read) result.flush_seconds = flush(drives);
+  TimePoint begin = TimePoint::max();
+  TimePoint end = TimePoint::min();
+  for (const auto& pump : pumps) {
+    result.drives.push_back(pump->result());
+    begin = std::min(begin, pump->begun());
+    end = std::max(end, pump->ended());
+  }
+  result.seconds = to_seconds(end - begin);
+  return result;
+}
+
+}  // namespace hoist::measure
