@@ -37,6 +37,7 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
   refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
          "at least 1 buffer is needed");
   refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
+  check(options.learning_rate_schedule);
   refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
 }
 
@@ -445,7 +446,7 @@ std::optional<std::uint64_t> Engine::committed_step() const {
 
 double Engine::learning_rate(GroupId group) const {
   if (group.index >= impl_->groups.size()) throw UsageError(fmt::format("there is no group {}", group.index));
-  return impl_->groups[group.index].learning_rate;
+  return impl_->scheduled(impl_->groups[group.index], impl_->step_count).learning_rate;
 }
 
 void Engine::set_learning_rate(GroupId group, double learning_rate) {

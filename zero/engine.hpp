@@ -69,8 +69,10 @@ class Engine {
   void finish(UnitId unit, StreamRef stream);
 
   // --- a step --------------------------------------------------------------------------------------------------------
-  void set_learning_rate(GroupId group, double learning_rate);  // takes effect at the next step()
-  double learning_rate(GroupId group) const;
+  // The group's own rate, from the next step() on. A schedule (EngineOptions::learning_rate_schedule) that names its
+  // rates itself goes over it.
+  void set_learning_rate(GroupId group, double learning_rate);
+  double learning_rate(GroupId group) const;  // of the next step, by the schedule
   float loss_scale() const;
   StepReport step(const StepOptions& options = {});  // [C]
   // Ends the pass under way and drops its gradients; outside of a pass, drops those of the step to come.

@@ -114,9 +114,20 @@ double Engine::Impl::global_norm() {
   return std::sqrt(total);
 }
 
+GroupOptions Engine::Impl::scheduled(GroupOptions group, std::uint64_t applied_steps) const {
+  const LearningRateSchedule& schedule = options.learning_rate_schedule;
+  group.learning_rate = hoist::learning_rate(schedule, applied_steps, group.learning_rate);
+  if (const auto betas = scheduled_betas(schedule, applied_steps)) {
+    group.beta1 = betas->beta1;
+    group.beta2 = betas->beta2;
+  }
+  return group;
+}
+
 void Engine::Impl::update(double gradient_scale) {
   std::vector<optim::AdamCoefficients> coefficients;
-  for (const GroupOptions& group : groups) coefficients.emplace_back(group, step_count, gradient_scale);
+  for (const GroupOptions& group : groups)
+    coefficients.emplace_back(scheduled(group, step_count - 1), step_count, gradient_scale);
   std::atomic<std::uint32_t> broken{~0u};
   live.updater->walk(step_writes(), [&](const detail::TileAccess& tile) {
     const detail::Segment& segment = *tile.segment;
@@ -184,6 +195,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   live.gradients->wait();
 
   StepReport report;
+  report.learning_rate = scheduled(groups.front(), step_count).learning_rate;
   report.gradient_norm = global_norm();
   report.applied = std::isfinite(report.gradient_norm);
   gradients_due = false;

@@ -89,6 +89,7 @@ struct StepReport {
   double gradient_norm = 0;  // global, before clipping
   double clip_factor = 1;    // what gradients were multiplied by
   double loss_scale = 1;
+  double learning_rate = 0;  // of group 0, by the schedule
   Completion committed;  // done when the step is durable at all ranks; at once without durability
 };
 

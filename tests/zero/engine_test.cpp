@@ -203,6 +203,48 @@ TEST(Engine, LearningRateTakesEffectAtTheNextStep) {
 
 // --- state access ----------------------------------------------------------------------------------------------------
 
+TEST(Engine, AScheduleIsTheSameAsSettingItsRatesByHand) {
+  const LearningRateSchedule schedule = WarmupRate{.min_rate = 1e-4, .max_rate = 3e-2, .steps = 4};
+  const TempDirectory directory;
+  const ToySetup by_hand = toy_setup(Placement::pinned, Placement::pinned);
+  Digests expected;
+  {
+    Runtime runtime(by_hand.runtime);
+    Engine engine(runtime, by_hand.engine);
+    ToyModel model(engine, {});
+    engine.initialize(model.fill());
+    for (std::uint64_t step = 1; step <= 6; ++step) {
+      for (const std::uint32_t group : {0u, 1u})
+        engine.set_learning_rate(GroupId{group}, learning_rate(schedule, step - 1, 1.0));
+      model.train(step, step);
+    }
+    expected = digests_of(engine, model);
+  }
+  // Interrupted after three steps: the rate is a function of the steps applied, so nothing else has to be kept.
+  ToySetup scheduled = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  scheduled.engine.learning_rate_schedule = schedule;
+  std::vector<double> losses;
+  for (const std::uint64_t first : {1u, 4u}) {
+    Runtime runtime(scheduled.runtime);
+    Engine engine(runtime, scheduled.engine);
+    ToyModel model(engine, {});
+    if (first == 1) {
+      engine.initialize(model.fill());
+    } else {
+      EXPECT_EQ(engine.restore().step, 3u);
+      model.losses = losses;
+    }
+    EXPECT_EQ(engine.learning_rate(GroupId{1}), learning_rate(schedule, first - 1, 1.0));
+    model.train(first, first + 2);
+    EXPECT_EQ(model.reports.back().learning_rate, learning_rate(schedule, first + 1, 1.0));
+    losses = model.losses;
+    if (first == 4) {
+      EXPECT_EQ(digests_of(engine, model), expected);
+    }
+    engine.settle();
+  }
+}
+
 TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
   for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme}) {
     for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {

@@ -61,6 +61,8 @@ class Engine::Impl {
   void check_agreement();  // all ranks made the same calls in the pass that ended
   StepReport step(const StepOptions& options);
   double global_norm();
+  // A group's options as the schedule has them after so many steps.
+  GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
   void update(double gradient_scale);
   Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
   void fail(std::exception_ptr error) {                                                  // the first one counts
