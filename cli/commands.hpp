@@ -20,5 +20,6 @@ Command add_check(CLI::App& app);
 Command add_inspect(CLI::App& app);
 Command add_doctor(CLI::App& app);
 Command add_bench(CLI::App& app);
+Command add_tune(CLI::App& app);
 
 }  // namespace hoist::cli

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "replace_file.hpp"
+
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+#include <system_error>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <hoist/aio/file.hpp>
+#include <hoist/core/error.hpp>
+
+namespace hoist::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+IoError io_error(const char* operation, const std::string& path) {
+  return IoError({.operation = operation, .path = path, .code = errno}, "");
+}
+
+// A file beside `target`, removed again unless it was renamed.
+class Draft {
+ public:
+  explicit Draft(const std::string& target) : target_(target), path_(target + ".XXXXXX") {
+    descriptor_ = ::mkostemp(path_.data(), O_CLOEXEC);
+    if (descriptor_ < 0) throw io_error("create", path_);
+  }
+  ~Draft() {
+    ::close(descriptor_);
+    if (!renamed_) ::unlink(path_.c_str());
+  }
+  Draft(const Draft&) = delete;
+  Draft& operator=(const Draft&) = delete;
+
+  void write(const std::string& text) const {
+    for (std::size_t at = 0; at < text.size();) {
+      const ssize_t written = ::write(descriptor_, text.data() + at, text.size() - at);
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0) throw io_error("write", path_);
+      at += static_cast<std::size_t>(written);
+    }
+  }
+
+  // mkostemp makes it 0600.
+  void take_permissions() const {
+    struct stat old {};
+    if (::stat(target_.c_str(), &old) == 0) {
+      if (::fchmod(descriptor_, old.st_mode & 07777) != 0) throw io_error("fchmod", path_);
+      if (::fchown(descriptor_, old.st_uid, old.st_gid) != 0 && errno != EPERM) throw io_error("fchown", path_);
+      return;
+    }
+    const mode_t mask = ::umask(0);
+    ::umask(mask);
+    if (::fchmod(descriptor_, 0666 & ~mask) != 0) throw io_error("fchmod", path_);
+  }
+
+  void rename() {
+    if (::fsync(descriptor_) != 0) throw io_error("fsync", path_);
+    if (::rename(path_.c_str(), target_.c_str()) != 0) throw io_error("rename", target_);
+    renamed_ = true;
+    const std::string directory = fs::path(target_).parent_path();
+    aio::sync_directory(directory.empty() ? "." : directory);
+  }
+
+ private:
+  const std::string target_;
+  std::string path_;
+  int descriptor_ = -1;
+  bool renamed_ = false;
+};
+
+}  // namespace
+
+void replace_file(const std::string& path, const std::string& text) {
+  std::error_code error;
+  const fs::path real = fs::weakly_canonical(path, error);
+  Draft draft(error ? path : real.string());
+  draft.write(text);
+  draft.take_permissions();
+  draft.rename();
+}
+
+std::string read_file(const std::string& path) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) throw io_error("open", path);
+  std::string text;
+  std::array<char, 65536> buffer;
+  ssize_t length = 0;
+  while ((length = ::read(descriptor, buffer.data(), buffer.size())) != 0) {
+    if (length < 0 && errno == EINTR) continue;
+    if (length < 0) break;
+    text.append(buffer.data(), static_cast<std::size_t>(length));
+  }
+  const int code = length < 0 ? errno : 0;
+  ::close(descriptor);
+  if (code != 0) throw IoError({.operation = "read", .path = path, .code = code}, "");
+  return text;
+}
+
+}  // namespace hoist::cli

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/replace_file.hpp - puts a text in the place of a file all at once: whoever looks sees the old file or the new
+// one.
+#pragma once
+
+#include <string>
+
+namespace hoist::cli {
+
+// Written beside `path`, flushed, then renamed over it; permissions of an existing file are kept, and a symbolic link
+// stays one. On failure the old file is as it was and nothing is left behind.
+// Errors: IoError.
+void replace_file(const std::string& path, const std::string& text);
+
+// Errors: IoError.
+std::string read_file(const std::string& path);
+
+}  // namespace hoist::cli

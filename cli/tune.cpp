@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist tune: the block size and queue depth that suit these drives, written into a configuration.
+#include "tune.hpp"
+
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <hoist/config/config.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+
+#include "commands.hpp"
+#include "interrupt.hpp"
+#include "json_edit.hpp"
+#include "output.hpp"
+#include "replace_file.hpp"
+#include "storage.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+using measure::InputError;
+
+struct TuneArguments {
+  std::vector<std::string> paths;
+  std::string size = "1GiB";
+  std::string engine;
+  std::string out;
+  std::string merge;
+  std::string plot;
+  std::string json;
+  bool full = false;
+  bool quiet = false;
+};
+
+constexpr double kBudgetSeconds = 20;
+// What is left for the last measurement to end and the files to be removed.
+constexpr double kMarginSeconds = 1;
+constexpr std::uint64_t kFileBytesMin = 64 * kMiB;  // the largest footprint
+
+std::uint64_t largest_footprint() {
+  std::uint64_t bytes = 0;
+  for (const measure::Setting& setting : measure::standard_settings())
+    bytes = std::max(bytes, setting.footprint_bytes());
+  return bytes;
+}
+
+void check_target(const std::string& option, const std::string& path) {
+  namespace fs = std::filesystem;
+  if (path.empty()) return;
+  std::error_code ignored;
+  if (fs::is_directory(path, ignored))
+    throw InputError(fmt::format("{} {}: is a directory; name a file", option, path));
+  const fs::path parent = fs::absolute(path, ignored).parent_path();
+  if (::access(parent.c_str(), W_OK | X_OK) != 0)
+    throw InputError(
+        fmt::format("{} {}: no file can be written in {}; choose another directory", option, path, parent.string()));
+}
+
+// Before anything is measured: what cannot be merged into must not cost twenty seconds.
+std::string read_config(const std::string& path) {
+  if (path.empty()) return {};
+  if (std::filesystem::is_directory(path)) throw InputError(fmt::format("--merge {}: is a directory", path));
+  try {
+    const std::string text = read_file(path);
+    for (const std::string_view section : {"aio", "hoist"})
+      static_cast<void>(with_member(text, std::array{section, std::string_view("probe")}, 0));
+    const std::array<std::string_view, 3> measured{"hoist", "measured", "probe"};
+    static_cast<void>(with_member(text, measured, 0));
+    return text;
+  } catch (const IoError& error) {
+    throw InputError(fmt::format("--merge: {}", error.what()));
+  } catch (const JsonEditError& error) {
+    throw InputError(fmt::format("--merge {}: {}; `hoist check` says more", path, error.what()));
+  }
+}
+
+class Tuning {
+ public:
+  Tuning(const TuneArguments& arguments, const measure::StopFlag* stop)
+      : arguments_(arguments),
+        stop_(stop),
+        begin_(Clock::now()),
+        file_bytes_(parse_size_option("--size", arguments.size)),
+        backend_(parse_engine_option(arguments.engine)) {}
+
+  TuneReport run() {
+    check();
+    StorageRig rig(arguments_.paths, round_down(file_bytes_, kMiB), largest_footprint());
+    rig.fill(stop_, style());
+    TuneReport report;
+    report.paths = arguments_.paths;
+    report.facts = rig.facts();
+    report.warnings = rig.warnings();
+    {
+      const auto drives = rig.drives(drive_options(measure::standard_settings().front()));
+      report.engine = engine_name(drives.front()->engine());
+      report.engine_description = drives.front()->engine().description();
+    }
+    report.search = search(rig, measure::quick_rounds(), "searching,",
+                           [&] { return to_seconds(Clock::now() - begin_) > kBudgetSeconds - kMarginSeconds; });
+    report.seconds = to_seconds(Clock::now() - begin_);
+    if (arguments_.full) report.full = search(rig, measure::full_round(), "full sweep,", {});
+    if (!report.search.complete) {
+      report.warnings.push_back(fmt::format(
+          "time ran out before the search was done (the drives are slow, or another program uses them); repeat it"));
+    }
+    report.warnings.emplace_back(
+        "writing was measured for seconds: many drives slow down when they write for minutes (SLC cache); `hoist bench "
+        "io --op write --seconds 120` shows the sustained speed");
+    return report;
+  }
+
+ private:
+  void check() const {
+    if (backend_ == aio::BackendKind::null)
+      throw InputError("--engine null: moves no data, so there is nothing to tune; choose io_uring or threads");
+    if (file_bytes_ < kFileBytesMin) {
+      throw InputError(fmt::format("--size {}: at least {} are needed, the largest amount in flight",
+                                   format_bytes(file_bytes_), format_bytes(kFileBytesMin)));
+    }
+    check_paths(arguments_.paths, file_bytes_);
+  }
+
+  ProgressStyle style() const { return arguments_.quiet ? ProgressStyle::quiet : ProgressStyle::automatic; }
+
+  measure::DriveOptions drive_options(const measure::Setting& setting) const {
+    return {.backend = backend_,
+            .block_bytes = setting.block_bytes,
+            .queue_depth = setting.queue_depth,
+            .thread_count = setting.queue_depth};
+  }
+
+  measure::SearchResult search(const StorageRig& rig, std::vector<measure::SearchRound> rounds, const char* what,
+                               std::function<bool()> out_of_time) {
+    std::unique_ptr<Progress> progress;
+    std::uint64_t seed = 0;
+    return measure::search_settings(
+        {.rounds = std::move(rounds),
+         .measure =
+             [&](const measure::Setting& setting, measure::Pattern pattern, Nanoseconds leg) {
+               const auto drives = rig.drives(drive_options(setting));
+               const auto pointers_of_drives = pointers(drives);
+               return measure::run_workload(pointers_of_drives, {.pattern = pattern,
+                                                                 .region = {0, round_down(file_bytes_, kMiB)},
+                                                                 .duration = leg,
+                                                                 .seed = ++seed,
+                                                                 .stop = stop_})
+                   .bytes_per_second();
+             },
+         .out_of_time = std::move(out_of_time),
+         .progress =
+             [&](std::size_t done, std::size_t total) {
+               if (!progress) {
+                 progress = std::make_unique<Progress>(ProgressOptions{.what = std::string(what) + " measurement",
+                                                                       .unit = ProgressOptions::Unit::count,
+                                                                       .total = total,
+                                                                       .style = style()});
+               }
+               progress->update(done);
+             }});
+  }
+
+  const TuneArguments& arguments_;
+  const measure::StopFlag* stop_;
+  const TimePoint begin_;
+  const std::uint64_t file_bytes_;
+  const aio::BackendKind backend_;
+};
+
+// What hoist itself would say of the file that is about to be written.
+void warn_if_refused(TuneReport& report, const std::string& text, const std::string& path) {
+  try {
+    static_cast<void>(Config::parse(text, path));
+  } catch (const ConfigError& error) {
+    report.warnings.push_back(
+        fmt::format("`hoist check {}` refuses the file, for reasons that were there before: {}", path, error.what()));
+  }
+}
+
+void write_results(const TuneArguments& arguments, TuneReport& report, const std::string& config_text) {
+  const std::string target = arguments.out.empty() ? arguments.merge : arguments.out;
+  if (!target.empty()) {
+    const std::string text =
+        arguments.merge.empty() ? configuration(report).dump(2) + "\n" : merged_configuration(config_text, report);
+    warn_if_refused(report, text, target);
+    replace_file(target, text);
+  }
+  if (!arguments.plot.empty()) replace_file(arguments.plot, to_svg(report));
+  write_json(arguments.json, to_json(report));
+  fmt::print("{}", to_text(report));
+  if (target.empty()) {
+    fmt::print("\n{}\n", configuration(report).dump(2));
+  } else {
+    fmt::print("\nwritten to {}\n", target);
+  }
+}
+
+int tune(const TuneArguments& arguments) {
+  try {
+    check_target("--out", arguments.out);
+    check_target("--merge", arguments.merge);
+    check_target("--plot", arguments.plot);
+    const std::string config_text = read_config(arguments.merge);
+    const InterruptGuard interrupt;
+    TuneReport report = Tuning(arguments, interrupt.flag()).run();
+    write_results(arguments, report, config_text);
+    return kOk;
+  } catch (const InputError& error) {
+    fmt::print(stderr, "hoist tune: {}\n", error.what());
+    return kBadInput;
+  } catch (const measure::Interrupted&) {
+    fmt::print(stderr, "hoist tune: interrupted; its files are removed and nothing was written\n");
+    InterruptGuard::end_by_signal();
+  }
+}
+
+}  // namespace
+
+Command add_tune(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("tune", "Find the io settings that suit these drives, in 20 seconds");
+  auto arguments = std::make_shared<TuneArguments>();
+  command->add_option("--path", arguments->paths, "A directory on the drive; give it again for each further drive")
+      ->required();
+  command->add_option("--size", arguments->size, "Bytes of the file in each directory (1GiB)");
+  command->add_option("--engine", arguments->engine, "io_uring or threads (io_uring where the system allows it)");
+  command->add_option("--out", arguments->out, "Write the settings to this file");
+  command->add_option("--merge", arguments->merge,
+                      "Set them in this configuration and leave the rest as it is; with --out, there instead");
+  command->add_flag("--full", arguments->full,
+                    "Then measure every setting, to see how good the choice was (half a minute)");
+  command->add_option("--plot", arguments->plot, "Draw the sweep into this SVG file");
+  command->add_option("--json", arguments->json, "Write all that was measured as JSON to this file");
+  command->add_flag("--quiet", arguments->quiet, "No progress");
+  command->footer("Example: hoist tune --path /local_nvme --merge offload.json --plot sweep.svg");
+  return {command, [arguments] { return tune(*arguments); }};
+}
+
+}  // namespace hoist::cli

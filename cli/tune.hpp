@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/tune.hpp - hoist tune: what the search found, as configuration, table, JSON and picture.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <hoist/measure/machine.hpp>
+#include <hoist/measure/search.hpp>
+
+namespace hoist::cli {
+
+struct TuneReport {
+  std::vector<std::string> paths;
+  std::vector<measure::DriveFacts> facts;
+  std::string engine;  // "io_uring", "threads"
+  std::string engine_description;
+  measure::SearchResult search;
+  // Every setting, measured in the same way right after the search.
+  std::optional<measure::SearchResult> full;
+  double seconds = 0;  // of the search, the writing of the files included
+  std::vector<std::string> warnings;
+
+  const measure::SettingResult& chosen() const { return search.settings[search.best]; }
+  // How near the chosen setting comes to the best of the full sweep, for a pattern. Pre: full.
+  double share_of_full(std::size_t pattern) const;
+};
+
+// The keys that are written: {"aio": {...}, "hoist": {"measured": {...}}}.
+nlohmann::ordered_json configuration(const TuneReport& report);
+// `config_text` with those keys set. Keys of "aio" that were not searched over are added only where they are missing.
+// Errors: JsonEditError.
+std::string merged_configuration(const std::string& config_text, const TuneReport& report);
+
+nlohmann::ordered_json to_json(const TuneReport& report);
+std::string to_text(const TuneReport& report);
+// A heat map of bandwidth for each pattern, block sizes across and queue depths down.
+std::string to_svg(const TuneReport& report);
+
+}  // namespace hoist::cli
