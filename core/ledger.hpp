@@ -8,6 +8,7 @@
 #pragma once
 
 #include <hoist/core/clock.hpp>
+#include <hoist/core/trace.hpp>
 
 #include <array>
 #include <atomic>
@@ -36,6 +37,10 @@ class Ledger {
   void count(Link link, std::uint64_t bytes, Nanoseconds busy);
   void waited(WaitCause cause, Nanoseconds duration);
 
+  // From here on what is counted and waited for is also drawn there; null: no longer. Store transfers draw themselves.
+  void trace_to(Trace* trace) { trace_ = trace; }
+  Trace* trace() const { return trace_; }
+
   LinkTotals totals(Link link, Account account = Account::steps) const;
   Nanoseconds waited(WaitCause cause) const;  // inside steps
 
@@ -59,6 +64,7 @@ class Ledger {
   std::array<std::array<Cell, kLinkCount>, 2> cells_;
   std::array<std::atomic<std::int64_t>, kWaitCauseCount> waits_{};
   std::atomic<int> apart_depth_{0};
+  std::atomic<Trace*> trace_{nullptr};
 };
 
 }  // namespace hoist

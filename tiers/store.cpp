@@ -26,6 +26,7 @@ Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::St
       superblock_(std::move(superblock)),
       paths_(std::move(paths)),
       durability_(options.durability),
+      trace_(options.trace),
       table_(options.records, options.durability, superblock_.store_number),
       image_(superblock_.slot_bytes()) {
   if (durability_ == Durability::step) caller_state_.reserve(superblock_.caller_state_bytes_max);
@@ -137,6 +138,14 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   adopted_ = true;
 }
 
+Completion Store::Impl::drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const {
+  if (trace_ == nullptr) return transfer;
+  // Its own copy of the name: a transfer that a drive never answers ends after the store.
+  transfer.then([trace = trace_, row, bytes, begin = Clock::now(), name = table_.record(record).unit](
+                    const std::exception_ptr&) { trace->add(row, name, begin, Clock::now(), bytes); });
+  return transfer;
+}
+
 Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                              std::span<std::byte> target, aio::Priority priority) {
   const std::uint64_t bytes = table_.range_bytes(record, region, first, count);
@@ -146,7 +155,8 @@ Completion Store::Impl::read(RecordId record, Region region, std::uint32_t first
     const auto part = target.first(run.length_bytes);
     target = target.subspan(run.length_bytes);
     if (run.length_bytes == 0) return Completion{};
-    return transfers_->read([&] { return files_.data->read(run.offset_bytes, part, priority); });
+    return drawn(TraceRow::nvme_read, record, run.length_bytes,
+                 transfers_->read([&] { return files_.data->read(run.offset_bytes, part, priority); }));
   };
   const std::uint32_t end = first + count;
   auto run = table_.readable_run(record, region, first, end);
@@ -196,10 +206,10 @@ Completion Store::Impl::write(RecordId record, Region region, std::uint32_t firs
   HOIST_ASSERT(source.size() == length, "{} bytes for {}", source.size(), length);
   HOIST_ASSERT(checksums.size() == count, "{} checksums for {} tiles", checksums.size(), count);
   if (length == 0) return {};
-  return transfers_->write([&] {
+  return drawn(TraceRow::nvme_write, record, length, transfers_->write([&] {
     const std::uint64_t offset = table_.start_write(record, region, first, count, checksums);
     return files_.data->write(offset, source, priority);
-  });
+  }));
 }
 
 Completion Store::Impl::commit(std::span<const std::byte> caller_state, std::function<void()> agree) {
@@ -231,12 +241,22 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, std::fun
 }
 
 void Store::Impl::land(const CommitJob& job) {
-  transfers_->wait_for_writes();
+  {
+    const TraceSpan span(trace_, TraceRow::commit, "last writes");
+    transfers_->wait_for_writes();
+  }
   if (durability_ == Durability::none) return;
-  files_.data->sync().wait();
+  {
+    const TraceSpan span(trace_, TraceRow::commit, "flush data");
+    files_.data->sync().wait();
+  }
   for (const std::string& directory : directories_to_flush_) aio::sync_directory(directory);
   directories_to_flush_.clear();
-  write_slot(1 - slot_, job.header);
+  {
+    const TraceSpan span(trace_, TraceRow::commit, "manifest");
+    write_slot(1 - slot_, job.header);
+  }
+  const TraceSpan span(trace_, TraceRow::commit, "agree");
   if (job.agree) job.agree();
 }
 

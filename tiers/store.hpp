@@ -21,6 +21,7 @@
 
 #include <hoist/aio/engine.hpp>
 #include <hoist/core/strong_id.hpp>
+#include <hoist/core/trace.hpp>
 #include <hoist/tiers/record_layout.hpp>
 
 namespace hoist::tiers {
@@ -58,6 +59,7 @@ struct StoreOptions {
   Durability durability = Durability::step;
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
+  Trace* trace = nullptr;  // where transfers and commits are drawn
   // Drawn at random when 0. Fixed by tests that compare the bytes of a new store.
   std::uint64_t store_number = 0;
 };

@@ -91,6 +91,7 @@ void Engine::Impl::tear_down() noexcept {
   live.registered.clear();
   live.memory.reset();
   live.records.reset();
+  metrics.reset();
 
   sealed = false;
   gradients_due = agreement_due = false;
@@ -135,13 +136,15 @@ void Engine::Impl::seal(bool create_store) {
   together(create_store ? "take its memory and make its store" : "take its memory and open its store",
            [&] { lay_out(create_store); });
   if (live.store) live.commit_channel = runtime.communicator().duplicate();
+  if (runtime.rank() == 0 && !options.metrics_path.empty())
+    metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
   sealed = true;
 }
 
 void Engine::Impl::lay_out(bool create_store) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
-  tiers::StoreOptions store = detail::store_options(options, table, *live.records, runtime.rank());
+  tiers::StoreOptions store = detail::store_options(options, table, *live.records, runtime.rank(), runtime.trace());
   const std::uint64_t store_memory = with_store ? tiers::Store::cost(store).memory_bytes : 0;
   live.memory = std::make_unique<detail::Memory>(runtime, options, table, store_memory);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -26,12 +27,16 @@ void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
   if (kind == Pass::train && gradients_due) throw UsageError("the last pass's gradients wait for step() or discard()");
   check_agreement();
   pass = kind;
+  pass_began = Clock::now();
   ++pass_serial;
   live.gatherer->begin_pass(static_cast<std::size_t>(kind));
 }
 
 void Engine::Impl::end_pass(bool complete) {
   if (!pass) return;
+  constexpr std::array kNames{"train pass", "evaluate pass", "generate pass"};
+  if (Trace* const trace = runtime.trace(); trace != nullptr)
+    trace->add(TraceRow::program, kNames[static_cast<std::size_t>(*pass)], pass_began, Clock::now());
   const bool train = std::exchange(pass, std::nullopt) == Pass::train;
   live.gatherer->end_pass(complete);
   agreement_due = complete;
@@ -177,6 +182,7 @@ Completion Engine::Impl::commit(const std::string& name, std::span<const std::by
 }
 
 StepReport Engine::Impl::step(const StepOptions& step_options) {
+  const TraceSpan span(runtime.trace(), TraceRow::program, "step");
   if (pass) throw UsageError("step() inside of a pass; end the PassScope first");
   if (!gradients_due) throw UsageError("step() needs a train pass before it");
   if (step_options.caller_state.size() > options.caller_state_bytes_max) {
@@ -217,6 +223,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   book_io();
   report.step = step_count;
   report.committed = stores_steps() ? last_commit : Completion();
+  if (metrics) metrics->write(report, runtime.ledger(), committed_step);
   return report;
 }
 

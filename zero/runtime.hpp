@@ -3,7 +3,8 @@
 //
 // Threading  Any thread. Several engines may share one runtime.
 // Memory     The device's budget is taken at construction; pinned memory when an engine is laid out.
-// Errors     DeviceError, CommError, BudgetError, UsageError from construction.
+// Errors     DeviceError, CommError, BudgetError, UsageError from construction; a trace that cannot be written at the
+//            end is a line in the log.
 #pragma once
 
 #include <memory>
@@ -39,13 +40,17 @@ class Runtime {
   comm::Communicator& communicator() { return *communicator_; }
   optim::UpdatePool& update_pool() { return *update_pool_; }
   Ledger& ledger() { return ledger_; }
+  Trace* trace() { return trace_.get(); }  // null unless RuntimeOptions::trace_path asks for one
   int rank() const { return communicator_->rank(); }
   int world_size() const { return communicator_->size(); }
 
  private:
   Runtime(const RuntimeOptions& options, const MakeCommunicator& join, bool alone);
 
+  void write_trace() const noexcept;
+
   RuntimeOptions options_;
+  std::unique_ptr<Trace> trace_;
   Ledger ledger_;
   tiers::Budget device_budget_;
   tiers::Budget pinned_budget_;

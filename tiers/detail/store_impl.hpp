@@ -68,6 +68,8 @@ class Store::Impl {
     Promise promise;
   };
 
+  // Draws a transfer from now until it ends.
+  Completion drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const;
   void commit_loop();
   // Everything that makes a commit durable, in its order.
   void land(const CommitJob& job);
@@ -79,6 +81,7 @@ class Store::Impl {
   const Superblock superblock_;
   const detail::StorePaths paths_;
   const Durability durability_;
+  Trace* const trace_;
   Files files_;
   detail::RecordTable table_;
   detail::AlignedBytes image_;  // one slot; the commit thread's while a commit is under way

@@ -17,6 +17,7 @@
 #include <hoist/zero/detail/gatherer.hpp>
 #include <hoist/zero/detail/gradients.hpp>
 #include <hoist/zero/detail/memory.hpp>
+#include <hoist/zero/detail/metrics.hpp>
 #include <hoist/zero/detail/records.hpp>
 #include <hoist/zero/detail/stager.hpp>
 #include <hoist/zero/detail/unit_table.hpp>
@@ -113,10 +114,12 @@ class Engine::Impl {
     std::unique_ptr<detail::Updater> updater;
   };
   Live live;
+  std::unique_ptr<detail::Metrics> metrics;  // rank 0's, when asked for
   bool sealed = false;
   std::exception_ptr failure;
 
   std::optional<Pass> pass;  // under way
+  TimePoint pass_began{};
   std::uint64_t pass_serial = 0;
   bool agreement_due = false;  // a pass ended that ranks have not compared yet
   bool gradients_due = false;  // a train pass ended; step() or discard() is next

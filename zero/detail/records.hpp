@@ -41,7 +41,7 @@ class RecordMap {
 
 // The store that an engine's options ask for.
 inline tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
-                                         int rank) {
+                                         int rank, Trace* trace = nullptr) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   return {.directory = options.store_directory,
           .stripe_directories = options.stripe_directories,
@@ -49,7 +49,8 @@ inline tiers::StoreOptions store_options(const EngineOptions& options, const Uni
           .records = records.records(),
           .durability = nvme ? options.durability : tiers::Durability::step,  // without, commits are explicit saves
           .caller_state_bytes_max = options.caller_state_bytes_max + kCommitNameBytes,
-          .lock_timeout = options.lock_timeout};
+          .lock_timeout = options.lock_timeout,
+          .trace = trace};
 }
 
 }  // namespace hoist::detail

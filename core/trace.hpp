@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// core/trace.hpp - a timeline of what links, processors and the program did, for a person with a trace viewer.
+//
+// Threading  add() from any thread; write() when nobody adds any more, or at any time for what there is.
+// Memory     All of it at construction: 56 bytes an event. When full, the oldest events give way.
+// Errors     write(): IoError.
+// Main path  something ends -> add(row, name, begin, end) -> write(path): Chrome's JSON, which Perfetto opens.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <hoist/core/clock.hpp>
+
+namespace hoist {
+
+// What overlaps on one row is drawn on lanes of it.
+enum class TraceRow : std::uint8_t {
+  program,    // passes and steps
+  optimizer,  // updates of pieces
+  nvme_read,  // transfers of the store, from submission to completion
+  nvme_write,
+  host_to_device,
+  device_to_host,
+  wire,     // collectives
+  commit,   // flushes and manifests
+  waiting,  // what the program or its stream stood still for
+};
+inline constexpr std::size_t kTraceRowCount = 9;
+const char* trace_row_name(TraceRow row);
+
+class Trace {
+ public:
+  explicit Trace(std::size_t events_max = 1 << 18);  // 14 MiB
+  Trace(const Trace&) = delete;
+  Trace& operator=(const Trace&) = delete;
+
+  // `name` is cut to 30 bytes. `bytes`: moved, 0 where that means nothing.
+  void add(TraceRow row, std::string_view name, TimePoint begin, TimePoint end, std::uint64_t bytes = 0);
+
+  std::uint64_t dropped() const;  // events that gave way
+  // `process` names the timeline, such as "rank 0".
+  void write(const std::string& path, const std::string& process) const;
+
+ private:
+  struct Event {
+    TimePoint begin;
+    TimePoint end;
+    std::uint64_t bytes;
+    TraceRow row;
+    std::uint8_t name_bytes;
+    char name[30];
+  };
+  std::vector<Event> in_order() const;
+
+  const TimePoint origin_ = Clock::now();
+  mutable std::mutex mutex_;
+  std::vector<Event> events_;  // a ring once it is full
+  std::uint64_t count_ = 0;    // ever added
+};
+
+// Adds an event that lasts as long as this lives. Nothing without a trace.
+class TraceSpan {
+ public:
+  TraceSpan(Trace* trace, TraceRow row, std::string_view name, std::uint64_t bytes = 0)
+      : trace_(trace), row_(row), name_(name), bytes_(bytes), begin_(trace == nullptr ? TimePoint{} : Clock::now()) {}
+  ~TraceSpan() {
+    if (trace_ != nullptr) trace_->add(row_, name_, begin_, Clock::now(), bytes_);
+  }
+  TraceSpan(const TraceSpan&) = delete;
+  TraceSpan& operator=(const TraceSpan&) = delete;
+
+ private:
+  Trace* const trace_;
+  const TraceRow row_;
+  const std::string_view name_;
+  const std::uint64_t bytes_;
+  const TimePoint begin_;
+};
+
+}  // namespace hoist

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a run tells others about itself: metrics by step, and a trace.
+#include <filesystem>
+#include <fstream>
+#include <map>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <hoist/core/error.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using Json = nlohmann::json;
+
+std::vector<Json> lines_of(const std::string& path) {
+  std::vector<Json> lines;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) lines.push_back(Json::parse(line));
+  return lines;
+}
+
+TEST(Metrics, OneLineAStepThatAddsUpToTheBooks) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.metrics_path = directory / "metrics.jsonl";
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {});
+  engine.initialize(model.fill());
+  model.train(1, 3);
+  model.gradient_scale = std::numeric_limits<float>::infinity();
+  model.pass(4);
+  EXPECT_FALSE(engine.step().applied);
+  const auto lines = lines_of(setup.engine.metrics_path);
+  ASSERT_EQ(lines.size(), 4u);
+  std::uint64_t read_bytes = 0;
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(lines[i].at("step"), i + 1);
+    EXPECT_EQ(lines[i].at("gradient_norm"), model.reports[i].gradient_norm);
+    EXPECT_GT(lines[i].at("seconds"), 0.0);
+  }
+  for (const Json& line : lines) read_bytes += line.at("links").at("nvme_read").at("bytes").get<std::uint64_t>();
+  EXPECT_EQ(read_bytes, runtime.ledger().totals(Link::nvme_read).bytes);
+  EXPECT_EQ(lines[3].at("applied"), false);
+  EXPECT_TRUE(lines[3].at("gradient_norm").is_null());
+  std::ifstream prometheus(directory / "metrics.jsonl.prom");
+  const std::string text(std::istreambuf_iterator<char>(prometheus), {});
+  EXPECT_NE(text.find("\nhoist_step 3\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("hoist_link_bytes{link=\"nvme_write\"} "), std::string::npos);
+}
+
+TEST(Metrics, AResumedRunAppends) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.metrics_path = directory / "metrics.jsonl";
+  for (const bool fresh : {true, false}) {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, {});
+    if (fresh) {
+      engine.initialize(model.fill());
+    } else {
+      engine.restore();
+    }
+    model.train(engine.step_count() + 1, engine.step_count() + 2);
+    engine.settle();
+  }
+  const auto lines = lines_of(setup.engine.metrics_path);
+  ASSERT_EQ(lines.size(), 4u);
+  EXPECT_EQ(lines[3].at("step"), 4);
+}
+
+TEST(Metrics, APlaceThatCannotBeWrittenIsRefusedAtTheStart) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.engine.metrics_path = "/nowhere/metrics.jsonl";
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {});
+  EXPECT_THROW(engine.initialize(model.fill()), IoError);
+}
+
+TEST(TraceOfARun, HasARowForEveryLinkItUsed) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.runtime.trace_path = directory / "trace.json";
+  train_on(2, setup, {}, 2);
+  for (const int rank : {0, 1}) {
+    std::ifstream file(directory / ("trace.rank-" + std::to_string(rank) + ".json"));
+    const Json trace = Json::parse(file);
+    std::map<std::string, int> rows;
+    for (const Json& event : trace.at("traceEvents")) {
+      if (event.at("ph") == "M" && event.at("name") == "thread_name") ++rows[event.at("args").at("name")];
+    }
+    for (const char* row :
+         {"program", "optimizer", "NVMe read", "NVMe write", "host to device", "device to host", "wire", "commit"})
+      EXPECT_EQ(rows[row], 1) << row;
+  }
+}
+
+}  // namespace
+}  // namespace hoist::test
