@@ -18,6 +18,7 @@ struct Command {
 
 Command add_check(CLI::App& app);
 Command add_inspect(CLI::App& app);
+Command add_export(CLI::App& app);
 Command add_doctor(CLI::App& app);
 Command add_bench(CLI::App& app);
 Command add_tune(CLI::App& app);

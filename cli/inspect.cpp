@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist inspect: what a store holds, without changing or locking it.
+// hoist inspect: what a store holds, and with --verify, whether every byte of it is what was written.
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
-#include <filesystem>
 #include <memory>
-#include <system_error>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
-#include <hoist/core/error.hpp>
-#include <hoist/tiers/store.hpp>
+#include <hoist/core/units.hpp>
 
 #include "commands.hpp"
+#include "interrupt.hpp"
 #include "output.hpp"
+#include "progress.hpp"
+#include "store_directory.hpp"
 
 namespace hoist::cli {
 
@@ -20,110 +22,248 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 using tiers::CommitHeader;
-using tiers::Store;
 
-struct RankFound {
-  int rank = 0;
-  Store::Found found;
+struct InspectArguments {
+  std::string store;
+  std::string json;
+  bool verify = false;
 };
 
-// Each rank's files name the rank, so all that could be there are looked for; parts of a store may lie on other hosts.
-std::vector<RankFound> look_at_all(const std::string& directory) {
-  constexpr int kRankMax = 4096;
-  std::vector<RankFound> ranks;
-  for (int rank = 0; rank < kRankMax; ++rank) {
-    Store::Found found = Store::look(directory, rank);
-    if (found.exists) ranks.push_back({rank, std::move(found)});
+// What was found without reading records.
+struct Findings {
+  StoreSummary store;
+  std::optional<std::string> owner;
+  std::optional<double> age_seconds;
+
+  std::uint64_t elements(bool trainable) const {
+    std::uint64_t count = 0;
+    for (const StoredParameter& parameter : store.parameters) {
+      if (parameter.trainable == trainable) count += parameter.element_count();
+    }
+    return count;
   }
-  return ranks;
+  std::uint64_t data_bytes() const {
+    std::uint64_t bytes = 0;
+    for (const StoreSummary::Rank& rank : store.ranks) bytes += rank.data_bytes;
+    return bytes;
+  }
+  // A rank whose every commit is unusable cannot be resumed.
+  bool lost_a_rank() const {
+    return std::ranges::any_of(
+        store.ranks, [](const StoreSummary::Rank& rank) { return rank.commits.empty() && !rank.damage.empty(); });
+  }
+};
+
+// --- for people ------------------------------------------------------------------------------------------------------
+
+std::string age_text(double seconds) {
+  if (seconds < 120) return fmt::format("{:.0f} seconds ago", seconds);
+  if (seconds < 2 * 3600) return fmt::format("{:.0f} minutes ago", seconds / 60);
+  if (seconds < 2 * 86400) return fmt::format("{:.0f} hours ago", seconds / 3600);
+  return fmt::format("{:.0f} days ago", seconds / 86400);
 }
 
-// The newest step every rank found here has; what restore() would take, were these all ranks.
-std::optional<CommitHeader> common_commit(const std::vector<RankFound>& ranks) {
-  for (const CommitHeader& candidate : ranks.front().found.commits) {
-    const bool everywhere = std::ranges::all_of(ranks, [&](const RankFound& other) {
-      return std::ranges::any_of(other.found.commits, [&](const CommitHeader& c) { return c.step == candidate.step; });
-    });
-    if (everywhere) return candidate;
-  }
-  return std::nullopt;
+std::string ranks_text(const StoreSummary& store) {
+  if (!store.world_size) return "unknown: no manifest can be read";
+  std::vector<int> here;
+  for (const StoreSummary::Rank& rank : store.ranks) here.push_back(rank.rank);
+  if (here.size() == static_cast<std::size_t>(*store.world_size)) return fmt::format("{}", *store.world_size);
+  return fmt::format("{}; here: rank {}; the other ranks' files lie elsewhere or are lost", *store.world_size,
+                     fmt::join(here, ", "));
 }
 
-void print_found(const std::string& directory, const std::vector<RankFound>& ranks) {
-  fmt::print("{}\n\n", directory);
-  std::vector<std::vector<std::string>> rows{{"rank", "commits (step, incarnation), newest first"}};
-  for (const RankFound& rank : ranks) {
+std::string model_text(const Findings& findings) {
+  const std::uint64_t frozen = findings.elements(false);
+  return fmt::format("{} parameters in {} tensors of {} units{}", findings.elements(true) + frozen,
+                     findings.store.parameters.size(), findings.store.unit_count,
+                     frozen == 0 ? "" : fmt::format(", {} of them frozen", frozen));
+}
+
+std::string resume_text(const StoreSummary& store) {
+  if (store.durability == tiers::Durability::none) return "nothing: made with durability \"none\", which never commits";
+  if (!store.commits.empty()) return fmt::format("step {}", store.commits.front().step);
+  if (store.world_size && store.ranks.size() < static_cast<std::size_t>(*store.world_size)) {
+    return "unknown: the newest step that all ranks have, and some are not here";
+  }
+  return "nothing: no step that every rank has";
+}
+
+void print_findings(const Findings& findings) {
+  const StoreSummary& store = findings.store;
+  std::vector<std::vector<std::string>> rows{{"model", model_text(findings)},
+                                             {"world size", ranks_text(store)},
+                                             {"resumes from", resume_text(store)},
+                                             {"on disk", format_bytes(findings.data_bytes()) + " reserved"}};
+  if (findings.age_seconds) rows.push_back({"last commit", age_text(*findings.age_seconds)});
+  rows.push_back({"in use", findings.owner ? "by " + *findings.owner : "no"});
+  fmt::print("{}\n\n{}\n", store.directory, columns(rows));
+
+  rows = {{"rank", "commits, newest first"}};
+  for (const StoreSummary::Rank& rank : store.ranks) {
     std::string commits;
-    for (const CommitHeader& commit : rank.found.commits) {
-      commits += fmt::format("{}step {} ({})", commits.empty() ? "" : ", ", commit.step, commit.incarnation);
+    for (const CommitHeader& commit : rank.commits) {
+      commits +=
+          fmt::format("{}step {} (incarnation {}{})", commits.empty() ? "" : ", ", commit.step, commit.incarnation,
+                      commit.revision == 0 ? "" : fmt::format(", revision {}", commit.revision));
     }
     rows.push_back({fmt::format("{}", rank.rank), commits.empty() ? "none" : commits});
   }
-  fmt::print("{}\n", columns(rows));
-  for (const RankFound& rank : ranks) {
-    for (const std::string& damage : rank.found.damage) fmt::print("rank {}: {}\n", rank.rank, damage);
-  }
-  if (const auto common = common_commit(ranks)) {
-    fmt::print("resumes from step {}{}\n", common->step,
-               ranks.size() == 1 ? "" : ", the newest that all of these ranks have");
-  } else {
-    fmt::print("no step that every rank has: nothing to resume from\n");
+  fmt::print("{}", columns(rows));
+  for (const StoreSummary::Rank& rank : store.ranks) {
+    for (const std::string& damage : rank.damage) fmt::print("rank {}: {}\n", rank.rank, damage);
   }
 }
 
-Json found_json(const std::string& directory, const std::vector<RankFound>& ranks) {
-  Json json{{"store", directory}, {"ranks", Json::array()}};
-  for (const RankFound& rank : ranks) {
+// --- for programs ----------------------------------------------------------------------------------------------------
+
+Json commit_json(const CommitHeader& commit) {
+  return {{"step", commit.step}, {"incarnation", commit.incarnation}, {"revision", commit.revision}};
+}
+
+Json findings_json(const Findings& findings) {
+  const StoreSummary& store = findings.store;
+  Json json{{"store", store.directory},
+            {"world_size", store.world_size ? Json(*store.world_size) : Json(nullptr)},
+            {"durability", store.durability == tiers::Durability::step ? "step" : "none"},
+            {"resumes_from_step", store.commits.empty() ? Json(nullptr) : Json(store.commits.front().step)},
+            {"units", store.unit_count},
+            {"elements", findings.elements(true) + findings.elements(false)},
+            {"frozen_elements", findings.elements(false)},
+            {"data_bytes", findings.data_bytes()},
+            {"age_seconds", findings.age_seconds ? Json(*findings.age_seconds) : Json(nullptr)},
+            {"in_use_by", findings.owner ? Json(*findings.owner) : Json(nullptr)},
+            {"ranks", Json::array()},
+            {"parameters", Json::array()}};
+  for (const StoreSummary::Rank& rank : store.ranks) {
     Json commits = Json::array();
-    for (const CommitHeader& commit : rank.found.commits) {
-      commits.push_back({{"step", commit.step}, {"incarnation", commit.incarnation}});
-    }
-    json["ranks"].push_back({{"rank", rank.rank}, {"commits", commits}, {"damage", rank.found.damage}});
+    for (const CommitHeader& commit : rank.commits) commits.push_back(commit_json(commit));
+    json["ranks"].push_back(
+        {{"rank", rank.rank}, {"commits", commits}, {"data_bytes", rank.data_bytes}, {"damage", rank.damage}});
   }
-  const auto common = common_commit(ranks);
-  json["resumes_from_step"] = common ? Json(common->step) : Json(nullptr);
+  for (const StoredParameter& parameter : store.parameters) {
+    json["parameters"].push_back({{"name", parameter.name},
+                                  {"unit", parameter.unit},
+                                  {"shape", parameter.shape},
+                                  {"dtype", dtype_name(parameter.dtype)},
+                                  {"trainable", parameter.trainable}});
+  }
   return json;
 }
 
-int inspect(std::string directory, const std::string& json) {
-  namespace fs = std::filesystem;
-  std::error_code ignored;
-  if (!fs::is_directory(directory, ignored)) {
-    fmt::print(stderr, "hoist inspect: {} is not a directory\n", directory);
+// --- verification ----------------------------------------------------------------------------------------------------
+
+struct Verification {
+  std::uint64_t step = 0;
+  std::uint64_t checked_bytes = 0;
+  std::vector<CorruptionError> damage;
+  std::string not_done;  // why there is no verdict; empty when there is one
+};
+
+// Takes the lock that readers share, and leaves a store that is being trained alone: its extents move under us.
+Verification verify(const Findings& findings) {
+  Verification result;
+  if (findings.owner) {
+    result.not_done = fmt::format("the store is in use by {}; verify it when that has stopped", *findings.owner);
+    return result;
+  }
+  try {
+    StoredModel model(findings.store.directory);
+    result.step = model.step();
+    const InterruptGuard interrupt;
+    std::optional<Progress> progress;
+    result.damage = model.verify([&](std::uint64_t done, std::uint64_t total) {
+      measure::throw_if_stopped(interrupt.flag());
+      if (!progress) progress.emplace(ProgressOptions{.what = "verifying", .total = total});
+      progress->update(done);
+      result.checked_bytes = done;
+    });
+  } catch (const measure::Interrupted&) {
+    fmt::print(stderr, "hoist inspect: interrupted\n");
+    InterruptGuard::end_by_signal();
+  } catch (const Error& error) {
+    result.not_done = error.what();
+  }
+  return result;
+}
+
+void print_verification(const Verification& verification) {
+  constexpr std::size_t kShownMax = 50;
+  if (!verification.not_done.empty()) {
+    fmt::print(stderr, "hoist inspect: not verified: {}\n", verification.not_done);
+    return;
+  }
+  if (verification.damage.empty()) {
+    fmt::print("\nverified step {}: all of {} is what was written\n", verification.step,
+               format_bytes(verification.checked_bytes));
+    return;
+  }
+  fmt::print("\ndamaged: {} tile{} of step {}\n", verification.damage.size(),
+             verification.damage.size() == 1 ? "" : "s", verification.step);
+  std::vector<std::vector<std::string>> rows{{"unit", "what", "file", "offset", "expected", "found"}};
+  for (std::size_t i = 0; i < std::min(verification.damage.size(), kShownMax); ++i) {
+    const CorruptionError::Where& where = verification.damage[i].where;
+    rows.push_back({where.unit, where.region, where.path, fmt::format("{}", where.offset_bytes),
+                    fmt::format("{:016x}", where.expected), fmt::format("{:016x}", where.found)});
+  }
+  fmt::print("{}", columns(rows));
+  if (verification.damage.size() > kShownMax) {
+    fmt::print("  and {} more; --json lists them all\n", verification.damage.size() - kShownMax);
+  }
+}
+
+Json verification_json(const Verification& verification) {
+  if (!verification.not_done.empty()) return {{"done", false}, {"reason", verification.not_done}};
+  Json json{{"done", true},
+            {"step", verification.step},
+            {"checked_bytes", verification.checked_bytes},
+            {"damage", Json::array()}};
+  for (const CorruptionError& error : verification.damage) {
+    json["damage"].push_back({{"unit", error.where.unit},
+                              {"region", error.where.region},
+                              {"path", error.where.path},
+                              {"offset_bytes", error.where.offset_bytes},
+                              {"expected", fmt::format("{:016x}", error.where.expected)},
+                              {"found", fmt::format("{:016x}", error.where.found)}});
+  }
+  return json;
+}
+
+int inspect(const InspectArguments& arguments) {
+  Findings findings;
+  try {
+    findings.store = look_at_store(find_store(arguments.store));
+  } catch (const BadInput& error) {
+    fmt::print(stderr, "hoist inspect: {}\n", error.what());
     return kBadInput;
   }
-  std::vector<RankFound> ranks = look_at_all(directory);
-  // People know the nvme_path of their configuration; the store is its subdirectory.
-  const std::string below = (fs::path(directory) / "hoist").string();
-  if (ranks.empty() && fs::is_directory(below, ignored)) {
-    directory = below;
-    ranks = look_at_all(directory);
+  findings.owner = store_owner(findings.store);
+  findings.age_seconds = store_age_seconds(findings.store);
+  Json json = findings_json(findings);
+  print_findings(findings);
+  std::fflush(stdout);
+  bool sound = !findings.lost_a_rank();
+  if (arguments.verify) {
+    const Verification verification = verify(findings);
+    json["verification"] = verification_json(verification);
+    print_verification(verification);
+    sound = sound && verification.not_done.empty() && verification.damage.empty();
   }
-  if (ranks.empty()) {
-    fmt::print(stderr, "hoist inspect: there is no store in {} (a store is the subdirectory hoist of nvme_path)\n",
-               directory);
-    return kBadInput;
-  }
-  write_json(json, found_json(directory, ranks));
-  print_found(directory, ranks);
-  const bool lost = std::ranges::any_of(
-      ranks, [](const RankFound& rank) { return rank.found.commits.empty() && !rank.found.damage.empty(); });
-  return lost ? kFailure : kOk;
+  write_json(arguments.json, json);
+  return sound ? kOk : kFailure;
 }
 
 }  // namespace
 
 Command add_inspect(CLI::App& app) {
-  struct Arguments {
-    std::string store;
-    std::string json;
-  };
-  CLI::App* command = app.add_subcommand("inspect", "Say what a store holds; changes and locks nothing");
-  auto arguments = std::make_shared<Arguments>();
+  CLI::App* command = app.add_subcommand("inspect", "Say what a store holds; changes nothing");
+  auto arguments = std::make_shared<InspectArguments>();
   command->add_option("STORE", arguments->store, "The store's directory, or the nvme_path above it")->required();
+  command->add_flag("--verify", arguments->verify, "Read and check every block of the newest commit");
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");
-  command->footer("Example: hoist inspect /local_nvme/hoist\nExit code 1: a rank's commits are damaged.");
-  return {command, [arguments] { return inspect(arguments->store, arguments->json); }};
+  command->footer(
+      "Example: hoist inspect /local_nvme/hoist --verify\n"
+      "Exit code 1: something is damaged, or could not be verified because a trainer uses the store.");
+  return {command, [arguments] { return inspect(*arguments); }};
 }
 
 }  // namespace hoist::cli

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// What `hoist doctor` says about GPUs, CUDA, and what several ranks need.
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <sstream>
+#include <system_error>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <unistd.h>
+
+#include <hoist/comm/communicator.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/platform/device.hpp>
+
+#include "finding.hpp"
+
+namespace hoist::cli {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+#ifdef HOIST_HAVE_CUDA
+constexpr bool kBuiltWithCuda = true;
+#else
+constexpr bool kBuiltWithCuda = false;
+#endif
+
+// An NVIDIA card on the PCI bus, whether or not anything drives it.
+struct Card {
+  std::string address;
+  std::optional<int> node;
+  std::optional<std::uint64_t> lanes, lanes_max;
+};
+
+std::vector<Card> find_cards(const Machine& machine) {
+  std::vector<Card> cards;
+  std::error_code failed;
+  const fs::path bus = fs::path(machine.sys) / "bus/pci/devices";
+  for (fs::directory_iterator entry(bus, failed), end; !failed && entry != end; entry.increment(failed)) {
+    const std::string base = entry->path().string();
+    const std::string device_class = first_line(base + "/class").value_or("");
+    const bool display = device_class.starts_with("0x0300") || device_class.starts_with("0x0302");
+    if (!display || first_line(base + "/vendor").value_or("") != "0x10de") continue;
+    const auto node = number_in(base + "/numa_node");  // "-1" is no number: unknown
+    cards.push_back({.address = entry->path().filename().string(),
+                     .node = node ? std::optional(static_cast<int>(*node)) : std::nullopt,
+                     .lanes = number_in(base + "/current_link_width"),
+                     .lanes_max = number_in(base + "/max_link_width")});
+  }
+  std::ranges::sort(cards, {}, &Card::address);
+  return cards;
+}
+
+// The first `name` on the search path; empty when there is none.
+std::string find_program(const std::string& name) {
+  const char* path = std::getenv("PATH");
+  std::istringstream stream(path == nullptr ? "" : path);
+  for (std::string directory; std::getline(stream, directory, ':');) {
+    const std::string candidate = (fs::path(directory) / name).string();
+    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
+  }
+  return {};
+}
+
+Finding driver(const Machine& machine, const std::vector<Card>& cards) {
+  const auto version = first_line(machine.sys + "/module/nvidia/version");
+  Finding finding{.subject = "NVIDIA driver", .found = version ? "version " + *version : "not loaded"};
+  finding.data = {{"version", version.value_or("")}, {"cards", cards.size()}};
+  if (version || cards.empty()) return finding;
+  finding.verdict = Verdict::missing;
+  finding.cost =
+      fmt::format("{} NVIDIA card{} in this machine cannot be used", cards.size(), cards.size() == 1 ? "" : "s");
+  finding.remedy = "sudo apt install nvidia-driver   (or the data-center driver from NVIDIA), then reboot";
+  return finding;
+}
+
+Finding usable_devices(const std::vector<Card>& cards) {
+  std::string why;
+  const int count = platform::cuda_device_count(&why);
+  Finding finding{.subject = "CUDA devices",
+                  .found = count == 0 ? fmt::format("none ({})", why) : fmt::format("{}", count)};
+  finding.data = {{"count", count}, {"built_with_cuda", kBuiltWithCuda}};
+  std::vector<std::string> names;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    try {
+      names.push_back(
+          platform::Device::create({.kind = platform::DeviceKind::cuda, .memory_bytes = kMiB, .ordinal = ordinal})
+              ->description());
+    } catch (const Error& error) {
+      finding.verdict = Verdict::missing;
+      finding.cost = fmt::format("device {} cannot be trained on", ordinal);
+      finding.remedy = error.what();
+    }
+  }
+  if (!names.empty()) finding.found = fmt::format("{}", fmt::join(names, "; "));
+  if (count > 0) return finding;
+  finding.verdict = cards.empty() ? Verdict::lacking : Verdict::missing;
+  finding.cost = "training runs on the host device, which is made of CPU memory and meant for tests";
+  finding.remedy = !cards.empty() && !kBuiltWithCuda ? "build again with -DHOIST_WITH_CUDA=ON, nvcc on the PATH"
+                   : cards.empty() ? "use a machine with an NVIDIA card; in a container: docker run --gpus all"
+                                   : "load the driver, see above; in a container: docker run --gpus all";
+  return finding;
+}
+
+Finding toolkit() {
+  const std::string compiler = find_program("nvcc");
+  Finding finding{
+      .subject = "CUDA toolkit",
+      .found = fmt::format("{}; this build was made {} it", compiler.empty() ? "no nvcc on the PATH" : compiler,
+                           kBuiltWithCuda ? "with" : "without")};
+  finding.data = {{"nvcc", compiler}, {"built_with_cuda", kBuiltWithCuda}};
+  if (kBuiltWithCuda) return finding;
+  finding.verdict = Verdict::lacking;
+  finding.cost = "GPUs cannot be used by this build";
+  finding.remedy = compiler.empty() ? "sudo apt install nvidia-cuda-toolkit (non-free), then build again"
+                                    : "build again with -DHOIST_WITH_CUDA=ON";
+  return finding;
+}
+
+Finding card_link(const Card& card) {
+  Finding finding{
+      .subject = "card " + card.address,
+      .found = fmt::format("NUMA node {}, {} of {} PCIe lanes", card.node ? fmt::format("{}", *card.node) : "unknown",
+                           card.lanes.value_or(0), card.lanes_max.value_or(0))};
+  finding.data = {{"address", card.address},
+                  {"node", card.node.value_or(-1)},
+                  {"lanes", card.lanes.value_or(0)},
+                  {"lanes_max", card.lanes_max.value_or(0)}};
+  if (!card.lanes || !card.lanes_max || *card.lanes >= *card.lanes_max) return finding;
+  finding.verdict = Verdict::lacking;
+  finding.cost = "weights and gradients cross a narrower link than the card has";
+  finding.remedy = "put the card into a slot with all its lanes; sudo lspci -vv -s " + card.address + " | grep LnkSta";
+  return finding;
+}
+
+Finding nccl(std::size_t card_count) {
+  Finding finding{.subject = "NCCL", .found = comm::have_nccl() ? "in this build" : "not in this build"};
+  finding.data["built"] = comm::have_nccl();
+  if (comm::have_nccl()) return finding;
+  finding.verdict = card_count > 1 ? Verdict::missing : Verdict::lacking;
+  finding.cost = "several GPUs cannot train together";
+  finding.remedy = "sudo apt install libnccl-dev (NVIDIA's repository), then build again with -DHOIST_WITH_NCCL=ON";
+  return finding;
+}
+
+Finding mpi() {
+  const int launched = comm::mpi_size_of_launch();
+  const std::string launcher = find_program("mpirun");
+  Finding finding{.subject = "MPI",
+                  .found = fmt::format("{}; {}", comm::have_mpi() ? "in this build" : "not in this build",
+                                       launcher.empty() ? "no mpirun on the PATH" : launcher)};
+  if (launched > 0) finding.found += fmt::format("; started as one of {} ranks", launched);
+  finding.data = {{"built", comm::have_mpi()}, {"mpirun", launcher}, {"ranks_launched", launched}};
+  if (comm::have_mpi() && !launcher.empty()) return finding;
+  finding.verdict = launched > 1 && !comm::have_mpi() ? Verdict::missing : Verdict::lacking;
+  finding.cost = comm::have_mpi() ? "several ranks need another launcher (srun)" : "only one rank can train";
+  finding.remedy = comm::have_mpi() ? "sudo apt install openmpi-bin"
+                                    : "sudo apt install libopenmpi-dev openmpi-bin, then build again";
+  return finding;
+}
+
+}  // namespace
+
+Section look_at_devices(const Machine& machine) {
+  const std::vector<Card> cards = find_cards(machine);
+  Section section{"GPUs and ranks", {driver(machine, cards), usable_devices(cards), toolkit()}};
+  for (const Card& card : cards) section.findings.push_back(card_link(card));
+  section.findings.push_back(nccl(cards.size()));
+  section.findings.push_back(mpi());
+  return section;
+}
+
+}  // namespace hoist::cli

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist doctor: what this machine and this build offer, what it costs to lack the rest, and how to get it.
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include "../commands.hpp"
+#include "../output.hpp"
+#include "finding.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct DoctorArguments {
+  std::vector<std::string> paths;
+  std::string json;
+};
+
+std::size_t count(const std::vector<Section>& sections, Verdict verdict) {
+  std::size_t found = 0;
+  for (const Section& section : sections) {
+    for (const Finding& finding : section.findings) found += finding.verdict == verdict ? 1u : 0u;
+  }
+  return found;
+}
+
+void print_section(const Section& section) {
+  constexpr const char* kMarks[] = {"  ", "- ", "! "};
+  std::vector<std::vector<std::string>> rows;
+  for (const Finding& finding : section.findings) {
+    rows.push_back({kMarks[static_cast<std::size_t>(finding.verdict)] + finding.subject, finding.found});
+    if (!finding.cost.empty()) rows.push_back({"", "costs: " + finding.cost});
+    if (!finding.remedy.empty()) rows.push_back({"", "fix:   " + finding.remedy});
+  }
+  fmt::print("\n{}\n{}", section.title, columns(rows));
+}
+
+Json report_json(const std::vector<Section>& sections) {
+  Json json{{"version", HOIST_VERSION},
+            {"missing", count(sections, Verdict::missing)},
+            {"lacking", count(sections, Verdict::lacking)},
+            {"findings", Json::array()}};
+  for (const Section& section : sections) {
+    for (const Finding& finding : section.findings) {
+      json["findings"].push_back({{"section", section.title},
+                                  {"subject", finding.subject},
+                                  {"verdict", verdict_name(finding.verdict)},
+                                  {"found", finding.found},
+                                  {"cost", finding.cost},
+                                  {"remedy", finding.remedy},
+                                  {"data", finding.data}});
+    }
+  }
+  return json;
+}
+
+int doctor(const DoctorArguments& arguments) {
+  for (const std::string& path : arguments.paths) {
+    std::error_code ignored;
+    if (std::filesystem::is_directory(path, ignored)) continue;
+    fmt::print(stderr, "hoist doctor: {} is not a directory; --path names one that would hold a store\n", path);
+    return kBadInput;
+  }
+  const Machine machine;
+  std::vector<Section> sections{look_at_devices(machine), look_at_processors(machine), look_at_memory(machine),
+                                look_at_io_uring(machine)};
+  for (const std::string& path : arguments.paths) sections.push_back(look_at_path(machine, path));
+
+  fmt::print("hoist {}\n", HOIST_VERSION);
+  for (const Section& section : sections) print_section(section);
+  if (arguments.paths.empty())
+    fmt::print("\nNo drive was looked at: --path DIR, a directory that would hold a store.\n");
+  const std::size_t missing = count(sections, Verdict::missing);
+  const std::size_t lacking = count(sections, Verdict::lacking);
+  if (missing > 0) {
+    fmt::print("\n{} thing{} that training needs {} missing (!), {} would make it faster (-).\n", missing,
+               missing == 1 ? "" : "s", missing == 1 ? "is" : "are", lacking);
+  } else {
+    fmt::print("\nNothing that training needs is missing; {} thing{} would make it faster (-).\n", lacking,
+               lacking == 1 ? "" : "s");
+  }
+  write_json(arguments.json, report_json(sections));
+  return missing == 0 ? kOk : kFailure;
+}
+
+}  // namespace
+
+Command add_doctor(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("doctor", "Say what this machine and this build offer");
+  auto arguments = std::make_shared<DoctorArguments>();
+  command->add_option("--path", arguments->paths, "Also look at the drive below this directory; may be repeated")
+      ->type_name("DIR");
+  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+  command->footer(
+      "Example: hoist doctor --path /local_nvme --json machine.json\n"
+      "Exit code 1: something that training needs is missing.");
+  return {command, [arguments] { return doctor(*arguments); }};
+}
+
+}  // namespace hoist::cli

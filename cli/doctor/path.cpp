@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// What `hoist doctor` says about a directory that would hold a store.
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <system_error>
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/aio/file.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/platform/topology.hpp>
+
+#include "drive.hpp"
+#include "finding.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+constexpr std::uint64_t kTrialBytes = 64 * kKiB;
+
+// A file of our own, gone again with the object.
+struct TrialFile {
+  explicit TrialFile(const std::string& directory)
+      : path((std::filesystem::path(directory) / fmt::format(".hoist-doctor-{}", ::getpid())).string()) {}
+  ~TrialFile() {
+    std::error_code ignored;
+    std::filesystem::remove(path, ignored);
+  }
+  const std::string path;
+};
+
+// Whether what training does works here: reserve, write past the page cache, flush, read back.
+Finding direct_transfers(const std::string& directory) {
+  Finding finding{.subject = "O_DIRECT", .found = "works: written, flushed and read back"};
+  const TrialFile trial(directory);
+  try {
+    const aio::File file(trial.path, {.mode = aio::OpenMode::create, .reserve_bytes = kTrialBytes});
+    const auto memory = std::unique_ptr<std::byte, void (*)(void*)>(
+        static_cast<std::byte*>(std::aligned_alloc(kBlockAlignment, 2 * kTrialBytes)), std::free);
+    const std::span written(memory.get(), kTrialBytes), read(memory.get() + kTrialBytes, kTrialBytes);
+    std::ranges::fill(written, std::byte{0x5a});
+    std::ranges::fill(read, std::byte{0});
+    aio::Engine engine({});
+    engine.write(file, 0, written, aio::Priority::foreground).wait();
+    engine.sync(file).wait();
+    engine.read(file, 0, read, aio::Priority::foreground).wait();
+    finding.data = {{"direct", file.is_direct()}, {"engine", engine.description()}};
+    if (std::memcmp(written.data(), read.data(), kTrialBytes) != 0) {
+      return {.subject = "O_DIRECT",
+              .found = "other bytes came back than were written",
+              .verdict = Verdict::missing,
+              .cost = "training stops at the first checksum",
+              .remedy = "replace the drive, or use another"};
+    }
+    if (!file.is_direct()) {
+      finding.verdict = Verdict::lacking;
+      finding.found = "not offered by this file system: transfers go through the page cache";
+      finding.cost = "each byte is copied once more, and memory beyond the budgets fills with cached state";
+      finding.remedy = "put the store on ext4 or XFS on a local drive";
+    }
+  } catch (const IoError& error) {
+    finding.verdict = Verdict::missing;
+    finding.found = error.what();
+    finding.cost = "no store can be made here";
+    finding.remedy = error.where.code == EACCES || error.where.code == EROFS || error.where.code == EPERM
+                         ? fmt::format("sudo chown $USER {}, or remount it writable", directory)
+                         : "free space, or choose another directory";
+  }
+  return finding;
+}
+
+Finding file_system(const FileSystem& system) {
+  Finding finding{.subject = "file system", .found = "unknown"};
+  if (system.type.empty()) return finding;
+  finding.found = fmt::format("{} on {}, mounted at {}", system.type, system.source, system.point);
+  finding.data = {{"type", system.type}, {"source", system.source}, {"mount", system.point}};
+  if (!system.is_memory()) return finding;
+  finding.verdict = Verdict::lacking;
+  finding.cost = "this is memory, not a drive: state here takes the place of pinned memory and does not survive";
+  finding.remedy = "choose a directory on a drive; findmnt -t ext4,xfs lists some";
+  return finding;
+}
+
+Finding space(const std::string& directory) {
+  Finding finding{.subject = "free space", .found = "unknown"};
+  struct statvfs system {};
+  if (::statvfs(directory.c_str(), &system) != 0) return finding;
+  const std::uint64_t free_bytes = std::uint64_t{system.f_bavail} * system.f_frsize;
+  finding.found = fmt::format("{} of {}: room for about {:.1f} billion parameters (24 bytes each)",
+                              format_bytes(free_bytes), format_bytes(std::uint64_t{system.f_blocks} * system.f_frsize),
+                              static_cast<double>(free_bytes) / 24e9);
+  finding.data = {{"free_bytes", free_bytes}};
+  if (free_bytes > 0) return finding;
+  finding.verdict = Verdict::missing;
+  finding.cost = "no store can be made here";
+  finding.remedy = "free space, or choose another directory";
+  return finding;
+}
+
+Finding blocks(const Drive& drive) {
+  const std::uint64_t logical = drive.logical_block_bytes.value_or(512);
+  Finding finding{
+      .subject = "drive",
+      .found = fmt::format("{}{}{}, blocks of {} B ({} B inside), requests of at most {} KiB in {} pieces, "
+                           "scheduler {}",
+                           drive.name, drive.model.empty() ? "" : " " + drive.model,
+                           drive.virtualized  ? " (virtual)"
+                           : drive.rotational ? " (rotating)"
+                                              : "",
+                           logical, drive.physical_block_bytes.value_or(logical), drive.request_kib_max.value_or(0),
+                           drive.segments_max.value_or(0), drive.scheduler)};
+  finding.data = {{"name", drive.name},
+                  {"model", drive.model},
+                  {"logical_block_bytes", logical},
+                  {"physical_block_bytes", drive.physical_block_bytes.value_or(logical)},
+                  {"rotational", drive.rotational},
+                  {"virtual", drive.virtualized},
+                  {"scheduler", drive.scheduler}};
+  if (logical > kBlockAlignment) {
+    finding.verdict = Verdict::missing;
+    finding.cost = fmt::format("direct transfers are cut at {} B, which this drive does not take", kBlockAlignment);
+    finding.remedy =
+        "format the namespace with blocks of 4096 B: nvme format --lbaf=N (erases it), or use another drive";
+  } else if (drive.rotational && !drive.virtualized) {
+    finding.verdict = Verdict::lacking;
+    finding.cost = "a rotating disk moves a fraction of what an NVMe drive does, and every step waits for it";
+    finding.remedy = "choose a directory on an NVMe drive; lsblk -d -o NAME,ROTA,MODEL lists them";
+  }
+  return finding;
+}
+
+Finding discard(const Drive& drive, const FileSystem& system) {
+  Finding finding{.subject = "discard", .found = "not offered by the drive"};
+  const bool offered = drive.discard_bytes_max.value_or(0) > 0;
+  finding.data = {{"offered", offered}, {"mounted", system.discards}};
+  if (!offered) return finding;
+  finding.found =
+      system.discards ? "offered, and the file system uses it at once" : "offered; not used when files are removed";
+  if (system.discards) return finding;
+  finding.verdict = Verdict::lacking;
+  finding.cost = "space of removed stores stays occupied inside the drive, which then writes slower and wears faster";
+  finding.remedy =
+      fmt::format("sudo fstrim -v {}   (and for good: sudo systemctl enable --now fstrim.timer)", system.point);
+  return finding;
+}
+
+Finding node(const Machine& machine, unsigned major, unsigned minor) {
+  Finding finding{.subject = "NUMA node",
+                  .found = "the system does not say (virtual, several drives, or a single node)"};
+  try {
+    const auto node = platform::Topology::detect_with_sysfs(machine.sys).node_of_block_device(major, minor);
+    if (node) finding.found = fmt::format("{}: its I/O thread and buffers go there", *node);
+    if (node) finding.data["node"] = *node;
+  } catch (const Error& error) {
+    finding.found = fmt::format("unknown: {}", error.what());
+  }
+  return finding;
+}
+
+}  // namespace
+
+Section look_at_path(const Machine& machine, const std::string& directory) {
+  Section section{directory, {}};
+  struct stat status {};
+  if (::stat(directory.c_str(), &status) != 0) {
+    section.findings.push_back({.subject = "directory",
+                                .found = std::generic_category().message(errno),
+                                .verdict = Verdict::missing,
+                                .cost = "no store can be made here",
+                                .remedy = "check the path and its permissions"});
+    return section;
+  }
+  const unsigned device_major = major(status.st_dev), device_minor = minor(status.st_dev);
+  std::error_code ignored;
+  const auto resolved = std::filesystem::canonical(directory, ignored);
+  const FileSystem system =
+      file_system_of(machine, ignored ? directory : resolved.string(), device_major, device_minor);
+  section.findings.push_back(file_system(system));
+  section.findings.push_back(direct_transfers(directory));
+  section.findings.push_back(space(directory));
+  if (const auto drive = drive_of(machine, device_major, device_minor)) {
+    section.findings.push_back(blocks(*drive));
+    section.findings.push_back(discard(*drive, system));
+    section.findings.push_back(node(machine, device_major, device_minor));
+  } else {
+    section.findings.push_back({.subject = "drive",
+                                .found = "none that the system names: the file system is no plain "
+                                         "block device's"});
+  }
+  return section;
+}
+
+}  // namespace hoist::cli

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <future>
+
+#include <fmt/format.h>
+
+#include <hoist/interchange/export.hpp>
+#include <hoist/interchange/safetensors_writer.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+namespace hoist::interchange {
+
+namespace {
+
+// Read and converted as one piece: 4 MiB of masters.
+constexpr std::uint64_t kPieceElements = 1 << 20;
+
+std::vector<TensorSpec> tensors_of(const StoredModel& model, TensorType type) {
+  std::vector<TensorSpec> tensors;
+  for (const StoredParameter& parameter : model.parameters()) {
+    tensors.push_back({parameter.name, type, {parameter.shape.begin(), parameter.shape.end()}});
+  }
+  return tensors;
+}
+
+// The values of one piece, as they go to the file.
+class Piece {
+ public:
+  explicit Piece(DType dtype) : dtype_(dtype), bytes_(kPieceElements * dtype_bytes(dtype)) {
+    if (dtype_ != DType::fp32) masters_.resize(kPieceElements);
+  }
+
+  // Reads `count` elements of a parameter. Weights that are stored as they are wanted are read alone, which is a sixth
+  // of a record; masters need all of it, because the optimizer state beside the remainders is verified with them.
+  void read(StoredModel& model, std::size_t parameter, std::uint64_t first, std::uint64_t count) {
+    used_bytes_ = count * dtype_bytes(dtype_);
+    const auto target = std::span(bytes_).first(used_bytes_);
+    if (dtype_ == DType::fp32) {
+      model.read(parameter, State::master, first, {reinterpret_cast<float*>(target.data()), count});
+    } else if (model.parameters()[parameter].dtype == dtype_) {
+      model.read_weights(parameter, first, target);
+    } else {
+      const auto masters = std::span(masters_).first(count);
+      model.read(parameter, State::master, first, masters);
+      std::ranges::transform(masters, reinterpret_cast<bf16*>(target.data()), to_bf16);
+    }
+  }
+
+  std::span<const std::byte> bytes() const { return std::span(bytes_).first(used_bytes_); }
+
+ private:
+  const DType dtype_;
+  std::vector<std::byte> bytes_;
+  std::vector<float> masters_;
+  std::uint64_t used_bytes_ = 0;
+};
+
+}  // namespace
+
+ExportReport export_model(StoredModel& model, const ExportOptions& options) {
+  if (options.dtype == DType::fp16) {
+    throw UsageError("weights are exported as bf16 or fp32; fp16 would lose range");
+  }
+  const TensorType type = options.dtype == DType::fp32 ? TensorType::f32 : TensorType::bf16;
+  const std::vector<TensorSpec> tensors = tensors_of(model, type);
+  SafetensorsWriter writer({.directory = options.directory,
+                            .shard_bytes_max = options.shard_bytes_max,
+                            .metadata = {{"format", "pt"}, {"hoist.step", std::to_string(model.step())}}},
+                           tensors);
+  ExportReport report{.files = writer.files(), .tensor_count = tensors.size(), .data_bytes = writer.data_bytes()};
+
+  // While one piece is written, the next is read.
+  Piece pieces[2] = {Piece(options.dtype), Piece(options.dtype)};
+  std::future<void> writing;
+  std::size_t turn = 0;
+  std::uint64_t done = 0;
+  for (std::size_t p = 0; p < tensors.size(); ++p) {
+    const std::uint64_t elements = model.parameters()[p].element_count();
+    report.element_count += elements;
+    for (std::uint64_t first = 0; first < elements; first += kPieceElements) {
+      Piece& piece = pieces[turn];
+      turn = 1 - turn;
+      piece.read(model, p, first, std::min(kPieceElements, elements - first));
+      if (writing.valid()) writing.get();
+      writing = std::async(std::launch::async, [&writer, &piece] { writer.write(piece.bytes()); });
+      done += piece.bytes().size();
+      if (options.progress) options.progress(done, report.data_bytes);
+    }
+  }
+  if (writing.valid()) writing.get();
+  writer.finish();
+  return report;
+}
+
+}  // namespace hoist::interchange
