@@ -24,8 +24,13 @@ class File;
 
 enum class Operation : std::uint8_t { read, write, sync };
 
+// Where the memory of a transfer is. Blocks carry it so that a backend for GPUDirect storage (cuFile) has its door;
+// every backend there is today moves host memory only, and an engine for device memory is refused.
+enum class MemoryKind : std::uint8_t { host, device };
+
 struct Block {
   Operation operation = Operation::read;
+  MemoryKind memory = MemoryKind::host;
   const File* file = nullptr;
   std::uint64_t offset_bytes = 0;
   std::byte* data = nullptr;       // null for sync

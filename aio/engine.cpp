@@ -26,6 +26,9 @@ void check(const EngineOptions& options) {
     throw UsageError(fmt::format("the queue depth must be 1 to {}, not {}", kQueueDepthMax, options.queue_depth));
   if (options.thread_count == 0 || options.thread_count > kThreadCountMax)
     throw UsageError(fmt::format("the thread count must be 1 to {}, not {}", kThreadCountMax, options.thread_count));
+  if (options.memory == MemoryKind::device)
+    throw UsageError(
+        "transfers to and from device memory (GPUDirect storage) are not supported; go through host memory");
   const bool may_poll = options.backend == BackendKind::automatic || options.backend == BackendKind::io_uring;
   if (options.polling != Polling::none && !may_poll)
     throw UsageError("polling is a way of io_uring; choose that backend, or leave polling out");

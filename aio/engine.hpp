@@ -51,14 +51,18 @@ struct EngineOptions {
   // Memory that transfers will use, registered with the kernel when it lets us; pieces of at most 1 GiB. Transfers
   // outside of it work too, a little slower.
   std::vector<std::span<std::byte>> registered_memory{};
-  Polling polling = Polling::none;  // of io_uring only
-  std::string directory{};          // on the drive; where completion polling is probed, and needed for nothing else
-  unsigned retries_max = 8;         // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
+  MemoryKind memory = MemoryKind::host;  // of every transfer; device: refused
+  Polling polling = Polling::none;       // of io_uring only
+  std::string directory{};   // on the drive; where completion polling is probed, and needed for nothing else
+  unsigned retries_max = 8;  // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
   Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
 };
 
-// Foreground: someone waits for it (a prefetch, a record to update). Background: write-back. A foreground block is
-// handed to the kernel before any queued background block; it never waits behind more than one queue depth of them.
+// Foreground: someone waits for it (a prefetch, a record to update). Background: write-back. The rule: a foreground
+// read never waits behind more than one queue depth of background writes. Blocks that the kernel already has are not
+// taken back; every place that becomes free goes to a foreground block as long as there is one. Within a priority,
+// first come, first served. Background transfers get what foreground leaves over, which may be nothing for as long as
+// it is busy.
 enum class Priority : std::uint8_t { foreground, background };
 
 // The backend that Engine(options) uses, for tests that wrap it.

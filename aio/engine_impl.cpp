@@ -136,10 +136,10 @@ bool Engine::Impl::stop() noexcept {
   const bool ended = ended_;
   const bool clean = ended && !abandoned_;
   lock.unlock();
-  if (ended) {
+  if (clean) {
     thread_.join();
   } else {
-    thread_.detach();
+    thread_.detach();  // also when its work has ended: the kernel lets a thread go only with its last transfer
   }
   if (!clean) {
     spdlog::critical(
@@ -215,6 +215,7 @@ void Engine::Impl::cut_block(Transfer& transfer) {
   Flight& flight = *free_flights_.back();
   free_flights_.pop_back();
   flight.operation = request.operation;
+  flight.memory = options_.memory;
   flight.file = request.file;
   flight.offset_bytes = request.offset_bytes + transfer.cut_bytes;
   const auto memory = request.memory_at(transfer.cut_bytes);

@@ -3,12 +3,16 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
+#include <set>
 #include <thread>
 #include <utility>
 
 #include <fcntl.h>
+#include <linux/magic.h>
+#include <spdlog/spdlog.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
 #include <hoist/aio/file.hpp>
@@ -69,11 +73,32 @@ bool direct_alignment_fits(int descriptor) {
 #endif
 }
 
+// Some kernels accept O_DIRECT on a file system made of memory, and then copy all the same.
+bool is_memory(int descriptor) {
+  struct statfs info {};
+  return ::fstatfs(descriptor, &info) == 0 && (info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC);
+}
+
 // O_DIRECT is set after opening: an open() that creates the file and then refuses O_DIRECT leaves the file behind.
 bool set_direct(int descriptor) {
-  if (!direct_alignment_fits(descriptor)) return false;
+  if (is_memory(descriptor) || !direct_alignment_fits(descriptor)) return false;
   const int flags = ::fcntl(descriptor, F_GETFL);
   return flags >= 0 && ::fcntl(descriptor, F_SETFL, flags | O_DIRECT) == 0;
+}
+
+// Once for each file system: everything works there, but somebody may be measuring it.
+void say_buffered_once(int descriptor, const std::string& path, dev_t device) {
+  static std::mutex mutex;
+  static std::set<dev_t> said;
+  {
+    const std::lock_guard lock(mutex);
+    if (!said.insert(device).second) return;
+  }
+  spdlog::warn(
+      "{} is on a file system without direct transfers ({}): they work, but through memory, so what is measured there "
+      "is {}. For a drive's own speed choose a directory on ext4 or xfs.",
+      path, is_memory(descriptor) ? "tmpfs" : "no O_DIRECT",
+      is_memory(descriptor) ? "memory and no drive" : "the page cache and copying to and from it");
 }
 
 std::uint64_t next_file_id() {
@@ -118,9 +143,13 @@ File::File(std::string path, const FileOptions& options)
     struct stat info {};
     if (::fstat(descriptor_, &info) != 0) throw IoError({"fstat", path_, 0, 0, errno}, "");
     if (!S_ISREG(info.st_mode))
-      throw IoError({"open", path_, 0, 0, S_ISDIR(info.st_mode) ? EISDIR : EINVAL}, "only regular files are supported");
+      throw IoError({"open", path_, 0, 0, S_ISDIR(info.st_mode) ? EISDIR : EINVAL},
+                    S_ISCHR(info.st_mode) && path_.starts_with("/dev/ng")
+                        ? "NVMe passthrough is not supported, it bypasses the file system; name a file on the drive"
+                        : "only regular files are supported");
     size_bytes_ = static_cast<std::uint64_t>(info.st_size);
     if (options.direct) direct_ = set_direct(descriptor_);
+    if (options.direct && !direct_) say_buffered_once(descriptor_, path_, info.st_dev);
   } catch (...) {
     if (options.mode == OpenMode::create) ::unlink(path_.c_str());
     close();

@@ -27,7 +27,9 @@ struct FileOptions {
   // Reserves this many bytes (fallocate; zeros are written where the file system has none). When they cannot be had,
   // the error is thrown and a file that was just created is removed. 0: none.
   std::uint64_t reserve_bytes = 0;
-  bool direct = true;  // O_DIRECT where the file system has it; is_direct() says what was had
+  // O_DIRECT where the file system has it; is_direct() says what was had. Where it has not (tmpfs), transfers work
+  // through memory, and the log says once what is then measured.
+  bool direct = true;
 };
 
 // Told just before a descriptor is closed, so that a backend can make the kernel forget its registration of the file:

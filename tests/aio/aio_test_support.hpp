@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -11,9 +12,13 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 
 #include <hoist/aio/engine.hpp>
 #include <hoist/core/error.hpp>
@@ -58,6 +63,35 @@ inline std::optional<IoError::Where> io_error_of(const Completion& completion) {
   return std::nullopt;
 }
 
+// What is logged while this lives, line by line.
+class LogCapture {
+ public:
+  LogCapture() : before_(spdlog::default_logger()) {
+    spdlog::set_default_logger(
+        std::make_shared<spdlog::logger>("capture", std::make_shared<spdlog::sinks::ostream_sink_mt>(stream_)));
+  }
+  ~LogCapture() { spdlog::set_default_logger(before_); }
+  LogCapture(const LogCapture&) = delete;
+  LogCapture& operator=(const LogCapture&) = delete;
+  std::size_t count(const std::string& word) const {
+    std::size_t found = 0;
+    const std::string text = stream_.str();
+    for (std::size_t at = text.find(word); at != std::string::npos; at = text.find(word, at + 1)) ++found;
+    return found;
+  }
+  std::string text() const { return stream_.str(); }
+
+ private:
+  std::ostringstream stream_;
+  std::shared_ptr<spdlog::logger> before_;
+};
+
+// What a body says on success when it runs in a process of its own, where nothing was ever said before.
+[[noreturn]] inline void exit_if(bool holds, const LogCapture& log) {
+  std::fprintf(stderr, "%s\n", log.text().c_str());
+  std::_Exit(holds ? 0 : 1);
+}
+
 // Holds every block until the test says how it ends, and remembers the order in which blocks came.
 class Gate {
  public:
@@ -84,6 +118,11 @@ class Gate {
   std::size_t held_count_max() {
     const std::lock_guard lock(mutex_);
     return held_count_max_;
+  }
+  // The block that has been held longest is a write.
+  bool held_is_write() {
+    const std::lock_guard lock(mutex_);
+    return !held_.empty() && held_.front()->operation == Operation::write;
   }
   // Ends the block that has been held longest; fully when no result is given.
   void finish_oldest(std::optional<std::int64_t> result = std::nullopt) {

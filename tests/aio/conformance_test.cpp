@@ -124,6 +124,38 @@ TEST_P(Conformance, ManyTransfersOfSeveralThreadsAtOnce) {
   EXPECT_TRUE(same_bytes(contents(file.path()), memory.part(0, kThreads * kRegionBytes))) << "seed " << kMaster;
 }
 
+TEST_P(Conformance, ThousandsOfTransfersInFlightAtOnce) {
+  constexpr std::uint64_t kTransfers = 2000;
+  const AlignedBuffer memory(2 * 16 * kMiB);
+  const File file = make_file("thousands", 16 * kMiB);
+  EngineOptions changed = options(memory);
+  changed.block_bytes = 8 * kKiB;
+  changed.queue_depth = 64;
+  Engine engine = make_engine(changed);
+  Rng rng(kMaster);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;  // 4 to 12 KiB: one block or two
+  for (std::uint64_t at = 0; ranges.size() < kTransfers;) {
+    ranges.emplace_back(at, (1 + rng.below(3)) * 4 * kKiB);
+    at += ranges.back().second;
+    if (at > 16 * kMiB - 12 * kKiB) break;
+  }
+  ASSERT_GE(ranges.size(), 1000u);
+  fill_pattern(memory.part(0, 16 * kMiB), kMaster);
+  std::vector<Completion> pending;
+  for (const auto& [offset, length] : ranges)
+    pending.push_back(engine.write(file, offset, memory.part(offset, length), static_cast<Priority>(rng.below(2))));
+  when_all(pending).wait();
+  pending.clear();
+  for (const auto& [offset, length] : ranges)
+    pending.push_back(
+        engine.read(file, offset, memory.part(16 * kMiB + offset, length), static_cast<Priority>(rng.below(2))));
+  when_all(pending).wait();
+  const std::uint64_t bytes = ranges.back().first + ranges.back().second;
+  EXPECT_TRUE(same_bytes(memory.part(0, bytes), memory.part(16 * kMiB, bytes)));
+  const auto on_drive = contents(file.path());
+  EXPECT_TRUE(same_bytes(std::span(on_drive).first(bytes), memory.part(0, bytes)));
+}
+
 TEST_P(Conformance, MemoryThatIsNotRegisteredAndBlocksAcrossTwoSlicesWork) {
   const AlignedBuffer memory(2 * kMiB);
   const AlignedBuffer outside(2 * kMiB);

@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Destruction of an engine while transfers are under way, up to drives that never answer.
 #include <future>
+#include <thread>
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
 
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
+#include "small_file_system.hpp"
 
 namespace hoist::aio {
 namespace {
@@ -93,6 +99,74 @@ TEST_P(Drain, ARetryThatIsDueIsFinished) {
   }
   ASSERT_TRUE(transfer.done());
   EXPECT_EQ(transfer.error(), nullptr);
+}
+
+// A file system that does not write until it is thawed: the kernel itself holds the transfer. Thawed in any case after
+// a while, lest a process that waits for it can never be ended.
+class Freeze {
+ public:
+  static constexpr Nanoseconds kLimit = std::chrono::seconds(20);
+
+  explicit Freeze(const std::string& path)
+      : descriptor_(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)),
+        frozen_(::ioctl(descriptor_, FIFREEZE, 0) == 0),
+        watchdog_([this, over = over_.get_future()] {
+          static_cast<void>(over.wait_for(kLimit));
+          ::ioctl(descriptor_, FITHAW, 0);
+        }) {}
+  ~Freeze() {
+    thaw();
+    ::close(descriptor_);
+  }
+  Freeze(const Freeze&) = delete;
+  Freeze& operator=(const Freeze&) = delete;
+  bool frozen() const { return frozen_; }
+  void thaw() {
+    if (!watchdog_.joinable()) return;
+    over_.set_value();
+    watchdog_.join();
+  }
+
+ private:
+  const int descriptor_;
+  const bool frozen_;
+  std::promise<void> over_;
+  std::thread watchdog_;
+};
+
+TEST_P(Drain, WhatTheKernelHoldsMayStillBeUsedByItAfterTheEngineHasGone) {
+  const SmallFileSystem drive(directory_.path().string(), "ext4");
+  if (!drive.mounted()) GTEST_SKIP() << "a loop device cannot be mounted here (needs root)";
+  {
+    const File file(drive / "file", {.mode = OpenMode::create, .reserve_bytes = 4 * kBlock});
+    fill_pattern(memory_.span(), 1);
+    std::vector<Completion> pending;
+    Freeze freeze(drive.path());
+    const TimePoint start = Clock::now();
+    if (!freeze.frozen()) GTEST_SKIP() << "a file system cannot be frozen here (needs root)";
+    {
+      Engine engine(options(milliseconds(100)));
+      for (std::uint64_t i = 0; i < 4; ++i)  // two in flight, two queued
+        pending.push_back(engine.write(file, i * kBlock, memory_.part(i * kBlock, kBlock), Priority::background));
+    }
+    for (const Completion& completion : pending) {
+      const auto error = io_error_of(completion);
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->code, ETIMEDOUT);
+    }
+    EXPECT_LT(Clock::now() - start, Freeze::kLimit) << "destruction waited for the kernel beyond its time-out";
+    freeze.thaw();
+    // What the kernel had, it writes now, from the same memory; what was only queued is never started.
+    AlignedBuffer back(4 * kBlock);
+    const TimePoint deadline = Clock::now() + std::chrono::seconds(10);
+    do {
+      std::this_thread::sleep_for(milliseconds(5));
+      ASSERT_EQ(::pread(file.descriptor(), back.data(), 4 * kBlock, 0), static_cast<ssize_t>(4 * kBlock));
+    } while (!same_bytes(back.part(0, 2 * kBlock), memory_.part(0, 2 * kBlock)) && Clock::now() < deadline);
+    EXPECT_TRUE(same_bytes(back.part(0, 2 * kBlock), memory_.part(0, 2 * kBlock)));
+    EXPECT_FALSE(same_bytes(back.part(2 * kBlock, kBlock), memory_.part(2 * kBlock, kBlock)));
+    EXPECT_FALSE(same_bytes(back.part(3 * kBlock, kBlock), memory_.part(3 * kBlock, kBlock)));
+  }
 }
 
 // An I/O thread that is itself stuck, here in a continuation, is left behind; the destructor still returns.

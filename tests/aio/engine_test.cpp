@@ -204,6 +204,10 @@ TEST(EngineOptions, OutOfRangeIsRefused) {
   EXPECT_THROW(Engine({.queue_depth = 5000}), UsageError);
   EXPECT_THROW(Engine({.thread_count = 0}), UsageError);
   EXPECT_THROW(Engine({.registered_memory = {std::span<std::byte>{}}}), UsageError);
+  EXPECT_THROW(Engine({.memory = MemoryKind::device}), UsageError);
+  EXPECT_THROW(Engine({.backend = BackendKind::threads, .polling = Polling::submission}), UsageError);
+  EXPECT_THROW(Engine({.backend = BackendKind::null, .polling = Polling::submission}), UsageError);
+  EXPECT_THROW(Engine({.polling = Polling::completion}), UsageError) << "no directory to probe";
 }
 
 TEST(BusyClock, CountsOverlapOnce) {

@@ -7,8 +7,8 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/mount.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +16,7 @@
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
+#include "small_file_system.hpp"
 
 namespace hoist::aio {
 namespace {
@@ -95,6 +96,42 @@ TEST_F(FileTest, DirectIsSetAndCanBeDeclined) {
   const File buffered(directory_ / "buffered", {.mode = OpenMode::create, .direct = false});
   EXPECT_FALSE(buffered.is_direct());
   EXPECT_EQ(::fcntl(buffered.descriptor(), F_GETFL) & O_DIRECT, 0);
+}
+
+TEST(FileDeath, OnAMemoryFileSystemWhatIsMeasuredIsSaidOnce) {
+  std::error_code ignored;
+  if (!std::filesystem::is_directory("/dev/shm", ignored)) GTEST_SKIP() << "there is no /dev/shm";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        bool direct = false;
+        const LogCapture log;
+        {
+          const test::TempDirectory directory("/dev/shm");
+          for (const char* name : {"a", "b", "c"}) {
+            const File file(directory / name, {.mode = OpenMode::create});
+            direct = direct || file.is_direct();
+          }
+          const File declined(directory / "d", {.mode = OpenMode::create, .direct = false});
+        }
+        exit_if(!direct && log.count("memory and no drive") == 1, log);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+TEST(FilePath, NvmePassthroughIsRefusedByName) {
+  // A character device of that name is made where this is allowed; what it leads to does not matter, it is not opened
+  // for transfers.
+  const std::string path = "/dev/ng-hoist-test-" + std::to_string(::getpid());
+  if (::mknod(path.c_str(), S_IFCHR | S_IRUSR | S_IWUSR, ::makedev(1, 3)) != 0)
+    GTEST_SKIP() << "a device node cannot be made here (needs root)";
+  try {
+    const File file(path, {});
+    ADD_FAILURE() << "it was opened";
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("NVMe passthrough is not supported"));
+  }
+  ::unlink(path.c_str());
 }
 
 TEST_F(FileTest, MovingKeepsTheDescriptorOpen) {
@@ -185,31 +222,6 @@ TEST_F(FileTest, ADirectoryIsFlushed) {
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, ENOENT);
 }
-
-// A small file system of a given kind in a file, mounted for one test.
-class SmallFileSystem {
- public:
-  SmallFileSystem(const std::string& directory, const std::string& type) : mount_point_(directory + "/mounted") {
-    const std::string image = directory + "/image";
-    std::ofstream(image).flush();
-    std::filesystem::resize_file(image, 16 * kMiB);
-    std::filesystem::create_directory(mount_point_);
-    const std::string make = "mkfs." + type + " -q -F " + image + " >/dev/null 2>&1";
-    const std::string mount = "mount -o loop " + image + " " + mount_point_ + " >/dev/null 2>&1";
-    mounted_ = std::system(make.c_str()) == 0 && std::system(mount.c_str()) == 0;
-  }
-  ~SmallFileSystem() {
-    if (mounted_) static_cast<void>(std::system(("umount " + mount_point_).c_str()));
-  }
-  SmallFileSystem(const SmallFileSystem&) = delete;
-  SmallFileSystem& operator=(const SmallFileSystem&) = delete;
-  bool mounted() const { return mounted_; }
-  std::string operator/(const std::string& name) const { return mount_point_ + "/" + name; }
-
- private:
-  std::string mount_point_;
-  bool mounted_ = false;
-};
 
 // ext4 reserves with fallocate; ext2 has none, so the space is taken by writing zeros.
 class Reserve : public FileTest, public testing::WithParamInterface<const char*> {};

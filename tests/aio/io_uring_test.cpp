@@ -2,6 +2,7 @@
 // What the system may refuse of io_uring, and what happens then. Each refusal is made for one thread only (a seccomp
 // filter, a dropped capability), which then builds the engine.
 #include <array>
+#include <filesystem>
 #include <functional>
 #include <thread>
 
@@ -10,14 +11,17 @@
 #include <linux/audit.h>
 #include <linux/capability.h>
 #include <linux/filter.h>
-#include <linux/io_uring.h>
 #include <linux/seccomp.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <hoist/aio/detail/polling_probe.hpp>
+#include <hoist/aio/detail/uring_setup.hpp>
 #include <hoist/aio/engine.hpp>
+#include <hoist/platform/topology.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
@@ -127,6 +131,121 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
     expect_round_trip(engine, memory);
   });
   ::setrlimit(RLIMIT_MEMLOCK, &before);
+}
+
+// In a process of its own, where the sentences have not been said yet.
+TEST(IoUringRefusedDeath, EachFallBackIsSaidOnceWithTheRemedy) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        const LogCapture log;
+        if (!refuse_system_call(__NR_io_uring_setup, EPERM)) std::_Exit(0);
+        for (int i = 0; i < 3; ++i) Engine({});
+        exit_if(log.count("io_uring is not available") == 1 && log.count("To have it") == 1, log);
+      },
+      testing::ExitedWithCode(0), "");
+  if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
+  EXPECT_EXIT(
+      {
+        const LogCapture log;
+        const AlignedBuffer memory(4 * kMiB);
+        const rlimit low{.rlim_cur = 256 * kKiB, .rlim_max = 256 * kKiB};
+        if (::setrlimit(RLIMIT_MEMLOCK, &low) != 0 || !drop_ipc_lock()) std::_Exit(0);
+        for (int i = 0; i < 3; ++i) Engine({.registered_memory = {memory.span()}});
+        exit_if(log.count("refused to register 4.0 MiB") == 1 && log.count("ulimit -l") == 1, log);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+class PollingProbe : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
+  }
+  std::string directory() const { return directory_.path().string(); }
+  test::TempDirectory directory_;
+};
+
+// Calls that enter the ring say they went well and do nothing: what a drive without poll queues looks like on some
+// kernels.
+TEST_F(PollingProbe, OneThatNeverEndsIsGivenUpInTime) {
+  in_a_thread([this] {
+    if (!refuse_system_call(__NR_io_uring_enter, 0)) GTEST_SKIP() << "no seccomp filter can be set here";
+    const TimePoint start = Clock::now();
+    const auto why = detail::probe_polling(Polling::completion, directory());
+    const Nanoseconds took = Clock::now() - start;
+    ASSERT_TRUE(why);
+    EXPECT_EQ(why->code, ETIMEDOUT);
+    EXPECT_THAT(why->remedy, testing::HasSubstr("poll_queues"));
+    EXPECT_GE(took, detail::kProbeTimeout);
+    EXPECT_LT(took, 2 * detail::kProbeTimeout);
+  });
+}
+
+TEST_F(PollingProbe, LeavesNothingBehind) {
+  static_cast<void>(detail::probe_polling(Polling::completion, directory()));
+  EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+}
+
+TEST_F(PollingProbe, WhatTheDriveCannotIsAnErrorByNameAndDoneWithoutOtherwise) {
+  const auto why = detail::probe_polling(Polling::completion, directory());
+  if (!why) GTEST_SKIP() << "this drive can be polled for completions";
+  const EngineOptions options{.polling = Polling::completion, .directory = directory()};
+  Engine engine(options);
+  EXPECT_THAT(engine.description(), testing::HasSubstr("no completion polling: " + why->reason));
+  expect_round_trip(engine, AlignedBuffer(2 * kMiB));
+  EngineOptions by_name = options;
+  by_name.backend = BackendKind::io_uring;
+  try {
+    const Engine refused(by_name);
+    ADD_FAILURE() << "it was had all the same: " << refused.description();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("completion polling is not available"));
+    EXPECT_THAT(error.what(), testing::HasSubstr("poll_queues"));
+  }
+}
+
+TEST_F(PollingProbe, MemoryIsNoDriveToPoll) {
+  std::error_code ignored;
+  if (!std::filesystem::is_directory("/dev/shm", ignored)) GTEST_SKIP() << "there is no /dev/shm";
+  const test::TempDirectory memory("/dev/shm");
+  EXPECT_TRUE(detail::probe_polling(Polling::completion, memory.path().string()));
+}
+
+TEST(RingFlags, TheLastChoiceAsksForNothingNew) {
+  EXPECT_EQ(detail::ring_flag_choices(Polling::none).back(), 0u);
+  EXPECT_EQ(detail::ring_flag_choices(Polling::submission).back(), unsigned{IORING_SETUP_SQPOLL});
+  EXPECT_EQ(detail::ring_flag_choices(Polling::completion).back(), unsigned{IORING_SETUP_IOPOLL});
+  for (const Polling polling : {Polling::none, Polling::submission, Polling::completion})
+    EXPECT_NE(detail::ring_flag_choices(polling).front() & IORING_SETUP_SINGLE_ISSUER, 0u);
+}
+
+TEST(IoThread, RunsOnTheNodeItWasGiven) {
+  const auto topology = platform::Topology::detect();
+  const auto& node = topology.nodes().back();
+  Engine engine({.numa_node = node.os_index});
+  const test::TempDirectory directory;
+  const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 4 * kKiB});
+  const AlignedBuffer memory(4 * kKiB);
+  Promise ran;
+  const Completion finished = ran.completion();
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  // Held back until the continuation is attached, so that it runs on the I/O thread.
+  Promise attached;
+  const Completion may_go_on = attached.completion();
+  engine.write(file, 0, memory.span(), Priority::foreground).then([&](std::exception_ptr) { may_go_on.wait(); });
+  engine.write(file, 0, memory.span(), Priority::foreground).then([&](std::exception_ptr) {
+    ::sched_getaffinity(0, sizeof(allowed), &allowed);
+    ran.complete();
+  });
+  attached.complete();
+  finished.wait();
+  std::vector<int> cpus;
+  for (std::size_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &allowed)) cpus.push_back(static_cast<int>(cpu));
+  }
+  EXPECT_THAT(cpus, testing::UnorderedElementsAreArray(node.cpus));
 }
 
 TEST(IoUring, DescribesWhatItHas) {
