@@ -133,28 +133,28 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
   ::setrlimit(RLIMIT_MEMLOCK, &before);
 }
 
-// In a process of its own, where the sentences have not been said yet.
+// Run in a process of its own, where the sentences have not been said yet.
+[[noreturn]] void say_that_io_uring_is_refused() {
+  const LogCapture log;
+  if (!refuse_system_call(__NR_io_uring_setup, EPERM)) std::_Exit(0);
+  for (int i = 0; i < 3; ++i) Engine({});
+  exit_if(log.count("io_uring is not available") == 1 && log.count("To have it") == 1, log);
+}
+
+[[noreturn]] void say_that_memory_is_not_registered() {
+  const LogCapture log;
+  const AlignedBuffer memory(4 * kMiB);
+  const rlimit low{.rlim_cur = 256 * kKiB, .rlim_max = 256 * kKiB};
+  if (::setrlimit(RLIMIT_MEMLOCK, &low) != 0 || !drop_ipc_lock()) std::_Exit(0);
+  for (int i = 0; i < 3; ++i) Engine({.registered_memory = {memory.span()}});
+  exit_if(log.count("refused to register 4.0 MiB") == 1 && log.count("ulimit -l") == 1, log);
+}
+
 TEST(IoUringRefusedDeath, EachFallBackIsSaidOnceWithTheRemedy) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT(
-      {
-        const LogCapture log;
-        if (!refuse_system_call(__NR_io_uring_setup, EPERM)) std::_Exit(0);
-        for (int i = 0; i < 3; ++i) Engine({});
-        exit_if(log.count("io_uring is not available") == 1 && log.count("To have it") == 1, log);
-      },
-      testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(say_that_io_uring_is_refused(), testing::ExitedWithCode(0), "");
   if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
-  EXPECT_EXIT(
-      {
-        const LogCapture log;
-        const AlignedBuffer memory(4 * kMiB);
-        const rlimit low{.rlim_cur = 256 * kKiB, .rlim_max = 256 * kKiB};
-        if (::setrlimit(RLIMIT_MEMLOCK, &low) != 0 || !drop_ipc_lock()) std::_Exit(0);
-        for (int i = 0; i < 3; ++i) Engine({.registered_memory = {memory.span()}});
-        exit_if(log.count("refused to register 4.0 MiB") == 1 && log.count("ulimit -l") == 1, log);
-      },
-      testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(say_that_memory_is_not_registered(), testing::ExitedWithCode(0), "");
 }
 
 class PollingProbe : public testing::Test {
