@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// bench_aio_overhead - what the engine itself costs: CPU time of the whole process for each block of 1 MiB, over the
+// backend that completes everything at once and moves nothing.
+//
+//   bench_aio_overhead [--smoke] [--limit-ns N] [--json FILE]
+//
+// Exit code 1 when a steady shape costs more than the limit (1000 ns).
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <ctime>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <hoist/aio/engine.hpp>
+
+namespace {
+
+using namespace hoist;
+
+constexpr std::uint64_t kBlock = kMiB;
+constexpr std::uint64_t kMemoryBytes = 256 * kBlock;
+constexpr std::size_t kInFlight = 64;
+
+std::uint64_t process_cpu_ns() {
+  timespec now{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+// Addresses only: the null backend touches nothing, and neither may anything else.
+std::span<std::byte> untouchable_memory() {
+  void* memory = ::mmap(nullptr, kMemoryBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return {static_cast<std::byte*>(memory), kMemoryBytes};
+}
+
+class Bench {
+ public:
+  Bench(aio::Engine& engine, const aio::File& file) : engine_(engine), file_(file) {}
+
+  // Long transfers, as of a whole record: the price of a block alone.
+  void long_transfers(std::uint64_t blocks) {
+    for (std::uint64_t done = 0; done < blocks; done += kMemoryBytes / kBlock) read(0, kMemoryBytes).wait();
+  }
+
+  // Transfers of one block, many in flight: a block, its completion and its share of wake-ups.
+  void pipeline(std::uint64_t blocks) {
+    std::array<Completion, kInFlight> ring;
+    for (std::uint64_t i = 0; i < blocks; ++i) {
+      Completion& place = ring[i % kInFlight];
+      place.wait();
+      place = read(i % (kMemoryBytes / kBlock) * kBlock, kBlock);
+    }
+    for (const Completion& completion : ring) completion.wait();
+  }
+
+  // Each started when the one before has ended: two threads wake each other up for every block, as nobody should.
+  void one_at_a_time(std::uint64_t blocks) {
+    for (std::uint64_t i = 0; i < blocks; ++i) read(0, kBlock).wait();
+  }
+
+ private:
+  Completion read(std::uint64_t offset, std::uint64_t bytes) {
+    return engine_.read(file_, offset, memory_.subspan(offset, bytes), aio::Priority::foreground);
+  }
+
+  aio::Engine& engine_;
+  const aio::File& file_;
+  const std::span<std::byte> memory_ = untouchable_memory();
+};
+
+struct Shape {
+  const char* name;
+  void (Bench::*run)(std::uint64_t blocks);
+  std::uint64_t blocks;
+  bool steady;  // the limit counts
+};
+
+constexpr std::array kShapes{Shape{"long transfers", &Bench::long_transfers, 1 << 20, true},
+                             Shape{"1 MiB transfers, 64 in flight", &Bench::pipeline, 1 << 18, true},
+                             Shape{"1 MiB transfers, one at a time", &Bench::one_at_a_time, 1 << 15, false}};
+
+struct Result {
+  double median_ns = 0;
+  double lowest_ns = 0;
+  double highest_ns = 0;
+};
+
+Result measure(Bench& bench, const Shape& shape, bool smoke) {
+  const std::uint64_t blocks = smoke ? shape.blocks / 16 : shape.blocks;
+  std::vector<double> rounds;
+  (bench.*shape.run)(blocks / 4);
+  for (int round = 0; round < (smoke ? 3 : 15); ++round) {
+    const std::uint64_t start = process_cpu_ns();
+    (bench.*shape.run)(blocks);
+    rounds.push_back(static_cast<double>(process_cpu_ns() - start) / static_cast<double>(blocks));
+  }
+  std::sort(rounds.begin(), rounds.end());
+  return {rounds[rounds.size() / 2], rounds.front(), rounds.back()};
+}
+
+struct Arguments {
+  bool smoke = false;
+  double limit_ns = 1000;
+  std::string json;
+};
+
+Arguments parse(int count, char** words) {
+  Arguments arguments;
+  for (int i = 1; i < count; ++i) {
+    const std::string word = words[i];
+    if (word == "--smoke") {
+      arguments.smoke = true;
+    } else if (word == "--limit-ns" && i + 1 < count) {
+      arguments.limit_ns = std::stod(words[++i]);
+    } else if (word == "--json" && i + 1 < count) {
+      arguments.json = words[++i];
+    } else {
+      fmt::print(stderr, "bench_aio_overhead: '{}' is unknown; usage: [--smoke] [--limit-ns N] [--json FILE]\n", word);
+      std::exit(2);
+    }
+  }
+  return arguments;
+}
+
+// Any file does: it is never read.
+aio::File some_file() {
+  std::string path = "hoist-bench-XXXXXX";
+  ::close(::mkstemp(path.data()));
+  aio::File file(path, {.direct = false});
+  ::unlink(path.c_str());
+  return file;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  const Arguments arguments = parse(count, words);
+  const aio::File file = some_file();
+  aio::Engine engine({.backend = aio::BackendKind::null, .block_bytes = kBlock, .queue_depth = 32});
+  Bench bench(engine, file);
+  bool holds = true;
+  std::string json;
+  fmt::print(
+      "CPU time of the process for each block of 1 MiB, backend null, queue depth 32 (median; lowest to highest)\n");
+  for (const Shape& shape : kShapes) {
+    const Result result = measure(bench, shape, arguments.smoke);
+    const bool within = !shape.steady || result.median_ns <= arguments.limit_ns;
+    holds = holds && within;
+    fmt::print("  {:<32} {:8.0f} ns  ({:.0f} to {:.0f}){}\n", shape.name, result.median_ns, result.lowest_ns,
+               result.highest_ns,
+               !shape.steady ? ""
+               : within      ? "  within the limit"
+                             : "  OVER THE LIMIT");
+    json += fmt::format("{}{{\"shape\":\"{}\",\"ns_per_block\":{:.1f},\"lowest\":{:.1f},\"highest\":{:.1f}}}",
+                        json.empty() ? "" : ",", shape.name, result.median_ns, result.lowest_ns, result.highest_ns);
+  }
+  if (!arguments.json.empty())
+    std::ofstream(arguments.json) << fmt::format("{{\"limit_ns\":{},\"results\":[{}]}}\n", arguments.limit_ns, json);
+  return holds ? 0 : 1;
+}
