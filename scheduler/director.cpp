@@ -107,6 +107,13 @@ std::vector<Item> Director::upcoming_fetches() const {
   return items;
 }
 
+std::vector<Item> Director::planned_fetches(std::size_t kind) const {
+  std::vector<Item> items;
+  if (!plans_[kind]) return items;
+  for (const Fetch& fetch : plans_[kind]->fetches) items.push_back(fetch.item);
+  return items;
+}
+
 std::vector<std::uint32_t> Director::fetch_counts(std::size_t kind) const {
   if (!plans_[kind]) return {};
   std::vector<std::uint32_t> counts(options_.items.size(), 0);

@@ -43,6 +43,8 @@ class Director {
   // Fetches the plan being followed will still issue, in order: what may be read from disk ahead. Empty while
   // recording.
   std::vector<Item> upcoming_fetches() const;
+  // All fetches that the plan of a kind of pass would issue, in order; empty before the first was recorded.
+  std::vector<Item> planned_fetches(std::size_t kind) const;
   bool following() const { return following_; }
   const AccessTrace& trace() const { return trace_; }  // of the pass under way, or of the last one
   // Fetches of each item in one pass of this kind, by its plan; empty before the first was recorded.

@@ -212,7 +212,7 @@ Completion Store::Impl::write(RecordId record, Region region, std::uint32_t firs
   }));
 }
 
-Completion Store::Impl::commit(std::span<const std::byte> caller_state, std::function<void()> agree) {
+Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree agree) {
   const std::lock_guard lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(step_open_, "no step is under way");
@@ -241,6 +241,22 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, std::fun
 }
 
 void Store::Impl::land(const CommitJob& job) {
+  try {
+    make_durable(job.header);
+  } catch (...) {
+    // The others must not wait for a rank that will never come; the error that counts is this one.
+    try {
+      if (job.agree && durability_ == Durability::step) job.agree(/*landed=*/false);
+    } catch (...) {
+    }
+    throw;
+  }
+  if (durability_ == Durability::none) return;
+  const TraceSpan span(trace_, TraceRow::commit, "agree");
+  if (job.agree) job.agree(/*landed=*/true);
+}
+
+void Store::Impl::make_durable(const SlotHeader& header) {
   {
     const TraceSpan span(trace_, TraceRow::commit, "last writes");
     transfers_->wait_for_writes();
@@ -252,12 +268,8 @@ void Store::Impl::land(const CommitJob& job) {
   }
   for (const std::string& directory : directories_to_flush_) aio::sync_directory(directory);
   directories_to_flush_.clear();
-  {
-    const TraceSpan span(trace_, TraceRow::commit, "manifest");
-    write_slot(1 - slot_, job.header);
-  }
-  const TraceSpan span(trace_, TraceRow::commit, "agree");
-  if (job.agree) job.agree();
+  const TraceSpan span(trace_, TraceRow::commit, "manifest");
+  write_slot(1 - slot_, header);
 }
 
 void Store::Impl::commit_loop() {
@@ -318,7 +330,7 @@ Completion Store::write(RecordId record, Region region, std::uint32_t first, std
                         aio::Priority priority) {
   return impl_->write(record, region, first, count, source, checksums, priority);
 }
-Completion Store::commit(std::span<const std::byte> caller_state, std::function<void()> agree) {
+Completion Store::commit(std::span<const std::byte> caller_state, Agree agree) {
   return impl_->commit(caller_state, std::move(agree));
 }
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }

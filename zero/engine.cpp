@@ -32,6 +32,8 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
   refuse(options.optimizer == Placement::device && runtime.options().device != platform::DeviceKind::host,
          "zero_optimization.offload_optimizer.device",
          "this version updates optimizer states on the CPU only; use \"cpu\" or \"nvme\"");
+  refuse(options.update_mode == UpdateMode::forward && options.optimizer == Placement::device, "hoist.update_mode",
+         "\"forward\" is for optimizer states that are offloaded; use \"step\", or \"auto\"");
   refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
          fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
   refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
@@ -65,6 +67,10 @@ void Engine::Impl::tear_down() noexcept {
   attempt([&] {
     if (live.executor) live.executor->drain();
   });
+  attempt([&] {
+    abandoning = failure != nullptr;
+    if (!failure) finish_deferred();  // a step that was taken is not lost by an orderly end
+  });
   for (platform::Stream* stream : {live.streams.up.get(), live.streams.comm.get(), live.streams.down.get()}) {
     attempt([&] {
       if (stream != nullptr) stream->synchronize();
@@ -78,11 +84,12 @@ void Engine::Impl::tear_down() noexcept {
     if (live.gradients) live.gradients->wait();
   });
   attempt([&] { last_commit.wait(); });
-  live.updater.reset();
   live.gradients.reset();
   live.gatherer.reset();
   live.executor.reset();
   live.stager.reset();
+  live.deferred.reset();
+  live.updater.reset();
   live.streams = {};
   live.store.reset();
   live.drives.reset();
@@ -93,7 +100,7 @@ void Engine::Impl::tear_down() noexcept {
   live.records.reset();
   metrics.reset();
 
-  sealed = false;
+  sealed = abandoning = false;
   gradients_due = agreement_due = false;
   step_count = 0;
   committed_step = -1;
@@ -163,14 +170,36 @@ void Engine::Impl::lay_out(bool create_store) {
   live.streams.down = runtime.device().create_stream("down");
   live.streams.comm = runtime.device().create_stream("comm");
   live.executor = std::make_unique<scheduler::Executor>("hoist-submit");
-  if (options.parameters == Placement::nvme) {
-    live.stager = std::make_unique<detail::Stager>(*live.store, table, *live.records, live.memory->staging_buffers(),
-                                                   [this](UnitId unit) { return live.updater->weights_written(unit); });
+  live.updater = std::make_unique<detail::Updater>(runtime, table, *live.memory, *live.records, live.store.get());
+  const bool weights_on_nvme = options.parameters == Placement::nvme;
+  if (detail::defers_updates(options))
+    live.deferred = std::make_unique<detail::DeferredUpdate>(*live.updater, table, /*on_request=*/weights_on_nvme);
+  if (weights_on_nvme) {
+    live.stager = std::make_unique<detail::Stager>(
+        *live.store, table, *live.records, live.memory->staging_buffers(),
+        [this](UnitId unit) { return newest_weights_written(unit); },
+        [this](UnitId unit, std::byte* target) {
+          return live.deferred ? live.deferred->deliver(unit, target) : std::nullopt;
+        });
   }
   live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor,
-                                                     live.streams, live.stager.get());
-  live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams);
-  live.updater = std::make_unique<detail::Updater>(runtime, table, *live.memory, *live.records, live.store.get());
+                                                     live.streams, live.stager.get(), live.deferred.get());
+  live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams,
+                                                       live.deferred.get());
+}
+
+// Where the unit's update is still under way, first that, then its writes.
+Completion Engine::Impl::newest_weights_written(UnitId unit) const {
+  const Completion updated = live.deferred ? live.deferred->updated(unit) : Completion();
+  if (updated.done()) return updated.error() ? updated : live.updater->weights_written(unit);
+  const auto promise = std::make_shared<Promise>();
+  updated.then([promise, unit, updater = live.updater.get()](std::exception_ptr error) {
+    if (error) return promise->fail(error);
+    updater->weights_written(unit).then([promise](std::exception_ptr failed_write) {
+      failed_write ? promise->fail(failed_write) : promise->complete();
+    });
+  });
+  return promise->completion();
 }
 
 // --- fresh state -----------------------------------------------------------------------------------------------------
@@ -461,9 +490,10 @@ void Engine::set_learning_rate(GroupId group, double learning_rate) {
 std::vector<std::string> Engine::describe() const {
   std::vector<std::string> lines;
   constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
-  lines.push_back(fmt::format("parameters in {}, optimizer states in {}, update mode step",
+  lines.push_back(fmt::format("parameters in {}, optimizer states in {}, update mode {}",
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
-                              kPlaces[static_cast<std::size_t>(impl_->options.optimizer)]));
+                              kPlaces[static_cast<std::size_t>(impl_->options.optimizer)],
+                              detail::defers_updates(impl_->options) ? "forward" : "step"));
   if (impl_->live.memory) lines.push_back(impl_->live.memory->describe());
   if (impl_->live.drives) lines.push_back("io: " + impl_->live.drives->describe());
   lines.push_back("device: " + impl_->runtime.device().description());

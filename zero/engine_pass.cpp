@@ -129,14 +129,14 @@ GroupOptions Engine::Impl::scheduled(GroupOptions group, std::uint64_t applied_s
   return group;
 }
 
-void Engine::Impl::update(double gradient_scale) {
-  std::vector<optim::AdamCoefficients> coefficients;
-  for (const GroupOptions& group : groups)
-    coefficients.emplace_back(scheduled(group, step_count - 1), step_count, gradient_scale);
-  std::atomic<std::uint32_t> broken{~0u};
-  live.updater->walk(step_writes(), [&](const detail::TileAccess& tile) {
+struct Engine::Impl::StepUpdate {
+  std::uint64_t step = 0;
+  std::vector<optim::AdamCoefficients> coefficients;  // by group
+  std::atomic<std::uint32_t> broken{~0u};             // a unit with a state that cannot be committed
+
+  void apply(const detail::TileAccess& tile, const detail::Memory& memory) {
     const detail::Segment& segment = *tile.segment;
-    const std::byte* gradient = live.memory->home(tile.unit).gradient + segment.home_gradient_offset +
+    const std::byte* gradient = memory.home(tile.unit).gradient + segment.home_gradient_offset +
                                 tile.tile->first_element * dtype_bytes(segment.dtype);
     const tiers::StateTileView state = tile.view();
     const optim::AdamCoefficients& c = coefficients[segment.group.index];
@@ -155,13 +155,88 @@ void Engine::Impl::update(double gradient_scale) {
                                                                     .gradient_dtype = segment.dtype,
                                                                     .count = tile.tile->elements});
     if (!sound) broken = tile.unit.index;
-  });
-  if (broken != ~0u) {
+  }
+
+  void check(const detail::UnitTable& table) const {
+    if (broken == ~0u) return;
     throw Error(
         fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for bf16; nothing of it "
                     "was committed: lower the learning rate and restore the last commit",
-                    step_count, table.units()[broken].name));
+                    step, table.units()[broken].name));
   }
+};
+
+// Of the step that `step_count` already counts.
+std::shared_ptr<Engine::Impl::StepUpdate> Engine::Impl::make_update(double gradient_scale) const {
+  auto update = std::make_shared<StepUpdate>();
+  update->step = step_count;
+  for (const GroupOptions& group : groups)
+    update->coefficients.emplace_back(scheduled(group, step_count - 1), step_count, gradient_scale);
+  return update;
+}
+
+void Engine::Impl::update_now(double gradient_scale) {
+  const auto update = make_update(gradient_scale);
+  live.updater->walk(step_writes(), [&](const detail::TileAccess& tile) { update->apply(tile, *live.memory); });
+  update->check(table);
+}
+
+// Returns what is done when the step is committed.
+Completion Engine::Impl::update_later(double gradient_scale, std::span<const std::byte> program_state) {
+  const auto update = make_update(gradient_scale);
+  const auto committed = std::make_shared<Promise>();
+  const Completion completion = committed->completion();
+  const auto ended =
+      [this, update, committed,
+       state = std::vector<std::byte>(program_state.begin(), program_state.end())](std::exception_ptr error) {
+        try {
+          if (error) std::rethrow_exception(error);
+          update->check(table);
+          if (nvme_placement()) commit("", state);
+        } catch (...) {
+          // Nothing will land here; the other ranks learn it where they would have heard that it did.
+          if (stores_steps() && !abandoning) {
+            try {
+              agree_on_landing(/*landed=*/false);
+            } catch (...) {
+            }
+          }
+          committed->fail(std::current_exception());
+          throw;
+        }
+        last_commit.then(
+            [committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
+      };
+  detail::WalkOptions walk = step_writes();
+  walk.waits = WaitCause::none;
+  walk.in_background = true;
+  const auto train = static_cast<std::size_t>(Pass::train);
+  live.deferred->begin({.walk = walk,
+                        .work = [this, update](const detail::TileAccess& tile) { update->apply(tile, *live.memory); },
+                        .expected = live.gatherer->expected(train),
+                        .ended = ended});
+  live.gatherer->stage_for(train);
+  return completion;
+}
+
+void Engine::Impl::finish_deferred() {
+  if (!live.deferred) return;
+  const TimePoint begin = Clock::now();
+  const Nanoseconds updating_before = live.deferred->busy();
+  live.deferred->finish();
+  const Nanoseconds waited = Clock::now() - begin;
+  const Nanoseconds updating = std::min(waited, live.deferred->busy() - updating_before);
+  runtime.ledger().waited(WaitCause::optimizer, updating);
+  runtime.ledger().waited(WaitCause::nvme, waited - updating);
+}
+
+void Engine::Impl::agree_on_landing(bool landed) {
+  const std::byte mine{static_cast<unsigned char>(landed ? 1 : 0)};
+  std::vector<std::byte> all(static_cast<std::size_t>(runtime.world_size()));
+  live.commit_channel->exchange(std::span(&mine, 1), all);
+  const auto failed = std::find(all.begin(), all.end(), std::byte{0});
+  if (failed == all.end() || !landed) return;
+  throw CommError(fmt::format("rank {} could not commit the step; its own error says why", failed - all.begin()));
 }
 
 Completion Engine::Impl::commit(const std::string& name, std::span<const std::byte> program_state) {
@@ -169,11 +244,11 @@ Completion Engine::Impl::commit(const std::string& name, std::span<const std::by
   std::memcpy(state.data(), name.data(), std::min<std::size_t>(name.size(), kCommitNameBytes - 1));
   std::copy(program_state.begin(), program_state.end(), state.begin() + kCommitNameBytes);
   caller_state.assign(program_state.begin(), program_state.end());
-  const Completion landed = live.store->commit(state, [this] { live.commit_channel->barrier(); });
+  const Completion done = live.store->commit(state, [this](bool landed) { agree_on_landing(landed); });
   const auto promise = std::make_shared<Promise>();
   last_commit = promise->completion();
   // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this engine.
-  landed.then([this, promise, step = step_count](std::exception_ptr error) {
+  done.then([this, promise, step = step_count](std::exception_ptr error) {
     if (error) return promise->fail(error);
     if (is_durable()) committed_step = static_cast<std::int64_t>(step);
     promise->complete();
@@ -199,6 +274,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   check_agreement();
   drain();
   live.gradients->wait();
+  if (live.deferred) together("carry out the last step", [&] { finish_deferred(); });
 
   StepReport report;
   report.learning_rate = scheduled(groups.front(), step_count).learning_rate;
@@ -214,15 +290,21 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
       last_commit.wait();  // its extents, and memory it may still be written from, are free after it
       ++step_count;
       if (nvme_placement()) live.store->begin_step(step_count);
-      update(report.clip_factor);
+      if (!live.deferred) update_now(report.clip_factor);
     });
     live.gatherer->invalidate();
-    if (nvme_placement()) commit("", step_options.caller_state);
+    if (live.deferred) {
+      report.committed = update_later(report.clip_factor, step_options.caller_state);
+    } else if (nvme_placement()) {
+      report.committed = commit("", step_options.caller_state);
+    }
+  } else {
+    report.committed = last_commit;
   }
+  if (!stores_steps()) report.committed = {};
   live.gradients->clear();
   book_io();
   report.step = step_count;
-  report.committed = stores_steps() ? last_commit : Completion();
   if (metrics) metrics->write(report, runtime.ledger(), committed_step);
   return report;
 }

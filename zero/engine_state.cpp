@@ -17,6 +17,7 @@ using tiers::Tile;
 
 void Engine::Impl::settle() {
   if (!pass) drain();
+  finish_deferred();
   last_commit.wait();
   book_io();
 }

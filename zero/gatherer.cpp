@@ -14,7 +14,7 @@ using platform::CopyKind;
 using platform::StreamEvent;
 
 Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-                   scheduler::Executor& executor, Streams& streams, Stager* stager)
+                   scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred)
     : runtime_(runtime),
       options_(options),
       table_(table),
@@ -22,6 +22,7 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       executor_(executor),
       streams_(streams),
       stager_(stager),
+      deferred_(deferred),
       director_(director_options(options, table, memory.device_needs(), memory.gather_slots().size())),
       states_(table.units().size()),
       slots_(memory.gather_slots().size()) {}
@@ -38,16 +39,32 @@ void Gatherer::end_pass(bool complete) {
   if (stager_ != nullptr) stager_->expect({});
 }
 
+bool Gatherer::is_staged_in_order(UnitId unit) const {
+  return !table_.unit(unit).options.binding && !states_[unit.index].valid_in_own_memory;
+}
+
 // The units the plan will read from NVMe in this pass, in order: those fetched at its beginning, then the others.
 std::vector<UnitId> Gatherer::reads_ahead(std::span<const scheduler::Fetch> first) const {
   std::vector<UnitId> order;
   const auto add = [&](scheduler::Item item) {
-    const UnitId unit{item};
-    if (!table_.unit(unit).options.binding && !states_[item].valid_in_own_memory) order.push_back(unit);
+    if (is_staged_in_order(UnitId{item})) order.push_back(UnitId{item});
   };
   for (const scheduler::Fetch& f : first) add(f.item);
   for (const scheduler::Item item : director_.upcoming_fetches()) add(item);
   return order;
+}
+
+std::vector<UnitId> Gatherer::expected(std::size_t kind) const {
+  std::vector<UnitId> order;
+  for (const scheduler::Item item : director_.planned_fetches(kind)) order.push_back(UnitId{item});
+  return order;
+}
+
+void Gatherer::stage_for(std::size_t kind) {
+  if (stager_ == nullptr) return;
+  std::vector<UnitId> order = expected(kind);
+  std::erase_if(order, [&](UnitId unit) { return !is_staged_in_order(unit); });
+  stager_->expect(std::move(order));
 }
 
 // Runs an access past the director; the stager's expectations end with the plan they came from.
@@ -122,6 +139,7 @@ void Gatherer::copy_up(UnitId id, std::byte* target) {
   const Unit& unit = table_.unit(id);
   const UnitHome& home = memory_.home(id);
   UnitState& state = states_[id.index];
+  if (deferred_ != nullptr && home.weights != nullptr) deferred_->hurry(id).wait();
   if (home.device_shard != nullptr) {
     if (home.weights != home.device_shard && !state.shard_current) {
       streams_.up->copy(home.device_shard, home.weights, unit.host_bytes(), CopyKind::host_to_device);
@@ -213,8 +231,13 @@ void Gatherer::await(UnitState& state, StreamRef stream) {
   Transfer& transfer = *state.transfer;
   if (!transfer.submitted.done()) {
     const Nanoseconds idle_before = stream->idle_time();
+    const Nanoseconds updating_before = deferred_ == nullptr ? Nanoseconds(0) : deferred_->busy();
     transfer.submitted.wait();
-    runtime_.ledger().waited(WaitCause::nvme, stream->idle_time() - idle_before);
+    const Nanoseconds idle = stream->idle_time() - idle_before;
+    const Nanoseconds updating =
+        deferred_ == nullptr ? Nanoseconds(0) : std::min(idle, deferred_->busy() - updating_before);
+    if (updating.count() > 0) runtime_.ledger().waited(WaitCause::optimizer, updating);
+    runtime_.ledger().waited(WaitCause::nvme, idle - updating);
   } else {
     transfer.submitted.wait();  // rethrows
   }

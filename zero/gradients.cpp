@@ -12,12 +12,13 @@ namespace hoist::detail {
 using platform::CopyKind;
 
 Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-                     Streams& streams)
+                     Streams& streams, DeferredUpdate* deferred)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
       executor_(executor),
       streams_(streams),
+      deferred_(deferred),
       states_(table.units().size()),
       own_(table.units().size()) {
   for (std::byte* data : memory.gradient_slots()) shared_.push_back({.data = data});
@@ -115,6 +116,8 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   } else {
     streams_.down->wait(ready, WaitCause::none);
   }
+  // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
+  if (deferred_ != nullptr) deferred_->hurry(id).wait();
   const bool stays = memory_.gradients_on_device();
   for (const Segment& segment : unit.segments) {
     if (!segment.trainable) continue;

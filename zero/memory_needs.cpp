@@ -147,6 +147,11 @@ PinnedNeeds::Buffers PinnedNeeds::choose(std::uint64_t available_bytes) const {
 
 // --- bytes of a step -------------------------------------------------------------------------------------------------
 
+bool defers_updates(const EngineOptions& options) {
+  if (options.update_mode == UpdateMode::automatic) return options.optimizer != Placement::device;
+  return options.update_mode == UpdateMode::forward;
+}
+
 StoreWrites store_writes(const EngineOptions& options) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   const bool durable = nvme && options.durability == tiers::Durability::step;
@@ -171,7 +176,9 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
       state += segment.shard_elements * (segment.dtype == DType::fp32 ? 8 : 10);
     }
     const std::uint64_t count = fetches[u];
-    bytes.nvme_read += (weights_on_nvme ? count * weights + trainable : 0) + (state_on_nvme ? state : 0);
+    // Deferred, the first fetch takes its weights from the update, which has read them already.
+    const bool shared = defers_updates(options) && count > 0;
+    bytes.nvme_read += (weights_on_nvme ? count * weights + (shared ? 0 : trainable) : 0) + (state_on_nvme ? state : 0);
     bytes.nvme_write += (writes.weights ? trainable : 0) + (writes.state ? state : 0);
     if (!state_on_device || !weights_on_device) bytes.host_to_device += (weights_on_device ? 1 : count) * weights;
     if (!state_on_device) bytes.device_to_host += trainable;

@@ -54,6 +54,13 @@ enum class Placement : std::uint8_t {
   nvme,
 };
 
+// When optimizer states are updated. The result is the same, bit by bit.
+enum class UpdateMode : std::uint8_t {
+  automatic,  // forward, unless the optimizer's states are on the device
+  step,       // inside step(), which returns when all is computed
+  forward,    // under the next pass, each unit just before its weights are needed; step() only decides
+};
+
 struct EngineOptions {
   int stage = 3;  // ZeRO stage; this version implements 3
   Placement parameters = Placement::device;
@@ -68,6 +75,7 @@ struct EngineOptions {
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
 
+  UpdateMode update_mode = UpdateMode::automatic;  // key "hoist.update_mode"
   // Elements read, updated and written as one piece; rounded to whole tiles, and made smaller (and said so) where the
   // pinned budget is. 1 Mi: 10-12 MiB a buffer, so that a few of them stay a small, cycled footprint. DeepSpeed: 1e9.
   std::uint64_t sub_group_elements = 1 << 20;

@@ -10,8 +10,8 @@ namespace hoist::detail {
 using tiers::Region;
 
 Stager::Stager(tiers::Store& store, const UnitTable& table, const RecordMap& records,
-               const std::vector<std::span<std::byte>>& buffers, Written written)
-    : store_(store), table_(table), records_(records), written_(std::move(written)) {
+               const std::vector<std::span<std::byte>>& buffers, Written written, Deliver deliver)
+    : store_(store), table_(table), records_(records), written_(std::move(written)), deliver_(std::move(deliver)) {
   for (const auto& bytes : buffers) buffers_.push_back({.bytes = bytes});
 }
 
@@ -75,6 +75,17 @@ void Stager::start_reads() {
 void Stager::start_read(Buffer& buffer, UnitId id) {
   buffer.use = Use::staged;
   buffer.unit = id;
+  if (const auto updated = deliver_(id, buffer.bytes.data())) {
+    try {
+      const std::array parts{*updated, read_frozen(id, buffer.bytes)};
+      buffer.read = when_all(parts);
+    } catch (...) {
+      // The buffer is the update's until that has ended.
+      const std::array parts{*updated, Completion::failed(std::current_exception())};
+      buffer.read = when_all(parts);
+    }
+    return;
+  }
   const Completion written = written_(id);
   if (written.done() && !written.error()) {
     try {
@@ -100,17 +111,21 @@ void Stager::start_read(Buffer& buffer, UnitId id) {
 }
 
 Completion Stager::read_weights(UnitId id, std::span<std::byte> target) {
-  const Unit& unit = table_.unit(id);
-  std::array<Completion, 2> reads;
-  const auto start = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
-                         std::uint64_t offset) {
-    if (!record) return Completion();
-    return store_.read(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
-                       target.subspan(offset, layout.region_bytes(Region::weights)), aio::Priority::foreground);
-  };
-  reads[0] = start(records_.trainable(id), unit.trainable, 0);
-  reads[1] = start(records_.frozen(id), unit.frozen, unit.frozen_offset());
+  const std::array reads{read_record(records_.trainable(id), table_.unit(id).trainable, target),
+                         read_frozen(id, target)};
   return when_all(reads);
+}
+
+Completion Stager::read_frozen(UnitId id, std::span<std::byte> target) {
+  const Unit& unit = table_.unit(id);
+  return read_record(records_.frozen(id), unit.frozen, target.subspan(unit.frozen_offset()));
+}
+
+Completion Stager::read_record(std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
+                               std::span<std::byte> target) {
+  if (!record) return {};
+  return store_.read(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
+                     target.first(layout.region_bytes(Region::weights)), aio::Priority::foreground);
 }
 
 Stager::Buffer* Stager::staged(UnitId unit) {

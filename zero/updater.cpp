@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <numeric>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
@@ -20,6 +22,9 @@ Updater::Updater(Runtime& runtime, const UnitTable& table, const Memory& memory,
       store_(store),
       weights_written_(table.units().size()) {
   for (const auto& bytes : memory.update_buffers()) buffers_.push_back({.bytes = bytes});
+  first_piece_.resize(table.units().size() + 1);
+  for (const Piece& piece : memory.pieces()) ++first_piece_[piece.unit.index + 1];
+  std::partial_sum(first_piece_.begin(), first_piece_.end(), first_piece_.begin());
   std::size_t tiles_max = 0;
   for (const Piece& piece : memory.pieces()) tiles_max = std::max<std::size_t>(tiles_max, piece.tile_count);
   checksums_w_.resize(tiles_max);
@@ -34,48 +39,72 @@ void Updater::timed_wait(const Completion& completion, WaitCause cause) {
   if (completion.done()) return completion.wait();
   const TimePoint start = Clock::now();
   completion.wait();
-  runtime_.ledger().waited(cause, Clock::now() - start);
+  if (cause != WaitCause::none) runtime_.ledger().waited(cause, Clock::now() - start);
 }
 
 void Updater::walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only) {
-  std::deque<Job> jobs;  // started, oldest first
-  const std::vector<Piece>& pieces = memory_.pieces();
-  std::size_t next = 0;
-  const auto skip = [&] {
-    while (next < pieces.size() && only && pieces[next].unit != *only) ++next;
+  std::uint32_t unit = only ? only->index : 0;
+  const std::uint32_t end = only ? unit + 1 : static_cast<std::uint32_t>(table_.units().size());
+  const Next next = [&](bool) -> std::optional<UpdateRequest> {
+    while (unit < end && !table_.units()[unit].is_trainable()) ++unit;
+    if (unit == end) return std::nullopt;
+    return UpdateRequest{UnitId{unit++}};
   };
+  run(options, work, next, [](UnitId) {});
+}
+
+void Updater::run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated) {
+  std::deque<Job> jobs;  // started, oldest first
+  std::optional<UpdateRequest> request;
+  std::size_t piece = 0;  // the next of the request's
   try {
-    for (skip(); next < pieces.size() || !jobs.empty();) {
+    while (true) {
       // Read ahead as far as buffers are free; when nothing is started at all, wait for one.
-      while (next < pieces.size() && start(pieces[next], options, jobs)) {
-        ++next;
-        skip();
+      while (request || (request = next(/*wait=*/jobs.empty()))) {
+        if (piece < first_piece_[request->unit.index]) piece = first_piece_[request->unit.index];
+        if (!start(piece, request->target, options, jobs)) break;
+        if (!jobs.back().ends_unit) {
+          ++piece;
+          continue;
+        }
+        request.reset();
+        piece = 0;
       }
-      Job& job = jobs.front();
-      for (const Completion& read : job.reads) timed_wait(read, options.waits);
-      update(job, options, work);
-      write(job, options);
+      if (jobs.empty()) return;
+      go_on(jobs.front(), options, work, updated);
       jobs.pop_front();
     }
   } catch (...) {
-    // Reads under way still target the buffers: see them out before anybody else uses them.
-    for (Job& job : jobs) {
-      for (const Completion& read : job.reads) {
-        try {
-          read.wait();
-        } catch (...) {  // the first error is the one that counts
-        }
-      }
-    }
+    abandon(jobs);
     throw;
   }
 }
 
-bool Updater::start(const Piece& piece, const WalkOptions& options, std::deque<Job>& jobs) {
+void Updater::go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated) {
+  for (const Completion& read : job.reads) timed_wait(read, options.waits);
+  update(job, options, work);
+  write(job, options);
+  if (job.ends_unit) updated(job.piece.unit);
+}
+
+// Reads under way still target the buffers: see them out before anybody else uses them.
+void Updater::abandon(std::deque<Job>& jobs) noexcept {
+  for (const Job& job : jobs) {
+    for (const Completion& read : job.reads) {
+      try {
+        read.wait();
+      } catch (...) {  // the first error is the one that counts
+      }
+    }
+  }
+}
+
+bool Updater::start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs) {
+  const Piece& piece = memory_.pieces()[index];
   // State in memory needs no reading ahead; a short queue keeps the order simple.
   const auto needed = memory_.buffered_bytes(piece);
   if (needed.total() == 0 && !jobs.empty()) return false;
-  Job job{.piece = piece};
+  Job job{.piece = piece, .target = target, .ends_unit = index + 1 == first_piece_[piece.unit.index + 1]};
   std::byte* free_bytes = nullptr;
   if (needed.total() > 0) {
     job.buffer = buffer_for(jobs, options.waits);
@@ -147,10 +176,14 @@ void Updater::update(Job& job, const WalkOptions& options, const Work& work) {
           .tile = &tile,
           .weights = weights.data(),
           .state = state.data()});
+    if (job.target != nullptr) std::memcpy(job.target + tile.w_offset, weights.data(), tile.w_bytes);
     if (options.write_weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
     if (options.write_state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
   });
-  runtime_.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
+  const TimePoint end = Clock::now();
+  if (!options.in_background) return runtime_.ledger().waited(WaitCause::optimizer, end - begin);
+  busy_ns_.fetch_add((end - begin).count(), std::memory_order_relaxed);
+  if (Trace* const trace = runtime_.trace(); trace != nullptr) trace->add(TraceRow::optimizer, unit.name, begin, end);
 }
 
 void Updater::write(Job& job, const WalkOptions& options) {

@@ -184,8 +184,8 @@ TEST_F(StoreFaultTest, AFailedCommitIsFinal) {
       const std::array checksum{store_->checksum(RecordId{1}, region, 0, buffer.span())};
       (void)store_->write(RecordId{1}, region, 0, 1, buffer.span(), checksum, aio::Priority::background);
     }
-    bool agreed = false;
-    const Completion committed = store_->commit({}, [&] { agreed = true; });
+    std::vector<bool> told;
+    const Completion committed = store_->commit({}, [&](bool landed) { told.push_back(landed); });
     try {
       committed.wait();
       FAIL() << "committed in spite of the fault";
@@ -193,7 +193,7 @@ TEST_F(StoreFaultTest, AFailedCommitIsFinal) {
       EXPECT_EQ(error.where.operation, cases[i].operation);
       EXPECT_EQ(error.where.code, cases[i].fault.code);
     }
-    EXPECT_FALSE(agreed);
+    EXPECT_EQ(told, std::vector{false}) << "the other ranks are told, once";
     EXPECT_EQ(faults_->blocks(aio::Operation::sync) - syncs_before, cases[i].syncs);
     EXPECT_THROW(store_->begin_step(step + 1), IoError);
     EXPECT_THROW(store_->commit({}), IoError);
@@ -210,7 +210,7 @@ TEST_F(StoreFaultTest, AFailedCommitIsFinal) {
 
 TEST_F(StoreFaultTest, DisagreementFailsTheCommit) {
   store_->begin_step(1);
-  const Completion committed = store_->commit({}, [] { throw CommError("rank 3 is gone"); });
+  const Completion committed = store_->commit({}, [](bool) { throw CommError("rank 3 is gone"); });
   EXPECT_THROW(committed.wait(), CommError);
   EXPECT_THROW(store_->begin_step(2), CommError);
 }

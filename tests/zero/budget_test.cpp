@@ -119,6 +119,7 @@ struct ByteCase {
   const char* name;
   Placement parameters;
   tiers::Durability durability;
+  UpdateMode mode;
   double read_per_parameter, written_per_parameter;
 };
 class ByteTest : public testing::TestWithParam<ByteCase> {};
@@ -130,6 +131,7 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   ToySetup setup = toy_setup(c.parameters, Placement::nvme, (directory / "store"));
   setup.runtime.pinned_memory_bytes = 128 * kMiB;
   setup.engine.durability = c.durability;
+  setup.engine.update_mode = c.mode;
   setup.engine.reuse_distance_elements = 0;  // every use fetches: the formula of the page, without luck
   setup.engine.sub_group_elements = 200000;
   Runtime runtime(setup.runtime);
@@ -160,9 +162,13 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
 
 INSTANTIATE_TEST_SUITE_P(
     Placements, ByteTest,
-    testing::Values(ByteCase{"everything_on_nvme", Placement::nvme, tiers::Durability::step, 16, 12},
-                    ByteCase{"weights_in_memory", Placement::pinned, tiers::Durability::step, 10, 12},
-                    ByteCase{"weights_in_memory_not_durable", Placement::pinned, tiers::Durability::none, 10, 10}),
+    testing::Values(
+        ByteCase{"everything_on_nvme", Placement::nvme, tiers::Durability::step, UpdateMode::step, 16, 12},
+        ByteCase{"everything_on_nvme_forward", Placement::nvme, tiers::Durability::step, UpdateMode::forward, 14, 12},
+        ByteCase{"weights_in_memory", Placement::pinned, tiers::Durability::step, UpdateMode::step, 10, 12},
+        ByteCase{"weights_in_memory_forward", Placement::pinned, tiers::Durability::step, UpdateMode::forward, 10, 12},
+        ByteCase{"weights_in_memory_not_durable", Placement::pinned, tiers::Durability::none, UpdateMode::forward, 10,
+                 10}),
     [](const auto& c) { return std::string(c.param.name); });
 
 }  // namespace

@@ -86,15 +86,23 @@ const std::vector<Cell>& cells() {
 constexpr std::uint64_t kSteps = 10;
 
 const Digests& reference() {
-  static const Digests kReference = train_once(toy_setup(kPinned, kPinned), ToyShape{}, kSteps);
+  static const Digests kReference = [] {
+    ToySetup simplest = toy_setup(kPinned, kPinned);
+    simplest.engine.update_mode = UpdateMode::step;
+    return train_once(simplest, ToyShape{}, kSteps);
+  }();
   return kReference;
 }
 
 class PlacementTest : public testing::TestWithParam<Cell> {};
 
 TEST_P(PlacementTest, TenStepsEndInTheSameBits) {
-  const TempDirectory directory;
-  EXPECT_EQ(train_once(setup_of(GetParam(), (directory / "store")), ToyShape{}, kSteps), reference());
+  for (const UpdateMode mode : {UpdateMode::automatic, UpdateMode::step}) {
+    const TempDirectory directory;
+    ToySetup setup = setup_of(GetParam(), (directory / "store"));
+    setup.engine.update_mode = mode;
+    EXPECT_EQ(train_once(setup, ToyShape{}, kSteps), reference()) << "mode " << static_cast<int>(mode);
+  }
 }
 
 TEST_P(PlacementTest, StoppedAndResumedInTheMiddle) {

@@ -53,7 +53,7 @@ class Store::Impl {
   std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes);
   Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                    std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
-  Completion commit(std::span<const std::byte> caller_state, std::function<void()> agree);
+  Completion commit(std::span<const std::byte> caller_state, Agree agree);
 
   std::span<const CommitHeader> commits() const { return commits_; }
   std::span<const std::string> damage() const { return damage_; }
@@ -64,15 +64,16 @@ class Store::Impl {
  private:
   struct CommitJob {
     SlotHeader header;
-    std::function<void()> agree;
+    Agree agree;
     Promise promise;
   };
 
   // Draws a transfer from now until it ends.
   Completion drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const;
   void commit_loop();
-  // Everything that makes a commit durable, in its order.
+  // Everything that makes a commit durable, in its order; then agrees, or says that it failed.
   void land(const CommitJob& job);
+  void make_durable(const SlotHeader& header);
   void write_slot(std::uint32_t slot, const SlotHeader& header);
   void read_slot(std::uint32_t slot);
   void load_slot(std::uint32_t slot);

@@ -42,6 +42,7 @@ class Engine::Impl {
   void together(const char* what, const std::function<void()>& part) const;
   void seal(bool create_store);  // takes memory, opens the store, starts threads
   void lay_out(bool create_store);
+  Completion newest_weights_written(UnitId unit) const;
   std::optional<std::uint64_t> find_commit() const;
   struct CommonCommit;
   std::optional<CommonCommit> agree_on_commit(std::span<const tiers::CommitHeader> commits) const;
@@ -64,9 +65,15 @@ class Engine::Impl {
   double global_norm();
   // A group's options as the schedule has them after so many steps.
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
-  void update(double gradient_scale);
+  struct StepUpdate;  // what every tile's update of one step needs
+  std::shared_ptr<StepUpdate> make_update(double gradient_scale) const;
+  void update_now(double gradient_scale);
+  Completion update_later(double gradient_scale, std::span<const std::byte> program_state);
+  void finish_deferred();
   Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
-  void fail(std::exception_ptr error) {                                                  // the first one counts
+  // Tells the other ranks whether this one's commit landed; throws when another's did not. On the commit thread.
+  void agree_on_landing(bool landed);
+  void fail(std::exception_ptr error) {  // the first one counts
     if (!failure) failure = std::move(error);
   }
   // Runs a call; any error of it but a UsageError or BudgetError ends the engine's life.
@@ -107,15 +114,17 @@ class Engine::Impl {
     std::unique_ptr<detail::Drives> drives;
     std::unique_ptr<tiers::Store> store;  // null without one
     detail::Streams streams;
-    std::unique_ptr<detail::Stager> stager;  // null unless parameters are on NVMe
+    std::unique_ptr<detail::Updater> updater;
+    std::unique_ptr<detail::DeferredUpdate> deferred;  // null in update mode `step`
+    std::unique_ptr<detail::Stager> stager;            // null unless parameters are on NVMe
     std::unique_ptr<scheduler::Executor> executor;
     std::unique_ptr<detail::Gatherer> gatherer;
     std::unique_ptr<detail::Gradients> gradients;
-    std::unique_ptr<detail::Updater> updater;
   };
   Live live;
   std::unique_ptr<detail::Metrics> metrics;  // rank 0's, when asked for
   bool sealed = false;
+  bool abandoning = false;  // the engine ends after a failure: what is pending is dropped, and no rank is told
   std::exception_ptr failure;
 
   std::optional<Pass> pass;  // under way

@@ -12,6 +12,7 @@
 
 #include <hoist/scheduler/director.hpp>
 #include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/detail/deferred_update.hpp>
 #include <hoist/zero/detail/memory.hpp>
 #include <hoist/zero/detail/stager.hpp>
 
@@ -25,7 +26,7 @@ struct Streams {
 class Gatherer {
  public:
   Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-           scheduler::Executor& executor, Streams& streams, Stager* stager);
+           scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred);
 
   void begin_pass(std::size_t kind);
   // Ends every lease that is still alive, as of the work enqueued so far on the stream it was gathered on. A complete
@@ -41,6 +42,11 @@ class Gatherer {
   void quiesce() const;
   // Weights in memory or in the store have changed: nothing gathered is valid. Pre: quiesce().
   void invalidate();
+
+  // What the next pass of a kind will fetch first, in order; empty before one was recorded.
+  std::vector<UnitId> expected(std::size_t kind) const;
+  // Starts staging for it, before it begins.
+  void stage_for(std::size_t kind);
 
   const scheduler::Director& director() const { return director_; }
 
@@ -71,6 +77,7 @@ class Gatherer {
   template <typename Access>
   void direct(Access access);
   std::vector<UnitId> reads_ahead(std::span<const scheduler::Fetch> first) const;
+  bool is_staged_in_order(UnitId unit) const;
   void issue(std::span<const scheduler::Fetch> fetches);
   void fetch_into_slot(UnitId unit, scheduler::Slot slot);
   void vacate(UnitState& state);
@@ -95,6 +102,7 @@ class Gatherer {
   scheduler::Executor& executor_;
   Streams& streams_;
   Stager* stager_;
+  DeferredUpdate* deferred_;  // null in update mode `step`
   scheduler::Director director_;
   std::vector<UnitState> states_;
   std::vector<SlotState> slots_;

@@ -18,7 +18,7 @@ namespace hoist::detail {
 class Gradients {
  public:
   Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-            Streams& streams);
+            Streams& streams, DeferredUpdate* deferred);
 
   // The unit's gradient buffer of this pass; zeroed on `stream` when it is the first request. A request on another
   // stream than the one before makes it wait for what that one has to do so far. The stream outlives finish() or
@@ -68,6 +68,7 @@ class Gradients {
   const Memory& memory_;
   scheduler::Executor& executor_;
   Streams& streams_;
+  DeferredUpdate* deferred_;  // null in update mode `step`
   std::vector<State> states_;
   std::vector<Buffer> shared_;  // any unit
   std::vector<Buffer> own_;     // by unit; data is null for units that share

@@ -91,6 +91,9 @@ class PinnedNeeds {
   const UnitTable& table_;
 };
 
+// Whether steps are carried out under the next pass (update mode `forward`).
+bool defers_updates(const EngineOptions& options);
+
 // What the director plans with.
 scheduler::DirectorOptions director_options(const EngineOptions& options, const UnitTable& table,
                                             const DeviceNeeds& needs, std::uint64_t gather_slots);

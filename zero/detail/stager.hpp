@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/detail/stager.hpp - weights on their way from NVMe: a few pinned buffers, read ahead in the planned order.
+// zero/detail/stager.hpp - weights on their way from NVMe: a few pinned buffers, read ahead in the planned order. Where
+// a unit's update is still to come, the buffer is filled by the update instead.
 //
 // Threading  expect() and invalidate() come from the program's thread, take() from the executor, hand_back() from
 //            whichever thread saw the copy finish. One mutex.
@@ -23,8 +24,11 @@ class Stager {
  public:
   // `written(unit)` is done when the unit's newest weights have reached the store: reads wait for it.
   using Written = std::function<Completion(UnitId)>;
+  // Asks for a unit whose update is still to come: its new trainable weights will be at `target`, without a read from
+  // here. Nothing when there is no such update.
+  using Deliver = std::function<std::optional<Completion>(UnitId, std::byte* target)>;
   Stager(tiers::Store& store, const UnitTable& table, const RecordMap& records,
-         const std::vector<std::span<std::byte>>& buffers, Written written);
+         const std::vector<std::span<std::byte>>& buffers, Written written, Deliver deliver);
   ~Stager();  // waits for reads under way and for buffers under copy
 
   // Units whose weights will be asked for, in order. Replaces what was expected before; buffers already filled with
@@ -49,6 +53,9 @@ class Stager {
   void start_reads();  // with the mutex held
   void start_read(Buffer& buffer, UnitId unit);
   Completion read_weights(UnitId unit, std::span<std::byte> target);
+  Completion read_frozen(UnitId unit, std::span<std::byte> target);
+  Completion read_record(std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
+                         std::span<std::byte> target);
   Buffer* staged(UnitId unit);
   Buffer& buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock);
   void verify(UnitId unit, std::span<const std::byte> bytes) const;
@@ -57,6 +64,7 @@ class Stager {
   const UnitTable& table_;
   const RecordMap& records_;
   Written written_;
+  Deliver deliver_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Buffer> buffers_;

@@ -10,6 +10,7 @@
 // Main path  run -> for each piece: read -> tiles (verify, update, checksum) -> write.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <optional>
@@ -37,6 +38,13 @@ struct WalkOptions {
   bool write_weights = true;  // to the store
   bool write_state = true;
   WaitCause waits = WaitCause::nvme;
+  bool in_background = false;  // nobody stands still meanwhile: not booked as waiting
+};
+
+// A unit to be updated, and where to leave a copy of its new trainable weights (host layout), unless null.
+struct UpdateRequest {
+  UnitId unit{};
+  std::byte* target = nullptr;
 };
 
 class Updater {
@@ -49,6 +57,14 @@ class Updater {
   // are started; the store's commit waits for them.
   using Work = std::function<void(const TileAccess&)>;
   void walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
+  // The same over the units that `next` names, until it names none. next(wait): `wait` when there is nothing else to go
+  // on with; otherwise it returns at once. `updated`: the unit's tiles are computed and their writes started.
+  using Next = std::function<std::optional<UpdateRequest>(bool wait)>;
+  using Updated = std::function<void(UnitId)>;
+  void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
+
+  // Time spent computing in runs in the background.
+  Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
 
   // Done when the unit's weights of the last walk have reached the store.
   Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
@@ -64,10 +80,14 @@ class Updater {
     std::byte* weights = nullptr;  // of the piece's first tile
     std::byte* state = nullptr;
     Buffer* buffer = nullptr;
+    std::byte* target = nullptr;  // of a copy of the unit's weights
+    bool ends_unit = false;
     std::vector<Completion> reads;
     bool weights_read = false, state_read = false;
   };
-  bool start(const Piece& piece, const WalkOptions& options, std::deque<Job>& jobs);
+  void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
+  void abandon(std::deque<Job>& jobs) noexcept;
+  bool start(std::size_t piece, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs);
   Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
   void read(Job& job);
   void update(Job& job, const WalkOptions& options, const Work& work);
@@ -82,6 +102,8 @@ class Updater {
   tiers::Store* store_;
   std::vector<Buffer> buffers_;
   std::uint64_t uses_ = 0;
+  std::vector<std::size_t> first_piece_;  // by unit, and one past the last
+  std::atomic<std::int64_t> busy_ns_{0};
   std::vector<Completion> weights_written_;               // by unit
   std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the piece being updated
 };

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+// Update mode `forward`: a step is decided now and carried out under the next pass. Whatever happens in between, the
+// bits are those of mode `step`.
+#include <limits>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+struct Where {
+  const char* name;
+  Placement parameters, optimizer;
+};
+constexpr Where kWheres[] = {{"pinned_pinned", Placement::pinned, Placement::pinned},
+                             {"device_pinned", Placement::device, Placement::pinned},
+                             {"pinned_nvme", Placement::pinned, Placement::nvme},
+                             {"nvme_pinned", Placement::nvme, Placement::pinned},
+                             {"nvme_nvme", Placement::nvme, Placement::nvme}};
+
+class ForwardMode : public testing::TestWithParam<Where> {
+ protected:
+  struct Run {
+    Run(const ToySetup& setup, const ToyShape& shape)
+        : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
+    Runtime runtime;
+    Engine engine;
+    ToyModel model;
+  };
+  ToySetup setup(UpdateMode mode) const {
+    const auto [name, parameters, optimizer] = GetParam();
+    ToySetup setup = toy_setup(parameters, optimizer, directory_ / "store");
+    setup.engine.update_mode = mode;
+    setup.runtime.host_device.chaos_seed = 5;
+    return setup;
+  }
+  std::unique_ptr<Run> fresh(UpdateMode mode = UpdateMode::forward, const ToyShape& shape = {}) const {
+    auto run = std::make_unique<Run>(setup(mode), shape);
+    run->engine.initialize(run->model.fill());
+    return run;
+  }
+  // What `steps` undisturbed steps end in.
+  static Digests expected(std::uint64_t steps, const ToyShape& shape = {}) {
+    ToySetup simplest = toy_setup(Placement::pinned, Placement::pinned);
+    simplest.engine.update_mode = UpdateMode::step;
+    return train_once(simplest, shape, steps);
+  }
+  TempDirectory directory_;
+};
+INSTANTIATE_TEST_SUITE_P(Placements, ForwardMode, testing::ValuesIn(kWheres),
+                         [](const auto& where) { return std::string(where.param.name); });
+
+TEST_P(ForwardMode, SettlesBetweenAnyTwoSteps) {
+  for (std::uint64_t settled = 1; settled <= 5; ++settled) {
+    const TempDirectory store;
+    ToySetup s = setup(UpdateMode::forward);
+    s.engine.store_directory = store / "store";
+    Run run(s, {});
+    run.engine.initialize(run.model.fill());
+    run.model.train(1, settled);
+    run.engine.settle();
+    run.model.train(settled + 1, 6);
+    EXPECT_EQ(digests_of(run.engine, run.model), expected(6)) << "settled after step " << settled;
+  }
+}
+
+TEST_P(ForwardMode, EvaluationSeesTheStepThatIsPending) {
+  const auto forward = fresh();
+  const TempDirectory other;
+  ToySetup s = setup(UpdateMode::step);
+  s.engine.store_directory = other / "store";
+  Run step(s, {});
+  step.engine.initialize(step.model.fill());
+  for (std::uint64_t i = 1; i <= 4; ++i) {
+    forward->model.train(i, i);
+    step.model.train(i, i);
+    EXPECT_EQ(forward->model.evaluate(), step.model.evaluate()) << "after step " << i;
+  }
+  forward->model.losses = step.model.losses;
+  EXPECT_EQ(digests_of(forward->engine, forward->model), expected(4));
+}
+
+TEST_P(ForwardMode, ReadsAndWritesSeeTheStepThatIsPending) {
+  const auto run = fresh();
+  const auto reference = std::make_unique<Run>(toy_setup(Placement::pinned, Placement::pinned), ToyShape{});
+  reference->engine.initialize(reference->model.fill());
+  for (Run* r : {run.get(), reference.get()}) {
+    r->model.train(1, 2);
+    std::vector<float> values(100);
+    r->engine.read(r->model.matrix(1), State::master, 50, values);
+    for (float& value : values) value *= 2;
+    r->engine.write(r->model.matrix(1), State::master, 50, values);
+    r->model.train(3, 4);
+  }
+  EXPECT_EQ(digests_of(run->engine, run->model), digests_of(reference->engine, reference->model));
+}
+
+TEST_P(ForwardMode, SkippedAndClippedStepsKeepTheirPlace) {
+  const auto run = fresh();
+  run->model.train(1, 2);
+  EXPECT_LT(run->model.reports.back().clip_factor, 1);
+  run->model.gradient_scale = std::numeric_limits<float>::infinity();
+  run->model.pass(3);
+  EXPECT_FALSE(run->engine.step().applied);
+  run->model.losses.pop_back();
+  run->model.gradient_scale = 1;
+  run->model.train(3, 5);
+  EXPECT_EQ(digests_of(run->engine, run->model), expected(5));
+}
+
+TEST_P(ForwardMode, APassThatIsDroppedLeavesTheRestPending) {
+  const auto run = fresh();
+  run->model.train(1, 3);
+  for (const std::size_t thrown_at : {0u, 2u}) {
+    run->model.in_forward = [&](std::size_t unit) {
+      if (unit == thrown_at) throw std::runtime_error("the program's own");
+    };
+    EXPECT_THROW(run->model.pass(4), std::runtime_error);
+    run->model.in_forward = [](std::size_t) {};
+    run->engine.discard();
+  }
+  run->model.train(4, 6);
+  EXPECT_EQ(digests_of(run->engine, run->model), expected(6));
+}
+
+TEST_P(ForwardMode, UnitsInAnotherOrderAreUpdatedWhenTheyAreAskedFor) {
+  const auto run = fresh();
+  run->model.train(1, 3);
+  {
+    // Backwards, and only some: neither the expected order nor all of it.
+    const PassScope pass = run->engine.begin(Pass::evaluate);
+    for (const std::size_t unit : {3u, 1u}) {
+      Lease lease = run->engine.gather(run->model.unit(unit), run->model.stream());
+      lease.release(run->model.stream());
+    }
+  }
+  run->model.train(4, 5);
+  EXPECT_EQ(digests_of(run->engine, run->model), expected(5));
+}
+
+TEST_P(ForwardMode, AnOrderlyEndCarriesOutTheLastStep) {
+  if (GetParam().parameters != Placement::nvme && GetParam().optimizer != Placement::nvme)
+    GTEST_SKIP() << "nothing is committed by steps";
+  { fresh()->model.train(1, 3); }
+  Run resumed(setup(UpdateMode::forward), {});
+  EXPECT_EQ(resumed.engine.restore().step, 3u);
+  resumed.model.train(4, 5);
+  resumed.model.losses = expected(5).losses;
+  EXPECT_EQ(digests_of(resumed.engine, resumed.model), expected(5));
+}
+
+TEST_P(ForwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
+  const auto run = fresh();
+  run->model.train(1, 2);
+  run->model.reports.back().committed.wait();  // no pass follows, and nobody settles
+  if (GetParam().optimizer == Placement::nvme) {
+    EXPECT_EQ(run->engine.committed_step(), 2u);
+  }
+  run->model.train(3, 4);
+  EXPECT_EQ(digests_of(run->engine, run->model), expected(4));
+}
+
+TEST_P(ForwardMode, AnUpdateThatCannotBeCommittedIsReportedByTheNextStep) {
+  const auto run = fresh();
+  run->model.train(1, 2);
+  run->engine.settle();
+  run->engine.set_learning_rate(GroupId{0}, 1e38);
+  run->model.pass(3);
+  const StepReport report = run->engine.step();
+  EXPECT_TRUE(report.applied);
+  EXPECT_THROW(run->engine.settle(), Error);
+  EXPECT_THROW(run->engine.settle(), Error);  // the engine has failed for good
+  if (GetParam().parameters != Placement::nvme && GetParam().optimizer != Placement::nvme) return;
+  EXPECT_THROW(report.committed.wait(), Error);
+  EXPECT_EQ(run->engine.committed_step(), 2u);
+}
+
+TEST(ForwardModeOnRanks, AFailureOnOneRankIsNamedOnTheOthers) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  std::atomic<int> named{0};
+  on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, {});
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    if (rank == 1) engine.set_learning_rate(GroupId{0}, 1e38);  // this rank's shard alone becomes too large
+    model.pass(3);
+    const StepReport report = engine.step();
+    try {
+      report.committed.wait();
+      ADD_FAILURE() << "committed on rank " << rank;
+    } catch (const CommError& error) {
+      named += std::string(error.what()).find("rank 1") != std::string::npos ? 1 : 0;
+    } catch (const Error&) {
+      EXPECT_EQ(rank, 1);
+    }
+  });
+  EXPECT_EQ(named, 2);
+}
+
+TEST(ForwardModeOptions, IsRefusedWhereNothingIsOffloaded) {
+  ToySetup setup = toy_setup(Placement::device, Placement::device);
+  setup.engine.update_mode = UpdateMode::forward;
+  Runtime runtime(setup.runtime);
+  EXPECT_THROW(Engine(runtime, setup.engine), ConfigError);
+}
+
+}  // namespace
+}  // namespace hoist::test

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <utility>
+
+#include <pthread.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/deferred_update.hpp>
+
+namespace hoist::detail {
+
+namespace {
+
+// After so long without a request, the rest is updated unasked; its weights are then read twice.
+constexpr Nanoseconds kPatience = std::chrono::seconds(5);
+
+}  // namespace
+
+DeferredUpdate::DeferredUpdate(Updater& updater, const UnitTable& table, bool on_request)
+    : updater_(updater), table_(table), on_request_(on_request), states_(table.units().size()) {
+  thread_ = std::thread([this] { run(); });
+  pthread_setname_np(thread_.native_handle(), "hoist-update");
+}
+
+DeferredUpdate::~DeferredUpdate() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void DeferredUpdate::begin(Step step) {
+  {
+    const std::lock_guard lock(mutex_);
+    HOIST_ASSERT(!step_ && !failure_, "a step begins before the last one was finished");
+    for (std::uint32_t u = 0; u < states_.size(); ++u) {
+      if (!table_.units()[u].is_trainable()) continue;
+      states_[u].stage = Stage::pending;
+      states_[u].promise.emplace();
+      states_[u].updated = states_[u].promise->completion();
+      ++unqueued_;
+    }
+    const std::vector<UnitId> expected = std::move(step.expected);
+    step_ = std::move(step);
+    if (!on_request_) {
+      for (const UnitId unit : expected)
+        if (states_[unit.index].stage == Stage::pending) enqueue(unit, nullptr);
+      enqueue_rest();
+    }
+  }
+  changed_.notify_all();
+}
+
+bool DeferredUpdate::pending(UnitId unit) const {
+  const std::lock_guard lock(mutex_);
+  return states_[unit.index].stage != Stage::current;
+}
+
+Completion DeferredUpdate::updated(UnitId unit) const {
+  const std::lock_guard lock(mutex_);
+  return states_[unit.index].updated;
+}
+
+std::optional<Completion> DeferredUpdate::deliver(UnitId unit, std::byte* target) {
+  const std::lock_guard lock(mutex_);
+  if (states_[unit.index].stage != Stage::pending) return std::nullopt;
+  enqueue(unit, target);
+  changed_.notify_all();
+  return states_[unit.index].updated;
+}
+
+Completion DeferredUpdate::hurry(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  if (states_[unit.index].stage == Stage::pending) {
+    enqueue(unit, nullptr);
+    changed_.notify_all();
+  }
+  return states_[unit.index].updated;
+}
+
+void DeferredUpdate::finish() {
+  std::unique_lock lock(mutex_);
+  enqueue_rest();
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return !step_; });
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void DeferredUpdate::enqueue(UnitId unit, std::byte* target) {
+  states_[unit.index].stage = Stage::queued;
+  requests_.push_back({unit, target});
+  --unqueued_;
+}
+
+void DeferredUpdate::enqueue_rest() {
+  for (std::uint32_t u = 0; u < states_.size() && unqueued_ > 0; ++u)
+    if (states_[u].stage == Stage::pending) enqueue(UnitId{u}, nullptr);
+}
+
+void DeferredUpdate::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return step_.has_value() || stopping_; });
+    if (!step_) return;
+    lock.unlock();
+    carry_out();
+    lock.lock();
+  }
+}
+
+void DeferredUpdate::carry_out() {
+  std::exception_ptr error;
+  try {
+    updater_.run(
+        step_->walk, step_->work, [this](bool wait) { return next(wait); },
+        [this](UnitId unit) { unit_updated(unit); });
+    const std::lock_guard lock(mutex_);
+    if (unqueued_ > 0) throw Error("the engine ended before its last step was carried out");
+  } catch (...) {
+    error = std::current_exception();
+  }
+  try {
+    step_->ended(error);
+  } catch (...) {
+    if (!error) error = std::current_exception();
+  }
+  ended(error);
+}
+
+// What to update next; with nothing queued, waits for a request unless there is other work to go on with.
+std::optional<UpdateRequest> DeferredUpdate::next(bool wait) {
+  std::unique_lock lock(mutex_);
+  while (requests_.empty()) {
+    if (!wait || unqueued_ == 0 || stopping_) return std::nullopt;
+    if (!changed_.wait_for(lock, kPatience, [&] { return !requests_.empty() || stopping_; })) enqueue_rest();
+  }
+  const Request request = requests_.front();
+  requests_.pop_front();
+  return UpdateRequest{request.unit, request.target};
+}
+
+void DeferredUpdate::unit_updated(UnitId unit) {
+  std::optional<Promise> promise;
+  {
+    const std::lock_guard lock(mutex_);
+    states_[unit.index].stage = Stage::current;
+    promise = std::exchange(states_[unit.index].promise, std::nullopt);
+  }
+  promise->complete();
+}
+
+void DeferredUpdate::ended(std::exception_ptr error) {
+  std::vector<Promise> unfulfilled;
+  {
+    const std::lock_guard lock(mutex_);
+    failure_ = error;
+    for (UnitState& state : states_) {
+      if (state.promise) unfulfilled.push_back(std::move(*state.promise));
+      state.promise.reset();
+      if (!error) state.stage = Stage::current;
+    }
+    requests_.clear();
+    unqueued_ = 0;
+    step_.reset();
+    changed_.notify_all();
+  }
+  for (Promise& promise : unfulfilled) promise.fail(error);
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/deferred_update.hpp - update mode `forward`: a step that was decided is carried out under the next
+// forward pass, unit by unit, each just before its weights are needed.
+//
+// Weights that live in memory are updated in the order they are expected, as fast as records arrive. Weights that live
+// on NVMe are updated when somebody asks for them, and handed over on the way: one read serves update and forward.
+// What nobody asked for is updated by finish(), or when nobody has asked for anything for a while: whoever waits for
+// the step to be committed is not left waiting for a pass that never comes.
+//
+// Threading  begin() and finish() from the program's thread, the others from any. Updates run on a thread of this
+//            object, in parallel over tiles on the update pool.
+// Errors     An update that fails fails every unit that is still pending, and finish().
+// Main path  begin(step) -> deliver(unit) or the expected order -> Updater::run -> updated(unit) -> ended.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include <hoist/zero/detail/updater.hpp>
+
+namespace hoist::detail {
+
+class DeferredUpdate {
+ public:
+  // `on_request`: units wait to be asked for (weights on NVMe); else they follow the expected order.
+  DeferredUpdate(Updater& updater, const UnitTable& table, bool on_request);
+  ~DeferredUpdate();  // drops what is pending and was not asked for
+  DeferredUpdate(const DeferredUpdate&) = delete;
+  DeferredUpdate& operator=(const DeferredUpdate&) = delete;
+
+  struct Step {
+    WalkOptions walk;
+    Updater::Work work;
+    std::vector<UnitId> expected;  // the order of the next pass, as far as it is known
+    // On this object's thread, when the last unit was updated and its writes were started, or the first one failed.
+    std::function<void(std::exception_ptr)> ended;
+  };
+  // Pre: finish() returned since the last step.
+  void begin(Step step);
+
+  bool pending(UnitId unit) const;
+  // Done when the unit's weights are those of the last step that was begun.
+  Completion updated(UnitId unit) const;
+  // Updates a pending unit soon and also leaves its trainable weights, in host layout, at `target`. Null when the unit
+  // is not pending, or somebody else asked first: its weights are in the store, or will be once updated(unit) is done.
+  std::optional<Completion> deliver(UnitId unit, std::byte* target);
+  // Updates a pending unit soon; for those who do not want its weights.
+  Completion hurry(UnitId unit);
+  // Carries out all that is pending. Throws what any update failed with.
+  void finish();
+
+  // Time spent updating so far, for telling apart what somebody waited for.
+  Nanoseconds busy() const { return updater_.busy(); }
+
+ private:
+  enum class Stage : std::uint8_t { current, pending, queued };
+  struct UnitState {
+    Stage stage = Stage::current;
+    std::optional<Promise> promise;  // while not current
+    Completion updated;
+  };
+  struct Request {
+    UnitId unit{};
+    std::byte* target = nullptr;
+  };
+  void run();
+  void carry_out();
+  void enqueue(UnitId unit, std::byte* target);  // with the mutex held
+  void enqueue_rest();                           // likewise
+  std::optional<UpdateRequest> next(bool wait);
+  void ended(std::exception_ptr error);
+  void unit_updated(UnitId unit);
+
+  Updater& updater_;
+  const UnitTable& table_;
+  const bool on_request_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<UnitState> states_;
+  std::deque<Request> requests_;
+  std::size_t unqueued_ = 0;  // pending units that nobody has asked for
+  std::optional<Step> step_;  // under way
+  std::exception_ptr failure_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace hoist::detail
