@@ -26,9 +26,14 @@ namespace {
 
 using measure::InputError;
 
+constexpr double kBudgetSeconds = 20;
+// Of the budget: left for the last measurement to end and the files to be removed.
+constexpr double kMargin = 0.05;
+
 struct TuneArguments {
   std::vector<std::string> paths;
   std::string size = "1GiB";
+  double seconds = kBudgetSeconds;
   std::string engine;
   std::string out;
   std::string merge;
@@ -38,9 +43,6 @@ struct TuneArguments {
   bool quiet = false;
 };
 
-constexpr double kBudgetSeconds = 20;
-// What is left for the last measurement to end and the files to be removed.
-constexpr double kMarginSeconds = 1;
 constexpr std::uint64_t kFileBytesMin = 64 * kMiB;  // the largest footprint
 
 std::uint64_t largest_footprint() {
@@ -102,13 +104,14 @@ class Tuning {
       report.engine = engine_name(drives.front()->engine());
       report.engine_description = drives.front()->engine().description();
     }
-    report.search = search(rig, measure::quick_rounds(), "searching,",
-                           [&] { return to_seconds(Clock::now() - begin_) > kBudgetSeconds - kMarginSeconds; });
+    report.search = search(rig, measure::quick_rounds(arguments_.seconds / kBudgetSeconds), "searching,",
+                           [&] { return to_seconds(Clock::now() - begin_) > arguments_.seconds * (1 - kMargin); });
     report.seconds = to_seconds(Clock::now() - begin_);
     if (arguments_.full) report.full = search(rig, measure::full_round(), "full sweep,", {});
     if (!report.search.complete) {
-      report.warnings.push_back(fmt::format(
-          "time ran out before the search was done (the drives are slow, or another program uses them); repeat it"));
+      report.warnings.emplace_back(
+          "time ran out before the search was done (the drives are slow, or another program uses them); give it more "
+          "--seconds");
     }
     report.warnings.emplace_back(
         "writing was measured for seconds: many drives slow down when they write for minutes (SLC cache); `hoist bench "
@@ -118,6 +121,8 @@ class Tuning {
 
  private:
   void check() const {
+    if (arguments_.seconds < 1 || arguments_.seconds > 3600)
+      throw InputError(fmt::format("--seconds {}: must be 1 to 3600", arguments_.seconds));
     if (backend_ == aio::BackendKind::null)
       throw InputError("--engine null: moves no data, so there is nothing to tune; choose io_uring or threads");
     if (file_bytes_ < kFileBytesMin) {
@@ -228,6 +233,8 @@ Command add_tune(CLI::App& app) {
   command->add_option("--path", arguments->paths, "A directory on the drive; give it again for each further drive")
       ->required();
   command->add_option("--size", arguments->size, "Bytes of the file in each directory (1GiB)");
+  command->add_option("--seconds", arguments->seconds,
+                      "Search at most so long, the writing of the files included (20)");
   command->add_option("--engine", arguments->engine, "io_uring or threads (io_uring where the system allows it)");
   command->add_option("--out", arguments->out, "Write the settings to this file");
   command->add_option("--merge", arguments->merge,

@@ -39,6 +39,7 @@ void LatencyHistogram::add(const LatencyHistogram& other) noexcept {
 Nanoseconds LatencyHistogram::percentile(double share) const {
   if (count_ == 0) return Nanoseconds::zero();
   const auto wanted = static_cast<std::uint64_t>(std::ceil(std::clamp(share, 0.0, 1.0) * static_cast<double>(count_)));
+  if (wanted >= count_) return max_;
   std::uint64_t seen = 0;
   for (std::size_t i = 0; i < kBuckets; ++i) {
     seen += counts_[i];

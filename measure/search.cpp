@@ -15,6 +15,7 @@ namespace {
 constexpr std::size_t kPatternCount = kPatterns.size();
 // Standings closer than this are chance; then the setting that needs less memory is the better one.
 constexpr double kEqual = 0.03;
+constexpr Nanoseconds kLegMin = std::chrono::milliseconds(5);  // less is the time of one queue
 
 class Search {
  public:
@@ -137,11 +138,13 @@ std::vector<Setting> standard_settings() {
   return settings;
 }
 
-std::vector<SearchRound> quick_rounds() {
-  using std::chrono::milliseconds;
-  return {{.keep = 0, .passes = 2, .leg = milliseconds(25)},
-          {.keep = 9, .passes = 4, .leg = milliseconds(40)},
-          {.keep = 3, .passes = 8, .leg = milliseconds(60)}};
+std::vector<SearchRound> quick_rounds(double scale) {
+  const auto leg = [scale](int milliseconds) {
+    return std::max<Nanoseconds>(kLegMin, Nanoseconds(static_cast<Nanoseconds::rep>(scale * milliseconds * 1e6)));
+  };
+  return {{.keep = 0, .passes = 2, .leg = leg(25)},
+          {.keep = 9, .passes = 4, .leg = leg(40)},
+          {.keep = 3, .passes = 8, .leg = leg(60)}};
 }
 
 std::vector<SearchRound> full_round() { return {{.keep = 0, .passes = 5, .leg = std::chrono::milliseconds(60)}}; }

@@ -39,8 +39,8 @@ struct SearchRound {
   unsigned passes = 1;
   Nanoseconds leg{0};  // of one measurement
 };
-// Together about 16 s with the standard settings, on a drive of a few GB/s.
-std::vector<SearchRound> quick_rounds();
+// Together about 16 s with the standard settings, on a drive of a few GB/s; `scale` times that.
+std::vector<SearchRound> quick_rounds(double scale = 1);
 // Every setting, five passes.
 std::vector<SearchRound> full_round();
 

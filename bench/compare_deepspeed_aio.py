@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""hoist's engine against DeepSpeed's own aio handle, leg by leg.
+
+    bench/compare_deepspeed_aio.py --hoist build/release/bin/hoist --path /local_nvme [--op read|write] [--json FILE]
+
+DeepSpeed moves one tensor to or from one file in a single call (1 MiB blocks, 32 deep, overlap_events, one thread: its
+tuned setting); hoist moves as many bytes of its own file with the same block size and depth. Both files are of the same
+size, on the same drive and written in full. Legs alternate (A B, B A); each time is that of the transfer alone, as each
+side measures it. Needs a Python with torch and deepspeed whose async_io operator builds (libaio-dev); where it does not,
+the script says why and ends with 77, which CTest shows as skipped.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 32
+SKIPPED = 77
+
+
+def load_handle():
+    try:
+        import torch
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+        handle = AsyncIOBuilder().load(verbose=False).aio_handle(BLOCK_BYTES, QUEUE_DEPTH, False, True, 1)
+    except Exception as error:  # whatever keeps it from building is the reason to print
+        print(f"skipped: DeepSpeed's aio handle is not to be had here: {error}")
+        sys.exit(SKIPPED)
+    return torch, handle
+
+
+class DeepSpeed:
+    def __init__(self, directory, bytes_count):
+        self.torch, self.handle = load_handle()
+        self.path = os.path.join(directory, "tensor")
+        self.bytes = bytes_count
+        self.tensor = self.handle.new_cpu_locked_tensor(bytes_count, self.torch.empty(0, dtype=self.torch.uint8))
+        self.tensor.random_(0, 256)
+        self.run("write")
+        os.sync()
+
+    def run(self, op):
+        transfer = self.handle.sync_pread if op == "read" else self.handle.sync_pwrite
+        begin = time.perf_counter()
+        done = transfer(self.tensor, self.path, 0)
+        seconds = time.perf_counter() - begin
+        if done < 0:
+            raise RuntimeError(f"DeepSpeed's {op} failed")
+        return self.bytes / seconds
+
+
+class Hoist:
+    def __init__(self, program, directory, bytes_count):
+        self.command = [program, "bench", "io", "--path", directory, "--size", str(bytes_count), "--block-size",
+                        str(BLOCK_BYTES), "--queue-depth", str(QUEUE_DEPTH), "--quiet"]
+        self.report = os.path.join(directory, "report.json")
+
+    def run(self, op):
+        subprocess.run(self.command + ["--op", op, "--json", self.report], check=True, stdout=subprocess.DEVNULL)
+        with open(self.report) as file:
+            return json.load(file)["gb_per_s"] * 1e9
+
+
+def median_interval(values):
+    """95 %, from order statistics, as measure/statistics.cpp has it."""
+    values, count = sorted(values), len(values)
+    probability, tail, left_out = 0.5 ** count, 0.0, 0
+    for below in range(count // 2):
+        tail += probability
+        if tail > 0.025:
+            break
+        left_out = below
+        probability *= (count - below) / (below + 1)
+    return values[left_out], values[count - 1 - left_out]
+
+
+def text_of(ratios):
+    return "{:.3f} [{:.3f}, {:.3f}]".format(statistics.median(ratios), *median_interval(ratios))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hoist", default="build/release/bin/hoist")
+    parser.add_argument("--path", default=".")
+    parser.add_argument("--op", choices=("read", "write"), default="read")
+    parser.add_argument("--pairs", type=int, default=31)
+    parser.add_argument("--mib", type=int, default=1024, help="bytes of one leg")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hoist-deepspeed-", dir=args.path) as directory:
+        theirs = DeepSpeed(directory, args.mib << 20)
+        ours = Hoist(args.hoist, directory, args.mib << 20)
+        pairs, control = [], []
+        for pair in range(args.pairs):
+            if pair % 2 == 0:
+                a, b = ours.run(args.op), theirs.run(args.op)
+            else:
+                b, a = theirs.run(args.op), ours.run(args.op)
+                control.append(ours.run(args.op) / ours.run(args.op))
+            pairs.append((a, b))
+    ratios = [a / b for a, b in pairs]
+    speeds = [statistics.median(column) / 1e9 for column in zip(*pairs)]
+    print(f"{args.op}: hoist / DeepSpeed {text_of(ratios)}, control {text_of(control or [1.0])}, {len(ratios)} pairs of "
+          f"{args.mib} MiB; {speeds[0]:.2f} and {speeds[1]:.2f} GB/s")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"op": args.op, "ratios": ratios, "control_ratios": control, "gb_per_s": speeds}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

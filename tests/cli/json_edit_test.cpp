@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../../cli/json_edit.hpp"
+
+#include <array>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include <gmock/gmock.h>
+
+#include <hoist/tests/support/temp_directory.hpp>
+
+#include "../../cli/replace_file.hpp"
+
+namespace hoist::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string set(const std::string& text, std::vector<std::string_view> path, const Json& value) {
+  return with_member(text, path, value);
+}
+
+TEST(JsonEdit, ChangesAValueAndNothingElse) {
+  EXPECT_EQ(set("{ \"a\" : 1e-5 ,\n\t\"b\":[1,  2] }", {"b"}, 7), "{ \"a\" : 1e-5 ,\n\t\"b\":7 }");
+  EXPECT_EQ(set(R"({"x": {"y": {"z": "old"}}, "z": 1})", {"x", "y", "z"}, "new"),
+            R"({"x": {"y": {"z": "new"}}, "z": 1})");
+}
+
+TEST(JsonEdit, AddsInTheStyleOfTheNeighbours) {
+  EXPECT_EQ(set("{\n    \"a\": 1\n}\n", {"b"}, 2), "{\n    \"a\": 1,\n    \"b\": 2\n}\n");
+  EXPECT_EQ(set(R"({"a": 1, "b": 2})", {"c"}, 3), R"({"a": 1, "b": 2, "c": 3})");
+  EXPECT_EQ(set(R"({"a":1})", {"b"}, 2), R"({"a":1, "b": 2})");
+  EXPECT_EQ(set("{}", {"a"}, 1), "{\n  \"a\": 1\n}");
+  EXPECT_EQ(set("{\n  \"aio\": {\n  }\n}", {"aio", "n"}, 1), "{\n  \"aio\": {\n    \"n\": 1\n  }\n}");
+}
+
+TEST(JsonEdit, AddsMissingObjectsOnTheWay) {
+  EXPECT_EQ(set("{\n  \"a\": 1\n}", {"hoist", "measured", "n"}, 5),
+            "{\n  \"a\": 1,\n  \"hoist\": {\n    \"measured\": {\n      \"n\": 5\n    }\n  }\n}");
+}
+
+TEST(JsonEdit, BracesAndQuotesInsideStringsAreText) {
+  const std::string text = R"({"p}\"{": {"aio": "}\\"}, "aio": {"deep": {"aio": 1}}})";
+  EXPECT_EQ(Json::parse(set(text, {"aio", "n"}, 1)),
+            Json::parse(R"({"p}\"{": {"aio": "}\\"}, "aio": {"deep": {"aio": 1}, "n": 1}})"));
+}
+
+TEST(JsonEdit, EscapedNamesAreTheSameName) {
+  EXPECT_EQ(set(R"({"\u0061io": {"n": 1}})", {"aio", "n"}, 2), R"({"\u0061io": {"n": 2}})");
+}
+
+TEST(JsonEdit, KeepsByteOrderMarkAndLineEndings) {
+  EXPECT_EQ(set("\xEF\xBB\xBF{\r\n  \"a\": 1\r\n}\r\n", {"b"}, 2),
+            "\xEF\xBB\xBF{\r\n  \"a\": 1,\r\n  \"b\": 2\r\n}\r\n");
+}
+
+TEST(JsonEdit, RefusesWhatItCannotEdit) {
+  EXPECT_THROW(set("", {"a"}, 1), JsonEditError);
+  EXPECT_THROW(set("{\"a\": 1,}", {"a"}, 1), JsonEditError);
+  EXPECT_THROW(set("[1]", {"a"}, 1), JsonEditError);
+  EXPECT_THROW(set("{\"a\": 1}", {"a", "b"}, 1), JsonEditError);
+}
+
+// Whatever the layout, the result parses to the same document with one member changed.
+TEST(JsonEdit, AgreesWithTheParserOnEveryLayout) {
+  const Json document = Json::parse(R"({"a": {"b": [1, {"c": "x,}"}], "d": null}, "e": {}, "f": -1.5e300, "g": true})");
+  const std::vector<std::vector<std::string_view>> paths{{"a"}, {"a", "b"}, {"a", "d"}, {"a", "new"}, {"e", "new"},
+                                                         {"f"}, {"g"},      {"new"},    {"new", "er"}};
+  for (const int indent : {-1, 0, 2, 7}) {
+    for (const auto& path : paths) {
+      Json expected = document;
+      Json* at = &expected;
+      for (const std::string_view step : path) at = &(*at)[std::string(step)];
+      *at = 42;
+      EXPECT_EQ(Json::parse(set(document.dump(indent), path, 42)), expected) << indent << " " << path.back();
+    }
+  }
+}
+
+class ReplaceFile : public ::testing::Test {
+ protected:
+  static std::string text_of(const std::string& path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  test::TempDirectory directory_;
+};
+
+TEST_F(ReplaceFile, ReplacesThroughALinkAndLeavesNoDraft) {
+  std::ofstream(directory_ / "real") << "old";
+  std::filesystem::create_symlink("real", directory_ / "link");
+  replace_file(directory_ / "link", "new");
+  EXPECT_EQ(text_of(directory_ / "real"), "new");
+  EXPECT_TRUE(std::filesystem::is_symlink(directory_ / "link"));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 2);
+}
+
+TEST_F(ReplaceFile, AFailureLeavesTheOldFile) {
+  std::filesystem::create_directory(directory_ / "target");
+  std::ofstream(directory_ / "target/inside") << "old";
+  EXPECT_THROW(replace_file(directory_ / "target", "new"), IoError);  // a directory cannot be renamed over
+  EXPECT_EQ(text_of(directory_ / "target/inside"), "old");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 1);
+  EXPECT_THROW(replace_file(directory_ / "missing/file", "new"), IoError);
+}
+
+}  // namespace
+}  // namespace hoist::cli

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include <gmock/gmock.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <hoist/core/units.hpp>
+#include <hoist/measure/scratch_file.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
+
+namespace hoist::measure {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+class ScratchFileTest : public ::testing::Test {
+ protected:
+  std::string parent() const { return directory_.path().string(); }
+  fs::path inside() const { return directory_.path() / ScratchFile::kDirectoryName; }
+  static void write(const fs::path& path, const std::string& text) { std::ofstream(path) << text; }
+  static std::string text_of(const fs::path& path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+
+  // As kill -9 would leave it: a child that makes the file and disappears without a destructor.
+  void leave_behind() const {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      const auto* file = new ScratchFile(parent(), kMiB);
+      ::_exit(file->bytes() == kMiB ? 0 : 1);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    ASSERT_EQ(status, 0);
+    ASSERT_TRUE(fs::exists(inside() / ScratchFile::kDataName));
+  }
+
+  test::TempDirectory directory_;
+};
+
+TEST_F(ScratchFileTest, LeavesNothingBehind) {
+  {
+    const ScratchFile file(parent(), kMiB);
+    EXPECT_EQ(fs::file_size(file.path()), kMiB);
+    EXPECT_EQ(fs::status(inside()).permissions(), fs::perms::owner_all);
+  }
+  EXPECT_TRUE(fs::is_empty(directory_.path()));
+}
+
+TEST_F(ScratchFileTest, AKilledRunsFileIsTakenOver) {
+  leave_behind();
+  { const ScratchFile file(parent(), 2 * kMiB); }
+  EXPECT_TRUE(fs::is_empty(directory_.path()));
+}
+
+TEST_F(ScratchFileTest, ARunKilledBeforeItsMarkerWasWholeIsTakenOver) {
+  fs::create_directory(inside());
+  { const ScratchFile file(parent(), kMiB); }
+  EXPECT_TRUE(fs::is_empty(directory_.path()));
+  fs::create_directory(inside());
+  write(inside() / ScratchFile::kMarkerName, "Scratch sp");
+  { const ScratchFile file(parent(), kMiB); }
+  EXPECT_TRUE(fs::is_empty(directory_.path()));
+}
+
+TEST_F(ScratchFileTest, WhatIsNotOursIsRefusedAndLeftAlone) {
+  fs::create_directory(inside());
+  write(inside() / ScratchFile::kDataName, "precious");
+  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("was not made by")));
+  EXPECT_EQ(text_of(inside() / ScratchFile::kDataName), "precious");
+
+  write(inside() / ScratchFile::kMarkerName, "somebody else's");
+  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("holds something else")));
+  EXPECT_EQ(text_of(inside() / ScratchFile::kDataName), "precious");
+  EXPECT_EQ(text_of(inside() / ScratchFile::kMarkerName), "somebody else's");
+}
+
+TEST_F(ScratchFileTest, LinksAreNotFollowed) {
+  const fs::path elsewhere = directory_.path() / "elsewhere";
+  fs::create_directory(elsewhere);
+  write(elsewhere / ScratchFile::kDataName, "precious");
+  fs::create_directory_symlink(elsewhere, inside());
+  EXPECT_THROW(ScratchFile(parent(), kMiB), InputError);
+  EXPECT_EQ(text_of(elsewhere / ScratchFile::kDataName), "precious");
+}
+
+TEST_F(ScratchFileTest, ForeignFilesAmongOursSurvive) {
+  leave_behind();
+  write(inside() / "notes", "precious");
+  { const ScratchFile file(parent(), kMiB); }
+  EXPECT_EQ(text_of(inside() / "notes"), "precious");
+  EXPECT_FALSE(fs::exists(inside() / ScratchFile::kDataName));
+}
+
+TEST_F(ScratchFileTest, ASecondRunIsRefused) {
+  const ScratchFile file(parent(), kMiB);
+  EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("in use by another")));
+  EXPECT_TRUE(fs::exists(file.path()));
+}
+
+TEST_F(ScratchFileTest, DirectoriesAreCheckedFirst) {
+  const auto refusal = [](const std::string& part) { return ThrowsMessage<InputError>(HasSubstr(part)); };
+  EXPECT_THAT([&] { check_scratch_directory(directory_ / "missing", 1); }, refusal("No such file"));
+  write(directory_.path() / "file", "");
+  EXPECT_THAT([&] { check_scratch_directory(directory_ / "file", 1); }, refusal("is not a directory"));
+  EXPECT_THAT([&] { check_scratch_directory(parent(), std::uint64_t{1} << 60); }, refusal("lower --size"));
+}
+
+}  // namespace
+}  // namespace hoist::measure

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <hoist/core/rng.hpp>
+#include <hoist/measure/statistics.hpp>
+
+namespace hoist::measure {
+namespace {
+
+TEST(Statistics, MedianOfOddEvenAndNone) {
+  EXPECT_EQ(median({3, 1, 2}), 2);
+  EXPECT_EQ(median({4, 1, 2, 3}), 2.5);
+  EXPECT_EQ(median({}), 0);
+}
+
+// The interval must hold the true median in at least 95 % of experiments, whatever the distribution.
+TEST(Statistics, IntervalCoversTheMedian) {
+  constexpr std::uint64_t kSeed = 3;
+  Rng rng(kSeed);
+  int covered = 0;
+  constexpr int kExperiments = 2000;
+  for (int experiment = 0; experiment < kExperiments; ++experiment) {
+    std::vector<double> values;
+    for (int i = 0; i < 40; ++i) values.push_back(1 / (0.1 + rng.uniform()));  // skewed; median at uniform = 0.5
+    const Interval interval = median_interval(values);
+    if (interval.low <= 1 / 0.6 && 1 / 0.6 <= interval.high) ++covered;
+  }
+  EXPECT_GE(covered, 0.94 * kExperiments) << "seed " << kSeed;
+  EXPECT_LT(covered, kExperiments) << "an interval that never misses says nothing; seed " << kSeed;
+}
+
+}  // namespace
+}  // namespace hoist::measure
