@@ -75,7 +75,7 @@ class IoUringBackend final : public Backend {
  private:
   Polling choose_polling(const EngineOptions& options) {
     if (options.polling == Polling::none) return Polling::none;
-    const auto why = probe_polling(options.polling, options.directory);
+    const auto why = probe_polling({options.polling, options.directory, options.block_bytes});
     note_ = fmt::format(", {}{}", why ? "no " : "", polling_name(options.polling));
     if (!why) return options.polling;
     if (options.backend == BackendKind::io_uring)

@@ -39,7 +39,8 @@ enum class BackendKind : std::uint8_t { automatic, io_uring, threads, null };
 // a time-out of 1 s. What the probe finds missing is done without, said once in the log with the remedy; with the
 // backend io_uring asked for by name, it is an Error.
 // submission: a thread of the kernel looks for new blocks (SQPOLL).
-// completion: the I/O thread asks the drive instead of being interrupted (IOPOLL). The drive needs poll queues.
+// completion: the I/O thread asks the drive instead of being interrupted (IOPOLL). The drive needs poll queues, and
+//             blocks must be no larger than one request of it, which is less than 1 MiB on most.
 enum class Polling : std::uint8_t { none, submission, completion };
 
 struct EngineOptions {

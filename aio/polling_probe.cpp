@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <future>
 #include <memory>
+#include <thread>
+#include <utility>
 
 #include <unistd.h>
 
@@ -9,6 +13,7 @@
 #include <hoist/aio/detail/polling_probe.hpp>
 #include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/detail/uring_setup.hpp>
+#include <hoist/core/error.hpp>
 
 namespace hoist::aio::detail {
 
@@ -19,75 +24,113 @@ constexpr useconds_t kLookIntervalUs = 50;
 const char* remedy_of(Polling polling) {
   return polling == Polling::submission
              ? "allow SQPOLL rings (Linux 5.11 or newer)"
-             : "give the drive poll queues (nvme.poll_queues=N on the kernel's command line) and use a file system "
-               "with direct transfers";
+             : "give the drive poll queues (nvme.poll_queues=N on the kernel's command line), use blocks no larger "
+               "than "
+               "one request of it (max_sectors_kb below /sys/block), and a file system with direct transfers";
 }
 
-// Everything the kernel may still write to while the probe is under way.
-struct Probe {
-  io_uring ring{};
-  bool ring_made = false;
-  std::unique_ptr<void, decltype(&std::free)> buffer{std::aligned_alloc(File::kAlignment, File::kAlignment),
-                                                     &std::free};
-  std::optional<File> file;
-
+// Everything the kernel may still use while a transfer is under way. Made, used and taken apart on one thread.
+class Probe {
+ public:
+  explicit Probe(const PollingQuestion& question) : question_(question) {}
   ~Probe() {
-    if (ring_made) io_uring_queue_exit(&ring);
+    if (ring_made_) io_uring_queue_exit(&ring_);
+  }
+  Probe(const Probe&) = delete;
+  Probe& operator=(const Probe&) = delete;
+
+  // An errno, or 0.
+  int run() {
+    if (const int code = set_up(); code != 0) return code;
+    if (question_.polling == Polling::completion) {
+      if (const int code = prepare_file(); code != 0) return code;
+    }
+    start();
+    for (const TimePoint deadline = Clock::now() + kProbeTimeout; Clock::now() < deadline; ::usleep(kLookIntervalUs)) {
+      if (const auto code = look()) return *code;
+    }
+    return ETIMEDOUT;
   }
 
-  int set_up(Polling polling) {
+ private:
+  int set_up() {
     unsigned flags = 0;
-    if (const int code = set_up_ring(ring, 1, polling, flags); code != 0) return code;
-    ring_made = true;
-    if ((flags & IORING_SETUP_R_DISABLED) != 0) enable_ring(ring);
+    if (const int code = set_up_ring(ring_, 1, question_.polling, flags); code != 0) return code;
+    ring_made_ = true;
+    if ((flags & IORING_SETUP_R_DISABLED) != 0) enable_ring(ring_);
     return 0;
   }
 
-  // A block to read, really written before.
-  int prepare_file(const std::string& directory) {
-    file.emplace(nameless_file(directory, File::kAlignment));
-    if (!file->is_direct()) return EOPNOTSUPP;
-    std::fill_n(static_cast<std::byte*>(buffer.get()), File::kAlignment, std::byte{1});
-    return ::pwrite(file->descriptor(), buffer.get(), File::kAlignment, 0) < 0 ? errno : 0;
+  // A block to read, really written before. Its pages are touched from the last to the first, so that they are as
+  // scattered in memory as those of a block may be.
+  int prepare_file() {
+    file_.emplace(nameless_file(question_.directory, question_.block_bytes));
+    if (!file_->is_direct()) return EOPNOTSUPP;
+    buffer_.reset(static_cast<std::byte*>(std::aligned_alloc(File::kAlignment, question_.block_bytes)));
+    if (buffer_ == nullptr) return ENOMEM;
+    for (std::uint64_t at = question_.block_bytes; at > 0; at -= File::kAlignment)
+      std::fill_n(buffer_.get() + at - File::kAlignment, File::kAlignment, std::byte{1});
+    return ::pwrite(file_->descriptor(), buffer_.get(), question_.block_bytes, 0) < 0 ? errno : 0;
   }
 
   void start() {
-    io_uring_sqe* entry = io_uring_get_sqe(&ring);
-    if (file) {
-      io_uring_prep_read(entry, file->descriptor(), buffer.get(), File::kAlignment, 0);
+    io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+    if (file_) {
+      io_uring_prep_read(entry, file_->descriptor(), buffer_.get(), static_cast<unsigned>(question_.block_bytes), 0);
     } else {
       io_uring_prep_nop(entry);
     }
-    static_cast<void>(io_uring_submit(&ring));
+    static_cast<void>(io_uring_submit(&ring_));
   }
 
   // An errno, 0, or nothing while it has not ended.
   std::optional<int> look() {
-    static_cast<void>(io_uring_get_events(&ring));  // never waits: it asks for no event
+    static_cast<void>(io_uring_get_events(&ring_));  // never waits: it asks for no event
     io_uring_cqe* entry = nullptr;
-    if (io_uring_peek_cqe(&ring, &entry) != 0) return std::nullopt;
+    if (io_uring_peek_cqe(&ring_, &entry) != 0) return std::nullopt;
     return entry->res < 0 ? -entry->res : 0;
   }
+
+  struct Free {
+    void operator()(std::byte* bytes) const { std::free(bytes); }
+  };
+
+  const PollingQuestion question_;
+  io_uring ring_{};
+  bool ring_made_ = false;
+  std::unique_ptr<std::byte, Free> buffer_;
+  std::optional<File> file_;
 };
+
+// Runs on a thread of its own, since what a transfer that never ends leaves in the kernel goes with its thread.
+void run_probe(const PollingQuestion& question, std::promise<int> answer) {
+  auto probe = std::make_unique<Probe>(question);
+  int code = EIO;
+  try {
+    code = probe->run();
+  } catch (const IoError& error) {
+    code = error.where.code;
+  }
+  if (code == ETIMEDOUT) {
+    quarantine(probe.release());
+  } else {
+    probe.reset();
+  }
+  answer.set_value(code);
+}
 
 }  // namespace
 
-std::optional<Unavailable> probe_polling(Polling polling, const std::string& directory) {
-  auto probe = std::make_unique<Probe>();
-  const auto refused = [&](int code) { return Unavailable{code, errno_text(code), remedy_of(polling)}; };
-  if (probe->buffer == nullptr) return refused(ENOMEM);
-  if (const int code = probe->set_up(polling); code != 0) return refused(code);
-  if (polling == Polling::completion) {
-    if (const int code = probe->prepare_file(directory); code != 0) return refused(code);
-  }
-  probe->start();
-  const TimePoint deadline = Clock::now() + kProbeTimeout;
-  while (Clock::now() < deadline) {
-    if (const auto code = probe->look()) return *code == 0 ? std::nullopt : std::optional(refused(*code));
-    ::usleep(kLookIntervalUs);
-  }
-  quarantine(probe.release());
-  return Unavailable{ETIMEDOUT, "a probe never ended", remedy_of(polling)};
+std::optional<Unavailable> probe_polling(const PollingQuestion& question) {
+  std::promise<int> answer;
+  std::future<int> code = answer.get_future();
+  std::thread(run_probe, question, std::move(answer)).detach();
+  // The probe gives up by itself; the second limit is for a thread that the kernel holds.
+  const bool answered = code.wait_for(kProbeTimeout + kProbeTimeout / 4) == std::future_status::ready;
+  const int result = answered ? code.get() : ETIMEDOUT;
+  if (result == 0) return std::nullopt;
+  return Unavailable{result, result == ETIMEDOUT ? "a probe never ended" : errno_text(result),
+                     remedy_of(question.polling)};
 }
 
 }  // namespace hoist::aio::detail

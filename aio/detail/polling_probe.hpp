@@ -2,7 +2,8 @@
 // aio/detail/polling_probe.hpp - whether polling really works, found out by one transfer with a time-out.
 //
 // Asking is not enough: a ring that polls for completions can be made anywhere, and on a drive without poll queues its
-// reads then fail or, on some kernels, never end.
+// reads then fail or, on some kernels, never end. Nor do they end when a block is larger than one request of the drive:
+// the kernel may not split a polled one, and tries for ever.
 #pragma once
 
 #include <optional>
@@ -15,8 +16,13 @@ namespace hoist::aio::detail {
 // Construction of an engine waits no longer than this for a probe.
 inline constexpr Nanoseconds kProbeTimeout = std::chrono::seconds(1);
 
-// Nothing when it works. `directory` is on the drive that will be used; only completion polling needs it. A probe that
-// never ends keeps its ring, its buffer and its file, out of everybody's reach, for the rest of the process.
-std::optional<Unavailable> probe_polling(Polling polling, const std::string& directory);
+struct PollingQuestion {
+  Polling polling = Polling::none;
+  std::string directory{};                // on the drive that will be used; only completion polling needs it
+  std::uint64_t block_bytes = 64 * kKiB;  // the largest transfer there will be
+};
+
+// Nothing when it works. A probe that never ends keeps its thread, its buffer and its file, out of everybody's reach.
+std::optional<Unavailable> probe_polling(const PollingQuestion& question);
 
 }  // namespace hoist::aio::detail

@@ -172,7 +172,7 @@ TEST_F(PollingProbe, OneThatNeverEndsIsGivenUpInTime) {
   in_a_thread([this] {
     if (!refuse_system_call(__NR_io_uring_enter, 0)) GTEST_SKIP() << "no seccomp filter can be set here";
     const TimePoint start = Clock::now();
-    const auto why = detail::probe_polling(Polling::completion, directory());
+    const auto why = detail::probe_polling({Polling::completion, directory()});
     const Nanoseconds took = Clock::now() - start;
     ASSERT_TRUE(why);
     EXPECT_EQ(why->code, ETIMEDOUT);
@@ -182,15 +182,21 @@ TEST_F(PollingProbe, OneThatNeverEndsIsGivenUpInTime) {
   });
 }
 
+TEST_F(PollingProbe, ADirectoryThatIsNotThereIsSaid) {
+  const auto why = detail::probe_polling({Polling::completion, directory() + "/missing"});
+  ASSERT_TRUE(why);
+  EXPECT_EQ(why->code, ENOENT);
+}
+
 TEST_F(PollingProbe, LeavesNothingBehind) {
-  static_cast<void>(detail::probe_polling(Polling::completion, directory()));
+  static_cast<void>(detail::probe_polling({Polling::completion, directory()}));
   EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
 }
 
 TEST_F(PollingProbe, WhatTheDriveCannotIsAnErrorByNameAndDoneWithoutOtherwise) {
-  const auto why = detail::probe_polling(Polling::completion, directory());
+  const auto why = detail::probe_polling({Polling::completion, directory()});
   if (!why) GTEST_SKIP() << "this drive can be polled for completions";
-  const EngineOptions options{.polling = Polling::completion, .directory = directory()};
+  const EngineOptions options{.block_bytes = 64 * kKiB, .polling = Polling::completion, .directory = directory()};
   Engine engine(options);
   EXPECT_THAT(engine.description(), testing::HasSubstr("no completion polling: " + why->reason));
   expect_round_trip(engine, AlignedBuffer(2 * kMiB));
@@ -209,7 +215,7 @@ TEST_F(PollingProbe, MemoryIsNoDriveToPoll) {
   std::error_code ignored;
   if (!std::filesystem::is_directory("/dev/shm", ignored)) GTEST_SKIP() << "there is no /dev/shm";
   const test::TempDirectory memory("/dev/shm");
-  EXPECT_TRUE(detail::probe_polling(Polling::completion, memory.path().string()));
+  EXPECT_TRUE(detail::probe_polling({Polling::completion, memory.path().string()}));
 }
 
 TEST(RingFlags, TheLastChoiceAsksForNothingNew) {
