@@ -5,8 +5,8 @@
 //            of completions run on it and must neither block nor destroy the engine.
 // Memory     Queues are sized at construction and grow only when more transfers wait than ever before. A transfer
 //            borrows its buffer until its completion is done.
-// Errors     A failed transfer fails its completion with IoError{operation, path, offset, errno} after bounded
-//            retries (EINTR, EAGAIN, short transfers). A read past the end of the file is short: code 0.
+// Errors     A failed transfer fails its completion with IoError{operation, path, offset, length, errno}
+//            after bounded retries (EINTR, EAGAIN, short transfers). A read past the end of the file is short: code 0.
 //            Misalignment is a bug.
 // Main path  read -> blocks -> backend -> result checked against length -> Completion.
 #pragma once

@@ -56,6 +56,8 @@ const char* remedy_of(Operation operation, int code) {
       return "the system stayed short of resources through every retry; lower the queue depth";
     case EINVAL:
       return "this file system may not do direct transfers of this block size";
+    case EOPNOTSUPP:
+      return "this drive or file system cannot do this kind of transfer; leave polling out";
     case EBADF:
       return "the file was not opened for this kind of transfer";
     case ETIMEDOUT:
