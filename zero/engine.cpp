@@ -36,6 +36,7 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "\"forward\" is for optimizer states that are offloaded; use \"step\", or \"auto\"");
   refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
          fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
+  refuse(options.micro_batches_max < 1, "gradient_accumulation_steps", "at least 1");
   refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
          "at least 1 buffer is needed");
   refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
@@ -46,7 +47,10 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
 }  // namespace
 
 Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
-    : runtime(runtime_in), options(options_in), groups{options_in.optimizer_defaults}, table(runtime_in.world_size()) {
+    : runtime(runtime_in),
+      options(options_in),
+      groups{options_in.optimizer_defaults},
+      table(runtime_in.world_size(), options_in.micro_batches_max > 1) {
   check_options(options, runtime);
 }
 
@@ -102,6 +106,7 @@ void Engine::Impl::tear_down() noexcept {
 
   sealed = abandoning = false;
   gradients_due = agreement_due = false;
+  micro_batches_done = 0;
   step_count = 0;
   committed_step = -1;
   last_commit = {};
@@ -185,7 +190,7 @@ void Engine::Impl::lay_out(bool create_store) {
   live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor,
                                                      live.streams, live.stager.get(), live.deferred.get());
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams,
-                                                       live.deferred.get());
+                                                       live.deferred.get(), options.micro_batches_max > 1);
 }
 
 // Where the unit's update is still under way, first that, then its writes.

@@ -21,11 +21,12 @@ using tiers::Region;
 
 void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
   if (pass) throw UsageError("a pass is already under way");
-  if (pass_options.micro_batches != 1 || pass_options.micro_batch != 0) {
-    throw UsageError("this version takes one micro-batch per step; use micro_batches = 1");
-  }
-  if (kind == Pass::train && gradients_due) throw UsageError("the last pass's gradients wait for step() or discard()");
+  if (kind == Pass::train) check_micro_batch(pass_options);
   check_agreement();
+  if (kind == Pass::train) {
+    micro_batches = pass_options.micro_batches;
+    live.gradients->begin_pass(/*first=*/pass_options.micro_batch == 0);
+  }
   pass = kind;
   pass_began = Clock::now();
   ++pass_serial;
@@ -41,8 +42,38 @@ void Engine::Impl::end_pass(bool complete) {
   live.gatherer->end_pass(complete);
   agreement_due = complete;
   if (!train) return;  // gradients that wait for step() still do
-  gradients_due = complete;
-  if (!complete) live.gradients->clear();
+  if (!complete) {
+    micro_batches_done = 0;
+    return live.gradients->clear();
+  }
+  ++micro_batches_done;
+  gradients_due = micro_batches_done == micro_batches;
+}
+
+void Engine::Impl::check_micro_batch(const PassOptions& wanted) const {
+  if (gradients_due) throw UsageError("the last pass's gradients wait for step() or discard()");
+  if (wanted.micro_batches < 1 || static_cast<unsigned>(wanted.micro_batches) > options.micro_batches_max) {
+    throw UsageError(
+        fmt::format("{} micro-batches in a step; the engine was made for 1 to {} "
+                    "(gradient_accumulation_steps, EngineOptions::micro_batches_max)",
+                    wanted.micro_batches, options.micro_batches_max));
+  }
+  if (wanted.micro_batch != micro_batches_done || (micro_batches_done > 0 && wanted.micro_batches != micro_batches)) {
+    throw UsageError(
+        fmt::format("micro-batch {} of {} begins after {} of {}: they come in order, from 0; discard() "
+                    "drops those that were done",
+                    wanted.micro_batch, wanted.micro_batches, micro_batches_done, micro_batches));
+  }
+  if (micro_batches_done > 0) require_finished();
+}
+
+void Engine::Impl::require_finished() const {
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    if (table.units()[u].is_trainable() && !live.gradients->finished(UnitId{u})) {
+      throw UsageError(fmt::format("unit '{}' was not finished in the pass; call finish() for every trainable unit",
+                                   table.units()[u].name));
+    }
+  }
 }
 
 // Ranks that made different calls have mixed up their data already; they must not step on it.
@@ -137,7 +168,7 @@ struct Engine::Impl::StepUpdate {
   void apply(const detail::TileAccess& tile, const detail::Memory& memory) {
     const detail::Segment& segment = *tile.segment;
     const std::byte* gradient = memory.home(tile.unit).gradient + segment.home_gradient_offset +
-                                tile.tile->first_element * dtype_bytes(segment.dtype);
+                                tile.tile->first_element * dtype_bytes(segment.home_gradient_dtype);
     const tiers::StateTileView state = tile.view();
     const optim::AdamCoefficients& c = coefficients[segment.group.index];
     const bool sound = segment.dtype == DType::fp32
@@ -145,14 +176,14 @@ struct Engine::Impl::StepUpdate {
                                                                     .moment1 = state.moment1,
                                                                     .moment2 = state.moment2,
                                                                     .gradient = gradient,
-                                                                    .gradient_dtype = segment.dtype,
+                                                                    .gradient_dtype = segment.home_gradient_dtype,
                                                                     .count = tile.tile->elements})
                            : optim::adam_update(c, optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
                                                                     .remainder = state.remainder,
                                                                     .moment1 = state.moment1,
                                                                     .moment2 = state.moment2,
                                                                     .gradient = gradient,
-                                                                    .gradient_dtype = segment.dtype,
+                                                                    .gradient_dtype = segment.home_gradient_dtype,
                                                                     .count = tile.tile->elements});
     if (!sound) broken = tile.unit.index;
   }
@@ -259,18 +290,17 @@ Completion Engine::Impl::commit(const std::string& name, std::span<const std::by
 StepReport Engine::Impl::step(const StepOptions& step_options) {
   const TraceSpan span(runtime.trace(), TraceRow::program, "step");
   if (pass) throw UsageError("step() inside of a pass; end the PassScope first");
-  if (!gradients_due) throw UsageError("step() needs a train pass before it");
+  if (!gradients_due) {
+    throw UsageError(micro_batches_done == 0 ? std::string("step() needs a train pass before it")
+                                             : fmt::format("step() after micro-batch {} of {}; it needs all of them",
+                                                           micro_batches_done, micro_batches));
+  }
   if (step_options.caller_state.size() > options.caller_state_bytes_max) {
     throw UsageError(
         fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
                     step_options.caller_state.size(), options.caller_state_bytes_max));
   }
-  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-    if (table.units()[u].is_trainable() && !live.gradients->finished(UnitId{u})) {
-      throw UsageError(fmt::format("unit '{}' was not finished in the pass; call finish() for every trainable unit",
-                                   table.units()[u].name));
-    }
-  }
+  require_finished();
   check_agreement();
   drain();
   live.gradients->wait();
@@ -278,9 +308,12 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
 
   StepReport report;
   report.learning_rate = scheduled(groups.front(), step_count).learning_rate;
-  report.gradient_norm = global_norm();
+  // The gradient is the mean over micro-batches; what is at home is their sum.
+  const double mean = 1.0 / micro_batches;
+  report.gradient_norm = global_norm() * mean;
   report.applied = std::isfinite(report.gradient_norm);
   gradients_due = false;
+  micro_batches_done = 0;
   if (report.applied) {
     if (options.gradient_clipping > 0) {
       report.clip_factor = std::min(1.0, options.gradient_clipping / (report.gradient_norm + 1e-6));
@@ -290,11 +323,11 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
       last_commit.wait();  // its extents, and memory it may still be written from, are free after it
       ++step_count;
       if (nvme_placement()) live.store->begin_step(step_count);
-      if (!live.deferred) update_now(report.clip_factor);
+      if (!live.deferred) update_now(report.clip_factor * mean);
     });
     live.gatherer->invalidate();
     if (live.deferred) {
-      report.committed = update_later(report.clip_factor, step_options.caller_state);
+      report.committed = update_later(report.clip_factor * mean, step_options.caller_state);
     } else if (nvme_placement()) {
       report.committed = commit("", step_options.caller_state);
     }
@@ -317,7 +350,8 @@ void Engine::discard() noexcept {
   if (!impl_->sealed) return;
   try {
     if (impl_->pass) return impl_->end_pass(/*complete=*/false);
-    if (std::exchange(impl_->gradients_due, false)) impl_->live.gradients->clear();
+    impl_->gradients_due = false;
+    if (std::exchange(impl_->micro_batches_done, 0) > 0) impl_->live.gradients->clear();
   } catch (...) {
     impl_->fail(std::current_exception());
   }

@@ -70,10 +70,12 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   const detail::Segment& segment = table.segment_of(parameter);
   const detail::UnitHome& home = live.memory->home(id);
   if (state == State::gradient) {
+    const float mean = 1.0f / static_cast<float>(micro_batches);
     const std::byte* gradient = home.gradient + segment.home_gradient_offset;
     for (std::uint64_t i = 0; i < out.size(); ++i) {
-      out[i] = segment.dtype == DType::fp32 ? reinterpret_cast<const float*>(gradient)[first + i]
-                                            : to_float(reinterpret_cast<const bf16*>(gradient)[first + i]);
+      out[i] = mean * (segment.home_gradient_dtype == DType::fp32
+                           ? reinterpret_cast<const float*>(gradient)[first + i]
+                           : to_float(reinterpret_cast<const bf16*>(gradient)[first + i]));
     }
     return;
   }

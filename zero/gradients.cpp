@@ -12,17 +12,19 @@ namespace hoist::detail {
 using platform::CopyKind;
 
 Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-                     Streams& streams, DeferredUpdate* deferred)
+                     Streams& streams, DeferredUpdate* deferred, bool accumulates)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
       executor_(executor),
       streams_(streams),
       deferred_(deferred),
+      accumulates_(accumulates),
       states_(table.units().size()),
       own_(table.units().size()) {
   for (std::byte* data : memory.gradient_slots()) shared_.push_back({.data = data});
   for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.home(UnitId{u}).own_gradient;
+  if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
   list_chunks();
 }
 
@@ -33,7 +35,8 @@ void Gradients::list_chunks() {
       const std::byte* shard = memory_.home(UnitId{u}).gradient + segment.home_gradient_offset;
       for (std::uint64_t first = 0; first < segment.shard_elements; first += optim::kNormChunkElements) {
         const std::uint64_t count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first);
-        chunks_.push_back({u, shard + first * dtype_bytes(segment.dtype), segment.dtype, count});
+        chunks_.push_back(
+            {u, shard + first * dtype_bytes(segment.home_gradient_dtype), segment.home_gradient_dtype, count});
       }
     }
   }
@@ -87,8 +90,11 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   State& state = states_[id.index];
   std::byte* source = buffer(id, stream);  // zeros when the pass made no gradient for this unit
   auto reduction = std::make_shared<Reduction>();
-  reduction->submitted = executor_.enqueue(
-      [this, id, source, reduction, ready = stream->record()] { reduce(id, source, ready, *reduction); });
+  reduction->submitted =
+      executor_.enqueue([this, id, source, reduction, ready = stream->record(),
+                         how = state.summed ? optim::Accumulate::add : optim::Accumulate::overwrite] {
+        reduce(id, source, ready, how, *reduction);
+      });
   state.buffer->reduction = reduction;
   state.buffer->busy = false;
   state.buffer = nullptr;
@@ -96,8 +102,9 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   state.finished = true;
 }
 
-// On the executor. The mean over ranks, this rank's shard of it copied home.
-void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent& ready, Reduction& reduction) {
+// On the executor. The mean over ranks, this rank's shard of it brought home.
+void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
+                       Reduction& reduction) {
   const Unit& unit = table_.unit(id);
   const int world = table_.world_size();
   if (world > 1) {
@@ -118,20 +125,62 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
   if (deferred_ != nullptr) deferred_->hurry(id).wait();
-  const bool stays = memory_.gradients_on_device();
-  for (const Segment& segment : unit.segments) {
+  if (accumulates_) {
+    sum_at_home(id, source, how, reduction);
+  } else {
+    bring_home(id, source);
+    reduction.home = streams_.down->record();
+  }
+}
+
+const std::byte* Gradients::own_shard(const Segment& segment, const std::byte* source) const {
+  return source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
+}
+
+void Gradients::bring_home(UnitId id, const std::byte* source) {
+  const CopyKind kind = memory_.gradients_on_device() ? CopyKind::local : CopyKind::device_to_host;
+  for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
-    const std::byte* shard =
-        source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
-    streams_.down->copy(memory_.home(id).gradient + segment.home_gradient_offset, shard, segment.shard_bytes(),
-                        stays ? CopyKind::local : CopyKind::device_to_host);
+    streams_.down->copy(memory_.home(id).gradient + segment.home_gradient_offset, own_shard(segment, source),
+                        segment.shard_bytes(), kind);
+  }
+}
+
+void Gradients::sum_at_home(UnitId id, const std::byte* source, optim::Accumulate how, Reduction& reduction) {
+  std::vector<Accumulator::Part> parts;
+  std::byte* buffer = accumulator_ ? accumulator_->acquire() : nullptr;
+  for (const Segment& segment : table_.unit(id).segments) {
+    if (!segment.trainable) continue;
+    std::byte* const sums = memory_.home(id).gradient + segment.home_gradient_offset;
+    if (!accumulator_) {
+      using Combine = platform::Stream::Combine;
+      streams_.down->scale_into(sums, DType::fp32, own_shard(segment, source), segment.dtype, segment.shard_elements,
+                                1.0f, how == optim::Accumulate::add ? Combine::add : Combine::overwrite);
+      continue;
+    }
+    streams_.down->copy(buffer, own_shard(segment, source), segment.shard_bytes(), CopyKind::device_to_host);
+    parts.push_back({reinterpret_cast<float*>(sums), buffer, segment.dtype, segment.shard_elements});
+    buffer += round_up(segment.shard_bytes(), 64);
   }
   reduction.home = streams_.down->record();
+  if (accumulator_) reduction.added = accumulator_->add(reduction.home, std::move(parts), how);
+}
+
+void Gradients::begin_pass(bool first) {
+  for (State& state : states_) {
+    const bool summed = !first && state.finished;
+    const auto reduction = std::move(state.reduction);
+    state = State{};
+    state.summed = summed;
+    state.reduction = summed ? reduction : nullptr;
+  }
 }
 
 void Gradients::wait() {
   for (const State& state : states_) {
-    if (state.reduction) state.reduction->home.wait();
+    if (!state.reduction) continue;
+    state.reduction->home.wait();
+    state.reduction->added.wait();
   }
   for (const std::vector<Buffer>* buffers : {&shared_, &own_}) {
     for (const Buffer& buffer : *buffers) buffer.dropped.wait();

@@ -86,6 +86,8 @@ void Memory::take_pinned(const PinnedNeeds::Buffers& buffers) {
     update_buffers_.push_back(pool_->carve(update_bytes, "update buffer"));
   for (unsigned i = 0; i < buffers.staging_count; ++i)
     staging_buffers_.push_back(pool_->carve(pinned_needs_.staging_buffer_bytes(), "staging buffer"));
+  for (unsigned i = 0; pinned_needs_.sum_buffer_bytes() > 0 && i < PinnedNeeds::kSumBuffers; ++i)
+    sum_buffers_.push_back(pool_->carve(pinned_needs_.sum_buffer_bytes(), "gradient on its way to a sum"));
 }
 
 // --- device memory ---------------------------------------------------------------------------------------------------

@@ -112,6 +112,17 @@ std::uint64_t PinnedNeeds::staging_buffer_bytes() const {
   return most;
 }
 
+std::uint64_t PinnedNeeds::sum_buffer_bytes() const {
+  if (options_.micro_batches_max == 1 || options_.optimizer == Placement::device) return 0;
+  std::uint64_t most = 0;
+  for (const Unit& unit : table_.units()) {
+    std::uint64_t bytes = 0;
+    for (const Segment& segment : unit.segments) bytes += segment.trainable ? round_up(segment.shard_bytes(), 64) : 0;
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
 // In the order in which Memory carves them.
 std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
   tiers::PinnedPlan plan;
@@ -123,6 +134,9 @@ std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
   const std::uint64_t update_bytes = update_buffer_bytes(buffers.piece_tiles);
   for (unsigned i = 0; i < buffers.update_count; ++i) plan.add(update_bytes);
   for (unsigned i = 0; i < buffers.staging_count; ++i) plan.add(staging_buffer_bytes());
+  if (sum_buffer_bytes() > 0) {
+    for (unsigned i = 0; i < kSumBuffers; ++i) plan.add(sum_buffer_bytes());
+  }
   return plan.bytes();
 }
 
@@ -175,14 +189,15 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
       trainable += segment.shard_bytes();
       state += segment.shard_elements * (segment.dtype == DType::fp32 ? 8 : 10);
     }
-    const std::uint64_t count = fetches[u];
+    const std::uint64_t passes = options.micro_batches_max;
+    const std::uint64_t count = passes * fetches[u];
     // Deferred, the first fetch takes its weights from the update, which has read them already.
     const bool shared = defers_updates(options) && count > 0;
     bytes.nvme_read += (weights_on_nvme ? count * weights + (shared ? 0 : trainable) : 0) + (state_on_nvme ? state : 0);
     bytes.nvme_write += (writes.weights ? trainable : 0) + (writes.state ? state : 0);
     if (!state_on_device || !weights_on_device) bytes.host_to_device += (weights_on_device ? 1 : count) * weights;
-    if (!state_on_device) bytes.device_to_host += trainable;
-    bytes.wire += others * (count * weights + trainable);
+    if (!state_on_device) bytes.device_to_host += passes * trainable;
+    bytes.wire += others * (count * weights + passes * trainable);
   }
   return bytes;
 }

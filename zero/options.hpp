@@ -75,6 +75,9 @@ struct EngineOptions {
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
 
+  // Micro-batches that a step may be made of (gradient_accumulation_steps). With more than one, gradients are added up
+  // in fp32 where they live: 4 bytes a parameter instead of 2.
+  unsigned micro_batches_max = 1;
   UpdateMode update_mode = UpdateMode::automatic;  // key "hoist.update_mode"
   // Elements read, updated and written as one piece; rounded to whole tiles, and made smaller (and said so) where the
   // pinned budget is. 1 Mi: 10-12 MiB a buffer, so that a few of them stay a small, cycled footprint. DeepSpeed: 1e9.

@@ -15,14 +15,14 @@ namespace hoist {
 
 namespace {
 
-detail::UnitTable table_of(const ModelShape& model, int world_size) {
+detail::UnitTable table_of(const ModelShape& model, int world_size, bool accumulates) {
   if (world_size < 1) throw UsageError(fmt::format("{} ranks cannot train anything", world_size));
   if (model.units.empty()) throw UsageError("the model has no units");
   std::size_t group_count = 1;
   for (const UnitShape& unit : model.units)
     for (const ParameterSpec& spec : unit.parameters)
       group_count = std::max<std::size_t>(group_count, spec.group.index + 1);
-  detail::UnitTable table(world_size);
+  detail::UnitTable table(world_size, accumulates);
   for (const UnitShape& unit : model.units) table.add(unit.name, unit.parameters, {}, group_count);
   for (std::uint32_t u = 0; u < model.units.size(); ++u) {
     for (const std::string& name : model.units[u].tied) {
@@ -114,7 +114,7 @@ ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units) {
 
 Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
                    int world_size) {
-  const detail::UnitTable table = table_of(model, world_size);
+  const detail::UnitTable table = table_of(model, world_size, engine.micro_batches_max > 1);
   Prediction out;
   out.parameter_count = table.parameter_count();
   const detail::DeviceNeeds device(engine, table);

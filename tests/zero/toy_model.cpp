@@ -111,10 +111,11 @@ void ToyModel::backward(std::size_t index, std::uint64_t step) {
   engine_.finish(unit.id, *stream_);
 }
 
-double ToyModel::pass(std::uint64_t step) {
+double ToyModel::pass(std::uint64_t step, PassOptions options) {
+  step += 10'000 * static_cast<std::uint64_t>(options.micro_batch);  // every micro-batch has gradients of its own
   double sum = 0;
   try {
-    const PassScope scope = engine_.begin(Pass::train);
+    const PassScope scope = engine_.begin(Pass::train, options);
     for (std::size_t u = 0; u < units_.size(); ++u) forward(u, &sum);
     for (std::size_t u = units_.size(); u-- > 0;) backward(u, step);
   } catch (...) {
@@ -138,7 +139,7 @@ double ToyModel::evaluate() {
 
 void ToyModel::train(std::uint64_t first_step, std::uint64_t last_step) {
   for (std::uint64_t step = first_step; step <= last_step; ++step) {
-    pass(step);
+    for (int i = 0; i < micro_batches; ++i) pass(step, {.micro_batch = i, .micro_batches = micro_batches});
     const auto state = std::as_bytes(std::span(&step, 1));
     reports.push_back(engine_.step({.caller_state = state}));
   }

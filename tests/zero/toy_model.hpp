@@ -36,7 +36,7 @@ class ToyModel {
   ToyModel(Engine& engine, const ToyShape& shape);
   Fill fill() const;
   // Forward and backward over all units on `stream`; returns a value that depends on every weight.
-  double pass(std::uint64_t step);
+  double pass(std::uint64_t step, PassOptions options = {});
   double evaluate();
   void train(std::uint64_t first_step, std::uint64_t last_step);  // inclusive; pass and step() of each
   Engine& engine() { return engine_; }
@@ -47,6 +47,7 @@ class ToyModel {
   std::vector<StepReport> reports;
   std::function<void(std::size_t unit)> in_forward = [](std::size_t) {};  // called after each unit's forward
   float gradient_scale = 1;
+  int micro_batches = 1;  // that train() makes each step of
 
  private:
   struct Unit {

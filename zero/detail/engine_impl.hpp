@@ -60,7 +60,9 @@ class Engine::Impl {
   bool in_pass(std::uint64_t serial) const { return pass && pass_serial == serial; }
   void begin(Pass pass, const PassOptions& options);
   void end_pass(bool complete);
-  void check_agreement();  // all ranks made the same calls in the pass that ended
+  void check_micro_batch(const PassOptions& wanted) const;  // that it comes in its order
+  void require_finished() const;                            // every trainable unit's gradient in the last pass
+  void check_agreement();                                   // all ranks made the same calls in the pass that ended
   StepReport step(const StepOptions& options);
   double global_norm();
   // A group's options as the schedule has them after so many steps.
@@ -131,7 +133,9 @@ class Engine::Impl {
   TimePoint pass_began{};
   std::uint64_t pass_serial = 0;
   bool agreement_due = false;  // a pass ended that ranks have not compared yet
-  bool gradients_due = false;  // a train pass ended; step() or discard() is next
+  int micro_batches = 1;       // of the step under way
+  int micro_batches_done = 0;  // complete train passes since the last step
+  bool gradients_due = false;  // all of them ended; step() or discard() is next
   std::uint64_t step_count = 0;
   Completion last_commit;
   std::atomic<std::int64_t> committed_step{-1};

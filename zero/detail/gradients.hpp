@@ -3,13 +3,16 @@
 //
 // Threading  The program's thread calls everything; reductions are submitted by the executor.
 // Errors     BudgetError when more units have unfinished gradients than there are buffers.
-// Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> home gradient.
+// Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> home gradient. With
+// several
+//            micro-batches a step, home gradients are fp32 sums, added to as each comes down.
 #pragma once
 
 #include <vector>
 
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/detail/accumulator.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
 #include <hoist/zero/detail/memory.hpp>
 
@@ -18,7 +21,7 @@ namespace hoist::detail {
 class Gradients {
  public:
   Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-            Streams& streams, DeferredUpdate* deferred);
+            Streams& streams, DeferredUpdate* deferred, bool accumulates);
 
   // The unit's gradient buffer of this pass; zeroed on `stream` when it is the first request. A request on another
   // stream than the one before makes it wait for what that one has to do so far. The stream outlives finish() or
@@ -28,6 +31,8 @@ class Gradients {
   void finish(UnitId unit, StreamRef stream);
   bool finished(UnitId unit) const { return states_[unit.index].finished; }
 
+  // Forgets what was finished, but, unless this is the `first` micro-batch of a step, not the sums so far.
+  void begin_pass(bool first);
   // Returns when every finished gradient is at home and no dropped one is still being made. Pre: executor drained.
   void wait();
   // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order.
@@ -39,7 +44,8 @@ class Gradients {
   // One reduction, shared between the program's thread and the executor.
   struct Reduction {
     Completion submitted;
-    platform::StreamEvent home;  // the gradient is at home, the buffer free; set before `submitted`
+    platform::StreamEvent home;  // the gradient has come down, the buffer is free; set before `submitted`
+    Completion added;            // to the sums of the micro-batches before it
   };
   struct Buffer {
     std::byte* data = nullptr;
@@ -52,6 +58,7 @@ class Gradients {
     platform::Stream* stream = nullptr;
     std::shared_ptr<Reduction> reduction;
     bool finished = false;
+    bool summed = false;  // an earlier micro-batch of the step is at home
   };
   struct Chunk {
     std::uint32_t unit = 0;
@@ -60,7 +67,11 @@ class Gradients {
     std::size_t count = 0;
   };
   Buffer& acquire(UnitId unit);
-  void reduce(UnitId unit, std::byte* source, const platform::StreamEvent& ready, Reduction& reduction);
+  void reduce(UnitId unit, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
+              Reduction& reduction);
+  void bring_home(UnitId unit, const std::byte* source);
+  void sum_at_home(UnitId unit, const std::byte* source, optim::Accumulate how, Reduction& reduction);
+  const std::byte* own_shard(const Segment& segment, const std::byte* source) const;
   void list_chunks();
 
   Runtime& runtime_;
@@ -68,7 +79,9 @@ class Gradients {
   const Memory& memory_;
   scheduler::Executor& executor_;
   Streams& streams_;
-  DeferredUpdate* deferred_;  // null in update mode `step`
+  DeferredUpdate* deferred_;                  // null in update mode `step`
+  std::unique_ptr<Accumulator> accumulator_;  // null where steps have one micro-batch, or gradients stay on the device
+  const bool accumulates_;
   std::vector<State> states_;
   std::vector<Buffer> shared_;  // any unit
   std::vector<Buffer> own_;     // by unit; data is null for units that share

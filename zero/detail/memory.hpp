@@ -48,6 +48,7 @@ class Memory {
   const std::vector<std::byte*>& gradient_slots() const { return gradient_slots_; }
   const std::vector<std::span<std::byte>>& update_buffers() const { return update_buffers_; }
   const std::vector<std::span<std::byte>>& staging_buffers() const { return staging_buffers_; }
+  const std::vector<std::span<std::byte>>& sum_buffers() const { return sum_buffers_; }
   const std::vector<Piece>& pieces() const { return pieces_; }
   std::vector<std::span<std::byte>> registered_slices() const { return pool_->memory().slices(); }
   bool gradients_on_device() const { return options_.optimizer == Placement::device; }
@@ -77,6 +78,7 @@ class Memory {
   std::vector<std::byte*> gradient_slots_;
   std::vector<std::span<std::byte>> update_buffers_;
   std::vector<std::span<std::byte>> staging_buffers_;
+  std::vector<std::span<std::byte>> sum_buffers_;
   std::vector<Piece> pieces_;
   std::uint64_t piece_tiles_ = 0;
 };

@@ -85,6 +85,9 @@ class PinnedNeeds {
   PieceBytes buffered_bytes(const Piece& piece) const;
   std::uint64_t update_buffer_bytes(std::uint64_t piece_tiles) const;  // the largest piece
   std::uint64_t staging_buffer_bytes() const;                          // the largest unit's weights
+  // Gradients of one unit on their way to fp32 sums: kSumBuffers of them, where steps have several micro-batches.
+  static constexpr unsigned kSumBuffers = 2;
+  std::uint64_t sum_buffer_bytes() const;
 
  private:
   const EngineOptions& options_;

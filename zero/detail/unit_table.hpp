@@ -35,6 +35,7 @@ struct Segment {
   std::uint64_t host_offset = 0;
   std::uint64_t gradient_offset = 0;
   std::uint64_t home_gradient_offset = 0;
+  DType home_gradient_dtype = DType::bf16;  // as it comes down, or fp32 where micro-batches are added up
 
   std::uint64_t shard_bytes() const { return shard_elements * dtype_bytes(dtype); }
 };
@@ -69,7 +70,8 @@ struct Parameter {
 
 class UnitTable {
  public:
-  explicit UnitTable(int world_size) : world_size_(world_size) {}
+  // `accumulates`: gradients at home are fp32 sums.
+  explicit UnitTable(int world_size, bool accumulates = false) : world_size_(world_size), accumulates_(accumulates) {}
 
   // UsageError for an empty unit, a repeated name, a zero or negative extent, an unsupported dtype, an unknown group.
   UnitId add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options, std::size_t group_count);
@@ -95,6 +97,7 @@ class UnitTable {
  private:
   void lay_out(Unit& unit) const;
   int world_size_;
+  bool accumulates_;
   std::vector<Unit> units_;
   std::vector<Parameter> parameters_;
   std::vector<ParameterSpec> specs_;

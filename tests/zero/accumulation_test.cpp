@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// Several micro-batches a step: sums in fp32, exact and in order; the same bits in every placement.
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+constexpr int kMicroBatches = 3;
+constexpr std::array kPlacements{Placement::device, Placement::pinned, Placement::nvme};
+
+ToySetup accumulating(Placement parameters, Placement optimizer, const std::string& directory) {
+  const bool nvme = parameters == Placement::nvme || optimizer == Placement::nvme;
+  ToySetup setup = toy_setup(parameters, optimizer, nvme ? directory : "");
+  setup.engine.micro_batches_max = kMicroBatches;
+  return setup;
+}
+
+Digests train_in_micro_batches(const ToySetup& setup, std::uint64_t steps, int ranks = 1) {
+  Digests digests;
+  on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, {});
+    model.micro_batches = kMicroBatches;
+    engine.initialize(model.fill());
+    model.train(1, steps);
+    const Digests mine = digests_of(engine, model);
+    if (rank == 0) digests = mine;
+  });
+  return digests;
+}
+
+std::vector<float> gradient_of(Engine& engine, ParameterId parameter) {
+  std::vector<float> values(static_cast<std::size_t>(engine.parameters()[parameter.index].shape[0]));
+  engine.read(parameter, State::gradient, 0, values);
+  return values;
+}
+
+TEST(Accumulation, IsTheFloatSumInOrderOverTheirCount) {
+  const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {});
+  engine.initialize(model.fill());
+  for (const ParameterId parameter : {model.matrix(0), model.matrix(1), engine.parameter("unit2.norm")}) {
+    std::vector<float> sums;
+    for (int i = 0; i < kMicroBatches; ++i) {
+      model.pass(1 + 10'000 * static_cast<std::uint64_t>(i));  // the same gradients, one by one
+      const std::vector<float> one = gradient_of(engine, parameter);
+      engine.discard();
+      sums.resize(one.size());
+      for (std::size_t e = 0; e < one.size(); ++e) sums[e] = i == 0 ? one[e] : sums[e] + one[e];
+    }
+    for (int i = 0; i < kMicroBatches; ++i) model.pass(1, {.micro_batch = i, .micro_batches = kMicroBatches});
+    const std::vector<float> together = gradient_of(engine, parameter);
+    for (std::size_t e = 0; e < sums.size(); ++e)
+      ASSERT_EQ(together[e], (1.0f / kMicroBatches) * sums[e]) << "element " << e;
+    engine.discard();
+  }
+}
+
+class AccumulationIn : public testing::TestWithParam<std::tuple<Placement, Placement>> {};
+INSTANTIATE_TEST_SUITE_P(Placements, AccumulationIn,
+                         testing::Combine(testing::ValuesIn(kPlacements), testing::ValuesIn(kPlacements)));
+
+TEST_P(AccumulationIn, EveryPlacementModeAndRankHasTheSameBits) {
+  const auto [parameters, optimizer] = GetParam();
+  for (const int ranks : {1, 2}) {
+    ToySetup simplest = accumulating(Placement::pinned, Placement::pinned, "");
+    simplest.engine.update_mode = UpdateMode::step;
+    const Digests expected = train_in_micro_batches(simplest, 4, ranks);
+    for (const UpdateMode mode : {UpdateMode::step, UpdateMode::automatic}) {
+      const TempDirectory directory;
+      ToySetup setup = accumulating(parameters, optimizer, directory / "store");
+      setup.engine.update_mode = mode;
+      setup.runtime.host_device.chaos_seed = 3;
+      EXPECT_EQ(train_in_micro_batches(setup, 4, ranks), expected) << ranks << " ranks";
+    }
+  }
+}
+
+TEST(Accumulation, RoomForItChangesNothingForStepsOfOneMicroBatch) {
+  const ToySetup with = accumulating(Placement::pinned, Placement::pinned, "");
+  EXPECT_EQ(train_once(with, {}, 4), train_once(toy_setup(Placement::pinned, Placement::pinned), {}, 4));
+}
+
+TEST(Accumulation, MovesEachMicroBatchOnce) {
+  const TempDirectory directory;
+  ToySetup setup = accumulating(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.reuse_distance_elements = 0;
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
+  model.micro_batches = kMicroBatches;
+  engine.initialize(model.fill());
+  model.train(1, 1);
+  engine.settle();
+  const auto down = runtime.ledger().totals(Link::device_to_host).bytes;
+  const auto read = runtime.ledger().totals(Link::nvme_read).bytes;
+  model.train(2, 5);
+  engine.settle();
+  const StepBytes formula = engine.formula_bytes();
+  EXPECT_EQ(runtime.ledger().totals(Link::device_to_host).bytes - down, 4 * formula.device_to_host);
+  const auto read_in_four = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - read);
+  EXPECT_NEAR(read_in_four / 4 / static_cast<double>(formula.nvme_read), 1.0, 0.03);
+}
+
+TEST(Accumulation, MicroBatchesComeInOrderAndAllBeforeTheStep) {
+  const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {});
+  engine.initialize(model.fill());
+  const auto pass = [&](int i, int of) { model.pass(1, {.micro_batch = i, .micro_batches = of}); };
+  EXPECT_THROW(pass(0, kMicroBatches + 1), UsageError);
+  EXPECT_THROW(pass(0, 0), UsageError);
+  EXPECT_THROW(pass(1, 2), UsageError);
+  pass(0, 2);
+  EXPECT_THROW(engine.step(), UsageError);
+  EXPECT_THROW(pass(0, 2), UsageError);
+  EXPECT_THROW(pass(1, 3), UsageError);
+  model.evaluate();  // harmless in between
+  pass(1, 2);
+  EXPECT_THROW(pass(2, 3), UsageError);
+  EXPECT_TRUE(engine.step().applied);
+  // Dropped half way: the next step begins anew.
+  pass(0, 2);
+  engine.discard();
+  pass(0, 1);
+  EXPECT_TRUE(engine.step().applied);
+}
+
+TEST(Accumulation, AnEngineMadeForOneRefusesMore) {
+  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {});
+  engine.initialize(model.fill());
+  EXPECT_THROW(model.pass(1, {.micro_batch = 0, .micro_batches = 2}), UsageError);
+}
+
+TEST(Accumulation, AMicroBatchThatIsNotFiniteSkipsTheWholeStep) {
+  const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {});
+  engine.initialize(model.fill());
+  const std::string before = state_digest(engine, State::master);
+  for (int i = 0; i < kMicroBatches; ++i) {
+    model.gradient_scale = i == 1 ? std::numeric_limits<float>::infinity() : 1.0f;
+    model.pass(1, {.micro_batch = i, .micro_batches = kMicroBatches});
+  }
+  EXPECT_FALSE(engine.step().applied);
+  EXPECT_EQ(state_digest(engine, State::master), before);
+}
+
+}  // namespace
+}  // namespace hoist::test
