@@ -99,6 +99,9 @@ int export_store(const ExportArguments& arguments) {
     InterruptGuard::end_by_signal();
   } catch (const Error& error) {
     fmt::print(stderr, "hoist export: {}\nNothing was left in {}.\n", error.what(), arguments.to);
+    if (dynamic_cast<const CorruptionError*>(&error) != nullptr && !arguments.step.empty()) {
+      fmt::print(stderr, "The blocks of an earlier step are reused by the next one; try without --step.\n");
+    }
     return kFailure;
   }
 }

@@ -15,7 +15,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
 
-#include "finding.hpp"
+#include "cards.hpp"
 
 namespace hoist::cli {
 
@@ -28,32 +28,6 @@ constexpr bool kBuiltWithCuda = true;
 #else
 constexpr bool kBuiltWithCuda = false;
 #endif
-
-// An NVIDIA card on the PCI bus, whether or not anything drives it.
-struct Card {
-  std::string address;
-  std::optional<int> node;
-  std::optional<std::uint64_t> lanes, lanes_max;
-};
-
-std::vector<Card> find_cards(const Machine& machine) {
-  std::vector<Card> cards;
-  std::error_code failed;
-  const fs::path bus = fs::path(machine.sys) / "bus/pci/devices";
-  for (fs::directory_iterator entry(bus, failed), end; !failed && entry != end; entry.increment(failed)) {
-    const std::string base = entry->path().string();
-    const std::string device_class = first_line(base + "/class").value_or("");
-    const bool display = device_class.starts_with("0x0300") || device_class.starts_with("0x0302");
-    if (!display || first_line(base + "/vendor").value_or("") != "0x10de") continue;
-    const auto node = number_in(base + "/numa_node");  // "-1" is no number: unknown
-    cards.push_back({.address = entry->path().filename().string(),
-                     .node = node ? std::optional(static_cast<int>(*node)) : std::nullopt,
-                     .lanes = number_in(base + "/current_link_width"),
-                     .lanes_max = number_in(base + "/max_link_width")});
-  }
-  std::ranges::sort(cards, {}, &Card::address);
-  return cards;
-}
 
 // The first `name` on the search path; empty when there is none.
 std::string find_program(const std::string& name) {
@@ -164,6 +138,25 @@ Finding mpi() {
 }
 
 }  // namespace
+
+std::vector<Card> find_cards(const Machine& machine) {
+  std::vector<Card> cards;
+  std::error_code failed;
+  const fs::path bus = fs::path(machine.sys) / "bus/pci/devices";
+  for (fs::directory_iterator entry(bus, failed), end; !failed && entry != end; entry.increment(failed)) {
+    const std::string base = entry->path().string();
+    const std::string device_class = first_line(base + "/class").value_or("");
+    const bool display = device_class.starts_with("0x0300") || device_class.starts_with("0x0302");
+    if (!display || first_line(base + "/vendor").value_or("") != "0x10de") continue;
+    const auto node = number_in(base + "/numa_node");  // "-1" is no number: unknown
+    cards.push_back({.address = entry->path().filename().string(),
+                     .node = node ? std::optional(static_cast<int>(*node)) : std::nullopt,
+                     .lanes = number_in(base + "/current_link_width"),
+                     .lanes_max = number_in(base + "/max_link_width")});
+  }
+  std::ranges::sort(cards, {}, &Card::address);
+  return cards;
+}
 
 Section look_at_devices(const Machine& machine) {
   const std::vector<Card> cards = find_cards(machine);

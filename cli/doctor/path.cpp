@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/sysmacros.h>
@@ -18,6 +19,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/topology.hpp>
 
+#include "cards.hpp"
 #include "drive.hpp"
 #include "finding.hpp"
 
@@ -153,16 +155,31 @@ Finding discard(const Drive& drive, const FileSystem& system) {
   return finding;
 }
 
+// Where the drive is attached, and whether what it reads has to cross to another processor's card.
 Finding node(const Machine& machine, unsigned major, unsigned minor) {
   Finding finding{.subject = "NUMA node",
                   .found = "the system does not say (virtual, several drives, or a single node)"};
+  std::optional<int> node;
   try {
-    const auto node = platform::Topology::detect_with_sysfs(machine.sys).node_of_block_device(major, minor);
-    if (node) finding.found = fmt::format("{}: its I/O thread and buffers go there", *node);
-    if (node) finding.data["node"] = *node;
+    node = platform::Topology::detect_with_sysfs(machine.sys).node_of_block_device(major, minor);
   } catch (const Error& error) {
     finding.found = fmt::format("unknown: {}", error.what());
   }
+  if (!node) return finding;
+  finding.found = fmt::format("{}: the I/O thread and buffers go there", *node);
+  finding.data["node"] = *node;
+  std::vector<int> elsewhere;
+  for (const Card& card : find_cards(machine)) {
+    if (card.node == node) return finding;
+    if (card.node) elsewhere.push_back(*card.node);
+  }
+  if (elsewhere.empty()) return finding;
+  finding.verdict = Verdict::lacking;
+  finding.found += fmt::format("; cards are on {}", fmt::join(elsewhere, ", "));
+  finding.cost = "all that moves between drive and card crosses the link between the processors";
+  finding.remedy =
+      fmt::format("use a drive on node {}; lsblk -d -o NAME and /sys/block/NAME/device/numa_node say where each is",
+                  elsewhere.front());
   return finding;
 }
 

@@ -1,98 +1,156 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cstring>
+// hoist inspect: what a store holds, every damage of it, and nothing changed by looking.
 #include <map>
 
 #include <gmock/gmock.h>
-
-#include <hoist/aio/engine.hpp>
-#include <hoist/tiers/store.hpp>
+#include <unistd.h>
 
 #include "program.hpp"
+#include "stores.hpp"
 
 namespace hoist {
 namespace {
 
+namespace fs = std::filesystem;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
-// Makes a store of one small record and commits `steps` steps, the first being 0.
-void make_store(const std::string& directory, int rank, int world_size, std::uint64_t steps) {
-  aio::Engine engine({});
-  const tiers::RecordSegment segment{DType::bf16, true, 64};
-  tiers::StoreOptions options;
-  options.directory = directory;
-  options.identity = {"one record", rank, world_size};
-  options.records = {{"unit", tiers::RecordLayout(std::span(&segment, 1))}};
-  const auto store = tiers::Store::create(options, engine);
-  const tiers::RecordLayout& layout = options.records[0].layout;
-  alignas(4096) static std::byte zeros[1 << 16];
-  for (std::uint64_t step = 0; step < steps; ++step) {
-    store->begin_step(step);
-    for (const tiers::Region region : {tiers::Region::weights, tiers::Region::state}) {
-      const std::span<const std::byte> bytes(zeros, layout.region_bytes(region));
-      const std::uint64_t checksum = store->checksum(tiers::RecordId{0}, region, 0, bytes);
-      store->write(tiers::RecordId{0}, region, 0, 1, bytes, std::span(&checksum, 1), aio::Priority::foreground).wait();
+class Inspect : public test::ProgramTest {
+ protected:
+  // Changes bytes of a file, `stride` bytes apart.
+  void damage(const std::string& name, std::uint64_t first, std::uint64_t stride = 1ull << 40) const {
+    std::fstream file(path(name), std::ios::in | std::ios::out | std::ios::binary);
+    const auto length = fs::file_size(path(name));
+    for (std::uint64_t at = first; at < length; at += stride) {
+      file.seekg(static_cast<std::streamoff>(at));
+      const char changed = static_cast<char>(file.get() ^ 0x10);
+      file.seekp(static_cast<std::streamoff>(at));
+      file.put(changed);
     }
-    store->commit({}).wait();
   }
-}
+};
 
-class Inspect : public test::ProgramTest {};
-
-TEST_F(Inspect, NamesStepsAndRanks) {
-  make_store(path("nvme/hoist"), 0, 2, 3);
-  make_store(path("nvme/hoist"), 1, 2, 2);
+TEST_F(Inspect, SaysWhatTheModelIsAndWhereItResumes) {
+  test::make_store(path("nvme/hoist"), 2, 3);
   for (const char* directory : {"nvme/hoist", "nvme", "nvme/hoist/"}) {
     const auto result = run(std::string("inspect ") + directory + " --json report.json");
     EXPECT_EQ(result.exit_code, 0) << result.errors;
-    EXPECT_THAT(result.output, HasSubstr("step 2"));
-    EXPECT_THAT(result.output, HasSubstr("resumes from step 1"));
+    EXPECT_THAT(result.output, HasSubstr("9 tensors of 4 units, 3000 of them frozen"));
+    EXPECT_THAT(result.output, HasSubstr("step 3"));
     const auto report = json_of("report.json");
+    EXPECT_EQ(report["world_size"], 2);
+    EXPECT_EQ(report["resumes_from_step"], 3);
+    EXPECT_EQ(report["elements"], 40000 + 70001 + 16384 + 9973 + 4 * 97 + 3000);
+    EXPECT_EQ(report["frozen_elements"], 3000);
+    EXPECT_EQ(report["units"], 4);
+    EXPECT_TRUE(report["in_use_by"].is_null());
+    EXPECT_LT(report["age_seconds"], 300);
     ASSERT_EQ(report["ranks"].size(), 2u);
-    EXPECT_EQ(report["ranks"][0]["commits"][0]["step"], 2);
-    EXPECT_EQ(report["ranks"][0]["commits"][1]["step"], 1);
-    EXPECT_EQ(report["ranks"][1]["commits"][0]["step"], 1);
-    EXPECT_EQ(report["resumes_from_step"], 1);
+    EXPECT_EQ(report["ranks"][1]["commits"][0]["step"], 3);
+    EXPECT_GT(report["ranks"][1]["data_bytes"], 12 * 68000 * 2);
+    ASSERT_EQ(report["parameters"].size(), 9u);
+    EXPECT_EQ(report["parameters"][0]["name"], "unit0.matrix");
+    EXPECT_EQ(report["parameters"][0]["dtype"], "bf16");
+    EXPECT_EQ(report["parameters"][4]["shape"], nlohmann::json({3, 1000}));
+    EXPECT_EQ(report["parameters"][4]["trainable"], false);
   }
 }
 
-TEST_F(Inspect, AStoreWithoutACommitIsSaid) {
-  make_store(path("store"), 0, 1, 0);
+TEST_F(Inspect, ARankThatIsElsewhereIsSaid) {
+  test::make_store(path("store"), 2, 1);
+  for (const char* name : {"rank-00000.data", "rank-00000.manifest"}) fs::remove(path("store") + "/" + name);
   const auto result = run("inspect store --json report.json");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
-  EXPECT_THAT(result.output, HasSubstr("nothing to resume from"));
+  EXPECT_THAT(result.output, HasSubstr("2; here: rank 1"));
   EXPECT_TRUE(json_of("report.json")["resumes_from_step"].is_null());
+  EXPECT_EQ(run("inspect store --verify").exit_code, 1);
 }
 
-TEST_F(Inspect, ChangesNothing) {
-  make_store(path("store"), 0, 1, 2);
+TEST_F(Inspect, VerifyReadsEverythingAndChangesNothing) {
+  test::make_store(path("store"), 2, 2);
   const auto contents = [&] {
-    std::map<std::string, std::string> files;
-    for (const auto& entry : std::filesystem::directory_iterator(path("store"))) {
-      files[entry.path().string()] = test::text_of(entry.path());
+    std::map<std::string, std::pair<std::string, fs::file_time_type>> files;
+    for (const auto& entry : fs::directory_iterator(path("store"))) {
+      files[entry.path().string()] = {test::text_of(entry.path()), entry.last_write_time()};
     }
     return files;
   };
   const auto before = contents();
-  EXPECT_EQ(run("inspect store").exit_code, 0);
+  const auto result = run("inspect store --verify --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("verified step 2"));
+  const auto report = json_of("report.json")["verification"];
+  EXPECT_EQ(report["done"], true);
+  EXPECT_TRUE(report["damage"].empty());
+  EXPECT_GT(report["checked_bytes"], 12 * 136000);
   EXPECT_TRUE(contents() == before);
 }
 
-TEST_F(Inspect, DamageIsAFailure) {
-  make_store(path("store"), 0, 1, 1);
-  for (const auto& entry : std::filesystem::directory_iterator(path("store"))) {
-    if (entry.path().extension() != ".manifest") continue;
-    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(64);
-    file << "damage in the superblock";
-  }
-  const auto result = run("inspect store");
+TEST_F(Inspect, VerifyNamesADamagedTile) {
+  test::make_store(path("store"), 1, 0);  // the first commit lies at the beginning of the file
+  damage("store/rank-00000.data", 5);
+  const auto result = run("inspect store --verify --json report.json");
   EXPECT_EQ(result.exit_code, 1);
-  EXPECT_THAT(result.output, HasSubstr("cannot be used"));
+  EXPECT_THAT(result.output, HasSubstr("damaged: 1 tile"));
+  EXPECT_THAT(result.output, HasSubstr("unit0"));
+  const auto report = json_of("report.json")["verification"];
+  ASSERT_EQ(report["damage"].size(), 1u);
+  const auto where = report["damage"][0];
+  EXPECT_EQ(where["unit"], "unit0");
+  EXPECT_EQ(where["region"], "weights");
+  EXPECT_EQ(where["offset_bytes"], 0);
+  EXPECT_THAT(where["path"].get<std::string>(), HasSubstr("rank-00000.data"));
+  EXPECT_NE(where["expected"], where["found"]);
+}
+
+TEST_F(Inspect, VerifyListsAllDamage) {
+  test::make_store(path("store"), 1, 2);
+  damage("store/rank-00000.data", 7, 4096);
+  const auto result = run("inspect store --verify --json report.json");
+  EXPECT_EQ(result.exit_code, 1);
+  const auto report = json_of("report.json")["verification"];
+  // 139 743 parameters in tiles of 16 384, both regions, and every segment's short last one.
+  EXPECT_GE(report["damage"].size(), 20u);
+  std::set<std::string> units;
+  for (const auto& where : report["damage"]) units.insert(where["unit"]);
+  EXPECT_EQ(units.size(), 4u);
+}
+
+TEST_F(Inspect, AStoreInUseIsInspectedButNotVerified) {
+  const test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  test::ToyModel model(engine, {});
+  engine.initialize(model.fill());
+  model.train(1, 1);
+  engine.settle();
+  const std::string process = "process " + std::to_string(::getpid());
+  const auto result = run("inspect store --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("by " + process));
+  EXPECT_THAT(json_of("report.json")["in_use_by"].get<std::string>(), HasSubstr(process));
+  const auto verified = run("inspect store --verify --json report.json");
+  EXPECT_EQ(verified.exit_code, 1);
+  EXPECT_THAT(verified.errors, HasSubstr("in use by " + process));
+  EXPECT_EQ(json_of("report.json")["verification"]["done"], false);
+  model.train(2, 3);  // and the trainer goes on as before
+  engine.settle();
+  EXPECT_EQ(engine.committed_step(), 3u);
+}
+
+TEST_F(Inspect, ADamagedManifestIsAFailure) {
+  test::make_store(path("store"), 1, 1);
+  damage("store/rank-00000.manifest", 64);
+  const auto result = run("inspect store --json report.json");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.output, HasSubstr("no manifest can be read"));
+  EXPECT_EQ(json_of("report.json")["ranks"][0]["damage"].size(), 1u);
+  EXPECT_THAT(run("inspect store --verify").errors, HasSubstr("not verified"));
 }
 
 TEST_F(Inspect, RefusesWhatIsNoStore) {
   EXPECT_EQ(run("inspect missing").exit_code, 2);
-  std::filesystem::create_directory(path("empty"));
+  fs::create_directory(path("empty"));
   const auto result = run("inspect empty");
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.errors, HasSubstr("no store"));

@@ -1,14 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Both directions against the reference: what we write, Python's safetensors package reads, and the other way round.
-//
-// Needs a Python with `safetensors` and `numpy`: $HOIST_TEST_PYTHON, else python3. Skipped where there is none.
-#include <cstdlib>
-#include <filesystem>
-#include <iterator>
-
 #include <gtest/gtest.h>
 
 #include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/tests/support/python.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "safetensors_files.hpp"
@@ -20,23 +15,11 @@ using test::tensor;
 
 class SafetensorsPython : public ::testing::Test {
  protected:
-  void SetUp() override {
-    const char* chosen = std::getenv("HOIST_TEST_PYTHON");
-    python_ = chosen != nullptr ? chosen : "python3";
-    if (run("import safetensors, numpy") != 0) {
-      GTEST_SKIP() << python_ << " has no safetensors and numpy (pip install safetensors numpy; HOIST_TEST_PYTHON "
-                   << "names another interpreter)";
-    }
-  }
+  void SetUp() override { HOIST_NEEDS_PYTHON(directory_.path().string(), "safetensors, numpy"); }
 
-  // Exit code; the program's output goes to the test's.
-  int run(const std::string& program) const {
-    test::write_file(directory_ / "program.py", program);
-    return std::system(("cd '" + directory_.path().string() + "' && '" + python_ + "' program.py").c_str());
-  }
+  int run(const std::string& program) const { return test::run_python(directory_.path().string(), program); }
 
   test::TempDirectory directory_;
-  std::string python_;
 };
 
 TEST_F(SafetensorsPython, ReadsWhatWeWrite) {

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/doctor/cards.hpp - the NVIDIA cards on the PCI bus, whether or not anything drives them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "finding.hpp"
+
+namespace hoist::cli {
+
+struct Card {
+  std::string address;  // "0000:17:00.0"
+  std::optional<int> node;
+  std::optional<std::uint64_t> lanes, lanes_max;  // PCIe
+};
+
+std::vector<Card> find_cards(const Machine& machine);
+
+}  // namespace hoist::cli

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist doctor: right about this machine, about machines made of files, and where io_uring is forbidden.
+#include <set>
+
+#include <gmock/gmock.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <hoist/cli/doctor/cgroup.hpp>
+#include <hoist/cli/doctor/drive.hpp>
+
+#include "program.hpp"
+
+namespace hoist {
+namespace {
+
+namespace fs = std::filesystem;
+using cli::Machine;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+// --- the command -----------------------------------------------------------------------------------------------------
+
+class Doctor : public test::ProgramTest {
+ protected:
+  nlohmann::json finding(const nlohmann::json& report, const std::string& subject) const {
+    for (const auto& finding : report["findings"]) {
+      if (finding["subject"] == subject) return finding;
+    }
+    ADD_FAILURE() << "nothing is said about " << subject;
+    return {};
+  }
+};
+
+TEST_F(Doctor, LooksAtEverything) {
+  const auto result = run("doctor --path . --json report.json");
+  const auto report = json_of("report.json");
+  EXPECT_EQ(result.exit_code, report["missing"] == 0 ? 0 : 1) << result.errors;
+  for (const char* subject : {"NVIDIA driver", "CUDA devices", "CUDA toolkit", "NCCL", "MPI", "CPUs", "NUMA nodes",
+                              "cgroup CPU limit", "instruction sets", "memory", "cgroup memory limit", "huge pages",
+                              "io_uring", "memlock limit", "file system", "O_DIRECT", "free space", "drive"}) {
+    const auto found = finding(report, subject);
+    EXPECT_THAT(found["found"].get<std::string>(), Not(IsEmpty())) << subject;
+    EXPECT_THAT(result.output, HasSubstr(subject));
+    // Whoever is told that something is not as it should be is told what it costs and what to do.
+    if (found["verdict"] == "ok") continue;
+    EXPECT_THAT(found["cost"].get<std::string>(), Not(IsEmpty())) << subject;
+    EXPECT_THAT(found["remedy"].get<std::string>(), Not(IsEmpty())) << subject;
+  }
+  EXPECT_THAT(finding(report, "O_DIRECT")["found"].get<std::string>(), HasSubstr("written, flushed and read back"));
+  EXPECT_GT(finding(report, "free space")["data"]["free_bytes"], 0);
+  for (const auto& entry : fs::directory_iterator(path("."))) {
+    EXPECT_THAT(entry.path().filename().string(), Not(HasSubstr("doctor"))) << "a trial file was left";
+  }
+}
+
+TEST_F(Doctor, APathThatIsNoDirectoryIsBadInput) {
+  write("file", "");
+  EXPECT_EQ(run("doctor --path missing").exit_code, 2);
+  EXPECT_EQ(run("doctor --path file").exit_code, 2);
+  EXPECT_THAT(run("doctor --path . --path missing").errors, HasSubstr("missing is not a directory"));
+}
+
+TEST_F(Doctor, APathThatCannotBeWrittenIsMissing) {
+  if (::access("/proc/self/task", F_OK) != 0) GTEST_SKIP() << "no /proc here";
+  const auto result = run("doctor --path /proc/self/task --json report.json");
+  EXPECT_EQ(result.exit_code, 1);
+  const auto report = json_of("report.json");
+  EXPECT_EQ(finding(report, "O_DIRECT")["verdict"], "missing");
+  EXPECT_GE(report["missing"], 1);
+  EXPECT_THAT(result.output, HasSubstr("! O_DIRECT"));
+}
+
+TEST_F(Doctor, MemoryIsNoDrive) {
+  struct Removal {
+    ~Removal() {
+      std::error_code ignored;
+      fs::remove_all(path, ignored);
+    }
+    std::string path;
+  } directory{"/dev/shm/hoist-doctor-test-" + std::to_string(::getpid())};
+  if (!fs::create_directory(directory.path)) GTEST_SKIP() << "no /dev/shm here";
+  run("doctor --path " + directory.path + " --json report.json");
+  const auto found = finding(json_of("report.json"), "file system");
+  if (found["data"]["type"] != "tmpfs") GTEST_SKIP() << "/dev/shm is no tmpfs here";
+  EXPECT_EQ(found["verdict"], "lacking");
+}
+
+// Makes the io_uring calls of this process, and of what it becomes, fail with EPERM, as container runtimes do.
+void forbid_io_uring() {
+  sock_filter filter[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+                          BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, __NR_io_uring_setup, 0, 2),
+                          BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, __NR_io_uring_register, 1, 0),
+                          BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+                          BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+  const sock_fprog program{.len = std::size(filter), .filter = filter};
+  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
+    ::_exit(99);
+  }
+}
+
+TEST_F(Doctor, WorksWhereIoUringIsForbidden) {
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    forbid_io_uring();
+    ::_exit(run("doctor --path . --json report.json").exit_code);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status));
+  if (WEXITSTATUS(status) == 99) GTEST_SKIP() << "this system allows no seccomp filter";
+  const auto report = json_of("report.json");
+  EXPECT_EQ(WEXITSTATUS(status), report["missing"] == 0 ? 0 : 1);
+  const auto found = finding(report, "io_uring");
+  EXPECT_EQ(found["verdict"], "lacking");
+  EXPECT_EQ(found["data"]["available"], false);
+  EXPECT_THAT(found["found"].get<std::string>(), HasSubstr("seccomp"));
+  EXPECT_THAT(found["remedy"].get<std::string>(), HasSubstr("--security-opt seccomp="));
+  EXPECT_EQ(finding(report, "O_DIRECT")["verdict"], "ok");
+  EXPECT_THAT(finding(report, "O_DIRECT")["data"]["engine"].get<std::string>(), HasSubstr("threads"));
+}
+
+// --- machines made of files ------------------------------------------------------------------------------------------
+
+class DoctorMachine : public ::testing::Test {
+ protected:
+  void put(const std::string& name, const std::string& text) const {
+    const fs::path file = directory_ / name;
+    fs::create_directories(file.parent_path());
+    std::ofstream(file) << text << "\n";
+  }
+  Machine machine() const { return {directory_ / "proc", directory_ / "sys"}; }
+  std::string mount_point(const std::string& name) const { return directory_ / name; }
+
+  test::TempDirectory directory_;
+};
+
+TEST_F(DoctorMachine, TheSmallestLimitOnTheWayToTheRootBinds) {
+  put("proc/self/cgroup", "0::/jobs/training/rank0");
+  put("proc/self/mountinfo", "30 24 0:26 / " + mount_point("cg") + " rw,nosuid shared:4 - cgroup2 cgroup2 rw");
+  put("cg/jobs/training/rank0/memory.max", "max");
+  put("cg/jobs/training/memory.max", "8589934592");
+  put("cg/jobs/training/cpu.max", "350000 100000");
+  put("cg/jobs/memory.max", "17179869184");
+  put("cg/jobs/memory.high", "6442450944");
+  put("cg/jobs/cpu.max", "max 100000");
+  const auto limits = cli::cgroup_limits(machine());
+  ASSERT_TRUE(limits.memory);
+  EXPECT_EQ(limits.memory->bytes, 6442450944u);
+  EXPECT_EQ(limits.memory->file, mount_point("cg/jobs/memory.high"));
+  ASSERT_TRUE(limits.cpu);
+  EXPECT_DOUBLE_EQ(limits.cpu->count, 3.5);
+}
+
+TEST_F(DoctorMachine, AContainerSeesItsOwnGroupAsTheRoot) {
+  put("proc/self/cgroup", "0::/docker/4711/init");
+  put("proc/self/mountinfo", "30 24 0:26 /docker/4711 " + mount_point("cg") + " ro - cgroup2 cgroup rw");
+  put("cg/memory.max", "1073741824");
+  put("cg/init/memory.max", "max");
+  ASSERT_TRUE(cli::cgroup_limits(machine()).memory);
+  EXPECT_EQ(cli::cgroup_limits(machine()).memory->bytes, 1073741824u);
+  // A group outside of what is mounted: what the mount's root says is all there is.
+  put("proc/self/cgroup", "0::/../other");
+  ASSERT_TRUE(cli::cgroup_limits(machine()).memory);
+}
+
+TEST_F(DoctorMachine, VersionOneIsUnderstood) {
+  put("proc/self/cgroup", "4:memory:/m\n3:cpu,cpuacct:/c\n0::/");
+  put("proc/self/mountinfo", "35 31 0:32 / " + mount_point("memory") + " rw - cgroup cgroup rw,memory\n36 31 0:33 / " +
+                                 mount_point("cpu") + " rw - cgroup cgroup rw,cpu,cpuacct");
+  put("memory/memory.limit_in_bytes", "9223372036854771712");
+  put("memory/m/memory.limit_in_bytes", "2147483648");
+  put("cpu/cpu.cfs_quota_us", "-1");
+  put("cpu/cpu.cfs_period_us", "100000");
+  put("cpu/c/cpu.cfs_quota_us", "150000");
+  put("cpu/c/cpu.cfs_period_us", "100000");
+  const auto limits = cli::cgroup_limits(machine());
+  ASSERT_TRUE(limits.memory);
+  EXPECT_EQ(limits.memory->bytes, 2147483648u);
+  ASSERT_TRUE(limits.cpu);
+  EXPECT_DOUBLE_EQ(limits.cpu->count, 1.5);
+}
+
+TEST_F(DoctorMachine, NothingReadableIsUnknownAndNoFailure) {
+  EXPECT_FALSE(cli::cgroup_limits(machine()).memory);
+  EXPECT_FALSE(cli::drive_of(machine(), 8, 0));
+  EXPECT_EQ(cli::file_system_of(machine(), "/data", 8, 0).type, "");
+  for (const cli::Section& section :
+       {cli::look_at_io_uring(machine()), cli::look_at_memory(machine()), cli::look_at_devices(machine()),
+        cli::look_at_path(machine(), directory_.path().string())}) {
+    EXPECT_FALSE(section.findings.empty()) << section.title;
+  }
+}
+
+TEST_F(DoctorMachine, HugePagesAreMissedOnlyWhereThereAreNone) {
+  const auto verdict = [&](const std::string& free_pages, const std::string& transparent) {
+    put("proc/meminfo", "MemTotal: 16384 kB\nHugePages_Free: " + free_pages + "\nHugepagesize: 2048 kB");
+    put("sys/kernel/mm/transparent_hugepage/enabled", transparent);
+    for (const cli::Finding& finding : cli::look_at_memory(machine()).findings) {
+      if (finding.subject == "huge pages") return finding.verdict;
+    }
+    return cli::Verdict::missing;
+  };
+  EXPECT_EQ(verdict("0", "always madvise [never]"), cli::Verdict::lacking);
+  EXPECT_EQ(verdict("0", "always [madvise] never"), cli::Verdict::well);
+  EXPECT_EQ(verdict("16", "always madvise [never]"), cli::Verdict::well);
+}
+
+TEST_F(DoctorMachine, APartitionHasTheQueueOfItsDrive) {
+  put("sys/devices/nvme0n1/queue/logical_block_size", "512");
+  put("sys/devices/nvme0n1/queue/physical_block_size", "4096");
+  put("sys/devices/nvme0n1/queue/discard_max_bytes", "2199023255040");
+  put("sys/devices/nvme0n1/queue/scheduler", "[none] mq-deadline");
+  put("sys/devices/nvme0n1/device/model", "Fast Drive 9");
+  put("sys/devices/nvme0n1/nvme0n1p2/partition", "2");
+  fs::create_directories(directory_ / "sys/dev/block");
+  fs::create_directory_symlink("../../devices/nvme0n1/nvme0n1p2", directory_ / "sys/dev/block/259:2");
+  const auto drive = cli::drive_of(machine(), 259, 2);
+  ASSERT_TRUE(drive);
+  EXPECT_EQ(drive->name, "nvme0n1");
+  EXPECT_EQ(drive->model, "Fast Drive 9");
+  EXPECT_EQ(drive->logical_block_bytes, 512u);
+  EXPECT_EQ(drive->physical_block_bytes, 4096u);
+  EXPECT_EQ(drive->discard_bytes_max, 2199023255040u);
+  EXPECT_EQ(drive->scheduler, "none");
+  EXPECT_FALSE(drive->segments_max);
+}
+
+TEST_F(DoctorMachine, TheNearestMountOfADeviceCounts) {
+  put("proc/self/mountinfo",
+      "22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n"
+      "23 22 259:2 / /data rw,relatime shared:1 - xfs /dev/nvme0n1p2 rw,discard\n"
+      "24 22 8:1 /srv /data/store rw - ext4 /dev/sda1 rw");
+  EXPECT_EQ(cli::file_system_of(machine(), "/data/hoist", 259, 2).type, "xfs");
+  EXPECT_TRUE(cli::file_system_of(machine(), "/data/hoist", 259, 2).discards);
+  EXPECT_EQ(cli::file_system_of(machine(), "/data/store/x", 8, 1).point, "/data/store");
+  EXPECT_EQ(cli::file_system_of(machine(), "/database", 8, 1).point, "/");
+  EXPECT_FALSE(cli::file_system_of(machine(), "/database", 8, 1).discards);
+}
+
+TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {
+  put("sys/bus/pci/devices/0000:17:00.0/class", "0x030200");
+  put("sys/bus/pci/devices/0000:17:00.0/vendor", "0x10de");
+  put("sys/bus/pci/devices/0000:17:00.0/numa_node", "1");
+  put("sys/bus/pci/devices/0000:17:00.0/current_link_width", "8");
+  put("sys/bus/pci/devices/0000:17:00.0/max_link_width", "16");
+  put("sys/bus/pci/devices/0000:00:03.0/class", "0x010802");
+  put("sys/bus/pci/devices/0000:00:03.0/vendor", "0x10de");
+  std::map<std::string, cli::Finding> findings;
+  for (cli::Finding& finding : cli::look_at_devices(machine()).findings) findings.emplace(finding.subject, finding);
+  EXPECT_EQ(findings.at("NVIDIA driver").verdict, cli::Verdict::missing);
+  EXPECT_EQ(findings.at("card 0000:17:00.0").verdict, cli::Verdict::lacking);
+  EXPECT_THAT(findings.at("card 0000:17:00.0").found, HasSubstr("node 1, 8 of 16"));
+  EXPECT_FALSE(findings.contains("card 0000:00:03.0"));
+}
+
+}  // namespace
+}  // namespace hoist

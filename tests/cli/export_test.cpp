@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist export: what Python reads is what Engine::read had; it comes back at any world size; a failed one leaves
+// nothing.
+#include <csignal>
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <hoist/interchange/import.hpp>
+#include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/tests/support/python.hpp>
+
+#include "program.hpp"
+#include "stores.hpp"
+
+namespace hoist {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+class Export : public test::ProgramTest {
+ protected:
+  std::vector<std::string> names_in(const std::string& name) const {
+    std::vector<std::string> names;
+    if (!fs::exists(path(name))) return names;
+    for (const auto& entry : fs::directory_iterator(path(name))) names.push_back(entry.path().filename().string());
+    return names;
+  }
+};
+
+std::vector<float> values_of(const interchange::SafetensorsModel& model, const std::string& name) {
+  const auto* tensor = model.find(name);
+  std::vector<float> values(tensor->info->bytes() / 4);
+  tensor->read(0, std::as_writable_bytes(std::span(values)));
+  return values;
+}
+
+TEST_F(Export, HoldsTheMastersBitByBit) {
+  for (const int world_size : {1, 3}) {
+    const std::string store = "store" + std::to_string(world_size);
+    const std::string to = "out" + std::to_string(world_size);
+    const test::Masters masters = test::make_store(path(store), world_size, 2);
+    const auto result = run("export " + store + " --to " + to + " --json report.json");
+    ASSERT_EQ(result.exit_code, 0) << result.errors;
+    EXPECT_THAT(result.output, HasSubstr("model.safetensors"));
+    const interchange::SafetensorsModel model(path(to));
+    EXPECT_EQ(model.metadata().at("hoist.step"), "2");
+    EXPECT_EQ(model.tensors().size(), masters.size());
+    for (const auto& [name, expected] : masters) EXPECT_EQ(values_of(model, name), expected) << name;
+    const auto report = json_of("report.json");
+    EXPECT_EQ(report["step"], 2);
+    EXPECT_EQ(report["tensors"], 9);
+    EXPECT_EQ(report["data_bytes"], 4 * report["elements"].get<std::uint64_t>());
+  }
+}
+
+TEST_F(Export, Bf16HoldsTheWeightsOfTheForwardPass) {
+  const test::Masters masters = test::make_store(path("store"), 2, 2);
+  ASSERT_EQ(run("export store --to weights --dtype bf16 --shard-size 100kB").exit_code, 0);
+  EXPECT_GT(names_in("weights").size(), 3u);
+  const interchange::SafetensorsModel model(path("weights"));
+  for (const auto& [name, expected] : masters) {
+    const auto* tensor = model.find(name);
+    ASSERT_EQ(tensor->info->type, interchange::TensorType::bf16);
+    std::vector<bf16> values(expected.size());
+    tensor->read(0, std::as_writable_bytes(std::span(values)));
+    for (std::size_t i = 0; i < values.size(); ++i) ASSERT_EQ(values[i], to_bf16(expected[i])) << name << " " << i;
+  }
+}
+
+TEST_F(Export, PythonReadsWhatTheEngineHad) {
+  HOIST_NEEDS_PYTHON(path(""), "safetensors, numpy");
+  const test::Masters masters = test::make_store(path("store"), 2, 3);
+  for (const auto& [name, values] : masters) {
+    std::ofstream(path(name + ".f32"), std::ios::binary)
+        .write(reinterpret_cast<const char*>(values.data()), static_cast<std::streamsize>(values.size() * 4));
+  }
+  ASSERT_EQ(run("export store --to one").exit_code, 0);
+  ASSERT_EQ(run("export store --to cut --shard-size 200kB").exit_code, 0);
+  EXPECT_EQ(test::run_python(path(""), R"(
+import glob, json, numpy as np
+from safetensors.numpy import load_file
+one = load_file("one/model.safetensors")
+index = json.load(open("cut/model.safetensors.index.json"))
+cut = {}
+for shard in set(index["weight_map"].values()):
+    cut.update(load_file("cut/" + shard))
+expected = {name[:-4]: np.fromfile(name, dtype=np.uint32) for name in glob.glob("*.f32")}
+assert len(expected) == 9 and len(set(index["weight_map"].values())) > 1
+assert set(one) == set(cut) == set(expected) == set(index["weight_map"])
+assert one["unit1.frozen"].shape == (3, 1000)
+for name, bits in expected.items():
+    assert (one[name].ravel().view(np.uint32) == bits).all(), name
+    assert (cut[name].ravel().view(np.uint32) == bits).all(), name
+)"),
+            0);
+}
+
+TEST_F(Export, ComesBackAtAnotherWorldSize) {
+  const test::Masters masters = test::make_store(path("store"), 2, 3);
+  ASSERT_EQ(run("export store --to weights --shard-size 200kB").exit_code, 0);
+  for (const int world_size : {1, 3}) {
+    test::on_ranks(world_size, [&](int, const Runtime::MakeCommunicator& join) {
+      const test::ToySetup setup =
+          test::toy_setup(Placement::nvme, Placement::nvme, path("again" + std::to_string(world_size)));
+      Runtime runtime(setup.runtime, join);
+      Engine engine(runtime, setup.engine);
+      const test::ToyModel model(engine, {});
+      engine.initialize(interchange::fill_from(path("weights"), engine.parameters()));
+      EXPECT_TRUE(test::masters_of(engine) == masters) << world_size << " ranks";
+    });
+  }
+}
+
+TEST_F(Export, AnEarlierStepIsChosenByNumber) {
+  test::make_store(path("store"), 1, 2);
+  EXPECT_EQ(run("export store --to newest").exit_code, 0);
+  EXPECT_EQ(run("export store --to earlier --step 1").exit_code, 0);
+  EXPECT_EQ(interchange::SafetensorsModel(path("earlier")).metadata().at("hoist.step"), "1");
+  const auto result = run("export store --to other --step 7");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, HasSubstr("holds the steps 2, 1"));
+  EXPECT_EQ(run("export store --to other --step best").exit_code, 2);
+  EXPECT_FALSE(fs::exists(path("other")));
+}
+
+TEST_F(Export, BadInputIsRefusedBeforeAnythingIsWritten) {
+  test::make_store(path("store"), 1, 0);
+  EXPECT_EQ(run("export missing --to weights").exit_code, 2);
+  EXPECT_EQ(run("export store").exit_code, 2);
+  EXPECT_EQ(run("export store --to weights --dtype fp64").exit_code, 2);
+  EXPECT_EQ(run("export store --to weights --shard-size many").exit_code, 2);
+  EXPECT_EQ(run("export store --to weights --shard-size 0").exit_code, 2);
+  EXPECT_FALSE(fs::exists(path("weights")));
+  fs::create_directory(path("full"));
+  write("full/model.safetensors", "precious");
+  const auto result = run("export store --to full");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, HasSubstr("already holds model.safetensors"));
+  EXPECT_EQ(test::text_of(path("full/model.safetensors")), "precious");
+  EXPECT_EQ(run("export store --to full/model.safetensors").exit_code, 1);
+}
+
+TEST_F(Export, DamageEndsItAndLeavesNothing) {
+  test::make_store(path("store"), 1, 0);
+  const auto length = fs::file_size(path("store/rank-00000.data"));
+  {
+    std::fstream file(path("store/rank-00000.data"), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(length / 4));  // in the middle of the first commit's extents
+    file << "damage";
+  }
+  const auto result = run("export store --to weights --shard-size 100kB");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.errors, HasSubstr("rank-00000.data"));
+  EXPECT_FALSE(fs::exists(path("weights")));
+}
+
+TEST_F(Export, AStoreInUseIsLeftAlone) {
+  const test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  const test::ToyModel model(engine, {});
+  engine.initialize(model.fill());
+  const auto result = run("export store --to weights");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.errors, HasSubstr("process " + std::to_string(::getpid())));
+  EXPECT_FALSE(fs::exists(path("weights")));
+}
+
+// --- resources -------------------------------------------------------------------------------------------------------
+
+// Runs the program and says how much memory it needed at most.
+std::uint64_t peak_bytes_of(const std::vector<std::string>& arguments) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::vector<char*> list{const_cast<char*>(HOIST_PROGRAM)};
+    for (const std::string& argument : arguments) list.push_back(const_cast<char*>(argument.c_str()));
+    list.push_back(nullptr);
+    const int quiet = ::open("/dev/null", O_WRONLY);
+    ::dup2(quiet, STDOUT_FILENO);
+    ::execv(HOIST_PROGRAM, list.data());
+    ::_exit(127);
+  }
+  int status = 0;
+  rusage usage{};
+  EXPECT_EQ(::wait4(child, &status, 0, &usage), child);
+  EXPECT_EQ(status, 0);
+  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
+}
+
+TEST_F(Export, TakesTheSameMemoryForAModelOfAnySize) {
+  test::make_store(path("small"), 1, 0);
+  test::ToyShape large;
+  large.matrices = {8 << 20, 4 << 20};
+  test::on_ranks(1, [&](int, const Runtime::MakeCommunicator& join) {
+    test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("large"));
+    setup.runtime.device_memory_bytes = 96 * kMiB;
+    setup.runtime.pinned_memory_bytes = 192 * kMiB;
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    const test::ToyModel model(engine, large);
+    engine.initialize(model.fill());
+  });
+  const std::uint64_t of_small = peak_bytes_of({"export", path("small"), "--to", path("a")});
+  const std::uint64_t of_large = peak_bytes_of({"export", path("large"), "--to", path("b")});
+  EXPECT_GT(fs::file_size(path("b/model.safetensors")), 48 * kMiB);
+  // 8 MiB of pieces and the reader's tiles, all of which the large model fills and the small one does not.
+  EXPECT_LT(of_large, of_small + 16 * kMiB);
+  RecordProperty("peak_bytes", static_cast<int>(of_large));
+}
+
+}  // namespace
+}  // namespace hoist

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/cli/stores.hpp - small stores for the commands that read them.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include <hoist/tests/zero/toy_ranks.hpp>
+
+namespace hoist::test {
+
+// Every master of every parameter, by name, as Engine::read has it.
+using Masters = std::map<std::string, std::vector<float>>;
+
+inline Masters masters_of(Engine& engine) {
+  Masters masters;
+  for (const ParameterSpec& spec : engine.parameters()) {
+    std::uint64_t count = 1;
+    for (const std::int64_t extent : spec.shape) count *= static_cast<std::uint64_t>(extent);
+    std::vector<float>& values = masters[spec.name];
+    values.resize(count);
+    engine.read(engine.parameter(spec.name), State::master, 0, values);
+  }
+  return masters;
+}
+
+// Trains the toy model (frozen and tied parameters included) on `world_size` ranks into `directory`.
+inline Masters make_store(const std::string& directory, int world_size, std::uint64_t steps,
+                          const ToyShape& shape = {}) {
+  Masters masters;
+  on_ranks(world_size, [&](int rank, const Runtime::MakeCommunicator& join) {
+    const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, shape);
+    engine.initialize(model.fill());
+    model.train(1, steps);
+    engine.settle();
+    Masters mine = masters_of(engine);
+    if (rank == 0) masters = std::move(mine);
+  });
+  return masters;
+}
+
+}  // namespace hoist::test
