@@ -73,7 +73,7 @@ void Engine::Impl::tear_down() noexcept {
   });
   attempt([&] {
     abandoning = failure != nullptr;
-    if (!failure) finish_deferred();  // a step that was taken is not lost by an orderly end
+    if (!failure && live.deferred) live.deferred->finish();  // a step that was taken is not lost by an orderly end
   });
   for (platform::Stream* stream : {live.streams.up.get(), live.streams.comm.get(), live.streams.down.get()}) {
     attempt([&] {

@@ -250,8 +250,7 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
   return completion;
 }
 
-void Engine::Impl::finish_deferred() {
-  if (!live.deferred) return;
+void Engine::Impl::await_deferred() {
   const TimePoint begin = Clock::now();
   const Nanoseconds updating_before = live.deferred->busy();
   live.deferred->finish();
@@ -304,7 +303,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   check_agreement();
   drain();
   live.gradients->wait();
-  if (live.deferred) together("carry out the last step", [&] { finish_deferred(); });
+  if (live.deferred) together("carry out the last step", [&] { await_deferred(); });
 
   StepReport report;
   report.learning_rate = scheduled(groups.front(), step_count).learning_rate;

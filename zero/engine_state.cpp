@@ -17,7 +17,7 @@ using tiers::Tile;
 
 void Engine::Impl::settle() {
   if (!pass) drain();
-  finish_deferred();
+  if (live.deferred) live.deferred->finish();
   last_commit.wait();
   book_io();
 }

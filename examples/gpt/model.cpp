@@ -62,11 +62,10 @@ Model::Model(Runtime& runtime, Engine& engine, const ModelOptions& options, cons
   }
   use_own_threads();
   declare(defaults);
-  std::uint64_t bytes = 0;
-  carve(nullptr, bytes);
-  engine.require_device_memory(bytes);
-  memory_ = runtime.device_arena().allocate(bytes, "hoist-gpt's activations and work buffers");
-  work_ = std::make_unique<Workspace>(carve(memory_.data(), bytes));
+  carve(nullptr, device_bytes_);
+  engine.require_device_memory(device_bytes_);
+  memory_ = runtime.device_arena().allocate(device_bytes_, "hoist-gpt's activations and work buffers");
+  work_ = std::make_unique<Workspace>(carve(memory_.data(), device_bytes_));
   stream_ = runtime.device().create_stream("compute");
 }
 
@@ -213,12 +212,12 @@ void Model::set_learning_rate(double learning_rate) {
 
 // --- a pass --------------------------------------------------------------------------------------------------------
 
-double Model::train(const Batch& batch) { return run(batch, Pass::train); }
-double Model::evaluate(const Batch& batch) { return run(batch, Pass::evaluate); }
+double Model::train(const Batch& batch, PassOptions options) { return run(batch, Pass::train, options); }
+double Model::evaluate(const Batch& batch) { return run(batch, Pass::evaluate, {}); }
 
-double Model::run(const Batch& batch, Pass pass) {
+double Model::run(const Batch& batch, Pass pass, PassOptions options) {
   check(batch);
-  const PassScope scope = engine_.begin(pass);
+  const PassScope scope = engine_.begin(pass, options);
   // The batch is read by enqueued work, so it must not go before the stream has caught up, also when this throws.
   struct CatchUp {
     platform::Stream& stream;

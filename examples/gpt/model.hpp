@@ -50,13 +50,14 @@ class Model {
 
   // [C] One pass over the batch; the mean cross-entropy of this rank's part, in nats. train leaves the gradients in
   // the engine for step().
-  double train(const Batch& batch);
+  double train(const Batch& batch, PassOptions options = {});
   double evaluate(const Batch& batch);
 
   // For both groups, at the next step().
   void set_learning_rate(double learning_rate);
 
   const ModelOptions& options() const { return options_; }
+  std::uint64_t device_bytes() const { return device_bytes_; }  // of activations and work buffers
   std::uint64_t activation_bytes() const { return memory_.bytes().size(); }
   // Time kernels have run.
   Nanoseconds compute_time() const { return compute_time_; }
@@ -74,7 +75,7 @@ class Model {
   Block declare_block(int layer);
   Workspace carve(std::byte* base, std::uint64_t& bytes) const;
   void check(const Batch& batch) const;
-  double run(const Batch& batch, Pass pass);
+  double run(const Batch& batch, Pass pass, PassOptions options);
 
   // On the caller's thread: gather, enqueue, release.
   void embed(const std::uint8_t* tokens);
@@ -104,6 +105,7 @@ class Model {
   ParameterId token_embedding_{}, position_embedding_{}, norm_weight_{}, norm_bias_{};
   std::vector<Block> blocks_;
   UpdatePool pool_;
+  std::uint64_t device_bytes_ = 0;
   tiers::DeviceBlock memory_;
   std::unique_ptr<Workspace> work_;
   Nanoseconds compute_time_{0};               // written by the stream's worker, read after synchronize()

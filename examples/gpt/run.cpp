@@ -9,7 +9,11 @@
 #include <memory>
 
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 #include <unistd.h>
+
+#include <hoist/interchange/import.hpp>
+#include <hoist/interchange/safetensors.hpp>
 
 #include "model.hpp"
 #include "progress.hpp"
@@ -40,6 +44,12 @@ ModelOptions model_options(const Arguments& a, int batch) {
           .threads = a.threads};
 }
 
+EngineOptions engine_options(const Config& config, const Settled& settled) {
+  EngineOptions options = config.engine;
+  options.micro_batches_max = static_cast<unsigned>(settled.micro_batches);
+  return options;
+}
+
 class Training {
  public:
   explicit Training(const Arguments& arguments)
@@ -48,11 +58,12 @@ class Training {
         config_(Config::load(arguments.config)),
         runtime_(config_.runtime),
         settled_(settle(arguments, config_, runtime_.world_size())),
-        engine_(runtime_, config_.engine),
+        engine_(runtime_, engine_options(config_, settled_)),
         model_(runtime_, engine_, model_options(arguments, settled_.batch), config_.engine.optimizer_defaults) {
     if (!arguments.report.empty() && first_rank()) report_ = std::make_unique<ReportFile>(arguments.report);
   }
 
+  void describe_units(const std::string& path) const;
   void prepare();
   void train();
   void close();
@@ -64,10 +75,12 @@ class Training {
   void say(const std::string& text) const {
     if (first_rank()) fmt::print("{}\n", text);
   }
+  Fill initial_values() const;
   void introduce();
   RunState state_at(std::uint64_t step) const;
   double learning_rate_at(std::uint64_t step) const;
   StepRecord one_step();
+  double one_micro_batch(int index);
   bool on_nvme() const {
     return config_.engine.parameters == Placement::nvme || config_.engine.optimizer == Placement::nvme;
   }
@@ -87,6 +100,28 @@ class Training {
   Completion committed_;  // of the newest step
   RunRecord record_;
 };
+
+// The form that hoist check --units reads.
+void Training::describe_units(const std::string& path) const {
+  using Json = nlohmann::ordered_json;
+  Json units = Json::array();
+  const ModelShape shape = engine_.shape();
+  for (const UnitShape& unit : shape.units) {
+    Json parameters = Json::array();
+    for (const ParameterSpec& spec : unit.parameters) {
+      parameters.push_back({{"name", spec.name},
+                            {"shape", spec.shape},
+                            {"dtype", std::string(dtype_name(spec.dtype))},
+                            {"trainable", spec.trainable},
+                            {"group", spec.group.index},
+                            {"counts_in_norm", spec.counts_in_norm}});
+    }
+    units.push_back({{"name", unit.name}, {"parameters", parameters}, {"tied", unit.tied}});
+  }
+  ReportFile file(path);
+  file.write(Json{{"program_device_bytes", model_.device_bytes()}, {"units", units}}.dump(1) + "\n");
+  say(fmt::format("{} units are described in {}", shape.units.size(), path));
+}
 
 // Brings the state to life: from the newest commit, or fresh.
 void Training::prepare() {
@@ -108,11 +143,18 @@ void Training::prepare() {
     say(fmt::format("resuming at step {}", step_));
   } else {
     if (arguments_.resume) say("nothing to resume: no commit yet, starting at step 0");
-    engine_.initialize(model_.initial_values());
+    engine_.initialize(initial_values());
     // initialize() has committed the weights; this adds which run they begin.
     if (steps_are_commits()) engine_.save("start", encode(state_at(0))).wait();
   }
   introduce();
+}
+
+Fill Training::initial_values() const {
+  if (arguments_.init.empty()) return model_.initial_values();
+  Fill fill = interchange::fill_from(arguments_.init, engine_.parameters());
+  say("weights from " + arguments_.init);
+  return fill;
 }
 
 void Training::introduce() {
@@ -133,6 +175,7 @@ RunState Training::state_at(std::uint64_t step) const {
           .heads = arguments_.heads,
           .context = arguments_.context,
           .batch = settled_.batch,
+          .micro_batches = settled_.micro_batches,
           .text_bytes = text_.byte_count(),
           .text_fingerprint = text_.fingerprint()};
 }
@@ -148,26 +191,33 @@ void Training::train() {
       {.first_step = step_,
        .last_step = arguments_.steps,
        .tokens_per_step = static_cast<std::uint64_t>(settled_.batch) * static_cast<std::uint64_t>(arguments_.context) *
-                          static_cast<std::uint64_t>(runtime_.world_size()),
+                          static_cast<std::uint64_t>(runtime_.world_size()) *
+                          static_cast<std::uint64_t>(settled_.micro_batches),
        .rewrite = isatty(STDOUT_FILENO) == 1});
   if (step_ >= arguments_.steps) say(fmt::format("step {} is done already; nothing to train", step_));
   while (step_ < arguments_.steps && !stopping_) {
     record_.steps.push_back(one_step());
-    if (first_rank())
-      progress.show(record_.steps.back(), tier_use(engine_, config_.engine), Clock::now());
+    if (first_rank()) progress.show(record_.steps.back(), tier_use(engine_, config_.engine), Clock::now());
   }
   progress.finish();
   if (stopping_) say(fmt::format("stopped by a signal after step {}", step_));
 }
 
+double Training::one_micro_batch(int index) {
+  const auto micro_batches = static_cast<std::uint64_t>(settled_.micro_batches);
+  return model_.train(text_.batch({.seed = arguments_.seed,
+                                   .step = step_ * micro_batches + static_cast<std::uint64_t>(index),
+                                   .rank = runtime_.rank(),
+                                   .world_size = runtime_.world_size(),
+                                   .batch = settled_.batch,
+                                   .context = arguments_.context}),
+                      {.micro_batch = index, .micro_batches = settled_.micro_batches});
+}
+
 StepRecord Training::one_step() {
   const TimePoint begin = Clock::now();
-  const double own_loss = model_.train(text_.batch({.seed = arguments_.seed,
-                                                    .step = step_,
-                                                    .rank = runtime_.rank(),
-                                                    .world_size = runtime_.world_size(),
-                                                    .batch = settled_.batch,
-                                                    .context = arguments_.context}));
+  double own_loss = 0;  // the mean over micro-batches
+  for (int i = 0; i < settled_.micro_batches; ++i) own_loss += one_micro_batch(i) / settled_.micro_batches;
   // One exchange for both: ranks must agree on when to stop.
   const std::array<double, 2> mine = {own_loss, stop_signal != 0 ? 1.0 : 0.0};
   std::vector<std::array<double, 2>> all(static_cast<std::size_t>(runtime_.world_size()));
@@ -219,7 +269,8 @@ void Training::close() {
 bool is_bad_input(const std::exception& error) {
   if (dynamic_cast<const InputError*>(&error) != nullptr || dynamic_cast<const UsageError*>(&error) != nullptr ||
       dynamic_cast<const ConfigError*>(&error) != nullptr || dynamic_cast<const BudgetError*>(&error) != nullptr ||
-      dynamic_cast<const StoreError*>(&error) != nullptr) {
+      dynamic_cast<const StoreError*>(&error) != nullptr ||
+      dynamic_cast<const interchange::SafetensorsError*>(&error) != nullptr) {
     return true;
   }
   const auto* io = dynamic_cast<const IoError*>(&error);
@@ -245,6 +296,10 @@ int run(const Arguments& arguments) noexcept {
     check_shape(arguments);
     install_signal_handlers();
     training = std::make_unique<Training>(arguments);
+    if (!arguments.units.empty()) {
+      training->describe_units(arguments.units);
+      return 0;
+    }
     training->prepare();
     started = true;
     training->train();

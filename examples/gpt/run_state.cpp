@@ -26,6 +26,7 @@ std::vector<std::byte> encode(const RunState& state) {
                                        {"heads", state.heads},
                                        {"context", state.context},
                                        {"batch", state.batch},
+                                       {"micro_batches", state.micro_batches},
                                        {"text_bytes", state.text_bytes},
                                        {"text_fingerprint", state.text_fingerprint}};
   const std::string text = json.dump();
@@ -55,6 +56,7 @@ RunState decode(std::span<const std::byte> bytes) {
     json.at("heads").get_to(state.heads);
     json.at("context").get_to(state.context);
     json.at("batch").get_to(state.batch);
+    json.at("micro_batches").get_to(state.micro_batches);
     json.at("text_bytes").get_to(state.text_bytes);
     json.at("text_fingerprint").get_to(state.text_fingerprint);
   } catch (const nlohmann::json::exception&) {
@@ -76,6 +78,7 @@ void check_same_run(const RunState& committed, const RunState& asked) {
   same("--heads", committed.heads, asked.heads);
   same("--context", committed.context, asked.context);
   same("--batch", committed.batch, asked.batch);
+  same("--micro-batches", committed.micro_batches, asked.micro_batches);
   same("--seed", committed.seed, asked.seed);
   if (committed.text_bytes != asked.text_bytes || committed.text_fingerprint != asked.text_fingerprint) {
     throw InputError(

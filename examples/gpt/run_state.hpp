@@ -18,7 +18,8 @@ struct RunState {
   int width = 0;
   int heads = 0;
   int context = 0;
-  int batch = 0;  // per rank
+  int batch = 0;          // per rank and micro-batch
+  int micro_batches = 1;  // of a step
   std::uint64_t text_bytes = 0;
   std::uint64_t text_fingerprint = 0;
 

@@ -17,7 +17,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <hoist/interchange/export.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
+#include <hoist/zero/stored_model.hpp>
 
 namespace hoist::gpt {
 namespace {
@@ -293,6 +295,28 @@ TEST_F(Program, HelpIsPrinted) {
   const Outcome outcome = run({"--help"});
   EXPECT_EQ(outcome.code, 0);
   EXPECT_THAT(outcome.out, HasSubstr("--steps"));
+}
+
+// --- weights from elsewhere ------------------------------------------------------------------------------------------
+
+TEST_F(Program, ExportedWeightsBeginAnotherRun) {
+  const std::string trained = report_of(usual(3))["digest"]["master"];
+  {
+    StoredModel model(path("store/hoist"));
+    interchange::export_model(model, {.directory = path("weights")});
+  }
+  remove_store();
+  const json begun = report_of(usual(0, {"--init", path("weights"), "--seed", "99"}));
+  EXPECT_EQ(begun["digest"]["master"], trained);
+  EXPECT_EQ(begun["committed_step"], 0);
+  EXPECT_THAT(run(usual(1, {"--resume", "--seed", "99"})).out, HasSubstr("resuming at step 0"));
+}
+
+TEST_F(Program, WeightsThatDoNotFitAreRefused) {
+  expect_refused(usual(1, {"--init", path("weights")}), path("weights"));
+  expect_refused(usual(1, {"--init", path("weights"), "--resume"}), "pass one of them");
+  std::filesystem::create_directory(path("weights"));
+  expect_refused(usual(1, {"--init", path("weights")}), "there is no .safetensors file");
 }
 
 }  // namespace

@@ -71,7 +71,7 @@ class Engine::Impl {
   std::shared_ptr<StepUpdate> make_update(double gradient_scale) const;
   void update_now(double gradient_scale);
   Completion update_later(double gradient_scale, std::span<const std::byte> program_state);
-  void finish_deferred();
+  void await_deferred();  // carries out what the last step left pending, and books the time as part of this one
   Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
   // Tells the other ranks whether this one's commit landed; throws when another's did not. On the commit thread.
   void agree_on_landing(bool landed);
