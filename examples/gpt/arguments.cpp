@@ -30,9 +30,14 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.add_option("--width", a.width, "Width of the residual stream")->check(extent)->type_name("D");
   app.add_option("--heads", a.heads, "Attention heads; divides the width")->check(extent)->type_name("H");
   app.add_option("--context", a.context, "Bytes the model sees at once")->check(extent)->type_name("T");
-  app.add_option("--batch", a.batch, "Sequences per rank and step [train_micro_batch_size_per_gpu of FILE, else 8]")
+  app.add_option("--batch", a.batch,
+                 "Sequences per rank and micro-batch [train_micro_batch_size_per_gpu of FILE, else 8]")
       ->check(extent)
       ->type_name("B");
+  app.add_option("--micro-batches", a.micro_batches,
+                 "Micro-batches a step, their gradients added up [gradient_accumulation_steps of FILE, else 1]")
+      ->check(CLI::Range(1, 1 << 16))
+      ->type_name("M");
   app.add_option("--seed", a.seed, "Of initial weights and batches")->check(count)->type_name("S");
   app.add_option("--learning-rate", a.learning_rate, "[optimizer.params.lr of FILE]")
       ->check(CLI::Range(0.0, std::numeric_limits<double>::max()))
@@ -44,6 +49,7 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
       ->check(CLI::Range(0u, 4096u))
       ->type_name("N");
   app.add_option("--report", a.report, "Write what happened as JSON")->type_name("FILE.json");
+  app.add_option("--units", a.units, "Only describe the model there, for hoist check --units")->type_name("FILE.json");
   app.add_flag("--resume", a.resume, "Continue from the store's newest commit");
   app.add_option("--init", a.init, "Begin with these weights: safetensors, as hoist export writes them")
       ->type_name("DIR");
@@ -72,13 +78,18 @@ Settled settle(const Arguments& a, const Config& config, int world_size) {
   TrainingOptions file = config.training;
   if (!a.batch) file = config.check_world_size(world_size);
   const std::optional<std::uint64_t> micro = file.train_micro_batch_size_per_gpu;
-  if (file.gradient_accumulation_steps.value_or(1) != 1) {
-    throw InputError(
-        fmt::format("{}: hoist-gpt takes one micro-batch a step, but the batch sizes ask for {}: set "
-                    "gradient_accumulation_steps to 1",
-                    config.origin(), *file.gradient_accumulation_steps));
-  }
   constexpr std::uint64_t kBatchMax = 1 << 16;
+  const std::uint64_t accumulation = file.gradient_accumulation_steps.value_or(1);
+  if (!a.micro_batches && accumulation > kBatchMax) {
+    throw InputError(fmt::format("{}: gradient_accumulation_steps {} is more than hoist-gpt takes: at most {}",
+                                 config.origin(), accumulation, kBatchMax));
+  }
+  settled.micro_batches = a.micro_batches.value_or(static_cast<int>(accumulation));
+  if (a.micro_batches && file.gradient_accumulation_steps &&
+      accumulation != static_cast<std::uint64_t>(*a.micro_batches)) {
+    settled.notes.push_back(fmt::format("--micro-batches {} wins over gradient_accumulation_steps {} of {}",
+                                        *a.micro_batches, accumulation, config.origin()));
+  }
   if (!a.batch && micro.value_or(1) > kBatchMax) {
     throw InputError(fmt::format("{}: train_micro_batch_size_per_gpu {} is more than hoist-gpt takes: at most {}",
                                  config.origin(), *micro, kBatchMax));

@@ -27,9 +27,11 @@ struct Arguments {
   int width = 384;
   int heads = 6;
   int context = 64;
-  std::optional<int> batch;  // sequences per rank and step; else the file's micro-batch, else 8
+  std::optional<int> batch;          // sequences per rank and micro-batch; else the file's, else 8
+  std::optional<int> micro_batches;  // of a step; else the file's gradient_accumulation_steps, else 1
   std::uint64_t seed = 1;
   std::string report;  // empty: none
+  std::string units;   // empty: train; else only describe the model there, for hoist check
   bool resume = false;
   std::string init;                     // safetensors to begin from; empty: random
   unsigned threads = 0;                 // of the kernels; 0: every CPU
@@ -43,9 +45,10 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv);
 // Errors: InputError.
 void check_shape(const Arguments& arguments);
 
-// The batch and learning rate in effect: the command line wins over the file, and `notes` says so.
+// The batch sizes and learning rate in effect: the command line wins over the file, and `notes` says so.
 struct Settled {
   int batch = 8;
+  int micro_batches = 1;
   double learning_rate = 0;
   std::vector<std::string> notes;
 };

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 #include <unistd.h>
 
 #include <hoist/interchange/import.hpp>
@@ -43,6 +44,12 @@ ModelOptions model_options(const Arguments& a, int batch) {
           .threads = a.threads};
 }
 
+EngineOptions engine_options(const Config& config, const Settled& settled) {
+  EngineOptions options = config.engine;
+  options.micro_batches_max = static_cast<unsigned>(settled.micro_batches);
+  return options;
+}
+
 class Training {
  public:
   explicit Training(const Arguments& arguments)
@@ -51,11 +58,12 @@ class Training {
         config_(Config::load(arguments.config)),
         runtime_(config_.runtime),
         settled_(settle(arguments, config_, runtime_.world_size())),
-        engine_(runtime_, config_.engine),
+        engine_(runtime_, engine_options(config_, settled_)),
         model_(runtime_, engine_, model_options(arguments, settled_.batch), config_.engine.optimizer_defaults) {
     if (!arguments.report.empty() && first_rank()) report_ = std::make_unique<ReportFile>(arguments.report);
   }
 
+  void describe_units(const std::string& path) const;
   void prepare();
   void train();
   void close();
@@ -72,6 +80,7 @@ class Training {
   RunState state_at(std::uint64_t step) const;
   double learning_rate_at(std::uint64_t step) const;
   StepRecord one_step();
+  double one_micro_batch(int index);
   bool on_nvme() const {
     return config_.engine.parameters == Placement::nvme || config_.engine.optimizer == Placement::nvme;
   }
@@ -91,6 +100,28 @@ class Training {
   Completion committed_;  // of the newest step
   RunRecord record_;
 };
+
+// The form that hoist check --units reads.
+void Training::describe_units(const std::string& path) const {
+  using Json = nlohmann::ordered_json;
+  Json units = Json::array();
+  const ModelShape shape = engine_.shape();
+  for (const UnitShape& unit : shape.units) {
+    Json parameters = Json::array();
+    for (const ParameterSpec& spec : unit.parameters) {
+      parameters.push_back({{"name", spec.name},
+                            {"shape", spec.shape},
+                            {"dtype", std::string(dtype_name(spec.dtype))},
+                            {"trainable", spec.trainable},
+                            {"group", spec.group.index},
+                            {"counts_in_norm", spec.counts_in_norm}});
+    }
+    units.push_back({{"name", unit.name}, {"parameters", parameters}, {"tied", unit.tied}});
+  }
+  ReportFile file(path);
+  file.write(Json{{"program_device_bytes", model_.device_bytes()}, {"units", units}}.dump(1) + "\n");
+  say(fmt::format("{} units are described in {}", shape.units.size(), path));
+}
 
 // Brings the state to life: from the newest commit, or fresh.
 void Training::prepare() {
@@ -144,6 +175,7 @@ RunState Training::state_at(std::uint64_t step) const {
           .heads = arguments_.heads,
           .context = arguments_.context,
           .batch = settled_.batch,
+          .micro_batches = settled_.micro_batches,
           .text_bytes = text_.byte_count(),
           .text_fingerprint = text_.fingerprint()};
 }
@@ -159,26 +191,33 @@ void Training::train() {
       {.first_step = step_,
        .last_step = arguments_.steps,
        .tokens_per_step = static_cast<std::uint64_t>(settled_.batch) * static_cast<std::uint64_t>(arguments_.context) *
-                          static_cast<std::uint64_t>(runtime_.world_size()),
+                          static_cast<std::uint64_t>(runtime_.world_size()) *
+                          static_cast<std::uint64_t>(settled_.micro_batches),
        .rewrite = isatty(STDOUT_FILENO) == 1});
   if (step_ >= arguments_.steps) say(fmt::format("step {} is done already; nothing to train", step_));
   while (step_ < arguments_.steps && !stopping_) {
     record_.steps.push_back(one_step());
-    if (first_rank())
-      progress.show(record_.steps.back(), tier_use(engine_, config_.engine), Clock::now());
+    if (first_rank()) progress.show(record_.steps.back(), tier_use(engine_, config_.engine), Clock::now());
   }
   progress.finish();
   if (stopping_) say(fmt::format("stopped by a signal after step {}", step_));
 }
 
+double Training::one_micro_batch(int index) {
+  const auto micro_batches = static_cast<std::uint64_t>(settled_.micro_batches);
+  return model_.train(text_.batch({.seed = arguments_.seed,
+                                   .step = step_ * micro_batches + static_cast<std::uint64_t>(index),
+                                   .rank = runtime_.rank(),
+                                   .world_size = runtime_.world_size(),
+                                   .batch = settled_.batch,
+                                   .context = arguments_.context}),
+                      {.micro_batch = index, .micro_batches = settled_.micro_batches});
+}
+
 StepRecord Training::one_step() {
   const TimePoint begin = Clock::now();
-  const double own_loss = model_.train(text_.batch({.seed = arguments_.seed,
-                                                    .step = step_,
-                                                    .rank = runtime_.rank(),
-                                                    .world_size = runtime_.world_size(),
-                                                    .batch = settled_.batch,
-                                                    .context = arguments_.context}));
+  double own_loss = 0;  // the mean over micro-batches
+  for (int i = 0; i < settled_.micro_batches; ++i) own_loss += one_micro_batch(i) / settled_.micro_batches;
   // One exchange for both: ranks must agree on when to stop.
   const std::array<double, 2> mine = {own_loss, stop_signal != 0 ? 1.0 : 0.0};
   std::vector<std::array<double, 2>> all(static_cast<std::size_t>(runtime_.world_size()));
@@ -257,6 +296,10 @@ int run(const Arguments& arguments) noexcept {
     check_shape(arguments);
     install_signal_handlers();
     training = std::make_unique<Training>(arguments);
+    if (!arguments.units.empty()) {
+      training->describe_units(arguments.units);
+      return 0;
+    }
     training->prepare();
     started = true;
     training->train();
