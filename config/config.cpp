@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <limits>
 #include <memory>
 
 #include <fmt/format.h>
@@ -19,7 +20,7 @@ namespace {
 
 using config::detail::Draft;
 
-std::string join_problems(const std::string& origin, const std::vector<ConfigProblem>& problems) {
+std::string join_problems(const std::string& origin, const std::vector<ConfigProblem>& problems, std::size_t unlisted) {
   std::string text;
   for (const ConfigProblem& problem : problems) {
     if (!text.empty()) text += "\n" + (problem.key.empty() ? std::string{} : problem.key + ": ");
@@ -27,14 +28,23 @@ std::string join_problems(const std::string& origin, const std::vector<ConfigPro
     text += problem.line == 0 ? fmt::format(" ({})", origin)
                               : fmt::format(" ({}:{}:{})", origin, problem.line, problem.column);
   }
+  if (unlisted > 0) text += fmt::format("\nand {} more ({})", unlisted, origin);
   return text;
 }
 
+// No configuration is larger; a device or a data file is.
+constexpr std::size_t kFileBytesMax = 64u << 20;
+
+[[noreturn]] void unreadable(const std::string& operation, const std::string& path, int code) {
+  std::string remedy = "check the path of the configuration";
+  if (code == EISDIR) remedy = "name the file in it that is the configuration";
+  if (code == EFBIG) remedy = "a configuration has at most 64 MiB; name the right file";
+  throw IoError({.operation = operation, .path = path, .code = code}, remedy);
+}
+
 std::string read_file(const std::string& path) {
-  constexpr std::size_t kFileBytesMax = 16u << 20;  // no configuration is larger; a device or a data file is
-  const std::string remedy = "check the path of the configuration";
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
-  if (!file) throw IoError({.operation = "open", .path = path, .code = errno}, remedy);
+  if (!file) unreadable("open", path, errno);
   std::string text;
   std::size_t count = 1;
   while (count > 0 && text.size() <= kFileBytesMax) {
@@ -42,10 +52,10 @@ std::string read_file(const std::string& path) {
     text.resize(before + 65536);
     errno = 0;
     count = std::fread(text.data() + before, 1, 65536, file.get());
-    if (std::ferror(file.get()) != 0) throw IoError({.operation = "read", .path = path, .code = errno}, remedy);
+    if (std::ferror(file.get()) != 0) unreadable("read", path, errno);
     text.resize(before + count);
   }
-  if (text.size() > kFileBytesMax) throw IoError({.operation = "read", .path = path, .code = EFBIG}, remedy);
+  if (text.size() > kFileBytesMax) unreadable("read", path, EFBIG);
   return text;
 }
 
@@ -57,9 +67,10 @@ void apply_settings(const std::vector<ConfigSetting>& settings, Draft& draft) {
 
 }  // namespace
 
-ConfigProblems::ConfigProblems(const std::string& origin, std::vector<ConfigProblem> all)
-    : ConfigError(all.empty() ? std::string{} : all.front().key, join_problems(origin, all)),
-      problems(std::move(all)) {}
+ConfigProblems::ConfigProblems(const std::string& origin, std::vector<ConfigProblem> listed, std::size_t unlisted_count)
+    : ConfigError(listed.empty() ? std::string{} : listed.front().key, join_problems(origin, listed, unlisted_count)),
+      problems(std::move(listed)),
+      unlisted(unlisted_count) {}
 
 std::string to_text(const config::Value& value) {
   return std::visit(
@@ -88,13 +99,18 @@ Config Config::parse(std::string_view json_text, std::string origin) {
   config::detail::RuleNotes notes = config::detail::apply_rules(draft, read);
   if (!read.problems.empty()) {
     std::ranges::stable_sort(read.problems, {}, [](const ConfigProblem& p) { return std::pair(p.line, p.column); });
-    throw ConfigProblems(origin, std::move(read.problems));
+    if (read.problems.size() > kProblemsMax) {  // rules between keys may have added some
+      read.unlisted += read.problems.size() - kProblemsMax;
+      read.problems.resize(kProblemsMax);
+    }
+    throw ConfigProblems(origin, std::move(read.problems), read.unlisted);
   }
 
   Config config;
   config.runtime = draft.runtime;
   config.engine = std::move(draft.engine);
   config.training = draft.training;
+  config.measured = draft.measured;
   config.warnings = std::move(notes.warnings);
   config.notes = std::move(notes.notes);
   config.origin_ = std::move(origin);
@@ -136,7 +152,12 @@ TrainingOptions Config::check_world_size(int world_size) const {
   if (result.train_batch_size) {
     result.train_micro_batch_size_per_gpu = *result.train_batch_size / per_micro_batch;
   } else if (result.train_micro_batch_size_per_gpu) {
-    result.train_batch_size = *result.train_micro_batch_size_per_gpu * per_micro_batch;  // wraps beyond 2^64 samples
+    constexpr std::uint64_t kBatchMax = std::numeric_limits<std::int64_t>::max();
+    if (*result.train_micro_batch_size_per_gpu > kBatchMax / per_micro_batch) {
+      refuse("train_micro_batch_size_per_gpu", fmt::format("{} on each of {} ranks is more samples than can be counted",
+                                                           *result.train_micro_batch_size_per_gpu, world));
+    }
+    result.train_batch_size = *result.train_micro_batch_size_per_gpu * per_micro_batch;
   }
   return result;
 }

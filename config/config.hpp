@@ -6,7 +6,8 @@
 // in `warnings`. docs/config.md lists every key.
 //
 // Threading  A Config is a plain value.
-// Errors     ConfigProblems with every problem of the file, each with key, value, what is allowed, line and column.
+// Errors     ConfigProblems with every problem of the file (up to kProblemsMax), each with key, value, what is allowed,
+//            line and column. A file that cannot be read is an IoError.
 // Main path  text -> located JSON tree -> checked against the key table -> rules between keys -> options structs.
 #pragma once
 
@@ -22,6 +23,9 @@
 
 namespace hoist {
 
+// A file with more problems than this is some other kind of file; the message says how many more there are.
+inline constexpr std::size_t kProblemsMax = 100;
+
 struct ConfigProblem {
   std::string key;       // path, empty for malformed JSON
   std::string problem;   // one sentence
@@ -32,8 +36,9 @@ struct ConfigProblem {
 // All problems of one file. what() has one line for each.
 class ConfigProblems : public ConfigError {
  public:
-  ConfigProblems(const std::string& origin, std::vector<ConfigProblem> all);
+  ConfigProblems(const std::string& origin, std::vector<ConfigProblem> listed, std::size_t unlisted_count = 0);
   const std::vector<ConfigProblem> problems;
+  const std::size_t unlisted;  // further ones that were only counted
 };
 
 // What the program's own loop needs to know; absent when the file does not say ("auto" included).
@@ -41,6 +46,13 @@ struct TrainingOptions {
   std::optional<std::uint64_t> train_batch_size;
   std::optional<std::uint64_t> train_micro_batch_size_per_gpu;
   std::optional<std::uint64_t> gradient_accumulation_steps;
+};
+
+// What the drives can do, from `hoist tune`; for predictions.
+struct MeasuredBandwidth {
+  std::optional<std::uint64_t> read_bytes_per_second;
+  std::optional<std::uint64_t> write_bytes_per_second;
+  std::optional<std::uint64_t> mixed_bytes_per_second;  // both directions together
 };
 
 // A key and the value in effect, in the order of the key table; hints and neutral values of refused keys included.
@@ -68,6 +80,7 @@ class Config {
   RuntimeOptions runtime;
   EngineOptions engine;
   TrainingOptions training;
+  MeasuredBandwidth measured;
   std::vector<std::string> warnings;  // say them once
   std::vector<std::string> notes;     // what "auto" and absent keys came to, where that may surprise
 

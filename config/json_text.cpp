@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/config/detail/json_errors.hpp>
 #include <hoist/config/detail/json_text.hpp>
 
 namespace hoist::config::detail {
@@ -75,20 +76,30 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool parse_error(std::size_t position, const std::string&, const nlohmann::json::exception& error) override {
-    const std::size_t offset = position == 0 ? consumed_ : position;
-    throw JsonSyntaxError(std::min(offset > 0 ? offset - 1 : 0, text_.size()), without_prefix(error.what()));
+    const std::size_t read = position == 0 ? consumed_ : position;
+    throw explain(text_, {.token_begin = next_token(),
+                          .offset = std::min(read > 0 ? read - 1 : 0, text_.size()),
+                          .parser_says = without_prefix(error.what())});
   }
 
  private:
-  std::size_t token_offset() {
+  std::size_t next_token() const {
     std::size_t at = previous_end_;
     while (at < text_.size() && std::string_view(" \t\r\n,:\xEF\xBB\xBF").find(text_[at]) != std::string_view::npos)
       ++at;
+    return at;
+  }
+
+  std::size_t token_offset() {
+    const std::size_t at = next_token();
     previous_end_ = consumed_;
     return at;
   }
 
   JsonNode& place() {
+    if (++node_count_ > kJsonValuesMax) {
+      throw JsonSyntaxError(consumed_, fmt::format("more than {} values: this is no configuration", kJsonValuesMax));
+    }
     if (open_.empty()) return root_;
     JsonNode& parent = *open_.back();
     if (parent.kind == JsonNode::Kind::object) return parent.members.back().value;
@@ -126,6 +137,7 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
   std::string_view text_;
   const std::size_t& consumed_;
   std::size_t previous_end_ = 0;
+  std::size_t node_count_ = 0;
   JsonNode root_;
   std::vector<JsonNode*> open_;
 };
@@ -133,6 +145,7 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
 }  // namespace
 
 JsonNode parse_json_text(std::string_view text) {
+  if (const auto refusal = refuse_at_sight(text)) throw *refusal;
   std::size_t consumed = 0;
   TreeBuilder builder(text, consumed);
   nlohmann::json::sax_parse(CountingIterator(text.data(), &consumed),
@@ -153,9 +166,11 @@ std::string display(const JsonNode& node) {
   if (node.kind == JsonNode::Kind::object) return node.members.empty() ? "{}" : "{...}";
   if (node.kind == JsonNode::Kind::list) {
     std::string text = "[";
-    for (const JsonNode& item : node.items) text += (text.size() > 1 ? ", " : "") + display(item);
-    text += "]";
-    return text.size() > 60 ? "[...]" : text;
+    for (const JsonNode& item : node.items) {
+      text += (text.size() > 1 ? ", " : "") + display(item);
+      if (text.size() > 60) return "[...]";
+    }
+    return text + "]";
   }
   using nlohmann::json;
   std::string text =

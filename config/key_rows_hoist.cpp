@@ -7,7 +7,8 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kUpdateLater = "comes later; use \"step\"";
+constexpr std::string_view kNoBackwardUpdate =
+    "clipping may still change the step then, or a gradient that is not finite veto it; use \"forward\"";
 
 std::chrono::milliseconds milliseconds_of(const Value& seconds) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(as_number(seconds)));
@@ -69,7 +70,7 @@ std::vector<KeyRow> durability_rows() {
       {.path = "hoist.durability",
        .type = ValueType::choice,
        .choices = {"none", "step"},
-       .refusals = {{"{}", "\"every\" comes later; use \"step\", or \"none\" and save at the end"}},
+       .refusals = {{"{}", "this version commits every step or none; use \"step\", or \"none\" and save at the end"}},
        .meaning =
            "step: each step is committed and a killed run resumes; none: nothing is, and 2 bytes per parameter are "
            "saved. Default: step when something lives on NVMe.",
@@ -97,14 +98,14 @@ std::vector<KeyRow> durability_rows() {
        .type = ValueType::integer,
        .status = KeyStatus::refused,
        .meaning = "Named steps kept beside the newest commit.",
-       .note = "comes later; copy the store's directory to keep a step"},
+       .note = "the newest commit alone is kept; copy the store's directory to keep a step"},
       {.path = "hoist.gradient_spill",
        .type = ValueType::boolean,
        .status = KeyStatus::refused,
        .default_value = "false",
        .neutral = "false",
        .meaning = "Gradients that do not fit pinned memory go to NVMe.",
-       .note = "comes later; raise hoist.pinned_memory instead"},
+       .note = "gradients stay in pinned memory; raise hoist.pinned_memory"},
   };
 }
 
@@ -112,11 +113,18 @@ std::vector<KeyRow> engine_rows() {
   return {
       {.path = "hoist.update_mode",
        .type = ValueType::choice,
-       .default_value = "\"step\"",
-       .choices = {"auto", "step"},
-       .refusals = {{"\"forward\"", kUpdateLater}, {"\"backward\"", kUpdateLater}},
-       .meaning = "When parameters are updated: step, inside Engine::step. auto chooses, today step.",
-       .apply = [](Draft&, const Value&) { /* one mode so far */ }},
+       .default_value = "\"auto\"",
+       .choices = {"auto", "step", "forward"},
+       .refusals = {{"\"backward\"", kNoBackwardUpdate}},
+       .meaning =
+           "When parameters are updated; the result is the same. step: inside Engine::step. forward: under the next "
+           "pass, each unit before its weights are needed. auto: forward, unless optimizer state is on the device.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.engine.update_mode = as_text(v) == "step"      ? UpdateMode::step
+                                    : as_text(v) == "forward" ? UpdateMode::forward
+                                                              : UpdateMode::automatic;
+           }},
       {.path = "hoist.update_threads",
        .type = ValueType::integer,
        .default_value = "0",
@@ -153,23 +161,47 @@ std::vector<KeyRow> engine_rows() {
        .meaning = "A rank that stays away from a collective this long is an error.",
        .apply = [](Draft& d, const Value& v) { d.runtime.comm_timeout = milliseconds_of(v); }},
       {.path = "hoist.metrics",
-       .type = ValueType::string,
-       .status = KeyStatus::refused,
-       .meaning = "A file of metrics per step.",
-       .note = "comes later; the program has each StepReport"},
+       .type = ValueType::path,
+       .meaning = "A file that gets one line of JSON a step, and beside it a text file for Prometheus with the latest.",
+       .apply = [](Draft& d, const Value& v) { d.engine.metrics_path = as_text(v); }},
       {.path = "hoist.trace",
-       .type = ValueType::string,
-       .status = KeyStatus::refused,
-       .meaning = "A trace with a row per link.",
-       .note = "comes later; totals per link are in Runtime::ledger"},
+       .type = ValueType::path,
+       .meaning = "A Chrome trace of what each link, the optimizer and the program did; one file a rank.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.trace_path = as_text(v); }},
+  };
+}
+
+// What `hoist tune` measured. Nothing but predictions depends on it.
+std::vector<KeyRow> measured_rows() {
+  return {
+      section_row("hoist.measured", "Bandwidths of the drives together, written by `hoist tune`, for predictions."),
+      {.path = "hoist.measured.read_bytes_per_second",
+       .type = ValueType::integer,
+       .range = {.min = 1},
+       .meaning = "Reading alone.",
+       .apply = [](Draft& d, const Value& v) { d.measured.read_bytes_per_second = as_count(v); }},
+      {.path = "hoist.measured.write_bytes_per_second",
+       .type = ValueType::integer,
+       .range = {.min = 1},
+       .meaning = "Writing alone.",
+       .apply = [](Draft& d, const Value& v) { d.measured.write_bytes_per_second = as_count(v); }},
+      {.path = "hoist.measured.mixed_bytes_per_second",
+       .type = ValueType::integer,
+       .range = {.min = 1},
+       .meaning = "Both directions added up, in the mix of an optimizer step.",
+       .apply = [](Draft& d, const Value& v) { d.measured.mixed_bytes_per_second = as_count(v); }},
   };
 }
 
 }  // namespace
 
 std::vector<KeyRow> hoist_rows() {
-  std::vector<KeyRow> rows{section_row("hoist", "What only hoist has.")};
-  for (auto part : {memory_rows, durability_rows, engine_rows}) {
+  std::vector<KeyRow> rows{{.path = "$schema",
+                            .type = ValueType::string,
+                            .meaning = "Where editors find this file's schema; hoist does not read it.",
+                            .apply = [](Draft&, const Value&) { /* for editors */ }},
+                           section_row("hoist", "What only hoist has.")};
+  for (auto part : {memory_rows, durability_rows, engine_rows, measured_rows}) {
     for (KeyRow& row : part()) rows.push_back(std::move(row));
   }
   return rows;

@@ -7,25 +7,29 @@ namespace hoist::config::detail {
 namespace {
 
 constexpr std::string_view kAccumulation =
-    "a step is one micro-batch for now; use 1, and a larger train_micro_batch_size_per_gpu if the batch matters";
-constexpr std::string_view kOtherOptimizer = "only AdamW and Adam exist for now; use \"AdamW\"";
+    "a step is one micro-batch in this version; use 1, and a larger train_micro_batch_size_per_gpu if the batch "
+    "matters";
+constexpr std::string_view kOtherOptimizer = "only AdamW and Adam exist here; use \"AdamW\"";
+constexpr std::string_view kOneKernel = "there is one kernel, the same on every instruction set";
 constexpr std::string_view kOneReduction =
     "gradients are averaged over ranks in their own type with an fp32 sum; leave this key out";
-constexpr std::string_view kHalf = "fp16 weights and loss scaling come later; use bf16, which needs no loss scale";
+constexpr std::string_view kHalf = "there is no loss scaling, which fp16 weights need; use bf16, which does not";
 constexpr std::string_view kOnlyWithFp16 = "has a meaning only with fp16.enabled, which is refused";
-constexpr std::string_view kGradientType =
-    "gradients have their parameter's type and meet an fp32 master; leave this key out";
+constexpr std::string_view kNoLossScale = "bf16 has the range of fp32, so there is no loss to scale";
+constexpr std::string_view kNoSequenceParallelism = "there is no sequence parallelism; leave this key out";
 
 std::vector<KeyRow> batch_rows() {
   return {
       {.path = "train_batch_size",
        .type = ValueType::integer,
        .range = {.min = 1},
+       .nullable = true,
        .meaning = "Samples of one step over all ranks: micro-batch times accumulation times world size.",
        .apply = [](Draft& d, const Value& v) { d.training.train_batch_size = as_count(v); }},
       {.path = "train_micro_batch_size_per_gpu",
        .type = ValueType::integer,
        .range = {.min = 1},
+       .nullable = true,
        .meaning = "Samples of one forward and backward on one rank.",
        .apply = [](Draft& d, const Value& v) { d.training.train_micro_batch_size_per_gpu = as_count(v); }},
       {.path = "gradient_accumulation_steps",
@@ -34,6 +38,7 @@ std::vector<KeyRow> batch_rows() {
        .default_value = "1",
        .range = {.min = 1},
        .neutral = "1",
+       .nullable = true,
        .meaning = "Micro-batches whose gradients are added before a step.",
        .note = kAccumulation,
        .apply = [](Draft& d, const Value& v) { d.training.gradient_accumulation_steps = as_count(v); }},
@@ -70,7 +75,7 @@ std::vector<KeyRow> optimizer_rows() {
                   "false: then decay is added to the gradient (L2).",
        .apply = [](Draft& d, const Value& v) { d.optimizer_named_adam = as_text(v) == "Adam"; }},
       refused("optimizer.legacy_fusion", ValueType::boolean, "false", "An old fused kernel's choice.",
-              "there is one kernel; leave this key out"),
+              "there is one kernel, the same on every instruction set; leave this key out"),
       section_row("optimizer.params", "Settings of the optimizer."),
       {.path = "optimizer.params.lr",
        .type = ValueType::number,
@@ -114,23 +119,24 @@ std::vector<KeyRow> optimizer_rows() {
            "Asks for PyTorch's formula, which is the one always used; only the default of weight_decay follows it.",
        .apply = [](Draft& d, const Value& v) { d.torch_adam = as_bool(v); }},
       refused("optimizer.params.fp32_optimizer_states", ValueType::boolean, "true", "Whether moments are fp32.",
-              "moments are fp32 for now; leave this key out"),
+              "moments are fp32; leave this key out"),
       refused("optimizer.params.amsgrad", ValueType::boolean, "false", "The AMSGrad variant.",
               "AMSGrad does not exist here; use Adam or AdamW without it"),
+      refused("optimizer.params.maximize", ValueType::boolean, "false", "Ascend instead of descend.",
+              "steps always descend; negate the loss"),
+      hint("optimizer.params.fused", ValueType::boolean, "false", "PyTorch's fused kernel.", kOneKernel),
+      hint("optimizer.params.foreach", ValueType::boolean, "false", "PyTorch's multi-tensor kernel.", kOneKernel),
+      hint("optimizer.params.set_grad_none", ValueType::boolean, "true", "Free gradients instead of zeroing them.",
+           "gradients are zeroed in the buffers they have"),
       {.path = "optimizer.params.max_grad_norm",
        .type = ValueType::number,
        .status = KeyStatus::refused,
        .meaning = "Clipping inside the optimizer.",
        .note = "as in DeepSpeed, clipping is set by gradient_clipping at the top level"},
-      {.path = "scheduler",
-       .type = ValueType::opaque,
-       .status = KeyStatus::refused,
-       .meaning = "A learning-rate schedule.",
-       .note = "schedules come later; remove the section and call Engine::set_learning_rate before each step"},
   };
 }
 
-std::vector<KeyRow> format_rows() {
+std::vector<KeyRow> bf16_rows() {
   return {
       {.path = "bf16",
        .aliases = {"bfloat16"},
@@ -153,7 +159,19 @@ std::vector<KeyRow> format_rows() {
       refused("bf16.bf16_master_weights_and_grads", ValueType::boolean, "false", "bf16 master weights.",
               "masters are fp32, stored split without extra bytes; leave this key out"),
       refused("bf16.bf16_optimizer_states", ValueType::boolean, "false", "bf16 moments.",
-              "moments are fp32 for now; leave this key out"),
+              "moments are fp32; leave this key out"),
+      // Copied from an fp16 section in many files; DeepSpeed itself has ignored or refused them here.
+      hint("bf16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast.", kNoLossScale),
+      hint("bf16.loss_scale", ValueType::number, "0", "A loss scale.", kNoLossScale),
+      hint("bf16.initial_scale_power", ValueType::integer, "16", "A loss scale's start.", kNoLossScale),
+      hint("bf16.loss_scale_window", ValueType::integer, "1000", "A loss scale's growth.", kNoLossScale),
+      hint("bf16.hysteresis", ValueType::integer, "2", "A loss scale's patience.", kNoLossScale),
+      hint("bf16.min_loss_scale", ValueType::integer, "1", "A loss scale's floor.", kNoLossScale),
+  };
+}
+
+std::vector<KeyRow> fp16_rows() {
+  return {
       section_row("fp16", "fp16 weights with loss scaling."),
       refused("fp16.enabled", ValueType::boolean, "false", "Whether weights are fp16.", kHalf),
       refused("fp16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast to fp16.", kHalf),
@@ -166,18 +184,79 @@ std::vector<KeyRow> format_rows() {
            kOnlyWithFp16),
       hint("fp16.min_loss_scale", ValueType::integer, "1", "Smallest dynamic scale.", kOnlyWithFp16),
       refused("fp16.fp16_master_weights_and_grads", ValueType::boolean, "false", "fp16 master weights.", kHalf),
-      refused_section("amp", "enabled", "NVIDIA Apex mixed precision.", "use bf16"),
-      refused_section("torch_autocast", "enabled", "PyTorch autocast.", "use bf16"),
+      refused_section("amp", "enabled", "NVIDIA Apex mixed precision.",
+                      "mixed precision is bf16 weights beside fp32 masters; remove the section"),
+      refused_section("torch_autocast", "enabled", "PyTorch autocast.",
+                      "mixed precision is bf16 weights beside fp32 masters; remove the section"),
+  };
+}
+
+std::vector<KeyRow> data_type_rows() {
+  return {
       section_row("data_types", "Types of gradients, parameters and buffers."),
-      refused("data_types.grad_accum_dtype", ValueType::string, "\"bf16\"", "Type gradients are added in.",
-              kGradientType),
-      refused("data_types.param_dtype", ValueType::string, "\"bf16\"", "Type of the parameters.",
-              "the program declares each parameter's type; leave this key out"),
-      refused("data_types.buffer_dtype", ValueType::string, "\"bf16\"", "Type of module buffers.",
-              "buffers belong to the program; leave this key out"),
-      refused("communication_data_type", ValueType::string, "\"bf16\"", "Type gradients travel in.", kOneReduction),
-      refused("seq_parallel_communication_data_type", ValueType::string, "\"fp32\"",
-              "The same for sequence parallelism.", "there is no sequence parallelism; leave this key out"),
+      {.path = "data_types.grad_accum_dtype",
+       .type = ValueType::choice,
+       .status = KeyStatus::hint,
+       .default_value = "\"bf16\"",
+       .choices = {"bf16", "bfloat16", "fp32", "float32"},
+       .refusals = {{"\"fp16\"", kHalf}, {"\"float16\"", kHalf}, {"\"half\"", kHalf}},
+       .nullable = true,
+       .meaning = "Type gradients of micro-batches are added in.",
+       .note = "with one micro-batch a step nothing is added, and each gradient meets an fp32 master"},
+      {.path = "data_types.param_dtype",
+       .type = ValueType::choice,
+       .status = KeyStatus::refused,
+       .default_value = "\"bf16\"",
+       .choices = {"bf16", "bfloat16", "fp16", "fp32"},
+       .neutral = "\"bf16\"",
+       .nullable = true,
+       .meaning = "Type of the parameters.",
+       .note = "the program declares each parameter's type; leave this key out"},
+      {.path = "data_types.buffer_dtype",
+       .type = ValueType::choice,
+       .status = KeyStatus::refused,
+       .choices = {"bf16", "bfloat16", "fp16", "fp32"},
+       .nullable = true,
+       .meaning = "Type of module buffers.",
+       .note = "buffers belong to the program; leave this key out"},
+      {.path = "data_types.keep_in_fp32_modules",
+       .type = ValueType::string_list,
+       .status = KeyStatus::refused,
+       .default_value = "[]",
+       .neutral = "[]",
+       .meaning = "Buffers that stay fp32.",
+       .note = "buffers belong to the program; leave this key out"},
+  };
+}
+
+std::vector<KeyRow> reduction_rows() {
+  return {
+      {.path = "communication_data_type",
+       .type = ValueType::choice,
+       .status = KeyStatus::refused,
+       .default_value = "\"bf16\"",
+       .choices = {"bf16", "fp16", "fp32"},
+       .neutral = "\"bf16\"",
+       .nullable = true,
+       .meaning = "Type gradients travel in.",
+       .note = kOneReduction},
+      {.path = "seq_parallel_communication_data_type",
+       .type = ValueType::choice,
+       .status = KeyStatus::refused,
+       .default_value = "\"fp32\"",
+       .choices = {"fp32", "bf16", "fp16"},
+       .neutral = "\"fp32\"",
+       .nullable = true,
+       .meaning = "The same for sequence parallelism.",
+       .note = kNoSequenceParallelism},
+      {.path = "sequence_parallel_size",
+       .type = ValueType::integer,
+       .status = KeyStatus::refused,
+       .default_value = "1",
+       .range = {.min = 1},
+       .neutral = "1",
+       .meaning = "Ranks that share one sequence.",
+       .note = kNoSequenceParallelism},
       refused("prescale_gradients", ValueType::boolean, "false", "Whether gradients are divided before they are added.",
               kOneReduction),
       {.path = "gradient_predivide_factor",
@@ -196,6 +275,7 @@ std::vector<KeyRow> format_rows() {
        .neutral = "\"mean\"",
        .meaning = "Whether gradients are averaged or added over ranks.",
        .note = "gradients are averaged; scale the loss by the world size for a sum"},
+      refused("fp32_allreduce", ValueType::boolean, "false", "The old form of communication_data_type.", kOneReduction),
       refused("sparse_gradients", ValueType::boolean, "false", "Sparse gradients of embeddings.",
               "gradients are dense; leave this key out"),
   };
@@ -205,7 +285,7 @@ std::vector<KeyRow> format_rows() {
 
 std::vector<KeyRow> training_rows() {
   std::vector<KeyRow> rows;
-  for (auto part : {batch_rows, optimizer_rows, format_rows}) {
+  for (auto part : {batch_rows, optimizer_rows, bf16_rows, fp16_rows, data_type_rows, reduction_rows}) {
     for (KeyRow& row : part()) rows.push_back(std::move(row));
   }
   return rows;

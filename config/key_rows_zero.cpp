@@ -6,7 +6,7 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kLaterStage = "stages 0, 1 and 2 come later; use 3";
+constexpr std::string_view kLaterStage = "this version partitions everything, which is stage 3; use 3";
 constexpr std::string_view kBuckets = "each unit's gradients are one bucket, reduced as its backward ends";
 constexpr std::string_view kOneGather = "each unit is gathered in one grouped operation";
 constexpr std::string_view kQuantized =
@@ -17,9 +17,11 @@ constexpr std::string_view kAlwaysPipelined =
     "reading, updating and writing are always pipelined; how deep is set by "
     "offload_optimizer.buffer_count";
 constexpr std::string_view kAlwaysPinned = "staging memory is always pinned, within hoist.pinned_memory";
-constexpr std::string_view kUseOffload =
-    "deprecated in DeepSpeed too; write the section offload_optimizer or offload_param "
-    "with \"device\": \"cpu\"";
+constexpr std::string_view kNvmePath =
+    "Directory on the drive; the store is its subdirectory hoist. Required by device nvme. A list spreads the store "
+    "over "
+    "several drives: the first directory holds the manifest too.";
+constexpr std::string_view kSamePath = "Both sections name the same paths: a record holds weights and optimizer state.";
 
 Placement placement_of(const std::string& device) {
   if (device == "nvme") return Placement::nvme;
@@ -28,7 +30,10 @@ Placement placement_of(const std::string& device) {
 
 std::vector<KeyRow> offload_param_rows() {
   return {
-      section_row("zero_optimization.offload_param", "Where the weights live between uses."),
+      {.path = "zero_optimization.offload_param",
+       .type = ValueType::section,
+       .nullable = true,
+       .meaning = "Where the weights live between uses."},
       {.path = "zero_optimization.offload_param.device",
        .type = ValueType::choice,
        .default_value = "\"none\"",
@@ -36,10 +41,11 @@ std::vector<KeyRow> offload_param_rows() {
        .meaning = "none: on the device; cpu: in pinned memory; nvme: in the store.",
        .apply = [](Draft& d, const Value& v) { d.engine.parameters = placement_of(as_text(v)); }},
       {.path = "zero_optimization.offload_param.nvme_path",
-       .type = ValueType::path,
-       .meaning = "Directory on the drive; the store is its subdirectory hoist. Required by device nvme.",
-       .note = "Both sections name the same path: a record holds weights and optimizer state.",
-       .apply = [](Draft& d, const Value& v) { d.parameter_path = as_text(v); }},
+       .type = ValueType::path_list,
+       .nullable = true,
+       .meaning = kNvmePath,
+       .note = kSamePath,
+       .apply = [](Draft& d, const Value& v) { d.parameter_paths = as_texts(v); }},
       {.path = "zero_optimization.offload_param.buffer_count",
        .type = ValueType::integer,
        .default_value = "5",
@@ -58,7 +64,10 @@ std::vector<KeyRow> offload_param_rows() {
 
 std::vector<KeyRow> offload_optimizer_rows() {
   return {
-      section_row("zero_optimization.offload_optimizer", "Where masters and moments live between steps."),
+      {.path = "zero_optimization.offload_optimizer",
+       .type = ValueType::section,
+       .nullable = true,
+       .meaning = "Where masters and moments live between steps."},
       {.path = "zero_optimization.offload_optimizer.device",
        .type = ValueType::choice,
        .default_value = "\"none\"",
@@ -66,10 +75,11 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .meaning = "none: on the device; cpu: in pinned memory; nvme: in the store.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer = placement_of(as_text(v)); }},
       {.path = "zero_optimization.offload_optimizer.nvme_path",
-       .type = ValueType::path,
-       .meaning = "Directory on the drive; the store is its subdirectory hoist. Required by device nvme.",
-       .note = "Both sections name the same path: a record holds weights and optimizer state.",
-       .apply = [](Draft& d, const Value& v) { d.optimizer_path = as_text(v); }},
+       .type = ValueType::path_list,
+       .nullable = true,
+       .meaning = kNvmePath,
+       .note = kSamePath,
+       .apply = [](Draft& d, const Value& v) { d.optimizer_paths = as_texts(v); }},
       {.path = "zero_optimization.offload_optimizer.buffer_count",
        .type = ValueType::integer,
        .default_value = "4",
@@ -91,7 +101,7 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .range = {.max = 1},
        .neutral = "1.0",
        .meaning = "Share of the optimizer state that is offloaded.",
-       .note = "all of it is offloaded for now; use 1.0"},
+       .note = "all of it is offloaded; use 1.0"},
       refused("zero_optimization.offload_optimizer.super_offload", ValueType::boolean, "false",
               "DeepSpeed's speculative CPU optimizer.", "updates are never speculative here; leave this key out"),
       {.path = "zero_optimization.offload_optimizer.cpuadam_cores_perc",
@@ -110,11 +120,13 @@ std::vector<KeyRow> gather_rows() {
        .type = ValueType::integer,
        .default_value = "1048576",
        .deepspeed_default = "1000000000",
-       .range = {.min = 1},
        .meaning =
            "Elements that are read, updated and written as one piece; rounded to whole tiles, and made smaller where "
-           "the pinned budget is.",
-       .apply = [](Draft& d, const Value& v) { d.engine.sub_group_elements = as_count(v); }},
+           "the pinned budget is. 0: the default.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             if (as_count(v) > 0) d.engine.sub_group_elements = as_count(v);
+           }},
       {.path = "zero_optimization.stage3_prefetch_bucket_size",
        .aliases = {"prefetch_bucket_size"},
        .type = ValueType::integer,
@@ -193,8 +205,15 @@ std::vector<KeyRow> bucket_rows() {
            kOneGather),
       hint("zero_optimization.allgather_bucket_size", ValueType::integer, "500000000", "Elements of one gather.",
            kOneGather),
-      hint("zero_optimization.overlap_comm", ValueType::boolean, "true", "Overlap communication with compute.",
-           "gathers and reductions always run on streams of their own"),
+      {.path = "zero_optimization.overlap_comm",
+       .type = ValueType::boolean,
+       .status = KeyStatus::hint,
+       .default_value = "true",
+       .nullable = true,
+       .meaning = "Overlap communication with compute.",
+       .note = "gathers and reductions always run on streams of their own"},
+      hint("zero_optimization.parameter_alignment", ValueType::boolean, "false", "Pad parameters to 16 bytes.",
+           "parameters begin at multiples of 32 elements"),
       hint("zero_optimization.round_robin_gradients", ValueType::boolean, "false", "Spread gradient copies over ranks.",
            kBuckets),
       hint("zero_optimization.ignore_unused_parameters", ValueType::boolean, "true",
@@ -213,6 +232,35 @@ std::vector<KeyRow> bucket_rows() {
   };
 }
 
+// What DeepSpeed calls deprecated, and still takes.
+std::vector<KeyRow> deprecated_rows() {
+  return {
+      {.path = "zero_optimization.cpu_offload",
+       .type = ValueType::boolean,
+       .default_value = "false",
+       .nullable = true,
+       .meaning = "The old form of offload_optimizer with device cpu; not together with it.",
+       .apply = [](Draft& d, const Value& v) { d.old_optimizer_offload = as_bool(v); }},
+      {.path = "zero_optimization.cpu_offload_param",
+       .aliases = {"cpu_offload_params"},
+       .type = ValueType::boolean,
+       .default_value = "false",
+       .nullable = true,
+       .meaning = "The old form of offload_param with device cpu; not together with it.",
+       .apply = [](Draft& d, const Value& v) { d.old_parameter_offload = as_bool(v); }},
+      {.path = "zero_optimization.cpu_offload_use_pin_memory",
+       .type = ValueType::boolean,
+       .status = KeyStatus::hint,
+       .default_value = "true",
+       .nullable = true,
+       .meaning = "The old form of pin_memory.",
+       .note = kAlwaysPinned},
+      refused("zero_optimization.elastic_checkpoint", ValueType::boolean, "false", "A legacy checkpoint layout.",
+              "the store is the checkpoint; leave this key out"),
+      refused("zero_optimization.legacy_stage1", ValueType::boolean, "false", "A legacy form of stage 1.", kLaterStage),
+  };
+}
+
 std::vector<KeyRow> refused_zero_rows() {
   const auto off = [](std::string_view path, std::string_view meaning, std::string_view note) {
     return refused(path, ValueType::boolean, "false", meaning, note);
@@ -220,27 +268,18 @@ std::vector<KeyRow> refused_zero_rows() {
   return {
       refused("zero_optimization.load_from_fp32_weights", ValueType::boolean, "true", "Restore masters from fp32.",
               "masters are always restored exactly; leave this key out"),
-      off("zero_optimization.elastic_checkpoint", "A legacy checkpoint layout.", "leave this key out"),
-      off("zero_optimization.legacy_stage1", "A legacy form of stage 1.", kLaterStage),
-      off("zero_optimization.cpu_offload", "The old form of offload_optimizer.", kUseOffload),
-      {.path = "zero_optimization.cpu_offload_param",
-       .aliases = {"cpu_offload_params"},
-       .type = ValueType::boolean,
-       .status = KeyStatus::refused,
-       .default_value = "false",
-       .neutral = "false",
-       .meaning = "The old form of offload_param.",
-       .note = kUseOffload},
-      hint("zero_optimization.cpu_offload_use_pin_memory", ValueType::boolean, "true", "The old form of pin_memory.",
-           kAlwaysPinned),
+      refused("zero_optimization.compute_grad_norm", ValueType::boolean, "true", "Whether the norm is computed.",
+              "the norm is always computed, on the way down; DeepSpeed lets stages 1 and 2 leave it out"),
       {.path = "zero_optimization.zenflow",
        .type = ValueType::opaque,
        .status = KeyStatus::refused,
+       .nullable = true,
        .meaning = "DeepSpeed's optimizer with stale updates.",
        .note = "stale updates change the result; remove the section"},
       {.path = "zero_optimization.zeropp_loco_param",
        .type = ValueType::opaque,
        .status = KeyStatus::refused,
+       .nullable = true,
        .meaning = "Error feedback of quantised gradients.",
        .note = kQuantized},
       off("zero_optimization.zero_quantized_weights", "int8 weight gathers.", kQuantized),
@@ -264,7 +303,10 @@ std::vector<KeyRow> refused_zero_rows() {
 
 std::vector<KeyRow> aio_rows() {
   return {
-      section_row("aio", "Transfers between pinned memory and NVMe."),
+      {.path = "aio",
+       .type = ValueType::section,
+       .nullable = true,
+       .meaning = "Transfers between pinned memory and NVMe."},
       {.path = "aio.block_size",
        .type = ValueType::bytes,
        .default_value = "1048576",
@@ -311,8 +353,8 @@ std::vector<KeyRow> zero_rows() {
        .meaning = "3: parameters, gradients and optimizer state are partitioned.",
        .apply = [](Draft& d, const Value& v) { d.engine.stage = static_cast<int>(as_count(v)); }},
   };
-  for (auto part :
-       {offload_param_rows, offload_optimizer_rows, gather_rows, bucket_rows, refused_zero_rows, aio_rows}) {
+  for (auto part : {offload_param_rows, offload_optimizer_rows, gather_rows, bucket_rows, deprecated_rows,
+                    refused_zero_rows, aio_rows}) {
     for (KeyRow& row : part()) rows.push_back(std::move(row));
   }
   return rows;

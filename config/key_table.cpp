@@ -28,6 +28,8 @@ std::string_view value_type_name(ValueType type) {
       return "a choice";
     case ValueType::path:
       return "a path";
+    case ValueType::path_list:
+      return "a path or a list of paths";
     case ValueType::number_pair:
       return "a list of two numbers";
     case ValueType::string_list:
@@ -54,7 +56,8 @@ std::string_view key_status_name(KeyStatus status) {
 const std::vector<KeyRow>& key_table() {
   static const std::vector<KeyRow> table = [] {
     std::vector<KeyRow> rows;
-    for (auto part : {detail::training_rows, detail::zero_rows, detail::hoist_rows, detail::service_rows}) {
+    for (auto part : {detail::training_rows, detail::schedule_rows, detail::zero_rows, detail::hoist_rows,
+                      detail::service_rows, detail::feature_rows}) {
       for (KeyRow& row : part()) rows.push_back(std::move(row));
     }
     return rows;
@@ -133,29 +136,6 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
-struct Near {
-  std::string_view name;
-  std::size_t distance = 0;
-};
-
-// The nearest name among `rows`, when it is near enough to be a slip of the finger: a third of the letters.
-Near nearest(const std::vector<const KeyRow*>& rows, std::string_view name) {
-  Near best{{}, std::max<std::size_t>(1, name.size() / 3) + 1};
-  const auto consider = [&](std::string_view candidate) {
-    // Long names differ by much; do not compute what cannot win.
-    const std::size_t apart =
-        candidate.size() > name.size() ? candidate.size() - name.size() : name.size() - candidate.size();
-    if (apart >= best.distance) return;
-    if (const std::size_t distance = edit_distance(name, candidate); distance < best.distance)
-      best = {candidate, distance};
-  };
-  for (const KeyRow* row : rows) {
-    consider(last_part(row->path));
-    for (const std::string_view alias : row->aliases) consider(alias);
-  }
-  return best;
-}
-
 }  // namespace
 
 std::string allowed_text(const KeyRow& row) {
@@ -171,16 +151,36 @@ std::string allowed_text(const KeyRow& row) {
       return "a byte count" + range_text(row) + ", as a number or like \"8GiB\"";
     case ValueType::number_pair:
       return "a list of two numbers, each" + range_text(row);
-    case ValueType::path:
-      return "a path, or a list of one path";
     default:
       return std::string(value_type_name(row.type));
   }
 }
 
+// A third of the letters may be wrong.
+std::string_view nearest_name(const std::vector<std::string_view>& names, std::string_view name) {
+  std::string_view best;
+  std::size_t best_distance = std::max<std::size_t>(1, name.size() / 3) + 1;
+  for (const std::string_view candidate : names) {
+    // Long names differ by much; do not compute what cannot win.
+    const std::size_t apart =
+        candidate.size() > name.size() ? candidate.size() - name.size() : name.size() - candidate.size();
+    if (apart >= best_distance) continue;
+    if (const std::size_t distance = edit_distance(name, candidate); distance < best_distance) {
+      best = candidate;
+      best_distance = distance;
+    }
+  }
+  return best;
+}
+
 std::string suggestion(std::string_view section_path, std::string_view name) {
-  if (const Near near = nearest(members_of(section_path), name); !near.name.empty()) {
-    return fmt::format("did you mean \"{}\"?", near.name);
+  std::vector<std::string_view> names;
+  for (const KeyRow* row : members_of(section_path)) {
+    names.push_back(last_part(row->path));
+    names.insert(names.end(), row->aliases.begin(), row->aliases.end());
+  }
+  if (const std::string_view near = nearest_name(names, name); !near.empty()) {
+    return fmt::format("did you mean \"{}\"?", near);
   }
   for (const KeyRow& row : key_table()) {
     if (name == last_part(row.path) || std::ranges::find(row.aliases, name) != row.aliases.end()) {

@@ -27,7 +27,8 @@ enum class ValueType : std::uint8_t {
   bytes,    // an integer, or a string such as "8GiB"
   string,
   choice,       // one of KeyRow::choices
-  path,         // a string, or a list of one
+  path,         // a string
+  path_list,    // a string, or a list of strings
   number_pair,  // a list of two numbers
   string_list,
   section,  // an object whose members are rows of their own
@@ -42,7 +43,7 @@ enum class KeyStatus : std::uint8_t {
 };
 std::string_view key_status_name(KeyStatus status);
 
-// A checked value. bytes is an integer; choice and path are strings; sections have none.
+// A checked value. bytes is an integer; choice and path are strings, path_list is a list of them; sections have none.
 using Value = std::variant<std::monostate, bool, std::int64_t, double, std::string, std::vector<double>,
                            std::vector<std::string>>;
 
@@ -74,6 +75,7 @@ struct KeyRow {
   // opaque sections the name of the member that switches the section on: off, or absent, is accepted.
   std::string_view neutral{};
   std::vector<Refusal> refusals{};
+  bool nullable = false;       // null is the same as leaving the key out, as where DeepSpeed's own default is None
   std::string_view meaning{};  // one sentence
   std::string_view note{};     // hint: why it has no effect; refused: why, and the alternative; else a remark
   void (*apply)(detail::Draft&, const Value&) = nullptr;  // implemented keys: puts the value where it takes effect
@@ -93,6 +95,9 @@ std::string_view section_of(std::string_view path);  // "" at the top level
 
 // What the row allows, for messages and the reference: "an integer from 1 to 4096".
 std::string allowed_text(const KeyRow& row);
+
+// The nearest of some names, when it is near enough to be a slip of the finger; else empty.
+std::string_view nearest_name(const std::vector<std::string_view>& names, std::string_view name);
 
 // "did you mean ...?" for a member that does not exist, or where a key of that name does exist; else where to look.
 std::string suggestion(std::string_view section_path, std::string_view name);

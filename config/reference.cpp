@@ -13,7 +13,8 @@ constexpr std::string_view kIntroduction =
     R"(# Configuration reference
 
 A configuration is the JSON file DeepSpeed users have; what only hoist can do stands under the key `"hoist"`. This page is
-printed by `hoist check --print-keys` from the table the parser uses.
+printed by `hoist check --print-keys` from the table the parser uses, and so is the schema for editors
+(`config/hoist.schema.json`, installed as `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
 - An unknown key is an error, anywhere. So is a key given twice.
 - A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at the
@@ -21,7 +22,8 @@ printed by `hoist check --print-keys` from the table the parser uses.
   in a warning.
 - `"auto"` means the default, which may differ from what another tool would choose; `hoist check` shows it.
 - Integers may be written as integral floats (`5e8`), byte counts also as `"8GiB"` (a power of two) or `"8GB"` (a power of
-  ten). Booleans are never strings. `null` is never a value: leave the key out.
+  ten). Booleans are never strings. `null` is a value only where DeepSpeed's own default is none (marked below), and then
+  the same as leaving the key out.
 - All problems of a file are reported at once, each with line and column.
 - The weights' types are the program's: it declares every parameter bf16 or fp32. bf16 parameters train with an exact fp32
   master, whether or not the file has a `bf16` section; `"bf16": {"enabled": false}` is refused, because a file cannot turn
@@ -29,6 +31,8 @@ printed by `hoist check --print-keys` from the table the parser uses.
 - The store is the subdirectory `hoist` of `nvme_path`. With nothing on NVMe, `hoist.checkpoint_path` names a directory
   that `Engine::save` commits to; there is then no commit for each step.
 - `train_batch_size` is micro-batch times accumulation times world size; two of them imply the third.
+- A `scheduler` gives the rate of step n as DeepSpeed would: the first step has the rate its schedule starts with, skipped
+  steps do not count.
 )";
 
 std::string cell(std::string_view text) {
@@ -50,7 +54,9 @@ std::string default_cell(const KeyRow& row) {
 std::string sentence(std::string_view text) {
   if (text.empty()) return {};
   std::string result(text);
-  if (result[0] >= 'a' && result[0] <= 'z') result[0] = static_cast<char>(result[0] - 'a' + 'A');
+  // A sentence may begin with the name of a key, which keeps its case.
+  const bool begins_with_key = text.substr(0, text.find(' ')).find_first_of("._") != std::string_view::npos;
+  if (result[0] >= 'a' && result[0] <= 'z' && !begins_with_key) result[0] = static_cast<char>(result[0] - 'a' + 'A');
   if (!result.ends_with('.')) result += '.';
   return result;
 }
@@ -87,7 +93,8 @@ void add_table(std::string& text, std::string_view section_path) {
   text += "\n| key | value | default | status | meaning |\n|---|---|---|---|---|\n";
   for (const KeyRow* row : members_of(section_path)) {
     if (row->type == ValueType::section) continue;
-    text += fmt::format("| {} | {} | {} | {} | {} |\n", name_cell(*row), cell(allowed_text(*row)), default_cell(*row),
+    const std::string allowed = allowed_text(*row) + (row->nullable ? ", or null" : "");
+    text += fmt::format("| {} | {} | {} | {} | {} |\n", name_cell(*row), cell(allowed), default_cell(*row),
                         status_cell(*row), meaning_cell(*row));
   }
 }

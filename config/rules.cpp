@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <filesystem>
+#include <set>
 #include <string_view>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <hoist/config/detail/rules.hpp>
+#include <hoist/config/detail/schedule_rules.hpp>
 
 namespace hoist::config::detail {
 
@@ -24,16 +26,38 @@ std::string plain_path(const std::string& path) {
   return plain;
 }
 
+std::vector<std::string> plain_paths(const std::vector<std::string>& paths) {
+  std::vector<std::string> plain;
+  for (const std::string& path : paths) plain.push_back(plain_path(path));
+  return plain;
+}
+
+// As the file has them: one path, or a list.
+std::string quoted(const std::vector<std::string>& paths) {
+  const std::string inside = fmt::format("\"{}\"", fmt::join(paths, "\", \""));
+  return paths.size() == 1 ? inside : "[" + inside + "]";
+}
+
 class Rules {
  public:
   Rules(Draft& draft, ReadResult& read) : draft_(draft), read_(read) {}
 
   RuleNotes apply() {
+    forgive_parameters("optimizer.type", "optimizer.params.");
+    forgive_parameters("scheduler.type", "scheduler.params.");
     optimizer();
+    old_offload(draft_.old_parameter_offload, "zero_optimization.cpu_offload_param", kParamDevice,
+                draft_.engine.parameters);
+    old_offload(draft_.old_optimizer_offload, "zero_optimization.cpu_offload", kOptimizerDevice,
+                draft_.engine.optimizer);
     placements();
     store();
     durability();
     host_device_only();
+    batch();
+    formats();
+    reports();
+    apply_schedule(draft_, read_, notes_);
     remarks();
     return std::move(notes_);
   }
@@ -57,6 +81,14 @@ class Rules {
                               found == nullptr ? 0 : found->column});
   }
 
+  // Another optimizer or schedule has other parameters: that it is refused says enough.
+  void forgive_parameters(std::string_view type_key, std::string_view section) {
+    if (!is_wrong(type_key)) return;
+    std::erase_if(read_.problems, [&](const ConfigProblem& p) {
+      return p.key.starts_with(section) && p.problem.starts_with(kUnknownKey);
+    });
+  }
+
   void optimizer() {
     optim::AdamOptions& adam = draft_.engine.optimizer_defaults;
     const bool decoupled = !draft_.optimizer_named_adam || draft_.adam_w_mode;
@@ -74,38 +106,70 @@ class Rules {
     }
   }
 
+  // cpu_offload: true is the section that replaced it, with device "cpu".
+  void old_offload(bool asked_for, std::string_view old_key, std::string_view device_key, Placement& placement) {
+    if (!asked_for) return;
+    const std::string_view section = section_of(device_key);
+    const bool both = std::ranges::any_of(read_.settings, [&](const ConfigSetting& s) {
+      return s.row->path.starts_with(section) && s.source != ConfigSetting::Source::standard;
+    });
+    if (both) {
+      problem(old_key, fmt::format("stands beside {}, which replaces it; keep the section", last_part(section)));
+      return;
+    }
+    placement = Placement::pinned;
+    const ConfigSetting* old_setting = setting(old_key);
+    if (ConfigSetting* device = setting(device_key); device != nullptr && old_setting != nullptr) {
+      *device = ConfigSetting{.row = device->row,
+                              .value = std::string("cpu"),
+                              .source = ConfigSetting::Source::file,
+                              .line = old_setting->line,
+                              .column = old_setting->column};
+    }
+    notes_.warnings.push_back(
+        fmt::format("{} is deprecated; it is taken as {} with \"device\": \"cpu\"", old_key, last_part(section)));
+  }
+
   void placements() {
-    placement(draft_.engine.parameters, draft_.parameter_path, kParamDevice, kParamPath);
-    placement(draft_.engine.optimizer, draft_.optimizer_path, kOptimizerDevice, kOptimizerPath);
+    placement(draft_.engine.parameters, draft_.parameter_paths, kParamDevice, kParamPath);
+    placement(draft_.engine.optimizer, draft_.optimizer_paths, kOptimizerDevice, kOptimizerPath);
+    if (is_wrong("zero_optimization.stage") && draft_.engine.parameters != Placement::device) {
+      problem(kParamDevice, "needs stage 3; DeepSpeed ignores offload_param below it without a word");
+    }
     const bool both = draft_.engine.parameters == Placement::nvme && draft_.engine.optimizer == Placement::nvme;
-    if (both && !draft_.parameter_path.empty() && !draft_.optimizer_path.empty() &&
-        plain_path(draft_.parameter_path) != plain_path(draft_.optimizer_path)) {
-      problem(
-          kOptimizerPath,
-          fmt::format("\"{}\" differs from offload_param.nvme_path \"{}\"; a record holds weights and optimizer state, "
-                      "so use one path",
-                      draft_.optimizer_path, draft_.parameter_path));
+    if (both && !draft_.parameter_paths.empty() && !draft_.optimizer_paths.empty() &&
+        plain_paths(draft_.parameter_paths) != plain_paths(draft_.optimizer_paths)) {
+      problem(kOptimizerPath,
+              fmt::format("{} differs from offload_param.nvme_path {}; a record holds weights and optimizer state, so "
+                          "name the same in both",
+                          quoted(draft_.optimizer_paths), quoted(draft_.parameter_paths)));
     }
   }
 
-  // True when the file's own value of a key below `path` was found wrong: what follows from it is not worth saying.
+  // True when a problem with `path` or a key below it is known: what follows from it is not worth saying.
   bool is_wrong(std::string_view path) const {
-    return std::ranges::any_of(read_.problems, [&](const ConfigProblem& p) { return p.key.starts_with(path); });
+    return std::ranges::any_of(read_.problems, [&](const ConfigProblem& p) {
+      return p.key.starts_with(path) && (p.key.size() == path.size() || p.key[path.size()] == '.');
+    });
   }
 
-  void placement(Placement where, const std::string& path, std::string_view device_key, std::string_view path_key) {
-    if (where == Placement::nvme && path.empty() && !is_wrong(path_key)) {
+  void placement(Placement where, const std::vector<std::string>& paths, std::string_view device_key,
+                 std::string_view path_key) {
+    if (where == Placement::nvme && paths.empty() && !is_wrong(path_key)) {
       problem(device_key, fmt::format("\"nvme\" needs {} beside it", last_part(path_key)));
     }
-    if (where != Placement::nvme && !path.empty()) {
+    if (where != Placement::nvme && !paths.empty()) {
       notes_.warnings.push_back(fmt::format("{} is not used: {} is not \"nvme\"", path_key, last_part(device_key)));
+    }
+    const std::vector<std::string> plain = plain_paths(paths);
+    if (std::set<std::string>(plain.begin(), plain.end()).size() != plain.size()) {
+      problem(path_key, fmt::format("{} names a directory twice; each drive once", quoted(paths)));
     }
   }
 
-  std::string nvme_path() const {
-    if (draft_.engine.parameters == Placement::nvme) return draft_.parameter_path;
-    if (draft_.engine.optimizer == Placement::nvme) return draft_.optimizer_path;
-    return {};
+  const std::vector<std::string>& nvme_paths() const {
+    if (draft_.engine.parameters == Placement::nvme) return draft_.parameter_paths;
+    return draft_.optimizer_paths;
   }
 
   bool uses_nvme() const {
@@ -113,14 +177,21 @@ class Rules {
   }
 
   void store() {
-    const std::string nvme = nvme_path();
-    if (!nvme.empty() && !draft_.checkpoint_path.empty() && plain_path(draft_.checkpoint_path) != plain_path(nvme)) {
-      problem("hoist.checkpoint_path",
-              fmt::format("\"{}\" is not needed: state on NVMe is committed in its own store; leave this key out",
-                          draft_.checkpoint_path));
+    std::vector<std::string> roots;
+    if (uses_nvme()) {
+      roots = plain_paths(nvme_paths());
+      if (!roots.empty() && !draft_.checkpoint_path.empty() && plain_path(draft_.checkpoint_path) != roots.front()) {
+        problem("hoist.checkpoint_path",
+                fmt::format("\"{}\" is not needed: state on NVMe is committed in its own store; leave this key out",
+                            draft_.checkpoint_path));
+      }
+    } else if (!draft_.checkpoint_path.empty()) {
+      roots = {plain_path(draft_.checkpoint_path)};
     }
-    const std::string& root = uses_nvme() ? nvme : draft_.checkpoint_path;
-    if (!root.empty()) draft_.engine.store_directory = (std::filesystem::path(plain_path(root)) / "hoist").string();
+    for (std::string& root : roots) root = (std::filesystem::path(root) / "hoist").string();
+    if (roots.empty()) return;
+    draft_.engine.store_directory = roots.front();
+    draft_.engine.stripe_directories.assign(roots.begin() + 1, roots.end());
   }
 
   void durability() {
@@ -141,11 +212,38 @@ class Rules {
     }
   }
 
+  // What holds for every world size; Config::check_world_size does the rest.
+  void batch() {
+    const TrainingOptions& training = draft_.training;
+    if (!training.train_batch_size || !training.train_micro_batch_size_per_gpu) return;
+    if (*training.train_batch_size % *training.train_micro_batch_size_per_gpu == 0) return;
+    problem("train_batch_size",
+            fmt::format("{} is not a multiple of train_micro_batch_size_per_gpu {}, so no number of ranks fits",
+                        *training.train_batch_size, *training.train_micro_batch_size_per_gpu));
+  }
+
+  void formats() {
+    const bool fp16 = std::ranges::any_of(
+        read_.refused, [](const ConfigSetting& s) { return s.row->path == "fp16.enabled" && s.value == Value(true); });
+    if (fp16 && in_file("bf16.enabled")) {
+      problem("bf16.enabled", "fp16 and bf16 cannot both be enabled; remove the section fp16");
+    }
+  }
+
+  // Two writers of one file would destroy each other's lines.
+  void reports() {
+    const std::string& metrics = draft_.engine.metrics_path;
+    if (!metrics.empty() && plain_path(metrics) == plain_path(draft_.runtime.trace_path)) {
+      problem("hoist.trace", fmt::format("\"{}\" is the file of hoist.metrics too; name another", metrics));
+    }
+  }
+
   void remarks() {
     if (!in_file("zero_optimization.stage")) {
-      notes_.notes.push_back("zero_optimization.stage is 3 (DeepSpeed's default is 0, which comes later)");
+      notes_.notes.push_back("zero_optimization.stage is 3 (DeepSpeed's default is 0)");
     }
-    if (!in_file("bf16.enabled")) {
+    if (const ConfigSetting* bf16 = setting("bf16.enabled");
+        bf16 != nullptr && bf16->source == ConfigSetting::Source::standard) {
       notes_.notes.push_back("bf16 is not asked for: parameters the program declares bf16 are bf16 all the same");
     }
     if (!read_.automatic.empty()) {

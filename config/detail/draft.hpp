@@ -4,19 +4,36 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <hoist/config/config.hpp>
 
 namespace hoist::config::detail {
+
+// Settings of the section "scheduler", of every type at once; the type says which of them count.
+struct ScheduleDraft {
+  std::string type;  // empty: no schedule
+  std::optional<std::uint64_t> total_steps;
+  WarmupRate warmup;
+  WarmupCosineRate cosine;
+  OneCycleRate cycle;
+  bool cycle_momentum = true;
+  OneCycleRate::Momentum momentum;
+  RangeTestRate range_test;
+};
 
 // Values that become options only together with others.
 struct Draft {
   RuntimeOptions runtime;
   EngineOptions engine;
   TrainingOptions training;
+  MeasuredBandwidth measured;
+  ScheduleDraft schedule;
 
-  std::string parameter_path;  // offload_param.nvme_path
-  std::string optimizer_path;  // offload_optimizer.nvme_path
+  std::vector<std::string> parameter_paths;  // offload_param.nvme_path
+  std::vector<std::string> optimizer_paths;  // offload_optimizer.nvme_path
+  bool old_parameter_offload = false;        // cpu_offload_param
+  bool old_optimizer_offload = false;        // cpu_offload
   std::string checkpoint_path;
   std::optional<tiers::Durability> durability;
   bool optimizer_named_adam = false;  // "Adam" leaves the choice of decay to adam_w_mode

@@ -38,11 +38,13 @@ struct JsonMember {
 class JsonSyntaxError : public std::runtime_error {
  public:
   JsonSyntaxError(std::size_t at, const std::string& what_is_wrong) : std::runtime_error(what_is_wrong), offset(at) {}
-  const std::size_t offset;
+  std::size_t offset;
 };
 
 // Nesting deeper than any configuration; keeps hostile input from exhausting the stack.
 inline constexpr std::size_t kJsonDepthMax = 64;
+// More values than any configuration; keeps a data file from filling memory, one node of the tree for each.
+inline constexpr std::size_t kJsonValuesMax = 1'000'000;
 
 JsonNode parse_json_text(std::string_view text);
 

@@ -10,15 +10,20 @@
 namespace hoist::config::detail {
 
 std::vector<KeyRow> training_rows();  // batch, optimizer, number formats
+std::vector<KeyRow> schedule_rows();  // scheduler
 std::vector<KeyRow> zero_rows();      // zero_optimization, aio
 std::vector<KeyRow> hoist_rows();     // what only hoist has
-std::vector<KeyRow> service_rows();   // DeepSpeed's other sections
+std::vector<KeyRow> service_rows();   // logging, profiling, checkpoints, activations
+std::vector<KeyRow> feature_rows();   // features of DeepSpeed that do not exist here
 
 inline bool as_bool(const Value& value) { return std::get<bool>(value); }
 inline std::uint64_t as_count(const Value& value) { return static_cast<std::uint64_t>(std::get<std::int64_t>(value)); }
 inline unsigned as_unsigned(const Value& value) { return static_cast<unsigned>(std::get<std::int64_t>(value)); }
 inline double as_number(const Value& value) { return std::get<double>(value); }
 inline const std::string& as_text(const Value& value) { return std::get<std::string>(value); }
+inline const std::vector<std::string>& as_texts(const Value& value) {
+  return std::get<std::vector<std::string>>(value);
+}
 
 // Shorter spellings of the common rows.
 inline KeyRow section_row(std::string_view path, std::string_view meaning) {
@@ -33,6 +38,11 @@ inline KeyRow hint(std::string_view path, ValueType type, std::string_view defau
           .default_value = default_value,
           .meaning = meaning,
           .note = note};
+}
+
+// A hint without a default, which DeepSpeed's own files may spell null.
+inline KeyRow optional_hint(std::string_view path, ValueType type, std::string_view meaning, std::string_view note) {
+  return {.path = path, .type = type, .status = KeyStatus::hint, .nullable = true, .meaning = meaning, .note = note};
 }
 
 // Accepted at `neutral` only, which is also its default.

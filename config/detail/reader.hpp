@@ -13,14 +13,16 @@ namespace hoist::config::detail {
 
 struct ReadResult {
   std::vector<ConfigSetting> settings;  // one per row that has a value, in table order
-  std::vector<ConfigProblem> problems;  // in the order of the text
+  std::vector<ConfigSetting> refused;   // values of the right kind that are not honoured; also among the problems
+  std::vector<ConfigProblem> problems;  // in the order of the text, no more than kProblemsMax
+  std::size_t unlisted = 0;             // problems beyond those
   std::vector<std::string> hints;       // accepted keys without effect, in the order of the text
   std::vector<std::string> automatic;   // keys given as "auto"
 };
 
-ReadResult read_settings(const JsonNode& root, std::string_view text);
+// What the sentence about a key without a row begins with.
+inline constexpr std::string_view kUnknownKey = "unknown key; ";
 
-// The value of a table default. Pre: the row has one.
-Value default_of(const KeyRow& row);
+ReadResult read_settings(const JsonNode& root, std::string_view text);
 
 }  // namespace hoist::config::detail

@@ -14,7 +14,7 @@ namespace {
 
 std::vector<std::string> all_samples() {
   std::vector<std::string> texts;
-  for (const char* kind : {"accept", "refuse"}) {
+  for (const char* kind : {"accept", "refuse", "wild"}) {
     for (const auto& file : test::sample_files(kind)) texts.push_back(test::read_text(file));
   }
   return texts;

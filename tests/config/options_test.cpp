@@ -168,6 +168,47 @@ TEST(Options, PathsAreTheSamePlaceHoweverWritten) {
   EXPECT_EQ(config.engine.store_directory, "/a/b/hoist");
 }
 
+TEST(Options, AListOfPathsSpreadsTheStore) {
+  const Config config = sample("several_drives");
+  EXPECT_EQ(config.engine.store_directory, "/nvme0/hoist");
+  EXPECT_EQ(config.engine.stripe_directories, std::vector<std::string>{"/nvme1/hoist"});
+}
+
+TEST(Options, OldOffloadIsTheSectionThatReplacedIt) {
+  const Config config = sample("old_offload");
+  EXPECT_EQ(config.engine.parameters, Placement::pinned);
+  EXPECT_EQ(config.engine.optimizer, Placement::pinned);
+  EXPECT_THAT(config.warnings, Contains(HasSubstr("zero_optimization.cpu_offload is deprecated")));
+  for (const ConfigSetting& setting : config.settings()) {
+    if (setting.row->path != "zero_optimization.offload_optimizer.device") continue;
+    EXPECT_EQ(to_text(setting.value), "\"cpu\"") << "what is in effect is shown";
+    EXPECT_EQ(setting.line, 1u);
+  }
+}
+
+TEST(Options, ReportsAndMeasurements) {
+  const Config config = sample("tuned_and_reported");
+  EXPECT_EQ(config.engine.metrics_path, "run/metrics.jsonl");
+  EXPECT_EQ(config.runtime.trace_path, "run/trace.json");
+  EXPECT_EQ(config.measured.read_bytes_per_second, 6'800'000'000u);
+  EXPECT_EQ(config.measured.mixed_bytes_per_second, 5'200'000'000u);
+  EXPECT_FALSE(parse("{}").measured.read_bytes_per_second.has_value());
+}
+
+TEST(Options, UpdateMode) {
+  const auto mode = [](const char* name) {
+    return parse("{\"hoist\": {\"update_mode\": \"" + std::string(name) + "\"}}").engine.update_mode;
+  };
+  EXPECT_EQ(mode("auto"), UpdateMode::automatic);
+  EXPECT_EQ(mode("step"), UpdateMode::step);
+  EXPECT_EQ(mode("forward"), UpdateMode::forward);
+}
+
+TEST(Options, ASubGroupOfZeroIsTheDefault) {
+  EXPECT_EQ(parse(R"({"zero_optimization": {"sub_group_size": 0}})").engine.sub_group_elements,
+            EngineOptions{}.sub_group_elements);
+}
+
 TEST(Options, OneOfTwoOnNvmeDecidesTheStore) {
   const Config config = parse(
       R"({"zero_optimization": {"offload_param": {"device": "cpu"},
@@ -227,6 +268,46 @@ TEST(WorldSize, TwoOfThreeImplyTheThird) {
     EXPECT_THAT(error.what(), HasSubstr("12 is not train_micro_batch_size_per_gpu 3"));
     EXPECT_THAT(error.what(), HasSubstr("(test.json:1:22)"));
   }
+}
+
+TEST(WorldSize, MoreSamplesThanCanBeCountedAreRefused) {
+  const Config config = parse(R"({"train_micro_batch_size_per_gpu": 9e18})");
+  EXPECT_EQ(config.check_world_size(1).train_batch_size, 9'000'000'000'000'000'000u);
+  EXPECT_THROW(config.check_world_size(2), ConfigProblems);
+}
+
+TEST(Problems, BeyondTheHundredthAreCounted) {
+  try {
+    Config::load((test::data_directory() / "refuse" / "hundreds_of_problems.json").string());
+    FAIL() << "accepted";
+  } catch (const ConfigProblems& error) {
+    EXPECT_EQ(error.problems.size(), kProblemsMax);
+    EXPECT_EQ(error.unlisted, 150u);
+    EXPECT_THAT(error.what(), HasSubstr("and 150 more"));
+  }
+}
+
+// A data file taken for a configuration costs neither memory nor minutes.
+TEST(Problems, LargeTextsAreRefusedSoon) {
+  std::string list = "{\"aio\": [";
+  for (int i = 0; i < 1'200'000; ++i) list += "0,";
+  EXPECT_THROW(parse(list + "0]}"), ConfigProblems);
+  std::string keys = "{";
+  for (int i = 0; i < 100'000; ++i) keys += "\"zero_optimisation_" + std::to_string(i) + "\": 1,\n";
+  EXPECT_THROW(parse(keys + "\"x\": 1}"), ConfigProblems);
+}
+
+TEST(Load, ADirectoryAndAnEndlessFileSayWhatTheyAre) {
+  const auto message = [](const char* path) -> std::string {
+    try {
+      Config::load(path);
+    } catch (const IoError& error) {
+      return error.what();
+    }
+    return "loaded";
+  };
+  EXPECT_THAT(message("/tmp"), HasSubstr("name the file in it"));
+  EXPECT_THAT(message("/dev/zero"), HasSubstr("at most 64 MiB"));
 }
 
 TEST(Load, AMissingFileIsNamed) {

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstdlib>
+#include <fstream>
+
 #include <gtest/gtest.h>
 
 #include <hoist/config/key_table.hpp>
@@ -9,11 +12,17 @@
 namespace hoist::config {
 namespace {
 
-TEST(Reference, TheDocumentIsTheTable) {
-  const std::string document = test::read_text(std::filesystem::path(HOIST_SOURCE_DIR) / "docs" / "config.md");
-  EXPECT_TRUE(document == reference_markdown())
-      << "docs/config.md is out of date; write it anew: hoist check --print-keys > docs/config.md";
+// HOIST_UPDATE_GOLDEN=1 writes the files anew, as `hoist check --print-keys` and `--print-schema` would.
+void expect_in_tree(const std::filesystem::path& file, const std::string& text) {
+  const std::filesystem::path path = std::filesystem::path(HOIST_SOURCE_DIR) / file;
+  if (std::getenv("HOIST_UPDATE_GOLDEN") != nullptr) std::ofstream(path, std::ios::binary) << text;
+  EXPECT_TRUE(test::read_text(path) == text)
+      << file << " is out of date; write it anew with HOIST_UPDATE_GOLDEN=1, or with hoist check --print-keys and "
+      << "--print-schema";
 }
+
+TEST(Reference, TheDocumentIsTheTable) { expect_in_tree("docs/config.md", reference_markdown()); }
+TEST(Reference, TheSchemaIsTheTable) { expect_in_tree("config/hoist.schema.json", schema_json()); }
 
 TEST(Reference, EveryKeyIsInIt) {
   const std::string document = reference_markdown();

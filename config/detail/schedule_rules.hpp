@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// config/detail/schedule_rules.hpp - the section "scheduler", once its values are valid one by one.
+#pragma once
+
+#include <hoist/config/detail/draft.hpp>
+#include <hoist/config/detail/reader.hpp>
+#include <hoist/config/detail/rules.hpp>
+
+namespace hoist::config::detail {
+
+// Fills draft.engine.learning_rate_schedule. Parameters that the type does not have, or lacks, become problems;
+// settings that do not count are removed from read.settings.
+void apply_schedule(Draft& draft, ReadResult& read, RuleNotes& notes);
+
+}  // namespace hoist::config::detail

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/config/detail/schedule_rules.hpp>
+
+namespace hoist::config::detail {
+
+namespace {
+
+constexpr std::string_view kParams = "scheduler.params.";
+
+struct ScheduleKind {
+  std::string_view type;
+  std::vector<std::string_view> parameters;
+  std::vector<std::string_view> required{};
+};
+
+// The parameters of DeepSpeed's constructors.
+const std::vector<ScheduleKind>& schedule_kinds() {
+  static const std::vector<ScheduleKind> kinds{
+      {"WarmupLR", {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"}},
+      {"WarmupDecayLR",
+       {"total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},
+       {"total_num_steps"}},
+      {"WarmupCosineLR",
+       {"total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"},
+       {"total_num_steps"}},
+      {"OneCycle",
+       {"cycle_min_lr", "cycle_max_lr", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count",
+        "cycle_second_stair_count", "decay_step_size", "decay_lr_rate", "cycle_momentum", "cycle_min_mom",
+        "cycle_max_mom", "decay_mom_rate"},
+       {"cycle_min_lr", "cycle_max_lr"}},
+      {"LRRangeTest",
+       {"lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase"}},
+  };
+  return kinds;
+}
+
+bool contains(const std::vector<std::string_view>& names, std::string_view name) {
+  return std::ranges::find(names, name) != names.end();
+}
+
+class ScheduleRules {
+ public:
+  ScheduleRules(Draft& draft, ReadResult& read, RuleNotes& notes) : draft_(draft), read_(read), notes_(notes) {}
+
+  void apply() {
+    const ScheduleKind* kind = nullptr;
+    for (const ScheduleKind& candidate : schedule_kinds()) {
+      if (candidate.type == draft_.schedule.type) kind = &candidate;
+    }
+    if (kind == nullptr) {
+      without_type();
+    } else {
+      check_parameters(*kind);
+      draft_.engine.learning_rate_schedule = schedule(kind->type);
+      remarks(kind->type);
+    }
+    std::erase_if(read_.settings, [&](const ConfigSetting& s) {
+      return s.row->path.starts_with(kParams) && (kind == nullptr || !counts(*kind, s));
+    });
+  }
+
+ private:
+  static bool counts(const ScheduleKind& kind, const ConfigSetting& setting) {
+    return contains(kind.parameters, last_part(setting.row->path));
+  }
+
+  const ConfigSetting* setting(std::string_view path) const {
+    for (const ConfigSetting& candidate : read_.settings) {
+      if (candidate.row->path == path) return &candidate;
+    }
+    return nullptr;
+  }
+
+  bool is_automatic(std::string_view name) const {
+    return std::ranges::find(read_.automatic, std::string(kParams) + std::string(name)) != read_.automatic.end();
+  }
+
+  bool is_given(std::string_view name) const {
+    const std::string path = std::string(kParams) + std::string(name);
+    const ConfigSetting* found = setting(path);
+    if (found != nullptr && found->source == ConfigSetting::Source::file) return true;
+    return std::ranges::any_of(read_.problems, [&](const ConfigProblem& p) { return p.key == path; });
+  }
+
+  void problem(const ConfigSetting* at, std::string key, std::string sentence) {
+    read_.problems.push_back(
+        {std::move(key), std::move(sentence), at == nullptr ? 0 : at->line, at == nullptr ? 0 : at->column});
+  }
+
+  void without_type() {
+    const bool said =
+        std::ranges::any_of(read_.problems, [](const ConfigProblem& p) { return p.key == "scheduler.type"; });
+    if (said) return;
+    for (const ConfigSetting& s : read_.settings) {
+      if (s.row->path.starts_with(kParams) && s.source == ConfigSetting::Source::file) {
+        problem(&s, std::string(s.row->path), "belongs to a schedule, but scheduler.type is missing");
+      }
+    }
+  }
+
+  void check_parameters(const ScheduleKind& kind) {
+    std::vector<const ConfigSetting*> strangers;
+    for (const ConfigSetting& s : read_.settings) {
+      if (!s.row->path.starts_with(kParams) || s.source == ConfigSetting::Source::standard) continue;
+      if (s.row->status == KeyStatus::implemented && !counts(kind, s)) strangers.push_back(&s);
+    }
+    for (const ConfigSetting* s : strangers) {
+      problem(s, std::string(s->row->path),
+              fmt::format("is no parameter of {}, which has {}", kind.type, fmt::join(kind.parameters, ", ")));
+    }
+    for (const std::string_view name : kind.required) {
+      if (is_given(name)) continue;
+      problem(setting("scheduler.type"), "scheduler.type",
+              is_automatic(name) ? fmt::format("{} needs {} as a number: \"auto\" is for trainers that know how long "
+                                               "they run",
+                                               kind.type, name)
+                                 : fmt::format("{} needs {} in scheduler.params", kind.type, name));
+    }
+  }
+
+  LearningRateSchedule schedule(std::string_view type) const {
+    const ScheduleDraft& s = draft_.schedule;
+    if (type == "WarmupLR") return s.warmup;
+    if (type == "WarmupDecayLR") {
+      WarmupDecayRate decay{.warmup = s.warmup, .total_steps = s.total_steps.value_or(0)};
+      const bool asks_for_optimizers = is_automatic("warmup_max_lr");
+      if (!s.warmup.max_rate && !asks_for_optimizers) decay.warmup.max_rate = WarmupDecayRate{}.warmup.max_rate;
+      return decay;
+    }
+    if (type == "WarmupCosineLR") {
+      WarmupCosineRate cosine = s.cosine;
+      cosine.total_steps = s.total_steps.value_or(0);
+      return cosine;
+    }
+    if (type == "LRRangeTest") return s.range_test;
+    OneCycleRate cycle = s.cycle;
+    cycle.momentum = s.cycle_momentum ? std::optional(s.momentum) : std::nullopt;
+    return cycle;
+  }
+
+  void remarks(std::string_view type) {
+    const ScheduleDraft& s = draft_.schedule;
+    if (s.total_steps && *s.total_steps < s.warmup.steps && (type == "WarmupDecayLR" || type == "WarmupCosineLR")) {
+      notes_.warnings.push_back(
+          fmt::format("scheduler.params.total_num_steps {} ends before the warm-up of {} steps; the rate then drops at "
+                      "once, as in DeepSpeed",
+                      *s.total_steps, s.warmup.steps));
+    }
+    const ConfigSetting* betas = setting("optimizer.params.betas");
+    if (type == "OneCycle" && s.cycle_momentum && betas != nullptr && betas->source == ConfigSetting::Source::file) {
+      notes_.warnings.push_back(
+          fmt::format("optimizer.params.betas is not used: OneCycle with cycle_momentum sets beta1 by the cycle and "
+                      "beta2 to {}, as "
+                      "in DeepSpeed",
+                      kOneCycleBeta2));
+    }
+  }
+
+  Draft& draft_;
+  ReadResult& read_;
+  RuleNotes& notes_;
+};
+
+}  // namespace
+
+void apply_schedule(Draft& draft, ReadResult& read, RuleNotes& notes) { ScheduleRules(draft, read, notes).apply(); }
+
+}  // namespace hoist::config::detail

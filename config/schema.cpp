@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include <hoist/config/key_table.hpp>
+#include <hoist/config/reference.hpp>
+
+namespace hoist::config {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// 4096, not 4096.0: bounds of integers are written as such.
+Json number(double value) {
+  return value == std::floor(value) && std::abs(value) < 9e15 ? Json(static_cast<std::int64_t>(value)) : Json(value);
+}
+
+void add_range(Json& schema, const Range& range) {
+  schema[range.min_excluded ? "exclusiveMinimum" : "minimum"] = number(range.min);
+  if (range.max < 9e18) schema[range.max_excluded ? "exclusiveMaximum" : "maximum"] = number(range.max);
+  if (range.multiple_of > 1) schema["multipleOf"] = range.multiple_of;
+}
+
+Json ranged(const char* type, const Range& range) {
+  Json schema{{"type", type}};
+  add_range(schema, range);
+  return schema;
+}
+
+// The parser takes choices in any case; editors offer the usual spelling, and take it in lower or upper case.
+Json spellings(const std::vector<std::string_view>& choices) {
+  std::vector<std::string> all;
+  const auto add = [&](std::string text) {
+    if (std::ranges::find(all, text) == all.end()) all.push_back(std::move(text));
+  };
+  for (const std::string_view choice : choices) add(std::string(choice));
+  for (const std::string_view choice : choices) {
+    std::string lower(choice), upper(choice);
+    for (char& c : lower) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+    for (char& c : upper) c = c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
+    add(std::move(lower));
+    add(std::move(upper));
+  }
+  return Json{{"enum", all}};
+}
+
+Json path_schema() { return {{"type", "string"}, {"minLength", 1}}; }
+
+Json any_value_of(const KeyRow& row) {
+  switch (row.type) {
+    case ValueType::boolean:
+      return {{"type", "boolean"}};
+    case ValueType::integer:
+      return ranged("integer", row.range);
+    case ValueType::number:
+      return ranged("number", row.range);
+    case ValueType::bytes:
+      return {{"anyOf",
+               {ranged("integer", row.range),
+                Json{{"type", "string"}, {"pattern", R"(^ *[0-9][0-9.eE+]* *([kKmMgGtT](i?[bB])?|[bB])? *$)"}}}}};
+    case ValueType::string:
+      return {{"type", "string"}};
+    case ValueType::choice:
+      return spellings(row.choices);
+    case ValueType::path:
+      return path_schema();
+    case ValueType::path_list:
+      return {{"anyOf", {path_schema(), Json{{"type", "array"}, {"items", path_schema()}, {"minItems", 1}}}}};
+    case ValueType::number_pair:
+      return {{"type", "array"}, {"items", ranged("number", row.range)}, {"minItems", 2}, {"maxItems", 2}};
+    case ValueType::string_list:
+      return {{"type", "array"}, {"items", {{"type", "string"}}}};
+    case ValueType::section:
+    case ValueType::opaque:
+      return {{"type", "object"}};
+  }
+  return {};
+}
+
+// What of that is honoured; null: nothing.
+Json honoured_value_of(const KeyRow& row) {
+  if (row.status == KeyStatus::refused) {
+    if (row.type == ValueType::opaque) {
+      if (row.neutral.empty()) return {{"type", "object"}, {"maxProperties", 0}};
+      return {{"type", "object"}, {"properties", {{std::string(row.neutral), {{"const", false}}}}}};
+    }
+    if (row.neutral.empty()) return nullptr;
+    const Json neutral = Json::parse(row.neutral);
+    return neutral.is_string() ? spellings({neutral.get_ref<const std::string&>()}) : Json{{"const", neutral}};
+  }
+  Json schema = any_value_of(row);
+  if (row.type != ValueType::choice && !row.refusals.empty()) {
+    Json values = Json::array();
+    for (const Refusal& refusal : row.refusals) values.push_back(Json::parse(refusal.value));
+    schema["not"] = {{"enum", std::move(values)}};
+  }
+  return schema;
+}
+
+std::string description_of(const KeyRow& row) {
+  std::string text(row.meaning);
+  if (row.status == KeyStatus::hint) text += " Accepted without effect:";
+  if (row.status == KeyStatus::refused) text += " Refused but for the value that asks for nothing:";
+  if (!row.note.empty()) text += " " + std::string(row.note);
+  if (row.status != KeyStatus::implemented) text += ".";
+  return text;
+}
+
+Json leaf_schema(const KeyRow& row) {
+  Json choices = Json::array();
+  if (Json honoured = honoured_value_of(row); !honoured.is_null()) choices.push_back(std::move(honoured));
+  const bool own_auto = std::ranges::find(row.choices, "auto") != row.choices.end();
+  if (row.type != ValueType::opaque && !own_auto) choices.push_back({{"const", "auto"}});
+  if (row.nullable) choices.push_back({{"type", "null"}});
+  Json schema{{"description", description_of(row)}};
+  if (!row.default_value.empty()) schema["default"] = Json::parse(row.default_value);
+  if (choices.size() == 1) {
+    schema.update(choices.front());
+  } else {
+    schema["anyOf"] = std::move(choices);
+  }
+  return schema;
+}
+
+Json properties_of(std::string_view section_path);
+
+Json section_schema(const KeyRow& row) {
+  Json schema{{"description", row.meaning},
+              {"type", row.nullable ? Json{"object", "null"} : Json("object")},
+              {"additionalProperties", false},
+              {"properties", properties_of(row.path)}};
+  return schema;
+}
+
+Json properties_of(std::string_view section_path) {
+  Json properties = Json::object();
+  for (const KeyRow* row : members_of(section_path)) {
+    const Json schema = row->type == ValueType::section ? section_schema(*row) : leaf_schema(*row);
+    properties[std::string(last_part(row->path))] = schema;
+    for (const std::string_view alias : row->aliases) properties[std::string(alias)] = schema;
+  }
+  return properties;
+}
+
+}  // namespace
+
+std::string schema_json() {
+  const Json schema{
+      {"$schema", "https://json-schema.org/draft/2020-12/schema"},
+      {"title", "hoist configuration"},
+      {"description",
+       "A DeepSpeed configuration with hoist's own settings under \"hoist\". Printed by `hoist check --print-schema` "
+       "from the table the parser uses. Rules between keys are known to `hoist check` only."},
+      {"type", "object"},
+      {"additionalProperties", false},
+      {"properties", properties_of("")}};
+  return schema.dump(1) + "\n";
+}
+
+}  // namespace hoist::config

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fuzzer's corpus, run without a fuzzer. What a fuzzing run found becomes a file of it.
+#include <gtest/gtest.h>
+
+#include "samples.hpp"
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t count);
+
+namespace hoist {
+namespace {
+
+void run(const std::string& text) {
+  EXPECT_EQ(LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(text.data()), text.size()), 0);
+}
+
+TEST(Corpus, EveryFileIsAConfigurationOrRefused) {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(HOIST_CORPUS_DIR)) {
+    SCOPED_TRACE(entry.path().string());
+    run(test::read_text(entry.path()));
+    ++count;
+  }
+  EXPECT_GE(count, 15);
+  for (const char* kind : {"accept", "refuse", "wild"}) {
+    for (const auto& file : test::sample_files(kind)) run(test::read_text(file));
+  }
+}
+
+}  // namespace
+}  // namespace hoist
