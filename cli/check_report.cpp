@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check_report.hpp"
+
+#include <fmt/format.h>
+
+#include <hoist/core/units.hpp>
+
+#include "output.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+using Rows = std::vector<std::vector<std::string>>;
+
+const char* placement_name(Placement placement) {
+  switch (placement) {
+    case Placement::device:
+      return "device";
+    case Placement::pinned:
+      return "pinned memory";
+    case Placement::nvme:
+      return "NVMe";
+  }
+  return "";
+}
+
+std::string commits_text(const EngineOptions& engine) {
+  if (engine.store_directory.empty()) return "none: no store, so nothing can be saved or resumed";
+  if (engine.durability == tiers::Durability::step) return "every step";
+  const bool nvme = engine.parameters == Placement::nvme || engine.optimizer == Placement::nvme;
+  return nvme ? "none: the store cannot be resumed" : "when the program saves";
+}
+
+std::string source_text(const ConfigSetting& setting) {
+  switch (setting.source) {
+    case ConfigSetting::Source::file:
+      return fmt::format("line {}", setting.line);
+    case ConfigSetting::Source::automatic:
+      return fmt::format("\"auto\" in line {}", setting.line);
+    case ConfigSetting::Source::standard:
+      return "default";
+  }
+  return "";
+}
+
+// The value in effect, which for budgets is rounded.
+std::string value_text(const ConfigSetting& setting) {
+  if (setting.row->type != config::ValueType::bytes) return to_text(setting.value);
+  return format_bytes(static_cast<std::uint64_t>(std::get<std::int64_t>(setting.value)));
+}
+
+std::string placement_text(const EngineOptions& engine) {
+  Rows rows{{"weights", placement_name(engine.parameters)},
+            {"optimizer state", placement_name(engine.optimizer)},
+            {"commits", commits_text(engine)}};
+  if (!engine.store_directory.empty()) rows.push_back({"store", engine.store_directory});
+  for (const std::string& directory : engine.stripe_directories) rows.push_back({"striped over", directory});
+  return "\nplacement\n" + columns(rows);
+}
+
+std::string budget_text(const RuntimeOptions& runtime) {
+  return "\nbudgets of each rank\n" +
+         columns({{"device", format_bytes(runtime.device_memory_bytes), "hoist.device_memory"},
+                  {"pinned", format_bytes(runtime.pinned_memory_bytes), "hoist.pinned_memory"}});
+}
+
+std::vector<std::string> tier_row(const char* name, const Prediction::Tier& tier, const char* key) {
+  std::string verdict = fmt::format("of {} ({})", format_bytes(tier.budget_bytes), key);
+  if (!tier.fits()) verdict = fmt::format("does not fit: {} is {}, raise it", key, format_bytes(tier.budget_bytes));
+  return {name, format_bytes(tier.bytes), fmt::format("least {}", format_bytes(tier.least_bytes)), verdict};
+}
+
+// No step can be shorter than its transfers at the drives' measured speed. Empty: not measured.
+std::optional<double> least_nvme_seconds(const Prediction& prediction, const MeasuredBandwidth& measured) {
+  const auto read = static_cast<double>(prediction.step.nvme_read);
+  const auto written = static_cast<double>(prediction.step.nvme_write);
+  if (measured.mixed_bytes_per_second) return (read + written) / static_cast<double>(*measured.mixed_bytes_per_second);
+  if (!measured.read_bytes_per_second || !measured.write_bytes_per_second) return std::nullopt;
+  return read / static_cast<double>(*measured.read_bytes_per_second) +
+         written / static_cast<double>(*measured.write_bytes_per_second);
+}
+
+std::string prediction_text(const CheckReport& report) {
+  if (!report.prediction) return "\nWith --parameters N or --units FILE this also says what each tier must hold.\n";
+  const Prediction& p = *report.prediction;
+  std::string text = fmt::format("\n{} parameters ({}) on {} rank{}; each holds\n", p.parameter_count, report.model,
+                                 std::max(1, report.world_size), report.world_size > 1 ? "s" : "");
+  Rows rows{tier_row("device", p.device, "hoist.device_memory"), tier_row("pinned", p.pinned, "hoist.pinned_memory")};
+  if (p.nvme_bytes > 0) rows.push_back({"NVMe", format_bytes(p.nvme_bytes), "reserved at the start"});
+  text += columns(rows) + "\nand moves in each step\n";
+  text += columns(
+      {{"NVMe", format_bytes(p.step.nvme_read) + " read", format_bytes(p.step.nvme_write) + " written"},
+       {"host and device", format_bytes(p.step.host_to_device) + " up", format_bytes(p.step.device_to_host) + " down"},
+       {"between ranks", format_bytes(p.step.wire)}});
+  if (const auto seconds = least_nvme_seconds(p, report.config.measured); seconds && *seconds > 0) {
+    text += fmt::format(
+        "  at least {:.3g} s a step for the drives at their measured speed, if this rank has them alone\n", *seconds);
+  }
+  return text;
+}
+
+std::string settings_text(const Config& config) {
+  Rows rows{{"key", "value", "from"}};
+  for (const ConfigSetting& setting : config.settings()) {
+    const bool shown = setting.row->status == config::KeyStatus::implemented || setting.line != 0;
+    if (shown) rows.push_back({std::string(setting.row->path), value_text(setting), source_text(setting)});
+  }
+  return "\nsettings in effect\n" + columns(rows);
+}
+
+Json setting_json(const ConfigSetting& setting) {
+  static constexpr const char* kSources[] = {"file", "default", "auto"};
+  Json json{{"key", setting.row->path},
+            {"value", Json::parse(to_text(setting.value))},
+            {"source", kSources[static_cast<std::size_t>(setting.source)]},
+            {"status", config::key_status_name(setting.row->status)}};
+  if (setting.line != 0) {
+    json["line"] = setting.line;
+    json["column"] = setting.column;
+  }
+  return json;
+}
+
+Json tier_json(const Prediction::Tier& tier) {
+  return {{"bytes", tier.bytes},
+          {"least_bytes", tier.least_bytes},
+          {"budget_bytes", tier.budget_bytes},
+          {"fits", tier.fits()}};
+}
+
+Json prediction_json(const CheckReport& report) {
+  const Prediction& p = *report.prediction;
+  Json json{{"parameters", p.parameter_count},
+            {"model", report.model},
+            {"device", tier_json(p.device)},
+            {"pinned", tier_json(p.pinned)},
+            {"nvme", {{"bytes", p.nvme_bytes}}},
+            {"step",
+             {{"nvme_read", p.step.nvme_read},
+              {"nvme_write", p.step.nvme_write},
+              {"host_to_device", p.step.host_to_device},
+              {"device_to_host", p.step.device_to_host},
+              {"wire", p.step.wire}}}};
+  const auto seconds = least_nvme_seconds(p, report.config.measured);
+  json["least_nvme_seconds"] = seconds ? Json(*seconds) : Json(nullptr);
+  return json;
+}
+
+Json placement_json(const EngineOptions& engine) {
+  static constexpr const char* kPlacements[] = {"device", "pinned", "nvme"};
+  return {{"parameters", kPlacements[static_cast<std::size_t>(engine.parameters)]},
+          {"optimizer", kPlacements[static_cast<std::size_t>(engine.optimizer)]},
+          {"store", engine.store_directory},
+          {"stripes", engine.stripe_directories},
+          {"durability", engine.durability == tiers::Durability::step ? "step" : "none"}};
+}
+
+}  // namespace
+
+std::string accepted_text(const CheckReport& report) {
+  const Config& config = report.config;
+  std::string text = fmt::format("{}: accepted\n", config.origin());
+  text += placement_text(config.engine) + budget_text(config.runtime) + prediction_text(report) + settings_text(config);
+  const TrainingOptions& training = report.training;
+  if (report.world_size > 0 && training.train_batch_size) {
+    text +=
+        fmt::format("\nbatch: {} samples = {} a rank x {} accumulation x {} ranks\n", *training.train_batch_size,
+                    *training.train_micro_batch_size_per_gpu, *training.gradient_accumulation_steps, report.world_size);
+  }
+  for (const std::string& note : config.notes) text += fmt::format("\nnote: {}\n", note);
+  for (const std::string& warning : config.warnings) text += fmt::format("\nwarning: {}\n", warning);
+  return text;
+}
+
+Json accepted_json(const CheckReport& report) {
+  const Config& config = report.config;
+  const auto count = [](const std::optional<std::uint64_t>& value) { return value ? Json(*value) : Json(nullptr); };
+  Json json{{"config", config.origin()}, {"accepted", true}};
+  json["placement"] = placement_json(config.engine);
+  json["budgets"] = {{"device", config.runtime.device_memory_bytes}, {"pinned", config.runtime.pinned_memory_bytes}};
+  json["training"] = {{"train_batch_size", count(report.training.train_batch_size)},
+                      {"train_micro_batch_size_per_gpu", count(report.training.train_micro_batch_size_per_gpu)},
+                      {"gradient_accumulation_steps", count(report.training.gradient_accumulation_steps)}};
+  json["prediction"] = report.prediction ? prediction_json(report) : Json(nullptr);
+  json["settings"] = Json::array();
+  for (const ConfigSetting& setting : config.settings()) json["settings"].push_back(setting_json(setting));
+  json["notes"] = config.notes;
+  json["warnings"] = config.warnings;
+  return json;
+}
+
+Json refused_json(const std::string& origin, const ConfigProblems& error) {
+  Json json{{"config", origin}, {"accepted", false}, {"problems", Json::array()}, {"unlisted", error.unlisted}};
+  for (const ConfigProblem& problem : error.problems) {
+    json["problems"].push_back(
+        {{"key", problem.key}, {"problem", problem.problem}, {"line", problem.line}, {"column", problem.column}});
+  }
+  return json;
+}
+
+}  // namespace hoist::cli

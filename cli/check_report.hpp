@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/check_report.hpp - what `hoist check` says, as text and as JSON.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include <hoist/config/config.hpp>
+#include <hoist/zero/prediction.hpp>
+
+namespace hoist::cli {
+
+// An accepted configuration, and what follows from it for this many ranks and this model.
+struct CheckReport {
+  const Config& config;
+  TrainingOptions training;
+  int world_size = 0;                      // 0: not given
+  std::optional<Prediction> prediction{};  // of one rank; empty: no model given
+  std::string model;                       // where its shape came from
+};
+
+std::string accepted_text(const CheckReport& report);
+nlohmann::ordered_json accepted_json(const CheckReport& report);
+nlohmann::ordered_json refused_json(const std::string& origin, const ConfigProblems& error);
+
+}  // namespace hoist::cli

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/units_file.hpp - the shape of a model, for predictions: from a file, or from a number of parameters.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include <hoist/zero/prediction.hpp>
+
+namespace hoist::cli {
+
+// {"units": [{"name": "layer.0", "parameters": 7077888}, ...], "program_device_bytes": 0, "dtype": "bf16"}; the last
+// two are optional. Errors: IoError; ConfigError naming the member ("units[3].parameters") and what it should be.
+ModelShape read_units(const std::string& path);
+
+// "350000000", "3.5e8", "350M", "7B" -> a count; nullopt when it is none. K, M, B and T are powers of a thousand.
+std::optional<std::uint64_t> parse_count(std::string_view text);
+
+}  // namespace hoist::cli

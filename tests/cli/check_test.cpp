@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// What `hoist check` predicts, and that the shells complete what the program has.
+#include <cstdlib>
+#include <sstream>
+
+#include <gmock/gmock.h>
+
+#include "program.hpp"
+
+namespace hoist {
+namespace {
+
+using ::testing::HasSubstr;
+
+class Check : public test::ProgramTest {};
+class Completion : public test::ProgramTest {};
+
+TEST_F(Check, SaysWhatEachTierMustHold) {
+  write("good.json",
+        R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+            "hoist": {"measured": {"mixed_bytes_per_second": 1000000000}}})");
+  write("units.json", R"({"units": [{"name": "a", "parameters": 1000000}, {"name": "b", "parameters": 2e6}]})");
+  const auto result = run("check good.json --world 2 --units units.json --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("3000000 parameters (2 units of units.json) on 2 ranks"));
+  EXPECT_THAT(result.output, HasSubstr("s a step for the drives at their measured speed"));
+  const auto prediction = json_of("report.json")["prediction"];
+  EXPECT_EQ(prediction["parameters"], 3000000);
+  for (const char* tier : {"device", "pinned"}) {
+    EXPECT_EQ(prediction[tier]["fits"], true) << tier;
+    EXPECT_GT(prediction[tier]["bytes"], 0) << tier;
+  }
+  // A half of 3 million parameters, two extents of 12 bytes each.
+  EXPECT_GE(prediction["nvme"]["bytes"], 36000000);
+  EXPECT_LT(prediction["nvme"]["bytes"], 60000000);
+  EXPECT_GT(prediction["least_nvme_seconds"], 0.0);
+  EXPECT_EQ(run("check good.json --parameters 7e9").exit_code, 0) << "what does not fit is said, and accepted";
+  EXPECT_THAT(run("check good.json --parameters 7B").output, HasSubstr("7000000000 parameters"));
+}
+
+TEST_F(Check, RefusesModelsItCannotRead) {
+  write("good.json", "{}");
+  const auto with_units = [&](const char* text) {
+    write("units.json", text);
+    const auto result = run("check good.json --units units.json");
+    EXPECT_EQ(result.exit_code, 2) << text;
+    return result.errors;
+  };
+  EXPECT_THAT(with_units("{"), HasSubstr("is not JSON"));
+  EXPECT_THAT(with_units("{}"), HasSubstr("units"));
+  EXPECT_THAT(with_units(R"({"units": []})"), HasSubstr("is missing"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": -1}]})"), HasSubstr("units[0].parameters"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1.5}]})"), HasSubstr("units[0].parameters"));
+  EXPECT_THAT(with_units(R"({"units": [{"parameters": 1}]})"), HasSubstr("has no name"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "x": 1}]})"), HasSubstr("units[0].x"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1}], "dtype": "fp8"})"), HasSubstr("dtype"));
+  EXPECT_EQ(run("check good.json --units missing.json").exit_code, 2);
+  EXPECT_EQ(run("check good.json --parameters many").exit_code, 2);
+  EXPECT_EQ(run("check good.json --parameters 0").exit_code, 2);
+}
+
+TEST_F(Check, PrintsTheSchema) {
+  EXPECT_EQ(run("check --print-schema").output,
+            test::text_of(std::string(HOIST_SOURCE_DIR) + "/config/hoist.schema.json"));
+}
+
+// Every command and option that --help names is in each script.
+TEST_F(Completion, CompletionNamesEveryCommandAndOption) {
+  for (const char* shell : {"bash", "zsh", "fish"}) {
+    const auto script = run(std::string("completion ") + shell);
+    ASSERT_EQ(script.exit_code, 0) << script.errors;
+    for (const char* command : {"check", "inspect", "export", "doctor", "bench", "tune", "completion"}) {
+      EXPECT_THAT(script.output, HasSubstr(command)) << shell;
+      std::istringstream help(run(std::string(command) + " --help").output);
+      std::string word;
+      while (help >> word) {
+        if (!word.starts_with("--") || word.find_first_of("=/.\"") != std::string::npos) continue;
+        const std::string name = word.substr(
+            2, word.find_first_of(",]") == std::string::npos ? std::string::npos : word.find_first_of(",]") - 2);
+        EXPECT_THAT(script.output, HasSubstr(name)) << shell << " " << command;
+      }
+    }
+  }
+  EXPECT_EQ(run("completion").exit_code, 2);
+  EXPECT_EQ(run("completion powershell").exit_code, 2);
+}
+
+TEST_F(Completion, BashCompletes) {
+  if (std::system("bash -c true") != 0) GTEST_SKIP() << "no bash here";
+  ASSERT_EQ(run("completion bash").exit_code, 0);
+  write("completion.sh", run("completion bash").output);
+  write("try.sh",
+        "source ./completion.sh\nCOMP_WORDS=(hoist che)\nCOMP_CWORD=1\n_hoist\necho \"${COMPREPLY[@]}\"\n"
+        "COMP_WORDS=(hoist check --print-s)\nCOMP_CWORD=2\n_hoist\necho \"${COMPREPLY[@]}\"\n");
+  ASSERT_EQ(std::system(("cd '" + directory_.path().string() + "' && bash try.sh > completed.txt").c_str()), 0);
+  EXPECT_EQ(test::text_of(path("completed.txt")), "check\n--print-schema\n");
+}
+
+}  // namespace
+}  // namespace hoist
