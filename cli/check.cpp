@@ -45,7 +45,9 @@ void add_prediction(const CheckArguments& arguments, CheckReport& report) {
   } else {
     return;
   }
-  report.prediction = predict(report.config.runtime, report.config.engine, model, std::max(1, report.world_size));
+  EngineOptions engine = report.config.engine;
+  engine.micro_batches_max = static_cast<unsigned>(report.training.gradient_accumulation_steps.value_or(1));
+  report.prediction = predict(report.config.runtime, engine, model, std::max(1, report.world_size));
 }
 
 int check_config(const CheckArguments& arguments) {

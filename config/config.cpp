@@ -132,7 +132,11 @@ TrainingOptions Config::check_world_size(int world_size) const {
 
   TrainingOptions result = training;
   const auto world = static_cast<std::uint64_t>(world_size);
-  // Only one micro-batch a step exists so far, so accumulation is 1 whether or not the file says it.
+  // Two of the three sizes imply the third; with less than that, a step is one micro-batch.
+  const auto& micro_batch = result.train_micro_batch_size_per_gpu;
+  if (!result.gradient_accumulation_steps && result.train_batch_size && micro_batch &&
+      *result.train_batch_size % world == 0 && *result.train_batch_size / world % *micro_batch == 0)
+    result.gradient_accumulation_steps = *result.train_batch_size / world / *micro_batch;
   const std::uint64_t accumulation = result.gradient_accumulation_steps.value_or(1);
   result.gradient_accumulation_steps = accumulation;
   const std::uint64_t per_micro_batch = accumulation * world;
@@ -140,14 +144,10 @@ TrainingOptions Config::check_world_size(int world_size) const {
     refuse("train_batch_size", fmt::format("{} is not a multiple of {} ranks times {} accumulation steps",
                                            *result.train_batch_size, world, accumulation));
   }
-  if (result.train_batch_size && result.train_micro_batch_size_per_gpu &&
-      *result.train_batch_size / per_micro_batch != *result.train_micro_batch_size_per_gpu) {
-    refuse(
-        "train_batch_size",
-        fmt::format("{} is not train_micro_batch_size_per_gpu {} times gradient_accumulation_steps {} times {} ranks; "
-                    "with more than one accumulation step refused, use {} samples per rank or change the batch",
-                    *result.train_batch_size, *result.train_micro_batch_size_per_gpu, accumulation, world,
-                    *result.train_batch_size / per_micro_batch));
+  if (result.train_batch_size && micro_batch && *result.train_batch_size / per_micro_batch != *micro_batch) {
+    refuse("train_batch_size", fmt::format("{} is not train_micro_batch_size_per_gpu {} times "
+                                           "gradient_accumulation_steps {} times {} ranks",
+                                           *result.train_batch_size, *micro_batch, accumulation, world));
   }
   if (result.train_batch_size) {
     result.train_micro_batch_size_per_gpu = *result.train_batch_size / per_micro_batch;

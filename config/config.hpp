@@ -85,7 +85,8 @@ class Config {
   std::vector<std::string> notes;     // what "auto" and absent keys came to, where that may surprise
 
   // train_batch_size = micro-batch * accumulation * world; two of them imply the third. Returns them completed as far
-  // as they are implied. Errors: ConfigProblems.
+  // as they are implied. Errors: ConfigProblems. A program that uses an implied accumulation also sets
+  // engine.micro_batches_max to it.
   TrainingOptions check_world_size(int world_size) const;
 
   const std::string& origin() const { return origin_; }

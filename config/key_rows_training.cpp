@@ -6,9 +6,6 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kAccumulation =
-    "a step is one micro-batch in this version; use 1, and a larger train_micro_batch_size_per_gpu if the batch "
-    "matters";
 constexpr std::string_view kOtherOptimizer = "only AdamW and Adam exist here; use \"AdamW\"";
 constexpr std::string_view kOneKernel = "there is one kernel, the same on every instruction set";
 constexpr std::string_view kOneReduction =
@@ -34,14 +31,16 @@ std::vector<KeyRow> batch_rows() {
        .apply = [](Draft& d, const Value& v) { d.training.train_micro_batch_size_per_gpu = as_count(v); }},
       {.path = "gradient_accumulation_steps",
        .type = ValueType::integer,
-       .status = KeyStatus::refused,
-       .default_value = "1",
-       .range = {.min = 1},
-       .neutral = "1",
+       .range = {.min = 1, .max = 1 << 20},
        .nullable = true,
-       .meaning = "Micro-batches whose gradients are added before a step.",
-       .note = kAccumulation,
-       .apply = [](Draft& d, const Value& v) { d.training.gradient_accumulation_steps = as_count(v); }},
+       .meaning = "Micro-batches whose gradients a step is the mean of; when absent, what the other two batch sizes "
+                  "imply, else 1. With more than one, gradients are kept as fp32 "
+                  "sums: 4 bytes a parameter of pinned memory instead of 2.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.training.gradient_accumulation_steps = as_count(v);
+             d.engine.micro_batches_max = as_unsigned(v);
+           }},
       refused("managed_gradient_accumulation", ValueType::boolean, "true", "Whether the library finds the step's end.",
               "the program says when a step ends; leave this key out"),
       {.path = "gradient_clipping",
@@ -202,7 +201,7 @@ std::vector<KeyRow> data_type_rows() {
        .refusals = {{"\"fp16\"", kHalf}, {"\"float16\"", kHalf}, {"\"half\"", kHalf}},
        .nullable = true,
        .meaning = "Type gradients of micro-batches are added in.",
-       .note = "with one micro-batch a step nothing is added, and each gradient meets an fp32 master"},
+       .note = "sums over micro-batches are fp32, exact where their types allow it"},
       {.path = "data_types.param_dtype",
        .type = ValueType::choice,
        .status = KeyStatus::refused,

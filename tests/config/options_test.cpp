@@ -258,6 +258,11 @@ TEST(WorldSize, TwoOfThreeImplyTheThird) {
   const Config both =
       parse(R"({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1})");
   EXPECT_EQ(both.check_world_size(4).train_batch_size, 12u);
+  const Config implied = parse(R"({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3})");
+  EXPECT_EQ(implied.check_world_size(4).gradient_accumulation_steps, 2u);
+  EXPECT_EQ(implied.check_world_size(8).gradient_accumulation_steps, 1u);
+  EXPECT_THROW(implied.check_world_size(3 * 8), ConfigProblems);
+  EXPECT_EQ(parse(R"({"gradient_accumulation_steps": 6})").engine.micro_batches_max, 6u);
   EXPECT_FALSE(parse("{}").check_world_size(4).train_batch_size.has_value());
   EXPECT_THROW(parse("{}").check_world_size(0), UsageError);
   try {

@@ -89,10 +89,10 @@ TEST(StoreFormat, EveryFlippedBitOfASuperblockIsNoticed) {
 
 TEST(StoreFormat, TheFutureIsNamed) {
   Bytes bytes = encoded(example());
-  bytes[16] = std::byte{2};
+  bytes[16] = std::byte{3};
   std::string problem;
   EXPECT_FALSE(decoded(bytes, 1 << 20, problem));
-  EXPECT_EQ(problem, "it is of format version 2, and this program reads version 1");
+  EXPECT_EQ(problem, "it is of format version 3, and this program reads versions 1 and 2");
 }
 
 TEST(StoreFormat, GarbageIsNoSuperblock) {
