@@ -34,27 +34,78 @@ std::uint64_t count_of(const std::string& key, const Json& value, double min) {
   return static_cast<std::uint64_t>(number);
 }
 
-DType dtype_of(const Json& value) {
+DType dtype_of(const std::string& key, const Json& value) {
   if (value == "bf16") return DType::bf16;
   if (value == "fp32") return DType::fp32;
-  refuse("dtype", value, "\"bf16\" or \"fp32\"");
+  refuse(key, value, "\"bf16\" or \"fp32\"");
+}
+
+std::string text_of(const std::string& key, const Json& value) {
+  if (!value.is_string() || value.get<std::string>().empty()) refuse(key, value, "a string");
+  return value.get<std::string>();
+}
+
+bool flag_of(const std::string& key, const Json& value) {
+  if (!value.is_boolean()) refuse(key, value, "true or false");
+  return value.get<bool>();
+}
+
+std::vector<std::int64_t> shape_of(const std::string& key, const Json& value) {
+  if (!value.is_array()) refuse(key, value, "a list of extents");
+  std::vector<std::int64_t> shape;
+  for (const Json& extent : value) shape.push_back(static_cast<std::int64_t>(count_of(key, extent, 1)));
+  return shape;
+}
+
+ParameterSpec parameter_of(const std::string& key, const Json& value, DType dtype) {
+  if (!value.is_object()) refuse(key, value, "an object with name and shape");
+  constexpr double kGroupMax = 1e6;
+  ParameterSpec spec{.dtype = dtype};
+  for (const auto& [name, member] : value.items()) {
+    const std::string path = key + "." + name;
+    if (name == "name") {
+      spec.name = text_of(path, member);
+    } else if (name == "shape") {
+      spec.shape = shape_of(path, member);
+    } else if (name == "dtype") {
+      spec.dtype = dtype_of(path, member);
+    } else if (name == "trainable") {
+      spec.trainable = flag_of(path, member);
+    } else if (name == "counts_in_norm") {
+      spec.counts_in_norm = flag_of(path, member);
+    } else if (name == "group") {
+      const std::uint64_t group = count_of(path, member, 0);
+      if (static_cast<double>(group) > kGroupMax) refuse(path, member, "an integer from 0 to 1e6");
+      spec.group.index = static_cast<std::uint32_t>(group);
+    } else {
+      throw ConfigError(path, "unknown key; there are name, shape, dtype, trainable, group and counts_in_norm");
+    }
+  }
+  if (spec.name.empty()) throw ConfigError(key, "has no name");
+  if (!value.contains("shape")) throw ConfigError(key, "has no shape");
+  return spec;
 }
 
 UnitShape unit_of(const std::string& key, const Json& value, DType dtype) {
   if (!value.is_object()) refuse(key, value, "an object with name and parameters");
   UnitShape unit;
-  std::uint64_t parameters = 0;
+  std::uint64_t parameters = 0;  // where only their number is given
   for (const auto& [name, member] : value.items()) {
     if (name == "name") {
-      if (!member.is_string()) refuse(key + ".name", member, "a string");
-      unit.name = member.get<std::string>();
+      unit.name = text_of(key + ".name", member);
+    } else if (name == "parameters" && member.is_array()) {
+      for (std::size_t i = 0; i < member.size(); ++i)
+        unit.parameters.push_back(parameter_of(fmt::format("{}.parameters[{}]", key, i), member[i], dtype));
     } else if (name == "parameters") {
       parameters = count_of(key + ".parameters", member, 1);
+    } else if (name == "tied" && member.is_array()) {
+      for (const Json& tied : member) unit.tied.push_back(text_of(key + ".tied", tied));
     } else {
-      throw ConfigError(key + "." + name, "unknown key; a unit has name and parameters");
+      throw ConfigError(key + "." + name, "unknown key; a unit has name, parameters and tied");
     }
   }
   if (unit.name.empty()) throw ConfigError(key, "has no name");
+  if (!unit.parameters.empty()) return unit;
   if (parameters == 0) throw ConfigError(key, "has no parameters");
   unit.parameters = {{.name = unit.name + ".weight", .shape = {static_cast<std::int64_t>(parameters)}, .dtype = dtype}};
   return unit;
@@ -80,7 +131,7 @@ ModelShape read_units(const std::string& path) {
     throw ConfigError("units", R"(is missing: write {"units": [{"name": "layer.0", "parameters": 7077888}]})");
   }
   ModelShape model;
-  const DType dtype = root.contains("dtype") ? dtype_of(root["dtype"]) : DType::bf16;
+  const DType dtype = root.contains("dtype") ? dtype_of("dtype", root["dtype"]) : DType::bf16;
   for (const auto& [name, member] : root.items()) {
     if (name == "program_device_bytes") {
       model.program_device_bytes = count_of(name, member, 0);

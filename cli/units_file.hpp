@@ -12,7 +12,9 @@
 namespace hoist::cli {
 
 // {"units": [{"name": "layer.0", "parameters": 7077888}, ...], "program_device_bytes": 0, "dtype": "bf16"}; the last
-// two are optional. Errors: IoError; ConfigError naming the member ("units[3].parameters") and what it should be.
+// two are optional. Exactly, as programs describe themselves, `parameters` is a list of {"name", "shape", "dtype",
+// "trainable", "group", "counts_in_norm"}, of which name and shape are needed, and `tied` names parameters of other
+// units. Errors: IoError; ConfigError naming the member ("units[3].parameters") and what it should be.
 ModelShape read_units(const std::string& path);
 
 // "350000000", "3.5e8", "350M", "7B" -> a count; nullopt when it is none. K, M, B and T are powers of a thousand.

@@ -319,5 +319,62 @@ TEST_F(Program, WeightsThatDoNotFitAreRefused) {
   expect_refused(usual(1, {"--init", path("weights")}), "there is no .safetensors file");
 }
 
+// hoist check says before a run what the run will hold, and move in each step.
+TEST_F(Program, CheckPredictsPeaksAndBytesOfSixConfigurations) {
+  struct Case {
+    const char *parameters, *optimizer;
+    json hoist;
+    int micro_batches;
+  };
+  const Case cases[] = {{"nvme", "nvme", {}, 1},
+                        {"nvme", "nvme", {{"device_memory", "1MiB"}, {"pinned_memory", "9MiB"}}, 1},
+                        {"nvme", "nvme", {{"update_mode", "step"}}, 2},
+                        {"cpu", "nvme", {}, 3},
+                        {"cpu", "cpu", {}, 1},
+                        {"none", "nvme", {{"durability", "none"}}, 1}};
+  for (const Case& c : cases) {
+    SCOPED_TRACE(std::string(c.parameters) + " " + c.optimizer + " " + c.hoist.dump());
+    remove_store();
+    write_config("config.json", c.parameters, c.optimizer, c.hoist.is_null() ? json::object() : c.hoist);
+    json config = json::parse(content_of(path("config.json")));
+    config["gradient_accumulation_steps"] = c.micro_batches;
+    write("config.json", config.dump());
+    ASSERT_EQ(run(usual(1, {"--units", path("units.json")})).code, 0);
+    const std::string check = std::string(HOIST_PROGRAM) + " check " + path("config.json") + " --world 1 --units " +
+                              path("units.json") + " --json " + path("check.json") + " > /dev/null";
+    ASSERT_EQ(std::system(check.c_str()), 0);
+    const json predicted = json::parse(content_of(path("check.json"))).at("prediction");
+    const json real = report_of(usual(20));
+    const auto within = [&](const char* what, double prediction, double reality) {
+      EXPECT_NEAR(prediction, reality, 0.02 * reality) << what;
+    };
+    within("device", predicted.at("device").at("bytes"), real.at("tiers").at("device").at("peak_bytes"));
+    within("pinned", predicted.at("pinned").at("bytes"), real.at("tiers").at("pinned").at("peak_bytes"));
+    within("nvme", predicted.at("nvme").at("bytes"), real.at("tiers").at("nvme").at("peak_bytes"));
+    // The formula counts no padding, which shows in layers as small as these.
+    const double written = real.at("links").at("nvme_write").at("bytes");
+    EXPECT_NEAR(20 * predicted.at("step").at("nvme_write").get<double>(), written, 0.1 * written);
+  }
+}
+
+TEST_F(Program, MicroBatchesMakeALargerStepAndResumeAsSuch) {
+  const json whole = report_of(usual(6, {"--micro-batches", "3"}));
+  remove_store();
+  ASSERT_EQ(run(usual(3, {"--micro-batches", "3"})).code, 0);
+  expect_refused(usual(6, {"--resume"}), "--micro-batches 3");
+  EXPECT_EQ(report_of(usual(6, {"--micro-batches", "3", "--resume"})).at("digest"), whole.at("digest"));
+  write_config("config.json", "cpu", "cpu");
+  EXPECT_EQ(report_of(usual(6, {"--micro-batches", "3"})).at("digest"), whole.at("digest"));
+}
+
+TEST_F(Program, TheUpdateModeMayChangeBetweenRunsAndChangesNothing) {
+  const json forward = report_of(usual(6));
+  remove_store();
+  write_config("config.json", "nvme", "nvme", {{"update_mode", "step"}});
+  ASSERT_EQ(run(usual(3)).code, 0);
+  write_config("config.json", "nvme", "nvme", {{"update_mode", "forward"}});
+  EXPECT_EQ(report_of(usual(6, {"--resume"})).at("digest"), forward.at("digest"));
+}
+
 }  // namespace
 }  // namespace hoist::gpt
