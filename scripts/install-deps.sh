@@ -14,6 +14,7 @@ packages=(
   libopenmpi-dev openmpi-bin
   libopenblas-pthread-dev
   libgtest-dev libgmock-dev libbenchmark-dev
+  libaio-dev fio # what hoist bench io compares with
 )
 
 if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
