@@ -37,8 +37,10 @@ bool take_number(std::string_view& text, Number& number) {
 
 StripeLayout::StripeLayout(std::uint64_t unit_bytes, std::vector<std::uint32_t> weights)
     : unit_bytes_(unit_bytes), weights_(std::move(weights)) {
-  if (unit_bytes_ == 0 || unit_bytes_ % kBlockAlignment != 0)
-    throw UsageError(fmt::format("the unit of a stripe must be a multiple of 4 KiB, not {} bytes", unit_bytes_));
+  constexpr std::uint64_t kUnitMax = 1ull << 40;  // no product with a pattern's length overflows
+  if (unit_bytes_ == 0 || unit_bytes_ > kUnitMax || unit_bytes_ % kBlockAlignment != 0)
+    throw UsageError(
+        fmt::format("the unit of a stripe must be a multiple of 4 KiB of at most 1 TiB, not {} bytes", unit_bytes_));
   if (weights_.empty() || weights_.size() > kDriveCountMax)
     throw UsageError(fmt::format("a file is striped over 1 to {} drives, not {}", kDriveCountMax, weights_.size()));
   for (const std::uint32_t weight : weights_) {

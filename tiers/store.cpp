@@ -58,8 +58,10 @@ std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Super
   return bytes;
 }
 
-void Store::Impl::start_new(Files files, std::vector<std::string> directories_to_flush) {
+void Store::Impl::start_new(Files files, std::vector<std::string> directories_to_flush,
+                            std::vector<detail::LabelledDrive> labels_to_write) {
   files_ = std::move(files);
+  labels_to_write_ = std::move(labels_to_write);
   directories_to_flush_ = std::move(directories_to_flush);
   adopted_ = true;
   thread_ = std::thread([this] { commit_loop(); });
@@ -266,6 +268,9 @@ void Store::Impl::make_durable(const SlotHeader& header) {
     const TraceSpan span(trace_, TraceRow::commit, "flush data");
     files_.data->sync().wait();
   }
+  // From the manifest on, no drive may be taken for one that can be replaced.
+  for (const detail::LabelledDrive& drive : labels_to_write_) detail::write_label(drive.paths, drive.label);
+  labels_to_write_.clear();
   for (const std::string& directory : directories_to_flush_) aio::sync_directory(directory);
   directories_to_flush_.clear();
   const TraceSpan span(trace_, TraceRow::commit, "manifest");

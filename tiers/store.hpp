@@ -60,7 +60,8 @@ struct StoreOptions {
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
   Trace* trace = nullptr;  // where transfers and commits are drawn
-  // Drawn at random when 0. Fixed by tests that compare the bytes of a new store.
+  // Drawn at random when 0. Ranks of one run have numbers that follow each other, by rank, so that files of two runs
+  // are not taken for one.
   std::uint64_t store_number = 0;
 };
 
@@ -83,6 +84,7 @@ class Store {
     bool exists = false;                    // a manifest is there
     std::optional<StoreIdentity> identity;  // whose it is, when the superblock can be read
     Durability durability = Durability::step;
+    std::uint64_t store_number = 0;
     std::uint64_t data_bytes = 0;                   // reserved on disk, over all drives
     std::vector<std::string> stripe_directories{};  // further drives, where they were when the store was made
     std::vector<CommitHeader> commits;              // valid ones, newest first, without abandoned ones

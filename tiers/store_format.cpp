@@ -161,6 +161,11 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
   s.layout.assign(text, layout_bytes);
   s.stripes.assign(text + layout_bytes, stripes_bytes);
   constexpr std::uint64_t kSane = 1ull << 56;  // no product below overflows
+  constexpr std::uint32_t kRanksMax = 1u << 24;
+  if (s.world_size < 1 || s.world_size > kRanksMax || s.rank >= s.world_size || s.durability > kDurabilityNone) {
+    problem = fmt::format("it names rank {} of {} and durability {}", s.rank, s.world_size, s.durability);
+    return std::nullopt;
+  }
   if (s.tile_count > kSane || s.caller_state_bytes_max > kSane || s.superblock_bytes() != bytes.size() ||
       s.slot_bytes() != get<std::uint64_t>(bytes, super::slot_bytes)) {
     problem = "its lengths contradict each other";

@@ -171,8 +171,10 @@ class NewFiles {
 
   void refuse_what_is_there(Nanoseconds lock_timeout) {
     for (const StorePaths& drive : drives_) previous_.push_back(detail::open_locked(drive, lock_timeout));
-    refuse_if_committed(detail::view_manifest(drives_.front().manifest), superblock_, drives_.front());
-    for (std::size_t d = 1; d < drives_.size(); ++d) detail::refuse_foreign_data(drives_[d], drives_.front().directory);
+    const detail::ManifestView view = detail::view_manifest(drives_.front().manifest);
+    refuse_if_committed(view, superblock_, drives_.front());
+    const auto uncommitted = view.superblock ? std::optional(view.superblock->store_number) : std::nullopt;
+    for (const StorePaths& drive : drives_) detail::refuse_foreign_data(drive, drives_.front().directory, uncommitted);
     detail::require_space(drives_, drive_needs(layout_, superblock_));
   }
 
@@ -180,9 +182,11 @@ class NewFiles {
     for (const StorePaths& drive : drives_) remove_files(drive);
     std::vector<aio::StripeDrive> files;
     for (unsigned d = 0; d < layout_.drive_count(); ++d) {
+      if (d > 0) {  // before the data, so that data without a label is never ours
+        detail::write_label(drives_[d], label(d));
+        creations_[d]->remember_label();
+      }
       files.push_back({engines[d], make_drive(d)});
-      if (d == 0) continue;
-      detail::write_label(drives_[d], label(d));
     }
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
   }
@@ -193,6 +197,16 @@ class NewFiles {
     write_superblock(engine, *new_manifest, superblock_);
     creation.name_manifest();
     return std::make_unique<aio::File>(drives_.front().manifest, aio::FileOptions{});
+  }
+
+  // The labels as the first commit makes them.
+  std::vector<detail::LabelledDrive> committed_labels() const {
+    std::vector<detail::LabelledDrive> labels;
+    for (unsigned d = 1; d < layout_.drive_count(); ++d) {
+      labels.push_back({drives_[d], label(d)});
+      labels.back().label.committed = true;
+    }
+    return labels;
   }
 
   // The directories to flush with the first commit.
@@ -268,7 +282,12 @@ Store::Found Store::look(const std::string& directory, int rank) {
                       .world_size = static_cast<int>(view.superblock->world_size)};
     found.durability = view.superblock->durability == kDurabilityNone ? Durability::none : Durability::step;
     found.data_bytes = view.superblock->data_bytes;
-    found.stripe_directories = detail::decode_stripes(view.superblock->stripes, paths.manifest).directories;
+    try {
+      found.stripe_directories = detail::decode_stripes(view.superblock->stripes, paths.manifest).directories;
+    } catch (const StoreError& error) {
+      found.damage.push_back(error.what());
+    }
+    found.store_number = view.superblock->store_number;
   }
   found.commits = detail::usable_commits(view.slots);
   for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
@@ -299,6 +318,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engine
   const StorePaths paths(options.directory, options.identity.rank);
   Impl::Files files;
   std::vector<std::string> to_flush;
+  std::vector<detail::LabelledDrive> labels;
   {
     NewFiles made(detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank), superblock,
                   stripe_layout(options));
@@ -306,10 +326,11 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engine
     made.refuse_what_is_there(options.lock_timeout);
     files.data = made.make_data(engines);
     files.manifest = made.make_manifest(*engines.front());
+    labels = made.committed_labels();
     to_flush = made.keep();
   }
   auto impl = std::make_unique<Impl>(options, std::move(superblock), paths, *engines.front());
-  impl->start_new(std::move(files), std::move(to_flush));
+  impl->start_new(std::move(files), std::move(to_flush), std::move(labels));
   detail::write_lock_info(paths);
   return std::unique_ptr<Store>(new Store(std::move(impl)));
 }

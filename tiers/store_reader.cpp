@@ -17,11 +17,14 @@ namespace {
 // How long the last transfers of a process that was killed may still hold its lock.
 constexpr Nanoseconds kLockTimeout = std::chrono::seconds(2);
 
-Superblock superblock_of(const detail::StorePaths& paths, std::span<const StoreRecord> records) {
+Superblock superblock_of(const detail::StorePaths& paths, int rank, std::span<const StoreRecord> records) {
   detail::ManifestView view = detail::view_manifest(paths.manifest);
   if (!view.exists) throw StoreError(fmt::format("there is no store in {}", paths.directory));
   if (!view.damage.empty()) throw StoreError(fmt::format("{} cannot be used: {}", paths.manifest, view.damage));
   Superblock superblock = std::move(*view.superblock);
+  if (superblock.rank != static_cast<std::uint32_t>(rank))
+    throw StoreError(fmt::format("{} was written by rank {}, and has the name of rank {}'s: restore its own name",
+                                 paths.manifest, superblock.rank, rank));
   if (superblock.durability == kDurabilityNone)
     throw StoreError(
         fmt::format("the store in {} was made with durability 'none' and holds no commit", paths.directory));
@@ -60,7 +63,7 @@ class StoreReader::Impl {
       : engine_(engine),
         paths_(directory, rank),
         first_(detail::open_shared(paths_, kLockTimeout)),
-        superblock_(superblock_of(paths_, records)),
+        superblock_(superblock_of(paths_, rank, records)),
         data_(open_data(std::move(*first_), superblock_, paths_, rank, engine)),
         table_(std::move(records), Durability::step, superblock_.store_number) {
     load(commit);

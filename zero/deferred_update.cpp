@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <utility>
 
 #include <pthread.h>
@@ -23,12 +24,17 @@ DeferredUpdate::DeferredUpdate(Updater& updater, const UnitTable& table, bool on
 }
 
 DeferredUpdate::~DeferredUpdate() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
+  stop();
   thread_.join();
+}
+
+void DeferredUpdate::stop() noexcept {
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  unqueued_ += requests_.size();
+  requests_.clear();
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return !step_; });
 }
 
 void DeferredUpdate::begin(Step step) {
@@ -76,6 +82,8 @@ Completion DeferredUpdate::hurry(UnitId unit) {
   if (states_[unit.index].stage == Stage::pending) {
     enqueue(unit, nullptr);
     changed_.notify_all();
+  } else if (const auto queued = std::ranges::find(requests_, unit, &Request::unit); queued != requests_.end()) {
+    std::rotate(requests_.begin(), queued, queued + 1);  // out of the expected order
   }
   return states_[unit.index].updated;
 }
@@ -121,12 +129,17 @@ void DeferredUpdate::carry_out() {
   } catch (...) {
     error = std::current_exception();
   }
+  // Before anything that waits for other ranks: whoever waits here is to know at once.
+  if (error) fail_pending(error);
   try {
     step_->ended(error);
   } catch (...) {
     if (!error) error = std::current_exception();
   }
-  ended(error);
+  const std::lock_guard lock(mutex_);
+  failure_ = error;
+  step_.reset();
+  changed_.notify_all();
 }
 
 // What to update next; with nothing queued, waits for a request unless there is other work to go on with.
@@ -151,20 +164,19 @@ void DeferredUpdate::unit_updated(UnitId unit) {
   promise->complete();
 }
 
-void DeferredUpdate::ended(std::exception_ptr error) {
+void DeferredUpdate::fail_pending(const std::exception_ptr& error) {
   std::vector<Promise> unfulfilled;
   {
     const std::lock_guard lock(mutex_);
     failure_ = error;
     for (UnitState& state : states_) {
-      if (state.promise) unfulfilled.push_back(std::move(*state.promise));
+      if (!state.promise) continue;
+      unfulfilled.push_back(std::move(*state.promise));
       state.promise.reset();
-      if (!error) state.stage = Stage::current;
+      state.stage = Stage::queued;  // for ever: nobody can ask for it again
     }
     requests_.clear();
     unqueued_ = 0;
-    step_.reset();
-    changed_.notify_all();
   }
   for (Promise& promise : unfulfilled) promise.fail(error);
 }

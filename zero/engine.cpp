@@ -3,6 +3,7 @@
 #include <array>
 #include <compare>
 #include <cstring>
+#include <random>
 
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
@@ -72,8 +73,10 @@ void Engine::Impl::tear_down() noexcept {
     if (live.executor) live.executor->drain();
   });
   attempt([&] {
-    abandoning = failure != nullptr;
-    if (!failure && live.deferred) live.deferred->finish();  // a step that was taken is not lost by an orderly end
+    if (!live.deferred) return;
+    peers_gone = failed_in_communication();
+    if (failure) return live.deferred->stop();
+    live.deferred->finish();  // a step that was taken is not lost by an orderly end
   });
   for (platform::Stream* stream : {live.streams.up.get(), live.streams.comm.get(), live.streams.down.get()}) {
     attempt([&] {
@@ -104,7 +107,7 @@ void Engine::Impl::tear_down() noexcept {
   live.records.reset();
   metrics.reset();
 
-  sealed = abandoning = false;
+  sealed = peers_gone = false;
   gradients_due = agreement_due = false;
   micro_batches_done = 0;
   step_count = 0;
@@ -112,6 +115,17 @@ void Engine::Impl::tear_down() noexcept {
   last_commit = {};
   caller_state.clear();
   counted_io = {};
+}
+
+bool Engine::Impl::failed_in_communication() const {
+  if (!failure) return false;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const CommError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 void Engine::Impl::require_open_model() const {
@@ -145,15 +159,24 @@ void Engine::Impl::together(const char* what, const std::function<void()>& part)
 
 void Engine::Impl::seal(bool create_store) {
   if (table.units().empty()) throw UsageError("the engine has no units");
+  const std::uint64_t run = create_store ? agree_on_run() : 0;
   together(create_store ? "take its memory and make its store" : "take its memory and open its store",
-           [&] { lay_out(create_store); });
+           [&] { lay_out(create_store, run); });
   if (live.store) live.commit_channel = runtime.communicator().duplicate();
   if (runtime.rank() == 0 && !options.metrics_path.empty())
     metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
   sealed = true;
 }
 
-void Engine::Impl::lay_out(bool create_store) {
+std::uint64_t Engine::Impl::agree_on_run() const {
+  std::random_device device;
+  const std::uint64_t mine = (std::uint64_t{device()} << 32) | device() | 1;
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  return all.front();
+}
+
+void Engine::Impl::lay_out(bool create_store, std::uint64_t run) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
   tiers::StoreOptions store = detail::store_options(options, table, *live.records, runtime.rank(), runtime.trace());
@@ -168,7 +191,10 @@ void Engine::Impl::lay_out(bool create_store) {
   if (with_store) {
     live.drives = std::make_unique<detail::Drives>(runtime.options(), options, live.registered);
     const auto engines = live.drives->engines();
-    if (create_store) store.stripe_weights = live.drives->measured_weights();
+    if (create_store) {
+      store.store_number = run + static_cast<std::uint64_t>(runtime.rank());
+      store.stripe_weights = live.drives->measured_weights();
+    }
     live.store = create_store ? tiers::Store::create(store, engines) : tiers::Store::open(store, engines);
   }
   live.streams.up = runtime.device().create_stream("up");
@@ -313,12 +339,14 @@ Completion Engine::Impl::store_frozen(UnitId id, std::span<const std::byte> weig
 struct Engine::Impl::CommonCommit {
   std::uint64_t step = 0;
   std::uint64_t revision = 0;
+  std::uint64_t run = 0;  // equal for the stores that ranks made together
   friend auto operator<=>(const CommonCommit&, const CommonCommit&) = default;
 };
 
 // The newest commit every rank lists, of `commits` of this one.
-std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(
-    std::span<const tiers::CommitHeader> commits) const {
+std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(std::span<const tiers::CommitHeader> commits,
+                                                                        std::uint64_t store_number) const {
+  const std::uint64_t run = store_number - static_cast<std::uint64_t>(runtime.rank());
   struct List {
     std::uint64_t count = 0;
     std::array<CommonCommit, 4> commits{};
@@ -329,7 +357,7 @@ std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(
   };
   List mine;
   for (const tiers::CommitHeader& commit : commits) {
-    if (mine.count < mine.commits.size()) mine.commits[mine.count++] = {commit.step, commit.revision};
+    if (mine.count < mine.commits.size()) mine.commits[mine.count++] = {commit.step, commit.revision, run};
   }
   std::vector<List> all(static_cast<std::size_t>(runtime.world_size()));
   runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
@@ -344,11 +372,11 @@ std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(
 }
 
 std::optional<std::uint64_t> Engine::Impl::find_commit() const {
-  std::vector<tiers::CommitHeader> commits;
+  tiers::Store::Found found;
   together("look at its store", [&] {
-    if (!options.store_directory.empty()) commits = tiers::Store::look(options.store_directory, runtime.rank()).commits;
+    if (!options.store_directory.empty()) found = tiers::Store::look(options.store_directory, runtime.rank());
   });
-  const auto newest = agree_on_commit(commits);
+  const auto newest = agree_on_commit(found.commits, found.store_number);
   return newest ? std::optional(newest->step) : std::nullopt;
 }
 
@@ -366,11 +394,11 @@ RestoreReport Engine::Impl::restore() {
     const Ledger::Apart apart(runtime.ledger());
     // Chosen from what was found under the lock: whoever held it before may have committed meanwhile.
     const auto commits = live.store->commits();
-    const auto chosen = agree_on_commit(commits);
+    const auto chosen = agree_on_commit(commits, live.store->store_number());
     if (!chosen) throw none();
     together("adopt the commit", [&] {
       live.store->adopt(*std::find_if(commits.begin(), commits.end(), [&](const tiers::CommitHeader& c) {
-        return CommonCommit{c.step, c.revision} == *chosen;
+        return c.step == chosen->step && c.revision == chosen->revision;
       }));
     });
     together("read the commit", [&] {

@@ -83,7 +83,7 @@ class Engine {
   // [C] Elements [first_element, first_element + out.size()) of one parameter, from whatever tier; every rank receives
   // them. State::gradient: after finish() of all units and before step(), reduced over ranks, unclipped.
   void read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out);
-  // [C] Every rank passes the same values. Committed with the next step. Errors: UsageError for State::gradient, for a
+  // [C] Every rank passes the same values. With a store of steps, a commit of its own. Errors: UsageError for State::gradient, for a
   // frozen parameter's moments, and for a master that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
   // [C] Commits the present state under a name, with `caller_state`, and returns when the commit has been started.

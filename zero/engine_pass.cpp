@@ -11,6 +11,7 @@
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
 
 namespace hoist {
@@ -38,6 +39,7 @@ void Engine::Impl::end_pass(bool complete) {
   constexpr std::array kNames{"train pass", "evaluate pass", "generate pass"};
   if (Trace* const trace = runtime.trace(); trace != nullptr)
     trace->add(TraceRow::program, kNames[static_cast<std::size_t>(*pass)], pass_began, Clock::now());
+  ended_pass = *pass;
   const bool train = std::exchange(pass, std::nullopt) == Pass::train;
   live.gatherer->end_pass(complete);
   agreement_due = complete;
@@ -82,8 +84,15 @@ void Engine::Impl::check_agreement() {
   const scheduler::AccessTrace& trace = live.gatherer->director().trace();
   std::string last = "no unit";
   if (!trace.empty()) last = fmt::format("unit '{}' last", table.units()[trace.back().item].name);
-  comm::agree(runtime.communicator(), scheduler::trace_hash(trace),
-              fmt::format("a pass of {} accesses, {}", trace.size(), last));
+  // Equal accesses in another kind of pass, or another micro-batch, are another program too.
+  constexpr std::array kNames{"train", "evaluate", "generate"};
+  const std::uint64_t what = static_cast<std::uint64_t>(ended_pass) << 62 |
+                             static_cast<std::uint64_t>(micro_batches) << 24 |
+                             static_cast<std::uint64_t>(micro_batches_done);
+  comm::agree(
+      runtime.communicator(), random_bits(scheduler::trace_hash(trace), what),
+      fmt::format("a {} pass ({} of {} micro-batches done) of {} accesses, {}",
+                  kNames[static_cast<std::size_t>(ended_pass)], micro_batches_done, micro_batches, trace.size(), last));
 }
 
 PassScope Engine::begin(Pass pass, PassOptions options) {
@@ -226,7 +235,7 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
           if (nvme_placement()) commit("", state);
         } catch (...) {
           // Nothing will land here; the other ranks learn it where they would have heard that it did.
-          if (stores_steps() && !abandoning) {
+          if (stores_steps() && !peers_gone) {
             try {
               agree_on_landing(/*landed=*/false);
             } catch (...) {
@@ -248,6 +257,11 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
                         .ended = ended});
   live.gatherer->stage_for(train);
   return completion;
+}
+
+void Engine::Impl::settle_together() {
+  if (live.deferred) together("carry out the last step", [&] { live.deferred->finish(); });
+  settle();
 }
 
 void Engine::Impl::await_deferred() {

@@ -42,12 +42,12 @@ void Engine::Impl::read(ParameterId parameter, State state, std::uint64_t first,
     throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", table.spec(parameter).name));
   }
   if (state == State::gradient && !gradients_due)
-    throw UsageError("there are no gradients between step() and the next pass");
+    throw UsageError("gradients are there after the last pass of a step, and until step()");
   if (state == State::gradient && !live.gradients->finished(table.parameter(parameter).unit)) {
     throw UsageError(
         fmt::format("the gradient of parameter '{}' was not finished in the pass", table.spec(parameter).name));
   }
-  settle();
+  settle_together();
   const Ledger::Apart apart(runtime.ledger());
   live.gradients->wait();
 
@@ -114,7 +114,7 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
           fmt::format("{} cannot be committed as state of parameter '{}'", value, table.spec(parameter).name));
     }
   }
-  settle();
+  settle_together();
   const Ledger::Apart apart(runtime.ledger());
   live.gatherer->quiesce();
   if (nvme_placement()) live.store->begin_step(step_count);
@@ -184,7 +184,7 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
 // --- saving ----------------------------------------------------------------------------------------------------------
 
 Completion Engine::Impl::save(const std::string& name, std::span<const std::byte> program_state) {
-  if (pass || gradients_due) throw UsageError("save() belongs between step() and the next pass");
+  if (pass || micro_batches_done > 0) throw UsageError("save() belongs between step() and the next pass");
   if (program_state.size() > options.caller_state_bytes_max) {
     throw UsageError(
         fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
@@ -194,7 +194,7 @@ Completion Engine::Impl::save(const std::string& name, std::span<const std::byte
   if (nvme_placement() && !stores_steps()) {
     throw UsageError("the store was made with durability \"none\" and cannot be resumed; use durability \"step\"");
   }
-  settle();
+  settle_together();
   const Ledger::Apart apart(runtime.ledger());
   live.store->begin_step(step_count);
   if (!nvme_placement()) {

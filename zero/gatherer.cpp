@@ -29,7 +29,8 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
 
 void Gatherer::begin_pass(std::size_t kind) {
   const auto first = director_.begin(kind);
-  if (stager_ != nullptr && director_.following()) stager_->expect(reads_ahead(first));
+  // A pass that is being recorded has no order; what was staged for another kind's is given up.
+  if (stager_ != nullptr) stager_->expect(director_.following() ? reads_ahead(first) : std::vector<UnitId>());
   issue(first);
 }
 

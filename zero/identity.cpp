@@ -61,7 +61,6 @@ std::optional<std::vector<std::int64_t>> read_shape(std::string_view text) {
 struct Line {
   std::string unit;
   ParameterSpec spec;  // its group is the segment
-  std::uint64_t first_element = 0;
 };
 
 // One line of identity(); nothing when it is not.
@@ -78,8 +77,7 @@ std::optional<Line> read_line(std::string_view text) {
   auto shape = read_shape(fields[3]);
   line.spec.trainable = fields[4] == "trainable";
   take_until(fields[5], "segment ");
-  const bool known_segment =
-      read_number(take_until(fields[5], " at "), line.spec.group.index) && read_number(fields[5], line.first_element);
+  const bool known_segment = read_number(take_until(fields[5], " at "), line.spec.group.index);
   if (!known_dtype || !shape || !known_segment) return std::nullopt;
   line.spec.shape = std::move(*shape);
   return line;
@@ -100,18 +98,12 @@ UnitTable UnitTable::from_identity(std::string_view text, int world_size) {
     if (!specs.empty()) table.add(unit, specs, {}, specs.size());
     specs.clear();
   };
-  // Neighbours may have one name; then a segment that begins again is the next unit's.
-  const auto begins_unit = [&](const Line& line) {
-    return line.unit != unit || (line.first_element == 0 && std::ranges::any_of(specs, [&](const ParameterSpec& spec) {
-                                   return spec.group == line.spec.group;
-                                 }));
-  };
   try {
     for (std::string_view rest = text; !rest.empty();) {
       const std::string_view text_line = take_until(rest, "\n");
       auto line = read_line(text_line);
       if (!line) refuse(text_line);
-      if (begins_unit(*line)) end_unit();
+      if (line->unit != unit) end_unit();
       unit = std::move(line->unit);
       specs.push_back(std::move(line->spec));
     }

@@ -53,10 +53,20 @@ std::vector<StoredParameter> describe(const detail::UnitTable& table) {
 StoreSummary look_at_store(const std::string& directory) {
   StoreSummary summary{.directory = directory};
   std::optional<std::string> layout;
+  std::uint64_t first_run = 0;
   for (const int rank : Store::ranks_in(directory)) {
     Store::Found found = Store::look(directory, rank);
+    if (!found.exists) continue;  // replaced meanwhile
+    if (found.identity && found.identity->rank != rank)
+      throw StoreError(fmt::format("a file of rank {} in {} was written by rank {}: restore its own name", rank,
+                                   directory, found.identity->rank));
     summary.ranks.push_back({rank, std::move(found.commits), std::move(found.damage), found.data_bytes});
     if (!found.identity) continue;
+    const std::uint64_t run = found.store_number - static_cast<std::uint64_t>(rank);
+    if (layout && run != first_run)
+      throw StoreError(fmt::format("{} holds files of two different runs: rank {}'s is not of the run of rank {}'s",
+                                   directory, rank, summary.ranks.front().rank));
+    first_run = run;
     if (layout && (*layout != found.identity->layout || *summary.world_size != found.identity->world_size))
       throw StoreError(
           fmt::format("{} holds files of two different models or world sizes: rank {} differs from rank {}", directory,
@@ -112,7 +122,8 @@ class StoredModel::Impl {
   }
 
   void read_weights(std::size_t parameter, std::uint64_t first, std::span<std::byte> out) {
-    const std::uint64_t width = dtype_bytes(summary_.parameters.at(parameter).dtype);
+    check(parameter, first, 0);
+    const std::uint64_t width = dtype_bytes(summary_.parameters[parameter].dtype);
     check(parameter, first, out.size() / width);
     for_each_shard(parameter, first, out.size() / width, [&](const Shard& shard) {
       detail::read_weights(*shard.layout, *shard.segment, shard.owned.shard.first,
@@ -167,8 +178,12 @@ class StoredModel::Impl {
     }
     std::string held;
     for (const CommitHeader& commit : summary.commits) held += fmt::format(" {}", commit.step);
-    if (!options.step || held.empty())
-      throw StoreError(fmt::format("{} holds no commit that every rank has", summary.directory));
+    if (!options.step || held.empty()) {
+      std::string damage;
+      for (const StoreSummary::Rank& rank : summary.ranks)
+        for (const std::string& problem : rank.damage) damage += "; " + problem;
+      throw StoreError(fmt::format("{} holds no commit that every rank has{}", summary.directory, damage));
+    }
     throw StoreError(fmt::format("{} holds no commit of step {}; it holds{}", summary.directory, *options.step, held));
   }
 

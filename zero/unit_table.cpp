@@ -50,6 +50,8 @@ void check(const ParameterSpec& spec, const std::string& unit, std::size_t group
 UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options,
                       std::size_t group_count) {
   if (specs.empty()) throw UsageError(fmt::format("unit '{}' has no parameters", name));
+  if (!units_.empty() && units_.back().name == name)
+    throw UsageError(fmt::format("two units in a row are called '{}': a store could not tell them apart", name));
   for (std::size_t i = 0; i < specs.size(); ++i) {
     check(specs[i], name, group_count);
     checked_count(specs[i]);

@@ -137,6 +137,46 @@ TEST_F(StoreDrivesTest, AnotherStoresDriveIsNeitherOpenedNorOverwritten) {
   EXPECT_EQ(refusal_to_open(options_), "it was opened");
 }
 
+// One entry of the list was dropped, or swapped to the front: what would be made new there is half of a store.
+TEST_F(StoreDrivesTest, AFurtherDriveIsNotTakenForAFreshDirectory) {
+  for (const std::string& drive : options_.stripe_directories) {
+    const auto before = read_file(drive + "/rank-00000.data");
+    EXPECT_THAT(refusal_to_create(small_model(drive)), HasSubstr("holds data of another store"));
+    EXPECT_EQ(read_file(drive + "/rank-00000.data"), before);
+  }
+  EXPECT_EQ(refusal_to_open(options_), "it was opened");
+}
+
+// The first drive is not mounted: its directory is empty, and the others still hold a committed store.
+TEST_F(StoreDrivesTest, AStoreWhoseFirstDriveIsMissingIsNotReplaced) {
+  fs::rename(options_.directory, directory_ / "unmounted");
+  EXPECT_THAT(refusal_to_create(options_), HasSubstr("holds data of another store"));
+  EXPECT_FALSE(fs::exists(options_.directory));
+  fs::rename(directory_ / "unmounted", options_.directory);
+  EXPECT_EQ(refusal_to_open(options_), "it was opened");
+}
+
+TEST_F(StoreDrivesTest, ARefusedCreationLeavesNothing) {
+  StoreOptions doomed = small_model_on(directory_ / "doomed", 3);
+  doomed.stripe_directories[1] = options_.stripe_directories[0];  // another store's
+  EXPECT_THAT(refusal_to_create(doomed), HasSubstr("holds data of another store"));
+  EXPECT_FALSE(fs::exists(doomed.directory));
+  EXPECT_FALSE(fs::exists(doomed.stripe_directories[0]));
+}
+
+TEST_F(StoreDrivesTest, RelativePathsAreKeptAbsolute) {
+  const fs::path before = fs::current_path();
+  fs::current_path(directory_.path());
+  StoreOptions relative = small_model_on("relative", 2);
+  {
+    const auto store = create_store(relative, *engine_);
+    run_step(*store, relative, 0, all_records(relative));
+  }
+  fs::current_path(before);
+  const auto found = Store::look(directory_ / "relative", 0);
+  EXPECT_EQ(found.stripe_directories, std::vector{(directory_ / "relative-drive1")});
+}
+
 TEST_F(StoreDrivesTest, EveryDriveIsLocked) {
   const auto store = open_store(options_, *engine_);
   const auto found = Store::look(options_.directory, 0);

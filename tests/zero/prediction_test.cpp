@@ -30,8 +30,8 @@ TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {
       const TempDirectory directory;
       ToySetup setup = toy_setup(parameters, optimizer, directory / "store");
       setup.runtime.device_memory_bytes = device_bytes;
+      setup.runtime.comm_scratch_bytes = 256 * kKiB;
       on_ranks(ranks, [&, ranks = ranks](int rank, const Runtime::MakeCommunicator& join) {
-        setup.runtime.comm_scratch_bytes = 256 * kKiB;
         Runtime runtime(setup.runtime, join);
         Engine engine(runtime, setup.engine);
         ToyModel model(engine, shape);

@@ -159,6 +159,33 @@ TEST(StoredModel, RefusesWhatIsNotWhole) {
   }
 }
 
+TEST(StoredModel, FilesUnderAnotherRanksNameOrOfAnotherRunAreRefused) {
+  const TempDirectory directory;
+  for (const char* store : {"one", "two"}) {
+    const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / store);
+    trained(2, setup, {}, 2);
+  }
+  std::filesystem::copy(directory / "one", directory / "copied");
+  std::filesystem::copy(directory / "one", directory / "mixed");
+  for (const std::string suffix : {".data", ".manifest"}) {
+    const auto replace = std::filesystem::copy_options::overwrite_existing;
+    std::filesystem::copy_file(directory / ("one/rank-00000" + suffix), directory / ("copied/rank-00001" + suffix),
+                               replace);
+    std::filesystem::copy_file(directory / ("two/rank-00001" + suffix), directory / ("mixed/rank-00001" + suffix),
+                               replace);
+  }
+  EXPECT_THROW(StoredModel(directory / "copied"), StoreError);
+  EXPECT_THROW(StoredModel(directory / "mixed"), StoreError);
+  ToySetup mixed = toy_setup(Placement::nvme, Placement::nvme, directory / "mixed");
+  on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(mixed.runtime, join);
+    Engine engine(runtime, mixed.engine);
+    ToyModel model(engine, {});
+    EXPECT_EQ(engine.find_commit(), std::nullopt);
+    EXPECT_THROW(engine.restore(), StoreError);
+  });
+}
+
 TEST(StoredModel, ATrainerKeepsReadersOutAndReadersLetEachOtherIn) {
   const TempDirectory directory;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");

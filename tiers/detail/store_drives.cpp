@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cerrno>
-#include <cinttypes>
-#include <cstdio>
+#include <filesystem>
 #include <map>
 #include <optional>
 
@@ -19,12 +19,26 @@ namespace {
 
 constexpr std::size_t kLabelBytesMax = 8192;
 
-std::string label_text(const DriveLabel& label) {
-  return fmt::format("hoist drive {} of {}\nstore {:016x}\nhome {}\n", label.drive, label.drive_count,
-                     label.store_number, label.home);
+// Its first lines say which drive; the others are for people, and say whether it may be replaced.
+std::string identity_lines(const DriveLabel& label) {
+  return fmt::format("hoist drive {} of {}\nstore {:016x}\n", label.drive, label.drive_count, label.store_number);
 }
 
-// The label of a drive's data; nothing when there is none or it cannot be understood.
+constexpr std::string_view kCommitted = "state committed\n";
+constexpr std::string_view kNew = "state new\n";
+
+std::string label_text(const DriveLabel& label) {
+  return fmt::format("{}home {}\n{}", identity_lines(label), label.home, label.committed ? kCommitted : kNew);
+}
+
+// In one line, for a message.
+std::string shown(const std::string& label) {
+  std::string text = label.substr(0, label.find_last_not_of('\n') + 1);
+  std::ranges::replace(text, '\n', ',');
+  return text;
+}
+
+// The label of a drive's data; nothing when there is none.
 std::optional<std::string> read_label(const StorePaths& drive) {
   const int file = ::open(drive.label.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   if (file < 0) return std::nullopt;
@@ -49,14 +63,19 @@ bool exists(const std::string& path) {
 }  // namespace
 
 std::vector<StorePaths> drive_paths(const std::string& directory, std::span<const std::string> others, int rank) {
-  std::vector<StorePaths> drives{StorePaths(directory, rank)};
-  for (const std::string& other : others) {
-    drives.emplace_back(other, rank);
+  std::vector<StorePaths> drives;
+  const auto add = [&](const std::string& name) {
+    if (name.find('\n') != std::string::npos)
+      throw UsageError(fmt::format("the directory '{}' has a line break", name));
+    // A relative path would mean another place to the next process.
+    drives.emplace_back(std::filesystem::absolute(name).lexically_normal().string(), rank);
     for (std::size_t i = 0; i + 1 < drives.size(); ++i) {
       if (drives[i].directory == drives.back().directory)
-        throw UsageError(fmt::format("{} is named twice among the drives of a store", other));
+        throw UsageError(fmt::format("{} is named twice among the drives of a store", name));
     }
-  }
+  };
+  add(directory);
+  for (const std::string& other : others) add(other);
   return drives;
 }
 
@@ -87,15 +106,19 @@ Stripes decode_stripes(const std::string& text, const std::string& manifest) {
 }
 
 void write_label(const StorePaths& drive, const DriveLabel& label) {
-  remove_file(drive.label);
-  const int file = ::open(drive.label.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
-  if (file < 0) throw IoError({"open", drive.label, 0, 0, errno}, "");
+  const std::string partial = drive.label + "-new";
+  remove_file(partial);
+  const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
+  if (file < 0) throw IoError({"open", partial, 0, 0, errno}, "");
   const std::string text = label_text(label);
   const bool written =
       ::write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size()) && ::fsync(file) == 0;
   const int code = written ? 0 : errno;
   ::close(file);
-  if (!written) throw IoError({"write", drive.label, 0, text.size(), code}, "");
+  if (written && ::rename(partial.c_str(), drive.label.c_str()) == 0) return;
+  const int failed = written ? errno : code;
+  ::unlink(partial.c_str());
+  throw IoError({"write", drive.label, 0, text.size(), failed}, "");
 }
 
 void check_label(const StorePaths& drive, const DriveLabel& expected) {
@@ -106,26 +129,28 @@ void check_label(const StorePaths& drive, const DriveLabel& expected) {
                     "the order in which it was made",
                     drive.directory, expected.home, drive.label));
   // Not the home: directories may be mounted somewhere else today.
-  DriveLabel label = expected;
-  label.home.clear();
-  const std::string wanted = label_text(label);
-  if (!found->starts_with(wanted.substr(0, wanted.rfind("home"))))
-    throw StoreError(fmt::format(
-        "{} is not drive {} of {} of the store in {}: its label says \"{}\"; give the store's "
-        "directories in the order in which it was made",
-        drive.directory, expected.drive, expected.drive_count, expected.home, found->substr(0, found->find('\n'))));
+  if (found->starts_with(identity_lines(expected))) return;
+  throw StoreError(fmt::format(
+      "{} is not drive {} of {} of the store in {}, number {:016x}: its label says \"{}\"; give "
+      "the store's directories in the order in which it was made",
+      drive.directory, expected.drive, expected.drive_count, expected.home, expected.store_number, shown(*found)));
 }
 
-void refuse_foreign_data(const StorePaths& drive, const std::string& home) {
-  if (exists(drive.manifest))
+void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::optional<std::uint64_t> uncommitted) {
+  const bool is_home = drive.directory == home;
+  if (!is_home && exists(drive.manifest))
     throw StoreError(
         fmt::format("{} is a store of its own and cannot hold the data of the one in {}; nothing was changed",
                     drive.directory, home));
-  if (!exists(drive.data)) return;
   const auto label = read_label(drive);
-  if (label && label->ends_with(fmt::format("\nhome {}\n", home))) return;
-  throw StoreError(fmt::format("{} holds data of another store ({}); remove it if that store is gone", drive.directory,
-                               label ? label->substr(label->rfind("home")) : "which one is not known"));
+  if (label && label->ends_with(kNew)) return;  // of a store that never came to its first commit
+  if (label && uncommitted && label->find(fmt::format("\nstore {:016x}\n", *uncommitted)) != std::string::npos) return;
+  if (is_home && !label) return;  // its manifest says what there is
+  if (!label && !exists(drive.data)) return;
+  throw StoreError(
+      fmt::format("{} holds data of another store (\"{}\"); nothing was changed: name that store's "
+                  "directories, or remove the files if it is gone",
+                  drive.directory, label ? shown(*label) : "no label says which"));
 }
 
 void require_space(std::span<const StorePaths> drives, std::span<const std::uint64_t> need_bytes) {

@@ -18,7 +18,8 @@
 
 namespace hoist::tiers::detail {
 
-// The paths of one rank's files on every drive, the store's own directory first.
+// The absolute paths of one rank's files on every drive, the store's own directory first.
+// Errors: UsageError for a directory that is named twice, or holds a line break.
 std::vector<StorePaths> drive_paths(const std::string& directory, std::span<const std::string> others, int rank);
 
 struct Stripes {
@@ -30,19 +31,28 @@ std::string encode_stripes(const aio::StripeLayout& layout, std::span<const Stor
 // Errors: StoreError when `text` is not one that encode_stripes() makes.
 Stripes decode_stripes(const std::string& text, const std::string& manifest);
 
-// Which drive of which store a data file belongs to.
+// Which drive of which store a data file belongs to, and whether that store was ever committed: only what never was may
+// be replaced, and the manifest that knows is on another drive, which may be missing today.
 struct DriveLabel {
   std::uint64_t store_number = 0;
   unsigned drive = 0;
   unsigned drive_count = 1;
   std::string home;  // the store's own directory
+  bool committed = false;
 };
-// Written and flushed; the file is replaced.
+// Written, flushed, and then given its name.
 void write_label(const StorePaths& drive, const DriveLabel& label);
 // Refuses a further drive that has no label, or another's.
 void check_label(const StorePaths& drive, const DriveLabel& expected);
-// Refuses to put the data of the store in `home` where another store has its own.
-void refuse_foreign_data(const StorePaths& drive, const std::string& home);
+// Refuses to make files where a store that was, or may have been, committed has its data. `home`: the directory of the
+// store that is being made; its own drive, too, may be a further one of another store. `uncommitted`: the number of a
+// store whose manifest proves that it never was committed, whatever its labels say.
+void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::optional<std::uint64_t> uncommitted);
+
+struct LabelledDrive {
+  StorePaths paths;
+  DriveLabel label;
+};
 
 // Refuses unless every file system has room for what its drives shall hold; several drives may be on one.
 // `need_bytes`: for each drive. What files of ours that will be replaced occupy counts as room.

@@ -106,7 +106,10 @@ std::vector<int> ranks_in(const std::string& directory) {
     const char* const last = name.data() + name.size() - kSuffix.size();
     int rank = 0;
     const auto [end, error] = std::from_chars(first, last, rank);
-    if (error == std::errc{} && end == last && rank >= 0) ranks.push_back(rank);
+    // Only the name that the rank would give it: others are somebody's copies.
+    const bool own =
+        error == std::errc{} && end == last && rank >= 0 && name == fmt::format("rank-{:05}.manifest", rank);
+    if (own) ranks.push_back(rank);
   }
   std::sort(ranks.begin(), ranks.end());
   return ranks;
@@ -283,6 +286,11 @@ std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes) {
   // Between creating and locking, somebody else may have taken it for the leftovers of a dead process.
   if (!file->lock(Nanoseconds{0}) || !still_named(*file)) throw_in_use(paths_, Nanoseconds{0});
   return file;
+}
+
+void Creation::remember_label() {
+  struct stat status {};
+  if (::lstat(paths_.label.c_str(), &status) == 0) files_.push_back({paths_.label, status.st_dev, status.st_ino});
 }
 
 std::unique_ptr<aio::File> Creation::make_new_manifest(std::uint64_t bytes) {

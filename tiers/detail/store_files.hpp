@@ -72,6 +72,8 @@ class Creation {
   // Creates the data file, reserves its space and locks it.
   std::unique_ptr<aio::File> make_data(std::uint64_t bytes);
   std::unique_ptr<aio::File> make_new_manifest(std::uint64_t bytes);
+  // A file beside the data that somebody else has just written.
+  void remember_label();
   // Gives the manifest, whose superblock is on disk, its name.
   void name_manifest();
   // From here on everything stays. Returns the directories to flush so that the names last: the store's own and the

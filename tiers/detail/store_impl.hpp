@@ -18,6 +18,7 @@
 #include <hoist/aio/striped_file.hpp>
 #include <hoist/tiers/detail/aligned_bytes.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
+#include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/tiers/detail/transfers.hpp>
 #include <hoist/tiers/store.hpp>
@@ -39,8 +40,9 @@ class Store::Impl {
 
   static std::uint64_t memory_bytes(const StoreOptions& options, const Superblock& superblock);
 
-  // A new store: nothing to adopt. The directories are flushed with the first commit.
-  void start_new(Files files, std::vector<std::string> directories_to_flush);
+  // A new store: nothing to adopt. The labels are written, and the directories flushed, with the first commit.
+  void start_new(Files files, std::vector<std::string> directories_to_flush,
+                 std::vector<detail::LabelledDrive> labels_to_write);
   // An existing one: reads both slots.
   void start_existing(Files files);
 
@@ -91,7 +93,8 @@ class Store::Impl {
   std::array<SlotCheck, kSlotCount> slots_;
   std::vector<CommitHeader> commits_;
   std::vector<std::string> damage_;
-  std::vector<std::string> directories_to_flush_;  // by the first commit
+  std::vector<std::string> directories_to_flush_;       // by the first commit
+  std::vector<detail::LabelledDrive> labels_to_write_;  // by the first commit, before its manifest
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;  // for the commit thread

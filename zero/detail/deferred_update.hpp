@@ -29,7 +29,7 @@ class DeferredUpdate {
  public:
   // `on_request`: units wait to be asked for (weights on NVMe); else they follow the expected order.
   DeferredUpdate(Updater& updater, const UnitTable& table, bool on_request);
-  ~DeferredUpdate();  // drops what is pending and was not asked for
+  ~DeferredUpdate();  // drops what is pending
   DeferredUpdate(const DeferredUpdate&) = delete;
   DeferredUpdate& operator=(const DeferredUpdate&) = delete;
 
@@ -38,6 +38,7 @@ class DeferredUpdate {
     Updater::Work work;
     std::vector<UnitId> expected;  // the order of the next pass, as far as it is known
     // On this object's thread, when the last unit was updated and its writes were started, or the first one failed.
+    // What it throws counts like the failure of an update.
     std::function<void(std::exception_ptr)> ended;
   };
   // Pre: finish() returned since the last step.
@@ -53,6 +54,8 @@ class DeferredUpdate {
   Completion hurry(UnitId unit);
   // Carries out all that is pending. Throws what any update failed with.
   void finish();
+  // Drops what is pending and was not started; returns when nothing runs any more. For an engine that has failed.
+  void stop() noexcept;
 
   // Time spent updating so far, for telling apart what somebody waited for.
   Nanoseconds busy() const { return updater_.busy(); }
@@ -73,7 +76,7 @@ class DeferredUpdate {
   void enqueue(UnitId unit, std::byte* target);  // with the mutex held
   void enqueue_rest();                           // likewise
   std::optional<UpdateRequest> next(bool wait);
-  void ended(std::exception_ptr error);
+  void fail_pending(const std::exception_ptr& error);
   void unit_updated(UnitId unit);
 
   Updater& updater_;

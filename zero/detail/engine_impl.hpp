@@ -38,14 +38,19 @@ class Engine::Impl {
   template <typename Call>
   auto enliven(Call call) -> decltype(call());
   void tear_down() noexcept;
+  bool failed_in_communication() const;
   // Runs a part that may fail on one rank alone. All ranks then throw: the one its own error, the others CommError.
   void together(const char* what, const std::function<void()>& part) const;
   void seal(bool create_store);  // takes memory, opens the store, starts threads
-  void lay_out(bool create_store);
+  void lay_out(bool create_store, std::uint64_t run);
+  // [C] A random number that all ranks share: it joins the stores that are made together.
+  std::uint64_t agree_on_run() const;
   Completion newest_weights_written(UnitId unit) const;
   std::optional<std::uint64_t> find_commit() const;
   struct CommonCommit;
-  std::optional<CommonCommit> agree_on_commit(std::span<const tiers::CommitHeader> commits) const;
+  // `store_number`: of the store that lists them.
+  std::optional<CommonCommit> agree_on_commit(std::span<const tiers::CommitHeader> commits,
+                                              std::uint64_t store_number) const;
   void initialize(const Fill& fill);
   void fill_homes(const Fill& fill);
   void initialize_frozen(UnitId unit, const Fill& fill);
@@ -71,7 +76,8 @@ class Engine::Impl {
   std::shared_ptr<StepUpdate> make_update(double gradient_scale) const;
   void update_now(double gradient_scale);
   Completion update_later(double gradient_scale, std::span<const std::byte> program_state);
-  void await_deferred();  // carries out what the last step left pending, and books the time as part of this one
+  void settle_together();  // [C] carries out what is pending; a failure is every rank's
+  void await_deferred();   // carries out what the last step left pending, and books the time as part of this one
   Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
   // Tells the other ranks whether this one's commit landed; throws when another's did not. On the commit thread.
   void agree_on_landing(bool landed);
@@ -126,16 +132,17 @@ class Engine::Impl {
   Live live;
   std::unique_ptr<detail::Metrics> metrics;  // rank 0's, when asked for
   bool sealed = false;
-  bool abandoning = false;  // the engine ends after a failure: what is pending is dropped, and no rank is told
+  std::atomic<bool> peers_gone{false};  // the engine failed because of other ranks: none is there to be told
   std::exception_ptr failure;
 
   std::optional<Pass> pass;  // under way
   TimePoint pass_began{};
   std::uint64_t pass_serial = 0;
-  bool agreement_due = false;  // a pass ended that ranks have not compared yet
-  int micro_batches = 1;       // of the step under way
-  int micro_batches_done = 0;  // complete train passes since the last step
-  bool gradients_due = false;  // all of them ended; step() or discard() is next
+  Pass ended_pass = Pass::train;  // the last one
+  bool agreement_due = false;     // a pass ended that ranks have not compared yet
+  int micro_batches = 1;          // of the step under way
+  int micro_batches_done = 0;     // complete train passes since the last step
+  bool gradients_due = false;     // all of them ended; step() or discard() is next
   std::uint64_t step_count = 0;
   Completion last_commit;
   std::atomic<std::int64_t> committed_step{-1};

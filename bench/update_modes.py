@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What update mode `forward` gains over mode `step`: hoist-gpt trains the same model in both, run by run in turn.
+
+    bench/update_modes.py --gpt build/release/bin/hoist-gpt --path /local_nvme [--pairs N] [--steps N] [--json FILE]
+
+Two cells: `drive` (few tokens a step, so the drive is the limit) and `compute` (many). A pair is one run in each mode, in
+alternating order; its ratio is that of the mean times of steps 3 to N (the first records the pass, the second is the
+first that follows a plan). After every second pair mode `forward` runs against itself: the control. The last update of a
+run in mode `forward` falls into settle(), beyond the last step, as the first one does not exist: each step timed here
+carries exactly one update. The device is the host device: no time here is a GPU's.
+"""
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+
+CELLS = {"drive": ["--batch", "1", "--context", "16"], "compute": ["--batch", "16", "--context", "64"]}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "sub_group_size": 500000},
+}
+
+
+def run(args, cell, mode, directory):
+    store = os.path.join(directory, "store")
+    shutil.rmtree(store, ignore_errors=True)
+    config = json.loads(json.dumps(CONFIG))
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part] = {"device": "nvme", "nvme_path": store}
+    config["hoist"] = {"device": "host", "device_memory": "64MiB", "pinned_memory": "96MiB", "update_mode": mode}
+    config_path, report = os.path.join(directory, "config.json"), os.path.join(directory, "report.json")
+    with open(config_path, "w") as file:
+        json.dump(config, file)
+    subprocess.run([args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps), "--report", report,
+                    *CELLS[cell]], check=True, stdout=subprocess.DEVNULL)
+    with open(report) as file:
+        result = json.load(file)
+    return statistics.fmean(step["seconds"] for step in result["steps"][2:]), result["digest"]
+
+
+def interval(ratios):
+    """Holds the true median with at least 95 % confidence: order statistics of the binomial distribution."""
+    ordered, n = sorted(ratios), len(ratios)
+    probability, tail, below = 0.5 ** n, 0.0, 0
+    for k in range(n // 2):
+        tail += probability
+        if tail > 0.025:
+            break
+        below = k + 1
+        probability *= (n - k) / (k + 1)
+    return ordered[max(0, below - 1)], ordered[min(n - 1, n - below)]
+
+
+def measure(args, cell, directory):
+    ratios, control, digests = [], [], set()
+    for pair in range(args.pairs):
+        order = ("step", "forward") if pair % 2 == 0 else ("forward", "step")
+        seconds = {}
+        for mode in order:
+            seconds[mode], digest = run(args, cell, mode, directory)
+            digests.add(json.dumps(digest))
+        ratios.append(seconds["step"] / seconds["forward"])
+        if pair % 2 == 1:
+            first, second = (run(args, cell, "forward", directory)[0] for _ in range(2))
+            control.append(first / second)
+    if len(digests) != 1:
+        sys.exit(f"{cell}: the modes ended in different bits")
+    low, high = interval(ratios)
+    return {"cell": cell, "speedup_median": statistics.median(ratios), "speedup_interval": [low, high],
+            "control": [min(control), max(control)] if control else None, "ratios": ratios}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpt", default="build/release/bin/hoist-gpt", help="the program")
+    parser.add_argument("--path", default=".", help="a directory on the drive")
+    parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3", help="what to learn")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="hoist-update-modes-", dir=args.path) as directory:
+        for cell in CELLS:
+            result = measure(args, cell, directory)
+            results.append(result)
+            print("{}: step / forward {:.3f} [{:.3f}, {:.3f}], control {}".format(
+                cell, result["speedup_median"], *result["speedup_interval"],
+                "none" if result["control"] is None else "[{:.3f}, {:.3f}]".format(*result["control"])), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
