@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What `hoist.metrics` and `hoist.trace` cost: processor time of a step of hoist-gpt with each, less the time without.
+
+    bench/observation_cost.py [--gpt build/release/bin/hoist-gpt] [--rounds N] [--steps N]
+
+The model is tiny, so that the cost is not lost in the step; it does not grow with the model, but for a trace with the
+number of transfers.
+"""
+import argparse
+import copy
+import json
+import os
+import resource
+import statistics
+import subprocess
+import tempfile
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    "hoist": {"device": "host", "device_memory": "8MiB", "pinned_memory": "32MiB"},
+}
+SHAPE = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "16", "--threads", "1"]
+
+
+def cpu_seconds(args, directory, extra):
+    config = copy.deepcopy(CONFIG)
+    config["hoist"].update(extra)
+    path = os.path.join(directory, "config.json")
+    with open(path, "w") as file:
+        json.dump(config, file)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([args.gpt, "--config", path, "--text", args.text, "--steps", str(args.steps), *SHAPE], check=True,
+                   stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpt", default="build/release/bin/hoist-gpt", help="the program")
+    parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3", help="what to learn")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1200)
+    args = parser.parse_args()
+    costs = {"metrics": [], "trace": []}
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(args.rounds):
+            plain = cpu_seconds(args, directory, {})
+            for kind, values in costs.items():
+                values.append(cpu_seconds(args, directory, {kind: os.path.join(directory, kind)}) - plain)
+    for kind, values in costs.items():
+        each = [round(1e6 * value / args.steps) for value in values]
+        print(f"{kind}: {statistics.median(each):.0f} us of processor time a step; rounds: {each}")
+
+
+if __name__ == "__main__":
+    main()
