@@ -32,14 +32,17 @@ Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options,
   const platform::Topology topology = platform::Topology::detect();
   for (const std::string& directory : directories_) {
     const std::string place = existing_part(directory);
-    engines_.push_back(std::make_unique<aio::Engine>(
-        aio::EngineOptions{.backend = runtime.aio_backend,
-                           .block_bytes = runtime.aio_block_bytes,
-                           .queue_depth = runtime.aio_queue_depth,
-                           .thread_count = runtime.aio_threads,
-                           .numa_node = topology.nodes().size() > 1 ? topology.node_of_path(place).value_or(-1) : -1,
-                           .registered_memory = registered_memory,
-                           .directory = place}));
+    const aio::EngineOptions engine{
+        .backend = runtime.aio_backend,
+        .block_bytes = runtime.aio_block_bytes,
+        .queue_depth = runtime.aio_queue_depth,
+        .thread_count = runtime.aio_threads,
+        .numa_node = topology.nodes().size() > 1 ? topology.node_of_path(place).value_or(-1) : -1,
+        .registered_memory = registered_memory,
+        .directory = place};
+    engines_.push_back(runtime.make_aio_backend
+                           ? std::make_unique<aio::Engine>(engine, runtime.make_aio_backend(engine))
+                           : std::make_unique<aio::Engine>(engine));
   }
 }
 

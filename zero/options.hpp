@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -35,6 +37,8 @@ struct RuntimeOptions {
   std::uint64_t aio_block_bytes = kMiB;
   unsigned aio_queue_depth = 16;
   unsigned aio_threads = 4;  // of the `threads` backend
+  // What carries the transfers instead of aio_backend, made once a drive; null: nothing does. Fault injection.
+  std::function<std::unique_ptr<aio::Backend>(const aio::EngineOptions&)> make_aio_backend{};
 
   // A timeline of what every link, the optimizer and the program did, in Chrome's trace format (open it in Perfetto);
   // one file per rank, written when the runtime ends. Empty: none. Key "hoist.trace".
