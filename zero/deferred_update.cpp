@@ -59,11 +59,6 @@ void DeferredUpdate::begin(Step step) {
   changed_.notify_all();
 }
 
-bool DeferredUpdate::pending(UnitId unit) const {
-  const std::lock_guard lock(mutex_);
-  return states_[unit.index].stage != Stage::current;
-}
-
 Completion DeferredUpdate::updated(UnitId unit) const {
   const std::lock_guard lock(mutex_);
   return states_[unit.index].updated;

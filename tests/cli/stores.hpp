@@ -29,14 +29,8 @@ inline Masters masters_of(Engine& engine) {
 inline Masters make_store(const std::string& directory, int world_size, std::uint64_t steps,
                           const ToyShape& shape = {}) {
   Masters masters;
-  on_ranks(world_size, [&](int rank, const Runtime::MakeCommunicator& join) {
-    const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
-    Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape);
-    engine.initialize(model.fill());
-    model.train(1, steps);
-    engine.settle();
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
+  train_then(world_size, setup, shape, steps, [&](int rank, Engine& engine, const ToyModel&) {
     Masters mine = masters_of(engine);
     if (rank == 0) masters = std::move(mine);
   });

@@ -37,13 +37,7 @@ Values values_of(Engine& engine) {
 
 Values trained(int ranks, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
   Values values;
-  on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape);
-    engine.initialize(model.fill());
-    model.train(1, steps);
-    engine.settle();
+  train_then(ranks, setup, shape, steps, [&](int rank, Engine& engine, const ToyModel&) {
     Values mine = values_of(engine);
     if (rank == 0) values = std::move(mine);
   });

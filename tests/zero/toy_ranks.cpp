@@ -26,8 +26,8 @@ void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommuni
   }
 }
 
-std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
-  std::vector<RankRun> runs(static_cast<std::size_t>(size));
+void train_then(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps,
+                const std::function<void(int, Engine&, const ToyModel&)>& after) {
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
     Engine engine(runtime, setup.engine);
@@ -35,9 +35,16 @@ std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& s
     engine.initialize(model.fill());
     model.train(1, steps);
     engine.settle();
+    after(rank, engine, model);
+  });
+}
+
+std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
+  std::vector<RankRun> runs(static_cast<std::size_t>(size));
+  train_then(size, setup, shape, steps, [&](int rank, Engine& engine, const ToyModel& model) {
     RankRun& run = runs[static_cast<std::size_t>(rank)];
     for (std::size_t link = 0; link < kLinkCount; ++link)
-      run.links.push_back(runtime.ledger().totals(static_cast<Link>(link)));
+      run.links.push_back(engine.runtime().ledger().totals(static_cast<Link>(link)));
     run.digests = digests_of(engine, model);
   });
   return runs;

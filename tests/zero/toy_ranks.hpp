@@ -12,6 +12,10 @@ namespace hoist::test {
 // Runs body(rank, join) on `size` threads; the first error of any rank is rethrown.
 void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommunicator&)>& body);
 
+// Trains on `size` ranks from scratch and settles, then calls after(rank, engine, model) on each.
+void train_then(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps,
+                const std::function<void(int, Engine&, const ToyModel&)>& after);
+
 struct RankRun {
   Digests digests;
   std::vector<Ledger::LinkTotals> links;

@@ -44,7 +44,6 @@ class DeferredUpdate {
   // Pre: finish() returned since the last step.
   void begin(Step step);
 
-  bool pending(UnitId unit) const;
   // Done when the unit's weights are those of the last step that was begun.
   Completion updated(UnitId unit) const;
   // Updates a pending unit soon and also leaves its trainable weights, in host layout, at `target`. Null when the unit
