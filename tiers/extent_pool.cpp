@@ -22,7 +22,7 @@ ExtentPool::ExtentPool(std::span<const std::uint64_t> record_bytes, std::uint32_
     at = end;
   }
   extents_.reserve(record_bytes.size() * copies);
-  free_.assign(record_bytes.size() * copies, true);
+  holders_.assign(record_bytes.size() * copies, 0);
   for (std::uint32_t copy = 0; copy < copies; ++copy) {
     for (const std::uint64_t length_bytes : record_bytes) {
       // Ascending indices make a heap as they are.
@@ -35,7 +35,7 @@ ExtentPool::ExtentPool(std::span<const std::uint64_t> record_bytes, std::uint32_
 
 std::uint64_t ExtentPool::memory_bytes(std::size_t record_count, std::size_t class_count, std::uint32_t copies) {
   const std::uint64_t extents = record_count * copies;
-  return extents * (sizeof(Extent) + sizeof(std::uint32_t)) + divide_up(extents, 8) + class_count * sizeof(LengthClass);
+  return extents * (sizeof(Extent) + sizeof(std::uint32_t) + sizeof(std::uint8_t)) + class_count * sizeof(LengthClass);
 }
 
 std::uint64_t ExtentPool::memory_bytes() const { return memory_bytes(extents_.size(), classes_.size(), 1); }
@@ -53,19 +53,29 @@ std::uint32_t ExtentPool::take(std::uint64_t length_bytes) {
   std::pop_heap(heap.begin(), heap.end(), std::greater<>());
   const std::uint32_t index = heap.back();
   heap.pop_back();
-  free_[index] = false;
+  holders_[index] = 1;
   return index;
 }
 
 void ExtentPool::give_back(std::uint32_t index) {
-  HOIST_ASSERT(index < extent_count() && !free_[index], "extent {} of {} is not in use", index, extent_count());
+  HOIST_ASSERT(index < extent_count() && !is_free(index), "extent {} of {} is not in use", index, extent_count());
+  if (--holders_[index] > 0) return;
   std::vector<std::uint32_t>& heap = length_class(extents_[index].length_bytes).free;
   heap.push_back(index);
   std::push_heap(heap.begin(), heap.end(), std::greater<>());
-  free_[index] = true;
 }
 
-std::string ExtentPool::adopt(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes) {
+void ExtentPool::hold(std::span<const std::uint32_t> used) {
+  for (const std::uint32_t index : used) {
+    if (index == kNoExtent) continue;
+    if (holders_[index]++ > 0) continue;
+    std::vector<std::uint32_t>& heap = length_class(extents_[index].length_bytes).free;
+    heap.erase(std::find(heap.begin(), heap.end(), index));
+    std::make_heap(heap.begin(), heap.end(), std::greater<>());
+  }
+}
+
+std::string ExtentPool::check(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes) const {
   HOIST_ASSERT(used.size() == record_bytes.size(), "{} extents for {} records", used.size(), record_bytes.size());
   std::vector<bool> free(extents_.size(), true);
   for (std::size_t record = 0; record < used.size(); ++record) {
@@ -79,10 +89,17 @@ std::string ExtentPool::adopt(std::span<const std::uint32_t> used, std::span<con
     if (!free[index]) return fmt::format("extent {} holds two records", index);
     free[index] = false;
   }
-  free_ = std::move(free);
+  return {};
+}
+
+std::string ExtentPool::adopt(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes) {
+  if (std::string problem = check(used, record_bytes); !problem.empty()) return problem;
+  std::fill(holders_.begin(), holders_.end(), std::uint8_t{0});
+  for (const std::uint32_t index : used)
+    if (index != kNoExtent) holders_[index] = 1;
   for (LengthClass& c : classes_) c.free.clear();
   for (std::uint32_t index = 0; index < extent_count(); ++index)
-    if (free_[index]) length_class(extents_[index].length_bytes).free.push_back(index);
+    if (is_free(index)) length_class(extents_[index].length_bytes).free.push_back(index);
   return {};
 }
 

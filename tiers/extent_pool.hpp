@@ -3,7 +3,8 @@
 //
 // Extents are cut once, from the list of record lengths alone: first one extent per record in record order, then the
 // second ones in the same order. Extents of equal length are interchangeable, so a free one is looked for by length
-// class; the lowest is taken, and records rewritten in one order lie in that order.
+// class; the lowest is taken, and records rewritten in one order lie in that order. An extent that a kept step shares
+// with the present one has two holders, and is free when both have let go of it.
 //
 // Threading  The owner serialises calls.
 // Memory     Everything is reserved at construction.
@@ -27,6 +28,7 @@ struct Extent {
 class ExtentPool {
  public:
   // Every extent is free. `copies` extents for each record; a record of no bytes has extents of no bytes.
+  // The first copies lie where they would with fewer.
   ExtentPool(std::span<const std::uint64_t> record_bytes, std::uint32_t copies);
 
   std::uint32_t extent_count() const { return static_cast<std::uint32_t>(extents_.size()); }
@@ -40,13 +42,17 @@ class ExtentPool {
   // The lowest free extent of exactly that length.
   // Pre: no record of that length holds `copies` extents already.
   std::uint32_t take(std::uint64_t length_bytes);
-  void give_back(std::uint32_t index);
-  bool is_free(std::uint32_t index) const { return free_[index]; }
+  void give_back(std::uint32_t index);  // by one of its holders
+  bool is_free(std::uint32_t index) const { return holders_[index] == 0; }
+  // One more holder of each, free or not; kNoExtent is skipped. Pre: check() found nothing.
+  void hold(std::span<const std::uint32_t> used);
 
   // Makes exactly the extents `used` (one for each record; kNoExtent where the record has no bytes) taken and all
-  // others free. Returns what is wrong with them, or nothing: an unknown extent, one used twice, another length than
-  // the record's. The pool is unchanged then.
+  // others free. Returns what check() says; unless that is nothing, the pool is unchanged.
   [[nodiscard]] std::string adopt(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes);
+  // What is wrong with them as the extents of all records, or nothing: an unknown extent, one used twice, another
+  // length than the record's.
+  std::string check(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes) const;
 
  private:
   struct LengthClass {
@@ -56,8 +62,8 @@ class ExtentPool {
   LengthClass& length_class(std::uint64_t length_bytes);
 
   std::vector<Extent> extents_;
-  std::vector<bool> free_;
-  std::vector<LengthClass> classes_;  // by length
+  std::vector<std::uint8_t> holders_;  // of each extent
+  std::vector<LengthClass> classes_;   // by length
   std::uint64_t data_bytes_ = 0;
 };
 

@@ -27,7 +27,7 @@ Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::St
       paths_(std::move(paths)),
       durability_(options.durability),
       trace_(options.trace),
-      table_(options.records, options.durability, superblock_.store_number),
+      table_(options.records, options.durability, superblock_.extents_per_record, superblock_.store_number),
       image_(superblock_.slot_bytes()) {
   if (durability_ == Durability::step) caller_state_.reserve(superblock_.caller_state_bytes_max);
 }
@@ -52,7 +52,7 @@ Store::Impl::~Impl() {
 
 std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Superblock& superblock) {
   std::uint64_t bytes = sizeof(Impl) + sizeof(detail::Transfers) + sizeof(aio::File) + sizeof(aio::StripedFile);
-  bytes += detail::RecordTable::memory_bytes(options.records, options.durability);
+  bytes += detail::RecordTable::memory_bytes(options.records, options.durability, superblock.extents_per_record);
   bytes += superblock.layout.size() + superblock.slot_bytes();
   if (options.durability == Durability::step) bytes += superblock.caller_state_bytes_max;
   return bytes;
@@ -69,12 +69,15 @@ void Store::Impl::start_new(Files files, std::vector<std::string> directories_to
 
 void Store::Impl::start_existing(Files files) {
   files_ = std::move(files);
-  for (std::uint32_t slot = 0; slot < kSlotCount; ++slot) {
+  for (std::uint32_t slot = 0; slot < superblock_.slot_count(); ++slot) {
     read_slot(slot);
-    slots_[slot] = check_slot(image_.span(), superblock_);
-    if (slots_[slot].state == SlotCheck::State::valid)
-      incarnation_ = std::max(incarnation_, slots_[slot].header.incarnation);
+    slots_.push_back(check_slot(image_.span(), superblock_));
+    if (slots_[slot].state != SlotCheck::State::valid) continue;
+    incarnation_ = std::max(incarnation_, slots_[slot].header.incarnation);
+    if (slot >= kSlotCount && slots_[slot].header.kept_serial != 0)
+      kept_.push_back({detail::commit_header(slots_[slot]), slot, SlotImage(image_.span(), superblock_).extents()});
   }
+  list_kept();
   commits_ = detail::usable_commits(slots_);
   damage_ = detail::damaged_slots(slots_, paths_.manifest);
   thread_ = std::thread([this] { commit_loop(); });
@@ -114,30 +117,52 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   const std::lock_guard lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(!adopted_, "the store in {} has a current state already", paths_.directory);
-  std::uint32_t slot = 0;
-  while (slot < kSlotCount &&
-         (slots_[slot].state != SlotCheck::State::valid || slots_[slot].header.step != commit.step ||
-          slots_[slot].header.incarnation != commit.incarnation || slots_[slot].header.revision != commit.revision))
-    ++slot;
-  if (slot == kSlotCount)
+  const auto is_commit = [&](const SlotCheck& slot) {
+    return slot.state == SlotCheck::State::valid && detail::commit_header(slot) == commit;
+  };
+  const auto found = std::find_if(slots_.begin(), slots_.end(), is_commit);
+  if (found == slots_.end())
     throw StoreError(fmt::format("the store in {} holds no commit of step {} (revision {}, incarnation {})",
                                  paths_.directory, commit.step, commit.revision, commit.incarnation));
+  const auto slot = static_cast<std::uint32_t>(found - slots_.begin());
   load_slot(slot);
+  hold_kept();
+  // Not over the newest commit, until this one is durable.
+  const bool newest_in_0 = !commits_.empty() && slots_[0].state == SlotCheck::State::valid &&
+                           detail::commit_header(slots_[0]) == commits_.front();
+  const std::uint32_t other = slot < kSlotCount ? 1 - slot : (newest_in_0 ? 1 : 0);
   try {
     // The process before us may have died between writing this manifest and flushing it. It has to be durable before
     // the other slot, until then the only one that certainly is, is overwritten. (The data it speaks of is: it was
     // flushed before the manifest was written.)
     engine_.sync(*files_.manifest).wait();
-    write_slot(1 - slot, {incarnation_ + 1, commit.step, caller_state_.size(), commit.revision});
+    write_slot(other, {incarnation_ + 1, commit.step, caller_state_.size(), commit.revision});
   } catch (...) {
     failed_ = std::current_exception();
     throw;
   }
   ++incarnation_;
-  slot_ = 1 - slot;
+  slot_ = other;
   committed_step_ = commit.step;
   revision_ = commit.revision;
   adopted_ = true;
+}
+
+void Store::Impl::list_kept() {
+  std::ranges::sort(kept_, {}, [](const Kept& kept) { return kept.header.kept_serial; });
+  kept_headers_.clear();
+  for (const Kept& kept : kept_) kept_headers_.push_back(kept.header);
+}
+
+void Store::Impl::hold_kept() {
+  std::erase_if(kept_, [&](const Kept& kept) {
+    const std::string problem = table_.hold(kept.extents);
+    if (!problem.empty())
+      damage_.push_back(fmt::format("the kept step '{}' in slot {} of {} cannot be used: {}", kept.header.name,
+                                    kept.slot, paths_.manifest, problem));
+    return !problem.empty();
+  });
+  list_kept();
 }
 
 Completion Store::Impl::drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const {
@@ -181,14 +206,27 @@ void Store::Impl::begin_step(std::uint64_t step) {
   std::unique_lock lock(mutex_);
   idle_.wait(lock, [&] { return !committing_; });
   if (failed_) std::rethrow_exception(failed_);
+  if (step_open_) return continue_step(step);
   HOIST_ASSERT(adopted_, "step {} begins before a commit of {} was adopted", step, paths_.directory);
-  HOIST_ASSERT(!step_open_, "step {} begins inside step {}", step, step_);
+  HOIST_ASSERT(kept_.size() <= superblock_.kept_steps_max, "{} kept steps leave no extents to write to", kept_.size());
   HOIST_ASSERT(!committed_step_ || step >= *committed_step_, "step {} begins after step {} was committed", step,
                *committed_step_);
   revision_ = committed_step_ == step ? revision_ + 1 : 0;
   step_ = step;
   table_.begin_step(step);
   step_open_ = true;
+}
+
+void Store::Impl::continue_step(std::uint64_t step) {
+  HOIST_ASSERT(step >= step_, "step {} begins inside step {}", step, step_);
+  try {
+    transfers_->wait_for_writes();  // two of them to one place would land in any order
+  } catch (...) {
+    failed_ = std::current_exception();
+    throw;
+  }
+  if (step > step_) revision_ = 0;
+  step_ = step;
 }
 
 std::uint64_t Store::Impl::checksum(RecordId record, Region region, std::uint32_t tile,
@@ -218,7 +256,7 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree ag
   const std::lock_guard lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(step_open_, "no step is under way");
-  CommitJob job{{incarnation_, step_, 0, revision_}, std::move(agree), {}};
+  Job job{{incarnation_, step_, 0, revision_}, std::move(agree), {}};
   const Completion completion = job.promise.completion();
   if (durability_ == Durability::step) {
     // A promise may not be dropped; these throws come before anybody could see it.
@@ -237,14 +275,92 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree ag
   }
   step_open_ = false;
   committing_ = true;
-  job_.emplace(std::move(job));
+  jobs_.push_back(std::move(job));
   wake_.notify_all();
   return completion;
 }
 
-void Store::Impl::land(const CommitJob& job) {
+Completion Store::Impl::keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
+  const std::lock_guard lock(mutex_);
+  if (failed_) std::rethrow_exception(failed_);
+  HOIST_ASSERT(!step_open_ && superblock_.kept_steps_max > 0, "step {} cannot be kept", step_);
+  HOIST_ASSERT(committing_ || committed_step_, "a step is kept before the first commit of {}", paths_.directory);
+  if (const std::string problem = wrong_step_name(name); !problem.empty())
+    throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
+  if (caller_state.size() > superblock_.caller_state_bytes_max)
+    throw UsageError(fmt::format("the caller state is {} bytes long, and the store has room for {}",
+                                 caller_state.size(), superblock_.caller_state_bytes_max));
+  SlotHeader header{.incarnation = incarnation_, .caller_state_bytes = caller_state.size(), .name = name};
+  jobs_.push_back({header, std::move(agree), {}, true, {caller_state.begin(), caller_state.end()}});
+  const Completion completion = jobs_.back().promise.completion();
+  committing_ = true;
+  wake_.notify_all();
+  return completion;
+}
+
+void Store::Impl::forget(std::uint64_t kept_serial) {
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [&] { return !committing_; });
+  if (failed_) std::rethrow_exception(failed_);
+  const auto found = std::ranges::find(kept_, kept_serial, [](const Kept& kept) { return kept.header.kept_serial; });
+  if (found == kept_.end()) return;
+  give_up(found);
+  list_kept();
+}
+
+void Store::Impl::blank_slot(std::uint32_t slot) {
+  std::memset(image_.span().data(), 0, image_.span().size());
+  engine_.write(*files_.manifest, superblock_.slot_offset(slot), image_.span(), aio::Priority::foreground).wait();
+  engine_.sync(*files_.manifest).wait();
+}
+
+std::uint32_t Store::Impl::free_kept_slot() const {
+  std::uint32_t slot = kSlotCount;
+  const auto used = [&] { return std::ranges::find(kept_, slot, &Kept::slot) != kept_.end(); };
+  while (used()) ++slot;
+  HOIST_ASSERT(slot < superblock_.slot_count(), "{} kept steps have no free slot", kept_.size());
+  return slot;
+}
+
+void Store::Impl::write_kept(const Job& job) {
+  const TraceSpan span(trace_, TraceRow::commit, "keep");
+  SlotHeader header = job.header;
+  header.step = *committed_step_;
+  header.revision = revision_;
+  header.kept_serial = kept_.empty() ? 1 : kept_.back().header.kept_serial + 1;
+  const std::uint32_t slot = free_kept_slot();
+  std::copy(job.state.begin(), job.state.end(), SlotImage(image_.span(), superblock_).caller_state_area().begin());
+  write_slot(slot, header);
+  SlotCheck written;
+  written.header = header;
+  kept_.push_back({detail::commit_header(written), slot, table_.committed_extents()});
+  const std::string problem = table_.hold(kept_.back().extents);
+  HOIST_ASSERT(problem.empty(), "{}", problem);
+}
+
+void Store::Impl::make_room(const CommitHeader& newest) {
+  auto goes = std::ranges::find_if(kept_, [&](const Kept& kept) {
+    return kept.header.name == newest.name && kept.header.kept_serial != newest.kept_serial;
+  });
+  if (goes == kept_.end()) {
+    if (kept_.size() <= superblock_.kept_steps_max) return;
+    goes = kept_.begin();
+  }
+  give_up(goes);
+}
+
+void Store::Impl::give_up(std::vector<Kept>::iterator kept) {
+  blank_slot(kept->slot);
+  table_.let_go(kept->extents);
+  kept_.erase(kept);
+}
+
+void Store::Impl::land(const Job& job) {
   try {
-    make_durable(job.header);
+    if (job.keeps)
+      write_kept(job);
+    else
+      make_durable(job.header);
   } catch (...) {
     // The others must not wait for a rank that will never come; the error that counts is this one.
     try {
@@ -256,6 +372,7 @@ void Store::Impl::land(const CommitJob& job) {
   if (durability_ == Durability::none) return;
   const TraceSpan span(trace_, TraceRow::commit, "agree");
   if (job.agree) job.agree(/*landed=*/true);
+  if (job.keeps) make_room(CommitHeader(kept_.back().header));
 }
 
 void Store::Impl::make_durable(const SlotHeader& header) {
@@ -280,20 +397,22 @@ void Store::Impl::make_durable(const SlotHeader& header) {
 void Store::Impl::commit_loop() {
   std::unique_lock lock(mutex_);
   while (true) {
-    wake_.wait(lock, [&] { return job_.has_value() || stopping_; });
-    if (!job_) return;
-    CommitJob job = std::move(*job_);
-    job_.reset();
+    wake_.wait(lock, [&] { return !jobs_.empty() || stopping_; });
+    if (jobs_.empty()) return;
+    Job job = std::move(jobs_.front());
+    jobs_.pop_front();
+    std::exception_ptr error = failed_;  // what was to be kept after a commit that failed fails with it
     lock.unlock();
-    std::exception_ptr error;
     try {
-      land(job);
+      if (!error) land(job);
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
     if (error) {
       failed_ = error;
+    } else if (job.keeps) {
+      list_kept();
     } else {
       if (durability_ == Durability::step) {
         table_.publish();
@@ -301,7 +420,7 @@ void Store::Impl::commit_loop() {
       }
       committed_step_ = job.header.step;
     }
-    committing_ = false;
+    committing_ = !jobs_.empty();
     idle_.notify_all();
     lock.unlock();
     if (error)
@@ -338,6 +457,12 @@ Completion Store::write(RecordId record, Region region, std::uint32_t first, std
 Completion Store::commit(std::span<const std::byte> caller_state, Agree agree) {
   return impl_->commit(caller_state, std::move(agree));
 }
+Completion Store::keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
+  return impl_->keep(name, caller_state, std::move(agree));
+}
+void Store::forget(std::uint64_t kept_serial) { impl_->forget(kept_serial); }
+std::span<const CommitHeader> Store::kept() const { return impl_->kept(); }
+std::uint32_t Store::kept_steps_max() const { return impl_->kept_steps_max(); }
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }
 std::uint64_t Store::store_number() const { return impl_->store_number(); }
 

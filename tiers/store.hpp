@@ -11,7 +11,8 @@
 //            nothing is allocated per transfer but its completion.
 // Errors     StoreError (another model's, locked, no commit), IoError, CorruptionError naming unit, file and offset.
 //            After a commit failed, begin_step and commit throw its error again: reopening is the only way on.
-// Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync.
+// Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync; keep: a manifest
+// more.
 #pragma once
 
 #include <memory>
@@ -58,6 +59,9 @@ struct StoreOptions {
   std::vector<StoreRecord> records;
   Durability durability = Durability::step;
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
+  // create(): room for so many steps under a name, each another extent for every record. Durability step only. open()
+  // keeps the store's own number, and refuses when more are asked for.
+  std::uint32_t kept_steps_max = 0;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
   Trace* trace = nullptr;  // where transfers and commits are drawn
   // Drawn at random when 0. Ranks of one run have numbers that follow each other, by rank, so that files of two runs
@@ -70,6 +74,9 @@ struct CommitHeader {
   std::uint64_t step = 0;
   std::uint32_t incarnation = 0;  // how often the store had been reopened
   std::uint32_t revision = 0;     // commits of the same step before this one
+  std::string name{};             // of a step that was kept; empty for the last commits
+  std::uint64_t kept_serial = 0;  // which keep() of this store it was, from 1; 0 for the last commits
+  friend bool operator==(const CommitHeader&, const CommitHeader&) = default;
 };
 
 class Store {
@@ -88,6 +95,8 @@ class Store {
     std::uint64_t data_bytes = 0;                   // reserved on disk, over all drives
     std::vector<std::string> stripe_directories{};  // further drives, where they were when the store was made
     std::vector<CommitHeader> commits;              // valid ones, newest first, without abandoned ones
+    std::vector<CommitHeader> kept;                 // steps kept under a name, oldest first
+    std::uint32_t kept_steps_max = 0;
     std::vector<std::string> damage;
   };
   static Found look(const std::string& directory, int rank);
@@ -118,12 +127,15 @@ class Store {
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
   // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().
   std::span<const CommitHeader> commits() const;
+  // Steps kept under a name, oldest first. Not while keep() is under way.
+  std::span<const CommitHeader> kept() const;
   // What open() found that cannot be used, as Found::damage. For a warning.
   std::span<const std::string> damage() const;
-  // Makes the given commit the current state. Its first durable act is a manifest of the next incarnation, so that a
-  // later abandoned step can never be picked up again; it replaces the commit that was not chosen. With several ranks
-  // no rank may begin a step before all have adopted. Once, before the first begin_step. The manifest's checksum and
-  // every extent in it are checked here (StoreError), the records themselves when they are read.
+  // Makes the given commit, or kept step, the current state. Its first durable act is a manifest of the next
+  // incarnation, so that a later abandoned step can never be picked up again; it replaces a commit that was not chosen.
+  // With several ranks no rank may begin a step before all have adopted. Once, before the first begin_step. The
+  // manifest's checksum and every extent in it are checked here (StoreError), the records themselves when they are
+  // read.
   void adopt(const CommitHeader& commit);
   std::span<const std::byte> caller_state() const;  // of the adopted commit
 
@@ -143,6 +155,8 @@ class Store {
   // written from here on goes to an extent that no commit uses. Waits for the commit before it and throws its error. A
   // step that is not to be committed after all ends with the store. Durability none: one step without end may be
   // enough; commits are optional.
+  // While a step is open, goes on to a later one without a commit between them: waits for the writes of the open one;
+  // its records are then rewritten where they are, and the commit to come is of both.
   void begin_step(std::uint64_t step);
   // The checksum to hand to write() for one tile, made by whoever has the tile in cache. Names the extent the record
   // will have, so it is good for the step under way only, and the record counts as touched.
@@ -160,6 +174,16 @@ class Store {
   // be committed. Durability none: waits for writes only, agree does not run.
   using Agree = std::function<void(bool landed)>;
   Completion commit(std::span<const std::byte> caller_state, Agree agree = {});
+
+  // --- keeping -------------------------------------------------------------------------------------------------------
+  // Keeps the last commit, one that is still under way included, under `name` until as many others were kept as there
+  // is room for: no data moves, its extents are left alone from now on. A step of the same name is replaced. Returns at
+  // once; a manifest is written and flushed on the store's thread, then `agree` runs, and only then an older one goes.
+  // Pre: no step is open; kept_steps_max > 0. Errors: UsageError for a name (wrong_step_name), or too long a state.
+  Completion keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree = {});
+  // Gives up a kept step; its space is reused. Waits for the drive. Pre: no step is open.
+  void forget(std::uint64_t kept_serial);
+  std::uint32_t kept_steps_max() const;
 
   std::vector<std::string> data_paths() const;  // one for each drive
   std::uint64_t store_number() const;

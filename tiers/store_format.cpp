@@ -27,13 +27,15 @@ namespace super {
 constexpr std::uint64_t version = 16, durability = 20, store_number = 24, rank = 32, world_size = 36,
                         tile_elements = 40, data_bytes = 48, superblock_bytes = 56, slot_bytes = 64,
                         caller_state_bytes_max = 72, record_count = 80, extents_per_record = 84, tile_count = 88,
-                        geometry_checksum = 96, layout_bytes = 104, stripes_bytes = 112;
+                        geometry_checksum = 96, layout_bytes = 104, stripes_bytes = 112, kept_steps_max = 120;
 }  // namespace super
 
 // Offsets of a slot header's fields.
 namespace slot {
 constexpr std::uint64_t version = 16, incarnation = 20, store_number = 24, step = 32, used_bytes = 40,
-                        caller_state_bytes = 48, tile_count = 56, record_count = 64, revision = 68;
+                        caller_state_bytes = 48, tile_count = 56, record_count = 64, revision = 68, kept_serial = 72,
+                        name = 80;
+static_assert(name + kStepNameBytesMax + 1 == kSlotHeaderBytes);
 }  // namespace slot
 
 template <typename T>
@@ -63,9 +65,9 @@ bool has_magic(std::span<const std::byte> bytes, const char (&magic)[8]) {
 // The checksum guards the version too, but which bytes it covers is the version's own business: an unknown version is
 // reported as such, whatever the checksum says.
 std::string wrong_version(std::uint32_t version) {
-  if (version == kStoreFormatVersion || version == kStripedStoreFormatVersion) return {};
-  return fmt::format("it is of format version {}, and this program reads versions {} and {}", version,
-                     kStoreFormatVersion, kStripedStoreFormatVersion);
+  if (version >= kStoreFormatVersion && version <= kKeepingStoreFormatVersion) return {};
+  return fmt::format("it is of format version {}, and this program reads versions {} to {}", version,
+                     kStoreFormatVersion, kKeepingStoreFormatVersion);
 }
 
 std::string wrong_checksum(std::span<const std::byte> covered, std::uint64_t recorded) {
@@ -106,6 +108,7 @@ void encode_superblock(const Superblock& s, std::span<std::byte> target) {
   put(target, super::geometry_checksum, s.geometry_checksum);
   put(target, super::layout_bytes, std::uint64_t{s.layout.size()});
   put(target, super::stripes_bytes, std::uint64_t{s.stripes.size()});
+  put(target, super::kept_steps_max, s.kept_steps_max);
   put_text(target, kSuperblockHeaderBytes, s.layout);
   put_text(target, kSuperblockHeaderBytes + s.layout.size(), s.stripes);
   put(target, kChecksumAt, checksum(target.subspan(kCoveredFrom)));
@@ -157,6 +160,7 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
         fmt::format("its list of drives of {} bytes does not fit its superblock of {}", stripes_bytes, bytes.size());
     return std::nullopt;
   }
+  s.kept_steps_max = get<std::uint32_t>(bytes, super::kept_steps_max);  // 0 before version 3
   const char* const text = reinterpret_cast<const char*>(bytes.data()) + kSuperblockHeaderBytes;
   s.layout.assign(text, layout_bytes);
   s.stripes.assign(text + layout_bytes, stripes_bytes);
@@ -164,6 +168,12 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
   constexpr std::uint32_t kRanksMax = 1u << 24;
   if (s.world_size < 1 || s.world_size > kRanksMax || s.rank >= s.world_size || s.durability > kDurabilityNone) {
     problem = fmt::format("it names rank {} of {} and durability {}", s.rank, s.world_size, s.durability);
+    return std::nullopt;
+  }
+  const std::uint32_t extents = s.durability == kDurabilityNone ? 1 : 2 + s.kept_steps_max;
+  if (s.kept_steps_max > kKeptStepsMax || s.extents_per_record != extents) {
+    problem =
+        fmt::format("it names {} kept steps and {} extents for each record", s.kept_steps_max, s.extents_per_record);
     return std::nullopt;
   }
   if (s.tile_count > kSane || s.caller_state_bytes_max > kSane || s.superblock_bytes() != bytes.size() ||
@@ -193,6 +203,12 @@ RecordEntry SlotImage::record(std::uint32_t record) const {
   const std::span<const std::byte> source = image_.subspan(records_at(record), kRecordEntryBytes);
   return {get<std::uint32_t>(source, 0),  get<std::uint32_t>(source, 4),  get<std::uint64_t>(source, 8),
           get<std::uint64_t>(source, 16), get<std::uint64_t>(source, 24), get<std::uint64_t>(source, 32)};
+}
+
+std::vector<std::uint32_t> SlotImage::extents() const {
+  std::vector<std::uint32_t> all(superblock_.record_count);
+  for (std::uint32_t i = 0; i < superblock_.record_count; ++i) all[i] = record(i).extent;
+  return all;
 }
 
 void SlotImage::set_checksums(std::uint64_t first, std::span<const std::uint64_t> values) {
@@ -230,6 +246,9 @@ std::uint64_t SlotImage::seal(const SlotHeader& header) {
   put(image_, slot::tile_count, superblock_.tile_count);
   put(image_, slot::record_count, superblock_.record_count);
   put(image_, slot::revision, header.revision);
+  put(image_, slot::kept_serial, header.kept_serial);
+  HOIST_ASSERT(header.name.size() <= kStepNameBytesMax, "a name of {} bytes", header.name.size());
+  put_text(image_, slot::name, header.name);
   put(image_, kChecksumAt, checksum(image_.subspan(kCoveredFrom, used_bytes - kCoveredFrom)));
   return written_bytes;
 }
@@ -253,8 +272,10 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
   check.problem =
       wrong_checksum(bytes.subspan(kCoveredFrom, used_bytes - kCoveredFrom), get<std::uint64_t>(bytes, kChecksumAt));
   if (!check.problem.empty()) return check;
-  check.header = {get<std::uint32_t>(bytes, slot::incarnation), get<std::uint64_t>(bytes, slot::step),
-                  get<std::uint64_t>(bytes, slot::caller_state_bytes), get<std::uint32_t>(bytes, slot::revision)};
+  const std::string_view name(reinterpret_cast<const char*>(bytes.data()) + slot::name, kStepNameBytesMax);
+  check.header = {get<std::uint32_t>(bytes, slot::incarnation),        get<std::uint64_t>(bytes, slot::step),
+                  get<std::uint64_t>(bytes, slot::caller_state_bytes), get<std::uint32_t>(bytes, slot::revision),
+                  std::string(name.substr(0, name.find('\0'))),        get<std::uint64_t>(bytes, slot::kept_serial)};
   if (get<std::uint64_t>(bytes, slot::store_number) != s.store_number)
     check.problem = "it belongs to another store";
   else if (get<std::uint32_t>(bytes, slot::record_count) != s.record_count ||
@@ -264,6 +285,14 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
     check.problem = "its lengths contradict the superblock";
   if (check.problem.empty()) check.state = SlotCheck::State::valid;
   return check;
+}
+
+std::string wrong_step_name(std::string_view name) {
+  if (name.empty()) return "it is empty";
+  if (name.size() > kStepNameBytesMax)
+    return fmt::format("it has {} bytes; at most {}", name.size(), kStepNameBytesMax);
+  const bool control = std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; });
+  return control ? "it has control characters" : "";
 }
 
 std::string first_difference(std::string_view stored, std::string_view yours) {

@@ -22,11 +22,14 @@ namespace hoist::tiers {
 
 inline constexpr std::uint32_t kStoreFormatVersion = 1;         // data on one drive
 inline constexpr std::uint32_t kStripedStoreFormatVersion = 2;  // the same, with a description of the drives
+inline constexpr std::uint32_t kKeepingStoreFormatVersion = 3;  // with room for kept steps, on any number of drives
 inline constexpr std::uint64_t kSuperblockHeaderBytes = 128;
 inline constexpr std::uint64_t kSlotHeaderBytes = 128;
 inline constexpr std::uint64_t kRecordEntryBytes = 40;
-inline constexpr std::uint32_t kSlotCount = 2;
-inline constexpr std::uint32_t kDurabilityStep = 0;  // as tiers::Durability
+inline constexpr std::uint32_t kSlotCount = 2;        // that commits alternate between; those of kept steps follow
+inline constexpr std::uint32_t kKeptStepsMax = 64;    // each costs another extent for every record
+inline constexpr std::size_t kStepNameBytesMax = 47;  // and a zero behind it
+inline constexpr std::uint32_t kDurabilityStep = 0;   // as tiers::Durability
 inline constexpr std::uint32_t kDurabilityNone = 1;
 
 // Written once, before the file gets its name; constant for the life of the store.
@@ -46,15 +49,21 @@ struct Superblock {
   // How the data is spread over drives: aio::StripeLayout::encode(), then each drive's directory, a line each. Empty:
   // one drive, the manifest's own directory.
   std::string stripes;
+  std::uint32_t kept_steps_max = 0;
 
-  std::uint32_t version() const { return stripes.empty() ? kStoreFormatVersion : kStripedStoreFormatVersion; }
+  std::uint32_t version() const {
+    if (kept_steps_max > 0) return kKeepingStoreFormatVersion;
+    return stripes.empty() ? kStoreFormatVersion : kStripedStoreFormatVersion;
+  }
+  // One slot more than kept steps, so that a new one is whole before an old one goes.
+  std::uint32_t slot_count() const { return kSlotCount + (kept_steps_max > 0 ? kept_steps_max + 1 : 0); }
   // Where things lie, all multiples of 4 KiB.
   std::uint64_t superblock_bytes() const {
     return round_up(kSuperblockHeaderBytes + layout.size() + stripes.size(), kBlockAlignment);
   }
   std::uint64_t slot_bytes() const;  // 0 with durability none, which never commits
   std::uint64_t slot_offset(std::uint32_t slot) const { return superblock_bytes() + slot * slot_bytes(); }
-  std::uint64_t manifest_bytes() const { return slot_offset(kSlotCount); }
+  std::uint64_t manifest_bytes() const { return slot_offset(slot_count()); }
 };
 
 // `target` is superblock_bytes() long.
@@ -80,7 +89,9 @@ struct SlotHeader {
   std::uint32_t incarnation = 0;
   std::uint64_t step = 0;
   std::uint64_t caller_state_bytes = 0;
-  std::uint32_t revision = 0;  // commits of the same step before this one
+  std::uint32_t revision = 0;     // commits of the same step before this one
+  std::string name{};             // of a kept step; empty in the slots of commits
+  std::uint64_t kept_serial = 0;  // kept steps are counted from 1, in the order in which they were kept
   friend bool operator==(const SlotHeader&, const SlotHeader&) = default;
 };
 
@@ -92,6 +103,7 @@ class SlotImage {
 
   void set_record(std::uint32_t record, const RecordEntry& entry);
   RecordEntry record(std::uint32_t record) const;
+  std::vector<std::uint32_t> extents() const;  // of all records
   // Checksums in the order of the records; within a record all W tiles, then all S tiles.
   // `first` counts checksums from the start of the table: a record whose first tile is tile t of the store (counted
   // over all records) begins at 2 t.
@@ -117,6 +129,9 @@ struct SlotCheck {
 };
 // Pre: `slot` is slot_bytes() long.
 SlotCheck check_slot(std::span<const std::byte> slot, const Superblock& superblock);
+
+// What is wrong with a kept step's name, or nothing: 1 to kStepNameBytesMax bytes, none of them a control character.
+std::string wrong_step_name(std::string_view name);
 
 // The first line in which two layout texts differ, as "stored: ... / yours: ...".
 std::string first_difference(std::string_view stored, std::string_view yours);

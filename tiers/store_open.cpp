@@ -46,7 +46,10 @@ Superblock superblock_for(const StoreOptions& options) {
   s.rank = static_cast<std::uint32_t>(identity.rank);
   s.world_size = static_cast<std::uint32_t>(identity.world_size);
   s.durability = options.durability == Durability::step ? kDurabilityStep : kDurabilityNone;
-  s.extents_per_record = options.durability == Durability::step ? 2 : 1;
+  s.kept_steps_max = options.durability == Durability::step ? options.kept_steps_max : 0;
+  if (s.kept_steps_max > kKeptStepsMax)
+    throw UsageError(fmt::format("{} steps cannot be kept; at most {}", s.kept_steps_max, kKeptStepsMax));
+  s.extents_per_record = options.durability == Durability::step ? 2 + s.kept_steps_max : 1;
   s.tile_elements = kTileElements;
   s.caller_state_bytes_max = options.caller_state_bytes_max;
   s.record_count = static_cast<std::uint32_t>(options.records.size());
@@ -86,6 +89,11 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
   if (stored.durability != mine.durability)
     refuse(fmt::format("was made with durability '{}' and cannot be continued with '{}'",
                        durability_name(stored.durability), durability_name(mine.durability)));
+  if (stored.kept_steps_max < mine.kept_steps_max)
+    refuse(
+        fmt::format("has room for {} kept steps, and {} are asked for (hoist.keep_steps); ask for as many as it has, "
+                    "or start a new store from it",
+                    stored.kept_steps_max, mine.kept_steps_max));
   if (stored.caller_state_bytes_max < mine.caller_state_bytes_max)
     refuse(fmt::format("has room for {} bytes of caller state, and {} are asked for", stored.caller_state_bytes_max,
                        mine.caller_state_bytes_max));
@@ -103,9 +111,11 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
   if (!view.damage.empty()) throw_unreadable(paths, view.damage);
   if (!view.ever_committed()) return;
   const auto commits = detail::usable_commits(view.slots);
-  if (commits.empty())
-    throw_unreadable(paths, "it held commits and none can be read any more (" +
-                                detail::damaged_slots(view.slots, paths.manifest).front() + ")");
+  if (commits.empty()) {
+    std::string why = "it held commits and none can be read any more";
+    for (const std::string& problem : detail::damaged_slots(view.slots, paths.manifest)) why += "; " + problem;
+    throw_unreadable(paths, why);
+  }
   const bool same = view.superblock->layout == mine.layout;
   throw StoreError(fmt::format(
       "the store in {} holds step {} of {} model; {}", paths.directory, commits.front().step, same ? "this" : "another",
@@ -288,8 +298,10 @@ Store::Found Store::look(const std::string& directory, int rank) {
       found.damage.push_back(error.what());
     }
     found.store_number = view.superblock->store_number;
+    found.kept_steps_max = view.superblock->kept_steps_max;
   }
   found.commits = detail::usable_commits(view.slots);
+  found.kept = detail::kept_steps(view.slots);
   for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
     found.damage.push_back(std::move(problem));
   return found;

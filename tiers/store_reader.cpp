@@ -65,7 +65,7 @@ class StoreReader::Impl {
         first_(detail::open_shared(paths_, kLockTimeout)),
         superblock_(superblock_of(paths_, rank, records)),
         data_(open_data(std::move(*first_), superblock_, paths_, rank, engine)),
-        table_(std::move(records), Durability::step, superblock_.store_number) {
+        table_(std::move(records), Durability::step, superblock_.extents_per_record, superblock_.store_number) {
     load(commit);
   }
 
@@ -83,12 +83,10 @@ class StoreReader::Impl {
   void load(const CommitHeader& commit) {
     const aio::File manifest(paths_.manifest, {.mode = aio::OpenMode::read_only});
     const detail::AlignedBytes bytes(superblock_.slot_bytes());
-    for (std::uint32_t slot = 0; slot < kSlotCount; ++slot) {
+    for (std::uint32_t slot = 0; slot < superblock_.slot_count(); ++slot) {
       engine_.read(manifest, superblock_.slot_offset(slot), bytes.span(), aio::Priority::foreground).wait();
       const SlotCheck check = check_slot(bytes.span(), superblock_);
-      const bool wanted = check.state == SlotCheck::State::valid &&
-                          std::tie(check.header.step, check.header.incarnation, check.header.revision) ==
-                              std::tie(commit.step, commit.incarnation, commit.revision);
+      const bool wanted = check.state == SlotCheck::State::valid && detail::commit_header(check) == commit;
       if (!wanted) continue;
       const SlotImage image(bytes.span(), superblock_);
       if (const std::string problem = table_.load(image); !problem.empty())

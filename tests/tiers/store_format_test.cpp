@@ -89,10 +89,35 @@ TEST(StoreFormat, EveryFlippedBitOfASuperblockIsNoticed) {
 
 TEST(StoreFormat, TheFutureIsNamed) {
   Bytes bytes = encoded(example());
-  bytes[16] = std::byte{3};
+  bytes[16] = std::byte{4};
   std::string problem;
   EXPECT_FALSE(decoded(bytes, 1 << 20, problem));
-  EXPECT_EQ(problem, "it is of format version 3, and this program reads versions 1 and 2");
+  EXPECT_EQ(problem, "it is of format version 4, and this program reads versions 1 to 3");
+}
+
+TEST(StoreFormat, RoomForKeptStepsComesBackAndMakesVersion3) {
+  Superblock s = example();
+  s.kept_steps_max = 5;
+  s.extents_per_record = 7;
+  const Bytes bytes = encoded(s);
+  EXPECT_EQ(bytes[16], std::byte{3});
+  std::string problem;
+  const auto back = decoded(bytes, 1 << 30, problem);
+  ASSERT_TRUE(back) << problem;
+  EXPECT_EQ(back->kept_steps_max, 5u);
+  EXPECT_EQ(back->slot_count(), 8u);
+  EXPECT_EQ(back->manifest_bytes(), s.slot_offset(8));
+  s.extents_per_record = 6;
+  EXPECT_FALSE(decoded(encoded(s), 1 << 30, problem));
+  EXPECT_EQ(problem, "it names 5 kept steps and 6 extents for each record");
+}
+
+TEST(StoreFormat, AKeptSlotHasItsNameAndNumber) {
+  const Superblock s = example();
+  const SlotHeader header{.incarnation = 2, .step = 9, .name = std::string(47, 'n'), .kept_serial = 3};
+  const SlotCheck check = check_slot(sealed_slot(s, header), s);
+  ASSERT_EQ(check.state, SlotCheck::State::valid) << check.problem;
+  EXPECT_EQ(check.header, header);
 }
 
 TEST(StoreFormat, GarbageIsNoSuperblock) {

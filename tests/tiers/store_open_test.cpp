@@ -166,7 +166,7 @@ TEST_F(StoreOpenTest, ADamagedManifestIsNeitherOpenedNorOverwritten) {
 TEST_F(StoreOpenTest, AFormatFromTheFutureIsNamed) {
   make_committed();
   poke(file("manifest"), 16, std::array{std::byte{7}});
-  EXPECT_THAT(refusal_to_open(), HasSubstr("format version 7, and this program reads versions 1 and 2"));
+  EXPECT_THAT(refusal_to_open(), HasSubstr("format version 7, and this program reads versions 1 to 3"));
   EXPECT_THAT(refusal_to_create(), HasSubstr("format version 7"));
 }
 

@@ -372,7 +372,7 @@ TEST_F(StoreDeathTest, MisuseIsABug) {
   run_step(*store, options_, 5, all_records(options_));
   EXPECT_DEATH(store->begin_step(4), "begins after step 5 was committed");
   store->begin_step(6);
-  EXPECT_DEATH(store->begin_step(7), "inside step 6");
+  EXPECT_DEATH(store->begin_step(5), "inside step 6");
 }
 
 }  // namespace

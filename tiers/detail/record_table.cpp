@@ -25,7 +25,8 @@ std::uint64_t tile_bytes(const RecordLayout& layout, Region region, std::uint32_
   return region == Region::weights ? layout.tiles()[tile].w_bytes : layout.tiles()[tile].s_bytes;
 }
 
-std::uint64_t extents_per_record(Durability durability) { return durability == Durability::step ? 2 : 1; }
+// With durability none, what a tile's checksum is has one answer; else there are the commit's and the next one's.
+std::size_t table_count(Durability durability) { return durability == Durability::step ? 2 : 1; }
 
 }  // namespace
 
@@ -48,12 +49,13 @@ std::uint64_t geometry_checksum(std::span<const StoreRecord> records) {
   return hoist::checksum(std::as_bytes(std::span(words)));
 }
 
-RecordTable::RecordTable(std::vector<StoreRecord> records, Durability durability, std::uint64_t store_number)
+RecordTable::RecordTable(std::vector<StoreRecord> records, Durability durability, std::uint32_t extents_per_record,
+                         std::uint64_t store_number)
     : records_(std::move(records)),
       durability_(durability),
       store_number_(store_number),
       entries_(std::make_unique<Entry[]>(records_.size())),
-      pool_(lengths(records_), static_cast<std::uint32_t>(extents_per_record(durability))) {
+      pool_(lengths(records_), extents_per_record) {
   std::uint64_t word_count = 0;
   for (std::uint32_t index = 0; index < records_.size(); ++index) {
     Entry& entry = entries_[index];
@@ -63,25 +65,26 @@ RecordTable::RecordTable(std::vector<StoreRecord> records, Durability durability
     word_count += 2 * words_per_region(records_[index]);
     if (durability_ == Durability::none) entry.committed.extent = pool_.take(records_[index].layout.bytes());
   }
-  for (std::uint64_t side = 0; side < extents_per_record(durability_); ++side)
-    checksums_[side].assign(2 * tile_count_, 0);
+  for (std::size_t side = 0; side < table_count(durability_); ++side) checksums_[side].assign(2 * tile_count_, 0);
   written_.assign(word_count, 0);
   touched_.reserve(records_.size());
 }
 
-std::uint64_t RecordTable::memory_bytes(std::span<const StoreRecord> records, Durability durability) {
+std::uint64_t RecordTable::memory_bytes(std::span<const StoreRecord> records, Durability durability,
+                                        std::uint32_t extents_per_record) {
   std::uint64_t bytes = records.size() * (sizeof(Entry) + sizeof(std::uint32_t));
   std::set<std::uint64_t> classes;
   for (const StoreRecord& record : records) {
     const std::uint64_t tiles = record.layout.tiles().size();
     bytes += sizeof(StoreRecord) + record.unit.size() + tiles * sizeof(Tile);
     bytes += record.layout.segments().size() * (sizeof(RecordSegment) + sizeof(std::uint64_t));
-    bytes += extents_per_record(durability) * 2 * tiles * sizeof(std::uint64_t);
+    bytes += table_count(durability) * 2 * tiles * sizeof(std::uint64_t);
     bytes += 2 * words_per_region(record) * sizeof(std::uint64_t);
     classes.insert(record.layout.bytes());
   }
-  return bytes + ExtentPool::memory_bytes(records.size(), classes.size(),
-                                          static_cast<std::uint32_t>(extents_per_record(durability)));
+  // A kept step's list of its extents, and one of the step that is being kept.
+  bytes += (extents_per_record - 1) * records.size() * sizeof(std::uint32_t);
+  return bytes + ExtentPool::memory_bytes(records.size(), classes.size(), extents_per_record);
 }
 
 std::uint64_t RecordTable::range_bytes(RecordId id, Region region, std::uint32_t first, std::uint32_t count) const {
@@ -281,6 +284,28 @@ void RecordTable::publish() {
     entry.touched = false;
   }
   touched_.clear();
+}
+
+std::vector<std::uint32_t> RecordTable::committed_extents() const {
+  std::vector<std::uint32_t> extents;
+  for (std::uint32_t index = 0; index < records_.size(); ++index) {
+    const std::lock_guard lock(entries_[index].mutex);
+    extents.push_back(entries_[index].committed.extent);
+  }
+  return extents;
+}
+
+std::string RecordTable::hold(std::span<const std::uint32_t> extents) {
+  const std::lock_guard lock(pool_mutex_);
+  if (std::string problem = pool_.check(extents, lengths(records_)); !problem.empty()) return problem;
+  pool_.hold(extents);
+  return {};
+}
+
+void RecordTable::let_go(std::span<const std::uint32_t> extents) {
+  const std::lock_guard lock(pool_mutex_);
+  for (const std::uint32_t extent : extents)
+    if (extent != kNoExtent) pool_.give_back(extent);
 }
 
 std::string RecordTable::load(const SlotImage& image) {

@@ -31,13 +31,16 @@ std::uint64_t geometry_checksum(std::span<const StoreRecord> records);
 
 class RecordTable {
  public:
-  RecordTable(std::vector<StoreRecord> records, Durability durability, std::uint64_t store_number);
+  // `extents_per_record`: 2 and one more for each kept step; with durability none 1.
+  RecordTable(std::vector<StoreRecord> records, Durability durability, std::uint32_t extents_per_record,
+              std::uint64_t store_number);
 
   std::span<const StoreRecord> records() const { return records_; }
   const StoreRecord& record(RecordId id) const { return records_[id.index]; }
   std::uint64_t data_bytes() const { return pool_.data_bytes(); }
   std::uint64_t tile_count() const { return tile_count_; }
-  static std::uint64_t memory_bytes(std::span<const StoreRecord> records, Durability durability);
+  static std::uint64_t memory_bytes(std::span<const StoreRecord> records, Durability durability,
+                                    std::uint32_t extents_per_record);
 
   // Length on disk of tiles [first, first + count) of a region. Asserts that they exist.
   std::uint64_t range_bytes(RecordId id, Region region, std::uint32_t first, std::uint32_t count) const;
@@ -75,8 +78,13 @@ class RecordTable {
   void fill(SlotImage& image) const;
   // The step under way is committed: next locations become the committed ones, and those before them are free.
   void publish();
-  // Replaces everything by what a commit says; returns what is wrong with it, or nothing.
+  // Replaces everything by what a commit says; returns what is wrong with it, or nothing. Kept steps hold nothing then.
   [[nodiscard]] std::string load(const SlotImage& image);
+
+  // Extents that a kept step needs, one for each record: they are not reused until they are let go.
+  std::vector<std::uint32_t> committed_extents() const;
+  [[nodiscard]] std::string hold(std::span<const std::uint32_t> extents);  // returns what is wrong with them
+  void let_go(std::span<const std::uint32_t> extents);
 
  private:
   struct Location {

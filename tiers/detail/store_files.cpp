@@ -92,7 +92,7 @@ bool ManifestView::ever_committed() const {
   if (slots.empty()) return false;
   const bool any_valid =
       std::any_of(slots.begin(), slots.end(), [](const SlotCheck& s) { return s.state == SlotCheck::State::valid; });
-  return any_valid || slots.back().state != SlotCheck::State::blank;
+  return any_valid || slots[1].state != SlotCheck::State::blank;
 }
 
 std::vector<int> ranks_in(const std::string& directory) {
@@ -138,7 +138,7 @@ ManifestView view_manifest(const std::string& path) {
     view.superblock.reset();
     return view;
   }
-  for (std::uint32_t slot = 0; slot < kSlotCount; ++slot) {
+  for (std::uint32_t slot = 0; slot < view.superblock->slot_count(); ++slot) {
     auto image = read_at(file, path, view.superblock->slot_offset(slot), view.superblock->slot_bytes());
     image.resize(view.superblock->slot_bytes());
     view.slots.push_back(check_slot(image, *view.superblock));
@@ -146,11 +146,23 @@ ManifestView view_manifest(const std::string& path) {
   return view;
 }
 
+CommitHeader commit_header(const SlotCheck& slot) {
+  const SlotHeader& h = slot.header;
+  return {h.step, h.incarnation, h.revision, h.name, h.kept_serial};
+}
+
+std::vector<CommitHeader> kept_steps(std::span<const SlotCheck> slots) {
+  std::vector<CommitHeader> kept;
+  for (const SlotCheck& slot : slots.subspan(std::min<std::size_t>(slots.size(), kSlotCount)))
+    if (slot.state == SlotCheck::State::valid && slot.header.kept_serial != 0) kept.push_back(commit_header(slot));
+  std::ranges::sort(kept, {}, &CommitHeader::kept_serial);
+  return kept;
+}
+
 std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots) {
   std::vector<CommitHeader> commits;
-  for (const SlotCheck& slot : slots)
-    if (slot.state == SlotCheck::State::valid)
-      commits.push_back({slot.header.step, slot.header.incarnation, slot.header.revision});
+  for (const SlotCheck& slot : slots.first(std::min<std::size_t>(slots.size(), kSlotCount)))
+    if (slot.state == SlotCheck::State::valid && slot.header.kept_serial == 0) commits.push_back(commit_header(slot));
   std::sort(commits.begin(), commits.end(), [](const CommitHeader& a, const CommitHeader& b) {
     return std::tie(a.incarnation, a.step, a.revision) > std::tie(b.incarnation, b.step, b.revision);
   });
@@ -169,9 +181,9 @@ std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const s
   for (std::size_t slot = 0; slot < slots.size(); ++slot)
     if (slots[slot].state == SlotCheck::State::damaged)
       problems.push_back(
-          fmt::format("commit slot {} of {} cannot be used: {} (an interrupted commit leaves this, and "
+          fmt::format("{} slot {} of {} cannot be used: {} (an interrupted commit leaves this, and "
                       "so does a failing drive)",
-                      slot, path, slots[slot].problem));
+                      slot < kSlotCount ? "commit" : "kept step", slot, path, slots[slot].problem));
   return problems;
 }
 

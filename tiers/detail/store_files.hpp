@@ -37,16 +37,19 @@ struct ManifestView {
   bool exists = false;
   std::string damage;                    // why the superblock cannot be used; empty when it can
   std::optional<Superblock> superblock;  // when it exists and is not damaged
-  std::vector<SlotCheck> slots;          // kSlotCount of them, with the superblock
+  std::vector<SlotCheck> slots;          // of commits, then of kept steps; with the superblock
   // A commit was made here once, whether or not it can still be read. Commits alternate between the slots, so once
   // the second slot was ever touched, the commit in the first had been flushed.
   bool ever_committed() const;
 };
 ManifestView view_manifest(const std::string& path);
 
+CommitHeader commit_header(const SlotCheck& slot);
 // The slots a store can be continued from, newest first: by incarnation, then by step. A commit of an older
 // incarnation whose step lies beyond the newest incarnation's was abandoned and is left out.
 std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots);
+// Kept steps, oldest first.
+std::vector<CommitHeader> kept_steps(std::span<const SlotCheck> slots);
 std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
 
 // Opens the data file and takes its lock. Null when there is no such file. Throws StoreError naming the holder.

@@ -4,9 +4,9 @@
 // store.cpp holds what happens to an open store, store_open.cpp how one is made, opened and refused.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -56,26 +56,46 @@ class Store::Impl {
   Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                    std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
   Completion commit(std::span<const std::byte> caller_state, Agree agree);
+  Completion keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree);
+  void forget(std::uint64_t kept_serial);
 
   std::span<const CommitHeader> commits() const { return commits_; }
+  std::span<const CommitHeader> kept() const { return kept_headers_; }
+  std::uint32_t kept_steps_max() const { return superblock_.kept_steps_max; }
   std::span<const std::string> damage() const { return damage_; }
   std::span<const std::byte> caller_state() const { return caller_state_; }
   std::vector<std::string> data_paths() const { return files_.data->data_paths(); }
   std::uint64_t store_number() const { return superblock_.store_number; }
 
  private:
-  struct CommitJob {
+  struct Job {
     SlotHeader header;
     Agree agree;
     Promise promise;
+    bool keeps = false;              // else it commits
+    std::vector<std::byte> state{};  // of a step to be kept; a commit's is in the image already
+  };
+  struct Kept {
+    CommitHeader header;
+    std::uint32_t slot = 0;
+    std::vector<std::uint32_t> extents;  // of all records
   };
 
   // Draws a transfer from now until it ends.
   Completion drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const;
   void commit_loop();
-  // Everything that makes a commit durable, in its order; then agrees, or says that it failed.
-  void land(const CommitJob& job);
+  // Everything that makes a job durable, in its order; then agrees, or says that it failed.
+  void land(const Job& job);
   void make_durable(const SlotHeader& header);
+  void write_kept(const Job& job);
+  // After everybody agreed on a kept step: what it replaces goes. On the commit thread.
+  void make_room(const CommitHeader& newest);
+  void give_up(std::vector<Kept>::iterator kept);
+  void blank_slot(std::uint32_t slot);
+  void list_kept();                        // into kept_headers_
+  void hold_kept();                        // after a load
+  void continue_step(std::uint64_t step);  // with the mutex held
+  std::uint32_t free_kept_slot() const;
   void write_slot(std::uint32_t slot, const SlotHeader& header);
   void read_slot(std::uint32_t slot);
   void load_slot(std::uint32_t slot);
@@ -90,8 +110,10 @@ class Store::Impl {
   detail::AlignedBytes image_;  // one slot; the commit thread's while a commit is under way
   std::unique_ptr<detail::Transfers> transfers_ = std::make_unique<detail::Transfers>();
   std::vector<std::byte> caller_state_;
-  std::array<SlotCheck, kSlotCount> slots_;
+  std::vector<SlotCheck> slots_;  // as they were found
   std::vector<CommitHeader> commits_;
+  std::vector<Kept> kept_;  // oldest first; the commit thread's while a job is under way
+  std::vector<CommitHeader> kept_headers_;
   std::vector<std::string> damage_;
   std::vector<std::string> directories_to_flush_;       // by the first commit
   std::vector<detail::LabelledDrive> labels_to_write_;  // by the first commit, before its manifest
@@ -106,10 +128,10 @@ class Store::Impl {
   std::uint32_t slot_ = 1;  // holds the last commit; the next one goes to the other
   std::optional<std::uint64_t> committed_step_;
   std::uint32_t revision_ = 0;  // of the step under way, or of the last one
-  bool committing_ = false;
+  bool committing_ = false;     // a job is waiting or under way
   bool stopping_ = false;
   std::exception_ptr failed_;
-  std::optional<CommitJob> job_;
+  std::deque<Job> jobs_;  // in order: a commit, and what keeps it
   std::thread thread_;
 };
 
