@@ -67,6 +67,9 @@ struct StoreOptions {
   // Drawn at random when 0. Ranks of one run have numbers that follow each other, by rank, so that files of two runs
   // are not taken for one.
   std::uint64_t store_number = 0;
+  // create(): also replaces a store of this model and world size that holds its first commit and nothing else, for
+  // somebody who knows that another rank never came to its own: no rank can have gone on from there.
+  bool replace_first_commit = false;
 };
 
 // What a commit says about itself.

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cerrno>
 #include <random>
 
@@ -106,10 +107,23 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
                   paths.manifest, problem));
 }
 
+// Whether nothing but the initial state was ever committed, by a run of this model on as many ranks.
+bool holds_only_first_commit(const detail::ManifestView& view, const Superblock& mine) {
+  const SlotHeader first{.incarnation = 1};
+  return view.superblock->layout == mine.layout && view.superblock->world_size == mine.world_size &&
+         std::ranges::all_of(view.slots, [&](const SlotCheck& slot) {
+           if (slot.state == SlotCheck::State::blank) return true;
+           return slot.state == SlotCheck::State::valid && slot.header.step == first.step &&
+                  slot.header.incarnation == first.incarnation && slot.header.revision == first.revision;
+         });
+}
+
 // Refuses to replace what holds, or may hold, somebody's training.
-void refuse_if_committed(const detail::ManifestView& view, const Superblock& mine, const StorePaths& paths) {
+void refuse_if_committed(const detail::ManifestView& view, const Superblock& mine, const StorePaths& paths,
+                         bool replace_first_commit) {
   if (!view.damage.empty()) throw_unreadable(paths, view.damage);
   if (!view.ever_committed()) return;
+  if (replace_first_commit && holds_only_first_commit(view, mine)) return;
   const auto commits = detail::usable_commits(view.slots);
   if (commits.empty()) {
     std::string why = "it held commits and none can be read any more";
@@ -179,10 +193,10 @@ class NewFiles {
     }
   }
 
-  void refuse_what_is_there(Nanoseconds lock_timeout) {
+  void refuse_what_is_there(Nanoseconds lock_timeout, bool replace_first_commit) {
     for (const StorePaths& drive : drives_) previous_.push_back(detail::open_locked(drive, lock_timeout));
     const detail::ManifestView view = detail::view_manifest(drives_.front().manifest);
-    refuse_if_committed(view, superblock_, drives_.front());
+    refuse_if_committed(view, superblock_, drives_.front(), replace_first_commit);
     const auto uncommitted = view.superblock ? std::optional(view.superblock->store_number) : std::nullopt;
     for (const StorePaths& drive : drives_) detail::refuse_foreign_data(drive, drives_.front().directory, uncommitted);
     detail::require_space(drives_, drive_needs(layout_, superblock_));
@@ -335,7 +349,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engine
     NewFiles made(detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank), superblock,
                   stripe_layout(options));
     require_engines(engines, options.stripe_directories.size() + 1);
-    made.refuse_what_is_there(options.lock_timeout);
+    made.refuse_what_is_there(options.lock_timeout, options.replace_first_commit);
     files.data = made.make_data(engines);
     files.manifest = made.make_manifest(*engines.front());
     labels = made.committed_labels();

@@ -160,8 +160,10 @@ void Engine::Impl::together(const char* what, const std::function<void()>& part)
 void Engine::Impl::seal(bool create_store) {
   if (table.units().empty()) throw UsageError("the engine has no units");
   const std::uint64_t run = create_store ? agree_on_run() : 0;
+  // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed.
+  const bool first_commit_is_useless = create_store && runtime.world_size() > 1 && !find_commit();
   together(create_store ? "take its memory and make its store" : "take its memory and open its store",
-           [&] { lay_out(create_store, run); });
+           [&] { lay_out(create_store, run, first_commit_is_useless); });
   if (live.store) live.commit_channel = runtime.communicator().duplicate();
   if (runtime.rank() == 0 && !options.metrics_path.empty())
     metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
@@ -176,7 +178,7 @@ std::uint64_t Engine::Impl::agree_on_run() const {
   return all.front();
 }
 
-void Engine::Impl::lay_out(bool create_store, std::uint64_t run) {
+void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_first_commit) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
   tiers::StoreOptions store = detail::store_options(options, table, *live.records, runtime.rank(), runtime.trace());
@@ -193,6 +195,7 @@ void Engine::Impl::lay_out(bool create_store, std::uint64_t run) {
     const auto engines = live.drives->engines();
     if (create_store) {
       store.store_number = run + static_cast<std::uint64_t>(runtime.rank());
+      store.replace_first_commit = replace_first_commit;
       store.stripe_weights = live.drives->measured_weights();
     }
     live.store = create_store ? tiers::Store::create(store, engines) : tiers::Store::open(store, engines);

@@ -2,15 +2,18 @@
 // P3 at the engine's face: processes killed at random moments resume bit-exactly.
 #include <chrono>
 #include <csignal>
+#include <filesystem>
 #include <thread>
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 
 #include "toy_model.hpp"
+#include "toy_ranks.hpp"
 
 namespace hoist::test {
 namespace {
@@ -74,6 +77,42 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
 
 INSTANTIATE_TEST_SUITE_P(Parameters, KillTest, testing::Values(Placement::nvme, Placement::pinned),
                          [](const auto& c) { return c.param == Placement::nvme ? "on_nvme" : "in_memory"; });
+
+// Two ranks: only the first one's first commit was durable when the machine died.
+class HalfAFirstCommit : public testing::Test {
+ protected:
+  void train(std::uint64_t steps) {
+    on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup_.runtime, join);
+      Engine engine(runtime, setup_.engine);
+      ToyModel model(engine, ToyShape{.matrices = {9000}});
+      EXPECT_FALSE(engine.find_commit());
+      engine.initialize(model.fill());
+      model.train(1, steps);
+    });
+  }
+  void lose_the_second_rank() const { std::filesystem::remove(setup_.engine.store_directory + "/rank-00001.manifest"); }
+
+  const TempDirectory directory_;
+  const ToySetup setup_ = toy_setup(Placement::nvme, Placement::nvme, (directory_ / "store"));
+};
+
+TEST_F(HalfAFirstCommit, IsNoObstacleToANewBeginning) {
+  train(0);
+  lose_the_second_rank();
+  train(2);
+}
+
+TEST_F(HalfAFirstCommit, IsNotWhatIsLeftOfATraining) {
+  train(1);
+  lose_the_second_rank();
+  try {
+    train(0);
+    ADD_FAILURE() << "a rank's training was replaced";
+  } catch (const StoreError& error) {
+    EXPECT_NE(std::string(error.what()).find("holds step 1"), std::string::npos) << error.what();
+  }
+}
 
 }  // namespace
 }  // namespace hoist::test

@@ -42,7 +42,7 @@ class Engine::Impl {
   // Runs a part that may fail on one rank alone. All ranks then throw: the one its own error, the others CommError.
   void together(const char* what, const std::function<void()>& part) const;
   void seal(bool create_store);  // takes memory, opens the store, starts threads
-  void lay_out(bool create_store, std::uint64_t run);
+  void lay_out(bool create_store, std::uint64_t run, bool replace_first_commit);
   // [C] A random number that all ranks share: it joins the stores that are made together.
   std::uint64_t agree_on_run() const;
   Completion newest_weights_written(UnitId unit) const;
