@@ -109,6 +109,7 @@ void ToyModel::backward(std::size_t index, std::uint64_t step) {
   }
   lease.release(*stream_);
   engine_.finish(unit.id, *stream_);
+  in_backward(index);
 }
 
 double ToyModel::pass(std::uint64_t step, PassOptions options) {

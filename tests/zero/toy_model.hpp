@@ -46,6 +46,7 @@ class ToyModel {
   std::vector<double> losses;
   std::vector<StepReport> reports;
   std::function<void(std::size_t unit)> in_forward = [](std::size_t) {};  // called after each unit's forward
+  std::function<void(std::size_t unit)> in_backward = [](std::size_t) {};  // after each unit's finish()
   float gradient_scale = 1;
   int micro_batches = 1;  // that train() makes each step of
 

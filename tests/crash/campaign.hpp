@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/crash/campaign.hpp - trainings that are killed in every phase and resumed, until they end in the bits of one
+// that nobody disturbed.
+//
+// A run trains one model to its last step over many lives. Each life is a child process that dies at a planned event
+// (kill_switch.hpp), or from outside at a random moment. Checked in every life: it begins with a commit that is not
+// older than the newest that was reported durable, nor newer than the last that was begun, and with that commit's
+// caller state; at the end of the run: the digests of masters and moments.
+//
+// Threading  One thread; it forks, so the process has no other.
+// Errors     What is wrong comes back as a sentence with the seed.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <hoist/tests/zero/toy_model.hpp>
+
+#include "kill_switch.hpp"
+
+namespace hoist::test {
+
+struct CrashSetup {
+  Placement parameters = Placement::nvme;
+  UpdateMode update_mode = UpdateMode::forward;
+  int ranks = 1;
+  std::string name() const;
+};
+// Parameters on NVMe and in memory, both update modes, one rank and two.
+std::vector<CrashSetup> all_crash_setups();
+
+struct CrashTally {
+  std::array<std::uint64_t, kPhaseCount> hits{};
+  std::uint64_t chained_restores = 0;  // restores killed right after a killed restore
+  std::uint64_t from_outside = 0;
+  std::uint64_t manifests_differed = 0;  // kills that left ranks with different newest commits
+  std::uint64_t runs = 0;
+  std::uint64_t missed = 0;  // planned moments that a life did not come to
+  std::uint64_t kills() const;
+  void add(const CrashTally& other);
+};
+
+class Campaign {
+ public:
+  // `directory`: where stores are made.
+  Campaign(CrashSetup setup, std::string directory);
+  // What an undisturbed run ends in, and how many events each phase has. Before the first run(); returns what is wrong.
+  std::string prepare();
+  // One run with about a dozen kills; returns what is wrong, or nothing.
+  std::string run(std::uint64_t seed, CrashTally& tally);
+
+ private:
+  struct Life {
+    KillPlan plan;
+    bool outside = false;  // killed by the parent
+    std::int64_t promised = -1, begun = -1;
+    int slow_rank = -1;
+  };
+  enum class End : std::uint8_t { killed, finished, failed };
+
+  ToySetup toy(const std::string& store) const;
+  End live(const Life& life, std::uint64_t seed, Witness& witness);
+  [[noreturn]] void child(const Life& life, Witness& witness) const;
+  void train(const Life& life, KillSwitch& kills) const;
+  std::vector<KillPlan> plans(std::uint64_t seed) const;
+  KillPlan plan_in(Phase phase, std::uint64_t random) const;
+  bool manifests_differ() const;
+
+  const CrashSetup setup_;
+  const std::string directory_;
+  std::string store_;
+  std::string expected_;
+  std::array<std::uint64_t, kPhaseCount> events_{};  // of an undisturbed run; restore: of one restore
+};
+
+// Printed by the program and on failure.
+std::string table(const CrashTally& tally, std::uint64_t seed);
+
+}  // namespace hoist::test

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// P3 against SIGKILL: a real process dies in every phase, and its work ends in the bits of one that nobody disturbed.
+// The short form; hoist_crash_campaign is the long one.
+#include <gtest/gtest.h>
+
+#include "campaign.hpp"
+
+namespace hoist::test {
+namespace {
+
+class Kills : public testing::TestWithParam<CrashSetup> {};
+
+TEST_P(Kills, InEveryPhaseEndInTheSameBits) {
+  constexpr std::uint64_t kRuns = 2;
+  const TempDirectory directory;
+  Campaign campaign(GetParam(), directory.path().string());
+  ASSERT_EQ(campaign.prepare(), "");
+  CrashTally tally;
+  for (std::uint64_t seed = 1; seed <= kRuns; ++seed) ASSERT_EQ(campaign.run(seed, tally), "");
+  SCOPED_TRACE(table(tally, 1));
+  const auto hits = [&](Phase phase) { return tally.hits[static_cast<std::size_t>(phase)]; };
+  const bool forward = GetParam().update_mode == UpdateMode::forward;
+  for (const Phase phase : {Phase::create, Phase::initialize, forward ? Phase::forward_update : Phase::step_update,
+                            Phase::backward, Phase::flush, Phase::manifest, Phase::restore})
+    EXPECT_GE(hits(phase), 1u) << name_of(phase);
+  if (GetParam().ranks > 1) {
+    EXPECT_GE(hits(Phase::reduce), 1u);
+    EXPECT_GE(hits(Phase::between_ranks), 1u);
+  }
+  EXPECT_GE(tally.chained_restores, 1u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Setups, Kills, testing::ValuesIn(all_crash_setups()),
+                         [](const auto& c) { return c.param.name(); });
+
+}  // namespace
+}  // namespace hoist::test

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/crash/watched.hpp - what a rank does on disk and with others, told to a KillSwitch as events.
+//
+// A rank says where its program is (Stage); the backend, the communicator and the system calls decide from that and
+// from what they see which phase an event belongs to.
+//
+// Threading  Rank's members on any thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+
+#include <hoist/aio/engine.hpp>
+#include <hoist/comm/communicator.hpp>
+#include <hoist/tests/support/system_calls.hpp>
+
+#include "kill_switch.hpp"
+
+namespace hoist::test {
+
+enum class Stage : std::uint8_t { creating, restoring, forward, backward, stepping, ended };
+
+struct WatchedRank {
+  WatchedRank(KillSwitch& kill_switch, bool updates_in_forward) : kills(kill_switch), defers(updates_in_forward) {}
+  KillSwitch& kills;
+  const bool defers;
+  std::atomic<Stage> stage{Stage::creating};
+  std::chrono::microseconds manifest_delay{0};  // so that another rank's manifest is durable first
+};
+
+std::unique_ptr<aio::Backend> watch(std::unique_ptr<aio::Backend> backend, WatchedRank& rank);
+std::unique_ptr<comm::Communicator> watch(std::unique_ptr<comm::Communicator> communicator, WatchedRank& rank);
+
+// Of all ranks of the process together: they share its files' names.
+class WatchedSystemCalls final : public SystemCallObserver {
+ public:
+  explicit WatchedSystemCalls(KillSwitch& kills) : kills_(kills) {}
+  bool before(const SystemCall&) override;
+  void after(const SystemCall&, int result) override;
+
+ private:
+  KillSwitch& kills_;
+};
+
+}  // namespace hoist::test
