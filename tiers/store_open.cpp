@@ -206,8 +206,9 @@ class NewFiles {
     for (const StorePaths& drive : drives_) remove_files(drive);
     std::vector<aio::StripeDrive> files;
     for (unsigned d = 0; d < layout_.drive_count(); ++d) {
-      if (d > 0) {  // before the data, so that data without a label is never ours
+      if (d > 0) {  // and durably before the data, so that data without a label is never ours
         detail::write_label(drives_[d], label(d));
+        aio::sync_directory(drives_[d].directory);
         creations_[d]->remember_label();
       }
       files.push_back({engines[d], make_drive(d)});
