@@ -7,6 +7,8 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <hoist/aio/file.hpp>
@@ -55,6 +57,12 @@ std::vector<std::byte> bytes_at(int descriptor, std::uint64_t offset_bytes, std:
   return {bytes, bytes + length_bytes};
 }
 
+std::pair<std::uint64_t, std::uint64_t> key_of(const Block& block) {
+  struct stat status {};
+  HOIST_ASSERT(::fstat(block.file->descriptor(), &status) == 0, "errno {}", errno);
+  return {status.st_dev, status.st_ino};
+}
+
 enum class Fate : std::uint8_t { kept, lost, torn };
 
 Fate fate_of(std::uint64_t seed, std::uint64_t write_index) {
@@ -67,6 +75,13 @@ bool sector_kept(std::uint64_t seed, std::uint64_t write_index, std::uint64_t se
 }
 
 }  // namespace
+
+Faults::Descriptor::Descriptor(int other)
+    : number(::open(fmt::format("/proc/self/fd/{}", other).c_str(), O_WRONLY | O_CLOEXEC)) {
+  HOIST_ASSERT(number >= 0, "errno {}", errno);
+}
+
+Faults::Descriptor::~Descriptor() { ::close(number); }
 
 void Faults::add(Fault fault) {
   const std::lock_guard lock(mutex_);
@@ -116,8 +131,10 @@ std::uint64_t Faults::unflushed_count() const {
 std::uint64_t Faults::write_begins(const Block& block) {
   const std::lock_guard lock(mutex_);
   if (!tracking_) return 0;
+  const FileKey file = key_of(block);
+  written_files_.try_emplace(file, block.file->descriptor());
   unflushed_.push_back({.id = next_id_++,
-                        .path = block.file->path(),
+                        .file = file,
                         .offset_bytes = block.offset_bytes,
                         .before = bytes_at(block.file->descriptor(), block.offset_bytes, block.length_bytes)});
   return unflushed_.back().id;
@@ -133,8 +150,10 @@ void Faults::write_ended(std::uint64_t write_id) {
 std::uint64_t Faults::sync_begins(const Block& block) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t sync_id = next_id_++;
+  if (!tracking_) return sync_id;
+  const FileKey file = key_of(block);
   for (Unflushed& write : unflushed_) {
-    if (write.ended && write.path == block.file->path() && write.covered_by_sync == 0) write.covered_by_sync = sync_id;
+    if (write.ended && write.file == file && write.covered_by_sync == 0) write.covered_by_sync = sync_id;
   }
   return sync_id;
 }
@@ -149,18 +168,17 @@ void Faults::sync_succeeded(std::uint64_t sync_id) {
 PowerCut Faults::power_cut(std::uint64_t seed) {
   const std::lock_guard lock(mutex_);
   PowerCut cut;
-  std::set<std::pair<std::string, std::uint64_t>> settled;  // sectors whose last surviving write has been found
-  for (std::size_t i = unflushed_.size(); i-- > 0;) {       // newest first: an older write shows only below lost ones
+  std::set<std::pair<FileKey, std::uint64_t>> settled;  // sectors whose last surviving write has been found
+  for (std::size_t i = unflushed_.size(); i-- > 0;) {   // newest first: an older write shows only below lost ones
     const Unflushed& write = unflushed_[i];
     const Fate fate = fate_of(seed, i);
     ++(fate == Fate::kept ? cut.writes_kept : fate == Fate::lost ? cut.writes_lost : cut.writes_torn);
-    const int descriptor = ::open(write.path.c_str(), O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
-    if (descriptor < 0) continue;  // removed since
+    const int descriptor = written_files_.at(write.file).number;
     for (std::uint64_t at = 0; at < write.before.size(); at += kSectorBytes) {
       const std::uint64_t sector = (write.offset_bytes + at) / kSectorBytes;
-      if (settled.contains({write.path, sector})) continue;
+      if (settled.contains({write.file, sector})) continue;
       if (fate == Fate::kept || (fate == Fate::torn && sector_kept(seed, i, sector))) {
-        settled.insert({write.path, sector});
+        settled.insert({write.file, sector});
         continue;
       }
       const auto bytes = std::min<std::uint64_t>(kSectorBytes, write.before.size() - at);
@@ -168,9 +186,9 @@ PowerCut Faults::power_cut(std::uint64_t seed) {
           ::pwrite(descriptor, write.before.data() + at, bytes, static_cast<off_t>(write.offset_bytes + at));
       HOIST_ASSERT(put == static_cast<ssize_t>(bytes), "errno {}", errno);
     }
-    ::close(descriptor);
   }
   unflushed_.clear();
+  written_files_.clear();
   return cut;
 }
 

@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -67,7 +68,7 @@ class Faults {
   void track_unflushed();
   std::uint64_t unflushed_count() const;
   // Every write that is not flushed is, by `seed`, kept, lost, or torn at sectors; what is lost is put back as it was.
-  // Sizes and names of files are not undone.
+  // A file is known by its inode: renaming it changes nothing. Names are not undone; see lost_names.hpp.
   PowerCut power_cut(std::uint64_t seed);
 
   // For FaultyBackend.
@@ -89,9 +90,18 @@ class Faults {
     Fault fault;
     std::uint64_t matched = 0;
   };
+  using FileKey = std::pair<std::uint64_t, std::uint64_t>;  // device, inode
+  // A file of its own, which holds no lock of the engine's.
+  struct Descriptor {
+    explicit Descriptor(int other);
+    ~Descriptor();
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    int number = -1;
+  };
   struct Unflushed {
     std::uint64_t id = 0;
-    std::string path;
+    FileKey file;
     std::uint64_t offset_bytes = 0;
     std::vector<std::byte> before;
     bool ended = false;
@@ -104,6 +114,7 @@ class Faults {
   bool tracking_ = false;
   std::uint64_t next_id_ = 1;
   std::vector<Unflushed> unflushed_;  // in the order in which they began
+  std::map<FileKey, Descriptor> written_files_;
   std::array<std::atomic<std::uint64_t>, Fault::kKindCount> hits_{};
   std::array<std::atomic<std::uint64_t>, 3> blocks_{};
 };

@@ -14,6 +14,8 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/forgetful_backend.hpp>
+#include <hoist/tests/support/lost_names.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 
 namespace hoist::tiers::test {
@@ -21,38 +23,9 @@ namespace {
 
 using hoist::test::Fault;
 using hoist::test::Faults;
+using hoist::test::ForgetfulBackend;
+using hoist::test::LostNames;
 using hoist::test::TempDirectory;
-
-// Claims that flushes succeeded which it never made: those for which `drops` says so.
-class ForgetfulBackend final : public aio::Backend {
- public:
-  using Drops = std::function<bool(const std::string& path, std::uint64_t nth_of_path)>;
-  ForgetfulBackend(std::unique_ptr<aio::Backend> inner, Drops drops)
-      : inner_(std::move(inner)), drops_(std::move(drops)) {}
-
-  std::string description() const override { return "forgetful over " + inner_->description(); }
-  void submit(aio::Block& block) override {
-    if (block.operation == aio::Operation::sync && drops_ && drops_(block.file->path(), syncs_[block.file->path()]++)) {
-      block.result = 0;
-      ready_.push_back(&block);
-      return;
-    }
-    inner_->submit(block);
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override {
-    if (ready_.empty()) return inner_->reap(done, timeout);
-    done[0] = ready_.back();
-    ready_.pop_back();
-    return 1;
-  }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  const std::unique_ptr<aio::Backend> inner_;
-  const Drops drops_;
-  std::map<std::string, std::uint64_t> syncs_;
-  std::vector<aio::Block*> ready_;
-};
 
 // What the judge has to know.
 struct History {
@@ -277,8 +250,59 @@ TEST_P(StoreMutationTest, WithoutFlushingTheManifestTheJudgeObjects) {
   EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".manifest"); }), "");
 }
 
-// The order of operations itself, which the model above cannot tell where a rename is involved: a manifest gets its
-// name only after its superblock was flushed.
+// A manifest gets its name only after its superblock was flushed: what has the name is whole.
+TEST_P(StoreMutationTest, WithoutFlushingTheSuperblockTheJudgeObjects) {
+  EXPECT_NE(first_problem([](const std::string& path, std::uint64_t) { return path.ends_with(".manifest-new"); }), "");
+}
+
+// The power cut takes names, too, and what was written past the engine.
+class StoreNamesTest : public StoreCrashTest {
+ protected:
+  // Cuts the power in a run's every operation, and after its last one.
+  std::string first_problem(std::uint64_t seeds, const LostNames::Forgets& forgets, std::uint64_t& lost) {
+    const TempDirectory vault(scratch());
+    for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+      bool died = true;
+      for (std::uint64_t dies_at = 0; died; ++dies_at) {
+        start_over();
+        const auto faults = std::make_shared<Faults>(seed);
+        History history;
+        {
+          LostNames names(directory_.path().string(), vault.path().string(), forgets);
+          died = first_life(faults, dies_at, seed, history, {});
+          faults->power_cut(seed * 1000 + dies_at);
+          lost += names.power_cut(seed * 1000 + dies_at);
+        }
+        if (auto problem = judge(history); !problem.empty())
+          return "seed " + std::to_string(seed) + ", dies at operation " + std::to_string(dies_at) + ": " + problem;
+      }
+    }
+    return {};
+  }
+};
+
+TEST_P(StoreNamesTest, PowerCutsThatTakeNamesLeaveTheLastCommit) {
+  std::uint64_t lost = 0;
+  EXPECT_EQ(first_problem(3, {}, lost), "");
+  EXPECT_GT(lost, 10u);
+}
+
+TEST_P(StoreNamesTest, WithoutFlushingDirectoriesTheJudgeObjects) {
+  std::uint64_t lost = 0;
+  EXPECT_NE(first_problem(
+                20, [](const std::string& path) { return std::filesystem::is_directory(path); }, lost),
+            "");
+}
+
+TEST_P(StoreNamesTest, WithoutFlushingLabelsTheJudgeObjects) {
+  if (GetParam() == 1) GTEST_SKIP() << "there is one drive, and no label";
+  std::uint64_t lost = 0;
+  EXPECT_NE(first_problem(
+                20, [](const std::string& path) { return path.find(".label") != std::string::npos; }, lost),
+            "");
+}
+
+// The order of operations itself.
 class RecordingBackend final : public aio::Backend {
  public:
   RecordingBackend(std::unique_ptr<aio::Backend> inner, std::vector<std::string>& log)
@@ -325,6 +349,7 @@ TEST_P(StoreCrashTest, OperationsHaveTheirOrder) {
 INSTANTIATE_TEST_SUITE_P(Drives, StoreCrashTest, testing::Values(1u, 2u));
 INSTANTIATE_TEST_SUITE_P(Drives, StoreTwoLivesTest, testing::Values(1u, 2u));
 INSTANTIATE_TEST_SUITE_P(Drives, StoreMutationTest, testing::Values(1u, 2u));
+INSTANTIATE_TEST_SUITE_P(Drives, StoreNamesTest, testing::Values(1u, 2u));
 
 }  // namespace
 }  // namespace hoist::tiers::test

@@ -1,0 +1,370 @@
+// SPDX-License-Identifier: Apache-2.0
+// P3 at the engine's face against power cuts and failing drives: three steps are cut at every operation in turn.
+//
+// A life trains on a drive that stops answering at operation `dies_at`. After a power cut, every write that no flush
+// covered is kept, lost or torn by seed; writes survive in any order. The judge resumes with a healthy drive: it must
+// find a commit not older than the newest that was reported durable nor newer than the last step() called, with
+// that step's caller state, and training on from there must end in the digests of an undisturbed run. That the judge
+// would notice is tested, too: each flush, and the agreement between ranks, is taken away in turn.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/forgetful_backend.hpp>
+#include <hoist/tests/support/lost_names.hpp>
+#include <hoist/tests/zero/toy_ranks.hpp>
+
+namespace hoist::test {
+namespace {
+
+constexpr std::uint64_t kCutSteps = 3;  // that are cut
+constexpr std::uint64_t kLastStep = 5;  // that the judge trains to
+const ToyShape kShape{.matrices = {3000, 5000}, .norm = 40};
+
+struct PowerSetup {
+  Placement parameters = Placement::nvme;
+  UpdateMode update_mode = UpdateMode::forward;
+  int ranks = 1;
+};
+
+// What the judge has to know.
+struct History {
+  std::atomic<std::int64_t> committed{-1};
+  std::atomic<std::int64_t> begun{-1};
+};
+
+void raise_to(std::atomic<std::int64_t>& value, std::int64_t to) {
+  std::int64_t seen = value;
+  while (seen < to && !value.compare_exchange_weak(seen, to)) {
+  }
+}
+
+// Says that all ranks came as far as this one, and asks none of them.
+class Boastful final : public comm::Communicator {
+ public:
+  explicit Boastful(std::unique_ptr<comm::Communicator> inner, bool boasts = false)
+      : inner_(std::move(inner)), boasts_(boasts) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string_view name() const override { return inner_->name(); }
+  void all_gather(std::span<const comm::GatherPiece> pieces, platform::Stream& stream) override {
+    inner_->all_gather(pieces, stream);
+  }
+  void reduce_scatter(std::span<const comm::ReducePiece> pieces, platform::Stream& stream) override {
+    inner_->reduce_scatter(pieces, stream);
+  }
+  void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
+    inner_->all_reduce_sum(values, stream);
+  }
+  void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
+    inner_->broadcast(bytes, root, stream);
+  }
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    if (!boasts_) return inner_->exchange(mine, all);
+    for (std::size_t rank = 0; rank < static_cast<std::size_t>(size()); ++rank)
+      std::memcpy(all.data() + rank * mine.size(), mine.data(), mine.size());
+  }
+  void broadcast_host(std::span<std::byte> bytes, int root) override { inner_->broadcast_host(bytes, root); }
+  void barrier() override { inner_->barrier(); }
+  // Commits are agreed on a duplicate.
+  std::unique_ptr<comm::Communicator> duplicate() override {
+    return std::make_unique<Boastful>(inner_->duplicate(), /*boasts=*/true);
+  }
+
+ private:
+  const std::unique_ptr<comm::Communicator> inner_;
+  const bool boasts_;
+};
+
+class Power : public testing::TestWithParam<PowerSetup> {
+ protected:
+  struct Mutation {
+    ForgetfulBackend::Drops drops{};
+    LostNames::Forgets forgets{};
+    bool no_barrier = false;
+    bool slow_manifest = false;  // rank 1 is late with its manifest
+  };
+
+  static std::filesystem::path scratch() {
+    // Power cuts are modelled, so memory will do, and the flushes of hundreds of runs cost nothing there.
+    std::error_code error;
+    return std::filesystem::is_directory("/dev/shm", error) ? "/dev/shm" : std::filesystem::current_path();
+  }
+
+  ToySetup toy() const {
+    ToySetup toy = toy_setup(GetParam().parameters, Placement::nvme, directory_ / "place/store");
+    toy.runtime.aio_backend = aio::BackendKind::threads;  // everywhere the same, and cheap to start hundreds of times
+    toy.runtime.aio_threads = 2;
+    toy.runtime.update_threads = 1;
+    toy.engine.update_mode = GetParam().update_mode;
+    return toy;
+  }
+
+  void SetUp() override {
+    start_over();
+    const ToySetup undisturbed = toy();
+    on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(undisturbed.runtime, join);
+      Engine engine(runtime, undisturbed.engine);
+      ToyModel model(engine, kShape);
+      engine.initialize(model.fill());
+      model.train(1, kLastStep);
+      const std::string digests = digests_without_losses(engine, model);
+      if (rank == 0) expected_ = digests;
+    });
+  }
+
+  static std::string digests_without_losses(Engine& engine, ToyModel& model) {
+    model.losses.clear();
+    const Digests d = digests_of(engine, model);
+    return fmt::format("{} {} {}", d.master, d.moment1, d.moment2);
+  }
+
+  void start_over() const {
+    std::filesystem::remove_all(directory_ / "place");
+    std::filesystem::create_directories(directory_ / "place");
+  }
+
+  // Trains `count` steps from what is there, recording what was promised. Returns whether the drive died.
+  bool live(const std::shared_ptr<Faults>& faults, std::uint64_t count, const Mutation& mutation, History& history) {
+    ToySetup toy = this->toy();
+    toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+      return std::make_unique<ForgetfulBackend>(make_faulty_backend(options, faults), mutation.drops);
+    };
+    try {
+      on_ranks(GetParam().ranks, [&](int, const Runtime::MakeCommunicator& join) {
+        Runtime runtime(toy.runtime, [&](const comm::CommunicatorOptions& options) {
+          auto communicator = join(options);
+          return mutation.no_barrier ? std::make_unique<Boastful>(std::move(communicator)) : std::move(communicator);
+        });
+        Engine engine(runtime, toy.engine);
+        ToyModel model(engine, kShape);
+        train(engine, model, count, history);
+      });
+    } catch (const IoError&) {
+      return true;
+    } catch (const CommError&) {  // the other rank's drive died
+      return true;
+    }
+    return false;
+  }
+
+  static void train(Engine& engine, ToyModel& model, std::uint64_t count, History& history) {
+    std::uint64_t first = 1;
+    if (engine.find_commit()) {
+      first = engine.restore().step + 1;
+    } else {
+      raise_to(history.begun, 0);
+      engine.initialize(model.fill());
+      raise_to(history.committed, 0);
+    }
+    for (std::uint64_t step = first; step < first + count; ++step) {
+      model.pass(step);
+      raise_to(history.begun, static_cast<std::int64_t>(step));
+      engine.step({.caller_state = std::as_bytes(std::span(&step, 1))}).committed.then([&, step](std::exception_ptr e) {
+        if (!e) raise_to(history.committed, static_cast<std::int64_t>(step));
+      });
+    }
+    engine.settle();
+  }
+
+  // What is wrong with what is left; nothing when all is well.
+  std::string judge(const History& history) const {
+    std::string problem;
+    try {
+      const ToySetup healthy = toy();
+      on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+        Runtime runtime(healthy.runtime, join);
+        Engine engine(runtime, healthy.engine);
+        ToyModel model(engine, kShape);
+        const std::string found = judge_rank(engine, model, history);
+        if (rank == 0) problem = found;
+      });
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return problem;
+  }
+
+  std::string judge_rank(Engine& engine, ToyModel& model, const History& history) const {
+    std::uint64_t first = 1;
+    if (const auto step = engine.find_commit()) {
+      const auto found = static_cast<std::int64_t>(*step);
+      if (found < history.committed)
+        return fmt::format("step {} came back, {} was durable", found, history.committed.load());
+      if (found > history.begun) return fmt::format("step {} came out of nothing", found);
+      const RestoreReport report = engine.restore();
+      std::uint64_t state = 0;
+      if (report.caller_state.size() == sizeof(state)) std::memcpy(&state, report.caller_state.data(), sizeof(state));
+      if (state != *step) return fmt::format("the caller state of step {} is step {}'s", *step, state);
+      first = *step + 1;
+    } else if (history.committed >= 0) {
+      return "the last commit is gone";
+    } else {
+      engine.initialize(model.fill());
+    }
+    model.train(first, kLastStep);
+    const std::string digests = digests_without_losses(engine, model);
+    return digests == expected_ ? "" : fmt::format("ended in {} instead of {}", digests, expected_);
+  }
+
+  // From this operation on, the drive answers nothing but EIO, and does nothing.
+  static void die_at(Faults& faults, std::uint64_t operation) {
+    faults.clear();
+    faults.add({.kind = Fault::Kind::error, .first = operation, .count = Faults::kForever, .code = EIO});
+  }
+
+  // Cuts the power at one operation; what is wrong then. `died`: whether the run came to that operation.
+  std::string cut_at(std::uint64_t dies_at, std::uint64_t seed, const Mutation& mutation, bool& died) {
+    start_over();
+    const auto faults = std::make_shared<Faults>(seed);
+    faults->track_unflushed();
+    die_at(*faults, dies_at);
+    if (mutation.slow_manifest)
+      faults->add({.kind = Fault::Kind::delay,
+                   .operation = aio::Operation::write,
+                   .path_contains = "rank-00001.manifest",
+                   .count = Faults::kForever,
+                   .delay = std::chrono::milliseconds(10)});
+    History history;
+    {
+      LostNames names(directory_ / "place", directory_ / "vault", mutation.forgets);
+      died = live(faults, kCutSteps, mutation, history);
+      faults->power_cut(random_bits(seed, dies_at));
+      names.power_cut(random_bits(seed, dies_at));
+    }
+    std::string problem = judge(history);
+    return problem.empty() ? problem : fmt::format("seed {}, dies at operation {}: {}", seed, dies_at, problem);
+  }
+
+  std::string first_problem(std::uint64_t seeds, const Mutation& mutation, std::uint64_t& cuts) {
+    for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+      bool died = true;
+      for (std::uint64_t dies_at = 0; died; ++dies_at, ++cuts) {
+        if (std::string problem = cut_at(dies_at, seed, mutation, died); !problem.empty()) return problem;
+      }
+    }
+    return {};
+  }
+
+  const TempDirectory directory_{scratch()};
+  std::string expected_;
+};
+
+TEST_P(Power, CutAtEveryOperationOfThreeSteps) {
+  // More with HOIST_CRASH_SEEDS, for the long form.
+  const char* const seeds = std::getenv("HOIST_CRASH_SEEDS");
+  std::uint64_t cuts = 0;
+  EXPECT_EQ(first_problem(seeds == nullptr ? 1 : std::strtoull(seeds, nullptr, 10), {}, cuts), "");
+  EXPECT_GT(cuts, 40u);
+  fmt::print("{} power cuts\n", cuts);
+}
+
+// A dead process keeps what it wrote; nothing is lost or torn.
+TEST_P(Power, KilledAtEveryOperationOfThreeSteps) {
+  bool died = true;
+  for (std::uint64_t dies_at = 0; died; ++dies_at) {
+    start_over();
+    const auto faults = std::make_shared<Faults>(0);
+    die_at(*faults, dies_at);
+    History history;
+    died = live(faults, kCutSteps, {}, history);
+    ASSERT_EQ(judge(history), "") << "dies at operation " << dies_at;
+  }
+}
+
+// One operation fails, once. A short transfer is finished by trying again. An error of a write or a flush ends the
+// step and the engine; one of a read does, too, unless nobody came to want what was read ahead.
+TEST_P(Power, OneFailureAtEveryOperationOfThreeSteps) {
+  struct Case {
+    const char* name;
+    Fault::Kind kind;
+    std::optional<aio::Operation> operation;
+  };
+  for (const Case& one : {Case{"a failed read", Fault::Kind::error, aio::Operation::read},
+                          Case{"a failed write", Fault::Kind::error, aio::Operation::write},
+                          Case{"a failed flush", Fault::Kind::error, aio::Operation::sync},
+                          Case{"a short transfer", Fault::Kind::short_transfer, std::nullopt}}) {
+    std::uint64_t hits = 0;
+    for (std::uint64_t at = 0;; ++at, ++hits) {
+      SCOPED_TRACE(fmt::format("{}: number {}", one.name, at));
+      start_over();
+      const auto faults = std::make_shared<Faults>(0);
+      faults->add({.kind = one.kind, .operation = one.operation, .first = at, .count = 1, .code = EIO});
+      History history;
+      const bool failed = live(faults, kCutSteps, {}, history);
+      if (faults->hits(one.kind) == 0) break;
+      const bool may_fail = one.kind == Fault::Kind::error;
+      const bool may_pass = !may_fail || one.operation == aio::Operation::read;
+      EXPECT_TRUE(failed ? may_fail : may_pass);
+      if (!failed) {
+        EXPECT_EQ(history.committed, static_cast<std::int64_t>(kCutSteps));
+      }
+      ASSERT_EQ(judge(history), "");
+    }
+    EXPECT_GT(hits, 8u) << one.name;
+  }
+}
+
+std::string name_of(const testing::TestParamInfo<PowerSetup>& c) {
+  return fmt::format("{}_{}_{}", c.param.parameters == Placement::nvme ? "nvme" : "memory",
+                     c.param.update_mode == UpdateMode::forward ? "forward" : "step",
+                     c.param.ranks == 1 ? "1_rank" : "2_ranks");
+}
+
+INSTANTIATE_TEST_SUITE_P(OneRank, Power,
+                         testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward},
+                                         PowerSetup{Placement::pinned, UpdateMode::forward},
+                                         PowerSetup{Placement::nvme, UpdateMode::step},
+                                         PowerSetup{Placement::pinned, UpdateMode::step}),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(TwoRanks, Power, testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2}),
+                         name_of);
+
+// Takes one thing away, and looks for a cut that shows it.
+class PowerMutation : public Power {
+ protected:
+  std::string found(const Mutation& mutation) {
+    std::uint64_t cuts = 0;
+    return first_problem(12, mutation, cuts);
+  }
+  static ForgetfulBackend::Drops flushes_of(std::string ending) {
+    return [ending = std::move(ending)](const std::string& path, std::uint64_t) { return path.ends_with(ending); };
+  }
+};
+
+TEST_P(PowerMutation, WithoutFlushingTheDataTheJudgeObjects) { EXPECT_NE(found({.drops = flushes_of(".data")}), ""); }
+
+TEST_P(PowerMutation, WithoutFlushingTheManifestTheJudgeObjects) {
+  EXPECT_NE(found({.drops = flushes_of(".manifest")}), "");
+}
+
+TEST_P(PowerMutation, WithoutFlushingTheSuperblockTheJudgeObjects) {
+  EXPECT_NE(found({.drops = flushes_of(".manifest-new")}), "");
+}
+
+TEST_P(PowerMutation, WithoutFlushingDirectoriesTheJudgeObjects) {
+  EXPECT_NE(found({.forgets = [](const std::string& path) { return std::filesystem::is_directory(path); }}), "");
+}
+
+TEST_P(PowerMutation, WithoutTheAgreementOfRanksTheJudgeObjects) {
+  if (GetParam().ranks == 1) GTEST_SKIP() << "there is one rank";
+  std::uint64_t cuts = 0;
+  EXPECT_EQ(first_problem(2, {.slow_manifest = true}, cuts), "");
+  EXPECT_NE(found({.no_barrier = true, .slow_manifest = true}), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(OneRank, PowerMutation, testing::Values(PowerSetup{}), name_of);
+INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerMutation, testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2}),
+                         name_of);
+
+}  // namespace
+}  // namespace hoist::test

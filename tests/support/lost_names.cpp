@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <filesystem>
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <hoist/core/rng.hpp>
+#include <hoist/tests/support/lost_names.hpp>
+
+namespace hoist::test {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+std::uint64_t inode_of(const std::string& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0 ? status.st_ino : 0;
+}
+
+std::pair<std::string, std::string> split(const std::string& path) {
+  const fs::path whole = fs::absolute(path).lexically_normal();
+  return {whole.parent_path().string(), whole.filename().string()};
+}
+
+}  // namespace
+
+LostNames::LostNames(std::string root, std::string vault, Forgets forgets)
+    : root_(fs::canonical(root).string()), vault_(std::move(vault)), forgets_(std::move(forgets)) {
+  fs::create_directories(vault_);
+  durable_[root_] = names_in(root_);
+  for (const auto& entry : fs::recursive_directory_iterator(root_)) {
+    if (entry.is_directory()) durable_[entry.path().string()] = names_in(entry.path().string());
+    if (entry.is_regular_file()) flushed_.insert(inode_of(entry.path().string()));
+  }
+  previous_ = observe_system_calls(this);
+}
+
+LostNames::~LostNames() { observe_system_calls(previous_); }
+
+LostNames::Names LostNames::names_in(const std::string& directory) {
+  Names names;
+  for (const auto& entry : fs::directory_iterator(directory))
+    names[entry.path().filename().string()] = inode_of(entry.path().string());
+  return names;
+}
+
+bool LostNames::before(const SystemCall& call) {
+  if (call.kind == SystemCall::Kind::sync) return !(forgets_ && forgets_(call.path));
+  const std::lock_guard lock(mutex_);
+  if (call.kind != SystemCall::Kind::rename || !is_below_root(fs::absolute(call.target).string())) return true;
+  if (const std::uint64_t replaced = inode_of(call.target); replaced != 0) {
+    const auto [directory, name] = split(call.target);
+    const auto durable = durable_.find(directory);
+    const bool lasts = durable != durable_.end() && durable->second.contains(name);
+    if (!lasts || kept_.contains({directory, name})) return true;  // only what would come back is worth keeping
+    const std::string copy = fmt::format("{}/{}", vault_, next_kept_++);
+    if (::link(call.target.c_str(), copy.c_str()) == 0) kept_[{directory, name}] = copy;
+  }
+  return true;
+}
+
+void LostNames::after(const SystemCall& call, int result) {
+  if (call.kind != SystemCall::Kind::sync || result != 0) return;
+  const std::lock_guard lock(mutex_);
+  if (!is_below_root(call.path)) return;
+  if (!fs::is_directory(call.path)) {
+    flushed_.insert(inode_of(call.path));
+    return;
+  }
+  durable_[call.path] = names_in(call.path);
+  std::erase_if(kept_, [&](const auto& kept) { return kept.first.first == call.path; });
+}
+
+std::uint64_t LostNames::power_cut(std::uint64_t seed) {
+  const std::lock_guard lock(mutex_);
+  std::uint64_t lost = 0;
+  cut(root_, seed, lost);
+  return lost;
+}
+
+void LostNames::cut(const std::string& directory, std::uint64_t seed, std::uint64_t& lost) {
+  const auto durable = durable_.find(directory);
+  for (const auto& [name, inode] : names_in(directory)) {
+    const std::string path = directory + "/" + name;
+    const bool lasts = durable != durable_.end() && durable->second.contains(name) && durable->second.at(name) == inode;
+    if (!lasts && random_bits(seed, decisions_++) % 2 == 0) {
+      ++lost;
+      fs::remove_all(path);
+      if (const auto kept = kept_.find({directory, name}); kept != kept_.end()) fs::rename(kept->second, path);
+      continue;
+    }
+    if (fs::is_directory(path)) {
+      cut(path, seed, lost);
+    } else if (path.ends_with(".label") && !flushed_.contains(inode) && random_bits(seed, decisions_++) % 2 == 0) {
+      ++lost;
+      fs::resize_file(path, 0);
+    }
+  }
+}
+
+}  // namespace hoist::test
