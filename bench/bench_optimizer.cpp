@@ -27,7 +27,7 @@
 #include <hoist/core/clock.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/measure/statistics.hpp>
-#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/optim_cpu/update.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 
 #include "stream.hpp"
@@ -38,7 +38,7 @@ namespace {
 using measure::Interval;
 using measure::median;
 using measure::median_interval;
-using optim::AdamCoefficients;
+using optim::UpdateCoefficients;
 using optim::SplitTile;
 using optim::UpdatePool;
 using optim::WholeTile;
@@ -143,10 +143,10 @@ class Comparison {
   }
 
   double update() {
-    const AdamCoefficients coefficients({.learning_rate = 1e-5}, ++step_, 0.9);
+    const UpdateCoefficients coefficients({.learning_rate = 1e-5}, ++step_, 0.9);
     return seconds_of([&] {
       pool_.run(tiles(), [&](std::size_t k) {
-        if (!optim::adam_update(coefficients, state_.tile(k * kTile, kTile))) committable_ = false;
+        if (!optim::update_tile(coefficients, state_.tile(k * kTile, kTile))) committable_ = false;
       });
     });
   }

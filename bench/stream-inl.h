@@ -13,7 +13,7 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/optim_cpu/update.hpp>
 
 HWY_BEFORE_NAMESPACE();
 namespace hoist::bench::HWY_NAMESPACE {

@@ -2,7 +2,7 @@
 // bench/stream.hpp - the limit that updates are measured against: the same loads and stores and no arithmetic.
 #pragma once
 
-#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/optim_cpu/update.hpp>
 
 namespace hoist::bench {
 

@@ -6,7 +6,7 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kOtherOptimizer = "only AdamW and Adam exist here; use \"AdamW\"";
+constexpr std::string_view kOtherOptimizer = "it does not exist here; use \"AdamW\"";
 constexpr std::string_view kOneKernel = "there is one kernel, the same on every instruction set";
 constexpr std::string_view kOneReduction =
     "gradients are averaged over ranks in their own type with an fp32 sum; leave this key out";
@@ -58,34 +58,35 @@ std::vector<KeyRow> optimizer_rows() {
       {.path = "optimizer.type",
        .type = ValueType::choice,
        .default_value = "\"AdamW\"",
-       .choices = {"AdamW", "Adam"},
+       .choices = {"AdamW", "Adam", "Adagrad", "Lion", "SGD"},
        .refusals = {{"\"OneBitAdam\"", kOtherOptimizer},
                     {"\"ZeroOneAdam\"", kOtherOptimizer},
                     {"\"OneBitLamb\"", kOtherOptimizer},
                     {"\"Lamb\"", kOtherOptimizer},
-                    {"\"Lion\"", kOtherOptimizer},
-                    {"\"Adagrad\"", kOtherOptimizer},
-                    {"\"SGD\"", kOtherOptimizer},
                     {"\"Muon\"", kOtherOptimizer},
                     {"\"MuAdam\"", kOtherOptimizer},
                     {"\"MuAdamW\"", kOtherOptimizer},
                     {"\"MuSGD\"", kOtherOptimizer}},
-       .meaning = "AdamW decays weights apart from the gradient. Adam does too, as in DeepSpeed, unless adam_w_mode is "
-                  "false: then decay is added to the gradient (L2).",
-       .apply = [](Draft& d, const Value& v) { d.optimizer_named_adam = as_text(v) == "Adam"; }},
+       .meaning =
+           "AdamW decays weights apart from the gradient. Adam does too, as in DeepSpeed, unless adam_w_mode is "
+           "false: then decay is added to the gradient (L2). Lion decays apart, Adagrad and SGD in the gradient. "
+           "Formulas: docs/optimizers.md.",
+       .apply = [](Draft& d, const Value& v) { d.optimizer_type = as_text(v); }},
       refused("optimizer.legacy_fusion", ValueType::boolean, "false", "An old fused kernel's choice.",
               "there is one kernel, the same on every instruction set; leave this key out"),
       section_row("optimizer.params", "Settings of the optimizer."),
       {.path = "optimizer.params.lr",
        .type = ValueType::number,
        .default_value = "0.001",
-       .meaning = "Learning rate at the start; the program may change it every step.",
+       .meaning = "Learning rate at the start; the program may change it every step. When absent: Adagrad 0.01, Lion "
+                  "0.0001, as their authors have it.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.learning_rate = as_number(v); }},
       {.path = "optimizer.params.betas",
        .type = ValueType::number_pair,
        .default_value = "[0.9, 0.999]",
        .range = {.max = 1, .max_excluded = true},
-       .meaning = "Decay of the first and of the second moment.",
+       .meaning = "Decay of the first and of the second moment; Lion: share of the moment in the step, and its decay. "
+                  "When absent, Lion: [0.9, 0.99]. Adam, AdamW and Lion only.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.optimizer_defaults.beta1 = std::get<std::vector<double>>(v)[0];
@@ -94,7 +95,7 @@ std::vector<KeyRow> optimizer_rows() {
       {.path = "optimizer.params.eps",
        .type = ValueType::number,
        .default_value = "1e-8",
-       .meaning = "Added to the root of the second moment.",
+       .meaning = "Added to the root of the second moment. When absent, Adagrad: 1e-10. Adam, AdamW and Adagrad only.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.epsilon = as_number(v); }},
       {.path = "optimizer.params.weight_decay",
        .type = ValueType::number,
@@ -117,6 +118,33 @@ std::vector<KeyRow> optimizer_rows() {
        .meaning =
            "Asks for PyTorch's formula, which is the one always used; only the default of weight_decay follows it.",
        .apply = [](Draft& d, const Value& v) { d.torch_adam = as_bool(v); }},
+      {.path = "optimizer.params.momentum",
+       .type = ValueType::number,
+       .default_value = "0.0",
+       .range = {.max = 1e6},
+       .meaning = "SGD only: share of the sum of gradients so far that a step keeps. With 0 no moment is kept.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.momentum = as_number(v); }},
+      {.path = "optimizer.params.dampening",
+       .type = ValueType::number,
+       .default_value = "0.0",
+       .range = {.max = 1e6},
+       .meaning = "SGD only: what is left out of a gradient when it is added to the sum.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.dampening = as_number(v); }},
+      {.path = "optimizer.params.nesterov",
+       .type = ValueType::boolean,
+       .default_value = "false",
+       .meaning = "SGD only: Nesterov's momentum.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.nesterov = as_bool(v); }},
+      {.path = "optimizer.params.lr_decay",
+       .type = ValueType::number,
+       .default_value = "0.0",
+       .meaning = "Adagrad only: the learning rate of step n is lr / (1 + (n - 1) * lr_decay).",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.learning_rate_decay = as_number(v); }},
+      {.path = "optimizer.params.initial_accumulator_value",
+       .type = ValueType::number,
+       .default_value = "0.0",
+       .meaning = "Adagrad only: what every sum of squares begins with.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.initial_accumulator = as_number(v); }},
       refused("optimizer.params.fp32_optimizer_states", ValueType::boolean, "true", "Whether moments are fp32.",
               "moments are fp32; leave this key out"),
       refused("optimizer.params.amsgrad", ValueType::boolean, "false", "The AMSGrad variant.",

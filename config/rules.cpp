@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <hoist/config/detail/optimizer_rules.hpp>
 #include <hoist/config/detail/rules.hpp>
 #include <hoist/config/detail/schedule_rules.hpp>
 
@@ -45,7 +46,7 @@ class Rules {
   RuleNotes apply() {
     forgive_parameters("optimizer.type", "optimizer.params.");
     forgive_parameters("scheduler.type", "scheduler.params.");
-    optimizer();
+    if (!is_wrong("optimizer.type")) apply_optimizer(draft_, read_, notes_);
     old_offload(draft_.old_parameter_offload, "zero_optimization.cpu_offload_param", kParamDevice,
                 draft_.engine.parameters);
     old_offload(draft_.old_optimizer_offload, "zero_optimization.cpu_offload", kOptimizerDevice,
@@ -87,23 +88,6 @@ class Rules {
     std::erase_if(read_.problems, [&](const ConfigProblem& p) {
       return p.key.starts_with(section) && p.problem.starts_with(kUnknownKey);
     });
-  }
-
-  void optimizer() {
-    optim::AdamOptions& adam = draft_.engine.optimizer_defaults;
-    const bool decoupled = !draft_.optimizer_named_adam || draft_.adam_w_mode;
-    adam.variant = decoupled ? optim::AdamVariant::adamw : optim::AdamVariant::adam;
-    if (!draft_.optimizer_named_adam && !draft_.adam_w_mode) {
-      notes_.warnings.push_back(
-          "optimizer.params.adam_w_mode: false has no effect on type AdamW, as in DeepSpeed; say type Adam for L2 "
-          "decay");
-    }
-    constexpr std::string_view kDecay = "optimizer.params.weight_decay";
-    if (draft_.torch_adam && decoupled && !in_file(kDecay)) {
-      adam.weight_decay = 0.01;
-      if (ConfigSetting* decay = setting(kDecay)) decay->value = 0.01;
-      notes_.notes.push_back("optimizer.params.weight_decay is 0.01, the default that torch_adam brings in DeepSpeed");
-    }
   }
 
   // cpu_offload: true is the section that replaced it, with device "cpu".

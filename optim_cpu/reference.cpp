@@ -5,13 +5,10 @@
 
 namespace hoist::optim {
 
-void reference_adam(const AdamOptions& options, std::uint64_t step, double gradient, ReferenceState& state) {
+namespace {
+
+void adam(const OptimizerOptions& options, std::uint64_t step, double gradient, ReferenceState& state) {
   auto& [master, moment1, moment2] = state;
-  if (options.variant == AdamVariant::adam) {
-    gradient += options.weight_decay * master;
-  } else {
-    master *= 1 - options.learning_rate * options.weight_decay;
-  }
   moment1 = options.beta1 * moment1 + (1 - options.beta1) * gradient;
   moment2 = options.beta2 * moment2 + (1 - options.beta2) * gradient * gradient;
   double corrected1 = moment1;
@@ -21,6 +18,48 @@ void reference_adam(const AdamOptions& options, std::uint64_t step, double gradi
     corrected2 /= 1 - std::pow(options.beta2, static_cast<double>(step));
   }
   master -= options.learning_rate * corrected1 / (std::sqrt(corrected2) + options.epsilon);
+}
+
+void adagrad(const OptimizerOptions& options, std::uint64_t step, double gradient, ReferenceState& state) {
+  const double rate = options.learning_rate / (1 + static_cast<double>(step - 1) * options.learning_rate_decay);
+  state.moment2 += gradient * gradient;
+  state.master -= rate * gradient / (std::sqrt(state.moment2) + options.epsilon);
+}
+
+void lion(const OptimizerOptions& options, double gradient, ReferenceState& state) {
+  const double direction = options.beta1 * state.moment1 + (1 - options.beta1) * gradient;
+  if (direction != 0) state.master -= direction > 0 ? options.learning_rate : -options.learning_rate;
+  state.moment1 = options.beta2 * state.moment1 + (1 - options.beta2) * gradient;
+}
+
+void sgd(const OptimizerOptions& options, std::uint64_t step, double gradient, ReferenceState& state) {
+  double direction = gradient;
+  if (options.momentum != 0) {
+    state.moment1 = step == 1 ? gradient : options.momentum * state.moment1 + (1 - options.dampening) * gradient;
+    direction = options.nesterov ? gradient + options.momentum * state.moment1 : state.moment1;
+  }
+  state.master -= options.learning_rate * direction;
+}
+
+}  // namespace
+
+void reference_update(const OptimizerOptions& options, std::uint64_t step, double gradient, ReferenceState& state) {
+  if (options.kind == OptimizerKind::adamw || options.kind == OptimizerKind::lion) {
+    state.master *= 1 - options.learning_rate * options.weight_decay;
+  } else {
+    gradient += options.weight_decay * state.master;
+  }
+  switch (options.kind) {
+    case OptimizerKind::adamw:
+    case OptimizerKind::adam:
+      return adam(options, step, gradient, state);
+    case OptimizerKind::adagrad:
+      return adagrad(options, step, gradient, state);
+    case OptimizerKind::lion:
+      return lion(options, gradient, state);
+    case OptimizerKind::sgd:
+      return sgd(options, step, gradient, state);
+  }
 }
 
 }  // namespace hoist::optim

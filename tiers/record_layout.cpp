@@ -9,12 +9,6 @@
 
 namespace hoist::tiers {
 
-namespace {
-
-std::uint64_t state_bytes_per_element(DType dtype) { return dtype == DType::fp32 ? 8 : 10; }
-
-}  // namespace
-
 RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(segments.begin(), segments.end()) {
   for (std::uint32_t index = 0; index < segments_.size(); ++index) {
     const RecordSegment& segment = segments_[index];
@@ -22,6 +16,8 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
       throw UsageError(
           "a record cannot hold fp16 weights: only bf16 and fp32 segments have a layout; convert the parameter to one "
           "of them");
+    HOIST_ASSERT(segment.moment_count <= 2 && segment.moment_dtype != DType::fp16, "segment {}: {} moments of {}",
+                 index, segment.moment_count, dtype_name(segment.moment_dtype));
     HOIST_ASSERT(segment.shard_elements % kShardMultiple == 0, "segment {}: {} elements", index,
                  segment.shard_elements);
     segment_w_offsets_.push_back(w_bytes_);
@@ -33,8 +29,7 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
       tile.w_offset = w_bytes_;
       tile.w_bytes = round_up(tile.elements * dtype_bytes(segment.dtype), kBlockAlignment);
       tile.s_offset = s_bytes_;
-      if (segment.trainable)
-        tile.s_bytes = round_up(tile.elements * state_bytes_per_element(segment.dtype), kBlockAlignment);
+      tile.s_bytes = round_up(tile.elements * segment.state_bytes_per_element(), kBlockAlignment);
       w_bytes_ += tile.w_bytes;
       s_bytes_ += tile.s_bytes;
       tiles_.push_back(tile);
@@ -44,15 +39,17 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
   HOIST_ASSERT(tiles_.size() < UINT32_MAX, "{} tiles", tiles_.size());
 }
 
-StateTileView view_state_tile(DType dtype, std::uint64_t elements, std::byte* tile) {
-  HOIST_ASSERT(dtype != DType::fp16, "fp16 segments have no state layout");
+StateTileView view_state_tile(const RecordSegment& segment, std::uint64_t elements, std::byte* tile) {
+  HOIST_ASSERT(segment.dtype != DType::fp16, "fp16 segments have no state layout");
   StateTileView view;
-  if (dtype == DType::bf16) {
+  if (segment.dtype == DType::bf16) {
     view.remainder = reinterpret_cast<std::int16_t*>(tile);
     tile += elements * sizeof(std::int16_t);
   }
-  view.moment1 = reinterpret_cast<float*>(tile);
-  view.moment2 = view.moment1 + elements;
+  for (unsigned i = 0; i < segment.moment_count; ++i) {
+    view.moments[i] = tile;
+    tile += elements * dtype_bytes(segment.moment_dtype);
+  }
   return view;
 }
 

@@ -6,14 +6,17 @@
 // subgroup size, buffer count or placement.
 //
 //   segment    W tile                S tile
-//   bf16       2 bytes per element   [remainder int16 | moment1 fp32 | moment2 fp32], 10 bytes per element
-//   fp32       4 bytes per element   [moment1 fp32 | moment2 fp32], 8 bytes per element
+//   bf16       2 bytes per element   [remainder int16 | moments], 10 bytes per element with two moments of fp32
+//   fp32       4 bytes per element   [moments], 8 bytes per element with two moments of fp32
 //   frozen     as above              none
+//
+// A segment's optimizer decides how many moments there are, 0 to 2, and of which type: fp32 or bf16.
 //
 // Segments follow each other; the last tile of a segment is short and padded with zeros to 4 KiB in both regions, so
 // every tile starts and ends on a 4 KiB boundary and tiles of a segment are contiguous.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -34,6 +37,12 @@ struct RecordSegment {
   DType dtype = DType::bf16;
   bool trainable = true;
   std::uint64_t shard_elements = 0;  // a multiple of kShardMultiple
+  unsigned moment_count = 2;         // of a trainable segment
+  DType moment_dtype = DType::fp32;
+
+  std::uint64_t state_bytes_per_element() const {
+    return trainable ? (dtype == DType::fp32 ? 0 : 2) + moment_count * dtype_bytes(moment_dtype) : 0;
+  }
 };
 
 struct Tile {
@@ -66,9 +75,8 @@ class RecordLayout {
 // The arrays inside one S tile.
 struct StateTileView {
   std::int16_t* remainder = nullptr;  // null for fp32 segments
-  float* moment1 = nullptr;
-  float* moment2 = nullptr;
+  std::array<void*, 2> moments{};     // of RecordSegment::moment_dtype; null from moment_count on
 };
-StateTileView view_state_tile(DType dtype, std::uint64_t elements, std::byte* tile);
+StateTileView view_state_tile(const RecordSegment& segment, std::uint64_t elements, std::byte* tile);
 
 }  // namespace hoist::tiers

@@ -13,7 +13,7 @@ std::string state_digest(Engine& engine, State state) {
   std::vector<float> values;
   const auto parameters = engine.parameters();
   for (std::uint32_t p = 0; p < parameters.size(); ++p) {
-    if (!parameters[p].trainable && state != State::master) continue;
+    if (!engine.keeps(ParameterId{p}, state)) continue;
     std::uint64_t count = 1;
     for (const std::int64_t extent : parameters[p].shape) count *= static_cast<std::uint64_t>(extent);
     for (std::uint64_t first = 0; first < count; first += kPieceElements) {

@@ -11,6 +11,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
+#include <hoist/zero/detail/tile_values.hpp>
 
 namespace hoist {
 
@@ -42,6 +43,7 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "at least 1 buffer is needed");
   refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
   check(options.learning_rate_schedule);
+  optim::check(options.optimizer_defaults);
   refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
 }
 
@@ -298,7 +300,7 @@ void Engine::Impl::fill_homes(const Fill& fill) {
   walk.read = false;
   live.updater->walk(walk, [&](const detail::TileAccess& tile) {
     std::memset(tile.weights, 0, tile.tile->w_bytes);
-    std::memset(tile.state, 0, tile.tile->s_bytes);
+    detail::begin_state(tile, groups[tile.segment->group.index]);
     std::vector<float> values(tile.tile->elements);
     fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values, fill);
     store_masters(tile, values);
@@ -462,13 +464,16 @@ Engine::~Engine() = default;
 
 GroupId Engine::add_group(const GroupOptions& options) {
   impl_->require_open_model();
+  optim::check(options);
   impl_->groups.push_back(options);
   return {static_cast<std::uint32_t>(impl_->groups.size() - 1)};
 }
 
 UnitId Engine::add_unit(std::string name, std::span<const ParameterSpec> parameters, UnitOptions options) {
   impl_->require_open_model();
-  return impl_->table.add(std::move(name), parameters, std::move(options), impl_->groups.size());
+  std::vector<optim::StateForm> groups;
+  for (const GroupOptions& group : impl_->groups) groups.push_back(optim::state_form(group));
+  return impl_->table.add(std::move(name), parameters, std::move(options), groups);
 }
 
 void Engine::tie(UnitId user, ParameterId owner) {
@@ -483,11 +488,19 @@ ParameterId Engine::parameter(std::string_view name) const {
 }
 
 std::span<const ParameterSpec> Engine::parameters() const { return impl_->table.specs(); }
+bool Engine::keeps(ParameterId parameter, State state) const {
+  if (parameter.index >= parameters().size())
+    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  if (state == State::master) return true;
+  const detail::Segment& segment = impl_->table.segment_of(parameter);
+  return state == State::gradient ? segment.trainable : segment.has(state);
+}
 std::uint64_t Engine::parameter_count() const { return impl_->table.parameter_count(); }
 
 ModelShape Engine::shape() const {
   const detail::UnitTable& table = impl_->table;
   ModelShape model;
+  for (const GroupOptions& group : impl_->groups) model.groups.push_back(optim::state_form(group));
   for (const detail::Unit& unit : table.units()) {
     UnitShape& shape = model.units.emplace_back(UnitShape{.name = unit.name});
     for (const ParameterId parameter : unit.parameters) shape.parameters.push_back(table.spec(parameter));

@@ -41,8 +41,11 @@ class Engine {
   void tie(UnitId user, ParameterId owner);
   ParameterId parameter(std::string_view name) const;  // UsageError when there is none; look up once, not per layer
   std::span<const ParameterSpec> parameters() const;   // in declaration order; index is ParameterId::index
-  std::uint64_t parameter_count() const;               // elements, padding not counted
-  ModelShape shape() const;                            // what was declared, for predict()
+  // Whether there is such a state of the parameter: a frozen one has its master only, and not every optimizer keeps
+  // both moments.
+  bool keeps(ParameterId parameter, State state) const;
+  std::uint64_t parameter_count() const;  // elements, padding not counted
+  ModelShape shape() const;               // what was declared, for predict()
 
   // BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's own
   // blocks beside what the model needs at least. For a program that is about to allocate them, once the model is
@@ -83,8 +86,8 @@ class Engine {
   // [C] Elements [first_element, first_element + out.size()) of one parameter, from whatever tier; every rank receives
   // them. State::gradient: after finish() of all units and before step(), reduced over ranks, unclipped.
   void read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out);
-  // [C] Every rank passes the same values. With a store of steps, a commit of its own. Errors: UsageError for State::gradient, for a
-  // frozen parameter's moments, and for a master that could not be committed.
+  // [C] Every rank passes the same values. With a store of steps, a commit of its own. Errors: UsageError for
+  // State::gradient, for a moment that is not kept, and for a master that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
   // [C] Commits the present state under a name, with `caller_state`, and returns when the commit has been started.
   // With durability `step` the step already is a commit; this one replaces its caller state.
@@ -109,7 +112,7 @@ class Engine {
 };
 
 // XXH3-64 over `state` of all parameters in declaration order, as fp32 in little-endian; 16 hex digits. Independent of
-// placement and partition. [C] Frozen parameters enter the master digest only.
+// placement and partition. [C] Parameters without such a moment do not enter its digest.
 std::string state_digest(Engine& engine, State state);
 
 }  // namespace hoist

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -169,50 +168,11 @@ GroupOptions Engine::Impl::scheduled(GroupOptions group, std::uint64_t applied_s
   return group;
 }
 
-struct Engine::Impl::StepUpdate {
-  std::uint64_t step = 0;
-  std::vector<optim::AdamCoefficients> coefficients;  // by group
-  std::atomic<std::uint32_t> broken{~0u};             // a unit with a state that cannot be committed
-
-  void apply(const detail::TileAccess& tile, const detail::Memory& memory) {
-    const detail::Segment& segment = *tile.segment;
-    const std::byte* gradient = memory.home(tile.unit).gradient + segment.home_gradient_offset +
-                                tile.tile->first_element * dtype_bytes(segment.home_gradient_dtype);
-    const tiers::StateTileView state = tile.view();
-    const optim::AdamCoefficients& c = coefficients[segment.group.index];
-    const bool sound = segment.dtype == DType::fp32
-                           ? optim::adam_update(c, optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights),
-                                                                    .moment1 = state.moment1,
-                                                                    .moment2 = state.moment2,
-                                                                    .gradient = gradient,
-                                                                    .gradient_dtype = segment.home_gradient_dtype,
-                                                                    .count = tile.tile->elements})
-                           : optim::adam_update(c, optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
-                                                                    .remainder = state.remainder,
-                                                                    .moment1 = state.moment1,
-                                                                    .moment2 = state.moment2,
-                                                                    .gradient = gradient,
-                                                                    .gradient_dtype = segment.home_gradient_dtype,
-                                                                    .count = tile.tile->elements});
-    if (!sound) broken = tile.unit.index;
-  }
-
-  void check(const detail::UnitTable& table) const {
-    if (broken == ~0u) return;
-    throw Error(
-        fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for bf16; nothing of it "
-                    "was committed: lower the learning rate and restore the last commit",
-                    step, table.units()[broken].name));
-  }
-};
-
 // Of the step that `step_count` already counts.
-std::shared_ptr<Engine::Impl::StepUpdate> Engine::Impl::make_update(double gradient_scale) const {
-  auto update = std::make_shared<StepUpdate>();
-  update->step = step_count;
-  for (const GroupOptions& group : groups)
-    update->coefficients.emplace_back(scheduled(group, step_count - 1), step_count, gradient_scale);
-  return update;
+std::shared_ptr<detail::StepUpdate> Engine::Impl::make_update(double gradient_scale) const {
+  std::vector<GroupOptions> now;
+  for (const GroupOptions& group : groups) now.push_back(scheduled(group, step_count - 1));
+  return std::make_shared<detail::StepUpdate>(step_count, now, gradient_scale);
 }
 
 void Engine::Impl::update_now(double gradient_scale) {

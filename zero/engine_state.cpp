@@ -32,15 +32,22 @@ void Engine::Impl::check_range(ParameterId parameter, std::uint64_t first, std::
   }
 }
 
+void Engine::Impl::check_kept(ParameterId parameter, State state) const {
+  const std::string& name = table.spec(parameter).name;
+  if (state == State::master) return;
+  if (!table.spec(parameter).trainable)
+    throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", name));
+  if (state != State::gradient && !table.segment_of(parameter).has(state))
+    throw UsageError(fmt::format("the optimizer of parameter '{}' keeps no {} moment", name,
+                                 state == State::moment1 ? "first" : "second"));
+}
+
 // --- reading ---------------------------------------------------------------------------------------------------------
 
 void Engine::Impl::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
   check_range(parameter, first, out.size());
   if (pass) throw UsageError("state is read between passes, not inside of one");
-  const bool trainable = table.spec(parameter).trainable;
-  if (!trainable && state != State::master) {
-    throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", table.spec(parameter).name));
-  }
+  check_kept(parameter, state);
   if (state == State::gradient && !gradients_due)
     throw UsageError("gradients are there after the last pass of a step, and until step()");
   if (state == State::gradient && !live.gradients->finished(table.parameter(parameter).unit)) {
@@ -105,9 +112,7 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
   if (pass) throw UsageError("state is written between passes, not inside of one");
   if (state == State::gradient) throw UsageError("gradients cannot be written; use accumulate() in a pass");
   const bool trainable = table.spec(parameter).trainable;
-  if (!trainable && state != State::master) {
-    throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", table.spec(parameter).name));
-  }
+  check_kept(parameter, state);
   for (const float value : values) {
     if (!master_is_committable(value) || (state == State::moment2 && value < 0)) {
       throw UsageError(

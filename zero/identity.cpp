@@ -18,9 +18,15 @@ std::string UnitTable::identity() const {
   for (const Unit& unit : units_) {
     for (const ParameterId id : unit.parameters) {
       const ParameterSpec& spec = specs_[id.index];
-      text += fmt::format("{} | {} | {} | [{}] | {} | segment {} at {}\n", unit.name, spec.name, dtype_name(spec.dtype),
-                          fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen",
-                          parameters_[id.index].segment, parameters_[id.index].first_element);
+      const Parameter& parameter = parameters_[id.index];
+      text += fmt::format("{} | {} | {} | [{}] | {} | segment {} at {}", unit.name, spec.name, dtype_name(spec.dtype),
+                          fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen", parameter.segment,
+                          parameter.first_element);
+      // Adam's two moments of fp32 go without saying.
+      const optim::StateForm& state = unit.segments[parameter.segment].state;
+      if (spec.trainable && state != optim::StateForm{})
+        text += fmt::format(" | {} {}", optim::state_name(state.state), dtype_name(state.moments));
+      text += '\n';
     }
   }
   return text;
@@ -28,7 +34,7 @@ std::string UnitTable::identity() const {
 
 namespace {
 
-constexpr std::size_t kFieldCount = 6;
+constexpr std::size_t kFieldCount = 7;
 constexpr std::string_view kSeparator = " | ";  // no name holds a '|'
 
 template <typename Integer>
@@ -61,7 +67,20 @@ std::optional<std::vector<std::int64_t>> read_shape(std::string_view text) {
 struct Line {
   std::string unit;
   ParameterSpec spec;  // its group is the segment
+  optim::StateForm state;
 };
+
+std::optional<optim::StateForm> read_state(std::string_view text) {
+  if (text.empty()) return optim::StateForm{};
+  const std::string_view name = take_until(text, " ");
+  for (const optim::OptimizerState state : optim::kOptimizerStates) {
+    for (const DType moments : {DType::fp32, DType::bf16}) {
+      if (name == optim::state_name(state) && text == dtype_name(moments))
+        return optim::StateForm{.state = state, .moments = moments};
+    }
+  }
+  return std::nullopt;
+}
 
 // One line of identity(); nothing when it is not.
 std::optional<Line> read_line(std::string_view text) {
@@ -78,8 +97,10 @@ std::optional<Line> read_line(std::string_view text) {
   line.spec.trainable = fields[4] == "trainable";
   take_until(fields[5], "segment ");
   const bool known_segment = read_number(take_until(fields[5], " at "), line.spec.group.index);
-  if (!known_dtype || !shape || !known_segment) return std::nullopt;
+  const auto state = read_state(fields[6]);
+  if (!known_dtype || !shape || !known_segment || !state) return std::nullopt;
   line.spec.shape = std::move(*shape);
+  line.state = *state;
   return line;
 }
 
@@ -93,10 +114,16 @@ UnitTable UnitTable::from_identity(std::string_view text, int world_size) {
   UnitTable table(world_size);
   std::string unit;
   std::vector<ParameterSpec> specs;
+  std::vector<optim::StateForm> states;  // by parameter
   const auto end_unit = [&] {
     // A unit has no more segments than parameters, so a damaged line names a group that does not exist.
-    if (!specs.empty()) table.add(unit, specs, {}, specs.size());
+    std::vector<optim::StateForm> groups(specs.size());
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      if (specs[i].trainable && specs[i].group.index < groups.size()) groups[specs[i].group.index] = states[i];
+    }
+    if (!specs.empty()) table.add(unit, specs, {}, groups);
     specs.clear();
+    states.clear();
   };
   try {
     for (std::string_view rest = text; !rest.empty();) {
@@ -106,6 +133,7 @@ UnitTable UnitTable::from_identity(std::string_view text, int world_size) {
       if (line->unit != unit) end_unit();
       unit = std::move(line->unit);
       specs.push_back(std::move(line->spec));
+      states.push_back(line->state);
     }
     end_unit();
   } catch (const UsageError& error) {

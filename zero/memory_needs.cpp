@@ -187,7 +187,7 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
       weights += segment.shard_bytes();
       if (!segment.trainable) continue;
       trainable += segment.shard_bytes();
-      state += segment.shard_elements * (segment.dtype == DType::fp32 ? 8 : 10);
+      state += segment.shard_elements * segment.record().state_bytes_per_element();
     }
     const std::uint64_t passes = options.micro_batches_max;
     const std::uint64_t count = passes * fetches[u];

@@ -11,7 +11,7 @@
 
 #include <hoist/aio/engine.hpp>
 #include <hoist/comm/communicator.hpp>
-#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/optim_cpu/optimizer.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/learning_rate.hpp>
@@ -101,7 +101,7 @@ struct EngineOptions {
   std::string metrics_path;
 
   double gradient_clipping = 1.0;                 // global norm; 0: none
-  optim::AdamOptions optimizer_defaults{};        // of group 0
+  optim::OptimizerOptions optimizer_defaults{};   // of group 0
   LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
 };
 

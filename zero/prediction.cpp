@@ -15,15 +15,18 @@ namespace hoist {
 
 namespace {
 
-detail::UnitTable table_of(const ModelShape& model, int world_size, bool accumulates) {
+detail::UnitTable table_of(const EngineOptions& engine, const ModelShape& model, int world_size) {
   if (world_size < 1) throw UsageError(fmt::format("{} ranks cannot train anything", world_size));
   if (model.units.empty()) throw UsageError("the model has no units");
   std::size_t group_count = 1;
   for (const UnitShape& unit : model.units)
     for (const ParameterSpec& spec : unit.parameters)
       group_count = std::max<std::size_t>(group_count, spec.group.index + 1);
-  detail::UnitTable table(world_size, accumulates);
-  for (const UnitShape& unit : model.units) table.add(unit.name, unit.parameters, {}, group_count);
+  std::vector<optim::StateForm> groups = model.groups;
+  if (groups.empty()) groups.push_back(optim::state_form(engine.optimizer_defaults));
+  groups.resize(std::max(groups.size(), group_count), groups.front());
+  detail::UnitTable table(world_size, /*accumulates=*/engine.micro_batches_max > 1);
+  for (const UnitShape& unit : model.units) table.add(unit.name, unit.parameters, {}, groups);
   for (std::uint32_t u = 0; u < model.units.size(); ++u) {
     for (const std::string& name : model.units[u].tied) {
       const auto owner = table.find(name);
@@ -114,7 +117,7 @@ ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units) {
 
 Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
                    int world_size) {
-  const detail::UnitTable table = table_of(model, world_size, engine.micro_batches_max > 1);
+  const detail::UnitTable table = table_of(engine, model, world_size);
   Prediction out;
   out.parameter_count = table.parameter_count();
   const detail::DeviceNeeds device(engine, table);

@@ -25,6 +25,9 @@ struct UnitShape {
 
 struct ModelShape {
   std::vector<UnitShape> units;
+  // What the optimizers of parameter groups keep, group 0 first; those not named keep what group 0 does, and that is
+  // EngineOptions::optimizer_defaults' when none is.
+  std::vector<optim::StateForm> groups{};
   std::uint64_t program_device_bytes = 0;  // activations and workspaces, as Engine::require_device_memory
 };
 

@@ -43,7 +43,8 @@ std::vector<StoredParameter> describe(const detail::UnitTable& table) {
                           .unit = table.unit(table.parameter(ParameterId{i}).unit).name,
                           .shape = spec.shape,
                           .dtype = spec.dtype,
-                          .trainable = spec.trainable});
+                          .trainable = spec.trainable,
+                          .state = table.segment_of(ParameterId{i}).state});
   }
   return parameters;
 }
@@ -115,6 +116,9 @@ class StoredModel::Impl {
     if (state != State::master && !summary_.parameters[parameter].trainable)
       throw UsageError(
           fmt::format("parameter '{}' is frozen: it has weights only", summary_.parameters[parameter].name));
+    if (state != State::master && !table_.segment_of(ParameterId{static_cast<std::uint32_t>(parameter)}).has(state))
+      throw UsageError(fmt::format("the optimizer of parameter '{}' keeps no {} moment",
+                                   summary_.parameters[parameter].name, state == State::moment1 ? "first" : "second"));
     for_each_shard(parameter, first, out.size(), [&](const Shard& shard) {
       detail::read_values(*shard.layout, *shard.segment, state, shard.owned.shard.first,
                           out.subspan(shard.owned.offset, shard.owned.shard.count), shard.fetch);

@@ -30,6 +30,7 @@ struct StoredParameter {
   std::vector<std::int64_t> shape;
   DType dtype = DType::bf16;
   bool trainable = true;
+  optim::StateForm state{};  // what its optimizer keeps; of trainable ones
 
   std::uint64_t element_count() const { return TensorView{.shape = shape}.element_count(); }
 };

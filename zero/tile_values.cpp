@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 
+#include <hoist/core/assert.hpp>
 #include <hoist/zero/detail/tile_values.hpp>
 
 namespace hoist::detail {
@@ -11,19 +12,35 @@ namespace hoist::detail {
 using tiers::Region;
 using tiers::Tile;
 
+StateArrays TileAccess::view() const {
+  const tiers::StateTileView arrays = tiers::view_state_tile(segment->record(), tile->elements, state);
+  const bool has_first = segment->has(State::moment1);
+  return {.remainder = arrays.remainder,
+          .moment1 = has_first ? arrays.moments[0] : nullptr,
+          .moment2 = segment->has(State::moment2) ? arrays.moments[has_first ? 1 : 0] : nullptr};
+}
+
+namespace {
+
+void* moment_of(const TileAccess& tile, State state) {
+  const StateArrays arrays = tile.view();
+  void* const moment = state == State::moment1 ? arrays.moment1 : arrays.moment2;
+  HOIST_ASSERT(moment != nullptr, "segment without moment {}", state == State::moment1 ? 1 : 2);
+  return moment;
+}
+
+}  // namespace
+
 float load_value(const TileAccess& tile, State state, std::uint64_t element) {
-  if (state == State::moment1) return tile.view().moment1[element];
-  if (state == State::moment2) return tile.view().moment2[element];
+  if (state != State::master) return static_cast<const float*>(moment_of(tile, state))[element];
   if (tile.segment->dtype == DType::fp32) return reinterpret_cast<const float*>(tile.weights)[element];
   const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[element];
   return tile.state == nullptr ? to_float(weight) : join_master(weight, tile.view().remainder[element]);
 }
 
 void store_value(const TileAccess& tile, State state, std::uint64_t element, float value) {
-  if (state == State::moment1) {
-    tile.view().moment1[element] = value;
-  } else if (state == State::moment2) {
-    tile.view().moment2[element] = value;
+  if (state != State::master) {
+    static_cast<float*>(moment_of(tile, state))[element] = value;
   } else if (tile.segment->dtype == DType::fp32) {
     reinterpret_cast<float*>(tile.weights)[element] = value;
   } else {
@@ -31,6 +48,13 @@ void store_value(const TileAccess& tile, State state, std::uint64_t element, flo
     reinterpret_cast<bf16*>(tile.weights)[element] = split.weight;
     if (tile.state != nullptr) tile.view().remainder[element] = split.remainder;
   }
+}
+
+void begin_state(const TileAccess& tile, const GroupOptions& group) {
+  std::memset(tile.state, 0, tile.tile->s_bytes);
+  if (group.kind != optim::OptimizerKind::adagrad || group.initial_accumulator == 0) return;
+  const auto value = static_cast<float>(group.initial_accumulator);
+  for (std::uint64_t i = 0; i < tile.tile->elements; ++i) store_value(tile, State::moment2, i, value);
 }
 
 ElementRange overlap(const Tile& tile, std::uint64_t first, std::uint64_t count) {
@@ -61,7 +85,7 @@ void for_each_run(const tiers::RecordLayout& layout, const Segment& segment, std
     wanted_run.length_bytes = last.w_offset + last.w_bytes - run->w_offset;
     const std::byte* weights = fetch(wanted_run);
     const std::byte* state = nullptr;
-    if (with_state) {
+    if (with_state && last.s_offset + last.s_bytes > run->s_offset) {
       wanted_run.region = Region::state;
       wanted_run.offset_bytes = run->s_offset;
       wanted_run.length_bytes = last.s_offset + last.s_bytes - run->s_offset;

@@ -12,7 +12,7 @@
 #include <hoist/core/completion.hpp>
 #include <hoist/core/dtype.hpp>
 #include <hoist/core/strong_id.hpp>
-#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/optim_cpu/optimizer.hpp>
 #include <hoist/platform/stream.hpp>
 
 namespace hoist {
@@ -37,7 +37,7 @@ struct TensorView {
 };
 
 // Parameters that share an optimizer setting. Group 0 exists from the start, with EngineOptions::optimizer.
-using GroupOptions = optim::AdamOptions;
+using GroupOptions = optim::OptimizerOptions;
 
 struct ParameterSpec {
   std::string name;                 // unique within the engine
@@ -90,7 +90,7 @@ struct StepReport {
   double clip_factor = 1;    // what gradients were multiplied by
   double loss_scale = 1;
   double learning_rate = 0;  // of group 0, by the schedule
-  Completion committed;  // done when the step is durable at all ranks; at once without durability
+  Completion committed;      // done when the step is durable at all ranks; at once without durability
 };
 
 struct RestoreReport {

@@ -47,13 +47,19 @@ void check(const ParameterSpec& spec, const std::string& unit, std::size_t group
 
 }  // namespace
 
+bool Segment::has(State moment) const {
+  if (!trainable) return false;
+  return moment == State::moment1 ? optim::has_moment1(state.state)
+                                  : moment == State::moment2 && optim::has_moment2(state.state);
+}
+
 UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options,
-                      std::size_t group_count) {
+                      std::span<const optim::StateForm> groups) {
   if (specs.empty()) throw UsageError(fmt::format("unit '{}' has no parameters", name));
   if (!units_.empty() && units_.back().name == name)
     throw UsageError(fmt::format("two units in a row are called '{}': a store could not tell them apart", name));
   for (std::size_t i = 0; i < specs.size(); ++i) {
-    check(specs[i], name, group_count);
+    check(specs[i], name, groups.size());
     checked_count(specs[i]);
     const bool repeated = by_name_.contains(specs[i].name) ||
                           std::any_of(specs.begin(), specs.begin() + static_cast<std::ptrdiff_t>(i),
@@ -73,7 +79,8 @@ UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, Un
       unit.segments.push_back({.dtype = spec.dtype,
                                .trainable = spec.trainable,
                                .group = spec.group,
-                               .counts_in_norm = spec.counts_in_norm});
+                               .counts_in_norm = spec.counts_in_norm,
+                               .state = groups[spec.group.index]});
     }
   }
   for (const ParameterSpec& spec : specs) {
@@ -103,8 +110,7 @@ void UnitTable::lay_out(Unit& unit) const {
     segment.shard_elements = shard_elements(segment.elements, world_size_);
     auto& record = records[segment.trainable ? 0 : 1];
     segment.record_segment = static_cast<std::uint32_t>(record.size());
-    record.push_back(
-        {.dtype = segment.dtype, .trainable = segment.trainable, .shard_elements = segment.shard_elements});
+    record.push_back(segment.record());
   }
   unit.trainable = tiers::RecordLayout(records[0]);
   unit.frozen = tiers::RecordLayout(records[1]);

@@ -148,7 +148,7 @@ void Updater::read(Job& job) {
     job.reads.push_back(store_->read(record, region, job.piece.first_tile, job.piece.tile_count, {target, count},
                                      aio::Priority::foreground));
   };
-  if (home.state == nullptr) {
+  if (home.state == nullptr && bytes.state > 0) {
     start_read(Region::state, job.state, bytes.state);
     job.state_read = true;
   }

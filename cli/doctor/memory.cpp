@@ -8,7 +8,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
-#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/optim_cpu/update.hpp>
 #include <hoist/platform/topology.hpp>
 
 #include "cgroup.hpp"

@@ -36,7 +36,7 @@ struct Draft {
   bool old_optimizer_offload = false;        // cpu_offload
   std::string checkpoint_path;
   std::optional<tiers::Durability> durability;
-  bool optimizer_named_adam = false;  // "Adam" leaves the choice of decay to adam_w_mode
+  std::string optimizer_type = "AdamW";  // "Adam" leaves the choice of decay to adam_w_mode
   bool adam_w_mode = true;
   bool torch_adam = false;
 };

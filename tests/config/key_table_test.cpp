@@ -43,11 +43,22 @@ std::string schedule_with(std::string_view parameter, const std::string& setting
   return R"({"scheduler": {"type": ")" + type + R"(", "params": {)" + params + "}}}";
 }
 
+// Which optimizer has a parameter.
+std::string optimizer_with(std::string_view parameter, const std::string& setting) {
+  std::string type = "AdamW";
+  if (parameter == "lr_decay" || parameter == "initial_accumulator_value") type = "Adagrad";
+  std::string params = setting;
+  if (parameter == "momentum" || parameter == "dampening" || parameter == "nesterov") type = "SGD";
+  if (parameter == "nesterov") params += R"(, "momentum": 0.9)";
+  return R"({"optimizer": {"type": ")" + type + R"(", "params": {)" + params + "}}}";
+}
+
 // {"a": {"b": VALUE}} for "a.b", its last part under another name if asked.
 std::string text_with(const KeyRow& row, const std::string& value, std::string_view name = {}) {
   const std::string_view last_name = name.empty() ? config::last_part(row.path) : name;
   std::string text = "\"" + std::string(last_name) + "\": " + value;
   if (config::section_of(row.path) == "scheduler.params") return schedule_with(last_name, text);
+  if (config::section_of(row.path) == "optimizer.params") return optimizer_with(last_name, text);
   for (std::string_view path = config::section_of(row.path); !path.empty(); path = config::section_of(path)) {
     text = "\"" + std::string(config::last_part(path)) + "\": {" + text + "}";
   }

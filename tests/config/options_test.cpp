@@ -55,8 +55,8 @@ TEST(Options, AnEmptyFileIsTheDefaults) {
   EXPECT_EQ(config.engine.reuse_distance_elements, standard.reuse_distance_elements);
   EXPECT_EQ(config.engine.persistence_elements, standard.persistence_elements);
   EXPECT_EQ(config.engine.gradient_clipping, standard.gradient_clipping);
-  const optim::AdamOptions& adam = config.engine.optimizer_defaults;
-  EXPECT_EQ(adam.variant, standard.optimizer_defaults.variant);
+  const optim::OptimizerOptions& adam = config.engine.optimizer_defaults;
+  EXPECT_EQ(adam.kind, standard.optimizer_defaults.kind);
   EXPECT_EQ(adam.learning_rate, standard.optimizer_defaults.learning_rate);
   EXPECT_EQ(adam.beta1, standard.optimizer_defaults.beta1);
   EXPECT_EQ(adam.beta2, standard.optimizer_defaults.beta2);
@@ -77,7 +77,7 @@ TEST(Options, EverythingOnNvme) {
   EXPECT_EQ(config.runtime.aio_block_bytes, 262144u);
   EXPECT_EQ(config.runtime.aio_queue_depth, 32u);
   EXPECT_EQ(config.runtime.aio_threads, 1u);
-  EXPECT_EQ(config.engine.optimizer_defaults.variant, optim::AdamVariant::adamw) << "Adam means AdamW in DeepSpeed";
+  EXPECT_EQ(config.engine.optimizer_defaults.kind, optim::OptimizerKind::adamw) << "Adam means AdamW in DeepSpeed";
   EXPECT_EQ(config.engine.optimizer_defaults.learning_rate, 0.0002);
   EXPECT_EQ(config.engine.optimizer_defaults.beta2, 0.95);
   EXPECT_EQ(config.engine.optimizer_defaults.weight_decay, 0.1);
@@ -138,27 +138,70 @@ TEST(Options, CudaAndOtherChoices) {
 
 struct OptimizerCase {
   const char* optimizer;
-  optim::AdamVariant variant;
+  optim::OptimizerKind variant;
   double weight_decay;
 };
 
 TEST(Options, AdamIsAdamWUnlessToldOtherwise) {
-  using optim::AdamVariant;
+  using optim::OptimizerKind;
   const OptimizerCase cases[] = {
-      {R"({"type": "AdamW"})", AdamVariant::adamw, 0},
-      {R"({"type": "Adam"})", AdamVariant::adamw, 0},
-      {R"({"type": "adam", "params": {"adam_w_mode": true}})", AdamVariant::adamw, 0},
-      {R"({"type": "Adam", "params": {"adam_w_mode": false, "weight_decay": 0.2}})", AdamVariant::adam, 0.2},
-      {R"({"type": "AdamW", "params": {"adam_w_mode": false}})", AdamVariant::adamw, 0},
-      {R"({"type": "AdamW", "params": {"torch_adam": true}})", AdamVariant::adamw, 0.01},
-      {R"({"type": "AdamW", "params": {"torch_adam": true, "weight_decay": 0.0}})", AdamVariant::adamw, 0},
-      {R"({"type": "Adam", "params": {"torch_adam": true, "adam_w_mode": false}})", AdamVariant::adam, 0},
+      {R"({"type": "AdamW"})", OptimizerKind::adamw, 0},
+      {R"({"type": "Adam"})", OptimizerKind::adamw, 0},
+      {R"({"type": "adam", "params": {"adam_w_mode": true}})", OptimizerKind::adamw, 0},
+      {R"({"type": "Adam", "params": {"adam_w_mode": false, "weight_decay": 0.2}})", OptimizerKind::adam, 0.2},
+      {R"({"type": "AdamW", "params": {"adam_w_mode": false}})", OptimizerKind::adamw, 0},
+      {R"({"type": "AdamW", "params": {"torch_adam": true}})", OptimizerKind::adamw, 0.01},
+      {R"({"type": "AdamW", "params": {"torch_adam": true, "weight_decay": 0.0}})", OptimizerKind::adamw, 0},
+      {R"({"type": "Adam", "params": {"torch_adam": true, "adam_w_mode": false}})", OptimizerKind::adam, 0},
   };
   for (const OptimizerCase& c : cases) {
     const Config config = parse("{\"optimizer\": " + std::string(c.optimizer) + "}");
-    EXPECT_EQ(config.engine.optimizer_defaults.variant, c.variant) << c.optimizer;
+    EXPECT_EQ(config.engine.optimizer_defaults.kind, c.variant) << c.optimizer;
     EXPECT_EQ(config.engine.optimizer_defaults.weight_decay, c.weight_decay) << c.optimizer;
   }
+}
+
+TEST(Options, EveryOptimizerHasItsOwnDefaults) {
+  using optim::OptimizerKind;
+  const auto options_of = [](const std::string& optimizer) {
+    return parse("{\"optimizer\": " + optimizer + "}").engine.optimizer_defaults;
+  };
+  const auto adagrad = options_of(R"({"type": "Adagrad"})");
+  EXPECT_EQ(adagrad.kind, OptimizerKind::adagrad);
+  EXPECT_EQ(adagrad.learning_rate, 0.01);
+  EXPECT_EQ(adagrad.epsilon, 1e-10);
+  EXPECT_EQ(adagrad.weight_decay, 0);
+  const auto accumulating = options_of(
+      R"({"type": "adagrad", "params": {"lr": 0.5, "lr_decay": 0.1, "initial_accumulator_value": 2, "eps": 1e-6}})");
+  EXPECT_EQ(accumulating.learning_rate, 0.5);
+  EXPECT_EQ(accumulating.learning_rate_decay, 0.1);
+  EXPECT_EQ(accumulating.initial_accumulator, 2);
+  EXPECT_EQ(accumulating.epsilon, 1e-6);
+  const auto lion = options_of(R"({"type": "Lion", "params": {"weight_decay": 0.3}})");
+  EXPECT_EQ(lion.kind, OptimizerKind::lion);
+  EXPECT_EQ(lion.learning_rate, 1e-4);
+  EXPECT_EQ(lion.beta1, 0.9);
+  EXPECT_EQ(lion.beta2, 0.99);
+  EXPECT_EQ(lion.weight_decay, 0.3);
+  EXPECT_EQ(options_of(R"({"type": "Lion", "params": {"betas": [0.95, 0.98]}})").beta2, 0.98);
+  const auto plain = options_of(R"({"type": "SGD"})");
+  EXPECT_EQ(plain.kind, OptimizerKind::sgd);
+  EXPECT_EQ(plain.learning_rate, 1e-3);
+  EXPECT_EQ(optim::state_of(plain), optim::OptimizerState::none);
+  const auto nesterov = options_of(R"({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": true}})");
+  EXPECT_EQ(nesterov.momentum, 0.9);
+  EXPECT_TRUE(nesterov.nesterov);
+  EXPECT_EQ(options_of(R"({"type": "SGD", "params": {"momentum": 0.9, "dampening": 0.2}})").dampening, 0.2);
+}
+
+TEST(Options, TheReferenceListsTheOptimizersOwnSettings) {
+  const Config config = parse(R"({"optimizer": {"type": "Lion"}})");
+  std::vector<std::string> names;
+  for (const ConfigSetting& setting : config.settings()) {
+    if (setting.row->path.starts_with("optimizer.params.") && setting.row->status == config::KeyStatus::implemented)
+      names.emplace_back(config::last_part(setting.row->path));
+  }
+  EXPECT_THAT(names, ::testing::UnorderedElementsAre("lr", "betas", "weight_decay"));
 }
 
 TEST(Options, PathsAreTheSamePlaceHoweverWritten) {

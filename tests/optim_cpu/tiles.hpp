@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <ostream>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,7 +18,7 @@
 #include <hoist/core/dtype.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
-#include <hoist/optim_cpu/adam.hpp>
+#include <hoist/optim_cpu/update.hpp>
 
 namespace hoist::optim::test {
 
@@ -157,7 +158,30 @@ inline void new_gradients(Tile& tile, Rng& rng) {
 }
 
 inline constexpr DType kDTypes[] = {DType::bf16, DType::fp16, DType::fp32};
-inline constexpr AdamVariant kVariants[] = {AdamVariant::adamw, AdamVariant::adam};
+
+// Every formula, and each of its branches, with settings that all matter.
+struct NamedOptions {
+  const char* name;
+  OptimizerOptions options;
+};
+inline std::ostream& operator<<(std::ostream& out, const NamedOptions& named) { return out << named.name; }
+inline const std::vector<NamedOptions>& every_optimizer() {
+  static const std::vector<NamedOptions> kEvery{
+      {"adamw", {.kind = OptimizerKind::adamw, .learning_rate = 3e-4, .weight_decay = 0.1}},
+      {"adam", {.kind = OptimizerKind::adam, .learning_rate = 3e-4, .weight_decay = 0.1}},
+      {"adagrad",
+       {.kind = OptimizerKind::adagrad, .learning_rate = 1e-3, .weight_decay = 0.1, .learning_rate_decay = 0.01}},
+      {"lion", {.kind = OptimizerKind::lion, .learning_rate = 1e-4, .beta2 = 0.99, .weight_decay = 0.1}},
+      {"momentum",
+       {.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .weight_decay = 0.1, .momentum = 0.9, .dampening = 0.3}},
+      {"nesterov",
+       {.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .weight_decay = 0.1, .momentum = 0.9, .nesterov = true}},
+      {"sgd", {.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .weight_decay = 0.1}},
+  };
+  return kEvery;
+}
+inline bool keeps_moment1(const OptimizerOptions& options) { return has_moment1(state_of(options)); }
+inline bool keeps_moment2(const OptimizerOptions& options) { return has_moment2(state_of(options)); }
 
 // Runs the rest of a scope on one instruction set.
 class Forced {

@@ -150,7 +150,7 @@ TEST(UpdatePool, ThreadCountNeverChangesTheResult) {
     fill_ordinary(tile, rng);
     UpdatePool pool({.threads = threads});
     for (std::uint64_t step = 1; step <= 5; ++step) {
-      const AdamCoefficients c(AdamOptions{}, step, 1.0);
+      const UpdateCoefficients c(OptimizerOptions{}, step, 1.0);
       std::atomic<bool> committable{true};
       pool.run((kCount + kTile - 1) / kTile, [&](std::size_t k) {
         SplitTile part = tile.split();
@@ -161,7 +161,7 @@ TEST(UpdatePool, ThreadCountNeverChangesTheResult) {
         part.moment2 += first;
         part.gradient = static_cast<const std::byte*>(part.gradient) + 2 * first;
         part.count = std::min(kTile, kCount - first);
-        if (!adam_update(c, part)) committable = false;
+        if (!update_tile(c, part)) committable = false;
       });
       EXPECT_TRUE(committable);
       new_gradients(tile, rng);

@@ -33,7 +33,9 @@ void expect_partition(const std::vector<RecordSegment>& segments) {
       EXPECT_EQ(tile.w_offset, w_end);
       EXPECT_EQ(tile.s_offset, s_end);
       const std::uint64_t w_used = tile.elements * (expected.dtype == DType::fp32 ? 4 : 2);
-      const std::uint64_t s_used = expected.trainable ? tile.elements * (expected.dtype == DType::fp32 ? 8 : 10) : 0;
+      const std::uint64_t moment_bytes = expected.moment_count * (expected.moment_dtype == DType::fp32 ? 4 : 2);
+      const std::uint64_t s_used =
+          expected.trainable ? tile.elements * ((expected.dtype == DType::fp32 ? 0 : 2) + moment_bytes) : 0;
       EXPECT_GE(tile.w_bytes, w_used);
       EXPECT_LT(tile.w_bytes, w_used + kBlockAlignment);
       EXPECT_GE(tile.s_bytes, s_used);
@@ -79,6 +81,8 @@ TEST(RecordLayout, RandomListsOfSegments) {
     for (RecordSegment& segment : segments) {
       segment.dtype = rng.below(2) == 0 ? DType::bf16 : DType::fp32;
       segment.trainable = rng.below(3) != 0;
+      segment.moment_count = static_cast<unsigned>(rng.below(3));
+      segment.moment_dtype = rng.below(2) == 0 ? DType::bf16 : DType::fp32;
       const std::uint64_t kinds[] = {0, 1, rng.below(64), kTileElements / kShardMultiple, rng.below(4096)};
       segment.shard_elements = kinds[rng.below(5)] * kShardMultiple;
     }
@@ -100,16 +104,22 @@ TEST(RecordLayout, ZeroElementsHaveNoTiles) {
 TEST(RecordLayout, StateTileHoldsRemainderThenMoments) {
   for (std::uint64_t elements : {kShardMultiple, std::uint64_t{96}, kTileElements}) {
     alignas(64) static std::byte tile[kTileElements * 10];
-    const StateTileView split = view_state_tile(DType::bf16, elements, tile);
-    EXPECT_EQ(reinterpret_cast<std::byte*>(split.remainder), tile);
-    EXPECT_EQ(reinterpret_cast<std::byte*>(split.moment1), tile + 2 * elements);
-    EXPECT_EQ(reinterpret_cast<std::byte*>(split.moment2), tile + 6 * elements);
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(split.moment1) % 64, 0u);
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(split.moment2) % 64, 0u);
-    const StateTileView whole = view_state_tile(DType::fp32, elements, tile);
-    EXPECT_EQ(whole.remainder, nullptr);
-    EXPECT_EQ(reinterpret_cast<std::byte*>(whole.moment1), tile);
-    EXPECT_EQ(reinterpret_cast<std::byte*>(whole.moment2), tile + 4 * elements);
+    for (const unsigned count : {0u, 1u, 2u}) {
+      for (const DType moments : {DType::fp32, DType::bf16}) {
+        for (const DType dtype : {DType::fp32, DType::bf16}) {
+          const RecordSegment segment{
+              .dtype = dtype, .shard_elements = elements, .moment_count = count, .moment_dtype = moments};
+          const StateTileView view = view_state_tile(segment, elements, tile);
+          const std::uint64_t first = dtype == DType::bf16 ? 2 * elements : 0;
+          EXPECT_EQ(reinterpret_cast<std::byte*>(view.remainder), dtype == DType::bf16 ? tile : nullptr);
+          for (unsigned i = 0; i < 2; ++i) {
+            std::byte* const expected = i < count ? tile + first + i * elements * dtype_bytes(moments) : nullptr;
+            EXPECT_EQ(view.moments[i], expected);
+            EXPECT_EQ(reinterpret_cast<std::uintptr_t>(view.moments[i]) % 64, 0u);
+          }
+        }
+      }
+    }
   }
 }
 

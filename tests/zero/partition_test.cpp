@@ -55,7 +55,7 @@ TEST(UnitTable, LayoutsHoldEverySegmentWithoutOverlap) {
                                          {.name = "m", .shape = {3}, .dtype = DType::fp32, .group = GroupId{1}}};
   for (int world = 1; world <= 6; ++world) {
     detail::UnitTable table(world);
-    const UnitId id = table.add("unit", specs, {}, 2);
+    const UnitId id = table.add("unit", specs, {}, std::array<optim::StateForm, 2>{});
     const detail::Unit& unit = table.unit(id);
     ASSERT_EQ(unit.segments.size(), 4u);  // bf16, fp32 group 0, fp32 group 1, frozen
     EXPECT_FALSE(unit.segments.back().trainable);
@@ -78,8 +78,8 @@ TEST(UnitTable, LayoutsHoldEverySegmentWithoutOverlap) {
 TEST(UnitTable, IdentityNamesEveryParameterAndNotTheWorld) {
   const std::vector<ParameterSpec> specs{{.name = "w", .shape = {4, 8}}};
   detail::UnitTable one(1), four(4);
-  one.add("layer", specs, {}, 1);
-  four.add("layer", specs, {}, 1);
+  one.add("layer", specs, {}, std::array<optim::StateForm, 1>{});
+  four.add("layer", specs, {}, std::array<optim::StateForm, 1>{});
   EXPECT_EQ(one.identity(), four.identity());
   EXPECT_NE(one.identity().find("w | bf16 | [4, 8]"), std::string::npos) << one.identity();
 }

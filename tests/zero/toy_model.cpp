@@ -26,7 +26,7 @@ ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string&
 
 ToyModel::ToyModel(Engine& engine, const ToyShape& shape)
     : engine_(engine), shape_(shape), stream_(engine.runtime().device().create_stream("compute")) {
-  const GroupId no_decay = engine.add_group({.learning_rate = 2e-2, .weight_decay = 0});
+  const GroupId no_decay = engine.add_group(shape.vectors);
   for (std::size_t u = 0; u < shape.matrices.size(); ++u) {
     const std::string name = "unit" + std::to_string(u);
     std::vector<ParameterSpec> specs{

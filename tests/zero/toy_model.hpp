@@ -22,6 +22,8 @@ struct ToyShape {
   std::int64_t norm = 97;
   bool frozen = true;  // a frozen matrix beside the trainable one of unit 1
   bool tied = true;    // the last unit also uses unit 0's matrix
+  // Of the vectors; of the matrices: EngineOptions::optimizer_defaults.
+  GroupOptions vectors{.learning_rate = 2e-2, .weight_decay = 0};
 };
 
 struct ToySetup {

@@ -42,7 +42,9 @@ std::uint64_t geometry_checksum(std::span<const StoreRecord> records) {
     words.push_back(record.layout.segments().size());
     for (const RecordSegment& segment : record.layout.segments()) {
       words.push_back(static_cast<std::uint64_t>(segment.dtype));
-      words.push_back(segment.trainable ? 1 : 0);
+      // 1 for the common form, two moments of fp32.
+      const std::uint64_t moments = 16 * segment.moment_count + dtype_bytes(segment.moment_dtype);
+      words.push_back(!segment.trainable ? 0 : moments == 16 * 2 + 4 ? 1 : moments);
       words.push_back(segment.shard_elements);
     }
   }

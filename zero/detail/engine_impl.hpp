@@ -20,6 +20,7 @@
 #include <hoist/zero/detail/metrics.hpp>
 #include <hoist/zero/detail/records.hpp>
 #include <hoist/zero/detail/stager.hpp>
+#include <hoist/zero/detail/step_update.hpp>
 #include <hoist/zero/detail/unit_table.hpp>
 #include <hoist/zero/detail/updater.hpp>
 #include <hoist/zero/engine.hpp>
@@ -72,8 +73,7 @@ class Engine::Impl {
   double global_norm();
   // A group's options as the schedule has them after so many steps.
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
-  struct StepUpdate;  // what every tile's update of one step needs
-  std::shared_ptr<StepUpdate> make_update(double gradient_scale) const;
+  std::shared_ptr<detail::StepUpdate> make_update(double gradient_scale) const;
   void update_now(double gradient_scale);
   Completion update_later(double gradient_scale, std::span<const std::byte> program_state);
   void settle_together();  // [C] carries out what is pending; a failure is every rank's
@@ -97,6 +97,7 @@ class Engine::Impl {
   void write_frozen(ParameterId parameter, const OwnedRange& owned, std::span<const float> values);
   Completion save(const std::string& name, std::span<const std::byte> caller_state);
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
+  void check_kept(ParameterId parameter, State state) const;  // that there is such a state of the parameter
 
   bool stores_steps() const { return nvme_placement() && options.durability == tiers::Durability::step; }
   // Commits outlive the process: all of them, except on a store that is rewritten in place.

@@ -16,9 +16,11 @@ namespace hoist::detail {
 // Tiles looked at in one go: at most 3 MiB of bf16 record.
 inline constexpr std::uint32_t kAccessTiles = 16;
 
-// A value of a tile: `master` is the fp32 value whatever the weights' type. Pre: moments have state.
+// A value of a tile: `master` is the fp32 value whatever the weights' type. Pre: the segment has the moment.
 float load_value(const TileAccess& tile, State state, std::uint64_t element);
 void store_value(const TileAccess& tile, State state, std::uint64_t element, float value);
+// The state in which training begins: everything zero but what the optimizer's sum of squares begins with.
+void begin_state(const TileAccess& tile, const GroupOptions& group);
 
 // The part of shard elements [first, first + count) that lies in a tile, relative to the tile.
 ElementRange overlap(const tiers::Tile& tile, std::uint64_t first, std::uint64_t count);

@@ -28,6 +28,7 @@ struct Segment {
   bool trainable = true;
   GroupId group{};
   bool counts_in_norm = true;
+  optim::StateForm state{};          // what the group's optimizer keeps; of trainable segments
   std::uint64_t elements = 0;        // parameters and the alignment between them
   std::uint64_t shard_elements = 0;  // per rank
   std::uint32_t record_segment = 0;  // index within its record's layout
@@ -38,6 +39,14 @@ struct Segment {
   DType home_gradient_dtype = DType::bf16;  // as it comes down, or fp32 where micro-batches are added up
 
   std::uint64_t shard_bytes() const { return shard_elements * dtype_bytes(dtype); }
+  tiers::RecordSegment record() const {
+    return {.dtype = dtype,
+            .trainable = trainable,
+            .shard_elements = shard_elements,
+            .moment_count = optim::moment_count(state.state),
+            .moment_dtype = state.moments};
+  }
+  bool has(State moment) const;  // whether the optimizer keeps this moment
 };
 
 struct Unit {
@@ -73,8 +82,10 @@ class UnitTable {
   // `accumulates`: gradients at home are fp32 sums.
   explicit UnitTable(int world_size, bool accumulates = false) : world_size_(world_size), accumulates_(accumulates) {}
 
-  // UsageError for an empty unit, a repeated name, a zero or negative extent, an unsupported dtype, an unknown group.
-  UnitId add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options, std::size_t group_count);
+  // `groups`: what the optimizer of each parameter group keeps. UsageError for an empty unit, a repeated name, a zero
+  // or negative extent, an unsupported dtype, an unknown group.
+  UnitId add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options,
+             std::span<const optim::StateForm> groups);
   void tie(UnitId user, ParameterId owner);
 
   const std::vector<Unit>& units() const { return units_; }

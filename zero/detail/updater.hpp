@@ -21,6 +21,13 @@
 
 namespace hoist::detail {
 
+// The arrays of a tile's state. Null: fp32 weights have no remainder, and not every optimizer keeps both moments.
+struct StateArrays {
+  std::int16_t* remainder = nullptr;
+  void* moment1 = nullptr;  // of Segment::state.moments
+  void* moment2 = nullptr;
+};
+
 // One tile's weights and state, readable and writable, wherever they are at the moment.
 struct TileAccess {
   UnitId unit{};
@@ -29,7 +36,7 @@ struct TileAccess {
   std::byte* weights = nullptr;
   std::byte* state = nullptr;
 
-  tiers::StateTileView view() const { return tiers::view_state_tile(segment->dtype, tile->elements, state); }
+  StateArrays view() const;
 };
 
 // What a walk over all trainable tiles reads and writes.

@@ -5,15 +5,15 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/optim_cpu/adam.hpp>
 #include <hoist/optim_cpu/detail/float_environment.hpp>
+#include <hoist/optim_cpu/update.hpp>
 
 // clang-format off: the first include compiles the kernels for every dynamic target, the second for the baseline.
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "hoist/optim_cpu/detail/adam-inl.h"
+#define HWY_TARGET_INCLUDE "hoist/optim_cpu/detail/update-inl.h"
 #include <hwy/foreach_target.h>
 
-#include <hoist/optim_cpu/detail/adam-inl.h>
+#include <hoist/optim_cpu/detail/update-inl.h>
 // clang-format on
 
 namespace hoist::optim {
@@ -34,32 +34,58 @@ double power(double base, std::uint64_t exponent) {
   return result;
 }
 
+Formula formula_of(const OptimizerOptions& options) {
+  switch (options.kind) {
+    case OptimizerKind::adamw:
+      return Formula::adamw;
+    case OptimizerKind::adam:
+      return Formula::adam;
+    case OptimizerKind::adagrad:
+      return Formula::adagrad;
+    case OptimizerKind::lion:
+      return Formula::lion;
+    case OptimizerKind::sgd:
+      return options.momentum != 0 ? Formula::momentum : Formula::sgd;
+  }
+  return Formula::adamw;
+}
+
 }  // namespace
 
-AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::uint64_t step, double scale)
-    : variant(options.variant) {
+UpdateCoefficients::UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double scale)
+    : formula(formula_of(options)) {
   HOIST_ASSERT(step >= 1, "steps are counted from 1");
   const detail::FloatEnvironment environment;
-  const double bias1 = options.bias_correction ? 1.0 - power(options.beta1, step) : 1.0;
-  const double bias2 = options.bias_correction ? 1.0 - power(options.beta2, step) : 1.0;
+  const bool corrects = formula == Formula::adamw || formula == Formula::adam ? options.bias_correction : false;
+  const double bias1 = corrects ? 1.0 - power(options.beta1, step) : 1.0;
+  const double bias2 = corrects ? 1.0 - power(options.beta2, step) : 1.0;
+  double rate = options.learning_rate / bias1;
+  double kept = options.beta1, added = 1.0 - options.beta1;
+  if (formula == Formula::adagrad) rate /= 1.0 + static_cast<double>(step - 1) * options.learning_rate_decay;
+  if (formula == Formula::momentum) {
+    kept = options.momentum;
+    added = step == 1 ? 1.0 : 1.0 - options.dampening;
+  }
   gradient_scale = static_cast<float>(scale);
-  beta1 = static_cast<float>(options.beta1);
-  one_minus_beta1 = static_cast<float>(1.0 - options.beta1);
+  beta1 = static_cast<float>(kept);
+  one_minus_beta1 = static_cast<float>(added);
   beta2 = static_cast<float>(options.beta2);
   one_minus_beta2 = static_cast<float>(1.0 - options.beta2);
   epsilon = static_cast<float>(options.epsilon);
-  step_size = static_cast<float>(options.learning_rate / bias1);
+  step_size = static_cast<float>(rate);
   root_bias2 = static_cast<float>(std::sqrt(bias2));
   decay_factor = static_cast<float>(1.0 - options.learning_rate * options.weight_decay);
   l2 = static_cast<float>(options.weight_decay);
+  gradient_part = options.nesterov ? 1.0f : 0.0f;
+  moment_part = options.nesterov ? static_cast<float>(options.momentum) : 1.0f;
 }
 
-bool adam_update(const AdamCoefficients& coefficients, const SplitTile& tile) {
+bool update_tile(const UpdateCoefficients& coefficients, const SplitTile& tile) {
   const detail::FloatEnvironment environment;
   return HWY_DYNAMIC_DISPATCH(update_split)(coefficients, tile);
 }
 
-bool adam_update(const AdamCoefficients& coefficients, const WholeTile& tile) {
+bool update_tile(const UpdateCoefficients& coefficients, const WholeTile& tile) {
   const detail::FloatEnvironment environment;
   return HWY_DYNAMIC_DISPATCH(update_whole)(coefficients, tile);
 }

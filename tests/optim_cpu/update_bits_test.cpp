@@ -7,23 +7,15 @@
 namespace hoist::optim::test {
 namespace {
 
-AdamOptions some_options(AdamVariant variant) {
-  AdamOptions options;
-  options.variant = variant;
-  options.learning_rate = 3e-4;
-  options.weight_decay = 0.1;
-  return options;
-}
-
 // The state after `steps` steps from `seed`, split or whole.
-Tile train(std::uint64_t seed, std::size_t count, DType dtype, const AdamOptions& options, int steps, bool split,
+Tile train(std::uint64_t seed, std::size_t count, DType dtype, const OptimizerOptions& options, int steps, bool split,
            bool extreme, std::size_t offset = 0) {
   Rng rng(seed);
   Tile tile(count, dtype, offset);
   extreme ? fill_extreme(tile, rng) : fill_ordinary(tile, rng);
   for (int step = 1; step <= steps; ++step) {
-    const AdamCoefficients coefficients(options, static_cast<std::uint64_t>(step), 0.37);
-    (void)(split ? adam_update(coefficients, tile.split()) : adam_update(coefficients, tile.whole()));
+    const UpdateCoefficients coefficients(options, static_cast<std::uint64_t>(step), 0.37);
+    (void)(split ? update_tile(coefficients, tile.split()) : update_tile(coefficients, tile.whole()));
     new_gradients(tile, rng);
   }
   return tile;
@@ -49,11 +41,11 @@ TEST(InstructionSets, UnknownNameIsRefused) {
   EXPECT_EQ(active_instruction_set(), supported_instruction_sets().front());
 }
 
-class Bits : public ::testing::TestWithParam<std::tuple<AdamVariant, DType, bool, bool>> {};
+class Bits : public ::testing::TestWithParam<std::tuple<NamedOptions, DType, bool, bool>> {};
 
 TEST_P(Bits, EveryInstructionSetAgrees) {
-  const auto [variant, dtype, split, extreme] = GetParam();
-  const AdamOptions options = some_options(variant);
+  const auto& [optimizer, dtype, split, extreme] = GetParam();
+  const OptimizerOptions& options = optimizer.options;
   constexpr std::uint64_t kSeed = 20240601;
   const auto names = supported_instruction_sets();
   force_instruction_set(names.back());
@@ -67,12 +59,12 @@ TEST_P(Bits, EveryInstructionSetAgrees) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Bits,
-                         ::testing::Combine(::testing::ValuesIn(kVariants), ::testing::ValuesIn(kDTypes),
+                         ::testing::Combine(::testing::ValuesIn(every_optimizer()), ::testing::ValuesIn(kDTypes),
                                             ::testing::Bool(), ::testing::Bool()));
 
 TEST(SplitMasterUpdate, GivesTheBitsOfTheWholeMasterOverThousandSteps) {
-  for (const AdamVariant variant : kVariants) {
-    const AdamOptions options = some_options(variant);
+  for (const auto& [name, options] : every_optimizer()) {
+    SCOPED_TRACE(name);
     const Tile split = train(7, 515, DType::bf16, options, 1000, true, false);
     const Tile whole = train(7, 515, DType::bf16, options, 1000, false, false);
     for (std::size_t i = 0; i < split.count(); ++i) {
@@ -87,12 +79,11 @@ TEST(SplitMasterUpdate, GivesTheBitsOfTheWholeMasterOverThousandSteps) {
 
 // Counts around every multiple of a vector, at every misalignment: same bits as in one long aligned tile, and nothing
 // outside the arrays is written.
-class Tails : public ::testing::TestWithParam<std::tuple<DType, bool>> {};
+class Tails : public ::testing::TestWithParam<std::tuple<NamedOptions, DType, bool>> {};
 
 TEST_P(Tails, PositionAndCountChangeNothing) {
-  const auto [dtype, split] = GetParam();
-  const AdamOptions options = some_options(AdamVariant::adamw);
-  const AdamCoefficients coefficients(options, 5, 0.5);
+  const auto& [optimizer, dtype, split] = GetParam();
+  const UpdateCoefficients coefficients(optimizer.options, 5, 0.5);
   constexpr std::size_t kLongest = 150;  // past four prefetch blocks of 32 and two of the widest vectors
   Rng rng(99);
   Tile source(kLongest, dtype);
@@ -107,7 +98,7 @@ TEST_P(Tails, PositionAndCountChangeNothing) {
     }
   };
   const auto update = [&](Tile& tile) {
-    return split ? adam_update(coefficients, tile.split()) : adam_update(coefficients, tile.whole());
+    return split ? update_tile(coefficients, tile.split()) : update_tile(coefficients, tile.whole());
   };
   copy(expected, source, kLongest);
   force_instruction_set(supported_instruction_sets().back());
@@ -133,7 +124,9 @@ TEST_P(Tails, PositionAndCountChangeNothing) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Tails, ::testing::Combine(::testing::ValuesIn(kDTypes), ::testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(All, Tails,
+                         ::testing::Combine(::testing::ValuesIn(every_optimizer()), ::testing::ValuesIn(kDTypes),
+                                            ::testing::Bool()));
 
 }  // namespace
 }  // namespace hoist::optim::test

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/config/detail/optimizer_rules.hpp>
+
+namespace hoist::config::detail {
+
+namespace {
+
+using optim::OptimizerKind;
+using optim::OptimizerOptions;
+
+constexpr std::string_view kParams = "optimizer.params.";
+
+struct OptimizerType {
+  OptimizerKind kind;
+  std::vector<std::string_view> parameters;
+};
+
+// The parameters that PyTorch's (Lion: DeepSpeed's) constructors have. What is refused or a hint is so for all types.
+const std::vector<OptimizerType>& optimizer_types() {
+  static const std::vector<std::string_view> adam{"lr",          "betas",     "eps", "weight_decay", "bias_correction",
+                                                  "adam_w_mode", "torch_adam"};
+  static const std::vector<OptimizerType> types{
+      {OptimizerKind::adamw, adam},
+      {OptimizerKind::adam, adam},
+      {OptimizerKind::adagrad, {"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"}},
+      {OptimizerKind::lion, {"lr", "betas", "weight_decay"}},
+      {OptimizerKind::sgd, {"lr", "momentum", "dampening", "weight_decay", "nesterov"}},
+  };
+  return types;
+}
+
+class OptimizerRules {
+ public:
+  OptimizerRules(Draft& draft, ReadResult& read, RuleNotes& notes)
+      : draft_(draft), read_(read), notes_(notes), options_(draft.engine.optimizer_defaults) {}
+
+  void apply() {
+    for (const OptimizerType& type : optimizer_types()) {
+      if (optim::optimizer_name(type.kind) != draft_.optimizer_type) continue;
+      options_.kind = type.kind;
+      refuse_strangers(type);
+    }
+    if (options_.kind == OptimizerKind::adamw || options_.kind == OptimizerKind::adam) return adam();
+    defaults();
+    nesterov();
+  }
+
+ private:
+  ConfigSetting* setting(std::string_view name) {
+    for (ConfigSetting& candidate : read_.settings) {
+      if (candidate.row->path.starts_with(kParams) && last_part(candidate.row->path) == name) return &candidate;
+    }
+    return nullptr;
+  }
+
+  bool in_file(std::string_view name) {
+    const ConfigSetting* found = setting(name);
+    return found != nullptr && found->source == ConfigSetting::Source::file;
+  }
+
+  void refuse_strangers(const OptimizerType& type) {
+    const auto is_stranger = [&](const ConfigSetting& s) {
+      return s.row->path.starts_with(kParams) && s.row->status == KeyStatus::implemented &&
+             std::ranges::find(type.parameters, last_part(s.row->path)) == type.parameters.end();
+    };
+    for (const ConfigSetting& s : read_.settings) {
+      if (!is_stranger(s) || s.source == ConfigSetting::Source::standard) continue;
+      read_.problems.push_back(
+          {std::string(s.row->path),
+           fmt::format("is no parameter of {}, which has {}", draft_.optimizer_type, fmt::join(type.parameters, ", ")),
+           s.line, s.column});
+    }
+    std::erase_if(read_.settings, is_stranger);
+  }
+
+  void adam() {
+    const bool named_adam = options_.kind == OptimizerKind::adam;
+    const bool decoupled = !named_adam || draft_.adam_w_mode;
+    options_.kind = decoupled ? OptimizerKind::adamw : OptimizerKind::adam;
+    if (!named_adam && !draft_.adam_w_mode) {
+      notes_.warnings.push_back(
+          "optimizer.params.adam_w_mode: false has no effect on type AdamW, as in DeepSpeed; say type Adam for L2 "
+          "decay");
+    }
+    if (draft_.torch_adam && decoupled && !in_file("weight_decay")) {
+      standard("weight_decay", options_.weight_decay, 0.01);
+      notes_.notes.push_back("optimizer.params.weight_decay is 0.01, the default that torch_adam brings in DeepSpeed");
+    }
+  }
+
+  // What the file leaves out is the type's own default.
+  void defaults() {
+    const OptimizerOptions own = optim::default_options(options_.kind);
+    standard("lr", options_.learning_rate, own.learning_rate);
+    standard("eps", options_.epsilon, own.epsilon);
+    if (in_file("betas")) return;
+    options_.beta1 = own.beta1;
+    options_.beta2 = own.beta2;
+    if (ConfigSetting* betas = setting("betas")) betas->value = std::vector<double>{own.beta1, own.beta2};
+  }
+
+  void standard(std::string_view name, double& option, double value) {
+    if (in_file(name)) return;
+    option = value;
+    if (ConfigSetting* found = setting(name)) found->value = value;
+  }
+
+  void nesterov() {
+    if (!options_.nesterov || (options_.momentum > 0 && options_.dampening == 0)) return;
+    const ConfigSetting* found = setting("nesterov");
+    if (found == nullptr) return;  // not SGD, and refused already
+    read_.problems.push_back({std::string(found->row->path), "needs a momentum above 0 and no dampening, as in PyTorch",
+                              found->line, found->column});
+  }
+
+  Draft& draft_;
+  ReadResult& read_;
+  RuleNotes& notes_;
+  OptimizerOptions& options_;
+};
+
+}  // namespace
+
+void apply_optimizer(Draft& draft, ReadResult& read, RuleNotes& notes) { OptimizerRules(draft, read, notes).apply(); }
+
+}  // namespace hoist::config::detail

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// optim_cpu/optimizer.hpp - which optimizers there are, their settings, and what they keep of every parameter.
+//
+// One struct for all of them; which members count is said beside each. What they compute is in update.hpp.
+//
+// Threading  Plain data and pure functions.
+// Errors     check() throws UsageError naming the setting.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+#include <hoist/core/dtype.hpp>
+
+namespace hoist::optim {
+
+enum class OptimizerKind : std::uint8_t {
+  adamw,    // Adam with decoupled weight decay
+  adam,     // Adam, weight decay added to the gradient (L2)
+  adagrad,  // L2
+  lion,     // decoupled weight decay
+  sgd,      // L2; with momentum or without
+};
+std::string_view optimizer_name(OptimizerKind kind);  // "AdamW", as configurations have it
+
+struct OptimizerOptions {
+  OptimizerKind kind = OptimizerKind::adamw;
+  double learning_rate = 1e-3;
+  double beta1 = 0.9;     // adamw, adam, lion
+  double beta2 = 0.999;   // adamw, adam, lion
+  double epsilon = 1e-8;  // adamw, adam, adagrad
+  double weight_decay = 0.01;
+  bool bias_correction = true;     // adamw, adam
+  double momentum = 0;             // sgd; with 0 no moment is kept
+  double dampening = 0;            // sgd with momentum
+  bool nesterov = false;           // sgd with momentum and no dampening
+  double learning_rate_decay = 0;  // adagrad
+  double initial_accumulator = 0;  // adagrad: what the sum of squares begins with
+};
+
+// PyTorch's defaults (Lion's: its paper's), which differ from kind to kind.
+OptimizerOptions default_options(OptimizerKind kind);
+
+// Errors: UsageError for a setting that no update can be made with.
+void check(const OptimizerOptions& options);
+
+// What is kept of every parameter from step to step, beside its master. Optimizers of the same state can take over from
+// each other.
+enum class OptimizerState : std::uint8_t {
+  none,      // SGD without momentum
+  momentum,  // SGD: a running sum of gradients, the first moment
+  lion,      // a mean of gradients, the first moment
+  adagrad,   // a sum of squared gradients, the second moment
+  adam,      // AdamW and Adam: a mean of gradients and one of their squares
+};
+inline constexpr std::array kOptimizerStates{OptimizerState::none, OptimizerState::momentum, OptimizerState::lion,
+                                             OptimizerState::adagrad, OptimizerState::adam};
+OptimizerState state_of(const OptimizerOptions& options);
+std::string_view state_name(OptimizerState state);
+
+constexpr bool has_moment1(OptimizerState state) {
+  return state == OptimizerState::adam || state == OptimizerState::lion || state == OptimizerState::momentum;
+}
+constexpr bool has_moment2(OptimizerState state) {
+  return state == OptimizerState::adam || state == OptimizerState::adagrad;
+}
+constexpr unsigned moment_count(OptimizerState state) {
+  return (has_moment1(state) ? 1u : 0u) + (has_moment2(state) ? 1u : 0u);
+}
+
+// How it is kept.
+struct StateForm {
+  OptimizerState state = OptimizerState::adam;
+  DType moments = DType::fp32;
+
+  constexpr std::uint64_t moment_bytes() const { return moment_count(state) * dtype_bytes(moments); }
+  friend constexpr bool operator==(const StateForm&, const StateForm&) = default;
+};
+inline StateForm state_form(const OptimizerOptions& options) { return {.state = state_of(options)}; }
+
+}  // namespace hoist::optim

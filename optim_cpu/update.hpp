@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// optim_cpu/update.hpp - one optimizer update of one tile, in one pass over memory. Start here.
+//
+// The formulas are PyTorch's (torch.optim; Lion's: its paper's), in fp32 with exact division and square root and
+// without fused multiply-add, so that every instruction set gives the same bits. Sources: Kingma & Ba, arXiv 1412.6980;
+// Loshchilov & Hutter, arXiv 1711.05101; Duchi et al., JMLR 12 (2011); Chen et al., arXiv 2302.06675. Every operation
+// below rounds to nearest even, once, in the order the parentheses say; g, p, m, v are one parameter's gradient, master
+// and moments, the rest UpdateCoefficients:
+//
+//   g = g * gradient_scale
+//
+//   adamw     p = p * decay_factor                        adam    g = g + (l2 * p)
+//   both      m = (beta1 * m) + (one_minus_beta1 * g)
+//             v = (beta2 * v) + ((one_minus_beta2 * g) * g)
+//             p = p - ((step_size * m) / ((sqrt(v) / root_bias2) + epsilon))
+//
+//   adagrad   g = g + (l2 * p)
+//             v = v + (g * g)
+//             p = p - ((step_size * g) / (sqrt(v) + epsilon))
+//
+//   lion      p = p * decay_factor
+//             p = p - (step_size * sign((beta1 * m) + (one_minus_beta1 * g)))      sign(0) = 0
+//             m = (beta2 * m) + (one_minus_beta2 * g)
+//
+//   momentum  g = g + (l2 * p)
+//             m = (beta1 * m) + (one_minus_beta1 * g)
+//             p = p - (step_size * ((gradient_part * g) + (moment_part * m)))
+//
+//   sgd       g = g + (l2 * p)
+//             p = p - (step_size * g)
+//
+//   stored: p; m and v, each as +0 when its magnitude is below 2^-126
+//
+// The bits of a NaN are the one thing left open (no state that holds one is ever committed).
+//
+// Denormals: arithmetic keeps them (the kernels clear flush-to-zero and denormals-are-zero for their own duration,
+// whatever the host program's setting), but a moment is stored as zero when its magnitude is below 2^-126. Otherwise
+// moments of idle parameters decay into denormals, which many processors handle far more slowly, and stay there. A GPU
+// kernel compiled without flush-to-zero gives the same bits by the same rule.
+//
+// Threading  Pure functions of their arguments; any thread.
+// Memory     No allocation. Pointers need the alignment of their element type only.
+// Errors     None; a non-finite gradient is the caller's to find first (see norm.hpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <hoist/core/dtype.hpp>
+#include <hoist/optim_cpu/optimizer.hpp>
+
+namespace hoist::optim {
+
+enum class Formula : std::uint8_t { adamw, adam, adagrad, lion, momentum, sgd };
+
+// What one update of step `step` (counted from 1) needs, derived once in double and rounded once.
+// Pre: check(options).
+struct UpdateCoefficients {
+  UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double gradient_scale);
+
+  Formula formula;
+  float gradient_scale;          // unscale times clip factor
+  float beta1, one_minus_beta1;  // momentum: its factor, and 1 - dampening (1 in the first step)
+  float beta2, one_minus_beta2;
+  float epsilon;
+  float step_size;     // adamw, adam: learning_rate / (1 - beta1^step); adagrad: after its decay; else learning_rate
+  float root_bias2;    // sqrt(1 - beta2^step): the denominator is sqrt(v) / root_bias2 + epsilon
+  float decay_factor;  // decoupled: 1 - learning_rate * weight_decay
+  float l2;            // weight_decay added to the gradient
+  float gradient_part, moment_part;  // momentum: 0 and 1; Nesterov's: 1 and the momentum
+};
+
+// A tile whose master is split: master = join_master(weight, remainder). All arrays have `count` elements; moments that
+// the formula has not are not looked at.
+struct SplitTile {
+  bf16* weight = nullptr;  // read and written
+  std::int16_t* remainder = nullptr;
+  float* moment1 = nullptr;
+  float* moment2 = nullptr;
+  const void* gradient = nullptr;  // of `gradient_dtype`
+  DType gradient_dtype = DType::bf16;
+  std::size_t count = 0;
+};
+
+// A tile whose weights are fp32: they are the master.
+struct WholeTile {
+  float* weight = nullptr;
+  float* moment1 = nullptr;
+  float* moment2 = nullptr;
+  const void* gradient = nullptr;
+  DType gradient_dtype = DType::fp32;
+  std::size_t count = 0;
+};
+
+// Returns false when a master or moment came out that may not be committed (core/dtype.hpp master_is_committable, or
+// a non-finite moment); the tile is written all the same.
+[[nodiscard]] bool update_tile(const UpdateCoefficients& coefficients, const SplitTile& tile);
+[[nodiscard]] bool update_tile(const UpdateCoefficients& coefficients, const WholeTile& tile);
+
+// The instruction sets this machine can run, best first ("AVX3", "AVX2", ...), and the one in use.
+std::vector<std::string> supported_instruction_sets();
+std::string active_instruction_set();
+// Tests: makes every following call use the named set; empty restores the best. Not thread-safe against updates.
+void force_instruction_set(const std::string& name);
+
+}  // namespace hoist::optim

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every optimizer through the whole engine: where its state lives changes nothing, it resumes, it is counted byte by
+// byte, and it is read back without its program. Records differ from optimizer to optimizer; these tests are about
+// that.
+#include <cmath>
+#include <map>
+#include <ostream>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/optim_cpu/reference.hpp>
+#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using optim::OptimizerKind;
+using optim::OptimizerOptions;
+
+constexpr Placement kDevice = Placement::device, kPinned = Placement::pinned, kNvme = Placement::nvme;
+
+struct Choice {
+  const char* name;
+  OptimizerOptions matrices;
+  OptimizerOptions vectors;  // fp32, a group of their own
+  double state_bytes;        // of a bf16 parameter
+};
+std::ostream& operator<<(std::ostream& out, const Choice& choice) { return out << choice.name; }
+
+const std::vector<Choice>& choices() {
+  static const std::vector<Choice> kChoices{
+      {"Adam", {.kind = OptimizerKind::adam, .learning_rate = 1e-2}, {.kind = OptimizerKind::adam}, 10},
+      {"Adagrad",
+       {.kind = OptimizerKind::adagrad, .learning_rate = 1e-2, .learning_rate_decay = 0.1, .initial_accumulator = 0.5},
+       {.kind = OptimizerKind::adagrad, .weight_decay = 0},
+       6},
+      {"Lion", {.kind = OptimizerKind::lion, .learning_rate = 1e-3}, {.kind = OptimizerKind::lion}, 6},
+      {"Momentum",
+       {.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9, .dampening = 0.5},
+       {.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.5, .nesterov = true},
+       6},
+      {"Sgd", {.kind = OptimizerKind::sgd, .learning_rate = 1e-2}, {.kind = OptimizerKind::sgd}, 2},
+      {"LionBesideSgd", {.kind = OptimizerKind::lion, .learning_rate = 1e-3}, {.kind = OptimizerKind::sgd}, 6},
+      {"SgdBesideAdamW", {.kind = OptimizerKind::sgd, .learning_rate = 1e-2}, {.learning_rate = 2e-2}, 2},
+  };
+  return kChoices;
+}
+
+ToySetup setup_of(const Choice& choice, Placement parameters, Placement optimizer, const std::string& directory) {
+  ToySetup setup = toy_setup(parameters, optimizer, directory);
+  setup.engine.optimizer_defaults = choice.matrices;
+  return setup;
+}
+ToyShape shape_of(const Choice& choice) { return {.vectors = choice.vectors}; }
+
+constexpr std::uint64_t kSteps = 6;
+
+Digests reference(const Choice& choice) {
+  ToySetup simplest = setup_of(choice, kPinned, kPinned, "");
+  simplest.engine.update_mode = UpdateMode::step;
+  return train_once(simplest, shape_of(choice), kSteps);
+}
+
+class OptimizersTest : public testing::TestWithParam<Choice> {};
+INSTANTIATE_TEST_SUITE_P(All, OptimizersTest, testing::ValuesIn(choices()),
+                         [](const auto& choice) { return std::string(choice.param.name); });
+
+TEST_P(OptimizersTest, PlacementChangesNothing) {
+  const Digests expected = reference(GetParam());
+  struct Where {
+    Placement parameters, optimizer;
+    std::uint64_t chaos_seed;
+    tiers::Durability durability;
+  };
+  constexpr auto kStep = tiers::Durability::step, kNone = tiers::Durability::none;
+  for (const Where& where :
+       {Where{kDevice, kDevice, 0, kStep}, Where{kPinned, kPinned, 0, kStep}, Where{kNvme, kNvme, 0, kStep},
+        Where{kNvme, kNvme, 21, kNone}, Where{kDevice, kNvme, 22, kStep}, Where{kNvme, kPinned, 0, kStep}}) {
+    for (const UpdateMode mode : {UpdateMode::automatic, UpdateMode::step}) {
+      const bool nvme = where.parameters == kNvme || where.optimizer == kNvme;
+      const TempDirectory directory;
+      ToySetup setup = setup_of(GetParam(), where.parameters, where.optimizer, nvme ? directory / "store" : "");
+      setup.runtime.host_device.chaos_seed = where.chaos_seed;
+      setup.engine.durability = where.durability;
+      setup.engine.update_mode = mode;
+      EXPECT_EQ(train_once(setup, shape_of(GetParam()), kSteps), expected)
+          << "parameters " << static_cast<int>(where.parameters) << ", optimizer " << static_cast<int>(where.optimizer)
+          << ", mode " << static_cast<int>(mode);
+    }
+  }
+}
+
+TEST_P(OptimizersTest, ResumesInTheMiddle) {
+  for (const auto& [parameters, optimizer] : {std::pair{kNvme, kNvme}, std::pair{kPinned, kPinned}}) {
+    const TempDirectory directory;
+    const ToySetup setup = setup_of(GetParam(), parameters, optimizer, directory / "store");
+    std::vector<double> losses;
+    {
+      Runtime runtime(setup.runtime);
+      Engine engine(runtime, setup.engine);
+      ToyModel model(engine, shape_of(GetParam()));
+      engine.initialize(model.fill());
+      model.train(1, kSteps / 2);
+      if (optimizer != kNvme) engine.save("middle", {}).wait();
+      losses = model.losses;
+    }
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, shape_of(GetParam()));
+    EXPECT_EQ(engine.restore().step, kSteps / 2);
+    model.losses = losses;
+    model.train(kSteps / 2 + 1, kSteps);
+    EXPECT_EQ(digests_of(engine, model), reference(GetParam()));
+  }
+}
+
+using Values = std::map<std::pair<std::string, State>, std::vector<float>>;
+
+// Every state of every parameter, as the engine has it.
+Values values_of(Engine& engine) {
+  Values values;
+  for (const ParameterSpec& spec : engine.parameters()) {
+    for (const State state : {State::master, State::moment1, State::moment2}) {
+      const ParameterId id = engine.parameter(spec.name);
+      std::vector<float> out(TensorView{.shape = spec.shape}.element_count());
+      if (!engine.keeps(id, state)) {
+        EXPECT_THROW(engine.read(id, state, 0, out), UsageError);
+        EXPECT_THROW(engine.write(id, state, 0, out), UsageError);
+        continue;
+      }
+      engine.read(id, state, 0, out);
+      values[{spec.name, state}] = out;
+    }
+  }
+  return values;
+}
+
+TEST_P(OptimizersTest, IsReadBackFromTheStore) {
+  for (const int ranks : {1, 2}) {
+    const TempDirectory directory;
+    const ToySetup setup = setup_of(GetParam(), kNvme, kNvme, directory / "store");
+    Values expected;
+    train_then(ranks, setup, shape_of(GetParam()), 2, [&](int rank, Engine& engine, const ToyModel&) {
+      const Values values = values_of(engine);
+      if (rank == 0) expected = values;
+    });
+    StoredModel model(directory / "store");
+    std::size_t compared = 0;
+    for (std::size_t i = 0; i < model.parameters().size(); ++i) {
+      const StoredParameter& parameter = model.parameters()[i];
+      for (const State state : {State::master, State::moment1, State::moment2}) {
+        std::vector<float> values(parameter.element_count());
+        const auto right = expected.find({parameter.name, state});
+        if (right == expected.end()) {
+          EXPECT_THROW(model.read(i, state, 0, values), UsageError);
+          continue;
+        }
+        model.read(i, state, 0, values);
+        EXPECT_EQ(values, right->second) << parameter.name;
+        ++compared;
+      }
+    }
+    EXPECT_EQ(compared, expected.size());
+    EXPECT_TRUE(model.verify().empty());
+  }
+}
+
+// The first element of every parameter, as the engine has it; zero where no such state is kept.
+double first_value(Engine& engine, std::uint32_t parameter, State state) {
+  std::vector<float> value(1, 0.0f);
+  if (engine.keeps(ParameterId{parameter}, state)) engine.read(ParameterId{parameter}, state, 0, value);
+  return static_cast<double>(value[0]);
+}
+
+TEST_P(OptimizersTest, FollowsTheReference) {
+  const ToyShape shape{.matrices = {64}, .norm = 32, .frozen = false, .tied = false, .vectors = GetParam().vectors};
+  const ToySetup setup = setup_of(GetParam(), kPinned, kPinned, "");
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, shape);
+  engine.initialize(model.fill());
+  const auto parameters = engine.parameters();
+  std::vector<optim::ReferenceState> expected(parameters.size());
+  for (std::uint32_t p = 0; p < parameters.size(); ++p)
+    expected[p] = {.master = first_value(engine, p, State::master), .moment2 = first_value(engine, p, State::moment2)};
+  for (std::uint64_t step = 1; step <= kSteps; ++step) {
+    model.pass(step);
+    std::vector<double> gradients(parameters.size());
+    for (std::uint32_t p = 0; p < parameters.size(); ++p) gradients[p] = first_value(engine, p, State::gradient);
+    const double clip = engine.step().clip_factor;
+    for (std::uint32_t p = 0; p < parameters.size(); ++p) {
+      const bool is_matrix = parameters[p].dtype == DType::bf16;
+      const OptimizerOptions& options = is_matrix ? GetParam().matrices : GetParam().vectors;
+      optim::reference_update(options, step, gradients[p] * clip, expected[p]);
+      const double scale = std::abs(expected[p].master) + options.learning_rate;
+      EXPECT_NEAR(first_value(engine, p, State::master), expected[p].master, 1e-5 * scale) << "step " << step;
+      const double m = expected[p].moment1, v = expected[p].moment2;
+      if (engine.keeps(ParameterId{p}, State::moment1)) {
+        EXPECT_NEAR(first_value(engine, p, State::moment1), m, 1e-5 * (std::abs(m) + std::abs(gradients[p])));
+      }
+      if (engine.keeps(ParameterId{p}, State::moment2)) {
+        EXPECT_NEAR(first_value(engine, p, State::moment2), v, 1e-5 * v);
+      }
+    }
+  }
+}
+
+TEST_P(OptimizersTest, BytesArePredictedCountedAndMinimal) {
+  const Choice& choice = GetParam();
+  const ToyShape shape{
+      .matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false, .vectors = choice.vectors};
+  const TempDirectory directory;
+  ToySetup setup = setup_of(choice, kNvme, kNvme, directory / "store");
+  setup.runtime.pinned_memory_bytes = 128 * kMiB;
+  setup.engine.reuse_distance_elements = 0;  // every use fetches
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, shape);
+  const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), 1);
+  engine.initialize(model.fill());
+  model.train(1, 2);
+  engine.settle();
+  EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
+  const std::uint64_t read_before = runtime.ledger().totals(Link::nvme_read).bytes;
+  const std::uint64_t written_before = runtime.ledger().totals(Link::nvme_write).bytes;
+  model.train(3, 4);
+  engine.settle();
+  const double steps = 2.0 * static_cast<double>(engine.parameter_count());
+  const double read = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - read_before) / steps;
+  const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes - written_before) / steps;
+  EXPECT_NEAR(read, choice.state_bytes + 4, 0.05);  // weights twice: with the record, and for the backward pass
+  EXPECT_NEAR(written, choice.state_bytes + 2, 0.05);
+  const StepBytes formula = engine.formula_bytes();
+  EXPECT_NEAR(static_cast<double>(formula.nvme_read) * 2 / steps, read, 0.05);
+  EXPECT_NEAR(static_cast<double>(formula.nvme_write) * 2 / steps, written, 0.05);
+  EXPECT_EQ(predicted.step.nvme_read, formula.nvme_read);
+  EXPECT_EQ(predicted.step.nvme_write, formula.nvme_write);
+}
+
+// A store knows whose state it holds: another optimizer would take one moment for another.
+TEST(StoreOfAnOptimizer, IsRefusedToAnotherOne) {
+  for (const Choice& mine : choices()) {
+    const TempDirectory directory;
+    (void)train_once(setup_of(mine, kNvme, kNvme, directory / "store"), shape_of(mine), 1);
+    for (const Choice& other : choices()) {
+      const bool same = optim::state_form(mine.matrices) == optim::state_form(other.matrices) &&
+                        optim::state_form(mine.vectors) == optim::state_form(other.vectors);
+      const ToySetup setup = setup_of(other, kNvme, kNvme, directory / "store");
+      Runtime runtime(setup.runtime);
+      Engine engine(runtime, setup.engine);
+      const ToyModel model(engine, shape_of(other));
+      if (same) {
+        EXPECT_EQ(engine.restore().step, 1u) << mine.name << " by " << other.name;
+      } else {
+        EXPECT_THROW(engine.restore(), StoreError) << mine.name << " by " << other.name;
+      }
+    }
+  }
+}
+
+TEST(StoreOfAnOptimizer, OfAdamWIsContinuedByAdam) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(kNvme, kNvme, directory / "store");
+  (void)train_once(setup, {}, 1);
+  setup.engine.optimizer_defaults.kind = OptimizerKind::adam;
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {});
+  EXPECT_EQ(engine.restore().step, 1u);
+  model.train(2, 2);
+}
+
+TEST(OptimizerSettings, AreChecked) {
+  const ToySetup setup = toy_setup(kPinned, kPinned);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  EXPECT_THROW(engine.add_group({.learning_rate = -1}), UsageError);
+  EXPECT_THROW(engine.add_group({.beta1 = 1}), UsageError);
+  EXPECT_THROW(engine.add_group({.kind = OptimizerKind::sgd, .nesterov = true}), UsageError);
+  EXPECT_THROW(engine.add_group({.kind = OptimizerKind::sgd, .momentum = 0.9, .dampening = 0.1, .nesterov = true}),
+               UsageError);
+  EXPECT_NO_THROW(engine.add_group({.kind = OptimizerKind::sgd, .momentum = 0.9, .nesterov = true}));
+}
+
+}  // namespace
+}  // namespace hoist::test

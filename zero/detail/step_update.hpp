@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/step_update.hpp - what every tile's update of one decided step needs: formulas and coefficients by group.
+//
+// Threading  apply() from any thread, on different tiles; check() when all of them are done.
+// Errors     check() throws Error when a state came out that cannot be committed.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <hoist/optim_cpu/update.hpp>
+#include <hoist/zero/detail/memory.hpp>
+#include <hoist/zero/detail/updater.hpp>
+
+namespace hoist::detail {
+
+class StepUpdate {
+ public:
+  // `groups` as the schedule has them for `step`, which is counted from 1.
+  StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale);
+
+  // Updates a tile from its gradient, which `memory` holds.
+  void apply(const TileAccess& tile, const Memory& memory);
+  void check(const UnitTable& table) const;
+
+ private:
+  std::uint64_t step_;
+  std::vector<optim::UpdateCoefficients> coefficients_;  // by group
+  std::atomic<std::uint32_t> broken_{~0u};               // a unit with a state that cannot be committed
+};
+
+}  // namespace hoist::detail
