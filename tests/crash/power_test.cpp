@@ -233,7 +233,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
                    .operation = aio::Operation::write,
                    .path_contains = "rank-00001.manifest",
                    .count = Faults::kForever,
-                   .delay = std::chrono::milliseconds(10)});
+                   .delay = std::chrono::milliseconds(4)});
     History history;
     {
       LostNames names(directory_ / "place", directory_ / "vault", mutation.forgets);
@@ -358,7 +358,7 @@ TEST_P(PowerMutation, WithoutFlushingDirectoriesTheJudgeObjects) {
 TEST_P(PowerMutation, WithoutTheAgreementOfRanksTheJudgeObjects) {
   if (GetParam().ranks == 1) GTEST_SKIP() << "there is one rank";
   std::uint64_t cuts = 0;
-  EXPECT_EQ(first_problem(2, {.slow_manifest = true}, cuts), "");
+  EXPECT_EQ(first_problem(1, {.slow_manifest = true}, cuts), "");
   EXPECT_NE(found({.no_barrier = true, .slow_manifest = true}), "");
 }
 

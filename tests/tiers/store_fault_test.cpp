@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 
@@ -266,6 +267,142 @@ TEST_F(StoreFaultTest, DelaysAndRetriesChangeNothing) {
     run_step(*store_, options_, step, all_records(options_));
     ASSERT_EQ(difference(*store_, options_, writers(step)), "");
   }
+}
+
+// Damage to the medium, one tile at a time, in a store of three steps: every reading of the tile must notice.
+class StoreDamageTest : public ::testing::Test {
+ protected:
+  enum class Damage : std::uint8_t { bit_flip, stale, other_generation, misdirected, swapped };
+  static constexpr std::uint64_t kDamageKinds = 5;
+
+  struct Place {  // of a tile, in the extents of steps 0 and 2
+    std::uint32_t record = 0;
+    Region region = Region::weights;
+    std::uint32_t tile = 0;
+    std::uint64_t offset = 0, length = 0;
+  };
+
+  StoreDamageTest() {
+    options_.records.clear();
+    for (const char* unit : {"layer 0", "layer 1", "layer 2"}) {
+      options_.records.push_back(
+          {unit, RecordLayout(std::array{RecordSegment{DType::bf16, true, 2 * kTileElements + 32},
+                                         RecordSegment{DType::fp32, true, kTileElements},
+                                         RecordSegment{DType::bf16, false, kTileElements}})});
+    }
+    store_ = Store::create(options_, *engine_);
+    run_step(*store_, options_, 0, all_records(options_));
+    path_ = store_->data_paths().front();
+    first_ = read_file(path_);
+    run_step(*store_, options_, 1, all_records(options_));
+    run_step(*store_, options_, 2, all_records(options_));
+    now_ = read_file(path_);
+    find_places();
+  }
+
+  void find_places() {
+    std::uint64_t record_begin = 0;
+    for (std::uint32_t record = 0; record < options_.records.size(); ++record) {
+      const RecordLayout& layout = options_.records[record].layout;
+      for (const Region region : {Region::weights, Region::state}) {
+        const std::uint64_t begin = record_begin + (region == Region::state ? layout.region_bytes(Region::weights) : 0);
+        for (std::uint32_t tile = 0; tile < layout.tiles().size(); ++tile) {
+          const std::uint64_t length = tile_bytes(layout, region, tile);
+          if (length > 0) places_.push_back({record, region, tile, begin + tile_offset(layout, region, tile), length});
+        }
+      }
+      record_begin += layout.bytes();
+    }
+    generation_bytes_ = record_begin;  // from a tile to the same tile in the extent of step 1
+  }
+
+  std::span<const std::byte> part(const std::vector<std::byte>& file, std::uint64_t offset,
+                                  std::uint64_t length) const {
+    return std::span(file).subspan(offset, length);
+  }
+  void put(std::uint64_t offset, std::span<const std::byte> bytes) { poke(path_, offset, bytes); }
+  void heal(const Place& place) { put(place.offset, part(now_, place.offset, place.length)); }
+
+  // Another tile of the same length.
+  const Place& twin(const Place& place, Rng& rng) const {
+    for (;;) {
+      const Place& other = places_[rng.below(places_.size())];
+      if (other.offset != place.offset && other.length == place.length) return other;
+    }
+  }
+
+  // Damages `place`; returns what else has to be healed.
+  const Place* damage(const Place& place, Damage kind, Rng& rng) {
+    switch (kind) {
+      case Damage::bit_flip: {
+        const std::uint64_t bit = rng.below(place.length * 8);
+        const std::uint64_t at = place.offset + bit / 8;
+        put(at, std::array{now_[at] ^ static_cast<std::byte>(1u << (bit % 8))});
+        return nullptr;
+      }
+      case Damage::stale:  // as if the last write had never come
+        put(place.offset, part(first_, place.offset, place.length));
+        return nullptr;
+      case Damage::other_generation:
+        put(place.offset, part(now_, place.offset + generation_bytes_, place.length));
+        return nullptr;
+      case Damage::misdirected:  // another tile's write came down here
+        put(place.offset, part(now_, twin(place, rng).offset, place.length));
+        return nullptr;
+      case Damage::swapped: {
+        const Place& other = twin(place, rng);
+        put(place.offset, part(now_, other.offset, place.length));
+        put(other.offset, part(now_, place.offset, place.length));
+        return &other;
+      }
+    }
+    return nullptr;
+  }
+
+  // Reads the tile and hands out nothing unless it is what was written.
+  bool is_noticed(const Place& place) {
+    const Buffer buffer(place.length);
+    store_->read(RecordId{place.record}, place.region, place.tile, 1, buffer.span(), aio::Priority::foreground).wait();
+    try {
+      store_->verify(RecordId{place.record}, place.region, place.tile, 1, buffer.span());
+    } catch (const CorruptionError& error) {
+      EXPECT_EQ(error.where.unit, options_.records[place.record].unit);
+      EXPECT_EQ(error.where.path, path_);
+      EXPECT_EQ(error.where.offset_bytes, place.offset);
+      EXPECT_NE(error.where.expected, error.where.found);
+      return true;
+    }
+    return false;
+  }
+
+  TempDirectory directory_;
+  StoreOptions options_ = small_model(directory_ / "store");
+  std::unique_ptr<aio::Engine> engine_ = clean_engine();
+  std::unique_ptr<Store> store_;
+  std::string path_;
+  std::vector<std::byte> first_, now_;  // the data file after steps 0 and 2
+  std::vector<Place> places_;
+  std::uint64_t generation_bytes_ = 0;
+};
+
+TEST_F(StoreDamageTest, TenThousandTimesNoticed) {
+  constexpr std::uint64_t kInjections = 10'000, kSeed = 8;
+  Rng rng(kSeed);
+  std::array<std::uint64_t, kDamageKinds> noticed{};
+  for (std::uint64_t i = 0; i < kInjections; ++i) {
+    const Place& place = places_[rng.below(places_.size())];
+    const auto kind = static_cast<Damage>(i % kDamageKinds);
+    const Place* const other = damage(place, kind, rng);
+    ASSERT_TRUE(is_noticed(place)) << "seed " << kSeed << ", injection " << i << ", kind " << i % kDamageKinds;
+    if (other != nullptr) {
+      ASSERT_TRUE(is_noticed(*other)) << "seed " << kSeed << ", injection " << i;
+    }
+    ++noticed[static_cast<std::size_t>(kind)];
+    heal(place);
+    if (other != nullptr) heal(*other);
+  }
+  for (const std::uint64_t count : noticed) EXPECT_EQ(count, kInjections / kDamageKinds);
+  EXPECT_EQ(difference(*store_, options_, Writers(options_.records.size(), 2)), "");  // healed: nothing is noticed
 }
 
 }  // namespace
