@@ -102,7 +102,7 @@ class Hostile : public testing::Test {
     std::string error;            // what ended it; empty: it trained to the end
     std::int64_t committed = -1;  // the newest that was reported durable
   };
-  // Trains to the last step from what is there; `between` is called after each step.
+  // Trains to the last step from what is there; `between` is called after each step, and before the first.
   static Life train(
       const ToySetup& setup, const std::function<void(std::uint64_t)>& between = [](std::uint64_t) {}) {
     Life life;
@@ -118,6 +118,7 @@ class Hostile : public testing::Test {
         engine.initialize(model.fill());
       }
       committed = static_cast<std::int64_t>(first) - 1;
+      between(first - 1);
       for (std::uint64_t step = first; step <= kSteps; ++step) {
         model.pass(step);
         engine.step({.caller_state = std::as_bytes(std::span(&step, 1))})
@@ -181,7 +182,7 @@ TEST_F(Hostile, AThinVolumeThatFillsUpLaterLeavesTheLastCommit) {
   const ToySetup setup = toy(volume.store());
   // Only the first extents have been written when it happens: step 0 is complete, and step 1 finds no room.
   const Life life = train(setup, [&](std::uint64_t step) {
-    if (step != 1) return;
+    if (step != 0) return;
     std::ofstream filler(directory_ / "backing/filler", std::ios::binary);
     const std::vector<char> bytes(1 << 20, 'x');
     while (filler.write(bytes.data(), static_cast<std::streamsize>(bytes.size())).flush()) {
