@@ -28,9 +28,11 @@ const char* placement_name(Placement placement) {
 
 std::string commits_text(const EngineOptions& engine) {
   if (engine.store_directory.empty()) return "none: no store, so nothing can be saved or resumed";
-  if (engine.durability == tiers::Durability::step) return "every step";
+  const std::string kept = engine.keep_steps == 0 ? "" : fmt::format("; of saved steps, {} stay", engine.keep_steps);
+  if (engine.durability == tiers::Durability::step)
+    return (engine.commit_every == 1 ? "every step" : fmt::format("every {} steps", engine.commit_every)) + kept;
   const bool nvme = engine.parameters == Placement::nvme || engine.optimizer == Placement::nvme;
-  return nvme ? "none: the store cannot be resumed" : "when the program saves";
+  return nvme ? "none: the store cannot be resumed" : "when the program saves" + kept;
 }
 
 std::string source_text(const ConfigSetting& setting) {
@@ -154,7 +156,9 @@ Json placement_json(const EngineOptions& engine) {
           {"optimizer", kPlacements[static_cast<std::size_t>(engine.optimizer)]},
           {"store", engine.store_directory},
           {"stripes", engine.stripe_directories},
-          {"durability", engine.durability == tiers::Durability::step ? "step" : "none"}};
+          {"durability", engine.durability == tiers::Durability::step ? "step" : "none"},
+          {"commit_every", engine.commit_every},
+          {"keep_steps", engine.keep_steps}};
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ struct ExportArguments {
   std::string to;
   std::string dtype = "fp32";
   std::string step;  // empty: the newest
+  std::string from;  // a kept step; empty: a commit
   std::string shard_size = "5GB";
   std::string json;
 };
@@ -63,7 +64,7 @@ void write_weights(const ExportArguments& arguments) {
   const std::uint64_t shard_bytes_max = shard_bytes(arguments.shard_size);
   const StoreSummary store = look_at_store(find_store(arguments.store));
   const auto step = chosen_step(arguments.step, store);
-  StoredModel model(store.directory, {.step = step});
+  StoredModel model(store.directory, {.step = step, .from = arguments.from});
 
   const InterruptGuard interrupt;
   std::optional<Progress> progress;
@@ -120,6 +121,9 @@ Command add_export(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--step", arguments->step, "Which of the steps `hoist inspect` lists; the newest by default")
       ->type_name("N");
+  command->add_option("--from", arguments->from, "The kept step of this name instead")
+      ->excludes("--step")
+      ->type_name("NAME");
   command->add_option("--shard-size", arguments->shard_size, "Begin another file before one holds more than this")
       ->capture_default_str()
       ->type_name("BYTES");

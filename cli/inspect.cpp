@@ -88,12 +88,20 @@ std::string resume_text(const StoreSummary& store) {
   return "nothing: no step that every rank has";
 }
 
+std::string kept_text(const StoreSummary& store) {
+  std::string text;
+  for (const CommitHeader& kept : store.kept)
+    text += fmt::format("{}{} (step {})", text.empty() ? "" : ", ", kept.name, kept.step);
+  return fmt::format("{}; room for {}", text.empty() ? "no step" : text, store.kept_steps_max);
+}
+
 void print_findings(const Findings& findings) {
   const StoreSummary& store = findings.store;
   std::vector<std::vector<std::string>> rows{{"model", model_text(findings)},
                                              {"world size", ranks_text(store)},
                                              {"resumes from", resume_text(store)},
                                              {"on disk", format_bytes(findings.data_bytes()) + " reserved"}};
+  if (store.kept_steps_max > 0) rows.push_back({"kept", kept_text(store)});
   if (findings.age_seconds) rows.push_back({"last commit", age_text(*findings.age_seconds)});
   rows.push_back({"in use", findings.owner ? "by " + *findings.owner : "no"});
   fmt::print("{}\n\n{}\n", store.directory, columns(rows));
@@ -125,6 +133,8 @@ Json findings_json(const Findings& findings) {
   Json json{{"store", store.directory},
             {"world_size", store.world_size ? Json(*store.world_size) : Json(nullptr)},
             {"durability", store.durability == tiers::Durability::step ? "step" : "none"},
+            {"kept", Json::array()},
+            {"kept_steps_max", store.kept_steps_max},
             {"resumes_from_step", store.commits.empty() ? Json(nullptr) : Json(store.commits.front().step)},
             {"units", store.unit_count},
             {"elements", findings.elements(true) + findings.elements(false)},
@@ -134,6 +144,7 @@ Json findings_json(const Findings& findings) {
             {"in_use_by", findings.owner ? Json(*findings.owner) : Json(nullptr)},
             {"ranks", Json::array()},
             {"parameters", Json::array()}};
+  for (const CommitHeader& kept : store.kept) json["kept"].push_back({{"name", kept.name}, {"step", kept.step}});
   for (const StoreSummary::Rank& rank : store.ranks) {
     Json commits = Json::array();
     for (const CommitHeader& commit : rank.commits) commits.push_back(commit_json(commit));
@@ -153,6 +164,7 @@ Json findings_json(const Findings& findings) {
 // --- verification ----------------------------------------------------------------------------------------------------
 
 struct Verification {
+  std::string name;  // of a kept step; empty: the newest commit
   std::uint64_t step = 0;
   std::uint64_t checked_bytes = 0;
   std::vector<CorruptionError> damage;
@@ -160,14 +172,14 @@ struct Verification {
 };
 
 // Takes the lock that readers share, and leaves a store that is being trained alone: its extents move under us.
-Verification verify(const Findings& findings) {
-  Verification result;
+Verification verify(const Findings& findings, const std::string& name) {
+  Verification result{.name = name};
   if (findings.owner) {
     result.not_done = fmt::format("the store is in use by {}; verify it when that has stopped", *findings.owner);
     return result;
   }
   try {
-    StoredModel model(findings.store.directory);
+    StoredModel model(findings.store.directory, {.from = name});
     result.step = model.step();
     const InterruptGuard interrupt;
     std::optional<Progress> progress;
@@ -188,17 +200,18 @@ Verification verify(const Findings& findings) {
 
 void print_verification(const Verification& verification) {
   constexpr std::size_t kShownMax = 50;
+  const std::string kept = verification.name.empty() ? "" : fmt::format(", kept as {}", verification.name);
   if (!verification.not_done.empty()) {
-    fmt::print(stderr, "hoist inspect: not verified: {}\n", verification.not_done);
+    fmt::print(stderr, "hoist inspect: not verified{}: {}\n", kept, verification.not_done);
     return;
   }
   if (verification.damage.empty()) {
-    fmt::print("\nverified step {}: all of {} is what was written\n", verification.step,
+    fmt::print("\nverified step {}{}: all of {} is what was written\n", verification.step, kept,
                format_bytes(verification.checked_bytes));
     return;
   }
-  fmt::print("\ndamaged: {} tile{} of step {}\n", verification.damage.size(),
-             verification.damage.size() == 1 ? "" : "s", verification.step);
+  fmt::print("\ndamaged: {} tile{} of step {}{}\n", verification.damage.size(),
+             verification.damage.size() == 1 ? "" : "s", verification.step, kept);
   std::vector<std::vector<std::string>> rows{{"unit", "what", "file", "offset", "expected", "found"}};
   for (std::size_t i = 0; i < std::min(verification.damage.size(), kShownMax); ++i) {
     const CorruptionError::Where& where = verification.damage[i].where;
@@ -243,10 +256,17 @@ int inspect(const InspectArguments& arguments) {
   std::fflush(stdout);
   bool sound = !findings.lost_a_rank();
   if (arguments.verify) {
-    const Verification verification = verify(findings);
-    json["verification"] = verification_json(verification);
-    print_verification(verification);
-    sound = sound && verification.not_done.empty() && verification.damage.empty();
+    std::vector<std::string> names{""};
+    for (const CommitHeader& kept : findings.store.kept) names.push_back(kept.name);
+    for (const std::string& name : names) {
+      const Verification verification = verify(findings, name);
+      if (name.empty())
+        json["verification"] = verification_json(verification);
+      else
+        json["verification_of_kept"][name] = verification_json(verification);
+      print_verification(verification);
+      sound = sound && verification.not_done.empty() && verification.damage.empty();
+    }
   }
   write_json(arguments.json, json);
   return sound ? kOk : kFailure;
@@ -258,7 +278,8 @@ Command add_inspect(CLI::App& app) {
   CLI::App* command = app.add_subcommand("inspect", "Say what a store holds; changes nothing");
   auto arguments = std::make_shared<InspectArguments>();
   command->add_option("STORE", arguments->store, "The store's directory, or the nvme_path above it")->required();
-  command->add_flag("--verify", arguments->verify, "Read and check every block of the newest commit");
+  command->add_flag("--verify", arguments->verify,
+                    "Read and check every block of the newest commit, and of kept steps");
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");
   command->footer(
       "Example: hoist inspect /local_nvme/hoist --verify\n"

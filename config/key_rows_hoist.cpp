@@ -68,15 +68,18 @@ std::vector<KeyRow> memory_rows() {
 std::vector<KeyRow> durability_rows() {
   return {
       {.path = "hoist.durability",
-       .type = ValueType::choice,
+       .type = ValueType::cadence,
+       .range = {.min = 1, .max = 1e9},
        .choices = {"none", "step"},
-       .refusals = {{"{}", "this version commits every step or none; use \"step\", or \"none\" and save at the end"}},
-       .meaning =
-           "step: each step is committed and a killed run resumes; none: nothing is, and 2 bytes per parameter are "
-           "saved. Default: step when something lives on NVMe.",
+       .meaning = "step: each step is committed and a killed run resumes; {\"every\": N}: each N-th is, and what lives "
+                  "in memory "
+                  "is written only then; none: nothing is. Default: step when something lives on NVMe.",
        .apply =
            [](Draft& d, const Value& v) {
-             d.durability = as_text(v) == "step" ? tiers::Durability::step : tiers::Durability::none;
+             const auto* every = std::get_if<std::int64_t>(&v);
+             d.durability =
+                 every != nullptr || as_text(v) == "step" ? tiers::Durability::step : tiers::Durability::none;
+             if (every != nullptr) d.engine.commit_every = static_cast<unsigned>(*every);
            }},
       {.path = "hoist.checkpoint_path",
        .type = ValueType::path,
@@ -96,9 +99,12 @@ std::vector<KeyRow> durability_rows() {
        .apply = [](Draft& d, const Value& v) { d.engine.lock_timeout = milliseconds_of(v); }},
       {.path = "hoist.keep_steps",
        .type = ValueType::integer,
-       .status = KeyStatus::refused,
-       .meaning = "Named steps kept beside the newest commit.",
-       .note = "the newest commit alone is kept; copy the store's directory to keep a step"},
+       .default_value = "0",
+       .range = {.max = 64},
+       .meaning =
+           "Steps saved under a name that stay beside the newest commit; the oldest goes. Each takes 12 bytes per "
+           "parameter on NVMe, reserved at start.",
+       .apply = [](Draft& d, const Value& v) { d.engine.keep_steps = static_cast<unsigned>(as_count(v)); }},
       {.path = "hoist.gradient_spill",
        .type = ValueType::boolean,
        .status = KeyStatus::refused,

@@ -26,6 +26,8 @@ std::string_view value_type_name(ValueType type) {
       return "a string";
     case ValueType::choice:
       return "a choice";
+    case ValueType::cadence:
+      return "a choice, or {\"every\": N}";
     case ValueType::path:
       return "a path";
     case ValueType::path_list:
@@ -142,6 +144,9 @@ std::string allowed_text(const KeyRow& row) {
   switch (row.type) {
     case ValueType::choice:
       return fmt::format("one of \"{}\"", fmt::join(row.choices, "\", \""));
+    case ValueType::cadence:
+      return fmt::format("one of \"{}\", or {{\"every\": N}} with N{}", fmt::join(row.choices, "\", \""),
+                         range_text(row));
     case ValueType::integer:
       if (row.range.min == row.range.max) return fmt::format("the integer {:g}", row.range.min);
       [[fallthrough]];

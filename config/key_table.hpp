@@ -27,6 +27,7 @@ enum class ValueType : std::uint8_t {
   bytes,    // an integer, or a string such as "8GiB"
   string,
   choice,       // one of KeyRow::choices
+  cadence,      // one of KeyRow::choices, or {"every": N}
   path,         // a string
   path_list,    // a string, or a list of strings
   number_pair,  // a list of two numbers
@@ -43,7 +44,8 @@ enum class KeyStatus : std::uint8_t {
 };
 std::string_view key_status_name(KeyStatus status);
 
-// A checked value. bytes is an integer; choice and path are strings, path_list is a list of them; sections have none.
+// A checked value. bytes is an integer; choice and path are strings, path_list is a list of them; cadence is a string or
+// an integer; sections have none.
 using Value = std::variant<std::monostate, bool, std::int64_t, double, std::string, std::vector<double>,
                            std::vector<std::string>>;
 

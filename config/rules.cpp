@@ -180,6 +180,13 @@ class Rules {
 
   void durability() {
     using tiers::Durability;
+    if (draft_.engine.keep_steps > 0 && !uses_nvme() && draft_.checkpoint_path.empty() &&
+        !is_wrong("zero_optimization")) {
+      problem("hoist.keep_steps", "there is no store to keep steps in; set hoist.checkpoint_path");
+    }
+    if (draft_.engine.keep_steps > 0 && uses_nvme() && draft_.durability == Durability::none) {
+      problem("hoist.keep_steps", "with durability \"none\" nothing is kept; use \"step\" or {\"every\": N}");
+    }
     if (!uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
       problem(
           "hoist.durability",

@@ -66,6 +66,12 @@ Json any_value_of(const KeyRow& row) {
       return {{"type", "string"}};
     case ValueType::choice:
       return spellings(row.choices);
+    case ValueType::cadence:
+      return {{"anyOf",
+               {spellings(row.choices), Json{{"type", "object"},
+                                             {"properties", {{"every", ranged("integer", row.range)}}},
+                                             {"required", {"every"}},
+                                             {"additionalProperties", false}}}}};
     case ValueType::path:
       return path_schema();
     case ValueType::path_list:

@@ -97,6 +97,13 @@ Checked check_choice(const KeyRow& row, const JsonNode& node) {
   return not_allowed(row, node);
 }
 
+Checked check_cadence(const KeyRow& row, const JsonNode& node) {
+  if (node.kind != Kind::object) return check_choice(row, node);
+  if (node.members.size() != 1 || node.members.front().key != "every") return not_allowed(row, node);
+  const Checked every = check_integer(row, node.members.front().value);
+  return std::holds_alternative<Wrong>(every) ? not_allowed(row, node) : every;
+}
+
 bool is_path(const JsonNode& node) {
   if (!is_string(node)) return false;
   const auto& text = node.scalar.get_ref<const std::string&>();
@@ -154,6 +161,8 @@ Checked check_type(const KeyRow& row, const JsonNode& node) {
       return Value(node.scalar.get<std::string>());
     case ValueType::choice:
       return check_choice(row, node);
+    case ValueType::cadence:
+      return check_cadence(row, node);
     case ValueType::path:
       return check_path(row, node);
     case ValueType::path_list:

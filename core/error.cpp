@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
-#include <hoist/core/units.hpp>
-
-#include <fmt/format.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <system_error>
+
+#include <fmt/format.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist {
 
@@ -41,16 +41,17 @@ BudgetError BudgetError::machine(Need n) {
 }
 
 IoError::IoError(Where w, const std::string& remedy)
-    : Error(fmt::format("{} of {} at offset {} ({} bytes) failed: {}{}{}", w.operation, w.path, w.offset_bytes,
-                        w.length_bytes, w.code == 0 ? "fewer bytes were transferred than asked for"
-                                                    : std::generic_category().message(w.code),
-                        remedy.empty() ? "" : "; ", remedy)),
+    : Error(fmt::format(
+          "{} of {} at offset {} ({} bytes) failed: {}{}{}", w.operation, w.path, w.offset_bytes, w.length_bytes,
+          w.code == 0 ? "fewer bytes were transferred than asked for" : std::generic_category().message(w.code),
+          remedy.empty() ? "" : "; ", remedy)),
       where(std::move(w)) {}
 
-CorruptionError::CorruptionError(Where w)
+CorruptionError::CorruptionError(Where w, const std::string& remedy)
     : Error(fmt::format("corrupt {} of unit '{}' in {} at offset {}: checksum {:016x} was recorded, {:016x} was found; "
-                        "the data was not used",
-                        w.region, w.unit, w.path, w.offset_bytes, w.expected, w.found)),
+                        "the data was not used{}{}",
+                        w.region, w.unit, w.path, w.offset_bytes, w.expected, w.found, remedy.empty() ? "" : "; ",
+                        remedy)),
       where(std::move(w)) {}
 
 DeviceError::DeviceError(const std::string& call, int error_code, const std::string& description,

@@ -75,7 +75,8 @@ class CorruptionError : public Error {
     std::uint64_t expected = 0;  // checksum that was recorded
     std::uint64_t found = 0;     // checksum of what was read
   };
-  explicit CorruptionError(Where where);
+  // `remedy`: what can be done about it, when something can.
+  explicit CorruptionError(Where where, const std::string& remedy = {});
   const Where where;
 };
 

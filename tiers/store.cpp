@@ -461,7 +461,7 @@ Completion Store::keep(const std::string& name, std::span<const std::byte> calle
   return impl_->keep(name, caller_state, std::move(agree));
 }
 void Store::forget(std::uint64_t kept_serial) { impl_->forget(kept_serial); }
-std::span<const CommitHeader> Store::kept() const { return impl_->kept(); }
+std::vector<CommitHeader> Store::kept() const { return impl_->kept(); }
 std::uint32_t Store::kept_steps_max() const { return impl_->kept_steps_max(); }
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }
 std::uint64_t Store::store_number() const { return impl_->store_number(); }

@@ -130,8 +130,8 @@ class Store {
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
   // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().
   std::span<const CommitHeader> commits() const;
-  // Steps kept under a name, oldest first. Not while keep() is under way.
-  std::span<const CommitHeader> kept() const;
+  // Steps kept under a name, oldest first. A keep() under way is not among them yet.
+  std::vector<CommitHeader> kept() const;
   // What open() found that cannot be used, as Found::damage. For a warning.
   std::span<const std::string> damage() const;
   // Makes the given commit, or kept step, the current state. Its first durable act is a manifest of the next

@@ -10,6 +10,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
 #include <hoist/zero/detail/tile_values.hpp>
 
@@ -38,6 +39,13 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "\"forward\" is for optimizer states that are offloaded; use \"step\", or \"auto\"");
   refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
          fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
+  refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
+  refuse(options.keep_steps > tiers::kKeptStepsMax, "hoist.keep_steps",
+         fmt::format("at most {} steps can be kept", tiers::kKeptStepsMax));
+  refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
+         "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
+  refuse(options.keep_steps > 0 && nvme && options.durability == tiers::Durability::none, "hoist.keep_steps",
+         "a store of durability \"none\" keeps nothing; use \"step\"");
   refuse(options.micro_batches_max < 1, "gradient_accumulation_steps", "at least 1");
   refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
          "at least 1 buffer is needed");
@@ -93,6 +101,7 @@ void Engine::Impl::tear_down() noexcept {
     if (live.gradients) live.gradients->wait();
   });
   attempt([&] { last_commit.wait(); });
+  if (saver.joinable()) saver.join();
   live.gradients.reset();
   live.gatherer.reset();
   live.executor.reset();
@@ -117,6 +126,7 @@ void Engine::Impl::tear_down() noexcept {
   last_commit = {};
   caller_state.clear();
   counted_io = {};
+  uncommitted = commit_ahead = false;
 }
 
 bool Engine::Impl::failed_in_communication() const {
@@ -282,13 +292,14 @@ void store_masters(const detail::TileAccess& access, std::span<const float> valu
 
 }  // namespace
 
-void Engine::Impl::initialize(const Fill& fill) {
+void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> program_state) {
   enliven([&] {
+    require_room_for(program_state);
     seal(/*create_store=*/true);
     const Ledger::Apart apart(runtime.ledger());
     together("make its initial state", [&] { fill_homes(fill); });
     if (!nvme_placement()) return;
-    commit("", {});
+    commit("", program_state);
     last_commit.wait();
     book_io();
   });
@@ -338,105 +349,7 @@ Completion Engine::Impl::store_frozen(UnitId id, std::span<const std::byte> weig
                            aio::Priority::background);
 }
 
-// --- continuing ------------------------------------------------------------------------------------------------------
-
-// What two ranks mean by the same commit.
-struct Engine::Impl::CommonCommit {
-  std::uint64_t step = 0;
-  std::uint64_t revision = 0;
-  std::uint64_t run = 0;  // equal for the stores that ranks made together
-  friend auto operator<=>(const CommonCommit&, const CommonCommit&) = default;
-};
-
-// The newest commit every rank lists, of `commits` of this one.
-std::optional<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commit(std::span<const tiers::CommitHeader> commits,
-                                                                        std::uint64_t store_number) const {
-  const std::uint64_t run = store_number - static_cast<std::uint64_t>(runtime.rank());
-  struct List {
-    std::uint64_t count = 0;
-    std::array<CommonCommit, 4> commits{};
-    bool holds(const CommonCommit& c) const {
-      return std::find(commits.begin(), commits.begin() + static_cast<std::ptrdiff_t>(count), c) !=
-             commits.begin() + static_cast<std::ptrdiff_t>(count);
-    }
-  };
-  List mine;
-  for (const tiers::CommitHeader& commit : commits) {
-    if (mine.count < mine.commits.size()) mine.commits[mine.count++] = {commit.step, commit.revision, run};
-  }
-  std::vector<List> all(static_cast<std::size_t>(runtime.world_size()));
-  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-  std::optional<CommonCommit> newest;
-  for (std::size_t i = 0; i < all[0].count; ++i) {
-    const CommonCommit candidate = all[0].commits[i];
-    if (newest && candidate < *newest) continue;
-    if (std::all_of(all.begin(), all.end(), [&](const List& rank) { return rank.holds(candidate); }))
-      newest = candidate;
-  }
-  return newest;
-}
-
-std::optional<std::uint64_t> Engine::Impl::find_commit() const {
-  tiers::Store::Found found;
-  together("look at its store", [&] {
-    if (!options.store_directory.empty()) found = tiers::Store::look(options.store_directory, runtime.rank());
-  });
-  const auto newest = agree_on_commit(found.commits, found.store_number);
-  return newest ? std::optional(newest->step) : std::nullopt;
-}
-
-RestoreReport Engine::Impl::restore() {
-  return enliven([&] {
-    if (options.store_directory.empty()) {
-      throw UsageError(
-          "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
-    }
-    const auto none = [&] {
-      return StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
-    };
-    if (!find_commit()) throw none();
-    seal(/*create_store=*/false);
-    const Ledger::Apart apart(runtime.ledger());
-    // Chosen from what was found under the lock: whoever held it before may have committed meanwhile.
-    const auto commits = live.store->commits();
-    const auto chosen = agree_on_commit(commits, live.store->store_number());
-    if (!chosen) throw none();
-    together("adopt the commit", [&] {
-      live.store->adopt(*std::find_if(commits.begin(), commits.end(), [&](const tiers::CommitHeader& c) {
-        return c.step == chosen->step && c.revision == chosen->revision;
-      }));
-    });
-    together("read the commit", [&] {
-      for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
-      const auto state = live.store->caller_state();
-      if (state.size() < kCommitNameBytes)
-        throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
-      caller_state.assign(state.begin() + kCommitNameBytes, state.end());
-    });
-    step_count = chosen->step;
-    committed_step = static_cast<std::int64_t>(chosen->step);
-    book_io();
-    return RestoreReport{.step = chosen->step, .caller_state = caller_state};
-  });
-}
-
-// State that lives in memory comes back from the store, verified.
-void Engine::Impl::load_homes(UnitId id) {
-  const detail::Unit& unit = table.unit(id);
-  const detail::UnitHome& home = live.memory->home(id);
-  const auto load = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, Region region,
-                        std::byte* target) {
-    if (!record || target == nullptr || layout.region_bytes(region) == 0) return;
-    const std::span<std::byte> bytes(target, layout.region_bytes(region));
-    const auto tiles = static_cast<std::uint32_t>(layout.tiles().size());
-    live.store->read(*record, region, 0, tiles, bytes, aio::Priority::foreground).wait();
-    live.store->verify(*record, region, 0, tiles, bytes);
-  };
-  load(live.records->trainable(id), unit.trainable, Region::weights, home.weights);
-  load(live.records->trainable(id), unit.trainable, Region::state, home.state);
-  load(live.records->frozen(id), unit.frozen, Region::weights,
-       home.weights == nullptr ? nullptr : home.weights + unit.frozen_offset());
-}
+// --- parts ----------------------------------------------------------------------------------------------------------
 
 void Engine::Impl::drain() {
   live.executor->drain();
@@ -448,6 +361,9 @@ void Engine::Impl::drain() {
 // What the drives moved since the last call, told to the ledger.
 void Engine::Impl::book_io() {
   if (!live.drives) return;
+  // With nothing placed there, NVMe sees explicit saves only, whichever step it is that hears of them.
+  std::optional<Ledger::Apart> apart;
+  if (!nvme_placement()) apart.emplace(runtime.ledger());
   const aio::Engine::Stats now = live.drives->stats();
   runtime.ledger().count(Link::nvme_read, now.read_bytes - counted_io.read_bytes, now.read_busy - counted_io.read_busy);
   runtime.ledger().count(Link::nvme_write, now.written_bytes - counted_io.written_bytes,
@@ -514,9 +430,10 @@ void Engine::require_device_memory(std::uint64_t program_bytes) const {
   detail::require_device_memory(impl_->runtime, detail::DeviceNeeds(impl_->options, impl_->table), program_bytes);
 }
 
-void Engine::initialize(const Fill& fill) { impl_->initialize(fill); }
+void Engine::initialize(const Fill& fill, std::span<const std::byte> caller_state) {
+  impl_->initialize(fill, caller_state);
+}
 std::optional<std::uint64_t> Engine::find_commit() { return impl_->find_commit(); }
-RestoreReport Engine::restore() { return impl_->restore(); }
 Runtime& Engine::runtime() { return impl_->runtime; }
 std::uint64_t Engine::step_count() const { return impl_->step_count; }
 

@@ -53,13 +53,21 @@ class Engine {
   void require_device_memory(std::uint64_t program_bytes) const;
 
   // --- bringing it to life -------------------------------------------------------------------------------------------
-  // [C] Fresh state from `fill`; commit 0 when there is a store. Refuses an existing store that holds a commit. When
-  // this or restore() throws, on any rank, the engine is as before and either may be called again.
-  void initialize(const Fill& fill);
+  // [C] Fresh state from `fill`; commit 0, with `caller_state`, when something lives on NVMe. Refuses an existing store
+  // that holds a commit. When this or restore() throws, on any rank, the engine is as before and either may be called
+  // again.
+  void initialize(const Fill& fill, std::span<const std::byte> caller_state = {});
   // [C] The newest commit that every rank has, if any. Changes nothing.
   std::optional<std::uint64_t> find_commit();
-  // [C] Continues from it. StoreError when there is none or it is another model's.
-  RestoreReport restore();
+  // [C] The steps that every rank keeps under a name, oldest first. Changes nothing.
+  struct KeptStep {
+    std::string name;
+    std::uint64_t step = 0;
+  };
+  std::vector<KeptStep> find_kept();
+  // [C] Continues from the newest commit, or from a kept step; commits after that one are then abandoned, kept steps
+  // stay. StoreError when there is none, no step of that name, or it is another model's.
+  RestoreReport restore(const RestoreOptions& options = {});
 
   // --- a pass --------------------------------------------------------------------------------------------------------
   [[nodiscard]] PassScope begin(Pass pass, PassOptions options = {});  // [C]
@@ -89,8 +97,11 @@ class Engine {
   // [C] Every rank passes the same values. With a store of steps, a commit of its own. Errors: UsageError for
   // State::gradient, for a moment that is not kept, and for a master that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
-  // [C] Commits the present state under a name, with `caller_state`, and returns when the commit has been started.
-  // With durability `step` the step already is a commit; this one replaces its caller state.
+  // [C] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
+  // last EngineOptions::keep_steps of them. A step of the same name is replaced, once this one is durable everywhere.
+  // No data moves, and nothing waits: on NVMe the step's own commit is kept; state in memory is written by a thread
+  // under the next pass, and the next step() waits for that. Between commits (commit_every) the step is committed
+  // first. Without a name, or without keep_steps, the save is a commit like a step's, and the next one replaces it.
   Completion save(std::string name, std::span<const std::byte> caller_state);
 
   // --- what happened -------------------------------------------------------------------------------------------------

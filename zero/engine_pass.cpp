@@ -177,7 +177,8 @@ std::shared_ptr<detail::StepUpdate> Engine::Impl::make_update(double gradient_sc
 
 void Engine::Impl::update_now(double gradient_scale) {
   const auto update = make_update(gradient_scale);
-  live.updater->walk(step_writes(), [&](const detail::TileAccess& tile) { update->apply(tile, *live.memory); });
+  live.updater->walk(step_writes(commit_is_due()),
+                     [&](const detail::TileAccess& tile) { update->apply(tile, *live.memory); });
   update->check(table);
 }
 
@@ -186,28 +187,26 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
   const auto update = make_update(gradient_scale);
   const auto committed = std::make_shared<Promise>();
   const Completion completion = committed->completion();
+  const bool due = commit_is_due();
+  commit_ahead = due && stores_steps();
   const auto ended =
-      [this, update, committed,
+      [this, update, committed, due,
        state = std::vector<std::byte>(program_state.begin(), program_state.end())](std::exception_ptr error) {
         try {
           if (error) std::rethrow_exception(error);
           update->check(table);
-          if (nvme_placement()) commit("", state);
+          commit_deferred(state, due);
         } catch (...) {
           // Nothing will land here; the other ranks learn it where they would have heard that it did.
-          if (stores_steps() && !peers_gone) {
-            try {
-              agree_on_landing(/*landed=*/false);
-            } catch (...) {
-            }
-          }
+          if (stores_steps() && due) renounce_landing();
+          fail_pending_saves(std::current_exception());
           committed->fail(std::current_exception());
           throw;
         }
         last_commit.then(
             [committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
       };
-  detail::WalkOptions walk = step_writes();
+  detail::WalkOptions walk = step_writes(due);
   walk.waits = WaitCause::none;
   walk.in_background = true;
   const auto train = static_cast<std::size_t>(Pass::train);
@@ -234,32 +233,6 @@ void Engine::Impl::await_deferred() {
   runtime.ledger().waited(WaitCause::nvme, waited - updating);
 }
 
-void Engine::Impl::agree_on_landing(bool landed) {
-  const std::byte mine{static_cast<unsigned char>(landed ? 1 : 0)};
-  std::vector<std::byte> all(static_cast<std::size_t>(runtime.world_size()));
-  live.commit_channel->exchange(std::span(&mine, 1), all);
-  const auto failed = std::find(all.begin(), all.end(), std::byte{0});
-  if (failed == all.end() || !landed) return;
-  throw CommError(fmt::format("rank {} could not commit the step; its own error says why", failed - all.begin()));
-}
-
-Completion Engine::Impl::commit(const std::string& name, std::span<const std::byte> program_state) {
-  std::vector<std::byte> state(kCommitNameBytes + program_state.size());
-  std::memcpy(state.data(), name.data(), std::min<std::size_t>(name.size(), kCommitNameBytes - 1));
-  std::copy(program_state.begin(), program_state.end(), state.begin() + kCommitNameBytes);
-  caller_state.assign(program_state.begin(), program_state.end());
-  const Completion done = live.store->commit(state, [this](bool landed) { agree_on_landing(landed); });
-  const auto promise = std::make_shared<Promise>();
-  last_commit = promise->completion();
-  // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this engine.
-  done.then([this, promise, step = step_count](std::exception_ptr error) {
-    if (error) return promise->fail(error);
-    if (is_durable()) committed_step = static_cast<std::int64_t>(step);
-    promise->complete();
-  });
-  return last_commit;
-}
-
 StepReport Engine::Impl::step(const StepOptions& step_options) {
   const TraceSpan span(runtime.trace(), TraceRow::program, "step");
   if (pass) throw UsageError("step() inside of a pass; end the PassScope first");
@@ -268,11 +241,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
                                              : fmt::format("step() after micro-batch {} of {}; it needs all of them",
                                                            micro_batches_done, micro_batches));
   }
-  if (step_options.caller_state.size() > options.caller_state_bytes_max) {
-    throw UsageError(
-        fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
-                    step_options.caller_state.size(), options.caller_state_bytes_max));
-  }
+  require_room_for(step_options.caller_state);
   require_finished();
   check_agreement();
   drain();
@@ -298,10 +267,11 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
       if (nvme_placement()) live.store->begin_step(step_count);
       if (!live.deferred) update_now(report.clip_factor * mean);
     });
+    uncommitted = stores_steps() && !commit_is_due();
     live.gatherer->invalidate();
     if (live.deferred) {
       report.committed = update_later(report.clip_factor * mean, step_options.caller_state);
-    } else if (nvme_placement()) {
+    } else if (nvme_placement() && commit_is_due()) {
       report.committed = commit("", step_options.caller_state);
     }
   } else {

@@ -123,6 +123,10 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
   const Ledger::Apart apart(runtime.ledger());
   live.gatherer->quiesce();
   if (nvme_placement()) live.store->begin_step(step_count);
+  if (std::exchange(uncommitted, false)) {  // the records that this call leaves alone are committed as well
+    write_homes(/*with_frozen=*/false);
+    live.store->begin_step(step_count);
+  }
   const detail::Parameter& p = table.parameter(parameter);
   const OwnedRange owned =
       owned_range(p.first_element + first, values.size(), table.segment_of(parameter).shard_elements, runtime.rank());
@@ -186,46 +190,12 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   if (step_writes().write_weights) store_frozen(id, {weights, bytes}).wait();
 }
 
-// --- saving ----------------------------------------------------------------------------------------------------------
-
-Completion Engine::Impl::save(const std::string& name, std::span<const std::byte> program_state) {
-  if (pass || micro_batches_done > 0) throw UsageError("save() belongs between step() and the next pass");
-  if (program_state.size() > options.caller_state_bytes_max) {
-    throw UsageError(
-        fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
-                    program_state.size(), options.caller_state_bytes_max));
-  }
-  if (!live.store) throw UsageError("nothing to save to: the configuration names no hoist.checkpoint_path");
-  if (nvme_placement() && !stores_steps()) {
-    throw UsageError("the store was made with durability \"none\" and cannot be resumed; use durability \"step\"");
-  }
-  settle_together();
-  const Ledger::Apart apart(runtime.ledger());
-  live.store->begin_step(step_count);
-  if (!nvme_placement()) {
-    live.updater->walk({.read = false}, [](const TileAccess&) {});
-    for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-      const UnitId id{u};
-      const detail::Unit& unit = table.unit(id);
-      if (unit.frozen.tiles().empty()) continue;
-      store_frozen(id,
-                   {live.memory->home(id).weights + unit.frozen_offset(), unit.frozen.region_bytes(Region::weights)});
-    }
-  }
-  const std::vector<std::byte> state(program_state.begin(), program_state.end());
-  return commit(name, state);
-}
-
 void Engine::read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out) {
   impl_->guarded([&] { impl_->read(parameter, state, first_element, out); });
 }
 
 void Engine::write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values) {
   impl_->guarded([&] { impl_->write(parameter, state, first_element, values); });
-}
-
-Completion Engine::save(std::string name, std::span<const std::byte> caller_state) {
-  return impl_->guarded([&] { return impl_->save(name, caller_state); });
 }
 
 }  // namespace hoist

@@ -166,9 +166,9 @@ bool defers_updates(const EngineOptions& options) {
   return options.update_mode == UpdateMode::forward;
 }
 
-StoreWrites store_writes(const EngineOptions& options) {
+StoreWrites store_writes(const EngineOptions& options, bool committed) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  const bool durable = nvme && options.durability == tiers::Durability::step;
+  const bool durable = nvme && options.durability == tiers::Durability::step && committed;
   return {.weights = durable || options.parameters == Placement::nvme,
           .state = durable || options.optimizer == Placement::nvme};
 }
@@ -178,7 +178,9 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
   const bool weights_on_device = options.parameters == Placement::device;
   const bool state_on_nvme = options.optimizer == Placement::nvme;
   const bool state_on_device = options.optimizer == Placement::device;
-  const StoreWrites writes = store_writes(options);
+  const StoreWrites committed = store_writes(options, /*committed=*/true);
+  const StoreWrites between = store_writes(options, /*committed=*/false);
+  std::uint64_t committed_bytes = 0, between_bytes = 0;
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
   StepBytes bytes;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
@@ -194,11 +196,13 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
     // Deferred, the first fetch takes its weights from the update, which has read them already.
     const bool shared = defers_updates(options) && count > 0;
     bytes.nvme_read += (weights_on_nvme ? count * weights + (shared ? 0 : trainable) : 0) + (state_on_nvme ? state : 0);
-    bytes.nvme_write += (writes.weights ? trainable : 0) + (writes.state ? state : 0);
+    committed_bytes += (committed.weights ? trainable : 0) + (committed.state ? state : 0);
+    between_bytes += (between.weights ? trainable : 0) + (between.state ? state : 0);
     if (!state_on_device || !weights_on_device) bytes.host_to_device += (weights_on_device ? 1 : count) * weights;
     if (!state_on_device) bytes.device_to_host += passes * trainable;
     bytes.wire += others * (count * weights + passes * trainable);
   }
+  bytes.nvme_write = (committed_bytes + (options.commit_every - 1) * between_bytes) / options.commit_every;
   return bytes;
 }
 

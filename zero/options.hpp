@@ -76,6 +76,12 @@ struct EngineOptions {
   // Further drives: the store's data is spread over store_directory and these. Key nvme_path, as a list.
   std::vector<std::string> stripe_directories;
   tiers::Durability durability = tiers::Durability::step;
+  // Steps from one commit to the next, with durability `step`: what lives on NVMe is written at every step all the
+  // same, what lives in memory with each commit only. Key hoist.durability, as {"every": N}.
+  unsigned commit_every = 1;
+  // Steps that stay under the names that save() gave them, each for 12 bytes a parameter on NVMe, reserved at start;
+  // the oldest goes for a new one. With 0 a save is a commit like a step's. At most 64. Key hoist.keep_steps.
+  unsigned keep_steps = 0;
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
 

@@ -20,15 +20,16 @@ using tiers::Store;
 namespace {
 
 bool same_state(const CommitHeader& a, const CommitHeader& b) {
-  return std::tie(a.step, a.revision) == std::tie(b.step, b.revision);
+  return std::tie(a.step, a.revision, a.name, a.kept_serial) == std::tie(b.step, b.revision, b.name, b.kept_serial);
 }
 
-// What all ranks can be read at, in the order of the first one's list.
-std::vector<CommitHeader> common_commits(std::span<const StoreSummary::Rank> ranks) {
+// What all ranks have in their `list`, in the order of the first one's.
+std::vector<CommitHeader> common_commits(std::span<const StoreSummary::Rank> ranks,
+                                         std::vector<CommitHeader> StoreSummary::Rank::*list) {
   std::vector<CommitHeader> common;
-  for (const CommitHeader& candidate : ranks.front().commits) {
+  for (const CommitHeader& candidate : ranks.front().*list) {
     const bool everywhere = std::ranges::all_of(ranks, [&](const StoreSummary::Rank& rank) {
-      return std::ranges::any_of(rank.commits, [&](const CommitHeader& c) { return same_state(c, candidate); });
+      return std::ranges::any_of(rank.*list, [&](const CommitHeader& c) { return same_state(c, candidate); });
     });
     if (everywhere) common.push_back(candidate);
   }
@@ -61,7 +62,9 @@ StoreSummary look_at_store(const std::string& directory) {
     if (found.identity && found.identity->rank != rank)
       throw StoreError(fmt::format("a file of rank {} in {} was written by rank {}: restore its own name", rank,
                                    directory, found.identity->rank));
-    summary.ranks.push_back({rank, std::move(found.commits), std::move(found.damage), found.data_bytes});
+    summary.ranks.push_back(
+        {rank, std::move(found.commits), std::move(found.kept), std::move(found.damage), found.data_bytes});
+    summary.kept_steps_max = found.kept_steps_max;
     if (!found.identity) continue;
     const std::uint64_t run = found.store_number - static_cast<std::uint64_t>(rank);
     if (layout && run != first_run)
@@ -81,8 +84,10 @@ StoreSummary look_at_store(const std::string& directory) {
   const detail::UnitTable table = detail::UnitTable::from_identity(*layout, *summary.world_size);
   summary.parameters = describe(table);
   summary.unit_count = table.units().size();
-  if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size))
-    summary.commits = common_commits(summary.ranks);
+  if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size)) {
+    summary.commits = common_commits(summary.ranks, &StoreSummary::Rank::commits);
+    summary.kept = common_commits(summary.ranks, &StoreSummary::Rank::kept);
+  }
   return summary;
 }
 
@@ -95,8 +100,8 @@ class StoredModel::Impl {
             Store::look(directory, summary_.ranks.front().rank).identity.value().layout, *summary_.world_size)),
         records_(table_) {
     for (const StoreSummary::Rank& rank : summary_.ranks) {
-      const auto commit =
-          std::ranges::find_if(rank.commits, [&](const CommitHeader& c) { return same_state(c, commit_); });
+      const std::vector<CommitHeader>& commits = commit_.name.empty() ? rank.commits : rank.kept;
+      const auto commit = std::ranges::find_if(commits, [&](const CommitHeader& c) { return same_state(c, commit_); });
       readers_.push_back(std::make_unique<tiers::StoreReader>(directory, rank.rank, records_.records(), *commit, io_));
     }
   }
@@ -176,7 +181,17 @@ class StoredModel::Impl {
     return summary;
   }
 
+  static CommitHeader choose_kept(const StoreSummary& summary, const std::string& name) {
+    std::string held;
+    for (auto kept = summary.kept.rbegin(); kept != summary.kept.rend(); ++kept) {
+      if (kept->name == name) return *kept;
+      held += fmt::format("{}'{}'", held.empty() ? "; it keeps " : ", ", kept->name);
+    }
+    throw StoreError(fmt::format("{} keeps no step '{}'{}", summary.directory, name, held));
+  }
+
   static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
+    if (!options.from.empty()) return choose_kept(summary, options.from);
     for (const CommitHeader& commit : summary.commits) {
       if (!options.step || commit.step == *options.step) return commit;
     }

@@ -40,6 +40,7 @@ struct StoreSummary {
   struct Rank {
     int rank = 0;
     std::vector<tiers::CommitHeader> commits;  // newest first
+    std::vector<tiers::CommitHeader> kept;     // steps kept under a name, oldest first
     std::vector<std::string> damage;           // what of its manifest cannot be used
     std::uint64_t data_bytes = 0;              // reserved on disk
   };
@@ -51,12 +52,15 @@ struct StoreSummary {
   tiers::Durability durability = tiers::Durability::step;
   // Commits that every rank has, newest first. Empty when a rank is missing.
   std::vector<tiers::CommitHeader> commits;
+  std::vector<tiers::CommitHeader> kept;  // likewise, oldest first
+  std::uint32_t kept_steps_max = 0;
 };
 // Errors: StoreError when there is no store in `directory`, or its ranks hold different models.
 StoreSummary look_at_store(const std::string& directory);
 
 struct StoredModelOptions {
   std::optional<std::uint64_t> step;  // the newest commit that all ranks have when absent
+  std::string from{};                 // the name of a kept step, instead
 };
 
 class StoredModel {

@@ -90,7 +90,13 @@ struct StepReport {
   double clip_factor = 1;    // what gradients were multiplied by
   double loss_scale = 1;
   double learning_rate = 0;  // of group 0, by the schedule
-  Completion committed;      // done when the step is durable at all ranks; at once without durability
+  // Done when the step is durable at all ranks; at once without durability, and for a step that is not committed
+  // (EngineOptions::commit_every): Engine::committed_step() says what is.
+  Completion committed;
+};
+
+struct RestoreOptions {
+  std::string from{};  // the name of a step that was kept; empty: the newest commit that every rank has
 };
 
 struct RestoreReport {

@@ -51,6 +51,11 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.add_option("--report", a.report, "Write what happened as JSON")->type_name("FILE.json");
   app.add_option("--units", a.units, "Only describe the model there, for hoist check --units")->type_name("FILE.json");
   app.add_flag("--resume", a.resume, "Continue from the store's newest commit");
+  app.add_option("--from", a.from, "With --resume: continue from the step that was saved under this name")
+      ->type_name("NAME");
+  app.add_option("--save-every", a.save_every, "Save as step-N, each so many steps; hoist.keep_steps of them stay")
+      ->check(count)
+      ->type_name("N");
   app.add_option("--init", a.init, "Begin with these weights: safetensors, as hoist export writes them")
       ->type_name("DIR");
   try {
@@ -71,6 +76,7 @@ void check_shape(const Arguments& a) {
   if (a.resume && !a.init.empty()) {
     throw InputError("--init begins a run and --resume continues one; pass one of them");
   }
+  if (!a.from.empty() && !a.resume) throw InputError("--from names the step to continue from: it needs --resume");
 }
 
 Settled settle(const Arguments& a, const Config& config, int world_size) {

@@ -60,6 +60,12 @@ class Training {
         settled_(settle(arguments, config_, runtime_.world_size())),
         engine_(runtime_, engine_options(config_, settled_)),
         model_(runtime_, engine_, model_options(arguments, settled_.batch), config_.engine.optimizer_defaults) {
+    if (arguments.save_every > 0 && config_.engine.keep_steps == 0) {
+      throw InputError(
+          fmt::format("{}: --save-every needs room for what it saves: set hoist.keep_steps to the number of "
+                      "steps that shall stay",
+                      config_.origin()));
+    }
     if (!arguments.report.empty() && first_rank()) report_ = std::make_unique<ReportFile>(arguments.report);
   }
 
@@ -127,25 +133,22 @@ void Training::describe_units(const std::string& path) const {
 void Training::prepare() {
   for (const std::string& warning : config_.warnings) say("warning: " + warning);
   for (const std::string& note : settled_.notes) say(note);
-  const std::optional<std::uint64_t> commit = engine_.find_commit();
+  std::optional<std::uint64_t> commit = engine_.find_commit();
+  if (!commit && !arguments_.from.empty()) commit = 0;  // the kept step may be all that is left
   if (commit && !arguments_.resume) {
     throw InputError(
         fmt::format("the store {} holds step {}: pass --resume to continue it, or choose another directory",
                     config_.engine.store_directory, *commit));
   }
   if (commit) {
-    const RestoreReport restored = engine_.restore();
-    if (!restored.caller_state.empty()) {  // empty: killed between initialize() and the save that follows it
-      const RunState state = decode(restored.caller_state);
-      check_same_run(state, state_at(0));
-      step_ = state.step;
-    }
+    const RestoreReport restored = engine_.restore({.from = arguments_.from});
+    const RunState state = decode(restored.caller_state);
+    check_same_run(state, state_at(0));
+    step_ = state.step;
     say(fmt::format("resuming at step {}", step_));
   } else {
     if (arguments_.resume) say("nothing to resume: no commit yet, starting at step 0");
-    engine_.initialize(initial_values());
-    // initialize() has committed the weights; this adds which run they begin.
-    if (steps_are_commits()) engine_.save("start", encode(state_at(0))).wait();
+    engine_.initialize(initial_values(), encode(state_at(0)));
   }
   introduce();
 }
@@ -232,16 +235,19 @@ StepRecord Training::one_step() {
   const StepReport report = engine_.step({.caller_state = state});
   committed_ = report.committed;
   ++step_;
+  if (arguments_.save_every > 0 && step_ % arguments_.save_every == 0)
+    committed_ = engine_.save(fmt::format("step-{}", step_), state);
   return {
       .step = step_, .loss = loss, .seconds = to_seconds(Clock::now() - begin), .gradient_norm = report.gradient_norm};
 }
 
-// With something on NVMe, steps are commits already, or durability `none` asked for none. Otherwise a store, where one
-// is configured, gets the state now.
+// Where steps are commits, or durability `none` asked for none, there is nothing to do. Otherwise a store, where one is
+// configured, gets the state now.
 void Training::save_at_end() {
   committed_.wait();
-  if (on_nvme() || config_.engine.store_directory.empty() || engine_.committed_step() == step_) return;
-  engine_.save("final", encode(state_at(step_))).wait();
+  if (on_nvme() && !steps_are_commits()) return;
+  if (config_.engine.store_directory.empty() || engine_.committed_step() == step_) return;
+  engine_.save("", encode(state_at(step_))).wait();
   say(fmt::format("saved step {} in {}", step_, config_.engine.store_directory));
 }
 

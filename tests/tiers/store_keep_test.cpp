@@ -45,8 +45,9 @@ class StoreKeepTest : public ::testing::Test {
   void expect_kept_step_holds(const std::string& name, std::uint64_t step) {
     const auto drive = clean_engine();
     const auto store = open_store(options_, *drive);
-    const auto kept = std::ranges::find(store->kept(), name, &CommitHeader::name);
-    ASSERT_NE(kept, store->kept().end()) << name;
+    const auto all = store->kept();
+    const auto kept = std::ranges::find(all, name, &CommitHeader::name);
+    ASSERT_NE(kept, all.end()) << name;
     EXPECT_EQ(kept->step, step);
     store->adopt(CommitHeader(*kept));
     EXPECT_EQ(state_of(*store), "state of " + name);

@@ -60,7 +60,10 @@ class Store::Impl {
   void forget(std::uint64_t kept_serial);
 
   std::span<const CommitHeader> commits() const { return commits_; }
-  std::span<const CommitHeader> kept() const { return kept_headers_; }
+  std::vector<CommitHeader> kept() const {
+    const std::lock_guard lock(mutex_);
+    return kept_headers_;
+  }
   std::uint32_t kept_steps_max() const { return superblock_.kept_steps_max; }
   std::span<const std::string> damage() const { return damage_; }
   std::span<const std::byte> caller_state() const { return caller_state_; }

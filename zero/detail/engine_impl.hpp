@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/detail/engine_impl.hpp - the parts of an engine and what state it is in.
 //
-// engine.cpp builds the model and brings it to life, engine_pass.cpp runs passes and steps, engine_state.cpp reads,
-// writes and saves state.
+// engine.cpp builds the model and brings it to life, engine_pass.cpp runs passes and steps, engine_state.cpp reads and
+// writes state, engine_commit.cpp commits, saves and restores it.
 #pragma once
 
 #include <atomic>
 #include <functional>
+#include <mutex>
 #include <optional>
+#include <thread>
 
 #include <hoist/aio/engine.hpp>
 #include <hoist/core/error.hpp>
@@ -47,17 +49,10 @@ class Engine::Impl {
   // [C] A random number that all ranks share: it joins the stores that are made together.
   std::uint64_t agree_on_run() const;
   Completion newest_weights_written(UnitId unit) const;
-  std::optional<std::uint64_t> find_commit() const;
-  struct CommonCommit;
-  // `store_number`: of the store that lists them.
-  std::optional<CommonCommit> agree_on_commit(std::span<const tiers::CommitHeader> commits,
-                                              std::uint64_t store_number) const;
-  void initialize(const Fill& fill);
+  void initialize(const Fill& fill, std::span<const std::byte> program_state);
   void fill_homes(const Fill& fill);
   void initialize_frozen(UnitId unit, const Fill& fill);
   Completion store_frozen(UnitId unit, std::span<const std::byte> weights);
-  RestoreReport restore();
-  void load_homes(UnitId unit);
   void fill_segment(UnitId unit, const detail::Segment& segment, std::uint64_t first, std::span<float> values,
                     const Fill& fill) const;
   void drain();  // executor and streams
@@ -78,9 +73,6 @@ class Engine::Impl {
   Completion update_later(double gradient_scale, std::span<const std::byte> program_state);
   void settle_together();  // [C] carries out what is pending; a failure is every rank's
   void await_deferred();   // carries out what the last step left pending, and books the time as part of this one
-  Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
-  // Tells the other ranks whether this one's commit landed; throws when another's did not. On the commit thread.
-  void agree_on_landing(bool landed);
   void fail(std::exception_ptr error) {  // the first one counts
     if (!failure) failure = std::move(error);
   }
@@ -95,16 +87,47 @@ class Engine::Impl {
   void write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values);
   void write_trainable(ParameterId parameter, State state, const OwnedRange& owned, std::span<const float> values);
   void write_frozen(ParameterId parameter, const OwnedRange& owned, std::span<const float> values);
-  Completion save(const std::string& name, std::span<const std::byte> caller_state);
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
   void check_kept(ParameterId parameter, State state) const;  // that there is such a state of the parameter
+
+  // --- engine_commit.cpp
+  std::optional<std::uint64_t> find_commit() const;
+  std::vector<KeptStep> find_kept() const;
+  RestoreReport restore(const RestoreOptions& restore_options);
+  void load_homes(UnitId unit);
+  struct CommonCommit;
+  // The commits among these that every rank lists, newest first. `store_number`: of the store that lists them.
+  std::vector<CommonCommit> agree_on_commits(std::span<const tiers::CommitHeader> commits,
+                                             std::uint64_t store_number) const;
+  CommonCommit choose_commit(const std::string& from) const;
+  void forget_what_others_lack();  // of kept steps, after a restore
+  // A commit's caller state: its name, then what the program gave.
+  static std::vector<std::byte> framed(const std::string& name, std::span<const std::byte> program_state);
+  Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
+  Completion keep(const std::string& name, std::span<const std::byte> program_state);
+  // The step that was just computed is committed when it is due; what save() asked for meanwhile is kept.
+  void commit_deferred(std::span<const std::byte> program_state, bool due);
+  void fail_pending_saves(const std::exception_ptr& error);
+  // Tells the other ranks whether this one's commit landed; throws when another's did not. On the commit thread.
+  void agree_on_landing(bool landed);
+  // This rank comes to no commit where the others do: they learn it there.
+  void renounce_landing() noexcept;
+  Completion save(const std::string& name, std::span<const std::byte> caller_state);
+  void require_room_for(std::span<const std::byte> program_state) const;
+  void check_save(const std::string& name, std::span<const std::byte> program_state) const;
+  // State that lives in memory, into the step of the store that is open.
+  void write_homes(bool with_frozen);
+  Completion save_in_background(const std::string& name, std::span<const std::byte> program_state);
+  std::string remedy_for_damage() const;  // which kept steps there are to go back to
 
   bool stores_steps() const { return nvme_placement() && options.durability == tiers::Durability::step; }
   // Commits outlive the process: all of them, except on a store that is rewritten in place.
   bool is_durable() const { return !nvme_placement() || stores_steps(); }
   bool nvme_placement() const { return options.parameters == Placement::nvme || options.optimizer == Placement::nvme; }
-  detail::WalkOptions step_writes() const {
-    const detail::StoreWrites writes = detail::store_writes(options);
+  // Whether the present step is to be committed.
+  bool commit_is_due() const { return step_count % options.commit_every == 0; }
+  detail::WalkOptions step_writes(bool committed = true) const {
+    const detail::StoreWrites writes = detail::store_writes(options, committed);
     return {.write_weights = writes.weights, .write_state = writes.state};
   }
 
@@ -146,6 +169,18 @@ class Engine::Impl {
   bool gradients_due = false;     // all of them ended; step() or discard() is next
   std::uint64_t step_count = 0;
   Completion last_commit;
+  bool uncommitted = false;  // steps were taken that no commit holds, and none is on its way
+
+  // save() while the step it means has still to be committed, by the update thread.
+  struct PendingSave {
+    std::string name;
+    std::vector<std::byte> program_state;
+    Promise promise;
+  };
+  std::mutex saves_mutex;
+  bool commit_ahead = false;
+  std::vector<PendingSave> pending_saves;
+  std::thread saver;  // writes state that lives in memory; last_commit is its end
   std::atomic<std::int64_t> committed_step{-1};
   std::vector<std::byte> caller_state;  // of the last commit
   aio::Engine::Stats counted_io{};      // what the ledger has already been told
@@ -161,6 +196,9 @@ auto Engine::Impl::guarded(Call call) -> decltype(call()) {
     throw;
   } catch (const BudgetError&) {
     throw;
+  } catch (const CorruptionError& error) {
+    fail(std::make_exception_ptr(CorruptionError(error.where, remedy_for_damage())));
+    std::rethrow_exception(failure);
   } catch (...) {
     fail(std::current_exception());
     throw;

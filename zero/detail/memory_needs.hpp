@@ -102,14 +102,14 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
                                             const DeviceNeeds& needs, std::uint64_t gather_slots);
 
 // What one step of training moves, by formula, when each unit is fetched fetches[unit] times: bytes per parameter of
-// each link, summed over the parameters whose state crosses it.
+// each link, summed over the parameters whose state crosses it. Of several steps to a commit, their mean.
 StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches);
 
-// What a step writes to the store: with durability `step` everything, else what lives there.
+// What a step writes to the store: one that is committed (durability `step`) everything, else what lives there.
 struct StoreWrites {
   bool weights = false;
   bool state = false;
 };
-StoreWrites store_writes(const EngineOptions& options);
+StoreWrites store_writes(const EngineOptions& options, bool committed);
 
 }  // namespace hoist::detail

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps that save() keeps under names, and commits at every N-th step: whatever the placement, going back to a kept or
+// committed step and training on ends in the bits of a run that was never interrupted.
+#include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using testing::HasSubstr;
+
+struct Cell {
+  const char* name;
+  Placement parameters, optimizer;
+  UpdateMode mode;
+  int ranks = 1;
+  unsigned commit_every = 1;
+};
+
+constexpr std::uint64_t kSteps = 11;
+
+std::string bytes_to_text(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::span<const std::byte> text_to_bytes(const std::string& text) { return std::as_bytes(std::span(text)); }
+
+class KeepTest : public testing::TestWithParam<Cell> {
+ protected:
+  KeepTest() {
+    setup_.engine.store_directory = directory_ / "store";
+    setup_.engine.update_mode = GetParam().mode;
+    setup_.engine.keep_steps = 2;
+    if (on_nvme()) setup_.engine.commit_every = GetParam().commit_every;
+    for (const std::uint64_t step : {std::uint64_t{4}, std::uint64_t{7}, std::uint64_t{10}, kSteps})
+      expected_at_[step] = expected(step);
+  }
+
+  bool on_nvme() const { return GetParam().parameters == Placement::nvme || GetParam().optimizer == Placement::nvme; }
+
+  void on_engines(const std::function<void(int rank, Engine&, ToyModel&)>& body) {
+    on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup_.runtime, join);
+      Engine engine(runtime, setup_.engine);
+      ToyModel model(engine, shape_);
+      body(rank, engine, model);
+    });
+  }
+
+  // Digests of an undisturbed run after so many steps.
+  Digests expected(std::uint64_t steps) {
+    Digests digests;
+    const ToySetup plain = toy_setup(Placement::pinned, Placement::pinned);
+    train_then(GetParam().ranks, plain, shape_, steps, [&](int rank, Engine& engine, const ToyModel& model) {
+      Digests mine = digests_of(engine, model);
+      if (rank == 0) digests = mine;
+    });
+    digests.losses.clear();
+    return digests;
+  }
+
+  TempDirectory directory_;
+  ToyShape shape_;
+  std::map<std::uint64_t, Digests> expected_at_;
+  ToySetup setup_ = toy_setup(GetParam().parameters, GetParam().optimizer);
+};
+
+TEST_P(KeepTest, GoingBackAndTrainingOnEndsInTheSameBits) {
+  on_engines([&](int rank, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    std::vector<Completion> saves;
+    for (std::uint64_t step = 1; step <= kSteps; ++step) {
+      model.train(step, step);
+      if (step % 3 != 1) continue;  // 1, 4, 7, 10
+      const std::string state = "state " + std::to_string(step) + " of rank " + std::to_string(rank);
+      saves.push_back(engine.save("s" + std::to_string(step), text_to_bytes(state)));
+    }
+    for (const Completion& save : saves) save.wait();
+  });
+  for (const std::uint64_t step : {10u, 7u, 7u, 10u}) {
+    on_engines([&](int rank, Engine& engine, ToyModel& model) {
+      const auto kept = engine.find_kept();
+      ASSERT_EQ(kept.size(), 2u);
+      EXPECT_EQ(kept[0].name, "s7");
+      EXPECT_EQ(kept[1].step, 10u);
+      const RestoreReport report = engine.restore({.from = "s" + std::to_string(step)});
+      EXPECT_EQ(report.step, step);
+      EXPECT_EQ(bytes_to_text(report.caller_state),
+                "state " + std::to_string(step) + " of rank " + std::to_string(rank));
+      Digests found = digests_of(engine, model);
+      found.losses.clear();
+      EXPECT_EQ(found, expected_at_[step]);
+      model.train(step + 1, kSteps);
+      found = digests_of(engine, model);
+      found.losses.clear();
+      EXPECT_EQ(found, expected_at_[kSteps]);
+    });
+  }
+}
+
+TEST_P(KeepTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 4);
+    const Completion saved = engine.save("four", {});
+    model.train(5, 6);  // the save goes on under these
+    saved.wait();
+  });
+  if (GetParam().ranks == 1) {
+    const StoredModel stored(setup_.engine.store_directory, {.from = "four"});
+    EXPECT_EQ(stored.step(), 4u);
+  }
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    engine.restore({.from = "four"});
+    Digests found = digests_of(engine, model);
+    found.losses.clear();
+    EXPECT_EQ(found, expected_at_[4]);
+  });
+}
+
+TEST_P(KeepTest, UnknownAndImpossibleNamesAreRefused) {
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    EXPECT_THROW(engine.save(std::string(48, 'x'), {}), UsageError);
+    EXPECT_THROW(engine.save("tab\t", {}), UsageError);
+    engine.save("two", {}).wait();
+    model.train(3, 3);
+  });
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    try {
+      engine.restore({.from = "three"});
+      FAIL() << "restored from a step that was never kept";
+    } catch (const StoreError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("keeps no step 'three'; it keeps 'two' (step 2)"));
+    }
+    engine.restore({.from = "two"});  // the engine is as before
+    model.train(3, 3);
+  });
+}
+
+// A run that ends without saving comes back at its last commit.
+TEST_P(KeepTest, WithoutASaveTheLastCommitCounts) {
+  if (!on_nvme()) GTEST_SKIP() << "without NVMe only saves are commits";
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill(), text_to_bytes("begin"));
+    model.train(1, 8);
+    engine.settle();
+    const std::uint64_t committed = 8 - 8 % GetParam().commit_every;
+    EXPECT_EQ(engine.committed_step(), committed);
+  });
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    const std::uint64_t step = engine.restore().step;
+    EXPECT_EQ(step, 8 - 8 % GetParam().commit_every);
+    model.train(step + 1, kSteps);
+    Digests found = digests_of(engine, model);
+    found.losses.clear();
+    EXPECT_EQ(found, expected_at_[kSteps]);
+  });
+}
+
+TEST_P(KeepTest, WritesBetweenCommitsCommitWhatWasTrained) {
+  if (!on_nvme()) GTEST_SKIP() << "without NVMe only saves are commits";
+  Digests written;
+  on_engines([&](int rank, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 5);
+    engine.write(model.matrix(2), State::master, 7, std::vector<float>{1.5f, -2.25f});
+    EXPECT_EQ(engine.committed_step(), 5u);
+    Digests mine = digests_of(engine, model);
+    if (rank == 0) written = mine;
+    model.train(6, 6);
+  });
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    const std::uint64_t step = engine.restore().step;
+    if (step != 5) return;  // step 6 was a commit
+    Digests found = digests_of(engine, model);
+    found.losses = written.losses;
+    EXPECT_EQ(found, written);
+  });
+}
+
+TEST_P(KeepTest, AnUnnamedSaveCommitsAndKeepsNothing) {
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 4);
+    engine.save("", text_to_bytes("now")).wait();
+    EXPECT_EQ(engine.committed_step(), 4u);
+  });
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    EXPECT_TRUE(engine.find_kept().empty());
+    const RestoreReport report = engine.restore();
+    EXPECT_EQ(report.step, 4u);
+    EXPECT_EQ(bytes_to_text(report.caller_state), "now");
+    Digests found = digests_of(engine, model);
+    found.losses.clear();
+    EXPECT_EQ(found, expected_at_[4]);
+  });
+}
+
+constexpr Cell kCells[] = {
+    {"nvme_nvme_forward", Placement::nvme, Placement::nvme, UpdateMode::forward},
+    {"nvme_nvme_step", Placement::nvme, Placement::nvme, UpdateMode::step},
+    {"nvme_nvme_forward_3_ranks", Placement::nvme, Placement::nvme, UpdateMode::forward, 3},
+    {"nvme_nvme_forward_every_3", Placement::nvme, Placement::nvme, UpdateMode::forward, 1, 3},
+    {"pinned_nvme_forward", Placement::pinned, Placement::nvme, UpdateMode::forward},
+    {"pinned_nvme_forward_every_2", Placement::pinned, Placement::nvme, UpdateMode::forward, 1, 2},
+    {"pinned_nvme_step_every_5_2_ranks", Placement::pinned, Placement::nvme, UpdateMode::step, 2, 5},
+    {"nvme_pinned_forward_every_3", Placement::nvme, Placement::pinned, UpdateMode::forward, 1, 3},
+    {"device_nvme_step_every_4", Placement::device, Placement::nvme, UpdateMode::step, 1, 4},
+    {"pinned_pinned_forward", Placement::pinned, Placement::pinned, UpdateMode::forward},
+    {"pinned_pinned_step_2_ranks", Placement::pinned, Placement::pinned, UpdateMode::step, 2},
+    {"device_device", Placement::device, Placement::device, UpdateMode::step},
+};
+INSTANTIATE_TEST_SUITE_P(Cells, KeepTest, testing::ValuesIn(kCells),
+                         [](const auto& cell) { return std::string(cell.param.name); });
+
+// What lives in memory is written with each commit only, and the formula says so.
+TEST(CommitEvery, BytesAreThoseOfTheFormula) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory / "store");
+  setup.engine.commit_every = 4;
+  setup.engine.update_mode = UpdateMode::step;
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, ToyShape{.matrices = {400000, 300000}, .frozen = false, .tied = false});
+  engine.initialize(model.fill());
+  const auto before = runtime.ledger().totals(Link::nvme_write).bytes;
+  constexpr std::uint64_t kEight = 8;  // two commits
+  model.train(1, kEight);
+  engine.settle();
+  const double moved = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes - before);
+  const double formula = static_cast<double>(kEight * engine.formula_bytes().nvme_write);
+  EXPECT_NEAR(moved / formula, 1.0, 0.02);
+  // 10 bytes a parameter at each step, 2 more at every fourth.
+  EXPECT_NEAR(formula / kEight / static_cast<double>(engine.parameter_count()), 10.5, 0.1);
+}
+
+TEST(CommitEvery, ImpossibleOptionsAreRefused) {
+  const TempDirectory directory;
+  const auto refusal = [&](const std::function<void(EngineOptions&)>& change) -> std::string {
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+    change(setup.engine);
+    Runtime runtime(setup.runtime);
+    try {
+      Engine engine(runtime, setup.engine);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(refusal([](EngineOptions& o) { o.commit_every = 0; }), HasSubstr("hoist.durability"));
+  EXPECT_THAT(refusal([](EngineOptions& o) { o.keep_steps = 65; }), HasSubstr("at most 64"));
+  EXPECT_THAT(refusal([](EngineOptions& o) {
+                o.keep_steps = 1;
+                o.durability = tiers::Durability::none;
+              }),
+              HasSubstr("keeps nothing"));
+}
+
+}  // namespace
+}  // namespace hoist::test

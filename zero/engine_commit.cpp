@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <compare>
+#include <cstring>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/core/digest.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/detail/engine_impl.hpp>
+
+namespace hoist {
+
+using detail::TileAccess;
+using tiers::CommitHeader;
+using tiers::Region;
+
+// --- commits ---------------------------------------------------------------------------------------------------------
+
+std::vector<std::byte> Engine::Impl::framed(const std::string& name, std::span<const std::byte> program_state) {
+  std::vector<std::byte> state(kCommitNameBytes + program_state.size());
+  std::memcpy(state.data(), name.data(), std::min<std::size_t>(name.size(), kCommitNameBytes - 1));
+  std::copy(program_state.begin(), program_state.end(), state.begin() + kCommitNameBytes);
+  return state;
+}
+
+void Engine::Impl::agree_on_landing(bool landed) {
+  const std::byte mine{static_cast<unsigned char>(landed ? 1 : 0)};
+  std::vector<std::byte> all(static_cast<std::size_t>(runtime.world_size()));
+  live.commit_channel->exchange(std::span(&mine, 1), all);
+  const auto failed = std::find(all.begin(), all.end(), std::byte{0});
+  if (failed == all.end() || !landed) return;
+  throw CommError(fmt::format("rank {} could not commit the step; its own error says why", failed - all.begin()));
+}
+
+void Engine::Impl::renounce_landing() noexcept {
+  if (peers_gone) return;
+  try {
+    agree_on_landing(/*landed=*/false);
+  } catch (...) {  // the error that counts is this rank's own
+  }
+}
+
+Completion Engine::Impl::commit(const std::string& name, std::span<const std::byte> program_state) {
+  const std::vector<std::byte> state = framed(name, program_state);
+  caller_state.assign(program_state.begin(), program_state.end());
+  const Completion done = live.store->commit(state, [this](bool landed) { agree_on_landing(landed); });
+  const auto promise = std::make_shared<Promise>();
+  last_commit = promise->completion();
+  // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this engine.
+  done.then([this, promise, step = step_count](std::exception_ptr error) {
+    if (error) return promise->fail(error);
+    if (is_durable()) committed_step = static_cast<std::int64_t>(step);
+    promise->complete();
+  });
+  return last_commit;
+}
+
+Completion Engine::Impl::keep(const std::string& name, std::span<const std::byte> program_state) {
+  return live.store->keep(name, framed(name, program_state), [this](bool landed) { agree_on_landing(landed); });
+}
+
+void Engine::Impl::commit_deferred(std::span<const std::byte> program_state, bool due) {
+  const std::lock_guard lock(saves_mutex);
+  commit_ahead = false;
+  if (!nvme_placement() || !due) return;
+  commit("", program_state);
+  for (PendingSave& save : pending_saves) {
+    const auto promise = std::make_shared<Promise>(std::move(save.promise));
+    keep(save.name, save.program_state).then([promise](std::exception_ptr error) {
+      error ? promise->fail(error) : promise->complete();
+    });
+  }
+  pending_saves.clear();
+}
+
+void Engine::Impl::fail_pending_saves(const std::exception_ptr& error) {
+  const std::lock_guard lock(saves_mutex);
+  commit_ahead = false;
+  for (PendingSave& save : pending_saves) save.promise.fail(error);
+  pending_saves.clear();
+}
+
+// --- saving ----------------------------------------------------------------------------------------------------------
+
+void Engine::Impl::require_room_for(std::span<const std::byte> program_state) const {
+  if (program_state.size() <= options.caller_state_bytes_max) return;
+  throw UsageError(
+      fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
+                  program_state.size(), options.caller_state_bytes_max));
+}
+
+void Engine::Impl::check_save(const std::string& name, std::span<const std::byte> program_state) const {
+  if (pass || micro_batches_done > 0) throw UsageError("save() belongs between step() and the next pass");
+  require_room_for(program_state);
+  if (!live.store) throw UsageError("nothing to save to: the configuration names no hoist.checkpoint_path");
+  if (nvme_placement() && !stores_steps()) {
+    throw UsageError("the store was made with durability \"none\" and cannot be resumed; use durability \"step\"");
+  }
+  if (name.empty() || options.keep_steps == 0) return;
+  if (const std::string problem = tiers::wrong_step_name(name); !problem.empty())
+    throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
+}
+
+Completion Engine::Impl::save(const std::string& name, std::span<const std::byte> program_state) {
+  check_save(name, program_state);
+  if (!nvme_placement()) return save_in_background(name, program_state);
+  const bool keeps = options.keep_steps > 0 && !name.empty();
+  if (uncommitted || !keeps) {
+    settle_together();
+    const Ledger::Apart apart(runtime.ledger());
+    live.store->begin_step(step_count);
+    if (std::exchange(uncommitted, false)) write_homes(/*with_frozen=*/false);
+    commit(name, std::vector<std::byte>(program_state.begin(), program_state.end()));
+    if (!keeps) return last_commit;
+  }
+  const std::lock_guard lock(saves_mutex);
+  if (!commit_ahead) return keep(name, program_state);
+  pending_saves.push_back({name, {program_state.begin(), program_state.end()}, {}});
+  return pending_saves.back().promise.completion();
+}
+
+void Engine::Impl::write_homes(bool with_frozen) {
+  live.updater->walk({.read = false,
+                      .write_weights = options.parameters != Placement::nvme,
+                      .write_state = options.optimizer != Placement::nvme,
+                      .waits = WaitCause::none,
+                      .in_background = true},
+                     [](const TileAccess&) {});
+  if (!with_frozen) return;
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    const UnitId id{u};
+    const detail::Unit& unit = table.unit(id);
+    if (unit.frozen.tiles().empty()) continue;
+    store_frozen(id, {live.memory->home(id).weights + unit.frozen_offset(), unit.frozen.region_bytes(Region::weights)});
+  }
+}
+
+// The state does not change before the next step, which waits for last_commit.
+Completion Engine::Impl::save_in_background(const std::string& name, std::span<const std::byte> program_state) {
+  if (!pass) drain();
+  if (saver.joinable()) saver.join();
+  const auto ended = std::make_shared<Promise>();
+  last_commit = ended->completion();
+  const Completion completion = last_commit;
+  caller_state.assign(program_state.begin(), program_state.end());
+  saver = std::thread([this, name, ended, state = framed(name, program_state), step = step_count] {
+    bool landing = true;  // the other ranks are still to be told
+    try {
+      if (live.deferred) live.deferred->finish();
+      live.store->begin_step(step);
+      write_homes(/*with_frozen=*/true);
+      const auto agree = [this](bool landed) { agree_on_landing(landed); };
+      const Completion committed = live.store->commit(state, agree);
+      landing = false;
+      committed.wait();
+      if (options.keep_steps > 0 && !name.empty()) live.store->keep(name, state, agree).wait();
+      committed_step = static_cast<std::int64_t>(step);
+      ended->complete();
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      if (landing) renounce_landing();
+      ended->fail(error);
+    }
+  });
+  return completion;
+}
+
+namespace {
+
+std::uint64_t digest_of(const std::string& text) {
+  Digest digest;
+  digest.update(std::as_bytes(std::span(text)));
+  return digest.value();
+}
+
+}  // namespace
+
+// --- continuing ------------------------------------------------------------------------------------------------------
+
+// What two ranks mean by the same commit.
+struct Engine::Impl::CommonCommit {
+  std::uint64_t step = 0;
+  std::uint64_t revision = 0;
+  std::uint64_t run = 0;          // equal for the stores that ranks made together
+  std::uint64_t kept_serial = 0;  // of steps kept under a name
+  std::uint64_t name_digest = 0;
+  friend auto operator<=>(const CommonCommit&, const CommonCommit&) = default;
+  bool is(const CommitHeader& header) const {
+    return step == header.step && revision == header.revision && kept_serial == header.kept_serial;
+  }
+};
+
+std::vector<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commits(std::span<const CommitHeader> commits,
+                                                                       std::uint64_t store_number) const {
+  const std::uint64_t run = store_number - static_cast<std::uint64_t>(runtime.rank());
+  struct List {
+    std::uint64_t count = 0;
+    std::array<CommonCommit, tiers::kSlotCount + tiers::kKeptStepsMax + 1> commits{};
+    bool holds(const CommonCommit& c) const {
+      const auto end = commits.begin() + static_cast<std::ptrdiff_t>(count);
+      return std::find(commits.begin(), end, c) != end;
+    }
+  };
+  List mine;
+  for (const CommitHeader& c : commits) {
+    if (mine.count < mine.commits.size())
+      mine.commits[mine.count++] = {c.step, c.revision, run, c.kept_serial, digest_of(c.name)};
+  }
+  std::vector<List> all(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  std::vector<CommonCommit> common;
+  for (std::size_t i = 0; i < all[0].count; ++i) {
+    const CommonCommit& candidate = all[0].commits[i];
+    if (std::all_of(all.begin(), all.end(), [&](const List& rank) { return rank.holds(candidate); }))
+      common.push_back(candidate);
+  }
+  std::sort(common.rbegin(), common.rend());
+  return common;
+}
+
+std::optional<std::uint64_t> Engine::Impl::find_commit() const {
+  tiers::Store::Found found;
+  together("look at its store", [&] {
+    if (!options.store_directory.empty()) found = tiers::Store::look(options.store_directory, runtime.rank());
+  });
+  const auto common = agree_on_commits(found.commits, found.store_number);
+  return common.empty() ? std::nullopt : std::optional(common.front().step);
+}
+
+std::vector<Engine::KeptStep> Engine::Impl::find_kept() const {
+  tiers::Store::Found found;
+  together("look at its store", [&] {
+    if (!options.store_directory.empty()) found = tiers::Store::look(options.store_directory, runtime.rank());
+  });
+  const auto common = agree_on_commits(found.kept, found.store_number);
+  std::vector<KeptStep> steps;
+  for (const CommitHeader& kept : found.kept)
+    if (std::any_of(common.begin(), common.end(), [&](const CommonCommit& c) { return c.is(kept); }))
+      steps.push_back({kept.name, kept.step});
+  return steps;
+}
+
+// From what was found under the lock: whoever held it before may have committed meanwhile.
+Engine::Impl::CommonCommit Engine::Impl::choose_commit(const std::string& from) const {
+  std::vector<CommitHeader> candidates;
+  if (from.empty()) {
+    const auto commits = live.store->commits();
+    candidates.assign(commits.begin(), commits.end());
+  } else {
+    for (const CommitHeader& kept : live.store->kept())
+      if (kept.name == from) candidates.push_back(kept);
+  }
+  const auto common = agree_on_commits(candidates, live.store->store_number());
+  if (!common.empty())
+    return from.empty() ? common.front() : *std::ranges::max_element(common, {}, &CommonCommit::kept_serial);
+  std::vector<std::string> names;
+  for (const CommitHeader& kept : live.store->kept())
+    names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
+  const std::string others = names.empty() ? "" : fmt::format("; it keeps {}", fmt::join(names, ", "));
+  throw StoreError(from.empty()
+                       ? fmt::format("{} holds no commit that every rank has{}", options.store_directory, others)
+                       : fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
+                                     names.empty() ? ", nor any other" : others));
+}
+
+RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
+  return enliven([&] {
+    if (options.store_directory.empty()) {
+      throw UsageError(
+          "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
+    }
+    if (!find_commit() && find_kept().empty())
+      throw StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
+    seal(/*create_store=*/false);
+    const Ledger::Apart apart(runtime.ledger());
+    const CommonCommit chosen = choose_commit(restore_options.from);
+    together("adopt the commit", [&] {
+      std::vector<CommitHeader> all = live.store->kept();
+      const auto commits = live.store->commits();
+      all.insert(all.end(), commits.begin(), commits.end());
+      live.store->adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
+    });
+    forget_what_others_lack();
+    together("read the commit", [&] {
+      try {
+        for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
+      } catch (const CorruptionError& error) {
+        throw CorruptionError(error.where, remedy_for_damage());
+      }
+      const auto state = live.store->caller_state();
+      if (state.size() < kCommitNameBytes)
+        throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
+      caller_state.assign(state.begin() + kCommitNameBytes, state.end());
+    });
+    step_count = chosen.step;
+    committed_step = static_cast<std::int64_t>(chosen.step);
+    book_io();
+    return RestoreReport{.step = chosen.step, .caller_state = caller_state};
+  });
+}
+
+// A crash while a step was being kept leaves it on some ranks only, or beside the one it was to replace.
+void Engine::Impl::forget_what_others_lack() {
+  const std::vector<CommitHeader> kept = live.store->kept();
+  auto common = agree_on_commits(kept, live.store->store_number());
+  std::ranges::sort(common, std::greater{}, &CommonCommit::kept_serial);
+  together("give up kept steps", [&] {
+    std::vector<std::string> names;
+    for (auto k = kept.rbegin(); k != kept.rend(); ++k) {  // newest first
+      const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });
+      const bool replaced = std::ranges::find(names, k->name) != names.end();
+      if (shared && !replaced && names.size() < live.store->kept_steps_max())
+        names.push_back(k->name);
+      else
+        live.store->forget(k->kept_serial);
+    }
+  });
+}
+
+std::string Engine::Impl::remedy_for_damage() const {
+  if (!live.store) return {};
+  std::vector<std::string> names;
+  for (const CommitHeader& kept : live.store->kept())
+    names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
+  if (names.empty()) return {};
+  return fmt::format("kept steps to go back to: {}; `hoist inspect --verify` says which of them are whole",
+                     fmt::join(names, ", "));
+}
+
+// State that lives in memory comes back from the store, verified.
+void Engine::Impl::load_homes(UnitId id) {
+  const detail::Unit& unit = table.unit(id);
+  const detail::UnitHome& home = live.memory->home(id);
+  const auto load = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, Region region,
+                        std::byte* target) {
+    if (!record || target == nullptr || layout.region_bytes(region) == 0) return;
+    const std::span<std::byte> bytes(target, layout.region_bytes(region));
+    const auto tiles = static_cast<std::uint32_t>(layout.tiles().size());
+    live.store->read(*record, region, 0, tiles, bytes, aio::Priority::foreground).wait();
+    live.store->verify(*record, region, 0, tiles, bytes);
+  };
+  load(live.records->trainable(id), unit.trainable, Region::weights, home.weights);
+  load(live.records->trainable(id), unit.trainable, Region::state, home.state);
+  load(live.records->frozen(id), unit.frozen, Region::weights,
+       home.weights == nullptr ? nullptr : home.weights + unit.frozen_offset());
+}
+
+std::vector<Engine::KeptStep> Engine::find_kept() { return impl_->find_kept(); }
+RestoreReport Engine::restore(const RestoreOptions& options) { return impl_->restore(options); }
+
+Completion Engine::save(std::string name, std::span<const std::byte> caller_state) {
+  return impl_->guarded([&] { return impl_->save(name, caller_state); });
+}
+
+}  // namespace hoist
