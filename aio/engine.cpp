@@ -22,6 +22,8 @@ void check(const EngineOptions& options) {
   if (options.block_bytes == 0 || options.block_bytes % File::kAlignment != 0 || options.block_bytes > kBlockBytesMax)
     throw UsageError(fmt::format("the block of a transfer must be a multiple of {} of at most 1 GiB, not {} bytes",
                                  format_bytes(File::kAlignment), options.block_bytes));
+  if (options.answer_timeout <= Nanoseconds::zero())
+    throw UsageError("a drive needs some time to answer: answer_timeout must be positive");
   if (options.queue_depth == 0 || options.queue_depth > kQueueDepthMax)
     throw UsageError(fmt::format("the queue depth must be 1 to {}, not {}", kQueueDepthMax, options.queue_depth));
   if (options.thread_count == 0 || options.thread_count > kThreadCountMax)
@@ -91,6 +93,8 @@ Completion Engine::sync(const File& file) {
 }
 
 Engine::Stats Engine::stats() const { return impl_->stats(); }
+
+bool Engine::gave_up() const { return impl_->gave_up(); }
 
 const std::string& Engine::description() const { return impl_->description(); }
 

@@ -57,6 +57,10 @@ struct EngineOptions {
   std::string directory{};   // on the drive; where completion polling is probed, and needed for nothing else
   unsigned retries_max = 8;  // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
   Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
+  // A drive that has blocks and finishes none for so long is given up: every transfer of it fails with ETIMEDOUT, then
+  // and from then on. Linux gives a command of an NVMe drive 30 s before it resets the drive, and tries again a few
+  // times, so a drive that still lives answers earlier.
+  Nanoseconds answer_timeout = std::chrono::minutes(5);
 };
 
 // Foreground: someone waits for it (a prefetch, a record to update). Background: write-back. The rule: a foreground
@@ -100,6 +104,9 @@ class Engine {
     std::uint64_t retries = 0;
   };
   Stats stats() const;
+  // The drive stopped answering. Memory of transfers that were in flight may still be written to by the kernel: it must
+  // neither be used again nor freed.
+  bool gave_up() const;
   // For reports: "io_uring (registered buffers, registered files)", "threads (io_uring: Operation not permitted)".
   const std::string& description() const;
 

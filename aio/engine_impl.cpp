@@ -26,7 +26,7 @@ constexpr Nanoseconds kRetryPause = std::chrono::microseconds(100);
 constexpr unsigned kRetryDoublingsMax = 10;
 // Beyond the drain time-out, for an I/O thread that is itself stuck (in a continuation, or in a driver).
 constexpr Nanoseconds kStuckGrace = std::chrono::seconds(2);
-constexpr Nanoseconds kDrainTimeoutMax = std::chrono::hours(24 * 365);  // adding more to a time point could overflow
+constexpr Nanoseconds kTimeoutMax = std::chrono::hours(24 * 365);  // adding more to a time point could overflow
 
 Nanoseconds retry_pause(unsigned retries) { return kRetryPause * (1 << std::min(retries, kRetryDoublingsMax)); }
 
@@ -127,11 +127,17 @@ Engine::Stats Engine::Impl::stats() const {
           .retries = retries_.load(std::memory_order_relaxed)};
 }
 
+bool Engine::Impl::gave_up() const {
+  const std::lock_guard lock(mutex_);
+  return abandoned_;
+}
+
 bool Engine::Impl::stop() noexcept {
   HOIST_ASSERT(std::this_thread::get_id() != thread_.get_id(), "an engine was destroyed by one of its continuations");
   std::unique_lock lock(mutex_);
+  const bool given_up_before_stop = abandoned_;  // and said so
   stopping_ = true;
-  drain_deadline_ = Clock::now() + std::min(options_.drain_timeout, kDrainTimeoutMax);
+  drain_deadline_ = Clock::now() + std::min(options_.drain_timeout, kTimeoutMax);
   backend_->wake_up();  // under the lock: the I/O thread cannot see `stopping_` and destroy the backend meanwhile
   while (!ended_ && Clock::now() < drain_deadline_ + kStuckGrace)
     ended_changed_.wait_until(lock, drain_deadline_ + kStuckGrace);
@@ -143,7 +149,7 @@ bool Engine::Impl::stop() noexcept {
   } else {
     thread_.detach();  // also when its work has ended: the kernel lets a thread go only with its last transfer
   }
-  if (!clean) {
+  if (!clean && !given_up_before_stop) {
     spdlog::critical(
         "{}: transfers were still in flight {} ms after the engine was told to end; their memory stays "
         "reserved and is never used again. Check the drive (dmesg, smartctl).",
@@ -163,6 +169,15 @@ void Engine::Impl::run() noexcept {
         abandon();
         break;
       }
+    }
+    if (is_silent()) {
+      spdlog::critical(
+          "{}: a drive has not answered for {:.3g} s and is given up; the memory of its transfers stays reserved and "
+          "is "
+          "never used again. Check the drive (dmesg, smartctl).",
+          description_, to_seconds(options_.answer_timeout));
+      abandon();
+      break;
     }
     if (!may_wait()) continue;
     const std::size_t count = backend_->reap(done_, wait_limit(stopping));
@@ -185,7 +200,7 @@ bool Engine::Impl::take_arrivals() {
   unused_.append(retired_);
   waiting_ = false;
   if (stopping_ && std::exchange(progressed_, false))
-    drain_deadline_ = Clock::now() + std::min(options_.drain_timeout, kDrainTimeoutMax);
+    drain_deadline_ = Clock::now() + std::min(options_.drain_timeout, kTimeoutMax);
   return stopping_;
 }
 
@@ -233,7 +248,7 @@ void Engine::Impl::cut_block(Transfer& transfer) {
 
 void Engine::Impl::submit(Flight& flight) {
   if (auto* clock = busy_clock(flight.operation)) clock->begin();
-  ++in_flight_;
+  if (in_flight_++ == 0) last_answer_ = Clock::now();
   backend_->submit(flight);
 }
 
@@ -260,8 +275,8 @@ bool Engine::Impl::may_wait() {
 }
 
 Nanoseconds Engine::Impl::wait_limit(bool stopping) {
-  if (!stopping && retrying_.empty()) return Backend::kForever;
-  TimePoint until = TimePoint::max();
+  if (!stopping && retrying_.empty() && in_flight_ == 0) return Backend::kForever;
+  TimePoint until = in_flight_ > 0 ? answer_deadline() : TimePoint::max();
   for (const Flight* flight : retrying_) until = std::min(until, flight->due);
   if (stopping) {
     const std::lock_guard lock(mutex_);
@@ -275,8 +290,15 @@ bool Engine::Impl::drain_expired() {
   return Clock::now() >= drain_deadline_;
 }
 
+TimePoint Engine::Impl::answer_deadline() const {
+  return last_answer_ + std::min(options_.answer_timeout, kTimeoutMax);
+}
+
+bool Engine::Impl::is_silent() const { return in_flight_ > 0 && Clock::now() >= answer_deadline(); }
+
 void Engine::Impl::finish_block(Flight& flight) {
   --in_flight_;
+  last_answer_ = Clock::now();
   progressed_ = true;
   if (auto* clock = busy_clock(flight.operation)) clock->end();
   const std::int64_t result = flight.result;

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <mutex>
+#include <utility>
+#include <vector>
+
 #include <fmt/format.h>
 
 #include <hoist/core/assert.hpp>
@@ -51,6 +55,13 @@ std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& w
                memory_.bytes().size());
   used_bytes_ = piece.end;
   return memory_.bytes().subspan(piece.offset, bytes);
+}
+
+void PinnedPool::quarantine() {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<HostMemory>;  // never destroyed: reachable to the end
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(memory_));
 }
 
 }  // namespace hoist::tiers

@@ -31,6 +31,9 @@ class PinnedPool {
   // The next piece: exactly `bytes`, 4 KiB aligned. Going beyond the plan is a bug. Contents are zero.
   std::span<std::byte> carve(std::uint64_t bytes, const std::string& what);
   const platform::HostMemory& memory() const { return memory_; }
+  // For a drive that stopped answering and may still write here: the memory is never used again, and never given back
+  // to the system. The pool is of no more use.
+  void quarantine();
 
  private:
   Budget::Hold hold_;

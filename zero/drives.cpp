@@ -39,7 +39,8 @@ Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options,
         .thread_count = runtime.aio_threads,
         .numa_node = topology.nodes().size() > 1 ? topology.node_of_path(place).value_or(-1) : -1,
         .registered_memory = registered_memory,
-        .directory = place};
+        .directory = place,
+        .answer_timeout = runtime.aio_answer_timeout};
     engines_.push_back(runtime.make_aio_backend
                            ? std::make_unique<aio::Engine>(engine, runtime.make_aio_backend(engine))
                            : std::make_unique<aio::Engine>(engine));
@@ -64,6 +65,10 @@ std::vector<std::uint32_t> Drives::measured_weights() const {
     spdlog::warn("the drives were not measured, and get equal shares of the store: {}", error.what());
     return {};
   }
+}
+
+bool Drives::gave_up() const {
+  return std::any_of(engines_.begin(), engines_.end(), [](const auto& engine) { return engine->gave_up(); });
 }
 
 aio::Engine::Stats Drives::stats() const {

@@ -110,10 +110,12 @@ void Engine::Impl::tear_down() noexcept {
   live.updater.reset();
   live.streams = {};
   live.store.reset();
+  const bool drive_is_lost = live.drives && live.drives->gave_up();
   live.drives.reset();
   live.commit_channel.reset();
   for (const auto& slice : live.registered) runtime.device().unregister_host(slice);
   live.registered.clear();
+  if (drive_is_lost) live.memory->quarantine();
   live.memory.reset();
   live.records.reset();
   metrics.reset();

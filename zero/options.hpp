@@ -37,6 +37,8 @@ struct RuntimeOptions {
   std::uint64_t aio_block_bytes = kMiB;
   unsigned aio_queue_depth = 16;
   unsigned aio_threads = 4;  // of the `threads` backend
+  Nanoseconds aio_answer_timeout =
+      aio::EngineOptions{}.answer_timeout;  // a drive that answers nothing for so long failed
   // What carries the transfers instead of aio_backend, made once a drive; null: nothing does. Fault injection.
   std::function<std::unique_ptr<aio::Backend>(const aio::EngineOptions&)> make_aio_backend{};
 

@@ -25,6 +25,7 @@ class Engine::Impl {
 
   Completion enqueue(const detail::Request& request, Priority priority);
   Stats stats() const;
+  bool gave_up() const;
   const std::string& description() const { return description_; }
   // Drains and ends the I/O thread. False: it could not be done in time, and this object must be leaked.
   bool stop() noexcept;
@@ -46,6 +47,8 @@ class Engine::Impl {
   bool may_wait();
   Nanoseconds wait_limit(bool stopping);
   bool drain_expired();
+  bool is_silent() const;
+  TimePoint answer_deadline() const;
   void finish_block(detail::Flight& flight);
   void finish_short(detail::Flight& flight, std::uint64_t moved_bytes);
   void finish_at_end(detail::Flight& flight, std::uint64_t moved_bytes);
@@ -81,6 +84,7 @@ class Engine::Impl {
   std::vector<detail::Flight*> retrying_;
   std::vector<Block*> done_;
   unsigned in_flight_ = 0;
+  TimePoint last_answer_{};  // or when the drive was given something to do
   bool progressed_ = false;  // a block has finished since take_arrivals
 
   std::array<detail::BusyClock, 2> busy_;

@@ -75,6 +75,46 @@ TEST_P(Drain, ADriveThatNeverAnswersFailsItsTransfersAndLeaksWhatItMayWriteTo) {
   }
 }
 
+// Not at the end, but in the middle of its life: whoever waits is told, and so is everybody who comes later.
+TEST_P(Drain, ADriveThatStopsAnsweringIsGivenUp) {
+  faults_->add({.kind = Fault::Kind::delay,
+                .path_contains = "file",
+                .first = 3,
+                .count = Faults::kForever,
+                .delay = std::chrono::hours(9)});
+  EngineOptions engine_options = options(milliseconds(50));
+  engine_options.answer_timeout = milliseconds(300);
+  const TimePoint start = Clock::now();
+  {
+    Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
+    engine.write(file_, 0, memory_.part(0, 3 * kBlock), Priority::background).wait();
+    EXPECT_FALSE(engine.gave_up());
+    const Completion stuck = engine.write(file_, 0, memory_.part(0, 4 * kBlock), Priority::background);
+    const Completion behind = engine.read(file_, 0, memory_.part(8 * kBlock, 8 * kBlock), Priority::background);
+    for (const Completion& completion : {stuck, behind}) {
+      const auto error = io_error_of(completion);
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->code, ETIMEDOUT);
+    }
+    EXPECT_GE(Clock::now() - start, milliseconds(300));
+    EXPECT_TRUE(engine.gave_up());
+    EXPECT_EQ(io_error_of(engine.sync(file_))->code, ETIMEDOUT);
+  }
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(20));
+}
+
+// Time without anything to do is not silence.
+TEST_P(Drain, AnIdleDriveIsNotGivenUp) {
+  EngineOptions engine_options = options(milliseconds(500));
+  engine_options.answer_timeout = milliseconds(40);
+  Engine engine(engine_options, make_backend(engine_options));
+  for (int i = 0; i < 3; ++i) {
+    std::this_thread::sleep_for(milliseconds(60));
+    engine.write(file_, 0, memory_.part(0, kBlock), Priority::background).wait();
+  }
+  EXPECT_FALSE(engine.gave_up());
+}
+
 TEST_P(Drain, WhatAContinuationStartsDuringTheDrainIsFinishedToo) {
   faults_->add({.kind = Fault::Kind::delay, .delay = milliseconds(20)});
   Completion second;

@@ -254,6 +254,35 @@ TEST_F(Hostile, AMountThatVanishesLosesNothing) {
   expect_intact(setup, life.committed);
 }
 
+// From some transfer on, the drive takes what it is given and says nothing. Wherever in the first steps that is.
+TEST_F(Hostile, ADriveThatStopsAnsweringIsAnErrorAndNoHang) {
+  ToySetup setup = toy(directory_ / "store");
+  setup.runtime.aio_backend = aio::BackendKind::threads;
+  const auto counted = [&](const std::shared_ptr<Faults>& faults) {
+    ToySetup silent = setup;
+    silent.runtime.aio_answer_timeout = std::chrono::milliseconds(60);
+    silent.runtime.make_aio_backend = [faults](const aio::EngineOptions& options) {
+      return make_faulty_backend(options, faults);
+    };
+    return silent;
+  };
+  bool silenced = true;
+  std::uint64_t lives = 0;
+  for (std::uint64_t from = 3; silenced && lives < 12; from += 7, ++lives) {
+    SCOPED_TRACE(fmt::format("silent from transfer {}", from));
+    std::filesystem::remove_all(directory_ / "store");
+    const auto faults = std::make_shared<Faults>(0);
+    faults->add({.kind = Fault::Kind::delay, .first = from, .count = Faults::kForever, .delay = std::chrono::hours(9)});
+    const TimePoint begin = Clock::now();
+    const Life life = train(counted(faults));
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(20));
+    silenced = faults->hits(Fault::Kind::delay) > 0;
+    ASSERT_TRUE(silenced);
+    EXPECT_NE(life.error.find("did not answer"), std::string::npos) << life.error;
+    if (life.committed >= 0) expect_intact(setup, life.committed);
+  }
+}
+
 // Two processes start at once, with luck in the same microsecond: one has the store, the other is refused or comes
 // after it. 1000 times with HOIST_CRASH_RACES.
 TEST_F(Hostile, TwoProcessesRacingForAStoreTakeTurns) {

@@ -26,6 +26,8 @@ class Drives {
   std::vector<std::uint32_t> measured_weights() const;
   // Of all drives: bytes are summed; busy is that of the busiest drive.
   aio::Engine::Stats stats() const;
+  // Some drive stopped answering, and may still write to memory that it was given.
+  bool gave_up() const;
   std::string describe() const;
 
  private:

@@ -53,6 +53,8 @@ class Memory {
   std::vector<std::span<std::byte>> registered_slices() const { return pool_->memory().slices(); }
   bool gradients_on_device() const { return options_.optimizer == Placement::device; }
   std::string describe() const;
+  // Pinned memory is never given back to the system: a drive may still write to it.
+  void quarantine() { pool_->quarantine(); }
 
   using PieceBytes = PinnedNeeds::PieceBytes;
   PieceBytes buffered_bytes(const Piece& piece) const { return pinned_needs_.buffered_bytes(piece); }
