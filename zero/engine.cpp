@@ -120,6 +120,7 @@ void Engine::Impl::tear_down() noexcept {
   live.records.reset();
   metrics.reset();
 
+  place = {};
   sealed = peers_gone = false;
   gradients_due = agreement_due = false;
   micro_batches_done = 0;
@@ -195,7 +196,8 @@ std::uint64_t Engine::Impl::agree_on_run() const {
 void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_first_commit) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
-  tiers::StoreOptions store = detail::store_options(options, table, *live.records, runtime.rank(), runtime.trace());
+  tiers::StoreOptions store =
+      detail::store_options(options, table, *live.records, runtime.rank(), place, runtime.trace());
   const std::uint64_t store_memory = with_store ? tiers::Store::cost(store).memory_bytes : 0;
   live.memory = std::make_unique<detail::Memory>(runtime, options, table, store_memory);
 
@@ -267,11 +269,6 @@ void Engine::Impl::fill_segment(UnitId id, const detail::Segment& segment, std::
     if (low >= high) continue;
     const auto part = values.subspan(low - begin, high - low);
     fill(parameter, low - p.first_element, part);
-    for (const float value : part) {
-      if (master_is_committable(value)) continue;
-      throw UsageError(fmt::format("the initial value {} of parameter '{}' is not finite or too large for bf16", value,
-                                   table.spec(parameter).name));
-    }
   }
 }
 
@@ -295,11 +292,20 @@ void store_masters(const detail::TileAccess& access, std::span<const float> valu
 }  // namespace
 
 void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> program_state) {
+  const Fill checked = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    fill(parameter, first, out);
+    for (const float value : out) {
+      if (master_is_committable(value)) continue;
+      throw UsageError(fmt::format("the initial value {} of parameter '{}' is not finite or too large for bf16", value,
+                                   table.spec(parameter).name));
+    }
+  };
   enliven([&] {
     require_room_for(program_state);
+    refuse_resharded();
     seal(/*create_store=*/true);
     const Ledger::Apart apart(runtime.ledger());
-    together("make its initial state", [&] { fill_homes(fill); });
+    together("make its initial state", [&] { fill_homes(checked); });
     if (!nvme_placement()) return;
     commit("", program_state);
     last_commit.wait();
@@ -307,8 +313,8 @@ void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> progr
   });
 }
 
-void Engine::Impl::fill_homes(const Fill& fill) {
-  if (nvme_placement()) live.store->begin_step(0);
+void Engine::Impl::fill_homes(const Fill& fill, const FillMoment& fill_moment) {
+  if (nvme_placement()) live.store->begin_step(step_count);
   detail::WalkOptions walk = step_writes();
   walk.read = false;
   live.updater->walk(walk, [&](const detail::TileAccess& tile) {
@@ -317,6 +323,15 @@ void Engine::Impl::fill_homes(const Fill& fill) {
     std::vector<float> values(tile.tile->elements);
     fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values, fill);
     store_masters(tile, values);
+    if (!fill_moment) return;
+    for (const State state : {State::moment1, State::moment2}) {
+      if (!tile.segment->has(state)) continue;
+      fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values,
+                   [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+                     fill_moment(parameter, state, first, out);
+                   });
+      for (std::uint64_t i = 0; i < values.size(); ++i) detail::store_value(tile, state, i, values[i]);
+    }
   });
   for (std::uint32_t u = 0; u < table.units().size(); ++u) initialize_frozen(UnitId{u}, fill);
 }

@@ -11,6 +11,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
+#include <hoist/zero/stored_model.hpp>
 
 namespace hoist {
 
@@ -171,6 +172,13 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
 
 namespace {
 
+// A store's place, as ranks tell each other.
+struct PlaceEntry {
+  std::uint64_t order = 0;
+  std::int64_t world_size = 0;
+  friend auto operator<=>(const PlaceEntry&, const PlaceEntry&) = default;
+};
+
 std::uint64_t digest_of(const std::string& text) {
   Digest digest;
   digest.update(std::as_bytes(std::span(text)));
@@ -222,26 +230,114 @@ std::vector<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commits(std::span
   return common;
 }
 
-std::optional<std::uint64_t> Engine::Impl::find_commit() const {
-  tiers::Store::Found found;
-  together("look at its store", [&] {
-    if (!options.store_directory.empty()) found = tiers::Store::look(options.store_directory, runtime.rank());
+// A store, and what of it all ranks can continue from.
+struct Engine::Impl::Source {
+  detail::StorePlace place;
+  int world_size = 0;                 // 0: no manifest can be read
+  std::vector<CommonCommit> commits;  // newest first
+  std::vector<CommitHeader> headers;  // of those, in no order, as this rank sees them
+  std::uint32_t kept_steps_max = 0;
+};
+
+// All that any rank sees, newest first.
+std::vector<detail::StorePlace> Engine::Impl::agree_on_places() const {
+  struct List {
+    std::uint64_t count = 0;
+    std::array<PlaceEntry, 32> entries{};
+  };
+  List mine;
+  together("look for stores", [&] {
+    if (options.store_directory.empty()) return;
+    for (const detail::StorePlace& p : detail::store_places(options.store_directory))
+      if (mine.count < mine.entries.size()) mine.entries[mine.count++] = {p.order, p.world_size};
   });
-  const auto common = agree_on_commits(found.commits, found.store_number);
-  return common.empty() ? std::nullopt : std::optional(common.front().step);
+  std::vector<List> all(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  std::vector<PlaceEntry> entries;
+  for (const List& list : all)
+    entries.insert(entries.end(), list.entries.begin(), list.entries.begin() + static_cast<std::ptrdiff_t>(list.count));
+  std::ranges::sort(entries, std::greater{});
+  entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
+  std::vector<detail::StorePlace> places;
+  for (const PlaceEntry& entry : entries)
+    places.push_back(entry.order == 0 ? detail::StorePlace{}
+                                      : detail::new_place(entry.order, static_cast<int>(entry.world_size)));
+  return places;
+}
+
+// `from`: nothing for its commits, "" for all steps it keeps, or one's name.
+Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& where,
+                                                   const std::optional<std::string>& from) const {
+  Source source{.place = where};
+  const std::string directory = where.in(options.store_directory);
+  std::int64_t world_size = 0;
+  together("look at its store", [&] {
+    for (const int rank : tiers::Store::ranks_in(directory)) {
+      const auto identity = tiers::Store::look(directory, rank).identity;
+      if (identity) world_size = identity->world_size;
+      if (identity) break;
+    }
+  });
+  std::vector<std::int64_t> all(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::as_bytes(std::span(&world_size, 1)), std::as_writable_bytes(std::span(all)));
+  source.world_size = static_cast<int>(*std::ranges::max_element(all));
+
+  std::vector<CommitHeader> commits, kept;
+  std::uint64_t number = 0;
+  together("look at its store", [&] {
+    if (source.world_size == runtime.world_size()) {
+      tiers::Store::Found found = tiers::Store::look(directory, runtime.rank());
+      number = found.store_number;
+      source.kept_steps_max = found.kept_steps_max;
+      commits = std::move(found.commits);
+      kept = std::move(found.kept);
+    } else if (!tiers::Store::ranks_in(directory).empty()) {
+      StoreSummary summary = look_at_one_store(directory);
+      number = summary.run + static_cast<std::uint64_t>(runtime.rank());
+      commits = std::move(summary.commits);
+      kept = std::move(summary.kept);
+    }
+  });
+  source.headers = from ? std::move(kept) : std::move(commits);
+  if (from && !from->empty()) std::erase_if(source.headers, [&](const CommitHeader& c) { return c.name != *from; });
+  source.commits = agree_on_commits(source.headers, number);
+  return source;
+}
+
+std::optional<Engine::Impl::Source> Engine::Impl::find_source(const std::optional<std::string>& from) const {
+  for (const detail::StorePlace& where : agree_on_places()) {
+    Source source = agree_on_source(where, from);
+    if (!source.commits.empty()) return source;
+  }
+  return std::nullopt;
+}
+
+std::optional<std::uint64_t> Engine::Impl::find_commit() const {
+  const auto source = find_source(std::nullopt);
+  return source ? std::optional(source->commits.front().step) : std::nullopt;
 }
 
 std::vector<Engine::KeptStep> Engine::Impl::find_kept() const {
-  tiers::Store::Found found;
-  together("look at its store", [&] {
-    if (!options.store_directory.empty()) found = tiers::Store::look(options.store_directory, runtime.rank());
-  });
-  const auto common = agree_on_commits(found.kept, found.store_number);
   std::vector<KeptStep> steps;
-  for (const CommitHeader& kept : found.kept)
-    if (std::any_of(common.begin(), common.end(), [&](const CommonCommit& c) { return c.is(kept); }))
-      steps.push_back({kept.name, kept.step});
+  std::vector<detail::StorePlace> places = agree_on_places();
+  std::ranges::reverse(places);
+  for (const detail::StorePlace& where : places) {
+    const Source source = agree_on_source(where, "");
+    for (const CommitHeader& kept : source.headers)
+      if (std::ranges::any_of(source.commits, [&](const CommonCommit& c) { return c.is(kept); }))
+        steps.push_back({kept.name, kept.step});
+  }
   return steps;
+}
+
+// A fresh start must not pass over a store that another number of ranks has committed to.
+void Engine::Impl::refuse_resharded() const {
+  const auto source = find_source(std::nullopt);
+  if (!source || (source->place.name.empty() && source->world_size == runtime.world_size()))
+    return;  // create() sees it
+  throw StoreError(
+      fmt::format("the store in {} holds step {} of a run of {} ranks; resume with --resume, or remove the directory",
+                  source->place.in(options.store_directory), source->commits.front().step, source->world_size));
 }
 
 // From what was found under the lock: whoever held it before may have committed meanwhile.
@@ -255,16 +351,28 @@ Engine::Impl::CommonCommit Engine::Impl::choose_commit(const std::string& from) 
       if (kept.name == from) candidates.push_back(kept);
   }
   const auto common = agree_on_commits(candidates, live.store->store_number());
-  if (!common.empty())
-    return from.empty() ? common.front() : *std::ranges::max_element(common, {}, &CommonCommit::kept_serial);
-  std::vector<std::string> names;
-  for (const CommitHeader& kept : live.store->kept())
-    names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
-  const std::string others = names.empty() ? "" : fmt::format("; it keeps {}", fmt::join(names, ", "));
-  throw StoreError(from.empty()
-                       ? fmt::format("{} holds no commit that every rank has{}", options.store_directory, others)
-                       : fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
-                                     names.empty() ? ", nor any other" : others));
+  if (common.empty()) throw nothing_to_restore(from);
+  return from.empty() ? common.front() : *std::ranges::max_element(common, {}, &CommonCommit::kept_serial);
+}
+
+StoreError Engine::Impl::nothing_to_restore(const std::string& from) const {
+  std::string kept;
+  for (const KeptStep& step : find_kept())
+    kept += fmt::format("{}'{}' (step {})", kept.empty() ? "it keeps " : ", ", step.name, step.step);
+  if (!from.empty())
+    return StoreError(fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
+                                  kept.empty() ? ", nor any other" : "; " + kept));
+  std::string why;
+  for (const detail::StorePlace& where : agree_on_places()) {
+    const int ranks = agree_on_source(where, std::nullopt).world_size;
+    if (ranks > 0 && ranks != runtime.world_size())
+      why += fmt::format(
+          "; {} is of a run of {} ranks, whose files are not all in sight of every one of these {}: "
+          "start {} ranks, or bring the files together",
+          where.in(options.store_directory), ranks, runtime.world_size(), ranks);
+  }
+  return StoreError(fmt::format("{} holds no commit that every rank has{}{}", options.store_directory,
+                                kept.empty() ? "" : "; " + kept, why));
 }
 
 RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
@@ -273,33 +381,98 @@ RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
       throw UsageError(
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
     }
-    if (!find_commit() && find_kept().empty())
-      throw StoreError(fmt::format("{} holds no commit that every rank has", options.store_directory));
-    seal(/*create_store=*/false);
-    const Ledger::Apart apart(runtime.ledger());
-    const CommonCommit chosen = choose_commit(restore_options.from);
-    together("adopt the commit", [&] {
-      std::vector<CommitHeader> all = live.store->kept();
-      const auto commits = live.store->commits();
-      all.insert(all.end(), commits.begin(), commits.end());
-      live.store->adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
-    });
-    forget_what_others_lack();
-    together("read the commit", [&] {
-      try {
-        for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
-      } catch (const CorruptionError& error) {
-        throw CorruptionError(error.where, remedy_for_damage());
-      }
-      const auto state = live.store->caller_state();
-      if (state.size() < kCommitNameBytes)
-        throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
-      caller_state.assign(state.begin() + kCommitNameBytes, state.end());
-    });
-    step_count = chosen.step;
-    committed_step = static_cast<std::int64_t>(chosen.step);
+    const auto newest = find_source(std::nullopt);
+    const auto source = restore_options.from.empty() ? newest : find_source(restore_options.from);
+    if (!source) throw nothing_to_restore(restore_options.from);
+    const bool in_place = source->world_size == runtime.world_size() && source->kept_steps_max >= options.keep_steps &&
+                          (!newest || newest->place.order == source->place.order);
+    if (in_place) {
+      place = source->place;
+      restore_in_place(restore_options);
+    } else {
+      reshard(*source, restore_options);
+    }
+    committed_step = static_cast<std::int64_t>(step_count);
+    remove_older_places();
     book_io();
-    return RestoreReport{.step = chosen.step, .caller_state = caller_state};
+    return RestoreReport{.step = step_count, .caller_state = caller_state, .world_size = source->world_size};
+  });
+}
+
+void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
+  seal(/*create_store=*/false);
+  const Ledger::Apart apart(runtime.ledger());
+  const CommonCommit chosen = choose_commit(restore_options.from);
+  together("adopt the commit", [&] {
+    std::vector<CommitHeader> all = live.store->kept();
+    const auto commits = live.store->commits();
+    all.insert(all.end(), commits.begin(), commits.end());
+    live.store->adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
+  });
+  forget_what_others_lack();
+  together("read the commit", [&] {
+    try {
+      for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
+    } catch (const CorruptionError& error) {
+      throw CorruptionError(error.where, remedy_for_damage());
+    }
+    const auto state = live.store->caller_state();
+    if (state.size() < kCommitNameBytes)
+      throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
+    caller_state.assign(state.begin() + kCommitNameBytes, state.end());
+  });
+  step_count = chosen.step;
+}
+
+// Into a new store, so that the old one is whole until this one is committed everywhere.
+void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_options) {
+  const CommonCommit chosen = source.commits.front();
+  place = detail::new_place(agree_on_places().front().order + 1, runtime.world_size());
+  step_count = chosen.step;
+  seal(/*create_store=*/true);
+  const Ledger::Apart apart(runtime.ledger());
+  together("take over the state", [&] {
+    StoredModelOptions which{.from = restore_options.from, .below = false};
+    if (which.from.empty()) which.step = chosen.step;
+    const std::string directory = source.place.in(options.store_directory);
+    const std::string layout = look_at_one_store(directory).layout;
+    if (layout != table.identity())
+      throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
+                                   tiers::first_difference(layout, table.identity())));
+    StoredModel stored(directory, which);
+    std::mutex one_at_a_time;
+    const auto read = [&](ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
+      const std::lock_guard lock(one_at_a_time);
+      stored.read(parameter.index, state, first, out);
+    };
+    fill_homes([&](ParameterId parameter, std::uint64_t first,
+                   std::span<float> out) { read(parameter, State::master, first, out); },
+               read);
+    const auto state = stored.caller_state(runtime.rank() < stored.world_size() ? runtime.rank() : 0);
+    caller_state.assign(state.begin(), state.end());
+  });
+  if (!nvme_placement()) return;  // the next save() will be the new store's first commit
+  commit("", std::vector<std::byte>(caller_state));
+  last_commit.wait();
+}
+
+// Stores that this one has taken over from, and what was left of one that was being made; those that keep steps stay.
+void Engine::Impl::remove_older_places() {
+  if (!nvme_placement() && live.store->commits().empty()) return;  // not taken over yet
+  together("remove the store it took over from", [&] {
+    if (runtime.rank() != 0) return;
+    std::vector<std::string> directories{options.store_directory};
+    directories.insert(directories.end(), options.stripe_directories.begin(), options.stripe_directories.end());
+    for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
+      if (other.order == place.order) continue;
+      if (tiers::Store::ranks_in(other.in(options.store_directory)).empty()) {
+        detail::remove_store(directories, other);
+        continue;
+      }
+      const StoreSummary summary = look_at_one_store(other.in(options.store_directory));
+      const bool in_sight = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
+      if (summary.kept.empty() && (in_sight || !other.name.empty())) detail::remove_store(directories, other);
+    }
   });
 }
 

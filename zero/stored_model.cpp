@@ -7,6 +7,7 @@
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/detail/commit_state.hpp>
 #include <hoist/zero/detail/records.hpp>
+#include <hoist/zero/detail/store_places.hpp>
 #include <hoist/zero/detail/tile_values.hpp>
 #include <hoist/zero/stored_model.hpp>
 
@@ -52,7 +53,7 @@ std::vector<StoredParameter> describe(const detail::UnitTable& table) {
 
 }  // namespace
 
-StoreSummary look_at_store(const std::string& directory) {
+StoreSummary look_at_one_store(const std::string& directory) {
   StoreSummary summary{.directory = directory};
   std::optional<std::string> layout;
   std::uint64_t first_run = 0;
@@ -81,6 +82,8 @@ StoreSummary look_at_store(const std::string& directory) {
   }
   if (summary.ranks.empty()) throw StoreError(fmt::format("there is no store in {}", directory));
   if (!layout) return summary;
+  summary.run = first_run;
+  summary.layout = *layout;
   const detail::UnitTable table = detail::UnitTable::from_identity(*layout, *summary.world_size);
   summary.parameters = describe(table);
   summary.unit_count = table.units().size();
@@ -91,18 +94,28 @@ StoreSummary look_at_store(const std::string& directory) {
   return summary;
 }
 
+StoreSummary look_at_store(const std::string& directory) {
+  const std::vector<detail::StorePlace> places = detail::store_places(directory);
+  // One that was being made when its program died holds nothing yet; the one before it still counts.
+  for (const detail::StorePlace& place : places) {
+    StoreSummary summary = look_at_one_store(place.in(directory));
+    if (!summary.commits.empty() || &place == &places.back()) return summary;
+  }
+  return look_at_one_store(directory);
+}
+
 class StoredModel::Impl {
  public:
   Impl(const std::string& directory, const StoredModelOptions& options)
-      : summary_(readable(directory)),
+      : summary_(readable(options.below ? look_at_store(directory) : look_at_one_store(directory))),
         commit_(choose(summary_, options)),
-        table_(detail::UnitTable::from_identity(
-            Store::look(directory, summary_.ranks.front().rank).identity.value().layout, *summary_.world_size)),
+        table_(detail::UnitTable::from_identity(summary_.layout, *summary_.world_size)),
         records_(table_) {
     for (const StoreSummary::Rank& rank : summary_.ranks) {
       const std::vector<CommitHeader>& commits = commit_.name.empty() ? rank.commits : rank.kept;
       const auto commit = std::ranges::find_if(commits, [&](const CommitHeader& c) { return same_state(c, commit_); });
-      readers_.push_back(std::make_unique<tiers::StoreReader>(directory, rank.rank, records_.records(), *commit, io_));
+      readers_.push_back(
+          std::make_unique<tiers::StoreReader>(summary_.directory, rank.rank, records_.records(), *commit, io_));
     }
   }
 
@@ -167,8 +180,8 @@ class StoredModel::Impl {
     detail::FetchTiles fetch;
   };
 
-  static StoreSummary readable(const std::string& directory) {
-    StoreSummary summary = look_at_store(directory);
+  static StoreSummary readable(StoreSummary summary) {
+    const std::string& directory = summary.directory;
     if (!summary.world_size)
       throw StoreError(
           fmt::format("no manifest in {} can be read: {}", directory, summary.ranks.front().damage.front()));

@@ -45,6 +45,8 @@ struct StoreSummary {
     std::uint64_t data_bytes = 0;              // reserved on disk
   };
   std::string directory;
+  std::uint64_t run = 0;          // what the store numbers of all ranks have in common
+  std::string layout;             // the model, as text: equal for equal models
   std::vector<Rank> ranks;        // those found here, ascending; on shared storage all of them
   std::optional<int> world_size;  // nothing when no manifest could be read
   std::vector<StoredParameter> parameters;
@@ -55,12 +57,16 @@ struct StoreSummary {
   std::vector<tiers::CommitHeader> kept;  // likewise, oldest first
   std::uint32_t kept_steps_max = 0;
 };
+// Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it.
 // Errors: StoreError when there is no store in `directory`, or its ranks hold different models.
 StoreSummary look_at_store(const std::string& directory);
+// The same of the store whose files are in `directory` itself.
+StoreSummary look_at_one_store(const std::string& directory);
 
 struct StoredModelOptions {
   std::optional<std::uint64_t> step;  // the newest commit that all ranks have when absent
   std::string from{};                 // the name of a kept step, instead
+  bool below = true;                  // the store that continues the run, if it is a newer one below the directory
 };
 
 class StoredModel {

@@ -101,7 +101,9 @@ struct RestoreOptions {
 
 struct RestoreReport {
   std::uint64_t step = 0;
+  // As this rank gave it. Where the number of ranks has changed: as the rank of the same number did, or rank 0.
   std::vector<std::byte> caller_state;
+  int world_size = 1;  // of the run that made the commit
 };
 
 // Bytes one step moves over each link, on this rank.

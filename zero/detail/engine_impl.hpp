@@ -50,7 +50,9 @@ class Engine::Impl {
   std::uint64_t agree_on_run() const;
   Completion newest_weights_written(UnitId unit) const;
   void initialize(const Fill& fill, std::span<const std::byte> program_state);
-  void fill_homes(const Fill& fill);
+  // Values of a moment, as Fill gives masters.
+  using FillMoment = std::function<void(ParameterId, State, std::uint64_t first_element, std::span<float> out)>;
+  void fill_homes(const Fill& fill, const FillMoment& fill_moment = {});
   void initialize_frozen(UnitId unit, const Fill& fill);
   Completion store_frozen(UnitId unit, std::span<const std::byte> weights);
   void fill_segment(UnitId unit, const detail::Segment& segment, std::uint64_t first, std::span<float> values,
@@ -91,15 +93,24 @@ class Engine::Impl {
   void check_kept(ParameterId parameter, State state) const;  // that there is such a state of the parameter
 
   // --- engine_commit.cpp
+  struct CommonCommit;
+  struct Source;
+  std::optional<Source> find_source(const std::optional<std::string>& from) const;  // the newest that has one
+  std::vector<detail::StorePlace> agree_on_places() const;
+  Source agree_on_source(const detail::StorePlace& where, const std::optional<std::string>& from) const;
   std::optional<std::uint64_t> find_commit() const;
   std::vector<KeptStep> find_kept() const;
+  void refuse_resharded() const;
   RestoreReport restore(const RestoreOptions& restore_options);
+  void restore_in_place(const RestoreOptions& restore_options);
+  void reshard(const Source& source, const RestoreOptions& restore_options);
+  void remove_older_places();
   void load_homes(UnitId unit);
-  struct CommonCommit;
   // The commits among these that every rank lists, newest first. `store_number`: of the store that lists them.
   std::vector<CommonCommit> agree_on_commits(std::span<const tiers::CommitHeader> commits,
                                              std::uint64_t store_number) const;
   CommonCommit choose_commit(const std::string& from) const;
+  StoreError nothing_to_restore(const std::string& from) const;
   void forget_what_others_lack();  // of kept steps, after a restore
   // A commit's caller state: its name, then what the program gave.
   static std::vector<std::byte> framed(const std::string& name, std::span<const std::byte> program_state);
@@ -136,6 +147,8 @@ class Engine::Impl {
   const EngineOptions options;
   std::vector<GroupOptions> groups;
   detail::UnitTable table;
+
+  detail::StorePlace place;  // which of the stores below the offload directory
 
   // The live engine, in order of dependence: destroyed from the last to the first.
   struct Live {

@@ -7,6 +7,7 @@
 
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/detail/commit_state.hpp>
+#include <hoist/zero/detail/store_places.hpp>
 #include <hoist/zero/detail/unit_table.hpp>
 #include <hoist/zero/options.hpp>
 
@@ -41,10 +42,12 @@ class RecordMap {
 
 // The store that an engine's options ask for.
 inline tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
-                                         int rank, Trace* trace = nullptr) {
+                                         int rank, const StorePlace& place = {}, Trace* trace = nullptr) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  return {.directory = options.store_directory,
-          .stripe_directories = options.stripe_directories,
+  std::vector<std::string> stripes;
+  for (const std::string& directory : options.stripe_directories) stripes.push_back(place.in(directory));
+  return {.directory = place.in(options.store_directory),
+          .stripe_directories = std::move(stripes),
           .identity = {.layout = table.identity(), .rank = rank, .world_size = table.world_size()},
           .records = records.records(),
           .durability = nvme ? options.durability : tiers::Durability::step,  // without, commits are explicit saves

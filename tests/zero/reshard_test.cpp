@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// A run goes on with another number of ranks: the state is dealt out anew, bit by bit, into a store of its own, and the
+// old store goes only when the new one is committed.
+#include <filesystem>
+#include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/store_places.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using testing::HasSubstr;
+
+class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement>> {
+ protected:
+  ReshardTest() {
+    setup_.engine.store_directory = directory_ / "store";
+    setup_.engine.keep_steps = 1;
+  }
+
+  bool on_nvme() const { return GetParam().first == Placement::nvme || GetParam().second == Placement::nvme; }
+
+  void on_engines(int ranks, const std::function<void(int rank, Engine&, ToyModel&)>& body) {
+    on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup_.runtime, join);
+      Engine engine(runtime, setup_.engine);
+      ToyModel model(engine, ToyShape{});
+      body(rank, engine, model);
+    });
+  }
+
+  // Resumes with so many ranks, expects what was there, trains on and saves.
+  void continue_with(int ranks, std::uint64_t last_step, const std::string& from = "") {
+    Digests after;
+    on_engines(ranks, [&](int rank, Engine& engine, ToyModel& model) {
+      const RestoreReport report = engine.restore({.from = from});
+      EXPECT_EQ(report.world_size, ranks_before_);
+      const std::string state(reinterpret_cast<const char*>(report.caller_state.data()), report.caller_state.size());
+      EXPECT_EQ(state, "rank " + std::to_string(rank < ranks_before_ ? rank : 0));
+      Digests found = digests_of(engine, model);
+      found.losses.clear();
+      if (from.empty())
+        EXPECT_EQ(found, before_);
+      else
+        EXPECT_EQ(found, at_.at(from));
+      go_on(rank, engine, model, report.step, last_step, after);
+    });
+    before_ = after;
+    ranks_before_ = ranks;
+  }
+
+  void go_on(int rank, Engine& engine, ToyModel& model, std::uint64_t step, std::uint64_t last_step, Digests& after) {
+    const std::string state = "rank " + std::to_string(rank);
+    while (step < last_step) {
+      model.pass(++step);
+      engine.step({.caller_state = std::as_bytes(std::span(state))});
+    }
+    if (!on_nvme()) engine.save("", std::as_bytes(std::span(state))).wait();
+    engine.settle();
+    EXPECT_EQ(engine.committed_step(), last_step);
+    Digests mine = digests_of(engine, model);
+    mine.losses.clear();
+    if (rank == 0) after = mine;
+  }
+
+  void begin_with(int ranks, std::uint64_t last_step) {
+    on_engines(ranks, [&](int rank, Engine& engine, ToyModel& model) {
+      engine.initialize(model.fill());
+      go_on(rank, engine, model, 0, last_step, before_);
+    });
+    ranks_before_ = ranks;
+  }
+
+  std::vector<detail::StorePlace> places() const { return detail::store_places(setup_.engine.store_directory); }
+
+  TempDirectory directory_;
+  ToySetup setup_ = toy_setup(GetParam().first, GetParam().second);
+  Digests before_;
+  std::map<std::string, Digests> at_;
+  int ranks_before_ = 0;
+};
+
+TEST_P(ReshardTest, OneFourThreeOne) {
+  begin_with(1, 3);
+  continue_with(4, 5);
+  continue_with(4, 6);  // in place
+  continue_with(3, 8);
+  continue_with(1, 9);
+  continue_with(1, 10);
+  ASSERT_EQ(places().size(), 1u);
+  EXPECT_EQ(places()[0].name, "reshard-0003-ranks-1");
+  EXPECT_FALSE(std::filesystem::exists(setup_.engine.store_directory + "/rank-00000.data"));
+  const StoredModel stored(setup_.engine.store_directory);  // tools find it below
+  EXPECT_EQ(stored.step(), 10u);
+  EXPECT_EQ(stored.world_size(), 1);
+}
+
+TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
+  on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    const std::string state = "rank " + std::to_string(rank);
+    model.train(1, 2);
+    engine.save("two", std::as_bytes(std::span(state))).wait();
+    Digests mine = digests_of(engine, model);
+    mine.losses.clear();
+    if (rank == 0) at_["two"] = mine;
+    go_on(rank, engine, model, 2, 4, before_);
+  });
+  ranks_before_ = 2;
+  continue_with(3, 6);
+  EXPECT_EQ(places().size(), 2u);
+  on_engines(3, [&](int, Engine& engine, ToyModel&) {
+    const auto kept = engine.find_kept();
+    ASSERT_EQ(kept.size(), 1u);
+    EXPECT_EQ(kept[0].name, "two");
+    EXPECT_EQ(engine.find_commit(), 6u);
+  });
+  ranks_before_ = 2;
+  continue_with(3, 5, "two");  // also a new store: the one of step 6 was newer than the one that keeps it
+  continue_with(3, 7);
+}
+
+TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
+  begin_with(2, 3);
+  // What a process leaves that died while it was making the store of three ranks.
+  const std::string half = setup_.engine.store_directory + "/reshard-0001-ranks-3";
+  std::filesystem::create_directory(half);
+  std::filesystem::copy(setup_.engine.store_directory + "/rank-00000.data", half + "/rank-00000.data");
+  continue_with(3, 4);
+  continue_with(3, 5);  // without NVMe, what is left goes only now that the new store has a commit
+  ASSERT_EQ(places().size(), 1u);
+  EXPECT_EQ(places()[0].name, "reshard-0002-ranks-3");
+}
+
+TEST_P(ReshardTest, MoreRoomForKeptStepsIsMadeByDealingOutAnew) {
+  begin_with(2, 2);
+  setup_.engine.keep_steps = 3;
+  continue_with(2, 4);
+  EXPECT_EQ(places()[0].name, "reshard-0001-ranks-2");
+}
+
+TEST_P(ReshardTest, RefusalsSayWhatToDo) {
+  begin_with(2, 2);
+  const auto refusal = [&](int ranks, const std::function<void(Engine&, ToyModel&)>& act) {
+    std::string message;
+    on_engines(ranks, [&](int rank, Engine& engine, ToyModel& model) {
+      try {
+        act(engine, model);
+      } catch (const Error& error) {
+        if (rank == 0) message = error.what();
+      }
+    });
+    return message;
+  };
+  EXPECT_THAT(refusal(3, [](Engine& engine, ToyModel& model) { engine.initialize(model.fill()); }),
+              HasSubstr("holds step 2 of a run of 2 ranks; resume with --resume"));
+  std::filesystem::rename(setup_.engine.store_directory + "/rank-00001.manifest", directory_ / "elsewhere");
+  EXPECT_THAT(refusal(3, [](Engine& engine, ToyModel&) { engine.restore(); }),
+              HasSubstr("is of a run of 2 ranks, whose files are not all in sight"));
+}
+
+std::string placement_names(const testing::TestParamInfo<std::pair<Placement, Placement>>& cell) {
+  const char* names[] = {"device", "pinned", "nvme"};
+  return std::string(names[static_cast<int>(cell.param.first)]) + "_" + names[static_cast<int>(cell.param.second)];
+}
+
+INSTANTIATE_TEST_SUITE_P(Placements, ReshardTest,
+                         testing::Values(std::pair(Placement::nvme, Placement::nvme),
+                                         std::pair(Placement::pinned, Placement::nvme),
+                                         std::pair(Placement::pinned, Placement::pinned)),
+                         placement_names);
+
+}  // namespace
+}  // namespace hoist::test

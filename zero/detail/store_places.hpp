@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/store_places.hpp - the stores below one offload directory: the first one lies in it, and each change of
+// the world size makes a new one in a directory of its own, which has taken over the state before the old one goes.
+//
+// A store is the files of one world size (tiers/store.hpp). Which of several continues the run is said by their order
+// alone: the newest one that holds a commit at all its ranks.
+//
+// Threading  Pure functions on the file system.
+// Errors     IoError.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hoist::detail {
+
+struct StorePlace {
+  std::string name;         // of the directory below the offload directory; empty: that itself
+  std::uint64_t order = 0;  // 0: the first one
+  int world_size = 0;       // 0: not known from the name
+  std::string in(const std::string& directory) const { return name.empty() ? directory : directory + "/" + name; }
+};
+
+// Newest first. The first one is listed when a rank's manifest is in it.
+std::vector<StorePlace> store_places(const std::string& directory);
+StorePlace new_place(std::uint64_t order, int world_size);
+
+// Removes the files of all ranks of a store, its manifests first, and its directory when that is its own.
+// `directories`: of all its drives.
+void remove_store(const std::vector<std::string>& directories, const StorePlace& place);
+
+}  // namespace hoist::detail

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <string_view>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include <hoist/tiers/store.hpp>
+#include <hoist/zero/detail/store_places.hpp>
+
+namespace hoist::detail {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr std::string_view kPrefix = "reshard-", kRanks = "-ranks-";
+
+// The place of that name, when it is one that new_place() gives.
+StorePlace parsed(const std::string& name) {
+  StorePlace place;
+  const std::size_t ranks_at = name.find(kRanks);
+  if (!name.starts_with(kPrefix) || ranks_at == std::string::npos) return place;
+  std::from_chars(name.data() + kPrefix.size(), name.data() + ranks_at, place.order);
+  std::from_chars(name.data() + ranks_at + kRanks.size(), name.data() + name.size(), place.world_size);
+  return place.order > 0 && place.world_size > 0 && new_place(place.order, place.world_size).name == name
+             ? new_place(place.order, place.world_size)
+             : StorePlace{};
+}
+
+}  // namespace
+
+StorePlace new_place(std::uint64_t order, int world_size) {
+  return {fmt::format("{}{:04}{}{}", kPrefix, order, kRanks, world_size), order, world_size};
+}
+
+std::vector<StorePlace> store_places(const std::string& directory) {
+  std::vector<StorePlace> places;
+  std::error_code none;
+  for (const auto& entry : fs::directory_iterator(directory, none)) {
+    if (!entry.is_directory(none) || entry.is_symlink(none)) continue;
+    const StorePlace place = parsed(entry.path().filename().string());
+    if (!place.name.empty()) places.push_back(place);
+  }
+  if (!tiers::Store::ranks_in(directory).empty()) places.push_back({});
+  std::ranges::sort(places, std::greater{}, &StorePlace::order);
+  return places;
+}
+
+void remove_store(const std::vector<std::string>& directories, const StorePlace& place) {
+  std::error_code ignored;
+  for (const std::string_view suffix : {".manifest", ".manifest-new", ".label", ".lock-info", ".data"}) {
+    for (const std::string& directory : directories) {
+      for (const auto& entry : fs::directory_iterator(place.in(directory), ignored)) {
+        const std::string name = entry.path().filename().string();
+        if (name.starts_with("rank-") && name.ends_with(suffix)) fs::remove(entry.path(), ignored);
+      }
+    }
+  }
+  if (place.name.empty()) return;
+  for (const std::string& directory : directories) fs::remove(place.in(directory), ignored);
+}
+
+}  // namespace hoist::detail
