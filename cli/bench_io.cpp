@@ -217,7 +217,8 @@ Command add_bench(CLI::App& app) {
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist bench io --path /local_nvme --size 8GiB --op read --compare fio --json io.json");
-  return {bench, [arguments] { return bench_io(*arguments); }};
+  const Command optimizer = add_bench_optimizer(*bench);
+  return {bench, [arguments, optimizer] { return optimizer.app->parsed() ? optimizer.run() : bench_io(*arguments); }};
 }
 
 }  // namespace hoist::cli

@@ -23,5 +23,6 @@ Command add_export(CLI::App& app);
 Command add_doctor(CLI::App& app);
 Command add_bench(CLI::App& app);
 Command add_tune(CLI::App& app);
+Command add_bench_optimizer(CLI::App& bench);  // of `bench`, which runs it
 
 }  // namespace hoist::cli

@@ -29,7 +29,7 @@ const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
     {std::regex("liburing.*"), {"aio"}},
     {std::regex("libaio.*"), {"measure"}},
     {std::regex("hwloc.*"), {"platform"}},
-    {std::regex("hwy/.*"), {"optim_cpu", "bench"}},
+    {std::regex("hwy/.*"), {"optim_cpu", "measure"}},
     {std::regex("nlohmann/.*"), {"config", "interchange", "cli", "examples", "bench", "measure"}},
     {std::regex("isa-l/.*|xxhash.*"), {"core"}}};
 

@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist bench optimizer: updates against the memory's speed, and a whole step against a drive's.
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/measure/kernels.hpp>
+#include <hoist/measure/scratch_file.hpp>
+#include <hoist/measure/streamed_step.hpp>
+#include <hoist/optim_cpu/update.hpp>
+
+#include "commands.hpp"
+#include "interrupt.hpp"
+#include "output.hpp"
+#include "progress.hpp"
+#include "storage.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+using measure::InputError;
+using measure::Interval;
+using measure::KernelCase;
+using measure::KernelResult;
+using measure::StreamedStepResult;
+using optim::OptimizerKind;
+using optim::OptimizerOptions;
+
+struct BenchOptimizerArguments {
+  std::string path;  // empty: kernels only
+  std::string size = "1050MiB";
+  std::string only;
+  std::int64_t pairs = 31;
+  std::int64_t step_pairs = 0;  // 0: as many
+  std::int64_t threads = 0;
+  std::int64_t parameters = 200'000'000;
+  std::string pinned = "512MiB";
+  std::string block_size = "1MiB";
+  std::int64_t queue_depth = 16;
+  std::string json;
+  bool quiet = false;
+};
+
+struct Kernel {
+  KernelCase what;
+  double target = 0;  // of the stream; 0: none is promised
+};
+
+std::string_view master_name(const KernelCase& what) { return what.master == DType::fp32 ? "fp32" : "split"; }
+
+// "AdamW, split master, fp32 moments, bf16 gradient"
+std::string title(const KernelCase& what) {
+  std::string text = std::string(optim::optimizer_name(what.optimizer.kind));
+  const optim::StateForm state = optim::state_form(what.optimizer);
+  if (state.state == optim::OptimizerState::momentum) text += " with momentum";
+  text += fmt::format(", {} master", master_name(what));
+  if (optim::moment_count(state.state) > 0) text += fmt::format(", {} moments", dtype_name(state.moments));
+  text += fmt::format(", {} gradient", dtype_name(what.gradient));
+  if (!what.instruction_set.empty()) text += ", " + what.instruction_set;
+  if (what.checksum) text += ", checksums";
+  return text;
+}
+
+std::vector<Kernel> kernels() {
+  const OptimizerOptions adamw{.learning_rate = 1e-5};
+  const auto other = [](OptimizerKind kind, double momentum = 0) {
+    OptimizerOptions options = optim::default_options(kind);
+    options.learning_rate = 1e-5;
+    options.momentum = momentum;
+    return options;
+  };
+  std::vector<Kernel> all{
+      {{.optimizer = adamw, .master = DType::fp32, .gradient = DType::fp32}, 0.95},
+      {{.optimizer = adamw}, 0.92},
+      {{.optimizer = adamw, .checksum = true}},
+      {{.optimizer = adamw, .gradient = DType::fp32}},
+      {{.optimizer = adamw, .gradient = DType::fp16}},
+      {{.optimizer = other(OptimizerKind::adam)}},
+      {{.optimizer = other(OptimizerKind::adagrad)}},
+      {{.optimizer = other(OptimizerKind::lion)}},
+      {{.optimizer = other(OptimizerKind::sgd, 0.9)}},
+      {{.optimizer = other(OptimizerKind::sgd)}},
+  };
+  const auto sets = optim::supported_instruction_sets();
+  if (std::ranges::find(sets, "AVX2") != sets.end() && sets.front() != "AVX2") {
+    all.push_back({{.optimizer = adamw, .master = DType::fp32, .gradient = DType::fp32, .instruction_set = "AVX2"}});
+    all.push_back({{.optimizer = adamw, .instruction_set = "AVX2"}});
+  }
+  return all;
+}
+
+struct BenchOptimizerReport {
+  std::vector<Kernel> kernels;
+  std::vector<KernelResult> results;
+  std::optional<StreamedStepResult> step;
+  double step_target = 1.05;  // a step may take so much longer than the same bytes mixed
+};
+
+void check_range(const std::string& option, std::int64_t value, std::int64_t min, std::int64_t max) {
+  if (value < min || value > max) throw InputError(fmt::format("{} {}: must be {} to {}", option, value, min, max));
+}
+
+void check(const BenchOptimizerArguments& arguments) {
+  check_range("--pairs", arguments.pairs, 1, 10000);
+  check_range("--step-pairs", arguments.step_pairs, 0, 10000);
+  check_range("--threads", arguments.threads, 0, 4096);
+  check_range("--parameters", arguments.parameters, 16 * 1024, 1'000'000'000'000);
+  check_queue_depth("--queue-depth", arguments.queue_depth);
+  check_block_bytes("--block-size", parse_size_option("--block-size", arguments.block_size));
+}
+
+void measure_kernels(const BenchOptimizerArguments& arguments, const measure::StopFlag* stop, ProgressStyle style,
+                     BenchOptimizerReport& report) {
+  for (const Kernel& kernel : kernels()) {
+    if (title(kernel.what).find(arguments.only) == std::string::npos) continue;
+    const auto pairs = static_cast<unsigned>(arguments.pairs);
+    Progress progress(
+        {.what = title(kernel.what) + ", pair", .unit = ProgressOptions::Unit::count, .total = pairs, .style = style});
+    report.results.push_back(
+        measure::compare_kernel(kernel.what, {.state_bytes = parse_size_option("--size", arguments.size),
+                                              .pairs = pairs,
+                                              .threads = static_cast<unsigned>(arguments.threads),
+                                              .stop = stop,
+                                              .progress = [&](unsigned done) { progress.update(done); }}));
+    report.kernels.push_back(kernel);
+  }
+}
+
+void measure_step(const BenchOptimizerArguments& arguments, const measure::StopFlag* stop, ProgressStyle style,
+                  BenchOptimizerReport& report) {
+  if (arguments.path.empty()) return;
+  const auto pairs = static_cast<unsigned>(arguments.step_pairs == 0 ? arguments.pairs : arguments.step_pairs);
+  Progress progress({.what = "a step and mixed transfers in turn, pair",
+                     .unit = ProgressOptions::Unit::count,
+                     .total = pairs,
+                     .style = style});
+  report.step = measure::compare_streamed_step({.directory = arguments.path,
+                                                .optimizer = {.learning_rate = 1e-5},
+                                                .parameters = static_cast<std::uint64_t>(arguments.parameters),
+                                                .pinned_bytes = parse_size_option("--pinned", arguments.pinned),
+                                                .block_bytes = parse_size_option("--block-size", arguments.block_size),
+                                                .queue_depth = static_cast<unsigned>(arguments.queue_depth),
+                                                .pairs = pairs,
+                                                .stop = stop,
+                                                .progress = [&](unsigned done) { progress.update(done); }});
+}
+
+Json interval_json(const std::vector<double>& values) {
+  const Interval interval = measure::median_interval(values);
+  return Json::array({interval.low, interval.high});
+}
+
+// Not contradicted: the interval, widened by what the control says of noise, reaches the target.
+bool reaches(const KernelResult& result, double target) {
+  const Interval interval = measure::median_interval(result.ratios);
+  const Interval control = measure::median_interval(result.control_ratios);
+  return interval.high + (control.high - control.low) / 2 >= target;
+}
+
+Json kernel_json(const Kernel& kernel, const KernelResult& result) {
+  const optim::StateForm state = optim::state_form(kernel.what.optimizer);
+  Json json{{"optimizer", optim::optimizer_name(kernel.what.optimizer.kind)},
+            {"master", master_name(kernel.what)},
+            {"moments", optim::moment_count(state.state) == 0 ? Json(nullptr) : Json(dtype_name(state.moments))},
+            {"gradient", dtype_name(kernel.what.gradient)},
+            {"ratio_to_stream", measure::median(result.ratios)},
+            {"limit", result.limit()},
+            {"interval", interval_json(result.ratios)},
+            {"control_interval", interval_json(result.control_ratios)},
+            {"in_cache_ratio", result.in_cache_ratio},
+            {"target", kernel.target == 0 ? Json(nullptr) : Json(kernel.target)},
+            {"holds", kernel.target == 0 ? Json(nullptr) : Json(reaches(result, kernel.target))}};
+  json["momentum"] = kernel.what.optimizer.momentum;
+  json["checksum"] = kernel.what.checksum;
+  json["instruction_set"] = result.instruction_set;
+  json["parameters"] = result.parameters;
+  json["threads"] = result.threads;
+  json["pairs"] = result.ratios.size();
+  json["bytes_per_parameter"] = result.traffic_bytes;
+  json["gb_per_s"] = result.gigabytes_per_second();
+  json["stream"] = result.stream_prefetches ? "prefetching" : "plain";
+  return json;
+}
+
+Json step_json(const StreamedStepResult& step, double target) {
+  const Interval interval = measure::median_interval(step.ratios);
+  const Interval control = measure::median_interval(step.control_ratios);
+  return {{"ratio_to_mixed_io", measure::median(step.ratios)},
+          {"interval", interval_json(step.ratios)},
+          {"bytes_read_per_parameter", step.bytes_read_per_parameter()},
+          {"bytes_written_per_parameter", step.bytes_written_per_parameter()},
+          {"control_interval", interval_json(step.control_ratios)},
+          {"target", target},
+          {"holds", interval.low - (control.high - control.low) / 2 <= target},
+          {"parameters", step.parameters},
+          {"pairs", step.ratios.size()},
+          {"seconds", measure::median(step.step_seconds)},
+          {"update_seconds", measure::median(step.update_seconds)},
+          {"engine", step.description}};
+}
+
+Json to_json(const BenchOptimizerReport& report) {
+  Json json{{"kernels", Json::array()}};
+  for (std::size_t i = 0; i < report.kernels.size(); ++i)
+    json["kernels"].push_back(kernel_json(report.kernels[i], report.results[i]));
+  json["streamed_step"] = report.step ? step_json(*report.step, report.step_target) : Json(nullptr);
+  json["machine"] = machine_json();
+  return json;
+}
+
+std::string range_text(const std::vector<double>& ratios) {
+  const Interval interval = measure::median_interval(ratios);
+  return fmt::format("{:.3f} [{:.3f}, {:.3f}]", measure::median(ratios), interval.low, interval.high);
+}
+
+std::string to_text(const BenchOptimizerReport& report) {
+  std::string text;
+  if (!report.kernels.empty()) {
+    std::vector<std::vector<std::string>> rows{
+        {"", "of the stream [95 %]", "control", "in cache", "limit", "GB/s", "wanted"}};
+    for (std::size_t i = 0; i < report.kernels.size(); ++i) {
+      const KernelResult& result = report.results[i];
+      const double target = report.kernels[i].target;
+      const Interval control = measure::median_interval(result.control_ratios);
+      rows.push_back({title(report.kernels[i].what), range_text(result.ratios),
+                      fmt::format("[{:.3f}, {:.3f}]", control.low, control.high),
+                      fmt::format("{:.2f}", result.in_cache_ratio), result.limit(),
+                      fmt::format("{:.1f}", result.gigabytes_per_second()),
+                      target == 0 ? "" : fmt::format("{:.2f}{}", target, reaches(result, target) ? "" : ", missed")});
+    }
+    const KernelResult& first = report.results.front();
+    text +=
+        fmt::format("updates against a stream kernel of the same traffic: {} parameters, {} pairs, {} threads, {}\n\n",
+                    first.parameters, first.ratios.size(), first.threads, first.instruction_set);
+    text += columns(rows);
+  }
+  if (report.step) {
+    const StreamedStepResult& step = *report.step;
+    text += fmt::format("{}a step of {} parameters against as many bytes mixed, {} pairs\n\n", text.empty() ? "" : "\n",
+                        step.parameters, step.ratios.size());
+    text += columns(
+        {{"time of a step / of the bytes", range_text(step.ratios)},
+         {"control, bytes / bytes", range_text(step.control_ratios)},
+         {"bytes a parameter", fmt::format("{:.3f} read, {:.3f} written", step.bytes_read_per_parameter(),
+                                           step.bytes_written_per_parameter())},
+         {"seconds of a step", fmt::format("{:.3f}, {:.3f} of them updating", measure::median(step.step_seconds),
+                                           measure::median(step.update_seconds))}});
+    for (const std::string& line : step.description) text += "  " + line + "\n";
+  }
+  return text;
+}
+
+int bench_optimizer(const BenchOptimizerArguments& arguments) {
+  try {
+    check(arguments);
+    const InterruptGuard interrupt;
+    const ProgressStyle style = arguments.quiet ? ProgressStyle::quiet : ProgressStyle::automatic;
+    BenchOptimizerReport report;
+    measure_kernels(arguments, interrupt.flag(), style, report);
+    measure_step(arguments, interrupt.flag(), style, report);
+    if (report.kernels.empty() && !report.step)
+      throw InputError(
+          fmt::format("--only \"{}\": there is no such kernel; without it all are measured", arguments.only));
+    write_json(arguments.json, to_json(report));
+    fmt::print("{}", to_text(report));
+    return kOk;
+  } catch (const InputError& error) {
+    fmt::print(stderr, "hoist bench optimizer: {}\n", error.what());
+    return kBadInput;
+  } catch (const BudgetError& error) {
+    fmt::print(stderr, "hoist bench optimizer: {}; raise --pinned, or lower --parameters or --size\n", error.what());
+    return kBadInput;
+  } catch (const measure::Interrupted&) {
+    fmt::print(stderr, "hoist bench optimizer: interrupted; its files are removed\n");
+    InterruptGuard::end_by_signal();
+  }
+}
+
+}  // namespace
+
+Command add_bench_optimizer(CLI::App& bench) {
+  CLI::App* command =
+      bench.add_subcommand("optimizer", "Measure updates against the memory, and a whole step against a drive");
+  auto arguments = std::make_shared<BenchOptimizerArguments>();
+  command->add_option("--path", arguments->path, "A directory on the drive for the whole step (kernels only)");
+  command->add_option("--size", arguments->size, "Bytes of the arrays that kernels go through (1050MiB)");
+  command->add_option("--only", arguments->only, "Kernels whose title holds this text, \"AdamW\" (all)");
+  command->add_option("--pairs", arguments->pairs, "Alternating pairs of legs (31)");
+  command->add_option("--step-pairs", arguments->step_pairs, "The same for the whole step (as --pairs)");
+  command->add_option("--threads", arguments->threads, "Threads of the kernels (one a processor)");
+  command->add_option("--parameters", arguments->parameters, "Of the model whose step is measured (200000000)");
+  command->add_option("--pinned", arguments->pinned, "Pinned memory of that model, gradients included (512MiB)");
+  command->add_option("--block-size", arguments->block_size, "Bytes of one transfer (1MiB)");
+  command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight (16)");
+  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+  command->add_flag("--quiet", arguments->quiet, "No progress");
+  command->footer("Example: hoist bench optimizer --path /local_nvme --json optimizer.json");
+  return {command, [arguments] { return bench_optimizer(*arguments); }};
+}
+
+}  // namespace hoist::cli

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// measure/kernels.hpp - optimizer updates against the memory's speed.
+//
+// Each round runs three legs on the same arrays, in an order that changes from round to round: the update, and twice
+// the best stream kernel of the same traffic (plain or prefetching, chosen first). What counts is the ratio of the
+// rounds; the second stream leg against the first is the control that says how much of it is noise. Beside it the same
+// update on tiles that stay in a core's cache: what arithmetic alone would allow, and so which of the two is the limit.
+//
+// Threading  Blocks its caller; the legs run on a pool of their own.
+// Memory     The arrays: KernelOptions::state_bytes on huge pages where there are any.
+// Errors     BudgetError when memory is short; Error when the update makes state that may not be committed;
+// Interrupted.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <hoist/core/dtype.hpp>
+#include <hoist/measure/interruption.hpp>
+#include <hoist/measure/statistics.hpp>
+#include <hoist/optim_cpu/optimizer.hpp>
+
+namespace hoist::measure {
+
+struct KernelCase {
+  optim::OptimizerOptions optimizer;
+  DType master = DType::bf16;  // bf16: split; fp32: whole
+  DType gradient = DType::bf16;
+  std::string instruction_set{};  // empty: the best
+  bool checksum = false;          // of every tile's weights and state, as a step that is written makes
+};
+
+struct KernelOptions {
+  std::uint64_t state_bytes = 1'100'000'000;  // of all arrays together
+  unsigned pairs = 31;
+  unsigned threads = 0;  // 0: every processor
+  const StopFlag* stop = nullptr;
+  std::function<void(unsigned pairs_done)> progress{};
+};
+
+struct KernelResult {
+  std::string instruction_set;
+  std::uint64_t parameters = 0;
+  unsigned threads = 0;
+  std::uint64_t traffic_bytes = 0;     // a parameter: read and written
+  std::vector<double> ratios;          // speed of the update / of the stream, one for each round
+  std::vector<double> control_ratios;  // stream / stream
+  std::vector<double> update_seconds;
+  bool stream_prefetches = false;
+  double in_cache_ratio = 0;  // speed of the update in cache / of the stream
+
+  double gigabytes_per_second() const;
+  // "arithmetic" when the update is slower than the stream, and would be in cache, too; else "memory".
+  const char* limit() const;
+};
+
+KernelResult compare_kernel(const KernelCase& what, const KernelOptions& options);
+
+}  // namespace hoist::measure

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <filesystem>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include <hoist/core/clock.hpp>
+#include <hoist/core/ledger.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/measure/fill.hpp>
+#include <hoist/measure/scratch_file.hpp>
+#include <hoist/measure/streamed_step.hpp>
+#include <hoist/measure/workload.hpp>
+#include <hoist/zero/engine.hpp>
+
+namespace hoist::measure {
+
+namespace {
+
+constexpr std::uint64_t kUnits = 16;
+constexpr unsigned kUncountedSteps = 2;
+
+// A directory that was not there before, and will not be afterwards.
+class Directory {
+ public:
+  explicit Directory(std::string path) : path_(std::move(path)) {
+    if (std::filesystem::exists(path_))
+      throw InputError(fmt::format("{} exists: another run is using it, or was killed; remove it", path_));
+  }
+  ~Directory() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  Directory(const Directory&) = delete;
+  Directory& operator=(const Directory&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  const std::string path_;
+};
+
+RuntimeOptions runtime_options(const StreamedStepOptions& options) {
+  RuntimeOptions runtime;
+  const std::uint64_t unit_bytes = 2 * divide_up(options.parameters, kUnits);
+  runtime.device_memory_bytes = round_up(8 * unit_bytes + 16 * kMiB, kMiB);
+  runtime.pinned_memory_bytes = options.pinned_bytes;
+  runtime.aio_block_bytes = options.block_bytes;
+  runtime.aio_queue_depth = options.queue_depth;
+  runtime.communicator = CommunicatorKind::self;
+  return runtime;
+}
+
+EngineOptions engine_options(const StreamedStepOptions& options, const std::string& directory) {
+  EngineOptions engine;
+  engine.parameters = Placement::nvme;
+  engine.optimizer = Placement::nvme;
+  engine.store_directory = directory;
+  engine.update_mode = UpdateMode::step;
+  engine.sub_group_elements = options.piece_parameters;
+  engine.optimizer_defaults = options.optimizer;
+  return engine;
+}
+
+// Layers whose gradient is a thousandth of their weights: no time is lost on mathematics.
+class Model {
+ public:
+  Model(Runtime& runtime, Engine& engine, std::uint64_t parameters)
+      : engine_(engine), stream_(runtime.device().create_stream("compute")) {
+    for (std::uint64_t u = 0; u < kUnits; ++u) {
+      const std::uint64_t count = parameters / kUnits + (u < parameters % kUnits ? 1 : 0);
+      const std::string name = fmt::format("unit {}", u);
+      const ParameterSpec spec{.name = name + " weights", .shape = {static_cast<std::int64_t>(count)}};
+      units_.push_back({engine.add_unit(name, std::span(&spec, 1)), engine.parameter(spec.name), count});
+    }
+    engine.initialize([](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+      for (std::size_t i = 0; i < out.size(); ++i)
+        out[i] = static_cast<float>(0.1 * (random_uniform(parameter.index, first + i) - 0.5));
+    });
+  }
+  ~Model() { stream_->synchronize(); }
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  void pass() {
+    const PassScope scope = engine_.begin(Pass::train);
+    for (const Unit& unit : units_) {
+      Lease lease = engine_.gather(unit.id, *stream_);
+      const GradientLease gradients = engine_.gradients(unit.id, *stream_);
+      const TensorView weights = lease.view(unit.weights);
+      const TensorView gradient = gradients.view(unit.weights);
+      stream_->scale_into(static_cast<std::byte*>(gradient.data), gradient.dtype,
+                          static_cast<const std::byte*>(weights.data), weights.dtype, unit.count, 1e-3f,
+                          platform::Stream::Combine::add);
+      lease.release(*stream_);
+      engine_.finish(unit.id, *stream_);
+    }
+  }
+
+ private:
+  struct Unit {
+    UnitId id;
+    ParameterId weights;
+    std::uint64_t count;
+  };
+  Engine& engine_;
+  std::unique_ptr<platform::Stream> stream_;
+  std::vector<Unit> units_;
+};
+
+struct Counted {
+  std::uint64_t read, written;
+  Nanoseconds updating;
+};
+Counted counted(const Ledger& ledger) {
+  return {ledger.totals(Link::nvme_read).bytes, ledger.totals(Link::nvme_write).bytes,
+          ledger.waited(WaitCause::optimizer)};
+}
+
+class Comparison {
+ public:
+  explicit Comparison(const StreamedStepOptions& options)
+      : options_(options),
+        directory_((std::filesystem::path(options.directory) / "hoist-bench-optimizer").string()),
+        runtime_(runtime_options(options)),
+        engine_(runtime_, engine_options(options, directory_.path())),
+        model_(runtime_, engine_, options.parameters) {
+    result_.parameters = options.parameters;
+    for (unsigned i = 0; i < kUncountedSteps; ++i) step();
+    result_.step_seconds.clear();
+    result_.update_seconds.clear();
+    result_.description = engine_.describe();
+    const std::uint64_t file_bytes = round_up(result_.bytes_written, options.block_bytes);
+    file_ = std::make_unique<ScratchFile>(options.directory, file_bytes);
+    buffers_ = std::make_unique<BlockBuffers>(options.queue_depth * options.block_bytes, -1);
+    drive_ = std::make_unique<Drive>(
+        *file_, *buffers_, DriveOptions{.block_bytes = options.block_bytes, .queue_depth = options.queue_depth});
+    ScratchFile* const files[] = {file_.get()};
+    fill_files(files, options.stop, [](std::uint64_t) {});
+  }
+
+  // Seconds from the call until the commit.
+  double step() {
+    model_.pass();
+    engine_.settle();  // what the pass moved is in the books
+    const Counted before = counted(runtime_.ledger());
+    const TimePoint begin = Clock::now();
+    const StepReport report = engine_.step();
+    report.committed.wait();
+    const double seconds = to_seconds(Clock::now() - begin);
+    engine_.settle();
+    const Counted after = counted(runtime_.ledger());
+    result_.bytes_read = after.read - before.read;
+    result_.bytes_written = after.written - before.written;
+    result_.step_seconds.push_back(seconds);
+    result_.update_seconds.push_back(to_seconds(after.updating - before.updating));
+    return seconds;
+  }
+
+  // Seconds for as many bytes, half reads and half writes.
+  double mixed() {
+    Drive* const drives[] = {drive_.get()};
+    const std::uint64_t bytes = round_up(result_.bytes_read + result_.bytes_written, options_.block_bytes);
+    const WorkloadResult mixed = run_workload(drives, {.pattern = Pattern::mixed,
+                                                       .region = {0, file_->bytes()},
+                                                       .bytes_max = bytes,
+                                                       .seed = ++seed_,
+                                                       .stop = options_.stop});
+    // A step flushes, too.
+    return mixed.seconds + mixed.flush_seconds;
+  }
+
+  StreamedStepResult& result() { return result_; }
+
+ private:
+  const StreamedStepOptions& options_;
+  Directory directory_;
+  Runtime runtime_;
+  Engine engine_;
+  Model model_;
+  std::unique_ptr<ScratchFile> file_;
+  std::unique_ptr<BlockBuffers> buffers_;
+  std::unique_ptr<Drive> drive_;
+  StreamedStepResult result_;
+  std::uint64_t seed_ = 0;
+};
+
+}  // namespace
+
+double StreamedStepResult::bytes_read_per_parameter() const {
+  return static_cast<double>(bytes_read) / static_cast<double>(parameters);
+}
+double StreamedStepResult::bytes_written_per_parameter() const {
+  return static_cast<double>(bytes_written) / static_cast<double>(parameters);
+}
+
+StreamedStepResult compare_streamed_step(const StreamedStepOptions& options) {
+  // Two extents of at most 12 bytes a parameter, and the file of the mixed legs.
+  check_scratch_directory(options.directory, 36 * options.parameters + 64 * kMiB);
+  Comparison comparison(options);
+  StreamedStepResult& result = comparison.result();
+  for (unsigned round = 0; round < options.pairs; ++round) {
+    throw_if_stopped(options.stop);
+    // The mixed leg that is compared comes before the step and after it in turn; the control's follows.
+    double step = 0, mixed = 0;
+    if (round % 2 == 0) {
+      mixed = comparison.mixed();
+      step = comparison.step();
+    } else {
+      step = comparison.step();
+      mixed = comparison.mixed();
+    }
+    result.ratios.push_back(step / mixed);
+    result.control_ratios.push_back(comparison.mixed() / mixed);
+    if (options.progress) options.progress(round + 1);
+  }
+  return result;
+}
+
+}  // namespace hoist::measure

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// The limit that updates are measured against, and the measurement itself on arrays too small to mean anything.
+#include <cstring>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/measure/kernels.hpp>
+#include <hoist/measure/stream.hpp>
+#include <hoist/measure/streamed_step.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
+
+namespace hoist::measure {
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+
+struct Shape {
+  bool split;
+  unsigned moments;
+  std::size_t moment_bytes, gradient_bytes;
+};
+
+std::vector<Shape> shapes() {
+  std::vector<Shape> all;
+  for (const bool split : {true, false})
+    for (const unsigned moments : {0u, 1u, 2u})
+      for (const std::size_t moment_bytes : {2u, 4u})
+        for (const std::size_t gradient_bytes : {2u, 4u}) all.push_back({split, moments, moment_bytes, gradient_bytes});
+  return all;
+}
+
+// Every array between guards, none aligned to more than its element.
+struct Arrays {
+  explicit Arrays(const Shape& shape, std::size_t count) : bytes(5, Bytes(kGuard + 4 * count + 8 * kAhead)) {
+    for (std::size_t a = 0; a < bytes.size(); ++a)
+      for (std::size_t i = 0; i < bytes[a].size(); ++i) bytes[a][i] = static_cast<unsigned char>(7 * i + a);
+    view.count = count;
+    view.master[0] = bytes[0].data() + kGuard;
+    if (shape.split) view.master[1] = bytes[1].data() + kGuard;
+    for (unsigned i = 0; i < shape.moments; ++i) view.moments[i] = bytes[2 + i].data() + kGuard;
+    view.moment_count = shape.moments;
+    view.moment_bytes = shape.moment_bytes;
+    view.gradient = bytes[4].data() + kGuard;
+    view.gradient_bytes = shape.gradient_bytes;
+  }
+  static constexpr std::size_t kGuard = 68, kAhead = 512;
+  std::vector<Bytes> bytes;
+  StreamArrays view;
+};
+
+TEST(Stream, ChangesNothingAndReadsEveryGradient) {
+  constexpr std::size_t kCount = 5 * kStreamBlock;
+  for (const Shape& shape : shapes()) {
+    for (const Prefetch prefetch : {Prefetch::none, Prefetch::ahead}) {
+      Arrays arrays(shape, kCount);
+      const std::vector<Bytes> before = arrays.bytes;
+      (void)stream(arrays.view, prefetch);
+      EXPECT_EQ(arrays.bytes, before);
+      // The value is one lane of a sum by exclusive or: a word of the gradient that is read reaches exactly one lane.
+      unsigned changed = 0;
+      const unsigned value = stream(arrays.view, prefetch);
+      for (std::size_t word = 0; word < kCount * shape.gradient_bytes / 4; ++word) {
+        unsigned char& byte = arrays.bytes[4][Arrays::kGuard + 4 * word];
+        byte ^= 1u;
+        if (stream(arrays.view, prefetch) != value) ++changed;
+        byte ^= 1u;
+      }
+      EXPECT_GT(changed, 0u);
+      EXPECT_EQ(kCount * shape.gradient_bytes / 4 % changed, 0u) << "every lane sees as many words";
+    }
+  }
+}
+
+TEST(Stream, TrafficIsWhatAnUpdateMoves) {
+  EXPECT_EQ(Arrays({true, 2, 4, 2}, kStreamBlock).view.traffic_bytes(), 26u);
+  EXPECT_EQ(Arrays({false, 2, 4, 4}, kStreamBlock).view.traffic_bytes(), 28u);
+  EXPECT_EQ(Arrays({true, 2, 2, 2}, kStreamBlock).view.traffic_bytes(), 18u);
+  EXPECT_EQ(Arrays({true, 0, 4, 2}, kStreamBlock).view.traffic_bytes(), 10u);
+}
+
+TEST(Kernels, EveryOptimizerIsMeasured) {
+  using optim::OptimizerKind;
+  for (const OptimizerKind kind :
+       {OptimizerKind::adamw, OptimizerKind::adam, OptimizerKind::adagrad, OptimizerKind::lion, OptimizerKind::sgd}) {
+    for (const DType master : {DType::bf16, DType::fp32}) {
+      for (const DType gradient : {DType::bf16, DType::fp16, DType::fp32}) {
+        const KernelResult result = compare_kernel(
+            {.optimizer = optim::default_options(kind), .master = master, .gradient = gradient, .checksum = true},
+            {.state_bytes = 2'000'000, .pairs = 2, .threads = 2});
+        EXPECT_EQ(result.ratios.size(), 2u);
+        EXPECT_EQ(result.control_ratios.size(), 2u);
+        EXPECT_GT(result.in_cache_ratio, 0);
+        EXPECT_GT(result.gigabytes_per_second(), 0);
+      }
+    }
+  }
+}
+
+TEST(StreamedStep, MovesWhatTheFormulaSaysAndLeavesNothing) {
+  const test::TempDirectory directory;
+  const StreamedStepResult result = compare_streamed_step(
+      {.directory = directory.path(), .parameters = 1 << 20, .pinned_bytes = 64 * kMiB, .pairs = 2});
+  EXPECT_EQ(result.ratios.size(), 2u);
+  EXPECT_NEAR(result.bytes_read_per_parameter(), 12, 0.01);  // the last tile of a unit is padded
+  EXPECT_NEAR(result.bytes_written_per_parameter(), 12, 0.01);
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+}  // namespace
+}  // namespace hoist::measure
