@@ -83,12 +83,13 @@ class Planner {
   }
 
   bool slotted(Item item) const { return inputs_.items[item].slotted; }
+  bool bound(Item item) const { return inputs_.items[item].bound; }
   bool present(Item item) const { return slotted(item) ? table_.resident(item) : fetched_own_[item]; }
 
   void fetch(Item item, Slot slot) {
     if (slotted(item)) {
       table_.place(item, slot);
-    } else {
+    } else if (!bound(item)) {
       fetched_own_[item] = true;
     }
     plan_.fetches.push_back({item, slotted(item) ? slot : kOwnMemory});
@@ -145,7 +146,7 @@ class Planner {
       const std::uint64_t elements = inputs_.items[item].elements;
       ahead += elements;
       if (ahead > inputs_.prefetch_elements) return;
-      if (present(item)) continue;
+      if (present(item) || bound(item)) continue;
       if (slotted(item) && table_.live_elements() + elements > inputs_.live_elements_max) return;
       const Slot slot = slotted(item) ? slot_for(i, from) : kOwnMemory;
       if (slotted(item) && slot == kOwnMemory) return;

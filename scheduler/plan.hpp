@@ -42,6 +42,7 @@ std::uint64_t trace_hash(std::span<const Access> trace);
 struct ItemShape {
   std::uint64_t elements = 0;
   bool slotted = true;  // false: has memory of its own, and stays valid there once fetched
+  bool bound = false;   // its memory comes with every gather (not slotted): fetched then, never early, and never kept
 };
 
 struct PlanInputs {

@@ -430,12 +430,24 @@ bool Engine::keeps(ParameterId parameter, State state) const {
 }
 std::uint64_t Engine::parameter_count() const { return impl_->table.parameter_count(); }
 
+Engine::Place Engine::place(ParameterId parameter) const {
+  const detail::UnitTable& table = impl_->table;
+  if (parameter.index >= table.specs().size())
+    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  const detail::Parameter& p = table.parameter(parameter);
+  const detail::Segment& segment = table.segment_of(parameter);
+  return {.unit = p.unit,
+          .offset_bytes = segment.gathered_offset + p.first_element * dtype_bytes(segment.dtype),
+          .unit_bytes = table.unit(p.unit).gathered_bytes};
+}
+
 ModelShape Engine::shape() const {
   const detail::UnitTable& table = impl_->table;
   ModelShape model;
   for (const GroupOptions& group : impl_->groups) model.groups.push_back(optim::state_form(group));
   for (const detail::Unit& unit : table.units()) {
-    UnitShape& shape = model.units.emplace_back(UnitShape{.name = unit.name});
+    UnitShape& shape =
+        model.units.emplace_back(UnitShape{.name = unit.name, .bound = static_cast<bool>(unit.options.binding)});
     for (const ParameterId parameter : unit.parameters) shape.parameters.push_back(table.spec(parameter));
     // Gathers bring whole units, so one parameter stands for all that are tied to its unit.
     for (const UnitId owner : unit.tied) shape.tied.push_back(table.spec(table.unit(owner).parameters.front()).name);

@@ -45,6 +45,13 @@ class Engine {
   // both moments.
   bool keeps(ParameterId parameter, State state) const;
   std::uint64_t parameter_count() const;  // elements, padding not counted
+  // Where the parameter will lie in its unit's gathered memory: what a Binding needs to know before the first gather.
+  struct Place {
+    UnitId unit{};
+    std::uint64_t offset_bytes = 0;
+    std::uint64_t unit_bytes = 0;  // of the whole unit, as Binding::bind is told
+  };
+  Place place(ParameterId parameter) const;
   ModelShape shape() const;               // what was declared, for predict()
 
   // BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's own

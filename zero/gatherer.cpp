@@ -40,9 +40,7 @@ void Gatherer::end_pass(bool complete) {
   if (stager_ != nullptr) stager_->expect({});
 }
 
-bool Gatherer::is_staged_in_order(UnitId unit) const {
-  return !table_.unit(unit).options.binding && !states_[unit.index].valid_in_own_memory;
-}
+bool Gatherer::is_staged_in_order(UnitId unit) const { return !states_[unit.index].valid_in_own_memory; }
 
 // The units the plan will read from NVMe in this pass, in order: those fetched at its beginning, then the others.
 std::vector<UnitId> Gatherer::reads_ahead(std::span<const scheduler::Fetch> first) const {
@@ -85,8 +83,12 @@ void Gatherer::issue(std::span<const scheduler::Fetch> fetches) {
       continue;
     }
     UnitState& state = states_[f.item];
+    if (state.bound != nullptr) {
+      fetch(UnitId{f.item}, state.bound, {std::exchange(state.bound_free, {})}, nullptr);
+      continue;
+    }
     std::byte* own = memory_.home(UnitId{f.item}).own_memory;
-    if (own == nullptr || state.valid_in_own_memory) continue;  // bound units are fetched by bind()
+    if (own == nullptr || state.valid_in_own_memory) continue;
     state.valid_in_own_memory = true;
     fetch(UnitId{f.item}, own, std::exchange(state.uses, {}), state.transfer);
   }
@@ -198,10 +200,9 @@ void Gatherer::gather(UnitId unit, StreamRef stream) {
 void Gatherer::pin(UnitId unit, StreamRef stream) {
   UnitState& state = states_[unit.index];
   if (state.pins.empty()) {
-    std::byte* bound = bind(unit, stream);  // first: it may refuse, and then nothing has happened
+    state.bound = bind(unit, stream);  // first: it may refuse, and then nothing has happened
+    if (state.bound != nullptr) state.bound_free = stream->record();
     direct([&] { return director_.gather(unit.index); });
-    state.bound = bound;
-    if (bound != nullptr) fetch(unit, bound, {stream->record()}, nullptr);
   }
   await(state, stream);
   state.pins.push_back(&*stream);

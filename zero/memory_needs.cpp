@@ -67,7 +67,9 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
                                     .live_elements_max = options.live_elements_max,
                                     .reuse_distance_elements = options.reuse_distance_elements};
   for (const Unit& unit : table.units())
-    result.items.push_back({.elements = unit.elements, .slotted = needs.is_slotted(unit)});
+    result.items.push_back({.elements = unit.elements,
+                            .slotted = needs.is_slotted(unit),
+                            .bound = static_cast<bool>(unit.options.binding)});
   return result;
 }
 

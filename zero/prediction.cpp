@@ -26,7 +26,11 @@ detail::UnitTable table_of(const EngineOptions& engine, const ModelShape& model,
   if (groups.empty()) groups.push_back(optim::state_form(engine.optimizer_defaults));
   groups.resize(std::max(groups.size(), group_count), groups.front());
   detail::UnitTable table(world_size, /*accumulates=*/engine.micro_batches_max > 1);
-  for (const UnitShape& unit : model.units) table.add(unit.name, unit.parameters, {}, groups);
+  for (const UnitShape& unit : model.units) {
+    UnitOptions options;
+    if (unit.bound) options.binding.bind = [](UnitId, std::uint64_t, StreamRef) { return nullptr; };
+    table.add(unit.name, unit.parameters, std::move(options), groups);
+  }
   for (std::uint32_t u = 0; u < model.units.size(); ++u) {
     for (const std::string& name : model.units[u].tied) {
       const auto owner = table.find(name);

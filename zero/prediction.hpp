@@ -21,6 +21,7 @@ struct UnitShape {
   std::string name;
   std::vector<ParameterSpec> parameters;
   std::vector<std::string> tied;  // names of parameters of other units that this one also uses
+  bool bound = false;             // gathered into memory of the embedder's (UnitOptions::binding)
 };
 
 struct ModelShape {

@@ -52,6 +52,7 @@ AccessTrace random_trace(Rng& rng, Item items, std::size_t pins, std::size_t len
 void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where) {
   std::map<Slot, Item> slots;
   std::set<Item> own, pinned;
+  std::size_t bound_fetched = 0;  // the point of the last fetch into bound memory
   const auto resident = [&](Item item) {
     return inputs.items[item].slotted
                ? std::any_of(slots.begin(), slots.end(), [&](const auto& s) { return s.second == item; })
@@ -60,6 +61,13 @@ void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where
   for (std::size_t point = 0; point <= plan.trace.size(); ++point) {
     if (point > 0 && plan.trace[point - 1].kind == AccessKind::release) pinned.erase(plan.trace[point - 1].item);
     for (const Fetch& fetch : plan.fetches_at(point)) {
+      if (inputs.items[fetch.item].bound) {
+        ASSERT_EQ(fetch.slot, kOwnMemory) << where;
+        ASSERT_TRUE(point > 0 && plan.trace[point - 1] == (Access{AccessKind::gather, fetch.item}))
+            << where << ": fetched at another point than its gather";
+        bound_fetched = point;
+        continue;
+      }
       if (!inputs.items[fetch.item].slotted) {
         ASSERT_EQ(fetch.slot, kOwnMemory) << where;
         ASSERT_TRUE(own.insert(fetch.item).second) << where << ": fetched twice into its own memory";
@@ -74,6 +82,10 @@ void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where
     }
     if (point == 0 || plan.trace[point - 1].kind != AccessKind::gather) continue;
     const Item item = plan.trace[point - 1].item;
+    if (inputs.items[item].bound) {
+      ASSERT_EQ(bound_fetched, point) << where << ": bound memory was left empty";
+      continue;
+    }
     ASSERT_TRUE(resident(item)) << where << ": item " << item << " is not there at access " << point - 1;
     if (inputs.items[item].slotted) pinned.insert(item);
   }
@@ -85,7 +97,10 @@ TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
     const Item items = 1 + static_cast<Item>(rng.below(9));
     const std::uint32_t slots = 1 + static_cast<std::uint32_t>(rng.below(4));
     std::vector<ItemShape> shapes;
-    for (Item i = 0; i < items; ++i) shapes.push_back({1 + rng.below(100), rng.below(5) != 0});
+    for (Item i = 0; i < items; ++i) {
+      const bool slotted = rng.below(5) != 0;
+      shapes.push_back({1 + rng.below(100), slotted, !slotted && rng.below(2) == 0});
+    }
     const PlanInputs inputs{.items = shapes,
                             .slot_count = slots,
                             .prefetch_elements = rng.below(3) == 0 ? 0 : rng.below(500),

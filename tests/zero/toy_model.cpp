@@ -34,7 +34,7 @@ ToyModel::ToyModel(Engine& engine, const ToyShape& shape)
         {.name = name + ".norm", .shape = {shape.norm}, .dtype = DType::fp32, .group = no_decay}};
     const bool frozen = shape.frozen && u == 1;
     if (frozen) specs.push_back({.name = name + ".frozen", .shape = {3, 1000}, .trainable = false});
-    Unit unit{.id = engine.add_unit(name, specs)};
+    Unit unit{.id = engine.add_unit(name, specs, {.binding = shape.binding})};
     unit.matrix = engine.parameter(name + ".matrix");
     unit.norm = engine.parameter(name + ".norm");
     if (frozen) unit.frozen = engine.parameter(name + ".frozen");

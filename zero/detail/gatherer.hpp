@@ -64,8 +64,9 @@ class Gatherer {
     std::vector<platform::StreamEvent> uses;  // ends of leases since that transfer, not reached when last looked at
     scheduler::Slot slot = scheduler::kNoSlot;
     bool valid_in_own_memory = false;
-    bool shard_current = false;  // device_shard holds the present weights; executor only
-    std::byte* bound = nullptr;  // memory of the embedder's
+    bool shard_current = false;        // device_shard holds the present weights; executor only
+    std::byte* bound = nullptr;        // memory of the embedder's
+    platform::StreamEvent bound_free;  // when it may be written to
   };
 
   struct SlotState {

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gathered memory of the embedder's: the same results, the same bytes, and read ahead like any other.
+#include <map>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/ledger.hpp>
+#include <hoist/zero/prediction.hpp>
+
+#include "toy_model.hpp"
+
+namespace hoist::test {
+namespace {
+
+// An embedder that gives every unit the same memory each time, and overwrites it as soon as it may.
+struct Embedder {
+  std::map<std::uint32_t, std::vector<std::byte>> memory;
+  int bound = 0;
+
+  Binding binding() {
+    return {.bind =
+                [this](UnitId unit, std::uint64_t bytes, StreamRef) {
+                  memory[unit.index].resize(bytes);
+                  ++bound;
+                  return memory[unit.index].data();
+                },
+            .unbind =
+                [this](UnitId unit, StreamRef stream) {
+                  stream->fill(memory[unit.index].data(), 0xFF, memory[unit.index].size());
+                  --bound;
+                }};
+  }
+};
+
+ToySetup setup_for(Placement parameters, Placement optimizer, const TempDirectory& directory) {
+  const bool stores = parameters == Placement::nvme || optimizer == Placement::nvme;
+  return toy_setup(parameters, optimizer, stores ? (directory / "store") : std::string());
+}
+
+TEST(Binding, WhoOwnsGatheredMemoryNeverChangesTheResult) {
+  const Digests expected = train_once(toy_setup(Placement::device, Placement::device), ToyShape{}, 5);
+  for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme}) {
+    for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
+      const TempDirectory directory;
+      Embedder embedder;
+      ToyShape shape;
+      shape.binding = embedder.binding();
+      EXPECT_EQ(train_once(setup_for(parameters, optimizer, directory), shape, 5), expected)
+          << static_cast<int>(parameters) << ", " << static_cast<int>(optimizer);
+      EXPECT_EQ(embedder.bound, 0);
+    }
+  }
+}
+
+TEST(Binding, BytesFollowTheFormulaAndWeightsAreReadOnce) {
+  const TempDirectory directory;
+  const ToySetup setup = setup_for(Placement::nvme, Placement::nvme, directory);
+  Embedder embedder;
+  ToyShape shape;
+  shape.binding = embedder.binding();
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, shape);
+  engine.initialize(model.fill());
+  model.train(1, 3);  // the first pass is recorded, not planned
+  engine.settle();
+  const std::uint64_t before = runtime.ledger().totals(Link::nvme_read).bytes;
+  model.train(4, 9);
+  engine.settle();
+  const std::uint64_t read = runtime.ledger().totals(Link::nvme_read).bytes - before;
+  const std::uint64_t formula = 6 * engine.formula_bytes().nvme_read;
+  EXPECT_GE(read, formula);
+  EXPECT_LE(read, formula + formula / 10);  // whole tiles of 4 KiB
+}
+
+TEST(Binding, PlaceSaysWhereAParameterWillLie) {
+  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  Embedder embedder;
+  ToyShape shape;
+  shape.binding = embedder.binding();
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, shape);
+  std::vector<Engine::Place> places;
+  for (std::uint32_t p = 0; p < engine.parameters().size(); ++p) places.push_back(engine.place(ParameterId{p}));
+  engine.initialize(model.fill());
+  const PassScope scope = engine.begin(Pass::evaluate);
+  for (std::uint32_t p = 0; p < places.size(); ++p) {
+    Lease lease = engine.gather(places[p].unit, model.stream());
+    const std::vector<std::byte>& memory = embedder.memory[places[p].unit.index];
+    EXPECT_EQ(lease.view(ParameterId{p}).data, memory.data() + places[p].offset_bytes);
+    EXPECT_EQ(memory.size(), places[p].unit_bytes);
+    lease.release(model.stream());
+  }
+  EXPECT_THROW(engine.place(ParameterId{static_cast<std::uint32_t>(places.size())}), UsageError);
+}
+
+TEST(Binding, APredictionLeavesOutWhatTheEmbedderBrings) {
+  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  Embedder embedder;
+  ToyShape shape;
+  shape.binding = embedder.binding();
+  const ToyModel model(engine, shape);
+  const Prediction bound = predict(setup.runtime, setup.engine, engine.shape(), 1);
+  EXPECT_EQ(bound.gather_slots, 0u);
+  ModelShape own = engine.shape();
+  for (UnitShape& unit : own.units) {
+    EXPECT_TRUE(unit.bound);
+    unit.bound = false;
+  }
+  EXPECT_LT(bound.device.least_bytes, predict(setup.runtime, setup.engine, own, 1).device.least_bytes);
+}
+
+}  // namespace
+}  // namespace hoist::test
