@@ -70,9 +70,26 @@ if(NOT HOIST_WITH_MPI STREQUAL "OFF")
 endif()
 hoist_optional(MPI _mpi_found "MPI ${MPI_CXX_VERSION}" "install libopenmpi-dev")
 
+# The extension module is built by the Python that will import it: the one whose nanobind is found. Only a whole build
+# looks for it, not one that embeds hoist.
+set(_python_found OFF)
+if(PROJECT_IS_TOP_LEVEL AND NOT HOIST_WITH_PYTHON STREQUAL "OFF")
+  find_package(Python 3.9 QUIET COMPONENTS Interpreter Development.Module)
+  if(Python_FOUND)
+    execute_process(COMMAND ${Python_EXECUTABLE} -m nanobind --cmake_dir
+      OUTPUT_VARIABLE nanobind_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    if(nanobind_ROOT)
+      find_package(nanobind CONFIG QUIET)
+      set(_python_found ${nanobind_FOUND})
+    endif()
+  endif()
+endif()
+hoist_optional(PYTHON _python_found "${Python_EXECUTABLE} ${Python_VERSION}, nanobind ${nanobind_VERSION}"
+  "pip install nanobind; -DPython_EXECUTABLE=... names an interpreter")
+
 function(hoist_print_summary)
   message(STATUS "hoist ${PROJECT_VERSION}, ${CMAKE_BUILD_TYPE}${HOIST_SANITIZE}")
-  foreach(part CUDA NCCL MPI)
+  foreach(part CUDA NCCL MPI PYTHON)
     message(STATUS "  ${part}: ${HOIST_NOTE_${part}}")
   endforeach()
 endfunction()

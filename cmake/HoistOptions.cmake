@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Build options. Optional parts take AUTO (use it when found), ON (an error when missing) or OFF.
 
-foreach(part CUDA NCCL MPI)
+foreach(part CUDA NCCL MPI PYTHON)
   set(HOIST_WITH_${part} AUTO CACHE STRING "Build with ${part}: AUTO, ON or OFF")
   set_property(CACHE HOIST_WITH_${part} PROPERTY STRINGS AUTO ON OFF)
 endforeach()

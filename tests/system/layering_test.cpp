@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 // Lowest row first; siblings do not know each other.
 const std::vector<std::set<std::string>> kRows{
     {"core"},      {"platform"}, {"aio", "comm", "optim_cpu"},         {"tiers"},
-    {"scheduler"}, {"zero"},     {"config", "interchange", "measure"}, {"cli", "examples", "bench"}};
+    {"scheduler"}, {"zero"},     {"config", "interchange", "measure"}, {"cli", "examples", "bench", "python"}};
 // platform is hardware's door; the optimizers need none of it.
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only rooms that may include them.

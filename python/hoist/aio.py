@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors to files and back, many at once, past the page cache.
+
+    engine = hoist.aio.Engine(queue_depth=32)
+    transfer = engine.write(tensor, "/local_nvme/t")      # a future: done(), wait()
+    transfer.wait()
+    engine.read(tensor, "/local_nvme/t").wait()
+
+Memory from `aligned_empty` goes to the drive without a copy; any other is copied through small buffers. `aio_handle` is
+the same engine under the names of DeepSpeed's class.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from hoist import _hoist
+from hoist._hoist import Transfer
+
+__all__ = ["Engine", "Transfer", "aio_handle", "aligned_empty"]
+
+
+def aligned_empty(shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An uninitialized CPU tensor fit for direct transfers."""
+    size = torch.Size([shape] if isinstance(shape, int) else shape)
+    memory = torch.from_dlpack(_hoist.aligned_memory(max(1, size.numel() * dtype.itemsize)))
+    return memory[: size.numel() * dtype.itemsize].view(dtype).view(size)
+
+
+class Engine:
+    """Many direct reads and writes in flight. Any thread may start them and wait."""
+
+    def __init__(self, block_size: int = 1 << 20, queue_depth: int = 16, threads: int = 4, backend: str = "automatic"):
+        self._engine = _hoist.AioEngine(block_size, queue_depth, threads, backend)
+
+    def read(self, target: torch.Tensor, path: str | os.PathLike, offset: int = 0) -> Transfer:
+        """Starts filling a dense CPU tensor from a file."""
+        return self._engine.read(_memory(target), os.fspath(path), offset)
+
+    def write(self, source: torch.Tensor, path: str | os.PathLike, offset: int = 0) -> Transfer:
+        """Starts writing a dense CPU tensor to a file, which is made when it does not exist."""
+        return self._engine.write(_memory(source), os.fspath(path), offset)
+
+    @property
+    def description(self) -> str:
+        return self._engine.description
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise _hoist.UsageError("transfers need a dense CPU tensor")
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+class aio_handle:
+    """The methods of DeepSpeed's aio_handle.
+
+    `single_submit` and `overlap_events` describe how libaio is driven and have no counterpart; they are kept for the
+    getters. One engine serves all transfers, so `intra_op_parallelism` only matters where io_uring is forbidden.
+    """
+
+    def __init__(self, block_size: int = 1 << 20, queue_depth: int = 128, single_submit: bool = False,
+                 overlap_events: bool = False, intra_op_parallelism: int = 1):
+        self._settings = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        self._engine = Engine(block_size, queue_depth, max(1, intra_op_parallelism))
+        self._pending: list[tuple[Transfer, torch.Tensor | None, str, int]] = []
+        self._locked: dict[int, torch.Tensor] = {}
+
+    def get_block_size(self) -> int:
+        return self._settings[0]
+
+    def get_queue_depth(self) -> int:
+        return self._settings[1]
+
+    def get_single_submit(self) -> bool:
+        return self._settings[2]
+
+    def get_overlap_events(self) -> bool:
+        return self._settings[3]
+
+    def get_intra_op_parallelism(self) -> int:
+        return self._settings[4]
+
+    def get_alignment(self) -> int:
+        return 4096
+
+    def pread(self, buffer: torch.Tensor, filename: str, validate: bool = False, async_: bool = False,
+              file_offset: int = 0, **other) -> int:
+        return self._start(self._engine.read(buffer, filename, file_offset), None, filename, file_offset,
+                           other.get("async", async_))
+
+    def pwrite(self, buffer: torch.Tensor, filename: str, validate: bool = False, async_: bool = False,
+               file_offset: int = 0, **other) -> int:
+        return self._start(self._engine.write(buffer, filename, file_offset), buffer if validate else None, filename,
+                           file_offset, other.get("async", async_))
+
+    def read(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+        return self.pread(buffer, filename, validate, False, file_offset)
+
+    def write(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+        return self.pwrite(buffer, filename, validate, False, file_offset)
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pread(buffer, filename, False, False, file_offset)
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pwrite(buffer, filename, False, False, file_offset)
+
+    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pread(buffer, filename, False, True, file_offset)
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pwrite(buffer, filename, False, True, file_offset)
+
+    def wait(self) -> int:
+        """Returns when everything started asynchronously is done: how many transfers that were."""
+        pending, self._pending = self._pending, []
+        first: BaseException | None = None
+        for entry in pending:
+            try:
+                self._end(*entry)
+            except _hoist.Error as error:
+                first = first or error
+        if first is not None:
+            raise first
+        return len(pending)
+
+    def _start(self, transfer: Transfer, validate, filename: str, offset: int, later: bool) -> int:
+        if later:
+            self._pending.append((transfer, validate, filename, offset))
+            return 0
+        self._end(transfer, validate, filename, offset)
+        return 1
+
+    def _end(self, transfer: Transfer, written: torch.Tensor | None, filename: str, offset: int) -> None:
+        transfer.wait()
+        if written is None:
+            return
+        back = aligned_empty(written.nbytes, torch.uint8)
+        self._engine.read(back, filename, offset).wait()
+        if not torch.equal(back, _memory(written)):
+            raise _hoist.IoError(f"{filename} holds other bytes at offset {offset} than were written")
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Aligned memory in huge pages; it is not locked, since io_uring pins what is in flight."""
+        tensor = aligned_empty(num_elem, example_tensor.dtype)
+        self._locked[tensor.data_ptr()] = tensor
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        return self._locked.pop(tensor.data_ptr(), None) is not None

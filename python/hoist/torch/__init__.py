@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch models on three tiers.
+
+    engine = hoist.torch.wrap(model, config="ds_config.json")
+    for inputs, targets in data:
+        loss = loss_of(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+
+from hoist import _hoist
+from hoist.torch.engine import Engine
+from hoist.torch.optimizer import Optimizer
+from hoist.torch.units import units_of
+
+__all__ = ["Engine", "Optimizer", "initialize", "load_config", "units_of", "wrap"]
+
+
+def load_config(config: str | os.PathLike | dict[str, Any] | _hoist.Config) -> _hoist.Config:
+    """A configuration from a file, a dictionary in the file's form, or itself."""
+    if isinstance(config, _hoist.Config):
+        return config
+    if isinstance(config, dict):
+        return _hoist.Config.parse(json.dumps(config), "config")
+    return _hoist.Config.load(os.fspath(config))
+
+
+def wrap(model: torch.nn.Module, config, **options) -> Engine:
+    """Moves a model's parameters and optimizer states to where the configuration wants them.
+
+    groups         parameter groups as torch.optim takes them; settings they lack are the configuration's
+    unit_classes   modules to be brought up and down whole; by default the members of lists of like modules
+    weights        a .safetensors file, an index or a directory to begin with; read in pieces
+    initialize     initializes one module in place: for models built under torch.device("meta"), one unit at a time
+    optimizer      what the groups' settings are of, where it is not the configuration's: AdamW, Adam, Adagrad, Lion, SGD
+    seed           of that initialization
+    resume         continue from the newest commit of the store, if there is one
+    scheduler      stepped after every step that was applied
+    """
+    return Engine(model, load_config(config), **options)
+
+
+def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
+               distributed_port=None, mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None,
+               config_params=None, **options):
+    """What deepspeed.initialize takes and returns: (engine, optimizer, dataloader, scheduler).
+
+    An optimizer's parameter groups are taken over, settings and all; its own state is not used.
+    """
+    if model is None:
+        raise _hoist.UsageError("initialize() needs model=...")
+    if mpu is not None or mesh_param is not None:
+        raise _hoist.UsageError("model and sequence parallelism are not known here: mpu and mesh_param must be None")
+    config = config if config is not None else config_params
+    if config is None:
+        config = getattr(args, "deepspeed_config", None)
+    if config is None:
+        raise _hoist.UsageError("initialize() needs config=..., a file or a dictionary")
+    loaded = load_config(config)
+
+    groups = None
+    client_groups = None
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())
+    if optimizer is not None:
+        options["optimizer"] = _kind_of(optimizer)
+        groups = client_groups = optimizer.param_groups
+    elif model_parameters is not None:
+        groups = [g for g in model_parameters]
+        if not groups or not isinstance(groups[0], dict):
+            groups = None  # plain parameters: the configuration's settings
+    engine = Engine(model, loaded, groups=groups, **options)
+    if client_groups is not None:
+        engine.optimizer.adopt(client_groups)
+    scheduler = lr_scheduler
+    if callable(scheduler) and not hasattr(scheduler, "step"):
+        scheduler = scheduler(engine.optimizer)
+    if scheduler is None and loaded.has_schedule:
+        scheduler = ConfiguredSchedule(engine)
+    engine.lr_scheduler = scheduler
+    loader = None
+    if training_data is not None:
+        loader = torch.utils.data.DataLoader(
+            training_data, batch_size=engine.train_micro_batch_size_per_gpu() or 1, collate_fn=collate_fn, shuffle=True)
+    return engine, engine.optimizer, loader, scheduler
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+    for kind in ("AdamW", "Adam", "Adagrad", "SGD"):  # AdamW is an Adam to PyTorch
+        if isinstance(optimizer, getattr(torch.optim, kind)):
+            return kind
+    raise _hoist.UsageError(f"{type(optimizer).__name__} cannot be offloaded here: pass torch.optim's AdamW, Adam, "
+                            "Adagrad or SGD, or name an optimizer in the configuration")
+
+
+class ConfiguredSchedule:
+    """The configuration's own schedule, which the engine follows by itself."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def step(self, *_) -> None:
+        pass
+
+    def get_last_lr(self) -> list[float]:
+        return self._engine.get_lr()
+
+    get_lr = get_last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,670 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A PyTorch module whose parameters, gradients and optimizer states are lifted by hoist.
+
+Hooks on the modules say when weights are needed; gradients leave as soon as autograd has them. Between its uses a
+parameter shows NaN: what is up, and when, is decided here and in the extension, not by the model.
+
+A pass opens with the first call of a module and ends with the backward pass. Calls without gradients are passes of their
+own, or take part in the one that is open.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import json
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hoist import _hoist
+from hoist.optim import options_of
+from hoist.torch import initial
+from hoist.torch.optimizer import Optimizer
+from hoist.torch.units import reads_weights_in_backward, tensors_in, units_of
+from hoist.torch.watch import Watch
+
+_log = logging.getLogger("hoist")
+_BUFFER_BYTES_MAX = 32 * 1024  # kept in every commit, beside the program's own state
+
+
+class _Hook:
+    """The hooks of one module, and the units that its calls need."""
+
+    def __init__(self, engine: Engine, module: nn.Module, units: list[int], is_root: bool):
+        self.engine = engine
+        self.units = list(units)
+        self.entered: list[list[int]] = []  # of calls under way, innermost last
+        self.is_root = is_root
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        engine, lift = self.engine, self.engine._lift
+        if not engine._calls:
+            engine._enter_outermost()
+        engine._calls.append(self)
+        entered: list[int] = []
+        self.entered.append(entered)
+        for unit in self.units:
+            lift.enter(unit)
+            entered.append(unit)
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad:
+                for unit in entered:
+                    tensor.register_hook(lift.input_hook(unit, tensor.grad_fn is None))
+                return
+
+    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        engine, lift = self.engine, self.engine._lift
+        if engine._calls and engine._calls[-1] is self:
+            engine._calls.pop()
+        outermost = not engine._calls
+        entered = self.entered.pop() if self.entered else []
+        failed = output is None and sys.exc_info()[0] is not None
+        if torch.is_grad_enabled() and not failed:
+            nodes = {t.grad_fn for t in tensors_in(output) if t.grad_fn is not None}
+            for unit in entered if nodes else ():
+                lift.backward_of_call(unit)
+                if unit in engine._units_without_backward:
+                    continue
+                hook = lift.backward_hook(unit)
+                for node in nodes:
+                    node.register_prehook(hook)
+            if outermost:
+                for node in nodes:
+                    node.register_prehook(engine._backward_begins)
+        for unit in entered:
+            lift.leave(unit)
+        if outermost:
+            engine._leave_outermost(failed)
+
+
+class Engine:
+    """What `wrap` and `initialize` return: the model, and its training state on three tiers."""
+
+    def __init__(self, model: nn.Module, config: _hoist.Config, *, groups=None, unit_classes=(), weights=None,
+                 initialize=None, optimizer: str | None = None, seed: int = 0, resume: bool = False, scheduler=None):
+        self.module = model
+        self.config = config
+        self._calls: list[_Hook] = []
+        self._micro_batch = 0
+        self._due = False
+        self._backward_seen = False
+        self._broken = False
+        self._last_report: _hoist.StepReport | None = None
+        self._boundary: bool | None = None
+        self.lr_scheduler = scheduler
+        self.state: dict[str, Any] = {}
+        self.restored = False
+        for warning in config.warnings:
+            _log.warning("%s", warning)
+        self._refuse_compiled(model)
+
+        cut = units_of(model, unit_classes)
+        if not cut.units:
+            raise _hoist.UsageError("the model has no parameters")
+        self._cut = cut
+        self._dtype = torch.bfloat16 if config.setting("bf16.enabled") is True else None
+        param_groups, group_of = self._groups(groups)
+        self._optimizer_groups_offset = 0 if groups is None else 1
+        specs = self._specs(group_of)
+        defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
+        options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
+        training = config.training
+        self._micro_batches = int(training.gradient_accumulation_steps or 1)
+        config.micro_batches_max = max(config.micro_batches_max, self._micro_batches)
+        self._lift = _hoist.Lift(config, options, [_hoist.LiftUnit(u.name, s, u.shared)
+                                                   for u, s in zip(cut.units, specs, strict=True)])
+        self._lift.know_types(torch.float32, torch.bfloat16, torch.float16)
+        settled = config.check_world_size(self._lift.world_size)
+        self._training = settled
+
+        self._names: dict[str, int] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._trainable: list[nn.Parameter] = []
+        self._unit_at: dict[int, int] = {}
+        sources = self._move_parameters()
+        initial.materialize_buffers(model, initialize)
+        if self._dtype is not None:
+            self._cast_buffers()
+        self._bring_to_life(sources, weights, initialize, seed, resume)
+        del sources
+
+        self._units_without_backward = {
+            i for i, unit in enumerate(cut.units) if not reads_weights_in_backward(unit)
+        }
+        self._watched: set[Any] = set()
+        self._watch: Watch | None = None
+        self._always_up: list[int] = []  # units that something outside of any module uses
+        self._up_in_backward: list[int] = []
+        users = dict(cut.users)
+        self._root = _Hook(self, model, users.pop(model, []), is_root=True)
+        self._hooks = [_Hook(self, module, units, is_root=False) for module, units in users.items()]
+        self._keep_state_dicts_true()
+        self.optimizer = Optimizer(self, param_groups)
+        self._push_all_rates = groups is not None
+        atexit.register(_close_quietly, weakref.ref(self._lift))
+
+    # --- construction ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _refuse_compiled(model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+                raise _hoist.UsageError(
+                    f"module '{name or type(module).__name__}' is compiled as a whole, hooks included: a compiled graph "
+                    "would bake in when weights are up. Wrap the model first; compile_units() of the engine then "
+                    "compiles what runs inside of each unit"
+                )
+
+    def _groups(self, groups):
+        every = [p for unit in self._cut.units for p in unit.parameters.values()]
+        trainable = [p for p in every if p.requires_grad]
+        defaults = self.config.optimizer
+        if groups is None:
+            return [{"params": trainable, "lr": defaults.learning_rate}], {}
+        groups = list(groups)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        groups = [{**g, "params": [g["params"]] if isinstance(g["params"], nn.Parameter) else list(g["params"])}
+                  for g in groups]
+        group_of: dict[int, int] = {}
+        for index, group in enumerate(groups):
+            group.setdefault("lr", defaults.learning_rate)
+            for parameter in group["params"]:
+                group_of[id(parameter)] = index
+        names = {id(p): n for unit in self._cut.units for n, p in unit.parameters.items()}
+        for parameter in trainable:
+            if id(parameter) not in group_of:
+                raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
+        return groups, group_of
+
+    def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        if parameter.device.type not in ("cpu", "meta"):
+            raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}: wrap the model before it is moved; "
+                                    "hoist brings weights to where they are used")
+        dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; float32 and bfloat16 are trained here")
+        return dtype
+
+    def _specs(self, group_of: dict[int, int]) -> list[list[_hoist.ParameterSpec]]:
+        specs = []
+        for unit in self._cut.units:
+            specs.append([
+                _hoist.ParameterSpec(
+                    name, list(p.shape), initial.DTYPES[self._type_of(name, p)], p.requires_grad,
+                    _hoist.GroupId(group_of.get(id(p), -1) + 1))
+                for name, p in unit.parameters.items()
+            ])
+        return specs
+
+    def _move_parameters(self) -> dict[int, torch.Tensor]:
+        """Makes every parameter a tensor over its unit's window. Returns what they were built with."""
+        sources: dict[int, torch.Tensor] = {}
+        self._places: dict[int, int] = {}
+        for index, unit in enumerate(self._cut.units):
+            memory = torch.from_dlpack(self._lift.memory(index))
+            self._unit_at[memory.data_ptr()] = index
+            for name, parameter in list(unit.parameters.items()):
+                number, _, offset = self._lift.place(name)
+                dtype = self._type_of(name, parameter)
+                count = parameter.numel() * dtype.itemsize
+                view = memory[offset:offset + count].view(dtype).view(parameter.shape)
+                if parameter.is_meta:
+                    parameter = self._replace(unit, name, parameter, view)
+                else:
+                    sources[id(parameter)] = parameter.data
+                    parameter.data = view
+                self._places[id(parameter)] = number
+                self._names[name] = number
+                self._shapes[name] = parameter.shape
+                self._dtypes[name] = dtype
+                if parameter.requires_grad:
+                    self._trainable.append(parameter)
+                    parameter.register_post_accumulate_grad_hook(self._lift.gradient_hook(number))
+        return sources
+
+    def _replace(self, unit, name: str, meta: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+        """A parameter on the meta device cannot be given memory; its place in every module can."""
+        parameter = nn.Parameter(view, requires_grad=meta.requires_grad)
+        for module in self.module.modules():
+            for key, value in module._parameters.items():
+                if value is meta:
+                    module._parameters[key] = parameter
+        unit.parameters[name] = parameter
+        return parameter
+
+    def _cast_buffers(self) -> None:
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(self._dtype)
+
+    def _bring_to_life(self, sources, weights, initialize, seed: int, resume: bool) -> None:
+        if resume and self._lift.find_commit() is not None:
+            step, state = self._lift.restore()
+            self.restored = True
+            self._load_commit_state(bytes(state))
+            _log.info("resuming at step %d", step)
+        elif weights is not None:
+            found = initial.tensor_names(weights)
+            names = {}
+            for alias, name in self._cut.aliases.items():
+                if name not in found and alias in found:
+                    names[name] = alias
+            extra = any(alias in found for alias, name in self._cut.aliases.items() if names.get(name) != alias)
+            self._lift.initialize_from(weights, names, extra)
+        else:
+            self._lift.initialize(initial.InitialValues(
+                self._cut.units, sources, self._places, initialize or initial.default_initialize, seed))
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str):
+        if name.startswith("_") or "module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["module"], name)
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def _enter_outermost(self) -> None:
+        lift = self._lift
+        training = torch.is_grad_enabled() and bool(self._trainable)
+        if lift.pass_ is not None:
+            if self._backward_seen or self._broken:
+                if torch._C._current_graph_task_id() != -1:
+                    return  # a part is computed once more, for the backward pass under way
+                lift.discard()
+                self._broken = self._backward_seen = False
+            elif training and lift.pass_ != _hoist.Pass.train:
+                lift.end()
+            else:
+                return
+        if lift.pass_ is None:
+            self._begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
+        kind = lift.pass_
+        if kind not in self._watched and not torch.compiler.is_compiling():
+            self._watch = Watch(self._unit_at, lift.is_up, self._use_unannounced)
+            self._watch.__enter__()
+
+    def _begin(self, kind: _hoist.Pass) -> None:
+        if kind == _hoist.Pass.train:
+            if self._due:
+                raise _hoist.UsageError(
+                    f"{self._micro_batches} backward pass{'es' if self._micro_batches > 1 else ''} make a step, and "
+                    "they are done: call step() (gradient_accumulation_steps in the configuration asks for more)")
+            self._lift.begin(kind, self._micro_batch, self._micro_batches)
+        else:
+            self._lift.begin(kind)
+        for unit in self._always_up:
+            self._lift.enter(unit)
+
+    def _leave_outermost(self, failed: bool) -> None:
+        lift = self._lift
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)
+            self._watch = None
+            if not failed:
+                self._watched.add(lift.pass_)
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if failed:
+            lift.discard()
+        elif lift.pass_ == _hoist.Pass.evaluate and not lift.all_still_up():
+            lift.end()
+
+    def _use_unannounced(self, unit: int) -> None:
+        """An operator uses weights that no hook has brought up."""
+        self._lift.share(unit)
+        name = self._cut.units[unit].name
+        if self._calls:
+            hook = self._calls[-1]
+            hook.units.append(unit)
+            hook.entered[-1].append(unit)
+            _log.info("unit '%s' is also used in %s", name, "the model's own forward()" if hook.is_root else "another module")
+        else:
+            self._always_up.append(unit)
+            _log.warning("unit '%s' is used outside of every module's forward(): it stays up through whole passes", name)
+        self._lift.enter(unit)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward_begins(self, *_) -> None:
+        if self._backward_seen:
+            return
+        self._backward_seen = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        if not self._backward_seen or self._lift.pass_ != _hoist.Pass.train:
+            return
+        self._backward_seen = False
+        self._lift.end_backward()
+        self._micro_batch += 1
+        self._due = self._micro_batch == self._micro_batches
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_) -> torch.Tensor:
+        """`loss.backward()`: gradients of one micro-batch. A step takes the mean over its micro-batches.
+
+        With scale_wrt_gas=False the program has divided the loss itself, and the step takes the sum.
+        """
+        scaled = loss if scale_wrt_gas or self._micro_batches == 1 else loss * self._micro_batches
+        first = "backward" not in self._watched
+        watch = Watch(self._unit_at, self._lift.is_up, self._use_unannounced_in_backward) if first else None
+        try:
+            with watch if watch is not None else contextlib.nullcontext():
+                scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            self._lift.discard()
+            self._backward_seen = False
+            raise
+        self._watched.add("backward")
+        if self._lift.pass_ == _hoist.Pass.train:  # a loss that no part of the model has made
+            self._backward_seen = True
+            self._backward_ends()
+        return loss
+
+    def _use_unannounced_in_backward(self, unit: int) -> None:
+        self._lift.share(unit)
+        self._lift.enter(unit)
+        self._always_up.append(unit)
+        _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays up through whole "
+                     "passes", self._cut.units[unit].name)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self._due if self._boundary is None else self._boundary
+
+    def step(self, *_, **__) -> _hoist.StepReport | None:
+        """One optimizer step when all its micro-batches are done; None, and nothing, before that."""
+        lift = self._lift
+        if lift.pass_ == _hoist.Pass.train:
+            if self._backward_seen or lift.has_gradients():
+                lift.discard()
+                self._backward_seen = False
+                raise _hoist.UsageError("step() after a backward pass that did not end; its gradients were dropped")
+            lift.discard()  # a forward pass whose result was not used
+        elif lift.pass_ is not None:
+            lift.end()
+        if self._boundary and 0 < self._micro_batch < self._micro_batches:
+            # Fewer micro-batches than usual, at the end of the data: the rest counts as zeros, as in DeepSpeed.
+            while self._micro_batch < self._micro_batches:
+                lift.begin(_hoist.Pass.train, self._micro_batch, self._micro_batches)
+                lift.end_backward()
+                self._micro_batch += 1
+            self._due = True
+        if not self._due:
+            if self._micro_batch == 0:
+                raise _hoist.UsageError("step() needs a backward pass before it")
+            return None
+        if self._push_all_rates or not self.config.has_schedule:
+            self.optimizer.push_rates()
+        report = lift.step(self._commit_state())
+        self._due = False
+        self._micro_batch = 0
+        self._last_report = report
+        if report.applied:
+            # A graph that was kept from before must not be used with the new weights: autograd checks for it.
+            torch.autograd.graph.increment_version(self._trainable)
+            if self.lr_scheduler is not None:
+                driven = getattr(self.lr_scheduler, "optimizer", None)
+                if driven is not None:
+                    driven._opt_called = True  # by which PyTorch's schedulers know that a step came first
+                self.lr_scheduler.step()
+        return report
+
+    def _drop_gradients(self) -> None:
+        if self._lift.pass_ == _hoist.Pass.train or self._due or self._micro_batch > 0:
+            self._lift.discard()
+        self._due = self._backward_seen = False
+        self._micro_batch = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._drop_gradients()
+
+    def _set_rate(self, group: int, rate: float) -> None:
+        self._lift.set_learning_rate(group + self._optimizer_groups_offset, rate)
+
+    def get_lr(self) -> list[float]:
+        return [self._lift.learning_rate(i + self._optimizer_groups_offset)
+                for i in range(len(self.optimizer.param_groups))]
+
+    def get_global_grad_norm(self) -> float | None:
+        return None if self._last_report is None else self._last_report.gradient_norm
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._micro_batches
+
+    def train_batch_size(self) -> int | None:
+        return self._training.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self._training.train_micro_batch_size_per_gpu
+
+    @property
+    def global_steps(self) -> int:
+        return self._lift.step_count
+
+    @property
+    def step_count(self) -> int:
+        """Steps applied."""
+        return self._lift.step_count
+
+    @property
+    def committed_step(self) -> int | None:
+        """The newest step that is durable."""
+        return self._lift.committed_step
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def _commit_state(self) -> bytes:
+        state: dict[str, Any] = {"program": self.state}
+        if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
+            scheduler = self.lr_scheduler.state_dict()
+            state["scheduler"] = {k: v for k, v in scheduler.items() if _is_plain(v)}
+        state["rates"] = [float(group["lr"]) for group in self.optimizer.param_groups]
+        buffers = dict(self._persistent_buffers())
+        if buffers and sum(b.nbytes for b in buffers.values()) <= _BUFFER_BYTES_MAX:
+            state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}
+        return json.dumps(state).encode()
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, module in self.module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield (f"{prefix}.{name}" if prefix else name), buffer
+
+    def _load_commit_state(self, data: bytes) -> None:
+        saved = json.loads(data) if data else {}
+        self.state = saved.get("program", {})
+        self._saved_scheduler = saved.get("scheduler")
+        self._saved_rates = saved.get("rates")
+        buffers = dict(self._persistent_buffers())
+        for name, (dtype, shape, text) in saved.get("buffers", {}).items():
+            raw = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            buffers[name].copy_(raw.view(getattr(torch, dtype.removeprefix("torch."))).view(shape))
+
+    def save(self, name: str = "", state: dict[str, Any] | None = None) -> _hoist.Completion:
+        """Commits the present state under a name; the returned completion is done when it is durable."""
+        self._between_passes()
+        if state is not None:
+            self.state = state
+        return self._lift.save(name, self._commit_state())
+
+    def settle(self) -> None:
+        """Returns when every update and commit under way is done."""
+        self._between_passes()
+        self._lift.settle()
+
+    def _between_passes(self) -> None:
+        if self._backward_seen:
+            raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
+        if self._lift.pass_ == _hoist.Pass.train:
+            self._lift.discard()
+        elif self._lift.pass_ is not None:
+            self._lift.end()
+
+    def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
+        """One parameter's master (or moment, or gradient before step()) in fp32, from whatever tier."""
+        self._between_passes()
+        name = self._cut.aliases.get(name, name)
+        if name not in self._names:
+            raise _hoist.UsageError(f"there is no parameter '{name}'")
+        out = torch.empty(self._shapes[name].numel())
+        self._lift.read(self._names[name], state, 0, out)
+        return out.view(self._shapes[name])
+
+    def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
+        """Replaces a parameter's master or moment."""
+        self._between_passes()
+        name = self._cut.aliases.get(name, name)
+        if values.shape != self._shapes[name]:
+            raise _hoist.UsageError(f"'{name}' is {tuple(self._shapes[name])}, the values are {tuple(values.shape)}")
+        self._lift.write(self._names[name], state, 0, values.detach().float().contiguous().view(-1))
+
+    def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """All parameters and persistent buffers under PyTorch's names, in memory of their own.
+
+        Parameters have their own type, or `dtype`: torch.float32 gives the masters, bit by bit.
+        """
+        result: dict[str, torch.Tensor] = {}
+        for name in self._names:
+            result[name] = _as_type(self.read(name), dtype or self._dtypes[name])
+        for alias, name in self._cut.aliases.items():
+            result[alias] = result[name]
+        result.update({n: b.detach().clone() for n, b in self._persistent_buffers()})
+        return result
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+        """Replaces masters and buffers; moments stay."""
+        buffers = dict(self._persistent_buffers())
+        known = set(self._names) | set(self._cut.aliases) | set(buffers)
+        unknown = sorted(set(state) - known)
+        missing = sorted((set(self._names) | set(buffers)) - set(state) -
+                         {self._cut.aliases[a] for a in self._cut.aliases if a in state})
+        if strict and (unknown or missing):
+            raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
+        for name, values in state.items():
+            if name in self._names:
+                self.write(name, values)
+            elif name in self._cut.aliases and self._cut.aliases[name] not in state:
+                self.write(self._cut.aliases[name], values)
+            elif name in buffers:
+                buffers[name].copy_(values)
+
+    def export(self, directory: str, dtype: torch.dtype = torch.float32, shard_bytes_max: int = 5_000_000_000) -> list[str]:
+        """Writes the present weights as safetensors, without holding them in memory. Returns the files."""
+        self._between_passes()
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise _hoist.UsageError(f"weights are exported as float32 or bfloat16, not {dtype}")
+        return self._lift.export(directory, initial.DTYPES[dtype], shard_bytes_max)
+
+    def _keep_state_dicts_true(self) -> None:
+        """`model.state_dict()`, as save_pretrained and others call it, would show NaN."""
+        def fill(module, state_dict, prefix, _metadata):
+            for name in list(self._names) + list(self._cut.aliases):
+                if prefix + name in state_dict:
+                    state_dict[prefix + name] = _as_type(self.read(name), self._dtypes[self._cut.aliases.get(name, name)])
+
+        def load(module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, _errors):
+            for name in self._names:
+                if prefix + name in state_dict:
+                    self.write(name, state_dict[prefix + name])
+
+        self.module.register_state_dict_post_hook(fill)
+        self.module.register_load_state_dict_pre_hook(load)
+
+    @contextlib.contextmanager
+    def gathered(self, names: Iterable[str] | None = None):
+        """Brings whole units up for reading outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`"""
+        self._between_passes()
+        names = list(self._names) if names is None else [self._cut.aliases.get(n, n) for n in names]
+        units = {self._lift.place(name)[1] for name in names}
+        self._begin(_hoist.Pass.evaluate)
+        try:
+            for unit in units:
+                self._lift.enter(unit)
+            yield
+        finally:
+            self._lift.end()
+
+    def close(self) -> None:
+        """Commits the last step and gives everything back. The module's parameters stay, without values."""
+        self._lift.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # --- what happened -----------------------------------------------------------------------------------------------
+
+    def books(self) -> dict[str, Any]:
+        """Bytes of each link, what was waited for, and each tier's budget and peak."""
+        return self._lift.books()
+
+    def formula_bytes(self) -> _hoist.StepBytes:
+        """What one step must move by the byte formula."""
+        return self._lift.formula_bytes()
+
+    def describe(self) -> list[str]:
+        lines = [f"{len(self._cut.units)} units: " + ", ".join(u.name for u in self._cut.units[:6]) +
+                 (", ..." if len(self._cut.units) > 6 else "")]
+        return lines + self._lift.describe()
+
+    def digest(self, state: _hoist.State = _hoist.State.master) -> str:
+        self._between_passes()
+        return self._lift.digest(state)
+
+
+def _close_quietly(lift: weakref.ref) -> None:
+    """At the end of the program: what the last step decided is carried out and committed."""
+    if (alive := lift()) is None:
+        return
+    try:
+        alive.close()
+    except _hoist.Error as error:
+        _log.error("the last step was not committed: %s", error)
+
+
+def _text_of(buffer: torch.Tensor) -> list:
+    raw = buffer.detach().contiguous().view(-1).view(torch.uint8)
+    return [str(buffer.dtype), list(buffer.shape), base64.b64encode(raw.numpy().tobytes()).decode()]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return isinstance(value, (int, float, str, bool, type(None)))
+
+
+def _as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    # The engine's rule, halves away from zero: what the forward pass computes with.
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)

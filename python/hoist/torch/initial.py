@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where initial values come from: the tensors a model was built with, or, for a model on the meta device, modules that
+are given memory and initialized one unit at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hoist import _hoist
+from hoist.torch.units import Unit
+
+Initialize = Callable[[nn.Module], None]
+
+DTYPES = {
+    torch.float32: _hoist.DType.fp32,
+    torch.bfloat16: _hoist.DType.bf16,
+    torch.float16: _hoist.DType.fp16,
+}
+
+
+def default_initialize(module: nn.Module) -> None:
+    """PyTorch's convention: modules that hold parameters or buffers know how to reset them."""
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise _hoist.UsageError(
+            f"{type(module).__name__} is on the meta device and has no reset_parameters(): pass initialize=..., a "
+            "function that initializes one module in place, or weights=..., files to begin with"
+        )
+    reset()
+
+
+class InitialValues:
+    """Called by the engine for one unit after the other; keeps the values of the last one alive."""
+
+    def __init__(self, units: list[Unit], sources: dict[int, torch.Tensor], places: dict[int, int],
+                 initialize: Initialize, seed: int):
+        self._units = units
+        self._sources = sources  # id of a parameter -> the tensor it was built with; none for meta ones
+        self._places = places  # id of a parameter -> its number in the engine
+        self._initialize = initialize
+        self._seed = seed
+        self._alive: list[torch.Tensor] = []
+
+    def __call__(self, index: int) -> dict[int, tuple[int, _hoist.DType, int]]:
+        unit = self._units[index]
+        if any(id(p) not in self._sources for p in unit.parameters.values()):
+            values = self._make(index, unit)
+        else:
+            values = {p: self._sources[id(p)] for p in unit.parameters.values()}
+        self._alive = [v.detach().contiguous() for v in values.values()]
+        return {
+            self._places[id(p)]: (v.data_ptr(), DTYPES[v.dtype], v.numel())
+            for p, v in zip(values, self._alive, strict=True)
+        }
+
+    def _make(self, index: int, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
+        """Gives the unit's parameters memory of their own for as long as its modules initialize them."""
+        windows = {p: p.data for p in unit.parameters.values()}
+        made: dict[nn.Parameter, torch.Tensor] = {}
+        try:
+            for parameter, window in windows.items():
+                made[parameter] = torch.empty(window.shape, dtype=window.dtype)
+                parameter.data = made[parameter]
+            # The same numbers whatever was initialized before, and when this unit is asked for twice.
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(self._seed + index)
+                for module in unit.modules:
+                    if next(module.parameters(recurse=False), None) is not None:
+                        self._initialize(module)
+            for parameter in windows:
+                made[parameter] = parameter.data
+        finally:
+            for parameter, window in windows.items():
+                parameter.data = window
+        return made
+
+
+def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None:
+    """Buffers are not offloaded. Those on the meta device get memory, and their module is asked to fill them."""
+    for name, module in model.named_modules():
+        meta = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
+        if not meta:
+            continue
+        for buffer in meta:
+            module._buffers[buffer] = torch.empty_like(module._buffers[buffer], device="cpu")
+        fill = getattr(module, "reset_buffers", None)
+        if initialize is None and fill is None:
+            raise _hoist.UsageError(
+                f"buffer '{name}.{meta[0]}' is on the meta device and nothing says what it holds: build "
+                f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..."
+            )
+        with torch.no_grad():
+            initialize(module) if initialize is not None else fill()
+
+
+def tensor_names(path: str) -> set[str]:
+    """Names in a .safetensors file, an index, or a directory with either."""
+    if os.path.isdir(path):
+        index = os.path.join(path, "model.safetensors.index.json")
+        path = index if os.path.exists(index) else os.path.join(path, "model.safetensors")
+    with open(path, "rb") as file:
+        if path.endswith(".json"):
+            return set(json.load(file)["weight_map"])
+        length = int.from_bytes(file.read(8), "little")
+        return set(json.loads(file.read(min(length, 100_000_000)))) - {"__metadata__"}

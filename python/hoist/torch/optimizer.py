@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's optimizer in the shape that PyTorch's schedulers and training loops expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hoist import _hoist
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Steps the engine. Its state is the engine's; `param_groups` carry learning rates to it."""
+
+    def __init__(self, engine, param_groups: list[dict[str, Any]]):
+        self._engine = engine
+        super().__init__(param_groups, {})
+        self._rates = [group["lr"] for group in self.param_groups]
+
+    def adopt(self, param_groups: list[dict[str, Any]]) -> None:
+        """Follows the groups of another optimizer, whose schedulers then set the rates here."""
+        self.param_groups = param_groups
+
+    def push_rates(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            rate = float(group["lr"])
+            if rate != self._rates[index]:
+                self._engine._set_rate(index, rate)
+                self._rates[index] = rate
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            raise _hoist.UsageError("step() takes no closure: gradients are gone from the parameters by then")
+        return self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients that wait for a step; after a step there are none."""
+        self._engine._drop_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {"step": self._engine.step_count, "param_groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Learning rates; moments are in the engine's store, and come back with restore."""
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})

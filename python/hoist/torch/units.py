@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module's parameters as units: what is used together, and comes up and goes down together.
+
+The rule: members of a list of like modules (the blocks of a transformer) are units, whole; so is every module without
+children; and the parameters that stand directly in any other module form a unit of their own. A parameter that several
+modules use belongs to the first of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass
+class Unit:
+    """Parameters of one unit, and the module whose calls need them."""
+
+    name: str
+    module: nn.Module
+    modules: list[nn.Module]  # those that hold its parameters and buffers
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    shared: bool = False  # a module of another unit uses one of them
+
+
+@dataclass
+class Model:
+    """The units in order, and for each module with a call of its own the indices of the units that it needs."""
+
+    units: list[Unit]
+    users: list[tuple[nn.Module, list[int]]]
+    aliases: dict[str, str]  # other names of shared parameters -> the first one
+
+
+def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model:
+    """Cuts a model into units; modules of `classes` are units whatever they contain."""
+    classes = tuple(classes)
+    units: list[Unit] = []
+    users: list[tuple[nn.Module, list[int]]] = []
+    owner_of: dict[int, int] = {}
+    name_of: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+
+    def add(name: str, module: nn.Module, modules: list[nn.Module], named) -> None:
+        unit = Unit(name or type(model).__name__, module, modules)
+        needed: list[int] = []
+        for parameter_name, parameter in named:
+            if parameter.numel() == 0:
+                continue
+            owner = owner_of.get(id(parameter))
+            if owner is None:
+                owner_of[id(parameter)] = len(units)
+                name_of[id(parameter)] = parameter_name
+                unit.parameters[parameter_name] = parameter
+            else:
+                aliases[parameter_name] = name_of[id(parameter)]
+                if owner < len(units) and owner not in needed:
+                    units[owner].shared = True
+                    needed.append(owner)
+        if unit.parameters:
+            needed.insert(0, len(units))
+            units.append(unit)
+        if needed:
+            users.append((module, needed))
+
+    def visit(module: nn.Module, name: str, whole: bool) -> None:
+        children = list(module.named_children())
+        if whole or not children or isinstance(module, classes):
+            named = [(_join(name, n), p) for n, p in module.named_parameters(remove_duplicate=False)]
+            add(name, module, list(module.modules()), named)
+            return
+        add(name, module, [module], [(_join(name, n), p) for n, p in module.named_parameters(recurse=False)])
+        like = Counter(type(child) for _, child in children) if isinstance(module, _LISTS) else Counter()
+        for child_name, child in children:
+            visit(child, _join(name, child_name), like[type(child)] > 1)
+
+    visit(model, "", False)
+    return Model(units, users, aliases)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def reads_weights_in_backward(unit: Unit) -> bool:
+    """False where the gradient can be made without the weights: embeddings."""
+    return not (isinstance(unit.module, nn.Embedding) and unit.module.max_norm is None)
+
+
+def tensors_in(value) -> Iterable[torch.Tensor]:
+    """The tensors of what a module takes or returns, as far as they stand in tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds uses of weights that no hook announces, in the first pass of each kind.
+
+A model may use a parameter outside of the module that holds it: `F.linear(x, self.embedding.weight)`. Nothing calls the
+holder then, and its weights would not be up. So the first passes run under a dispatch mode that sees the memory of every
+operator's tensors; what it finds is brought up there and then, and known from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Watch(TorchDispatchMode):
+    """Calls `missing(unit)` before an operator gets a tensor of a unit that is not up."""
+
+    def __init__(self, unit_at: dict[int, int], is_up: Callable[[int], bool], missing: Callable[[int], None]):
+        super().__init__()
+        self._unit_at = unit_at  # address of a unit's memory -> unit
+        self._is_up = is_up
+        self._missing = missing
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for value in tree_leaves((args, kwargs)):
+            if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+                continue
+            try:
+                unit = self._unit_at.get(value.untyped_storage().data_ptr())
+            except (RuntimeError, NotImplementedError):  # tensors without memory
+                continue
+            if unit is not None and not self._is_up(unit):
+                self._missing(unit)
+        return func(*args, **kwargs)

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// python/src/bindings.hpp - the parts of the module _hoist, one function for each.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace hoist::python {
+
+void bind_errors(nanobind::module_& module);
+void bind_config(nanobind::module_& module);
+void bind_engine(nanobind::module_& module);  // Runtime, Engine, Lease, and their words
+void bind_lift(nanobind::module_& module);    // what hoist.torch is built on
+void bind_aio(nanobind::module_& module);
+void bind_optim(nanobind::module_& module);
+
+}  // namespace hoist::python

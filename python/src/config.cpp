@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <hoist/config/config.hpp>
+
+#include "bindings.hpp"
+
+namespace hoist::python {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+// What the file's program has to know that no option of the engine says.
+nb::object setting(const Config& config, const std::string& path) {
+  for (const ConfigSetting& row : config.settings()) {
+    if (row.row == nullptr || row.row->path != path || row.source == ConfigSetting::Source::standard) continue;
+    return std::visit(
+        [](const auto& value) -> nb::object {
+          if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::monostate>)
+            return nb::none();
+          else
+            return nb::cast(value);
+        },
+        row.value);
+  }
+  return nb::none();
+}
+
+}  // namespace
+
+void bind_config(nb::module_& module) {
+  nb::class_<TrainingOptions>(module, "TrainingOptions", "What the program's own loop needs to know.")
+      .def_ro("train_batch_size", &TrainingOptions::train_batch_size)
+      .def_ro("train_micro_batch_size_per_gpu", &TrainingOptions::train_micro_batch_size_per_gpu)
+      .def_ro("gradient_accumulation_steps", &TrainingOptions::gradient_accumulation_steps);
+
+  nb::class_<Config>(module, "Config", "A DeepSpeed JSON file, understood or refused.")
+      .def_static("load", &Config::load, "path"_a, "Errors: ConfigError with every problem of the file.")
+      .def_static(
+          "parse", [](const std::string& text, const std::string& origin) { return Config::parse(text, origin); },
+          "text"_a, "origin"_a = "config", "As load; `origin` names the text in messages.")
+      .def_ro("training", &Config::training)
+      .def("check_world_size", &Config::check_world_size, "world_size"_a)
+      .def("setting", &setting, "path"_a, "The file's own value of a key, None where it does not say.")
+      .def_ro("warnings", &Config::warnings)
+      .def_ro("notes", &Config::notes)
+      .def_prop_ro("origin", &Config::origin)
+      .def_prop_rw(
+          "micro_batches_max", [](const Config& c) { return c.engine.micro_batches_max; },
+          [](Config& c, unsigned count) { c.engine.micro_batches_max = count; },
+          "Micro-batches that a step may be made of.")
+      .def_prop_rw(
+          "gradient_clipping", [](const Config& c) { return c.engine.gradient_clipping; },
+          [](Config& c, double norm) { c.engine.gradient_clipping = norm; }, "Global norm; 0: none.")
+      .def_prop_rw(
+          "device_memory", [](const Config& c) { return c.runtime.device_memory_bytes; },
+          [](Config& c, std::uint64_t bytes) { c.runtime.device_memory_bytes = bytes; }, "Bytes.")
+      .def_prop_rw(
+          "pinned_memory", [](const Config& c) { return c.runtime.pinned_memory_bytes; },
+          [](Config& c, std::uint64_t bytes) { c.runtime.pinned_memory_bytes = bytes; }, "Bytes.")
+      .def_prop_ro("store_directory", [](const Config& c) { return c.engine.store_directory; })
+      .def_prop_ro(
+          "has_schedule",
+          [](const Config& c) { return !std::holds_alternative<ConstantRate>(c.engine.learning_rate_schedule); },
+          "Whether a section `scheduler` sets the learning rate.")
+      .def_prop_ro(
+          "optimizer", [](const Config& c) { return c.engine.optimizer_defaults; },
+          "Settings of parameters that are in no group of their own.");
+}
+
+}  // namespace hoist::python

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Engine as C++ programs see it, for Python programs with forward and backward passes of their own. hoist.torch
+// does not need it.
+//
+// Everything runs on one stream of the host device. Arrays are DLPack tensors over device memory, which is CPU memory.
+#include <memory>
+#include <optional>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <hoist/config/config.hpp>
+#include <hoist/zero/engine.hpp>
+
+#include "bindings.hpp"
+#include "tensor.hpp"
+
+namespace hoist::python {
+
+using namespace nb::literals;
+
+namespace {
+
+// Completion's wait is a blocking C++ wait: Ctrl-C is looked at a few times a second.
+void wait_for(const Completion& completion) {
+  while (true) {
+    bool done = false;
+    {
+      const nb::gil_scoped_release release;
+      done = completion.wait_for(std::chrono::milliseconds(200));
+    }
+    if (done) break;
+    if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+  }
+  completion.wait();  // rethrows
+}
+
+std::vector<std::size_t> shape_of(const TensorView& view) { return {view.shape.begin(), view.shape.end()}; }
+
+// An engine with the runtime and the stream it works on.
+class PyEngine {
+ public:
+  explicit PyEngine(const Config& config)
+      : runtime_(config.runtime),
+        engine_(runtime_, config.engine),
+        stream_(runtime_.device().create_stream("python")) {}
+  ~PyEngine() {
+    const nb::gil_scoped_release release;
+    scope_.reset();
+  }
+
+  Engine& engine() { return engine_; }
+  platform::Stream& stream() { return *stream_; }
+
+  void begin(Pass pass, PassOptions options) { scope_.emplace(engine_.begin(pass, options)); }
+  void end() {
+    scope_.reset();
+    stream_->synchronize();
+  }
+
+ private:
+  Runtime runtime_;
+  Engine engine_;
+  std::unique_ptr<platform::Stream> stream_;  // goes first: the engine's streams may wait for it
+  std::optional<PassScope> scope_;
+};
+
+class PyLease {
+ public:
+  PyLease(PyEngine& engine, UnitId unit) : engine_(engine), lease_(engine.engine().gather(unit, engine.stream())) {
+    engine_.stream().synchronize();
+  }
+  Array view(ParameterId parameter) {
+    const TensorView view = lease_.view(parameter);
+    const auto shape = shape_of(view);
+    return Array(view.data, shape.size(), shape.data(), nb::handle(), nullptr, dlpack_type(view.dtype));
+  }
+  void release() { lease_.release(engine_.stream()); }
+
+ private:
+  PyEngine& engine_;
+  Lease lease_;
+};
+
+// A Fill that asks a Python function: values(parameter, first_element, out).
+Fill fill_by(nb::callable values) {
+  return [values = std::move(values)](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    const nb::gil_scoped_acquire acquire;
+    const nb::ndarray<nb::numpy, float, nb::shape<-1>, nb::device::cpu> array(out.data(), {out.size()});
+    values(parameter, first, nb::cast(array, nb::rv_policy::reference));
+  };
+}
+
+TensorView view_of(const ConstArray& array, std::vector<std::int64_t>& shape) {
+  shape.assign(array.shape_ptr(), array.shape_ptr() + array.ndim());
+  return {const_cast<void*>(array.data()), type_of(array.dtype()), shape, 0};
+}
+
+template <typename Id>
+void bind_id(nb::module_& module, const char* name) {
+  nb::class_<Id>(module, name)
+      .def(nb::init<std::uint32_t>(), "index"_a)
+      .def_ro("index", &Id::index)
+      .def("__index__", [](Id id) { return id.index; })
+      .def("__eq__", [](Id a, Id b) { return a == b; })
+      .def("__hash__", [](Id id) { return id.index; })
+      .def("__repr__", [name](Id id) { return std::string(name) + "(" + std::to_string(id.index) + ")"; });
+}
+
+void bind_words(nb::module_& module) {
+  bind_id<UnitId>(module, "UnitId");
+  bind_id<ParameterId>(module, "ParameterId");
+  bind_id<GroupId>(module, "GroupId");
+  nb::enum_<DType>(module, "DType").value("bf16", DType::bf16).value("fp16", DType::fp16).value("fp32", DType::fp32);
+  nb::enum_<Pass>(module, "Pass")
+      .value("train", Pass::train)
+      .value("evaluate", Pass::evaluate)
+      .value("generate", Pass::generate);
+  nb::enum_<State>(module, "State")
+      .value("master", State::master)
+      .value("moment1", State::moment1)
+      .value("moment2", State::moment2)
+      .value("gradient", State::gradient);
+
+  nb::class_<ParameterSpec>(module, "ParameterSpec", "A parameter as it is declared.")
+      .def(
+          "__init__",
+          [](ParameterSpec* self, std::string name, std::vector<std::int64_t> shape, DType dtype, bool trainable,
+             GroupId group, bool counts_in_norm) {
+            new (self) ParameterSpec{.name = std::move(name),
+                                     .shape = std::move(shape),
+                                     .dtype = dtype,
+                                     .trainable = trainable,
+                                     .group = group,
+                                     .counts_in_norm = counts_in_norm};
+          },
+          "name"_a, "shape"_a, "dtype"_a = DType::bf16, "trainable"_a = true, "group"_a = GroupId{},
+          "counts_in_norm"_a = true)
+      .def_ro("name", &ParameterSpec::name)
+      .def_ro("shape", &ParameterSpec::shape)
+      .def_ro("dtype", &ParameterSpec::dtype)
+      .def_ro("trainable", &ParameterSpec::trainable)
+      .def_ro("group", &ParameterSpec::group);
+
+  nb::class_<Completion>(module, "Completion", "Something that can be seen to finish.")
+      .def("done", &Completion::done)
+      .def("wait", &wait_for, "Blocks, without the GIL; raises what went wrong.");
+
+  nb::class_<StepReport>(module, "StepReport", "What a step did.")
+      .def_ro("step", &StepReport::step, "Counted from 1; unchanged when not applied.")
+      .def_ro("applied", &StepReport::applied, "False: a gradient was not finite, and the step was skipped.")
+      .def_ro("gradient_norm", &StepReport::gradient_norm, "Global, before clipping.")
+      .def_ro("clip_factor", &StepReport::clip_factor)
+      .def_ro("learning_rate", &StepReport::learning_rate)
+      .def_ro("committed", &StepReport::committed, "Done when the step is durable.");
+
+  nb::class_<StepBytes>(module, "StepBytes", "Bytes one step moves over each link.")
+      .def_ro("nvme_read", &StepBytes::nvme_read)
+      .def_ro("nvme_write", &StepBytes::nvme_write)
+      .def_ro("host_to_device", &StepBytes::host_to_device)
+      .def_ro("device_to_host", &StepBytes::device_to_host)
+      .def_ro("wire", &StepBytes::wire);
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& module) {
+  bind_words(module);
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+
+  nb::class_<PyLease>(module, "Lease", "Gathered weights of a unit, until released or the pass ends.")
+      .def("view", &PyLease::view, "parameter"_a, nb::rv_policy::reference_internal,
+           "The whole parameter as a DLPack array; valid until release().")
+      .def("release", &PyLease::release, no_gil)
+      .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+      .def("__exit__", [](PyLease& self, const nb::args&) { self.release(); });
+
+  nb::class_<PyEngine>(module, "Engine", "ZeRO-partitioned training state on three tiers.")
+      .def(nb::init<const Config&>(), "config"_a)
+      .def(
+          "add_group", [](PyEngine& e, const GroupOptions& group) { return e.engine().add_group(group); }, "options"_a)
+      .def(
+          "add_unit",
+          [](PyEngine& e, std::string name, const std::vector<ParameterSpec>& parameters) {
+            return e.engine().add_unit(std::move(name), parameters);
+          },
+          "name"_a, "parameters"_a)
+      .def(
+          "tie", [](PyEngine& e, UnitId user, ParameterId owner) { e.engine().tie(user, owner); }, "user"_a, "owner"_a)
+      .def(
+          "parameter", [](PyEngine& e, const std::string& name) { return e.engine().parameter(name); }, "name"_a)
+      .def_prop_ro("parameters",
+                   [](PyEngine& e) {
+                     const auto all = e.engine().parameters();
+                     return std::vector<ParameterSpec>(all.begin(), all.end());
+                   })
+      .def(
+          "initialize",
+          [](PyEngine& e, nb::callable values) {
+            const Fill fill = fill_by(std::move(values));
+            const nb::gil_scoped_release release;
+            e.engine().initialize(fill);
+          },
+          "values"_a, "Fresh state: values(parameter, first_element, out) writes into the array `out`.")
+      .def(
+          "find_commit", [](PyEngine& e) { return e.engine().find_commit(); }, no_gil)
+      .def(
+          "restore",
+          [](PyEngine& e) {
+            std::optional<RestoreReport> report;
+            {
+              const nb::gil_scoped_release release;
+              report = e.engine().restore();
+            }
+            const auto* state = reinterpret_cast<const char*>(report->caller_state.data());
+            return std::make_pair(report->step, nb::bytes(state, report->caller_state.size()));
+          },
+          "Continues from the newest commit: (step, caller_state).")
+      .def(
+          "begin",
+          [](PyEngine& e, Pass pass, int micro_batch, int micro_batches) {
+            e.begin(pass, {.micro_batch = micro_batch, .micro_batches = micro_batches});
+          },
+          "pass_"_a, "micro_batch"_a = 0, "micro_batches"_a = 1, no_gil)
+      .def("end", &PyEngine::end, no_gil)
+      .def(
+          "discard", [](PyEngine& e) { e.engine().discard(); }, no_gil)
+      .def(
+          "gather", [](PyEngine& e, UnitId unit) { return std::make_unique<PyLease>(e, unit); }, "unit"_a,
+          nb::keep_alive<0, 1>(), no_gil)
+      .def(
+          "accumulate",
+          [](PyEngine& e, ParameterId parameter, const ConstArray& gradient) {
+            std::vector<std::int64_t> shape;
+            const TensorView view = view_of(gradient, shape);
+            const nb::gil_scoped_release release;
+            e.engine().accumulate(parameter, view, e.stream());
+            e.stream().synchronize();
+          },
+          "parameter"_a, "gradient"_a)
+      .def(
+          "finish", [](PyEngine& e, UnitId unit) { e.engine().finish(unit, e.stream()); }, "unit"_a, no_gil)
+      .def(
+          "set_learning_rate",
+          [](PyEngine& e, GroupId group, double rate) { e.engine().set_learning_rate(group, rate); }, "group"_a,
+          "learning_rate"_a)
+      .def(
+          "step",
+          [](PyEngine& e, const nb::bytes& state) {
+            const std::span bytes(static_cast<const std::byte*>(state.data()), state.size());
+            const nb::gil_scoped_release release;
+            return e.engine().step({.caller_state = bytes});
+          },
+          "caller_state"_a = nb::bytes("", 0))
+      .def(
+          "settle", [](PyEngine& e) { e.engine().settle(); }, no_gil)
+      .def(
+          "read",
+          [](PyEngine& e, ParameterId parameter, State state, std::uint64_t first,
+             nb::ndarray<float, nb::shape<-1>, nb::device::cpu, nb::c_contig> out) {
+            const nb::gil_scoped_release release;
+            e.engine().read(parameter, state, first, {out.data(), out.size()});
+          },
+          "parameter"_a, "state"_a, "first_element"_a, "out"_a)
+      .def(
+          "write",
+          [](PyEngine& e, ParameterId parameter, State state, std::uint64_t first,
+             nb::ndarray<nb::ro, float, nb::shape<-1>, nb::device::cpu, nb::c_contig> values) {
+            const nb::gil_scoped_release release;
+            e.engine().write(parameter, state, first, {values.data(), values.size()});
+          },
+          "parameter"_a, "state"_a, "first_element"_a, "values"_a)
+      .def(
+          "save",
+          [](PyEngine& e, const std::string& name, const nb::bytes& state) {
+            const std::span bytes(static_cast<const std::byte*>(state.data()), state.size());
+            const nb::gil_scoped_release release;
+            return e.engine().save(name, bytes);
+          },
+          "name"_a, "caller_state"_a = nb::bytes("", 0))
+      .def_prop_ro("step_count", [](PyEngine& e) { return e.engine().step_count(); })
+      .def_prop_ro("committed_step", [](PyEngine& e) { return e.engine().committed_step(); })
+      .def("formula_bytes", [](PyEngine& e) { return e.engine().formula_bytes(); })
+      .def("describe", [](PyEngine& e) { return e.engine().describe(); })
+      .def(
+          "digest", [](PyEngine& e, State state) { return state_digest(e.engine(), state); }, "state"_a, no_gil);
+}
+
+}  // namespace hoist::python

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// python/src/module.cpp - the extension module _hoist. The package around it is python/hoist/.
+#include "bindings.hpp"
+
+NB_MODULE(_hoist, module) {
+  module.doc() = "hoist's engine, configuration, storage and optimizers.";
+  // PyTorch keeps hooks beyond the interpreter's end, which is no leak of ours.
+  nanobind::set_leak_warnings(false);
+  hoist::python::bind_errors(module);
+  hoist::python::bind_config(module);
+  hoist::python::bind_engine(module);
+  hoist::python::bind_lift(module);
+  hoist::python::bind_aio(module);
+  hoist::python::bind_optim(module);
+}

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch)")
+hoist_torch = pytest.importorskip("hoist.torch", reason="the module _hoist is not built (HOIST_WITH_PYTHON)")
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A configuration in DeepSpeed's form, everything on NVMe, with budgets that hold a few layers of a tiny model."""
+
+    def make(**changes):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / "store")}
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "AdamW",
+                          "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+            "zero_optimization": {"stage": 3, "offload_param": dict(nvme), "offload_optimizer": dict(nvme)},
+            "hoist": {"device_memory": "240KiB", "pinned_memory": "32MiB"},
+        }
+        config.update(copy.deepcopy(changes))
+        return config
+
+    return make

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+import threading
+import time
+
+import pytest
+import torch
+
+import hoist
+import hoist.aio
+
+
+@pytest.mark.parametrize("backend", ["automatic", "threads"])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("count", [1, 4096, 1_000_003])
+def test_what_was_written_is_read(tmp_path, backend, aligned, count):
+    engine = hoist.aio.Engine(backend=backend)
+    source = hoist.aio.aligned_empty(count) if aligned else torch.empty(count + 1)[1:]
+    source.copy_(torch.arange(count))
+    engine.write(source, tmp_path / "t").wait()
+    assert (tmp_path / "t").stat().st_size == count * 4
+    target = torch.full((count,), -1.0)
+    transfer = engine.read(target, tmp_path / "t")
+    transfer.wait()
+    assert transfer.done()
+    assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_any_type_at_any_offset(tmp_path, dtype):
+    engine = hoist.aio.Engine()
+    source = torch.randint(0, 2, (33, 7)).to(dtype)
+    engine.write(torch.zeros(10_000, dtype=torch.uint8), tmp_path / "t").wait()
+    engine.write(source, tmp_path / "t", offset=1001).wait()
+    target = torch.zeros(33, 7, dtype=dtype)
+    engine.read(target, tmp_path / "t", offset=1001).wait()
+    assert torch.equal(target, source)
+    assert (tmp_path / "t").stat().st_size == 10_000
+
+
+def test_many_at_once_and_the_tensor_may_go(tmp_path):
+    engine = hoist.aio.Engine(queue_depth=4)
+    writes = [engine.write(torch.full((50_000,), float(i)), tmp_path / str(i)) for i in range(20)]
+    for write in writes:
+        write.wait()
+    targets = [torch.empty(50_000) for _ in writes]
+    for read in [engine.read(t, tmp_path / str(i)) for i, t in enumerate(targets)]:
+        read.wait()
+    assert [t.unique().tolist() for t in targets] == [[float(i)] for i in range(20)]
+
+
+def test_errors_say_what_and_where(tmp_path):
+    engine = hoist.aio.Engine()
+    with pytest.raises(hoist.IoError, match="nothing") as missing:
+        engine.read(torch.empty(10), tmp_path / "nothing")
+    assert missing.value.errno == 2 and missing.value.filename.endswith("nothing")
+    assert isinstance(missing.value, OSError)
+    engine.write(torch.zeros(1024), tmp_path / "short").wait()
+    with pytest.raises(hoist.IoError, match="short"):
+        engine.read(torch.empty(5000), tmp_path / "short").wait()
+    with pytest.raises(hoist.UsageError, match="dense"):
+        engine.write(torch.zeros(10, 10).t()[1:], tmp_path / "t")
+
+
+def test_waiting_leaves_other_threads_running(tmp_path):
+    engine = hoist.aio.Engine()
+    source = hoist.aio.aligned_empty(32 << 20, torch.uint8)
+    ticks = []
+    running = True
+
+    def tick():
+        while running:
+            ticks.append(time.perf_counter())
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        begin = time.perf_counter()
+        for _ in range(4):
+            engine.write(source, tmp_path / "t").wait()
+        end = time.perf_counter()
+    finally:
+        running = False
+    thread.join()
+    during = sum(begin < t < end for t in ticks)
+    assert during > (end - begin) / 0.05, "the GIL was held while waiting"
+
+
+def test_deepspeeds_names(tmp_path):
+    handle = hoist.aio.aio_handle(1 << 20, 32, False, False, 2)
+    assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (1 << 20, 32, 2)
+    name = str(tmp_path / "t")
+    buffer = handle.new_cpu_locked_tensor(100_000, torch.empty(0, dtype=torch.bfloat16))
+    buffer.copy_(torch.arange(100_000))
+    assert handle.sync_pwrite(buffer, name) == 1
+    assert handle.pwrite(buffer, name, True, False) == 1
+    back = torch.zeros(100_000, dtype=torch.bfloat16)
+    handle.async_pread(back[:50_000], name, 0)
+    handle.async_pread(back[50_000:], name, 100_000)
+    assert handle.wait() == 2
+    assert torch.equal(back, buffer)
+    assert handle.wait() == 0
+    assert handle.free_cpu_locked_tensor(buffer) and not handle.free_cpu_locked_tensor(buffer)
+    handle.async_pread(back, name, 1 << 30)
+    with pytest.raises(hoist.IoError):
+        handle.wait()
