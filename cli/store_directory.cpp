@@ -38,7 +38,7 @@ std::string find_store(const std::string& path) {
   if (!fs::is_directory(path, ignored)) throw BadInput(fmt::format("{} is not a directory", path));
   const std::string below = (fs::path(path) / "hoist").string();
   for (const std::string& directory : {path, below}) {
-    if (!tiers::Store::ranks_in(directory).empty()) return directory;
+    if (has_store(directory)) return directory;
   }
   throw BadInput(fmt::format("there is no store in {} (a store is the subdirectory hoist of nvme_path)", path));
 }

@@ -6,7 +6,6 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kLaterStage = "this version partitions everything, which is stage 3; use 3";
 constexpr std::string_view kBuckets = "each unit's gradients are one bucket, reduced as its backward ends";
 constexpr std::string_view kOneGather = "each unit is gathered in one grouped operation";
 constexpr std::string_view kQuantized =
@@ -257,7 +256,8 @@ std::vector<KeyRow> deprecated_rows() {
        .note = kAlwaysPinned},
       refused("zero_optimization.elastic_checkpoint", ValueType::boolean, "false", "A legacy checkpoint layout.",
               "the store is the checkpoint; leave this key out"),
-      refused("zero_optimization.legacy_stage1", ValueType::boolean, "false", "A legacy form of stage 1.", kLaterStage),
+      refused("zero_optimization.legacy_stage1", ValueType::boolean, "false", "A legacy form of stage 1.",
+              "stage 1 has one form here; leave it out"),
   };
 }
 
@@ -348,9 +348,10 @@ std::vector<KeyRow> zero_rows() {
        .type = ValueType::integer,
        .default_value = "3",
        .deepspeed_default = "0",
-       .range = {.min = 3, .max = 3},
-       .refusals = {{"0", kLaterStage}, {"1", kLaterStage}, {"2", kLaterStage}},
-       .meaning = "3: parameters, gradients and optimizer state are partitioned.",
+       .range = {.min = 0, .max = 3},
+       .meaning = "3: parameters, gradients and optimizer state are partitioned. 0 to 2: parameters stay on the "
+                  "device, whole; "
+                  "gradients and optimizer state are partitioned all the same, with the same result.",
        .apply = [](Draft& d, const Value& v) { d.engine.stage = static_cast<int>(as_count(v)); }},
   };
   for (auto part : {offload_param_rows, offload_optimizer_rows, gather_rows, bucket_rows, deprecated_rows,

@@ -117,7 +117,8 @@ class Rules {
   void placements() {
     placement(draft_.engine.parameters, draft_.parameter_paths, kParamDevice, kParamPath);
     placement(draft_.engine.optimizer, draft_.optimizer_paths, kOptimizerDevice, kOptimizerPath);
-    if (is_wrong("zero_optimization.stage") && draft_.engine.parameters != Placement::device) {
+    if (!is_wrong("zero_optimization.stage") && draft_.engine.stage < 3 &&
+        draft_.engine.parameters != Placement::device) {
       problem(kParamDevice, "needs stage 3; DeepSpeed ignores offload_param below it without a word");
     }
     const bool both = draft_.engine.parameters == Placement::nvme && draft_.engine.optimizer == Placement::nvme;

@@ -25,8 +25,10 @@ void refuse(bool wrong, const char* key, const std::string& problem) {
 }
 
 void check_options(const EngineOptions& options, const Runtime& runtime) {
-  refuse(options.stage != 3, "zero_optimization.stage",
-         fmt::format("stage {} is not supported by this version; use stage 3", options.stage));
+  refuse(options.stage < 0 || options.stage > 3, "zero_optimization.stage",
+         fmt::format("there is no stage {}: 0 to 3", options.stage));
+  refuse(options.stage < 3 && options.parameters != Placement::device, "zero_optimization.offload_param.device",
+         fmt::format("stage {} keeps all weights on the device; use stage 3 to offload them", options.stage));
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   refuse(nvme && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
          "state is placed on NVMe, but no path is given; name a directory on the drive");

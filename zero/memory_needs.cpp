@@ -30,7 +30,9 @@ DeviceNeeds::DeviceNeeds(const EngineOptions& options, const UnitTable& table) :
 
 bool DeviceNeeds::has_own_memory(const Unit& unit) const {
   if (unit.options.binding) return false;
-  const bool resident = options_.parameters == Placement::device && table_.world_size() == 1;
+  // Below stage 3 weights are not partitioned: gathered once after each step, they stay.
+  const bool whole = options_.stage < 3 || table_.world_size() == 1;
+  const bool resident = options_.parameters == Placement::device && whole;
   return resident || unit.options.stable_address || unit.elements <= options_.persistence_elements;
 }
 
@@ -180,6 +182,7 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
   const bool weights_on_device = options.parameters == Placement::device;
   const bool state_on_nvme = options.optimizer == Placement::nvme;
   const bool state_on_device = options.optimizer == Placement::device;
+  const DeviceNeeds needs(options, table);
   const StoreWrites committed = store_writes(options, /*committed=*/true);
   const StoreWrites between = store_writes(options, /*committed=*/false);
   std::uint64_t committed_bytes = 0, between_bytes = 0;
@@ -194,7 +197,9 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
       state += segment.shard_elements * segment.record().state_bytes_per_element();
     }
     const std::uint64_t passes = options.micro_batches_max;
-    const std::uint64_t count = passes * fetches[u];
+    // What stays is fetched once after each step, whatever passes there are.
+    const bool stays = needs.has_own_memory(table.units()[u]);
+    const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];
     // Deferred, the first fetch takes its weights from the update, which has read them already.
     const bool shared = defers_updates(options) && count > 0;
     bytes.nvme_read += (weights_on_nvme ? count * weights + (shared ? 0 : trainable) : 0) + (state_on_nvme ? state : 0);

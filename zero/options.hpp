@@ -68,7 +68,10 @@ enum class UpdateMode : std::uint8_t {
 };
 
 struct EngineOptions {
-  int stage = 3;  // ZeRO stage; this version implements 3
+  // ZeRO stage. 3: every unit's weights are gathered for their use and let go of. Below: they stay on the device, whole, and
+  // are gathered once after each step. Gradients and optimizer states are partitioned in either case, also at 0 and 1,
+  // where DeepSpeed keeps more of them than needed. The result is the same, bit by bit; it may change between runs.
+  int stage = 3;
   Placement parameters = Placement::device;
   Placement optimizer = Placement::device;
 

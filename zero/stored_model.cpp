@@ -94,6 +94,8 @@ StoreSummary look_at_one_store(const std::string& directory) {
   return summary;
 }
 
+bool has_store(const std::string& directory) { return !detail::store_places(directory).empty(); }
+
 StoreSummary look_at_store(const std::string& directory) {
   const std::vector<detail::StorePlace> places = detail::store_places(directory);
   // One that was being made when its program died holds nothing yet; the one before it still counts.

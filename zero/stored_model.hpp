@@ -60,6 +60,8 @@ struct StoreSummary {
 // Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it.
 // Errors: StoreError when there is no store in `directory`, or its ranks hold different models.
 StoreSummary look_at_store(const std::string& directory);
+// Whether there is one to look at.
+bool has_store(const std::string& directory);
 // The same of the store whose files are in `directory` itself.
 StoreSummary look_at_one_store(const std::string& directory);
 

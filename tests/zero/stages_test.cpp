@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// ZeRO stages: the same bits at every stage, the bytes on the wire that the stage's formula says, and a stage that
+// changes from one run to the next.
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+constexpr std::uint64_t kSteps = 5;
+
+ToySetup at_stage(int stage, Placement optimizer, const std::string& directory = "") {
+  ToySetup setup = toy_setup(Placement::device, optimizer, directory);
+  setup.engine.stage = stage;
+  return setup;
+}
+
+class StageTest : public testing::TestWithParam<int> {};
+
+TEST_P(StageTest, EndsInTheBitsOfStage3) {
+  for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
+    for (const int ranks : {1, 3}) {
+      SCOPED_TRACE(testing::Message() << "optimizer " << static_cast<int>(optimizer) << ", ranks " << ranks);
+      const TempDirectory directory;
+      const std::string mine = optimizer == Placement::nvme ? directory / "mine" : std::string();
+      const std::string other = optimizer == Placement::nvme ? directory / "other" : std::string();
+      const auto here = train_on(ranks, at_stage(GetParam(), optimizer, mine), ToyShape{}, kSteps);
+      const auto there = train_on(ranks, at_stage(3, optimizer, other), ToyShape{}, kSteps);
+      EXPECT_EQ(here[0].digests, there[0].digests);
+    }
+  }
+}
+
+TEST_P(StageTest, MovesTheBytesOfItsFormulaOverTheWire) {
+  constexpr int kRanks = 3;
+  const ToyShape shape{.matrices = {120000, 90000, 60000}, .norm = 96, .frozen = false, .tied = false};
+  for (const int micro_batches : {1, 2}) {
+    SCOPED_TRACE(micro_batches);
+    on_ranks(kRanks, [&](int, const Runtime::MakeCommunicator& join) {
+      ToySetup setup = at_stage(GetParam(), Placement::pinned);
+      setup.engine.micro_batches_max = static_cast<unsigned>(micro_batches);
+      setup.engine.reuse_distance_elements = 0;  // backward gathers again
+      Runtime runtime(setup.runtime, join);
+      Engine engine(runtime, setup.engine);
+      ToyModel model(engine, shape);
+      model.micro_batches = micro_batches;
+      engine.initialize(model.fill());
+      model.train(1, 3);  // the plan is made
+      engine.settle();
+      const auto before = runtime.ledger().totals(Link::wire).bytes;
+      model.train(4, 7);
+      engine.settle();
+      const double moved = static_cast<double>(runtime.ledger().totals(Link::wire).bytes - before) / 4;
+      EXPECT_NEAR(moved / static_cast<double>(engine.formula_bytes().wire), 1, 0.02);
+      if (micro_batches > 1) return;
+      // 2 or 3 times the weights' bytes, but for this rank's own share.
+      const double weights = 2.0 * static_cast<double>(engine.parameter_count());
+      const double share = static_cast<double>(kRanks - 1) / kRanks;
+      EXPECT_NEAR(moved / (weights * share), GetParam() < 3 ? 2 : 3, 0.05);
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, StageTest, testing::Values(0, 1, 2, 3));
+
+TEST(Stages, TheStageMayChangeBetweenRuns) {
+  const TempDirectory directory;
+  const std::string store = directory / "store";
+  Digests found;
+  const auto resume = [&](int stage, std::uint64_t last_step) {
+    on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+      const ToySetup setup = at_stage(stage, Placement::nvme, store);
+      Runtime runtime(setup.runtime, join);
+      Engine engine(runtime, setup.engine);
+      ToyModel model(engine, ToyShape{});
+      std::uint64_t first = 1;
+      if (engine.find_commit())
+        first = engine.restore().step + 1;
+      else
+        engine.initialize(model.fill());
+      model.train(first, last_step);
+      Digests mine = digests_of(engine, model);
+      if (rank == 0) found = mine;
+    });
+  };
+  resume(2, 3);
+  resume(3, 5);
+  resume(1, 7);
+  Digests expected = train_on(2, at_stage(3, Placement::pinned), ToyShape{}, 7)[0].digests;
+  found.losses = expected.losses;
+  EXPECT_EQ(found, expected);
+}
+
+TEST(Stages, BelowStage3WeightsAreNotOffloaded) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.stage = 2;
+  Runtime runtime(setup.runtime);
+  EXPECT_THROW(Engine(runtime, setup.engine), ConfigError);
+  setup.engine.stage = 4;
+  EXPECT_THROW(Engine(runtime, setup.engine), ConfigError);
+}
+
+}  // namespace
+}  // namespace hoist::test
