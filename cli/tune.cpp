@@ -2,6 +2,7 @@
 // hoist tune: the block size and queue depth that suit these drives, written into a configuration.
 #include "tune.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -107,7 +108,10 @@ class Tuning {
     report.search = search(rig, measure::quick_rounds(arguments_.seconds / kBudgetSeconds), "searching,",
                            [&] { return to_seconds(Clock::now() - begin_) > arguments_.seconds * (1 - kMargin); });
     report.seconds = to_seconds(Clock::now() - begin_);
-    if (arguments_.full) report.full = search(rig, measure::full_round(), "full sweep,", {});
+    if (arguments_.full) {
+      report.full = search(rig, measure::full_round(), "full sweep,", {});
+      report.runoff = search(rig, measure::runoff_round(), "runoff,", {}, contenders(report));
+    }
     if (!report.search.complete) {
       report.warnings.emplace_back(
           "time ran out before the search was done (the drives are slow, or another program uses them); give it more "
@@ -141,12 +145,24 @@ class Tuning {
             .thread_count = setting.queue_depth};
   }
 
+  // The chosen setting, and each that is best for a pattern.
+  static std::vector<measure::Setting> contenders(const TuneReport& report) {
+    std::vector<measure::Setting> settings{report.chosen().setting};
+    for (std::size_t pattern = 0; pattern < measure::kPatterns.size(); ++pattern) {
+      const measure::Setting best = best_of(*report.full, pattern).setting;
+      if (std::ranges::find(settings, best) == settings.end()) settings.push_back(best);
+    }
+    return settings;
+  }
+
   measure::SearchResult search(const StorageRig& rig, std::vector<measure::SearchRound> rounds, const char* what,
-                               std::function<bool()> out_of_time) {
+                               std::function<bool()> out_of_time,
+                               std::vector<measure::Setting> settings = measure::standard_settings()) {
     std::unique_ptr<Progress> progress;
     std::uint64_t seed = 0;
     return measure::search_settings(
-        {.rounds = std::move(rounds),
+        {.settings = std::move(settings),
+         .rounds = std::move(rounds),
          .measure =
              [&](const measure::Setting& setting, measure::Pattern pattern, Nanoseconds leg) {
                const auto drives = rig.drives(drive_options(setting));
@@ -240,7 +256,7 @@ Command add_tune(CLI::App& app) {
   command->add_option("--merge", arguments->merge,
                       "Set them in this configuration and leave the rest as it is; with --out, there instead");
   command->add_flag("--full", arguments->full,
-                    "Then measure every setting, to see how good the choice was (half a minute)");
+                    "Then measure every setting, and the best ones again, to see how good the choice was (a minute)");
   command->add_option("--plot", arguments->plot, "Draw the sweep into this SVG file");
   command->add_option("--json", arguments->json, "Write all that was measured as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");

@@ -21,13 +21,18 @@ struct TuneReport {
   measure::SearchResult search;
   // Every setting, measured in the same way right after the search.
   std::optional<measure::SearchResult> full;
+  // The chosen setting and the full sweep's best for each pattern, measured again in turn: which of many settings came
+  // out best in one sweep is in part luck, and no measure of how good it is.
+  std::optional<measure::SearchResult> runoff;
   double seconds = 0;  // of the search, the writing of the files included
   std::vector<std::string> warnings;
 
   const measure::SettingResult& chosen() const { return search.settings[search.best]; }
-  // How near the chosen setting comes to the best of the full sweep, for a pattern. Pre: full.
+  // How near the chosen setting comes to the best of the full sweep, for a pattern. Pre: full and runoff.
   double share_of_full(std::size_t pattern) const;
 };
+
+const measure::SettingResult& best_of(const measure::SearchResult& search, std::size_t pattern);
 
 // The keys that are written: {"aio": {...}, "hoist": {"measured": {...}}}.
 nlohmann::ordered_json configuration(const TuneReport& report);

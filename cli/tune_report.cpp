@@ -75,9 +75,16 @@ std::string sweep_table(const measure::SearchResult& search) {
 
 }  // namespace
 
+const SettingResult& best_of(const measure::SearchResult& search, std::size_t pattern) {
+  return *std::ranges::max_element(search.settings, {},
+                                   [&](const SettingResult& result) { return result.standing[pattern]; });
+}
+
 double TuneReport::share_of_full(std::size_t pattern) const {
-  const SettingResult& same = full->settings[search.best];
-  return same.standing[pattern];
+  const auto standing = [&](const measure::Setting& setting) {
+    return std::ranges::find(runoff->settings, setting, &SettingResult::setting)->standing[pattern];
+  };
+  return standing(chosen().setting) / standing(best_of(*full, pattern).setting);
 }
 
 Json configuration(const TuneReport& report) {
@@ -145,7 +152,7 @@ std::string to_text(const TuneReport& report) {
   text += sweep_table(report.search);
   text += fmt::format("\nchosen in {:.1f} s: {}\n", report.seconds, setting_text(report.chosen().setting));
   if (report.full) {
-    text += "against the best of a full sweep measured in the same way:";
+    text += "against the setting that a full sweep found best for each pattern, both measured again:";
     for (std::size_t i = 0; i < kPatterns.size(); ++i) {
       text += fmt::format("{} {} {:.0f} %", i == 0 ? "" : ",", measure::pattern_name(kPatterns[i]),
                           100 * report.share_of_full(i));

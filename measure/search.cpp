@@ -148,6 +148,7 @@ std::vector<SearchRound> quick_rounds(double scale) {
 }
 
 std::vector<SearchRound> full_round() { return {{.keep = 0, .passes = 5, .leg = std::chrono::milliseconds(60)}}; }
+std::vector<SearchRound> runoff_round() { return {{.keep = 0, .passes = 21, .leg = std::chrono::milliseconds(60)}}; }
 
 double SettingResult::mean_standing() const {
   return std::accumulate(standing.begin(), standing.end(), 0.0) / static_cast<double>(standing.size());

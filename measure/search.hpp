@@ -43,6 +43,8 @@ struct SearchRound {
 std::vector<SearchRound> quick_rounds(double scale = 1);
 // Every setting, five passes.
 std::vector<SearchRound> full_round();
+// A few settings that are to be told apart: 21 passes.
+std::vector<SearchRound> runoff_round();
 
 struct SearchOptions {
   std::vector<Setting> settings = standard_settings();

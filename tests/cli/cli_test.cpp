@@ -81,7 +81,7 @@ TEST_F(Cli, CheckSaysWhatAConfigurationWillDo) {
 
 TEST_F(Cli, CheckReportsEveryProblemAtOnce) {
   write("bad.json",
-        "{\n  \"zero_optimization\": {\"stage\": 2, \"ofload_param\": {}},\n  \"aio\": {\"queue_depth\": 0}\n}\n");
+        "{\n  \"zero_optimization\": {\"stage\": 4, \"ofload_param\": {}},\n  \"aio\": {\"queue_depth\": 0}\n}\n");
   const auto result = run("check bad.json --json report.json");
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.output, IsEmpty());

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// How long Engine::save() keeps a training program waiting: its call, and what the step after it takes longer.
+//
+//   bench_save --path DIR [--parameters N] [--saves N] [--json FILE] [--smoke]
+//
+// A model without mathematics takes steps; after every second one its state is saved under a name. For state on NVMe
+// and for state in memory it prints the call's median, 99th percentile and maximum, how long a save takes until it is
+// durable, and the ratio of step times with and without a save before them, with its interval.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <hoist/core/clock.hpp>
+#include <hoist/measure/statistics.hpp>
+#include <hoist/zero/engine.hpp>
+
+namespace {
+
+using namespace hoist;
+
+struct Arguments {
+  std::string path;
+  std::uint64_t parameters = 40'000'000;
+  unsigned saves = 100;
+  std::string json;
+};
+
+struct Figures {
+  std::string placement;
+  double call_median_ms = 0, call_p99_ms = 0, call_max_ms = 0;
+  double durable_median_ms = 0;
+  double step_ratio = 0;
+  measure::Interval step_interval;
+};
+
+constexpr unsigned kUnits = 8;
+
+Arguments parse(int argc, char** argv) {
+  Arguments arguments;
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    const auto value = [&] { return i + 1 < argc ? std::string(argv[++i]) : std::string(); };
+    if (option == "--path") arguments.path = value();
+    if (option == "--parameters") arguments.parameters = std::stoull(value());
+    if (option == "--saves") arguments.saves = static_cast<unsigned>(std::stoul(value()));
+    if (option == "--json") arguments.json = value();
+    if (option == "--smoke") {
+      arguments.parameters = 400'000;
+      arguments.saves = 6;
+    }
+  }
+  return arguments;
+}
+
+double milliseconds(Nanoseconds time) { return 1e3 * to_seconds(time); }
+
+double quantile(std::vector<double> values, double share) {
+  std::ranges::sort(values);
+  return values[std::min(values.size() - 1, static_cast<std::size_t>(share * static_cast<double>(values.size())))];
+}
+
+class Program {
+ public:
+  Program(const Arguments& arguments, Placement placement)
+      : arguments_(arguments), runtime_(runtime_options(arguments)), engine_(runtime_, options(arguments, placement)) {
+    const auto elements = static_cast<std::int64_t>(arguments.parameters / kUnits);
+    for (unsigned u = 0; u < kUnits; ++u) {
+      const ParameterSpec spec{.name = fmt::format("unit {}", u), .shape = {elements}};
+      units_.push_back(engine_.add_unit(spec.name, std::span(&spec, 1)));
+    }
+    engine_.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); });
+  }
+
+  Figures measure() {
+    for (int i = 0; i < 4; ++i) step();  // extents are written once, and the pass is planned
+    std::vector<double> calls, ratios, durable;
+    double plain_seconds = step();
+    for (unsigned i = 0; i < arguments_.saves; ++i) {
+      const TimePoint begin = Clock::now();
+      const Completion saved = engine_.save(fmt::format("save {}", i), {});
+      calls.push_back(milliseconds(Clock::now() - begin));
+      ratios.push_back(step() / plain_seconds);
+      saved.wait();
+      durable.push_back(milliseconds(Clock::now() - begin));
+      plain_seconds = step();
+    }
+    return {.call_median_ms = measure::median(calls),
+            .call_p99_ms = quantile(calls, 0.99),
+            .call_max_ms = quantile(calls, 1),
+            .durable_median_ms = measure::median(durable),
+            .step_ratio = measure::median(ratios),
+            .step_interval = measure::median_interval(ratios)};
+  }
+
+ private:
+  static RuntimeOptions runtime_options(const Arguments& arguments) {
+    RuntimeOptions options;
+    options.device_memory_bytes = 8 * arguments.parameters + 64 * kMiB;
+    options.pinned_memory_bytes = 20 * arguments.parameters + 128 * kMiB;
+    options.communicator = CommunicatorKind::self;
+    return options;
+  }
+
+  static EngineOptions options(const Arguments& arguments, Placement placement) {
+    EngineOptions options;
+    options.parameters = options.optimizer = placement;
+    options.store_directory = arguments.path + "/hoist-bench-save";
+    options.keep_steps = 2;
+    return options;
+  }
+
+  double step() {
+    const TimePoint begin = Clock::now();
+    {
+      const PassScope pass = engine_.begin(Pass::train);
+      for (const UnitId unit : units_) engine_.gather(unit, *stream_).release(*stream_);
+      for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
+        Lease lease = engine_.gather(*unit, *stream_);
+        engine_.gradients(*unit, *stream_);
+        lease.release(*stream_);
+        engine_.finish(*unit, *stream_);
+      }
+    }
+    engine_.step();
+    return to_seconds(Clock::now() - begin);
+  }
+
+  const Arguments& arguments_;
+  Runtime runtime_;
+  Engine engine_;
+  std::unique_ptr<platform::Stream> stream_ = runtime_.device().create_stream("program");
+  std::vector<UnitId> units_;
+};
+
+Figures measured(const Arguments& arguments, Placement placement, const char* name) {
+  Figures figures;
+  {
+    Program program(arguments, placement);
+    figures = program.measure();
+  }
+  std::filesystem::remove_all(arguments.path + "/hoist-bench-save");
+  figures.placement = name;
+  fmt::print("{:8}  {:8.2f} {:8.2f} {:8.2f}  {:10.1f}  {:6.3f} [{:.3f}, {:.3f}]\n", name, figures.call_median_ms,
+             figures.call_p99_ms, figures.call_max_ms, figures.durable_median_ms, figures.step_ratio,
+             figures.step_interval.low, figures.step_interval.high);
+  std::fflush(stdout);
+  return figures;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Arguments arguments = parse(argc, argv);
+  if (arguments.path.empty() || arguments.saves == 0) {
+    fmt::print(stderr, "usage: bench_save --path DIR [--parameters N] [--saves N] [--json FILE] [--smoke]\n");
+    return 2;
+  }
+  fmt::print(
+      "{} parameters, {} saves; milliseconds of the call: median, 99th percentile, most; until durable; the step "
+      "after a save to one without\n",
+      arguments.parameters, arguments.saves);
+  std::vector<Figures> all;
+  all.push_back(measured(arguments, Placement::nvme, "nvme"));
+  all.push_back(measured(arguments, Placement::pinned, "pinned"));
+  if (arguments.json.empty()) return 0;
+  std::ofstream file(arguments.json);
+  file << "[";
+  for (const Figures& f : all)
+    file << fmt::format(R"({}{{"placement":"{}","call_ms":{{"median":{},"p99":{},"max":{}}},"durable_ms":{},)"
+                        R"("step_ratio":{},"interval":[{},{}]}})",
+                        &f == &all.front() ? "" : ",", f.placement, f.call_median_ms, f.call_p99_ms, f.call_max_ms,
+                        f.durable_median_ms, f.step_ratio, f.step_interval.low, f.step_interval.high);
+  file << "]\n";
+  return file.good() ? 0 : 1;
+}
