@@ -275,6 +275,19 @@ def test_the_norm_is_clipped_as_by_pytorch(settings):
         assert_equal_within_ulps(engine, reference, ulp_max=32)  # PyTorch's norm is rounded to fp32
 
 
+@pytest.mark.parametrize("recompute", [None, "non-reentrant"])
+def test_compiled_units(settings, recompute):
+    """torch.compile inside of units: the graphs are autograd's, the weights still come and go."""
+    model = make(recompute=recompute)
+    reference = copy.deepcopy(model)
+    with hoist.torch.wrap(model, settings()) as engine:
+        engine.compile_units(backend="aot_eager")
+        ours = train_lifted(engine)
+        assert_losses_agree(ours, train_reference(reference, adamw(reference.parameters())))
+        assert_equal_within_ulps(engine, reference)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3
+
+
 def test_plain_backward_and_an_optimizer_of_the_usual_shape(settings):
     """loss.backward(), optimizer.step(), optimizer.zero_grad(): nothing of the loop has to know."""
     model = make()

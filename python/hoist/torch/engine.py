@@ -328,7 +328,8 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             return
         if failed:
-            lift.discard()
+            if lift.pass_ is not None:
+                lift.discard()
         elif lift.pass_ == _hoist.Pass.evaluate and not lift.all_still_up():
             lift.end()
 
@@ -620,6 +621,12 @@ class Engine:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def compile_units(self, **options) -> None:
+        """torch.compile for what runs inside of each unit; weights come up and go down around it."""
+        for module, _ in self._cut.users:
+            if module is not self.module:
+                module.forward = torch.compile(module.forward, **options)
 
     # --- what happened -----------------------------------------------------------------------------------------------
 

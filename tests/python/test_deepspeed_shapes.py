@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops and configuration files written for DeepSpeed, and a Hugging Face model, unchanged."""
+
+import argparse
+import copy
+import json
+import resource
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import hoist
+import hoist.torch
+from models import Gpt, batches, loss_of
+
+# As in DeepSpeed's and Hugging Face's documentation for ZeRO-Infinity, down to the performance hints; nothing of hoist's
+# own. The budgets are then the defaults, 1 GiB each.
+DS_CONFIG = """{
+  "train_micro_batch_size_per_gpu": 4,
+  "gradient_accumulation_steps": 2,
+  "gradient_clipping": 1.0,
+  "steps_per_print": 2000,
+  "wall_clock_breakdown": false,
+  "bf16": {"enabled": true},
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+  "scheduler": {"type": "WarmupLR",
+                "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 5, "warmup_type": "linear"}},
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": {"device": "nvme", "nvme_path": "%s", "pin_memory": true, "buffer_count": 4,
+                          "fast_init": false},
+    "offload_param": {"device": "nvme", "nvme_path": "%s", "pin_memory": true, "buffer_count": 5, "buffer_size": 1e8,
+                      "max_in_cpu": 1e9},
+    "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9, "reduce_bucket_size": 5e8,
+    "stage3_prefetch_bucket_size": 5e7, "stage3_param_persistence_threshold": 1e5,
+    "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9
+  },
+  "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": false, "overlap_events": true}
+}"""
+
+
+@pytest.fixture
+def ds_config(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(DS_CONFIG % (tmp_path / "nvme", tmp_path / "nvme"))
+    return path
+
+
+def tiny_llama(**changes):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    settings = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+                "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | changes)))
+
+
+def test_a_hugging_face_model_in_a_trainers_loop(ds_config):
+    model = tiny_llama()
+    args = argparse.Namespace(deepspeed_config=str(ds_config), local_rank=-1)
+    engine, optimizer, loader, scheduler = hoist.torch.initialize(
+        args=args, model=model, model_parameters=model.parameters())
+    assert loader is None and optimizer is engine.optimizer
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    losses, rates = [], []
+    engine.train()
+    for index, (tokens, _) in enumerate(batches(48, seed=3)):
+        output = engine(input_ids=tokens % 13, labels=tokens % 13, use_cache=False)
+        engine.backward(output.loss)
+        boundary = engine.is_gradient_accumulation_boundary()
+        assert boundary == (index % 2 == 1)
+        engine.step()
+        losses.append(output.loss.item())
+        if boundary:
+            rates.append(scheduler.get_last_lr()[0])
+            assert engine.get_global_grad_norm() > 0
+    assert engine.global_steps == 24
+    assert losses[-1] < 0.8 * losses[0]
+    assert rates[0] < rates[3] == pytest.approx(6e-4) and rates[-1] == 1e-3
+    engine.eval()
+    generated = engine.generate(tokens[:1, :4] % 13, max_new_tokens=6, do_sample=False)
+    assert generated.shape == (1, 10)
+    engine.train()
+    saved = model.state_dict()
+    assert all(torch.isfinite(v).all() for v in saved.values())
+    engine.close()
+
+
+def test_gradient_checkpointing_of_hugging_face(ds_config):
+    losses = []
+    for recompute in (False, True):
+        model = tiny_llama()
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        config = json.loads(ds_config.read_text())
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part]["nvme_path"] += str(recompute)
+        engine, *_ = hoist.torch.initialize(model=model, config=config)
+        engine.train()
+        for tokens, _ in batches(8, seed=3):
+            output = engine(input_ids=tokens, labels=tokens, use_cache=False)
+            engine.backward(output.loss)
+            engine.step()
+            losses.append(output.loss.item())
+        engine.close()
+    assert losses[:8] == losses[8:]
+
+
+def test_an_optimizer_of_pytorchs_is_taken_over(settings):
+    torch.manual_seed(0)
+    model = Gpt()
+    reference = copy.deepcopy(model)
+
+    def make(m):
+        return torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9)
+
+    client = make(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(client, step_size=3, gamma=0.5)
+    engine, optimizer, _, returned = hoist.torch.initialize(
+        model=model, optimizer=client, lr_scheduler=scheduler, config=settings())
+    assert returned is scheduler
+    theirs = make(reference)
+    their_scheduler = torch.optim.lr_scheduler.StepLR(theirs, step_size=3, gamma=0.5)
+    for inputs, targets in batches(12):
+        engine.backward(loss_of(engine(inputs), targets))
+        engine.step()
+        loss_of(reference(inputs), targets).backward()
+        theirs.step()
+        theirs.zero_grad()
+        their_scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == their_scheduler.get_last_lr()[0]
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6)
+    engine.close()
+
+
+def test_training_data_becomes_a_loader(settings):
+    data = torch.utils.data.TensorDataset(torch.arange(40).view(10, 4), torch.arange(40).view(10, 4))
+    engine, _, loader, _ = hoist.torch.initialize(model=Gpt(), training_data=data, config=settings())
+    for inputs, targets in loader:
+        assert inputs.shape[0] <= 4
+        engine.backward(loss_of(engine(inputs), targets))
+        engine.step()
+    assert engine.global_steps == 3
+    engine.close()
+
+
+def test_a_last_step_of_fewer_micro_batches(settings):
+    """As DeepSpeed does: the boundary is where the program says, and the loss is divided by the configured number."""
+    torch.manual_seed(0)
+    model = Gpt()
+    reference = copy.deepcopy(model)
+    with hoist.torch.wrap(model, settings(gradient_accumulation_steps=4)) as engine:
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        data = list(batches(2))
+        for index, (inputs, targets) in enumerate(data):
+            engine.set_gradient_accumulation_boundary(index == 1)
+            engine.backward(loss_of(engine(inputs), targets))
+            report = engine.step()
+            (loss_of(reference(inputs), targets) / 4).backward()
+        assert report is not None and report.step == 1
+        optimizer.step()
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-6, atol=1e-7)
+
+
+def test_what_has_another_meaning_is_refused(settings):
+    with pytest.raises(hoist.UsageError, match="model"):
+        hoist.torch.initialize(config=settings())
+    with pytest.raises(hoist.UsageError, match="config"):
+        hoist.torch.initialize(model=Gpt())
+    with pytest.raises(hoist.UsageError, match="RMSprop"):
+        model = Gpt()
+        hoist.torch.initialize(model=model, optimizer=torch.optim.RMSprop(model.parameters()), config=settings())
+    with pytest.raises(hoist.UsageError, match="mpu"):
+        hoist.torch.initialize(model=Gpt(), config=settings(), mpu=object())
+    with pytest.raises(hoist.UsageError, match="compiled"):
+        hoist.torch.wrap(torch.compile(Gpt()), settings())
+    with pytest.raises(hoist.ConfigError, match="fp16"):
+        hoist.torch.initialize(model=Gpt(), config=settings(fp16={"enabled": True}))
+
+
+def test_memory_of_the_process_is_bounded(tmp_path):
+    """A model of 168 MB of fp32 masters and moments in bf16, never built in memory, in budgets of a fraction of that."""
+    program = textwrap.dedent("""
+        import json, sys
+        import torch, transformers
+        import hoist.torch
+        path = sys.argv[1]
+        def resident():
+            for line in open("/proc/self/status"):
+                if line.startswith("VmHWM"): return int(line.split()[1]) * 1024
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+                vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+                num_key_value_heads=6, tie_word_embeddings=True, dtype=torch.bfloat16))
+        parameters = sum(p.numel() for p in model.parameters())
+        nvme = {"device": "nvme", "nvme_path": path}
+        before = resident()
+        def initialize(module):
+            for p in module.parameters(recurse=False):
+                torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+            if hasattr(module, "inv_freq"):
+                rotary = type(module)(module.config)
+                module.inv_freq = rotary.inv_freq
+                module.original_inv_freq = rotary.inv_freq
+        engine = hoist.torch.wrap(model, {
+            "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme,
+                                  "sub_group_size": 131072},
+            "hoist": {"device_memory": "16MiB", "pinned_memory": "56MiB"}}, initialize=initialize)
+        tokens = torch.randint(0, 512, (1, 16))
+        for _ in range(4):
+            output = engine(input_ids=tokens, labels=tokens, use_cache=False)
+            engine.backward(output.loss)
+            assert engine.step().applied
+        tiers = engine.books()["tiers"]
+        assert all(t["peak_bytes"] <= t["budget_bytes"] for t in tiers.values()), tiers
+        engine.close()
+        print(json.dumps({"parameters": parameters, "grown": resident() - before}))
+    """)
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path / "nvme")], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout.splitlines()[-1])
+    state = 12 * result["parameters"]
+    assert state > 150e6
+    budgets = 72 * 2**20
+    slack = 48 * 2**20  # activations, PyTorch's kernels and threads, this engine's code
+    assert result["grown"] < budgets + slack, result
+    assert budgets + slack < state

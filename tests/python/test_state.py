@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes in and out: commits, state dicts, safetensors, models too large to be built in memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import hoist
+import hoist.torch
+from models import VOCABULARY, Gpt, batches, loss_of
+
+
+def make(seed=0, **options):
+    torch.manual_seed(seed)
+    return Gpt(**options)
+
+
+def train(engine, steps, first=0):
+    losses = []
+    for step, (inputs, targets) in enumerate(batches(first + steps)):
+        if step < first:
+            continue
+        loss = loss_of(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same(a, b):
+    assert set(a) == set(b)
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_a_run_goes_on_where_it_ended(settings, tmp_path):
+    """Stopped after 7 steps and resumed: losses, masters and moments of 12 are bit for bit those of an unbroken run."""
+    whole = settings()
+    whole["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "whole")
+    whole["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "whole")
+    with hoist.torch.wrap(make(), whole) as engine:
+        expected = train(engine, 12)
+        digests = [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)]
+
+    with hoist.torch.wrap(make(), settings()) as engine:
+        engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=1.0)
+        engine.state["note"] = "of the program"
+        losses = train(engine, 7)
+    with pytest.raises(hoist.Error):  # not to be overwritten by accident
+        hoist.torch.wrap(make(seed=5), settings())
+    with hoist.torch.wrap(make(seed=5), settings(), resume=True) as engine:
+        assert engine.restored and engine.step_count == 7
+        assert engine.state == {"note": "of the program"}
+        losses += train(engine, 5, first=7)
+        assert losses == expected
+        assert [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)] == digests
+
+
+def test_killed_and_resumed(settings, tmp_path):
+    """kill -9 in the middle of training; the resumed run ends in the bits of one that nobody disturbed."""
+    config = settings()
+    program = textwrap.dedent(f"""
+        import os, signal, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import torch, hoist.torch
+        from test_state import make, train
+        engine = hoist.torch.wrap(make(), {config!r}, resume=True)
+        train(engine, 5)
+        print(engine.step_count, flush=True)
+        engine._lift.settle()
+        train(engine, 20, first=5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    with hoist.torch.wrap(make(seed=9), config, resume=True) as engine:
+        reached = engine.step_count
+        assert 5 <= reached <= 25
+        train(engine, 30 - reached, first=reached)
+        digest = engine.digest()
+    whole = settings()
+    for part in ("offload_param", "offload_optimizer"):
+        whole["zero_optimization"][part]["nvme_path"] = str(tmp_path / "whole")
+    with hoist.torch.wrap(make(), whole) as engine:
+        train(engine, 30)
+        assert engine.digest() == digest
+
+
+def test_the_last_step_of_a_program_that_ends_is_committed(settings):
+    config = settings()
+    program = textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        from test_state import make, train
+        engine = hoist.torch.wrap(make(), {config!r})
+        train(engine, 3)
+    """)
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with hoist.torch.wrap(make(), config, resume=True) as engine:
+        assert engine.step_count == 3
+
+
+def test_state_dicts_have_pytorchs_names_and_values(settings):
+    model = make()
+    reference = make()
+    with hoist.torch.wrap(model, settings()) as engine:
+        assert_same(engine.state_dict(), reference.state_dict())
+        assert_same(dict(model.state_dict()), reference.state_dict())  # as save_pretrained asks for it
+        assert list(model.state_dict()) == list(reference.state_dict())
+        other = make(seed=3)
+        engine.load_state_dict(other.state_dict())
+        assert_same(engine.state_dict(), other.state_dict())
+        third = make(seed=4)
+        model.load_state_dict(third.state_dict())
+        assert_same(engine.state_dict(), third.state_dict())
+        inputs, _ = next(batches(1))
+        with torch.no_grad():
+            assert torch.equal(engine(inputs), third(inputs))
+        with pytest.raises(hoist.UsageError, match="missing"):
+            engine.load_state_dict({"token.weight": torch.zeros(VOCABULARY, 32)})
+
+
+def test_export_and_stream_in(settings, tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    with hoist.torch.wrap(make(), settings()) as engine:
+        train(engine, 3)
+        files = engine.export(str(tmp_path / "weights"))
+        expected = engine.state_dict()
+    weights = load_file(files[0])
+    del expected["head.weight"]  # tied: written once
+    assert_same(weights, expected)
+    config = settings()
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "second")
+    with torch.device("meta"):
+        model = Gpt()
+    with hoist.torch.wrap(model, config, weights=str(tmp_path / "weights")) as engine:
+        ours = engine.state_dict()
+        assert torch.equal(ours.pop("head.weight"), ours["token.weight"])
+        assert_same(ours, expected)
+        assert train(engine, 2)
+
+
+def test_a_model_on_the_meta_device_is_initialized_one_unit_at_a_time(settings, tmp_path):
+    held = []
+
+    def initialize(module):
+        held.append(sum(p.numel() for p in model.parameters() if not p.isnan().any()))
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
+
+    with torch.device("meta"):
+        model = Gpt(layers=6)
+    with hoist.torch.wrap(model, settings(), initialize=initialize, seed=1) as engine:
+        assert not any(p.is_meta for p in model.parameters())
+        assert model.head.weight is model.token.weight
+        first = engine.state_dict()
+        assert first["token.weight"].std() == pytest.approx(0.02, rel=0.1)
+        assert (first["norm.bias"] == 1).all()
+        assert not torch.equal(first["blocks.0.up.weight"], first["blocks.1.up.weight"])
+        block = sum(p.numel() for p in model.blocks[0].parameters())
+        assert max(held) <= block
+        assert train(engine, 2)[0] == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=0.2)
+    config = settings()
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "again")
+    with torch.device("meta"):
+        model = Gpt(layers=6)
+    with hoist.torch.wrap(model, config, initialize=initialize, seed=1) as engine:
+        assert_same(engine.state_dict(), first)
+
+
+def test_weights_of_another_model_are_refused(settings, tmp_path):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        engine.export(str(tmp_path / "weights"))
+    config = settings()
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "second")
+    with pytest.raises(hoist.SafetensorsError, match="blocks.3"):
+        hoist.torch.wrap(make(layers=4), config, weights=str(tmp_path / "weights"))
+
+
+def test_moments_can_be_read(settings):
+    model = make()
+    reference = make()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    with hoist.torch.wrap(model, settings()) as engine:
+        inputs, targets = next(batches(1))
+        engine.backward(loss_of(engine(inputs), targets))
+        loss_of(reference(inputs), targets).backward()
+        name, parameter = "blocks.1.up.weight", reference.blocks[1].up.weight
+        assert torch.equal(engine.read(name, hoist.State.gradient), parameter.grad)
+        engine.step()
+        optimizer.step()
+        torch.testing.assert_close(engine.read(name, hoist.State.moment1), optimizer.state[parameter]["exp_avg"])
+        torch.testing.assert_close(engine.read(name, hoist.State.moment2), optimizer.state[parameter]["exp_avg_sq"])
+
+
+def test_small_buffers_come_back(settings):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x):
+            return self.norm(self.linear(x))
+
+    torch.manual_seed(0)
+    with hoist.torch.wrap(Normed(), settings()) as engine:
+        engine.backward(engine(torch.randn(16, 8)).square().sum())
+        engine.step()
+        expected = engine.state_dict()
+    with hoist.torch.wrap(Normed(), settings(), resume=True) as engine:
+        assert_same(engine.state_dict(), expected)
+        assert expected["norm.num_batches_tracked"] == 1
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_errors_have_the_engines_text(settings):
+    with pytest.raises(hoist.ConfigError, match="did you mean") as error:
+        hoist.torch.wrap(make(), settings(zero_optimizatio={}))
+    assert error.value.problems[0]["key"] == "zero_optimizatio"
+    with pytest.raises(hoist.BudgetError, match="hoist.device_memory") as small:
+        hoist.torch.wrap(make(), settings(hoist={"device_memory": "64KiB", "pinned_memory": "32MiB"}))
+    assert isinstance(small.value, MemoryError) and small.value.need_bytes > small.value.have_bytes
+    with pytest.raises(hoist.UsageError, match="float64"):
+        hoist.torch.wrap(make().double(), settings())
+
+
+def test_the_budget_an_error_names_is_enough(settings):
+    with pytest.raises(hoist.BudgetError) as small:
+        hoist.torch.wrap(make(), settings(hoist={"device_memory": "64KiB", "pinned_memory": "32MiB"}))
+    config = settings(hoist={"device_memory": small.value.need_bytes, "pinned_memory": "32MiB"})
+    with hoist.torch.wrap(make(), config) as engine:
+        assert len(train(engine, 3)) == 3
+
+
+def test_misuse_is_said_and_harms_nothing(settings):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        inputs, targets = next(batches(1))
+        with pytest.raises(hoist.UsageError, match="backward"):
+            engine.step()
+        loss = loss_of(engine(inputs), targets)
+        engine.backward(loss)
+        with pytest.raises(hoist.UsageError, match="step"):
+            engine(inputs)
+        assert engine.step().applied
+        with pytest.raises(RuntimeError):  # the graph is gone, as PyTorch says itself
+            engine.backward(loss)
+        with pytest.raises(hoist.UsageError, match="closure"):
+            engine.optimizer.step(lambda: None)
+        assert len(train(engine, 2)) == 2
+
+
+def test_a_graph_kept_beyond_a_step_is_refused(settings):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        inputs, targets = next(batches(1))
+        loss = loss_of(engine(inputs), targets)
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        engine(inputs)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(loss)
+        assert len(train(engine, 2)) == 2
+
+
+def test_a_loss_that_is_not_finite_skips_the_step(settings):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        train(engine, 2)
+        before = engine.state_dict()
+        inputs, targets = next(batches(1))
+        engine.backward(loss_of(engine(inputs), targets) * float("nan"))
+        report = engine.step()
+        assert not report.applied and report.step == 2
+        assert_same(engine.state_dict(), before)
+
+
+def test_weights_used_outside_of_their_module_are_found(settings):
+    """The head multiplies with the embedding's weights without calling the embedding."""
+
+    class Outside(Gpt):
+        def __init__(self):
+            super().__init__()
+            del self.head
+
+        def forward(self, tokens):
+            x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.linear(self.norm(x), self.token.weight)
+
+    torch.manual_seed(0)
+    model = Outside()
+    with hoist.torch.wrap(model, settings()) as engine:
+        ours = train(engine, 10)
+    torch.manual_seed(0)
+    reference = Outside()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    theirs = []
+    for inputs, targets in batches(10):
+        loss = loss_of(reference(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.append(loss.item())
+    assert ours == pytest.approx(theirs, rel=1e-6)
