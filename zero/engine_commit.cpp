@@ -64,18 +64,22 @@ Completion Engine::Impl::keep(const std::string& name, std::span<const std::byte
   return live.store->keep(name, framed(name, program_state), [this](bool landed) { agree_on_landing(landed); });
 }
 
-void Engine::Impl::commit_deferred(std::span<const std::byte> program_state, bool due) {
+Completion Engine::Impl::commit_deferred(std::span<const std::byte> program_state, bool due) {
   const std::lock_guard lock(saves_mutex);
   commit_ahead = false;
-  if (!nvme_placement() || !due) return;
-  commit("", program_state);
+  if (!nvme_placement() || !due) return {};
+  const Completion committed = commit("", program_state);
   for (PendingSave& save : pending_saves) {
     const auto promise = std::make_shared<Promise>(std::move(save.promise));
-    keep(save.name, save.program_state).then([promise](std::exception_ptr error) {
-      error ? promise->fail(error) : promise->complete();
-    });
+    const auto settle = [promise](std::exception_ptr error) { error ? promise->fail(error) : promise->complete(); };
+    try {
+      keep(save.name, save.program_state).then(settle);
+    } catch (...) {  // the commit has failed already, and tells the other ranks so itself
+      settle(std::current_exception());
+    }
   }
   pending_saves.clear();
+  return committed;
 }
 
 void Engine::Impl::fail_pending_saves(const std::exception_ptr& error) {

@@ -192,10 +192,11 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
   const auto ended =
       [this, update, committed, due,
        state = std::vector<std::byte>(program_state.begin(), program_state.end())](std::exception_ptr error) {
+        Completion done;
         try {
           if (error) std::rethrow_exception(error);
           update->check(table);
-          commit_deferred(state, due);
+          done = commit_deferred(state, due);
         } catch (...) {
           // Nothing will land here; the other ranks learn it where they would have heard that it did.
           if (stores_steps() && due) renounce_landing();
@@ -203,8 +204,7 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
           committed->fail(std::current_exception());
           throw;
         }
-        last_commit.then(
-            [committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
+        done.then([committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
       };
   detail::WalkOptions walk = step_writes(due);
   walk.waits = WaitCause::none;

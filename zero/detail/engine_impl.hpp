@@ -117,7 +117,8 @@ class Engine::Impl {
   Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
   Completion keep(const std::string& name, std::span<const std::byte> program_state);
   // The step that was just computed is committed when it is due; what save() asked for meanwhile is kept.
-  void commit_deferred(std::span<const std::byte> program_state, bool due);
+  // On the update thread. Returns what is done when the step is durable; at once when it is not committed.
+  Completion commit_deferred(std::span<const std::byte> program_state, bool due);
   void fail_pending_saves(const std::exception_ptr& error);
   // Tells the other ranks whether this one's commit landed; throws when another's did not. On the commit thread.
   void agree_on_landing(bool landed);
