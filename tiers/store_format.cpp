@@ -164,7 +164,7 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
   const char* const text = reinterpret_cast<const char*>(bytes.data()) + kSuperblockHeaderBytes;
   s.layout.assign(text, layout_bytes);
   s.stripes.assign(text + layout_bytes, stripes_bytes);
-  constexpr std::uint64_t kSane = 1ull << 56;  // no product below overflows
+  constexpr std::uint64_t kSane = 1ull << 52;  // no product below overflows, nor the length of all slots together
   constexpr std::uint32_t kRanksMax = 1u << 24;
   if (s.world_size < 1 || s.world_size > kRanksMax || s.rank >= s.world_size || s.durability > kDurabilityNone) {
     problem = fmt::format("it names rank {} of {} and durability {}", s.rank, s.world_size, s.durability);
