@@ -96,6 +96,7 @@ class Store {
     Durability durability = Durability::step;
     std::uint64_t store_number = 0;
     std::uint64_t data_bytes = 0;                   // reserved on disk, over all drives
+    std::uint64_t tile_count = 0;                   // of all records
     std::vector<std::string> stripe_directories{};  // further drives, where they were when the store was made
     std::vector<CommitHeader> commits;              // valid ones, newest first, without abandoned ones
     std::vector<CommitHeader> kept;                 // steps kept under a name, oldest first

@@ -307,6 +307,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
                       .world_size = static_cast<int>(view.superblock->world_size)};
     found.durability = view.superblock->durability == kDurabilityNone ? Durability::none : Durability::step;
     found.data_bytes = view.superblock->data_bytes;
+    found.tile_count = view.superblock->tile_count;
     try {
       found.stripe_directories = detail::decode_stripes(view.superblock->stripes, paths.manifest).directories;
     } catch (const StoreError& error) {

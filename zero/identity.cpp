@@ -106,7 +106,7 @@ std::optional<Line> read_line(std::string_view text) {
 
 }  // namespace
 
-UnitTable UnitTable::from_identity(std::string_view text, int world_size) {
+UnitTable UnitTable::from_identity(std::string_view text, int world_size, std::uint64_t elements_max) {
   const auto refuse = [](std::string_view line) {
     throw StoreError(fmt::format("the store describes its model in a way this version does not understand: \"{}\"",
                                  line.substr(0, 200)));
@@ -130,6 +130,12 @@ UnitTable UnitTable::from_identity(std::string_view text, int world_size) {
       const std::string_view text_line = take_until(rest, "\n");
       auto line = read_line(text_line);
       if (!line) refuse(text_line);
+      std::uint64_t elements = 1;
+      for (const std::int64_t extent : line->spec.shape) {
+        if (extent > 0 && elements > elements_max / static_cast<std::uint64_t>(extent)) refuse(text_line);
+        elements *= static_cast<std::uint64_t>(std::max<std::int64_t>(extent, 0));
+      }
+      elements_max -= elements;
       if (line->unit != unit) end_unit();
       unit = std::move(line->unit);
       specs.push_back(std::move(line->spec));

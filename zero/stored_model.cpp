@@ -51,12 +51,22 @@ std::vector<StoredParameter> describe(const detail::UnitTable& table) {
   return parameters;
 }
 
+// What a store can hold at most: tiles have their checksums in the manifest, whose length was compared with the file's.
+// A store of durability none has no checksums there; no more is believed of it than this machine could list.
+std::uint64_t elements_max(const Store::Found& found) {
+  constexpr std::uint64_t kTilesMax = 1 << 24;
+  const std::uint64_t tiles =
+      found.durability == tiers::Durability::none ? std::min(found.tile_count, kTilesMax) : found.tile_count;
+  const std::uint64_t tile_elements = tiers::kTileElements * static_cast<std::uint64_t>(found.identity->world_size);
+  return tiles > ~std::uint64_t{0} / tile_elements ? ~std::uint64_t{0} : tiles * tile_elements;
+}
+
 }  // namespace
 
 StoreSummary look_at_one_store(const std::string& directory) {
   StoreSummary summary{.directory = directory};
   std::optional<std::string> layout;
-  std::uint64_t first_run = 0;
+  std::uint64_t first_run = 0, largest_model = 0;
   for (const int rank : Store::ranks_in(directory)) {
     Store::Found found = Store::look(directory, rank);
     if (!found.exists) continue;  // replaced meanwhile
@@ -76,6 +86,7 @@ StoreSummary look_at_one_store(const std::string& directory) {
       throw StoreError(
           fmt::format("{} holds files of two different models or world sizes: rank {} differs from rank {}", directory,
                       rank, summary.ranks.front().rank));
+    largest_model = elements_max(found);
     layout = found.identity->layout;
     summary.world_size = found.identity->world_size;
     summary.durability = found.durability;
@@ -84,7 +95,7 @@ StoreSummary look_at_one_store(const std::string& directory) {
   if (!layout) return summary;
   summary.run = first_run;
   summary.layout = *layout;
-  const detail::UnitTable table = detail::UnitTable::from_identity(*layout, *summary.world_size);
+  const detail::UnitTable table = detail::UnitTable::from_identity(*layout, *summary.world_size, largest_model);
   summary.parameters = describe(table);
   summary.unit_count = table.units().size();
   if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size)) {

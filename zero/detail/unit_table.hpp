@@ -102,8 +102,9 @@ class UnitTable {
   std::string identity() const;
   // The table such a text describes: same parameters, segments and records. The text does not say which groups the
   // segments of a unit had and what was tied; groups are numbered by segment instead.
-  // Errors: StoreError when the text is none of ours.
-  static UnitTable from_identity(std::string_view text, int world_size);
+  // Errors: StoreError when the text is none of ours, or describes more than `elements_max` elements: nothing is made
+  // for those.
+  static UnitTable from_identity(std::string_view text, int world_size, std::uint64_t elements_max = ~std::uint64_t{0});
 
  private:
   void lay_out(Unit& unit) const;
