@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // bench_durability - what it costs that every step is a commit, and that every byte is verified.
 //
-//   bench_durability [--smoke] [--path DIR] [--pairs N] [--layers N] [--elements N] [--flush-ms N] [--json FILE]
+//   bench_durability [--smoke] [--path DIR] [--pairs N] [--layers N] [--elements N] [--steps-per-turn N]
+//                    [--flush-ms N] [--json FILE]
 //
 // Two engines train the same model with everything on NVMe, one with durability `step`, one with `none`: equal bytes,
-// since both write 12 bytes a parameter. They take turns, a step each (order alternating), and each step is settled
-// before the clock stops, so that nothing of one falls into the other's time. The ratio of each pair counts; after
-// every second pair `none` runs against itself, the control. With --flush-ms each flush takes so much longer; a turn is
-// then eight steps, which is what hiding a flush under the next step needs.
+// since both write 12 bytes a parameter. They take turns, a step each or several (order alternating), and each turn is
+// settled before the clock stops, so that nothing of one falls into the other's time. With one step a turn no flush is
+// hidden under the next step; with eight, seven of eight may be. The ratio of each pair counts; `none` against itself
+// is the control. With --flush-ms each flush takes so much longer.
 //
 // The passes do no mathematics: the drive is the limit, which makes the ratio the worst there is. Checksums: processor
 // time of a tile's, as a share of such a step on the processors the update uses.
@@ -40,7 +41,7 @@ struct Arguments {
   unsigned layers = 4;
   std::int64_t elements = 4 << 20;  // of a layer
   unsigned flush_ms = 0;
-  unsigned steps_per_turn() const { return flush_ms == 0 ? 1 : 8; }
+  unsigned steps_per_turn = 1;
 };
 
 // Holds every flush back for a while.
@@ -174,7 +175,7 @@ int run(const Arguments& arguments) {
   {
     Training step(arguments, pattern + "/step", tiers::Durability::step);
     Training none(arguments, pattern + "/none", tiers::Durability::none);
-    const unsigned steps = arguments.steps_per_turn();
+    const unsigned steps = arguments.steps_per_turn;
     const std::uint64_t before = none.moved_bytes(), before_step = step.moved_bytes();
     for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
       double a = 0, b = 0;
@@ -200,6 +201,8 @@ int run(const Arguments& arguments) {
              arguments.flush_ms == 0 ? "" : fmt::format(", {} ms a flush", arguments.flush_ms), measure::median(ratios),
              cost.low, cost.high, measure::median(control), noise.low, noise.high, arguments.pairs);
   const double ns = checksum_ns_per_byte();
+  fmt::print("a step of none: {:.1f} ms, {:.2f} GB/s\n", 1e3 * measure::median(seconds),
+             1e-9 * per_step_bytes / measure::median(seconds));
   const double threads = static_cast<double>(std::max(1u, std::thread::hardware_concurrency()));
   const double share = ns * 1e-9 * per_step_bytes / threads / measure::median(seconds);
   fmt::print("checksums: {:.4f} ns a byte; {:.2f} % of the time of a step on {:.0f} processors\n", ns, 100 * share,
@@ -231,6 +234,7 @@ int main(int count, char** words) {
     if (key == "--pairs") arguments.pairs = static_cast<unsigned>(std::atoi(value));
     if (key == "--layers") arguments.layers = static_cast<unsigned>(std::atoi(value));
     if (key == "--elements") arguments.elements = std::atoll(value);
+    if (key == "--steps-per-turn") arguments.steps_per_turn = static_cast<unsigned>(std::atoi(value));
     if (key == "--flush-ms") arguments.flush_ms = static_cast<unsigned>(std::atoi(value));
   }
   try {
