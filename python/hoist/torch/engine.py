@@ -15,6 +15,7 @@ import base64
 import contextlib
 import json
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -107,7 +108,14 @@ class Engine:
         self.restored = False
         for warning in config.warnings:
             _log.warning("%s", warning)
+        if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+            _log.info("PyTorch's threads wait for each other awake, and take the processors from the optimizer and from "
+                      "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts, and steps may be several times faster")
         self._refuse_compiled(model)
+        stage = config.setting("zero_optimization.stage")
+        if stage is not None and stage != 3:
+            raise _hoist.UsageError(f"zero_optimization.stage is {stage}: PyTorch's modules are lifted at stage 3, where "
+                                    "weights come and go; the lower stages are the engine's own and untried from here")
 
         cut = units_of(model, unit_classes)
         if not cut.units:
