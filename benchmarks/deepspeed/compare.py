@@ -100,7 +100,9 @@ def main() -> None:
         result["engines"][engine]["killed"] = {
             "after": before[-1]["step"], "continues_from": head.get("first"), "error": error,
             "loss_at_end": after[-1]["loss"] if after else None}
-    for engine in ("hoist", "deepspeed"):
+    _, steps, _ = run("reference", arguments, fresh(os.path.join(arguments.directory, "compare-reference")))
+    result["losses"]["reference"] = [step["loss"] for step in steps]
+    for engine in ("hoist", "deepspeed", "reference"):
         for suffix in ("", ".json", ".log"):
             path = os.path.join(arguments.directory, "compare-" + engine) + suffix
             shutil.rmtree(path, ignore_errors=True) if suffix == "" else os.path.exists(path) and os.remove(path)
@@ -135,9 +137,10 @@ def print_table(result: dict) -> None:
         killed = values["killed"]
         print(f"{engine}: killed after step {killed['after']}, goes on from step {killed['continues_from']}"
               + (f" ({killed['error']})" if killed["error"] else ""))
-    print("loss, step by step:")
-    for step, (a, b) in enumerate(zip(result["losses"]["hoist"], result["losses"]["deepspeed"], strict=True), start=1):
-        print(f"  {step:3}  {a:.4f}  {b:.4f}")
+    print("loss, step by step: hoist, DeepSpeed, PyTorch in memory with fp32 masters")
+    losses = result["losses"]
+    for step, row_ in enumerate(zip(losses["hoist"], losses["deepspeed"], losses["reference"], strict=True), start=1):
+        print(f"  {step:3}  " + "  ".join(f"{loss:.4f}" for loss in row_))
 
 
 if __name__ == "__main__":

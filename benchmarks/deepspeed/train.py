@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run for compare.py: the same model, data and configuration in hoist or in DeepSpeed.
+"""One training run for compare.py: the same model, data and configuration in hoist, in DeepSpeed, or in plain PyTorch.
+
+The reference is what both are to compute: bf16 weights, fp32 masters in memory, torch.optim.AdamW.
 
 Prints one line of JSON for every step, as it ends. Bytes are the kernel's accounting (/proc/self/io: what reached the
 block layer), memory is the peak of the resident set.
@@ -73,6 +75,37 @@ def batch_of(step: int, batch: int, context: int):
     return rows[:, :-1], rows[:, 1:]
 
 
+class Reference:
+    def __init__(self, model, config):
+        import copy
+
+        import torch
+
+        settings = config["optimizer"]["params"]
+        self.clip = config["gradient_clipping"]
+        self.master = copy.deepcopy(model)
+        self.model = model.bfloat16()
+        self.optimizer = torch.optim.AdamW(self.master.parameters(), **settings)
+
+    def __call__(self, inputs):
+        return self.model(inputs)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        import torch
+
+        pairs = list(zip(self.model.parameters(), self.master.parameters(), strict=True))
+        for parameter, master in pairs:
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self.master.parameters(), self.clip)
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in pairs:
+                parameter.copy_(master)
+
+
 def accounting() -> dict[str, int]:
     values: dict[str, int] = {}
     with open("/proc/self/io") as file:
@@ -88,7 +121,7 @@ def accounting() -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=("hoist", "deepspeed"), required=True)
+    parser.add_argument("--engine", choices=("hoist", "deepspeed", "reference"), required=True)
     parser.add_argument("--config", required=True)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
@@ -109,6 +142,8 @@ def main() -> None:
 
         engine = hoist.torch.wrap(model, config, resume=arguments.resume)
         first = engine.step_count
+    elif arguments.engine == "reference":
+        engine, first = Reference(model, config), 0
     else:
         os.environ.update(SINGLE)
         import deepspeed

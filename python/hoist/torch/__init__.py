@@ -12,14 +12,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Any
 
-import torch
+# PyTorch's OpenMP threads would wait for each other awake, and keep those that update and move data from running. They read
+# this when they are loaded, so it helps whoever imports hoist.torch before torch; others are told by wrap().
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from hoist import _hoist
-from hoist.torch.engine import Engine
-from hoist.torch.optimizer import Optimizer
-from hoist.torch.units import units_of
+import torch  # noqa: E402
+
+from hoist import _hoist  # noqa: E402
+from hoist.torch.engine import Engine  # noqa: E402
+from hoist.torch.optimizer import Optimizer  # noqa: E402
+from hoist.torch.units import units_of  # noqa: E402
 
 __all__ = ["Engine", "Optimizer", "initialize", "load_config", "units_of", "wrap"]
 

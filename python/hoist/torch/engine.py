@@ -109,8 +109,9 @@ class Engine:
         for warning in config.warnings:
             _log.warning("%s", warning)
         if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-            _log.info("PyTorch's threads wait for each other awake, and take the processors from the optimizer and from "
-                      "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts, and steps may be several times faster")
+            _log.warning("PyTorch's threads wait for each other awake, and take the processors from the optimizer and from "
+                         "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
+                         "torch), and steps may be several times faster")
         self._refuse_compiled(model)
         stage = config.setting("zero_optimization.stage")
         if stage is not None and stage != 3:
