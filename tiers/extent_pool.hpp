@@ -8,7 +8,7 @@
 //
 // Threading  The owner serialises calls.
 // Memory     Everything is reserved at construction.
-// Errors     None: there is always a free extent for a record that holds at most one (see take()).
+// Errors     None: there is always a free extent for a record that holds fewer than its copies (see take()).
 #pragma once
 
 #include <cstdint>

@@ -79,6 +79,7 @@ void Store::Impl::start_existing(Files files) {
   }
   list_kept();
   commits_ = detail::usable_commits(slots_);
+  abandoned_ = detail::abandoned_commits(slots_);
   damage_ = detail::damaged_slots(slots_, paths_.manifest);
   thread_ = std::thread([this] { commit_loop(); });
 }
@@ -461,6 +462,7 @@ Completion Store::keep(const std::string& name, std::span<const std::byte> calle
   return impl_->keep(name, caller_state, std::move(agree));
 }
 void Store::forget(std::uint64_t kept_serial) { impl_->forget(kept_serial); }
+std::span<const CommitHeader> Store::abandoned() const { return impl_->abandoned(); }
 std::vector<CommitHeader> Store::kept() const { return impl_->kept(); }
 std::uint32_t Store::kept_steps_max() const { return impl_->kept_steps_max(); }
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }

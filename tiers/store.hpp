@@ -2,7 +2,7 @@
 // tiers/store.hpp - one rank's records on NVMe, verified on every read and committed atomically.
 //
 // The store is a directory with, per rank, a data file (a pool of extents; each record lives in one of them; with
-// several drives it is spread over a file on each) and a manifest file (superblock, then two slots). The manifest of
+// several drives it is spread over a file on each) and a manifest file (superblock, then slots). The manifest of
 // step t goes to the slot that does not hold the last committed step; see docs/format.md for the bytes and DESIGN of
 // commits.
 //
@@ -30,7 +30,7 @@ namespace hoist::tiers {
 using RecordId = StrongId<struct RecordTag>;
 
 enum class Durability : std::uint8_t {
-  step,  // every step is committed; records alternate between extents
+  step,  // steps are committed; records alternate between extents
   none,  // records are rewritten in place; nothing is ever committed and the store cannot be reopened
 };
 
@@ -99,6 +99,7 @@ class Store {
     std::uint64_t tile_count = 0;                   // of all records
     std::vector<std::string> stripe_directories{};  // further drives, where they were when the store was made
     std::vector<CommitHeader> commits;              // valid ones, newest first, without abandoned ones
+    std::vector<CommitHeader> abandoned;            // see Store::abandoned()
     std::vector<CommitHeader> kept;                 // steps kept under a name, oldest first
     std::uint32_t kept_steps_max = 0;
     std::vector<std::string> damage;
@@ -131,6 +132,9 @@ class Store {
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
   // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().
   std::span<const CommitHeader> commits() const;
+  // Commits that commits() leaves out. They can be adopted as long as nobody has begun a step since: ranks that were
+  // going back to an earlier step, and of which some died before they had adopted it, have these in common.
+  std::span<const CommitHeader> abandoned() const;
   // Steps kept under a name, oldest first. A keep() under way is not among them yet.
   std::vector<CommitHeader> kept() const;
   // What open() found that cannot be used, as Found::damage. For a warning.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/store_format.hpp - the bytes of a store's manifest file: superblock, then two slots. See docs/format.md.
+// tiers/store_format.hpp - the bytes of a store's manifest file: superblock, then slots. See docs/format.md.
 //
 // Pure encoding and checking; nothing here does I/O, and nothing read from a file is trusted before its checksum and
 // its lengths were compared. All numbers are little-endian.

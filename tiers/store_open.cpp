@@ -317,6 +317,7 @@ Store::Found Store::look(const std::string& directory, int rank) {
     found.kept_steps_max = view.superblock->kept_steps_max;
   }
   found.commits = detail::usable_commits(view.slots);
+  found.abandoned = detail::abandoned_commits(view.slots);
   found.kept = detail::kept_steps(view.slots);
   for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
     found.damage.push_back(std::move(problem));

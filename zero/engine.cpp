@@ -85,8 +85,8 @@ void Engine::Impl::tear_down() noexcept {
     if (live.executor) live.executor->drain();
   });
   attempt([&] {
-    if (!live.deferred) return;
     peers_gone = failed_in_communication();
+    if (!live.deferred) return;
     if (failure) return live.deferred->stop();
     live.deferred->finish();  // a step that was taken is not lost by an orderly end
   });
@@ -132,6 +132,7 @@ void Engine::Impl::tear_down() noexcept {
   caller_state.clear();
   counted_io = {};
   uncommitted = commit_ahead = false;
+  update_error = nullptr;
 }
 
 bool Engine::Impl::failed_in_communication() const {

@@ -52,7 +52,7 @@ class Engine {
     std::uint64_t unit_bytes = 0;  // of the whole unit, as Binding::bind is told
   };
   Place place(ParameterId parameter) const;
-  ModelShape shape() const;               // what was declared, for predict()
+  ModelShape shape() const;  // what was declared, for predict()
 
   // BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's own
   // blocks beside what the model needs at least. For a program that is about to allocate them, once the model is

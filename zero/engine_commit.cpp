@@ -7,8 +7,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <hoist/comm/agreement.hpp>
 #include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
 #include <hoist/zero/stored_model.hpp>
@@ -18,6 +20,23 @@ namespace hoist {
 using detail::TileAccess;
 using tiers::CommitHeader;
 using tiers::Region;
+
+namespace {
+
+// A store's place, as ranks tell each other.
+struct PlaceEntry {
+  std::uint64_t order = 0;
+  std::int64_t world_size = 0;
+  friend auto operator<=>(const PlaceEntry&, const PlaceEntry&) = default;
+};
+
+std::uint64_t digest_of(const std::string& text) {
+  Digest digest;
+  digest.update(std::as_bytes(std::span(text)));
+  return digest.value();
+}
+
+}  // namespace
 
 // --- commits ---------------------------------------------------------------------------------------------------------
 
@@ -61,7 +80,8 @@ Completion Engine::Impl::commit(const std::string& name, std::span<const std::by
 }
 
 Completion Engine::Impl::keep(const std::string& name, std::span<const std::byte> program_state) {
-  return live.store->keep(name, framed(name, program_state), [this](bool landed) { agree_on_landing(landed); });
+  last_keep = live.store->keep(name, framed(name, program_state), [this](bool landed) { agree_on_landing(landed); });
+  return last_keep;
 }
 
 Completion Engine::Impl::commit_deferred(std::span<const std::byte> program_state, bool due) {
@@ -85,6 +105,7 @@ Completion Engine::Impl::commit_deferred(std::span<const std::byte> program_stat
 void Engine::Impl::fail_pending_saves(const std::exception_ptr& error) {
   const std::lock_guard lock(saves_mutex);
   commit_ahead = false;
+  update_error = error;
   for (PendingSave& save : pending_saves) save.promise.fail(error);
   pending_saves.clear();
 }
@@ -112,17 +133,24 @@ void Engine::Impl::check_save(const std::string& name, std::span<const std::byte
 
 Completion Engine::Impl::save(const std::string& name, std::span<const std::byte> program_state) {
   check_save(name, program_state);
+  if (runtime.world_size() > 1) {
+    comm::agree(runtime.communicator(), random_bits(digest_of(name), step_count),
+                fmt::format("save '{}' of step {}", name, step_count));
+  }
   if (!nvme_placement()) return save_in_background(name, program_state);
   const bool keeps = options.keep_steps > 0 && !name.empty();
   if (uncommitted || !keeps) {
     settle_together();
     const Ledger::Apart apart(runtime.ledger());
-    live.store->begin_step(step_count);
-    if (std::exchange(uncommitted, false)) write_homes(/*with_frozen=*/false);
+    together("begin the commit", [&] {
+      live.store->begin_step(step_count);
+      if (std::exchange(uncommitted, false)) write_homes(/*with_frozen=*/false);
+    });
     commit(name, std::vector<std::byte>(program_state.begin(), program_state.end()));
     if (!keeps) return last_commit;
   }
   const std::lock_guard lock(saves_mutex);
+  if (update_error) std::rethrow_exception(update_error);
   if (!commit_ahead) return keep(name, program_state);
   pending_saves.push_back({name, {program_state.begin(), program_state.end()}, {}});
   return pending_saves.back().promise.completion();
@@ -146,7 +174,7 @@ void Engine::Impl::write_homes(bool with_frozen) {
 
 // The state does not change before the next step, which waits for last_commit.
 Completion Engine::Impl::save_in_background(const std::string& name, std::span<const std::byte> program_state) {
-  if (!pass) drain();
+  drain();
   if (saver.joinable()) saver.join();
   const auto ended = std::make_shared<Promise>();
   last_commit = ended->completion();
@@ -173,23 +201,6 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
   });
   return completion;
 }
-
-namespace {
-
-// A store's place, as ranks tell each other.
-struct PlaceEntry {
-  std::uint64_t order = 0;
-  std::int64_t world_size = 0;
-  friend auto operator<=>(const PlaceEntry&, const PlaceEntry&) = default;
-};
-
-std::uint64_t digest_of(const std::string& text) {
-  Digest digest;
-  digest.update(std::as_bytes(std::span(text)));
-  return digest.value();
-}
-
-}  // namespace
 
 // --- continuing ------------------------------------------------------------------------------------------------------
 
@@ -241,6 +252,7 @@ struct Engine::Impl::Source {
   std::vector<CommonCommit> commits;  // newest first
   std::vector<CommitHeader> headers;  // of those, in no order, as this rank sees them
   std::uint32_t kept_steps_max = 0;
+  bool came_further = false;  // some rank holds more than the commit that a new store begins with
 };
 
 // All that any rank sees, newest first.
@@ -286,32 +298,56 @@ Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& whe
   runtime.communicator().exchange(std::as_bytes(std::span(&world_size, 1)), std::as_writable_bytes(std::span(all)));
   source.world_size = static_cast<int>(*std::ranges::max_element(all));
 
-  std::vector<CommitHeader> commits, kept;
+  std::vector<CommitHeader> commits, abandoned, kept;
   std::uint64_t number = 0;
+  std::byte further{0};
+  const auto note = [&](const std::vector<CommitHeader>& own, std::size_t others, bool unreadable) {
+    const bool resumed = std::ranges::any_of(own, [](const CommitHeader& c) { return c.incarnation > 1; });
+    if (unreadable || resumed || own.size() + others > 1) further = std::byte{1};
+  };
   together("look at its store", [&] {
     if (source.world_size == runtime.world_size()) {
       tiers::Store::Found found = tiers::Store::look(directory, runtime.rank());
       number = found.store_number;
       source.kept_steps_max = found.kept_steps_max;
+      note(found.commits, found.abandoned.size() + 2 * found.kept.size(), found.exists && !found.identity);
+      abandoned = std::move(found.abandoned);
       commits = std::move(found.commits);
       kept = std::move(found.kept);
     } else if (!tiers::Store::ranks_in(directory).empty()) {
       StoreSummary summary = look_at_one_store(directory);
       number = summary.run + static_cast<std::uint64_t>(runtime.rank());
+      for (const StoreSummary::Rank& rank : summary.ranks)
+        note(rank.commits, 2 * rank.kept.size(), rank.commits.empty() && !rank.damage.empty());
       commits = std::move(summary.commits);
       kept = std::move(summary.kept);
     }
   });
+  std::vector<std::byte> all_further(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::span(&further, 1), all_further);
+  source.came_further = std::ranges::find(all_further, std::byte{1}) != all_further.end();
   source.headers = from ? std::move(kept) : std::move(commits);
   if (from && !from->empty()) std::erase_if(source.headers, [&](const CommitHeader& c) { return c.name != *from; });
   source.commits = agree_on_commits(source.headers, number);
+  if (source.commits.empty() && !from) {
+    source.headers.insert(source.headers.end(), abandoned.begin(), abandoned.end());
+    source.commits = agree_on_commits(source.headers, number);
+  }
   return source;
 }
 
-std::optional<Engine::Impl::Source> Engine::Impl::find_source(const std::optional<std::string>& from) const {
+std::optional<Engine::Impl::Source> Engine::Impl::find_source(const std::optional<std::string>& from,
+                                                              bool strict) const {
   for (const detail::StorePlace& where : agree_on_places()) {
     Source source = agree_on_source(where, from);
     if (!source.commits.empty()) return source;
+    // Of the first one, create() knows as much. A newer one that was only being made gives way to the one before it.
+    if (!strict || !source.came_further || where.name.empty()) continue;
+    throw StoreError(fmt::format(
+        "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, "
+        "or out of sight (`hoist inspect` says which); bring them back, or move the directory away to go "
+        "back to the store before it",
+        where.in(options.store_directory)));
   }
   return std::nullopt;
 }
@@ -350,6 +386,10 @@ Engine::Impl::CommonCommit Engine::Impl::choose_commit(const std::string& from) 
   if (from.empty()) {
     const auto commits = live.store->commits();
     candidates.assign(commits.begin(), commits.end());
+    if (const auto common = agree_on_commits(candidates, live.store->store_number()); !common.empty())
+      return common.front();
+    const auto abandoned = live.store->abandoned();
+    candidates.insert(candidates.end(), abandoned.begin(), abandoned.end());
   } else {
     for (const CommitHeader& kept : live.store->kept())
       if (kept.name == from) candidates.push_back(kept);
@@ -385,8 +425,8 @@ RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
       throw UsageError(
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
     }
-    const auto newest = find_source(std::nullopt);
-    const auto source = restore_options.from.empty() ? newest : find_source(restore_options.from);
+    const auto newest = find_source(std::nullopt, /*strict=*/restore_options.from.empty());
+    const auto source = restore_options.from.empty() ? newest : find_source(restore_options.from, /*strict=*/false);
     if (!source) throw nothing_to_restore(restore_options.from);
     const bool in_place = source->world_size == runtime.world_size() && source->kept_steps_max >= options.keep_steps &&
                           (!newest || newest->place.order == source->place.order);
@@ -411,6 +451,8 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
     std::vector<CommitHeader> all = live.store->kept();
     const auto commits = live.store->commits();
     all.insert(all.end(), commits.begin(), commits.end());
+    const auto abandoned = live.store->abandoned();
+    all.insert(all.end(), abandoned.begin(), abandoned.end());
     live.store->adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
   });
   forget_what_others_lack();
@@ -430,52 +472,86 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
 
 // Into a new store, so that the old one is whole until this one is committed everywhere.
 void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_options) {
-  const CommonCommit chosen = source.commits.front();
+  if (nvme_placement() && !stores_steps())
+    throw StoreError(
+        fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
+                    "\"none\", which nothing outlives; use \"step\"",
+                    source.place.in(options.store_directory), source.world_size));
+  const CommonCommit chosen = restore_options.from.empty()
+                                  ? source.commits.front()
+                                  : *std::ranges::max_element(source.commits, {}, &CommonCommit::kept_serial);
+  const std::string directory = source.place.in(options.store_directory);
+  std::unique_ptr<StoredModel> stored;
+  together("open the store it goes on from", [&] {
+    const std::string layout = look_at_one_store(directory).layout;
+    if (layout != table.identity())
+      throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
+                                   tiers::first_difference(layout, table.identity())));
+    StoredModelOptions which{.from = restore_options.from, .below = false};
+    if (which.from.empty()) which.step = chosen.step;
+    stored = std::make_unique<StoredModel>(directory, which);
+    const auto state = stored->caller_state(runtime.rank() < stored->world_size() ? runtime.rank() : 0);
+    require_room_for(state);
+    caller_state.assign(state.begin(), state.end());
+  });
+  remove_unfinished_places(source.place.order);
   place = detail::new_place(agree_on_places().front().order + 1, runtime.world_size());
   step_count = chosen.step;
   seal(/*create_store=*/true);
   const Ledger::Apart apart(runtime.ledger());
   together("take over the state", [&] {
-    StoredModelOptions which{.from = restore_options.from, .below = false};
-    if (which.from.empty()) which.step = chosen.step;
-    const std::string directory = source.place.in(options.store_directory);
-    const std::string layout = look_at_one_store(directory).layout;
-    if (layout != table.identity())
-      throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
-                                   tiers::first_difference(layout, table.identity())));
-    StoredModel stored(directory, which);
     std::mutex one_at_a_time;
     const auto read = [&](ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
       const std::lock_guard lock(one_at_a_time);
-      stored.read(parameter.index, state, first, out);
+      stored->read(parameter.index, state, first, out);
     };
     fill_homes([&](ParameterId parameter, std::uint64_t first,
                    std::span<float> out) { read(parameter, State::master, first, out); },
                read);
-    const auto state = stored.caller_state(runtime.rank() < stored.world_size() ? runtime.rank() : 0);
-    caller_state.assign(state.begin(), state.end());
+    stored.reset();
   });
   if (!nvme_placement()) return;  // the next save() will be the new store's first commit
   commit("", std::vector<std::byte>(caller_state));
   last_commit.wait();
 }
 
-// Stores that this one has taken over from, and what was left of one that was being made; those that keep steps stay.
-void Engine::Impl::remove_older_places() {
+std::vector<std::string> Engine::Impl::drive_directories() const {
+  std::vector<std::string> directories{options.store_directory};
+  directories.insert(directories.end(), options.stripe_directories.begin(), options.stripe_directories.end());
+  return directories;
+}
+
+// What an attempt left that never came to a commit on any rank.
+void Engine::Impl::remove_unfinished_places(std::uint64_t after) const {
+  together("remove what an earlier attempt left", [&] {
+    if (runtime.rank() != 0) return;
+    for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
+      if (other.order <= after) continue;
+      const std::string directory = other.in(options.store_directory);
+      const auto ranks = tiers::Store::ranks_in(directory);
+      const bool committed = std::ranges::any_of(ranks, [&](int rank) {
+        const tiers::Store::Found found = tiers::Store::look(directory, rank);
+        return !found.commits.empty() || !found.kept.empty() || !found.damage.empty();
+      });
+      if (!committed) detail::remove_store(drive_directories(), other);
+    }
+  });
+}
+
+// Stores that this one has taken over from; those that keep steps, or are not whole, stay.
+void Engine::Impl::remove_older_places() const {
   if (!nvme_placement() && live.store->commits().empty()) return;  // not taken over yet
+  remove_unfinished_places(place.order);
   together("remove the store it took over from", [&] {
     if (runtime.rank() != 0) return;
-    std::vector<std::string> directories{options.store_directory};
-    directories.insert(directories.end(), options.stripe_directories.begin(), options.stripe_directories.end());
     for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
-      if (other.order == place.order) continue;
-      if (tiers::Store::ranks_in(other.in(options.store_directory)).empty()) {
-        detail::remove_store(directories, other);
-        continue;
-      }
+      if (other.order >= place.order) continue;
+      if (tiers::Store::ranks_in(other.in(options.store_directory)).empty()) continue;
       const StoreSummary summary = look_at_one_store(other.in(options.store_directory));
-      const bool in_sight = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
-      if (summary.kept.empty() && (in_sight || !other.name.empty())) detail::remove_store(directories, other);
+      const bool whole = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
+      const bool keeps = std::ranges::any_of(
+          summary.ranks, [](const StoreSummary::Rank& rank) { return !rank.kept.empty() || rank.commits.empty(); });
+      if (whole && !keeps) detail::remove_store(drive_directories(), other);
     }
   });
 }

@@ -19,6 +19,13 @@ void Engine::Impl::settle() {
   if (!pass) drain();
   if (live.deferred) live.deferred->finish();
   last_commit.wait();
+  if (uncommitted) live.store->begin_step(step_count);  // waits for the writes that no commit waits for yet
+  Completion kept;
+  {
+    const std::lock_guard lock(saves_mutex);
+    kept = last_keep;
+  }
+  kept.wait();
   book_io();
 }
 
@@ -122,11 +129,12 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
   settle_together();
   const Ledger::Apart apart(runtime.ledger());
   live.gatherer->quiesce();
-  if (nvme_placement()) live.store->begin_step(step_count);
-  if (std::exchange(uncommitted, false)) {  // the records that this call leaves alone are committed as well
-    write_homes(/*with_frozen=*/false);
+  together("begin the change", [&] {
+    if (nvme_placement()) live.store->begin_step(step_count);
+    if (!std::exchange(uncommitted, false)) return;
+    write_homes(/*with_frozen=*/false);  // the records that this call leaves alone are committed as well
     live.store->begin_step(step_count);
-  }
+  });
   const detail::Parameter& p = table.parameter(parameter);
   const OwnedRange owned =
       owned_range(p.first_element + first, values.size(), table.segment_of(parameter).shard_elements, runtime.rank());

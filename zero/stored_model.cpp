@@ -120,7 +120,7 @@ StoreSummary look_at_store(const std::string& directory) {
 class StoredModel::Impl {
  public:
   Impl(const std::string& directory, const StoredModelOptions& options)
-      : summary_(readable(options.below ? look_at_store(directory) : look_at_one_store(directory))),
+      : summary_(readable(find(directory, options))),
         commit_(choose(summary_, options)),
         table_(detail::UnitTable::from_identity(summary_.layout, *summary_.world_size)),
         records_(table_) {
@@ -192,6 +192,17 @@ class StoredModel::Impl {
     OwnedRange owned;
     detail::FetchTiles fetch;
   };
+
+  static StoreSummary find(const std::string& directory, const StoredModelOptions& options) {
+    if (!options.below) return look_at_one_store(directory);
+    if (!options.from.empty()) {
+      for (const detail::StorePlace& place : detail::store_places(directory)) {
+        StoreSummary summary = look_at_one_store(place.in(directory));
+        if (std::ranges::find(summary.kept, options.from, &CommitHeader::name) != summary.kept.end()) return summary;
+      }
+    }
+    return look_at_store(directory);
+  }
 
   static StoreSummary readable(StoreSummary summary) {
     const std::string& directory = summary.directory;

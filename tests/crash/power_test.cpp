@@ -33,12 +33,15 @@ struct PowerSetup {
   Placement parameters = Placement::nvme;
   UpdateMode update_mode = UpdateMode::forward;
   int ranks = 1;
+  bool keeps = false;  // every step is saved under a name as well, and one of them stays
+  unsigned commit_every = 1;
 };
 
 // What the judge has to know.
 struct History {
   std::atomic<std::int64_t> committed{-1};
   std::atomic<std::int64_t> begun{-1};
+  std::atomic<std::int64_t> kept{-1};  // the newest step that was reported durable under its name
 };
 
 void raise_to(std::atomic<std::int64_t>& value, std::int64_t to) {
@@ -105,6 +108,8 @@ class Power : public testing::TestWithParam<PowerSetup> {
     toy.runtime.aio_threads = 2;
     toy.runtime.update_threads = 1;
     toy.engine.update_mode = GetParam().update_mode;
+    toy.engine.keep_steps = GetParam().keeps ? 1 : 0;
+    toy.engine.commit_every = GetParam().commit_every;
     return toy;
   }
 
@@ -170,8 +175,13 @@ class Power : public testing::TestWithParam<PowerSetup> {
       model.pass(step);
       raise_to(history.begun, static_cast<std::int64_t>(step));
       engine.step({.caller_state = std::as_bytes(std::span(&step, 1))}).committed.then([&, step](std::exception_ptr e) {
-        if (!e) raise_to(history.committed, static_cast<std::int64_t>(step));
+        if (!e && step % GetParam().commit_every == 0) raise_to(history.committed, static_cast<std::int64_t>(step));
       });
+      if (!GetParam().keeps) continue;
+      engine.save(fmt::format("step {}", step), std::as_bytes(std::span(&step, 1)))
+          .then([&, step](std::exception_ptr e) {
+            if (!e) raise_to(history.kept, static_cast<std::int64_t>(step));
+          });
     }
     engine.settle();
   }
@@ -188,9 +198,36 @@ class Power : public testing::TestWithParam<PowerSetup> {
         const std::string found = judge_rank(engine, model, history);
         if (rank == 0) problem = found;
       });
+      if (problem.empty() && GetParam().keeps) problem = judge_kept(history);
     } catch (const Error& error) {
       return error.what();
     }
+    return problem;
+  }
+
+  // What is kept is a step that was saved, and training on from it ends as it should.
+  std::string judge_kept(const History& history) const {
+    std::string problem;
+    const ToySetup healthy = toy();
+    on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(healthy.runtime, join);
+      Engine engine(runtime, healthy.engine);
+      ToyModel model(engine, kShape);
+      const auto kept = engine.find_kept();
+      std::string found;
+      if (kept.size() > 1) found = fmt::format("{} steps are kept", kept.size());
+      if (kept.empty() && history.kept >= 0) found = "the kept step is gone";
+      if (!kept.empty() && found.empty()) {
+        const auto step = static_cast<std::int64_t>(kept.front().step);
+        if (step < history.kept || step > history.begun)
+          found = fmt::format("step {} is kept, {} was", step, history.kept.load());
+        engine.restore({.from = kept.front().name});
+        model.train(kept.front().step + 1, kLastStep);
+        if (found.empty() && digests_without_losses(engine, model) != expected_)
+          found = "from the kept step it ends elsewhere";
+      }
+      if (rank == 0) problem = found;
+    });
     return problem;
   }
 
@@ -306,27 +343,34 @@ TEST_P(Power, OneFailureAtEveryOperationOfThreeSteps) {
       const bool may_pass = !may_fail || one.operation == aio::Operation::read;
       EXPECT_TRUE(failed ? may_fail : may_pass);
       if (!failed) {
-        EXPECT_EQ(history.committed, static_cast<std::int64_t>(kCutSteps));
+        EXPECT_EQ(history.committed, static_cast<std::int64_t>(kCutSteps - kCutSteps % GetParam().commit_every));
       }
       ASSERT_EQ(judge(history), "");
     }
-    EXPECT_GT(hits, 8u) << one.name;
+    EXPECT_GT(hits, GetParam().commit_every == 1 ? 8u : 4u) << one.name;
   }
 }
 
 std::string name_of(const testing::TestParamInfo<PowerSetup>& c) {
-  return fmt::format("{}_{}_{}", c.param.parameters == Placement::nvme ? "nvme" : "memory",
+  return fmt::format("{}_{}_{}{}{}", c.param.parameters == Placement::nvme ? "nvme" : "memory",
                      c.param.update_mode == UpdateMode::forward ? "forward" : "step",
-                     c.param.ranks == 1 ? "1_rank" : "2_ranks");
+                     c.param.ranks == 1 ? "1_rank" : "2_ranks", c.param.keeps ? "_keeps" : "",
+                     c.param.commit_every == 1 ? "" : fmt::format("_every_{}", c.param.commit_every));
 }
 
 INSTANTIATE_TEST_SUITE_P(OneRank, Power,
                          testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward},
                                          PowerSetup{Placement::pinned, UpdateMode::forward},
                                          PowerSetup{Placement::nvme, UpdateMode::step},
-                                         PowerSetup{Placement::pinned, UpdateMode::step}),
+                                         PowerSetup{Placement::pinned, UpdateMode::step},
+                                         PowerSetup{Placement::nvme, UpdateMode::forward, 1, true},
+                                         PowerSetup{Placement::pinned, UpdateMode::step, 1, true},
+                                         PowerSetup{Placement::pinned, UpdateMode::forward, 1, true, 2},
+                                         PowerSetup{Placement::nvme, UpdateMode::step, 1, false, 2}),
                          name_of);
-INSTANTIATE_TEST_SUITE_P(TwoRanks, Power, testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2}),
+INSTANTIATE_TEST_SUITE_P(TwoRanks, Power,
+                         testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2},
+                                         PowerSetup{Placement::nvme, UpdateMode::forward, 2, true}),
                          name_of);
 
 // Takes one thing away, and looks for a cut that shows it.

@@ -136,7 +136,7 @@ TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
   continue_with(3, 4);
   continue_with(3, 5);  // without NVMe, what is left goes only now that the new store has a commit
   ASSERT_EQ(places().size(), 1u);
-  EXPECT_EQ(places()[0].name, "reshard-0002-ranks-3");
+  EXPECT_EQ(places()[0].name, "reshard-0001-ranks-3");
 }
 
 TEST_P(ReshardTest, MoreRoomForKeptStepsIsMadeByDealingOutAnew) {
@@ -164,6 +164,61 @@ TEST_P(ReshardTest, RefusalsSayWhatToDo) {
   std::filesystem::rename(setup_.engine.store_directory + "/rank-00001.manifest", directory_ / "elsewhere");
   EXPECT_THAT(refusal(3, [](Engine& engine, ToyModel&) { engine.restore(); }),
               HasSubstr("is of a run of 2 ranks, whose files are not all in sight"));
+}
+
+TEST_P(ReshardTest, NothingIsTakenOverIntoAStoreThatKeepsNothing) {
+  if (!on_nvme()) GTEST_SKIP() << "durability none is for state on NVMe";
+  begin_with(2, 2);
+  setup_.engine.durability = tiers::Durability::none;
+  setup_.engine.keep_steps = 0;
+  on_engines(3, [&](int, Engine& engine, ToyModel&) { EXPECT_THROW(engine.restore(), StoreError); });
+  setup_.engine.durability = tiers::Durability::step;
+  continue_with(3, 3);
+}
+
+// The store that went on is not passed over for the one before it because a file of it cannot be read today.
+TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
+  on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    const std::string state = "rank " + std::to_string(rank);
+    model.train(1, 2);
+    engine.save("two", std::as_bytes(std::span(state))).wait();
+    go_on(rank, engine, model, 2, 3, before_);
+  });
+  ranks_before_ = 2;
+  continue_with(3, 5);
+  continue_with(3, 6);
+  const std::string newer = setup_.engine.store_directory + "/" + places()[0].name;
+  const std::string older = setup_.engine.store_directory + "/rank-00001.manifest";
+  std::filesystem::rename(newer + "/rank-00001.manifest", directory_ / "elsewhere");
+  on_engines(3, [&](int, Engine& engine, ToyModel& model) {
+    EXPECT_THROW(engine.find_commit(), StoreError);
+    EXPECT_THROW(engine.restore(), StoreError);
+    EXPECT_THROW(engine.initialize(model.fill()), StoreError);
+  });
+  std::filesystem::rename(directory_ / "elsewhere", newer + "/rank-00001.manifest");
+  // A store that keeps steps stays as well when a file of it is out of sight.
+  std::filesystem::rename(older, directory_ / "elsewhere");
+  continue_with(3, 7);
+  std::filesystem::rename(directory_ / "elsewhere", older);
+  on_engines(3, [&](int, Engine& engine, ToyModel&) { EXPECT_EQ(engine.find_kept().size(), 1u); });
+}
+
+// Going back to a kept step, one rank died before it had adopted it: the last commit is still common to all.
+TEST_P(ReshardTest, ACrashBetweenRanksGoingBackLeavesTheLastCommit) {
+  on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    const std::string state = "rank " + std::to_string(rank);
+    model.train(1, 2);
+    engine.save("two", std::as_bytes(std::span(state))).wait();
+    go_on(rank, engine, model, 2, 6, before_);
+  });
+  ranks_before_ = 2;
+  const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
+  std::filesystem::copy(manifest, directory_ / "before");
+  on_engines(2, [&](int, Engine& engine, ToyModel&) { EXPECT_EQ(engine.restore({.from = "two"}).step, 2u); });
+  std::filesystem::rename(directory_ / "before", manifest);
+  continue_with(2, 7);  // expects the state of step 6
 }
 
 std::string placement_names(const testing::TestParamInfo<std::pair<Placement, Placement>>& cell) {

@@ -159,20 +159,39 @@ std::vector<CommitHeader> kept_steps(std::span<const SlotCheck> slots) {
   return kept;
 }
 
-std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots) {
+namespace {
+
+// Newest first, abandoned ones among them.
+std::vector<CommitHeader> valid_commits(std::span<const SlotCheck> slots) {
   std::vector<CommitHeader> commits;
   for (const SlotCheck& slot : slots.first(std::min<std::size_t>(slots.size(), kSlotCount)))
     if (slot.state == SlotCheck::State::valid && slot.header.kept_serial == 0) commits.push_back(commit_header(slot));
   std::sort(commits.begin(), commits.end(), [](const CommitHeader& a, const CommitHeader& b) {
     return std::tie(a.incarnation, a.step, a.revision) > std::tie(b.incarnation, b.step, b.revision);
   });
-  if (!commits.empty()) {
-    const CommitHeader newest = commits.front();
-    std::erase_if(commits, [&](const CommitHeader& c) {
-      return c.incarnation < newest.incarnation &&
-             std::tie(c.step, c.revision) > std::tie(newest.step, newest.revision);
-    });
-  }
+  return commits;
+}
+
+bool is_abandoned(const CommitHeader& commit, const CommitHeader& newest) {
+  return commit.incarnation < newest.incarnation &&
+         std::tie(commit.step, commit.revision) > std::tie(newest.step, newest.revision);
+}
+
+}  // namespace
+
+std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots) {
+  std::vector<CommitHeader> commits = valid_commits(slots);
+  if (commits.empty()) return commits;
+  const CommitHeader newest = commits.front();
+  std::erase_if(commits, [&](const CommitHeader& c) { return is_abandoned(c, newest); });
+  return commits;
+}
+
+std::vector<CommitHeader> abandoned_commits(std::span<const SlotCheck> slots) {
+  std::vector<CommitHeader> commits = valid_commits(slots);
+  if (commits.empty()) return commits;
+  const CommitHeader newest = commits.front();
+  std::erase_if(commits, [&](const CommitHeader& c) { return !is_abandoned(c, newest); });
   return commits;
 }
 

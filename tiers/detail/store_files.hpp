@@ -48,6 +48,8 @@ CommitHeader commit_header(const SlotCheck& slot);
 // The slots a store can be continued from, newest first: by incarnation, then by step. A commit of an older
 // incarnation whose step lies beyond the newest incarnation's was abandoned and is left out.
 std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots);
+// Those left out: what ranks go back to when a crash between their adoptions left them no commit in common.
+std::vector<CommitHeader> abandoned_commits(std::span<const SlotCheck> slots);
 // Kept steps, oldest first.
 std::vector<CommitHeader> kept_steps(std::span<const SlotCheck> slots);
 std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);

@@ -43,7 +43,7 @@ class Store::Impl {
   // A new store: nothing to adopt. The labels are written, and the directories flushed, with the first commit.
   void start_new(Files files, std::vector<std::string> directories_to_flush,
                  std::vector<detail::LabelledDrive> labels_to_write);
-  // An existing one: reads both slots.
+  // An existing one: reads all slots.
   void start_existing(Files files);
 
   void adopt(const CommitHeader& commit);
@@ -60,6 +60,7 @@ class Store::Impl {
   void forget(std::uint64_t kept_serial);
 
   std::span<const CommitHeader> commits() const { return commits_; }
+  std::span<const CommitHeader> abandoned() const { return abandoned_; }
   std::vector<CommitHeader> kept() const {
     const std::lock_guard lock(mutex_);
     return kept_headers_;
@@ -114,7 +115,7 @@ class Store::Impl {
   std::unique_ptr<detail::Transfers> transfers_ = std::make_unique<detail::Transfers>();
   std::vector<std::byte> caller_state_;
   std::vector<SlotCheck> slots_;  // as they were found
-  std::vector<CommitHeader> commits_;
+  std::vector<CommitHeader> commits_, abandoned_;
   std::vector<Kept> kept_;  // oldest first; the commit thread's while a job is under way
   std::vector<CommitHeader> kept_headers_;
   std::vector<std::string> damage_;

@@ -95,7 +95,8 @@ class Engine::Impl {
   // --- engine_commit.cpp
   struct CommonCommit;
   struct Source;
-  std::optional<Source> find_source(const std::optional<std::string>& from) const;  // the newest that has one
+  // The newest that has one. `strict`: a store that has come further and has none is an error instead of passed over.
+  std::optional<Source> find_source(const std::optional<std::string>& from, bool strict = true) const;
   std::vector<detail::StorePlace> agree_on_places() const;
   Source agree_on_source(const detail::StorePlace& where, const std::optional<std::string>& from) const;
   std::optional<std::uint64_t> find_commit() const;
@@ -104,7 +105,9 @@ class Engine::Impl {
   RestoreReport restore(const RestoreOptions& restore_options);
   void restore_in_place(const RestoreOptions& restore_options);
   void reshard(const Source& source, const RestoreOptions& restore_options);
-  void remove_older_places();
+  void remove_unfinished_places(std::uint64_t after) const;
+  void remove_older_places() const;
+  std::vector<std::string> drive_directories() const;
   void load_homes(UnitId unit);
   // The commits among these that every rank lists, newest first. `store_number`: of the store that lists them.
   std::vector<CommonCommit> agree_on_commits(std::span<const tiers::CommitHeader> commits,
@@ -193,8 +196,10 @@ class Engine::Impl {
   };
   std::mutex saves_mutex;
   bool commit_ahead = false;
+  std::exception_ptr update_error;  // why the step that is meant will never be committed
   std::vector<PendingSave> pending_saves;
-  std::thread saver;  // writes state that lives in memory; last_commit is its end
+  Completion last_keep;  // likewise under the mutex
+  std::thread saver;     // writes state that lives in memory; last_commit is its end
   std::atomic<std::int64_t> committed_step{-1};
   std::vector<std::byte> caller_state;  // of the last commit
   aio::Engine::Stats counted_io{};      // what the ledger has already been told
