@@ -206,6 +206,7 @@ TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
 
 // Going back to a kept step, one rank died before it had adopted it: the last commit is still common to all.
 TEST_P(ReshardTest, ACrashBetweenRanksGoingBackLeavesTheLastCommit) {
+  if (!on_nvme()) GTEST_SKIP() << "with two commits in all, the step that was to be gone back to is common as well";
   on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
     engine.initialize(model.fill());
     const std::string state = "rank " + std::to_string(rank);
