@@ -44,6 +44,8 @@ struct BenchOptimizerArguments {
   std::string pinned = "512MiB";
   std::string block_size = "1MiB";
   std::int64_t queue_depth = 16;
+  std::int64_t sub_group = 512 * 1024;
+  std::int64_t buffers = 4;
   std::string json;
   bool quiet = false;
 };
@@ -70,6 +72,7 @@ std::string title(const KernelCase& what) {
 
 std::vector<Kernel> kernels() {
   const OptimizerOptions adamw{.learning_rate = 1e-5};
+  const OptimizerOptions half_moments{.learning_rate = 1e-5, .moments = DType::bf16};
   const auto other = [](OptimizerKind kind, double momentum = 0) {
     OptimizerOptions options = optim::default_options(kind);
     options.learning_rate = 1e-5;
@@ -79,6 +82,7 @@ std::vector<Kernel> kernels() {
   std::vector<Kernel> all{
       {{.optimizer = adamw, .master = DType::fp32, .gradient = DType::fp32}, 0.95},
       {{.optimizer = adamw}, 0.92},
+      {{.optimizer = half_moments}, 0.90},
       {{.optimizer = adamw, .checksum = true}},
       {{.optimizer = adamw, .gradient = DType::fp32}},
       {{.optimizer = adamw, .gradient = DType::fp16}},
@@ -113,6 +117,8 @@ void check(const BenchOptimizerArguments& arguments) {
   check_range("--threads", arguments.threads, 0, 4096);
   check_range("--parameters", arguments.parameters, 16 * 1024, 1'000'000'000'000);
   check_queue_depth("--queue-depth", arguments.queue_depth);
+  check_range("--sub-group", arguments.sub_group, 1, 1'000'000'000);
+  check_range("--buffers", arguments.buffers, 3, 1024);
   check_block_bytes("--block-size", parse_size_option("--block-size", arguments.block_size));
 }
 
@@ -147,6 +153,8 @@ void measure_step(const BenchOptimizerArguments& arguments, const measure::StopF
                                                 .pinned_bytes = parse_size_option("--pinned", arguments.pinned),
                                                 .block_bytes = parse_size_option("--block-size", arguments.block_size),
                                                 .queue_depth = static_cast<unsigned>(arguments.queue_depth),
+                                                .piece_parameters = static_cast<std::uint64_t>(arguments.sub_group),
+                                                .buffer_count = static_cast<unsigned>(arguments.buffers),
                                                 .pairs = pairs,
                                                 .stop = stop,
                                                 .progress = [&](unsigned done) { progress.update(done); }});
@@ -299,6 +307,8 @@ Command add_bench_optimizer(CLI::App& bench) {
   command->add_option("--pinned", arguments->pinned, "Pinned memory of that model, gradients included (512MiB)");
   command->add_option("--block-size", arguments->block_size, "Bytes of one transfer (1MiB)");
   command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight (16)");
+  command->add_option("--sub-group", arguments->sub_group, "Parameters that are updated as one piece (524288)");
+  command->add_option("--buffers", arguments->buffers, "Such pieces in memory at a time (4)");
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist bench optimizer --path /local_nvme --json optimizer.json");

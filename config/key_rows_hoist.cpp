@@ -131,6 +131,21 @@ std::vector<KeyRow> engine_rows() {
                                     : as_text(v) == "forward" ? UpdateMode::forward
                                                               : UpdateMode::automatic;
            }},
+      {.path = "hoist.moments_dtype",
+       .type = ValueType::choice,
+       .default_value = "\"fp32\"",
+       .choices = {"fp32", "bf16"},
+       .meaning = "What the optimizer's moments are kept as. bf16: half the bytes, the second moment rounded "
+                  "stochastically (docs/optimizers.md). A store is written with one and read with the same.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.engine.optimizer_defaults.moments = as_text(v) == "bf16" ? DType::bf16 : DType::fp32;
+           }},
+      {.path = "hoist.moments_seed",
+       .type = ValueType::integer,
+       .default_value = "0",
+       .meaning = "Of the stochastic rounding of moments: the same seed, the same bits, on any number of threads.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.rounding_seed = as_count(v); }},
       {.path = "hoist.update_threads",
        .type = ValueType::integer,
        .default_value = "0",

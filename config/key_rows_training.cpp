@@ -146,7 +146,7 @@ std::vector<KeyRow> optimizer_rows() {
        .meaning = "Adagrad only: what every sum of squares begins with.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.initial_accumulator = as_number(v); }},
       refused("optimizer.params.fp32_optimizer_states", ValueType::boolean, "true", "Whether moments are fp32.",
-              "moments are fp32; leave this key out"),
+              "leave this key out; for moments of bf16 set hoist.moments_dtype"),
       refused("optimizer.params.amsgrad", ValueType::boolean, "false", "The AMSGrad variant.",
               "AMSGrad does not exist here; use Adam or AdamW without it"),
       refused("optimizer.params.maximize", ValueType::boolean, "false", "Ascend instead of descend.",
@@ -186,7 +186,7 @@ std::vector<KeyRow> bf16_rows() {
       refused("bf16.bf16_master_weights_and_grads", ValueType::boolean, "false", "bf16 master weights.",
               "masters are fp32, stored split without extra bytes; leave this key out"),
       refused("bf16.bf16_optimizer_states", ValueType::boolean, "false", "bf16 moments.",
-              "moments are fp32; leave this key out"),
+              "leave this key out; for moments of bf16 set hoist.moments_dtype"),
       // Copied from an fp16 section in many files; DeepSpeed itself has ignored or refused them here.
       hint("bf16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast.", kNoLossScale),
       hint("bf16.loss_scale", ValueType::number, "0", "A loss scale.", kNoLossScale),

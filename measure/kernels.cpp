@@ -63,6 +63,7 @@ class State {
     arrays_.master[0] = take(what.master == DType::fp32 ? 4 : 2);
     if (what.master != DType::fp32) arrays_.master[1] = take(2);
     arrays_.moment_count = moments_;
+    arrays_.moment_bytes = dtype_bytes(optim::state_form(what.optimizer).moments);
     for (unsigned i = 0; i < moments_; ++i) arrays_.moments[i] = take(arrays_.moment_bytes);
     arrays_.gradient_bytes = dtype_bytes(what.gradient);
     arrays_.gradient = take(arrays_.gradient_bytes);
@@ -84,8 +85,10 @@ class State {
       }
       for (unsigned m = 0; m < moments_; ++m) {
         const bool is_second = m == 1 || !optim::has_moment1(optim::state_of(what_.optimizer));
-        static_cast<float*>(arrays_.moments[m])[i] =
+        const auto moment =
             static_cast<float>(is_second ? 1e-6 * random_uniform(3, i) : 1e-3 * (random_uniform(2, i) - 0.5));
+        if (arrays_.moment_bytes == 2) static_cast<bf16*>(arrays_.moments[m])[i] = to_bf16(moment);
+        if (arrays_.moment_bytes == 4) static_cast<float*>(arrays_.moments[m])[i] = moment;
       }
       put_gradient(i, static_cast<float>(1e-3 * (random_uniform(4, i) - 0.5)));
     }
@@ -108,8 +111,10 @@ class State {
   bool update(const UpdateCoefficients& c, std::size_t first, std::size_t count) const {
     const StreamArrays a = part(first, count);
     const bool has_first = optim::has_moment1(optim::state_of(what_.optimizer));
-    auto* const moment1 = has_first ? static_cast<float*>(a.moments[0]) : nullptr;
-    auto* const moment2 = static_cast<float*>(has_first ? a.moments[1] : a.moments[0]);
+    void* const moment1 = has_first ? a.moments[0] : nullptr;
+    void* const moment2 = has_first ? a.moments[1] : a.moments[0];
+    const DType moment_dtype = optim::state_form(what_.optimizer).moments;
+    const optim::Rounding rounding{.key = 1, .first = static_cast<std::uint32_t>(first)};
     if (a.is_split()) {
       return optim::update_tile(c, optim::SplitTile{.weight = static_cast<bf16*>(a.master[0]),
                                                     .remainder = static_cast<std::int16_t*>(a.master[1]),
@@ -117,14 +122,18 @@ class State {
                                                     .moment2 = moment2,
                                                     .gradient = a.gradient,
                                                     .gradient_dtype = what_.gradient,
-                                                    .count = count});
+                                                    .count = count,
+                                                    .moment_dtype = moment_dtype,
+                                                    .rounding = rounding});
     }
     return optim::update_tile(c, optim::WholeTile{.weight = static_cast<float*>(a.master[0]),
                                                   .moment1 = moment1,
                                                   .moment2 = moment2,
                                                   .gradient = a.gradient,
                                                   .gradient_dtype = what_.gradient,
-                                                  .count = count});
+                                                  .count = count,
+                                                  .moment_dtype = moment_dtype,
+                                                  .rounding = rounding});
   }
 
   // Of what a step writes, while it is in cache.
@@ -193,8 +202,12 @@ class Comparison {
     const UpdateCoefficients coefficients(what_.optimizer, ++step_, 0.9);
     const auto repeat = [&](std::size_t count) {
       pool_.run(pool_.threads(), [&](std::size_t k) {
-        for (std::size_t i = 0; i < count; ++i)
+        std::uint64_t sums = 0;
+        for (std::size_t i = 0; i < count; ++i) {
           if (!state_.update(coefficients, k * kTile, kCached)) committable_ = false;
+          if (what_.checksum) sums ^= state_.checksum(k * kTile, kCached);
+        }
+        sink_.fetch_xor(sums, std::memory_order_relaxed);
       });
     };
     repeat(4);
@@ -249,9 +262,7 @@ double KernelResult::gigabytes_per_second() const {
   return static_cast<double>(parameters * traffic_bytes) / median(update_seconds) / 1e9;
 }
 
-const char* KernelResult::limit() const {
-  return in_cache_ratio < 1 && median(ratios) < 1 ? "arithmetic" : "memory";
-}
+const char* KernelResult::limit() const { return in_cache_ratio < 1 && median(ratios) < 1 ? "arithmetic" : "memory"; }
 
 KernelResult compare_kernel(const KernelCase& what, const KernelOptions& options) {
   const InstructionSet instruction_set(what.instruction_set);

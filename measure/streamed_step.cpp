@@ -57,6 +57,7 @@ EngineOptions engine_options(const StreamedStepOptions& options, const std::stri
   engine.store_directory = directory;
   engine.update_mode = UpdateMode::step;
   engine.sub_group_elements = options.piece_parameters;
+  engine.update_buffer_count = options.buffer_count;
   engine.optimizer_defaults = options.optimizer;
   return engine;
 }

@@ -34,6 +34,7 @@ struct StreamedStepOptions {
   unsigned queue_depth = 16;
   // Read, updated and written as one piece. Four buffers of 6 MiB for AdamW: the footprint of the mixed legs is 16 MiB.
   std::uint64_t piece_parameters = 512 * 1024;
+  unsigned buffer_count = 4;
   unsigned pairs = 31;
   const StopFlag* stop = nullptr;
   std::function<void(unsigned pairs_done)> progress{};

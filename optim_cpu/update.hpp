@@ -31,6 +31,12 @@
 //
 //   stored: p; m and v, each as +0 when its magnitude is below 2^-126
 //
+// Moments of bf16 are widened exactly, and rounded when they are stored: m to nearest, halves away from zero, as
+// weights are; v stochastically, since an average as long as beta2 = 0.999 changes by less than half a bf16 step at a
+// time and would stand still: the 16 bits that fall away, plus 16 random bits, carry into those that stay. The random
+// bits are a pure function of a key and the parameter's index (rounding_bits), and so the same for every tiling and
+// thread.
+//
 // The bits of a NaN are the one thing left open (no state that holds one is ever committed).
 //
 // Denormals: arithmetic keeps them (the kernels clear flush-to-zero and denormals-are-zero for their own duration,
@@ -53,6 +59,16 @@
 
 namespace hoist::optim {
 
+// 16 random bits for parameter `index`; two neighbours share a mixer of two multiplications ("lowbias32", C. Wellons,
+// hash-prospector).
+constexpr std::uint32_t rounding_bits(std::uint32_t key, std::uint32_t index) {
+  std::uint32_t x = (index >> 1) ^ key;
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  x ^= x >> 16;
+  return (index & 1) != 0 ? x >> 16 : x & 0xFFFFu;
+}
+
 enum class Formula : std::uint8_t { adamw, adam, adagrad, lion, momentum, sgd };
 
 // What one update of step `step` (counted from 1) needs, derived once in double and rounded once.
@@ -72,26 +88,36 @@ struct UpdateCoefficients {
   float gradient_part, moment_part;  // momentum: 0 and 1; Nesterov's: 1 and the momentum
 };
 
+// Random bits of a tile's parameters: parameter i of the tile has rounding_bits(key, first + i).
+struct Rounding {
+  std::uint32_t key = 0;    // another one each step
+  std::uint32_t first = 0;  // index of the tile's first parameter in whatever the key is for
+};
+
 // A tile whose master is split: master = join_master(weight, remainder). All arrays have `count` elements; moments that
 // the formula has not are not looked at.
 struct SplitTile {
   bf16* weight = nullptr;  // read and written
   std::int16_t* remainder = nullptr;
-  float* moment1 = nullptr;
-  float* moment2 = nullptr;
+  void* moment1 = nullptr;  // of `moment_dtype`
+  void* moment2 = nullptr;
   const void* gradient = nullptr;  // of `gradient_dtype`
   DType gradient_dtype = DType::bf16;
   std::size_t count = 0;
+  DType moment_dtype = DType::fp32;  // or bf16
+  Rounding rounding{};               // of bf16 moments
 };
 
 // A tile whose weights are fp32: they are the master.
 struct WholeTile {
   float* weight = nullptr;
-  float* moment1 = nullptr;
-  float* moment2 = nullptr;
+  void* moment1 = nullptr;
+  void* moment2 = nullptr;
   const void* gradient = nullptr;
   DType gradient_dtype = DType::fp32;
   std::size_t count = 0;
+  DType moment_dtype = DType::fp32;
+  Rounding rounding{};
 };
 
 // Returns false when a master or moment came out that may not be committed (core/dtype.hpp master_is_committable, or

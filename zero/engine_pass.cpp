@@ -172,7 +172,7 @@ GroupOptions Engine::Impl::scheduled(GroupOptions group, std::uint64_t applied_s
 std::shared_ptr<detail::StepUpdate> Engine::Impl::make_update(double gradient_scale) const {
   std::vector<GroupOptions> now;
   for (const GroupOptions& group : groups) now.push_back(scheduled(group, step_count - 1));
-  return std::make_shared<detail::StepUpdate>(step_count, now, gradient_scale);
+  return std::make_shared<detail::StepUpdate>(step_count, now, gradient_scale, runtime.rank());
 }
 
 void Engine::Impl::update_now(double gradient_scale) {

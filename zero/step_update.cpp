@@ -2,12 +2,26 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
 #include <hoist/zero/detail/step_update.hpp>
 
 namespace hoist::detail {
 
-StepUpdate::StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale) : step_(step) {
-  for (const GroupOptions& group : groups) coefficients_.emplace_back(group, step, gradient_scale);
+StepUpdate::StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale, int rank)
+    : step_(step), rank_(static_cast<std::uint64_t>(rank)) {
+  for (const GroupOptions& group : groups) {
+    coefficients_.emplace_back(group, step, gradient_scale);
+    seeds_.push_back(group.rounding_seed);
+  }
+}
+
+optim::Rounding StepUpdate::rounding(const TileAccess& tile) const {
+  const Segment& segment = *tile.segment;
+  const std::uint64_t first = rank_ * segment.shard_elements + tile.tile->first_element;
+  std::uint64_t key = random_bits(seeds_[segment.group.index], step_);
+  key = random_bits(key, tile.unit.index);
+  key = random_bits(key, segment.record_segment);
+  return {.key = static_cast<std::uint32_t>(random_bits(key, first >> 32)), .first = static_cast<std::uint32_t>(first)};
 }
 
 void StepUpdate::apply(const TileAccess& tile, const Memory& memory) {
@@ -15,23 +29,25 @@ void StepUpdate::apply(const TileAccess& tile, const Memory& memory) {
   const std::byte* gradient = memory.home(tile.unit).gradient + segment.home_gradient_offset +
                               tile.tile->first_element * dtype_bytes(segment.home_gradient_dtype);
   const StateArrays state = tile.view();
-  auto* const moment1 = static_cast<float*>(state.moment1);
-  auto* const moment2 = static_cast<float*>(state.moment2);
   const optim::UpdateCoefficients& c = coefficients_[segment.group.index];
   const bool sound = segment.dtype == DType::fp32
                          ? optim::update_tile(c, optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights),
-                                                                  .moment1 = moment1,
-                                                                  .moment2 = moment2,
+                                                                  .moment1 = state.moment1,
+                                                                  .moment2 = state.moment2,
                                                                   .gradient = gradient,
                                                                   .gradient_dtype = segment.home_gradient_dtype,
-                                                                  .count = tile.tile->elements})
+                                                                  .count = tile.tile->elements,
+                                                                  .moment_dtype = segment.state.moments,
+                                                                  .rounding = rounding(tile)})
                          : optim::update_tile(c, optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
                                                                   .remainder = state.remainder,
-                                                                  .moment1 = moment1,
-                                                                  .moment2 = moment2,
+                                                                  .moment1 = state.moment1,
+                                                                  .moment2 = state.moment2,
                                                                   .gradient = gradient,
                                                                   .gradient_dtype = segment.home_gradient_dtype,
-                                                                  .count = tile.tile->elements});
+                                                                  .count = tile.tile->elements,
+                                                                  .moment_dtype = segment.state.moments,
+                                                                  .rounding = rounding(tile)});
   if (!sound) broken_ = tile.unit.index;
 }
 

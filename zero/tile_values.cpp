@@ -32,7 +32,11 @@ void* moment_of(const TileAccess& tile, State state) {
 }  // namespace
 
 float load_value(const TileAccess& tile, State state, std::uint64_t element) {
-  if (state != State::master) return static_cast<const float*>(moment_of(tile, state))[element];
+  if (state != State::master) {
+    const void* const moment = moment_of(tile, state);
+    return tile.segment->state.moments == DType::bf16 ? to_float(static_cast<const bf16*>(moment)[element])
+                                                      : static_cast<const float*>(moment)[element];
+  }
   if (tile.segment->dtype == DType::fp32) return reinterpret_cast<const float*>(tile.weights)[element];
   const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[element];
   return tile.state == nullptr ? to_float(weight) : join_master(weight, tile.view().remainder[element]);
@@ -40,7 +44,12 @@ float load_value(const TileAccess& tile, State state, std::uint64_t element) {
 
 void store_value(const TileAccess& tile, State state, std::uint64_t element, float value) {
   if (state != State::master) {
-    static_cast<float*>(moment_of(tile, state))[element] = value;
+    void* const moment = moment_of(tile, state);
+    if (tile.segment->state.moments == DType::bf16) {
+      static_cast<bf16*>(moment)[element] = to_bf16(value);
+    } else {
+      static_cast<float*>(moment)[element] = value;
+    }
   } else if (tile.segment->dtype == DType::fp32) {
     reinterpret_cast<float*>(tile.weights)[element] = value;
   } else {

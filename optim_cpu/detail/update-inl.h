@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
@@ -30,7 +31,7 @@ using WordVector = hn::Vec<Words>;
 inline constexpr std::size_t kLanesMax = hn::MaxLanes(Floats());
 
 // One cache line of the 16-bit streams, two of the fp32 ones: each line is prefetched once.
-inline constexpr std::size_t kBlock = std::max<std::size_t>(32, kLanesMax);
+inline constexpr std::size_t kBlock = std::max<std::size_t>(32, 2 * kLanesMax);
 // How far ahead of the arithmetic each stream is fetched: 2 KiB of the fp32 streams, 1 KiB of the others. A core keeps
 // more lines in flight this way than its hardware prefetchers do over five to seven streams.
 inline constexpr std::size_t kPrefetchAhead = 512;
@@ -135,25 +136,174 @@ HWY_INLINE void apply(const UpdateCoefficients& c, Numbers& n) {
   }
 }
 
+// rounding_bits' mixer on pairs of indices: 16 bits for either of a pair.
+HWY_INLINE WordVector mixed_pairs(const Rounding& rounding, WordVector pair_index) {
+  const Words words;
+  auto x = hn::Xor(pair_index, hn::Set(words, rounding.key));
+  x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(words, 0x7FEB352Du));
+  x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), hn::Set(words, 0x846CA68Bu));
+  return hn::Xor(x, hn::ShiftRight<16>(x));
+}
+
+// What element i of a tile and those after it are rounded with.
+HWY_INLINE WordVector random_halves(const Rounding& rounding, std::size_t i) {
+  const Words words;
+  const auto index = hn::Iota(words, static_cast<std::uint32_t>(rounding.first + i));
+  const auto x = mixed_pairs(rounding, hn::ShiftRight<1>(index));
+  const auto is_odd = hn::TestBit(index, hn::Set(words, 1u));
+  return hn::IfThenElse(is_odd, hn::ShiftRight<16>(x), hn::And(x, hn::Set(words, 0xFFFFu)));
+}
+
+template <DType kMoments>
+HWY_INLINE FloatVector load_moment(const void* moment, std::size_t i) {
+  return load_floats<kMoments>(Floats(), moment, i);
+}
+
+// `added`: what is added to the half that falls away.
+HWY_INLINE void store_bf16(FloatVector value, WordVector added, void* moment, std::size_t i) {
+  const Words words;
+  const hn::Rebind<std::uint16_t, Floats> halves;
+  const auto high = hn::ShiftRight<16>(hn::Add(hn::BitCast(words, value), added));
+  hn::StoreU(hn::TruncateTo(halves, high), halves, static_cast<std::uint16_t*>(moment) + i);
+}
+
+template <DType kMoments>
+HWY_INLINE void store_moment1(FloatVector value, void* moment, std::size_t i) {
+  value = without_denormals(value);
+  if constexpr (kMoments == DType::fp32) return hn::StoreU(value, Floats(), static_cast<float*>(moment) + i);
+  if constexpr (kMoments == DType::bf16) store_bf16(value, hn::Set(Words(), 0x8000u), moment, i);
+}
+
+template <DType kMoments>
+HWY_INLINE void store_moment2(FloatVector value, const Rounding& rounding, void* moment, std::size_t i) {
+  value = without_denormals(value);
+  if constexpr (kMoments == DType::fp32) return hn::StoreU(value, Floats(), static_cast<float*>(moment) + i);
+  if constexpr (kMoments == DType::bf16) store_bf16(value, random_halves(rounding, i), moment, i);
+}
+
+// A moment of bf16 must not round to infinity either; a master's limit keeps half a step away from it, this a whole
+// one.
+template <DType kMoments>
+inline constexpr std::uint32_t kMomentLimitBits = kMoments == DType::fp32 ? kInfinityBits : 0x7F7F0000u;
+
 // `refused` collects lanes that may not be committed in its top bits.
-template <Formula kFormula, DType kGradient, class Tile>
+template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
 HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std::size_t i, WordVector& refused) {
   const Floats d;
   Numbers n;
   n.master = load_master(tile, i);
   n.gradient = load_floats<kGradient>(d, tile.gradient, i);
-  if constexpr (has_moment1(kFormula)) n.moment1 = hn::LoadU(d, tile.moment1 + i);
-  if constexpr (has_moment2(kFormula)) n.moment2 = hn::LoadU(d, tile.moment2 + i);
+  if constexpr (has_moment1(kFormula)) n.moment1 = load_moment<kMoments>(tile.moment1, i);
+  if constexpr (has_moment2(kFormula)) n.moment2 = load_moment<kMoments>(tile.moment2, i);
   apply<kFormula>(c, n);
   store_master(n.master, tile, i);
   refused = hn::Or(refused, reaches(n.master, kMasterLimitBits));
   if constexpr (has_moment1(kFormula)) {
-    hn::StoreU(without_denormals(n.moment1), d, tile.moment1 + i);
-    refused = hn::Or(refused, reaches(n.moment1, kInfinityBits));
+    store_moment1<kMoments>(n.moment1, tile.moment1, i);
+    refused = hn::Or(refused, reaches(n.moment1, kMomentLimitBits<kMoments>));
   }
   if constexpr (has_moment2(kFormula)) {
-    hn::StoreU(without_denormals(n.moment2), d, tile.moment2 + i);
-    refused = hn::Or(refused, reaches(n.moment2, kInfinityBits));
+    store_moment2<kMoments>(n.moment2, tile.rounding, tile.moment2, i);
+    refused = hn::Or(refused, reaches(n.moment2, kMomentLimitBits<kMoments>));
+  }
+}
+
+// --- arrays of 16 bits only
+// --------------------------------------------------------------------------------------------- Two neighbours lie in
+// one word, so a vector of words is split into its even elements and its odd ones by a shift and a mask, which cost
+// less than to widen and narrow, and put together in the same way. Each element goes through the same arithmetic.
+
+template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
+inline constexpr bool kGoesByPairs = HWY_TARGET != HWY_SCALAR&& std::is_same_v<Tile, SplitTile>&& kGradient !=
+                                         DType::fp32 &&
+                                     (kMoments == DType::bf16 || !(has_moment1(kFormula) || has_moment2(kFormula)));
+
+inline constexpr std::uint32_t kHighHalf = 0xFFFF0000u;
+
+HWY_INLINE WordVector load_words(const void* halves, std::size_t i) {
+  return hn::LoadU(Words(), reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(halves) + i));
+}
+HWY_INLINE void store_words(WordVector value, void* halves, std::size_t i) {
+  hn::StoreU(value, Words(), reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(halves) + i));
+}
+HWY_INLINE WordVector high_half(WordVector words) { return hn::And(words, hn::Set(Words(), kHighHalf)); }
+// The high half of `even` beside the high half of `odd`.
+HWY_INLINE WordVector joined(WordVector even, WordVector odd) {
+  return hn::Or(hn::ShiftRight<16>(even), high_half(odd));
+}
+
+template <DType kDtype>
+HWY_INLINE void load_pairs(const void* elements, std::size_t i, FloatVector& even, FloatVector& odd) {
+  const Floats d;
+  const auto words = load_words(elements, i);
+  if constexpr (kDtype == DType::bf16) {
+    even = hn::BitCast(d, hn::ShiftLeft<16>(words));
+    odd = hn::BitCast(d, high_half(words));
+  } else {
+    even = floats_of_fp16(d, hn::And(words, hn::Set(Words(), 0xFFFFu)));
+    odd = floats_of_fp16(d, hn::ShiftRight<16>(words));
+  }
+}
+
+HWY_INLINE void load_masters(const SplitTile& tile, std::size_t i, FloatVector& even, FloatVector& odd) {
+  const Floats d;
+  const Words words;
+  const SignedWords signed_words;
+  const auto high = load_words(tile.weight, i);
+  const auto low = load_words(tile.remainder, i);
+  const auto low_even = hn::ShiftRight<16>(hn::BitCast(signed_words, hn::ShiftLeft<16>(low)));
+  const auto low_odd = hn::ShiftRight<16>(hn::BitCast(signed_words, low));
+  even = hn::BitCast(d, hn::Add(hn::ShiftLeft<16>(high), hn::BitCast(words, low_even)));
+  odd = hn::BitCast(d, hn::Add(high_half(high), hn::BitCast(words, low_odd)));
+}
+
+HWY_INLINE void store_masters(FloatVector even, FloatVector odd, const SplitTile& tile, std::size_t i) {
+  const Words words;
+  const auto half = hn::Set(words, 0x8000u);
+  const auto even_bits = hn::BitCast(words, even);
+  const auto odd_bits = hn::BitCast(words, odd);
+  store_words(joined(hn::Add(even_bits, half), hn::Add(odd_bits, half)), tile.weight, i);
+  store_words(hn::Or(hn::And(even_bits, hn::Set(words, 0xFFFFu)), hn::ShiftLeft<16>(odd_bits)), tile.remainder, i);
+}
+
+HWY_INLINE void store_moments(FloatVector even, FloatVector odd, WordVector added_even, WordVector added_odd,
+                              void* moment, std::size_t i) {
+  const Words words;
+  const auto even_bits = hn::Add(hn::BitCast(words, without_denormals(even)), added_even);
+  const auto odd_bits = hn::Add(hn::BitCast(words, without_denormals(odd)), added_odd);
+  store_words(joined(even_bits, odd_bits), moment, i);
+}
+
+HWY_INLINE WordVector either_reaches(FloatVector a, FloatVector b, std::uint32_t limit_bits) {
+  return hn::Or(reaches(a, limit_bits), reaches(b, limit_bits));
+}
+
+// Elements [i, i + twice the lanes). Pre: the tile's first index is even where its rounding counts.
+template <Formula kFormula, DType kGradient>
+HWY_INLINE void update_pairs(const UpdateCoefficients& c, const SplitTile& tile, std::size_t i, WordVector& refused) {
+  const Words words;
+  Numbers even, odd;
+  load_masters(tile, i, even.master, odd.master);
+  load_pairs<kGradient>(tile.gradient, i, even.gradient, odd.gradient);
+  if constexpr (has_moment1(kFormula)) load_pairs<DType::bf16>(tile.moment1, i, even.moment1, odd.moment1);
+  if constexpr (has_moment2(kFormula)) load_pairs<DType::bf16>(tile.moment2, i, even.moment2, odd.moment2);
+  apply<kFormula>(c, even);
+  apply<kFormula>(c, odd);
+  store_masters(even.master, odd.master, tile, i);
+  refused = hn::Or(refused, either_reaches(even.master, odd.master, kMasterLimitBits));
+  if constexpr (has_moment1(kFormula)) {
+    const auto half = hn::Set(words, 0x8000u);
+    store_moments(even.moment1, odd.moment1, half, half, tile.moment1, i);
+    refused = hn::Or(refused, either_reaches(even.moment1, odd.moment1, kMomentLimitBits<DType::bf16>));
+  }
+  if constexpr (has_moment2(kFormula)) {
+    // first + i may wrap only from one pair to the next, as both are even.
+    const auto first_pair = hn::Set(words, static_cast<std::uint32_t>(tile.rounding.first + i));
+    const auto index = hn::Add(first_pair, hn::ShiftLeft<1>(hn::Iota(words, 0u)));
+    const auto random = mixed_pairs(tile.rounding, hn::ShiftRight<1>(index));
+    store_moments(even.moment2, odd.moment2, hn::And(random, hn::Set(words, 0xFFFFu)), hn::ShiftRight<16>(random),
+                  tile.moment2, i);
+    refused = hn::Or(refused, either_reaches(even.moment2, odd.moment2, kMomentLimitBits<DType::bf16>));
   }
 }
 
@@ -167,26 +317,25 @@ HWY_INLINE void prefetch_master(const WholeTile& tile, std::size_t i) {
 }
 
 // The lines of one block. Beyond the end of a tile this fetches its neighbour, usually the next one to be updated.
-template <Formula kFormula, DType kGradient, class Tile>
+template <DType kDtype>
+HWY_INLINE void prefetch_array(const void* elements, std::size_t i) {
+  const auto* at = static_cast<const std::byte*>(elements) + i * dtype_bytes(kDtype);
+  hwy::Prefetch(at);
+  if constexpr (kDtype == DType::fp32) hwy::Prefetch(at + 64);
+}
+
+template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
 HWY_INLINE void prefetch_block(const Tile& tile, std::size_t i) {
   prefetch_master(tile, i);
-  if constexpr (has_moment1(kFormula)) {
-    hwy::Prefetch(tile.moment1 + i);
-    hwy::Prefetch(tile.moment1 + i + 16);
-  }
-  if constexpr (has_moment2(kFormula)) {
-    hwy::Prefetch(tile.moment2 + i);
-    hwy::Prefetch(tile.moment2 + i + 16);
-  }
-  const auto* gradient = static_cast<const std::byte*>(tile.gradient) + i * dtype_bytes(kGradient);
-  hwy::Prefetch(gradient);
-  if constexpr (kGradient == DType::fp32) hwy::Prefetch(gradient + 64);
+  if constexpr (has_moment1(kFormula)) prefetch_array<kMoments>(tile.moment1, i);
+  if constexpr (has_moment2(kFormula)) prefetch_array<kMoments>(tile.moment2, i);
+  prefetch_array<kGradient>(tile.gradient, i);
 }
 
 // One vector's worth of a tile, so that the elements after the last full vector go through the same arithmetic.
 struct TailBuffer {
-  HWY_ALIGN float moment1[kLanesMax];
-  HWY_ALIGN float moment2[kLanesMax];
+  HWY_ALIGN std::byte moment1[4 * kLanesMax];
+  HWY_ALIGN std::byte moment2[4 * kLanesMax];
   HWY_ALIGN float master[kLanesMax];
   HWY_ALIGN bf16 weight[kLanesMax];
   HWY_ALIGN std::int16_t remainder[kLanesMax];
@@ -209,7 +358,14 @@ inline void copy_master(const WholeTile& from, std::size_t i, const WholeTile& t
 
 // Elements [first, tile.count), fewer than a vector. Spare lanes repeat the last element: its result is discarded, and
 // it refuses only what that element refuses anyway.
-template <Formula kFormula, DType kGradient, class Tile>
+// Element i of `from` to element j of `to`.
+template <DType kDtype>
+HWY_INLINE void copy_element(const void* from, std::size_t i, void* to, std::size_t j) {
+  constexpr std::size_t kBytes = dtype_bytes(kDtype);
+  std::copy_n(static_cast<const std::byte*>(from) + i * kBytes, kBytes, static_cast<std::byte*>(to) + j * kBytes);
+}
+
+template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
 HWY_INLINE void update_tail(const UpdateCoefficients& c, const Tile& tile, std::size_t first, WordVector& refused) {
   TailBuffer buffer;
   Tile tail;
@@ -217,53 +373,68 @@ HWY_INLINE void update_tail(const UpdateCoefficients& c, const Tile& tile, std::
   tail.moment1 = buffer.moment1;
   tail.moment2 = buffer.moment2;
   tail.gradient = buffer.gradient;
-  constexpr std::size_t kGradientBytes = dtype_bytes(kGradient);
+  tail.rounding = {.key = tile.rounding.key, .first = static_cast<std::uint32_t>(tile.rounding.first + first)};
   const std::size_t lanes = hn::Lanes(Floats());
   for (std::size_t j = 0; j < lanes; ++j) {
     const std::size_t i = std::min(first + j, tile.count - 1);
     copy_master(tile, i, tail, j);
-    if constexpr (has_moment1(kFormula)) tail.moment1[j] = tile.moment1[i];
-    if constexpr (has_moment2(kFormula)) tail.moment2[j] = tile.moment2[i];
-    std::copy_n(static_cast<const std::byte*>(tile.gradient) + i * kGradientBytes, kGradientBytes,
-                buffer.gradient + j * kGradientBytes);
+    if constexpr (has_moment1(kFormula)) copy_element<kMoments>(tile.moment1, i, tail.moment1, j);
+    if constexpr (has_moment2(kFormula)) copy_element<kMoments>(tile.moment2, i, tail.moment2, j);
+    copy_element<kGradient>(tile.gradient, i, buffer.gradient, j);
   }
-  update_vector<kFormula, kGradient>(c, tail, 0, refused);
+  update_vector<kFormula, kMoments, kGradient>(c, tail, 0, refused);
   for (std::size_t j = 0; first + j < tile.count; ++j) {
     copy_master(tail, j, tile, first + j);
-    if constexpr (has_moment1(kFormula)) tile.moment1[first + j] = tail.moment1[j];
-    if constexpr (has_moment2(kFormula)) tile.moment2[first + j] = tail.moment2[j];
+    if constexpr (has_moment1(kFormula)) copy_element<kMoments>(tail.moment1, j, tile.moment1, first + j);
+    if constexpr (has_moment2(kFormula)) copy_element<kMoments>(tail.moment2, j, tile.moment2, first + j);
   }
 }
 
-template <Formula kFormula, DType kGradient, class Tile>
+template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
 bool update_whole_or_split(const UpdateCoefficients& coefficients, const Tile& whole_tile) {
   // Copies whose address is never given away, or every store could be a store into them.
   const UpdateCoefficients c = coefficients;
   const Tile tile = whole_tile;
   const std::size_t lanes = hn::Lanes(Floats());
   WordVector refused = hn::Zero(Words());
+  [[maybe_unused]] const bool by_pairs = tile.rounding.first % 2 == 0;  // neighbours share their random bits
   std::size_t i = 0;
   for (; i + kBlock <= tile.count; i += kBlock) {
-    prefetch_block<kFormula, kGradient>(tile, i + kPrefetchAhead);
-    for (std::size_t j = 0; j < kBlock; j += lanes) update_vector<kFormula, kGradient>(c, tile, i + j, refused);
+    prefetch_block<kFormula, kMoments, kGradient>(tile, i + kPrefetchAhead);
+    if constexpr (kGoesByPairs<kFormula, kMoments, kGradient, Tile>) {
+      if (by_pairs) {
+        for (std::size_t j = 0; j < kBlock; j += 2 * lanes) update_pairs<kFormula, kGradient>(c, tile, i + j, refused);
+        continue;
+      }
+    }
+    for (std::size_t j = 0; j < kBlock; j += lanes)
+      update_vector<kFormula, kMoments, kGradient>(c, tile, i + j, refused);
   }
-  for (; i + lanes <= tile.count; i += lanes) update_vector<kFormula, kGradient>(c, tile, i, refused);
-  if (i < tile.count) update_tail<kFormula, kGradient>(c, tile, i, refused);
+  for (; i + lanes <= tile.count; i += lanes) update_vector<kFormula, kMoments, kGradient>(c, tile, i, refused);
+  if (i < tile.count) update_tail<kFormula, kMoments, kGradient>(c, tile, i, refused);
   const SignedWords signed_words;
   return hn::AllFalse(signed_words, hn::Lt(hn::BitCast(signed_words, refused), hn::Zero(signed_words)));
 }
 
-template <Formula kFormula, class Tile>
-bool update_by_dtype(const UpdateCoefficients& c, const Tile& tile) {
+template <Formula kFormula, DType kMoments, class Tile>
+bool update_by_gradient(const UpdateCoefficients& c, const Tile& tile) {
   switch (tile.gradient_dtype) {
     case DType::bf16:
-      return update_whole_or_split<kFormula, DType::bf16>(c, tile);
+      return update_whole_or_split<kFormula, kMoments, DType::bf16>(c, tile);
     case DType::fp16:
-      return update_whole_or_split<kFormula, DType::fp16>(c, tile);
+      return update_whole_or_split<kFormula, kMoments, DType::fp16>(c, tile);
     case DType::fp32:
-      return update_whole_or_split<kFormula, DType::fp32>(c, tile);
+      return update_whole_or_split<kFormula, kMoments, DType::fp32>(c, tile);
   }
   return false;
+}
+
+template <Formula kFormula, class Tile>
+bool update_by_dtype(const UpdateCoefficients& c, const Tile& tile) {
+  if constexpr (has_moment1(kFormula) || has_moment2(kFormula)) {
+    if (tile.moment_dtype == DType::bf16) return update_by_gradient<kFormula, DType::bf16>(c, tile);
+  }
+  return update_by_gradient<kFormula, DType::fp32>(c, tile);
 }
 
 template <class Tile>

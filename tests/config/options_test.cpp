@@ -194,6 +194,13 @@ TEST(Options, EveryOptimizerHasItsOwnDefaults) {
   EXPECT_EQ(options_of(R"({"type": "SGD", "params": {"momentum": 0.9, "dampening": 0.2}})").dampening, 0.2);
 }
 
+TEST(Options, MomentsMayBeHalf) {
+  const auto half = parse(R"({"hoist": {"moments_dtype": "bf16", "moments_seed": 7}})").engine.optimizer_defaults;
+  EXPECT_EQ(half.moments, DType::bf16);
+  EXPECT_EQ(half.rounding_seed, 7u);
+  EXPECT_EQ(parse("{}").engine.optimizer_defaults.moments, DType::fp32);
+}
+
 TEST(Options, TheReferenceListsTheOptimizersOwnSettings) {
   const Config config = parse(R"({"optimizer": {"type": "Lion"}})");
   std::vector<std::string> names;

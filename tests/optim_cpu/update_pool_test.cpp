@@ -157,8 +157,8 @@ TEST(UpdatePool, ThreadCountNeverChangesTheResult) {
         const std::size_t first = k * kTile;
         part.weight += first;
         part.remainder += first;
-        part.moment1 += first;
-        part.moment2 += first;
+        part.moment1 = tile.moment1.data() + first;
+        part.moment2 = tile.moment2.data() + first;
         part.gradient = static_cast<const std::byte*>(part.gradient) + 2 * first;
         part.count = std::min(kTile, kCount - first);
         if (!update_tile(c, part)) committable = false;

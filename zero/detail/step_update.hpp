@@ -19,14 +19,19 @@ namespace hoist::detail {
 class StepUpdate {
  public:
   // `groups` as the schedule has them for `step`, which is counted from 1.
-  StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale);
+  StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale, int rank);
 
   // Updates a tile from its gradient, which `memory` holds.
   void apply(const TileAccess& tile, const Memory& memory);
   void check(const UnitTable& table) const;
 
  private:
+  // Of bf16 moments: by the parameter's place in its segment, whichever rank it belongs to.
+  optim::Rounding rounding(const TileAccess& tile) const;
+
   std::uint64_t step_;
+  std::uint64_t rank_;
+  std::vector<std::uint64_t> seeds_;                     // by group
   std::vector<optim::UpdateCoefficients> coefficients_;  // by group
   std::atomic<std::uint32_t> broken_{~0u};               // a unit with a state that cannot be committed
 };
