@@ -109,6 +109,8 @@ void bind_errors(nb::module_& module) {
   types->budget = make_type(module, "BudgetError", "A tier is too small: `need_bytes` would do.",
                             nb::make_tuple(error, builtin(PyExc_MemoryError)));
   types->io = make_type(module, "IoError", "A file or drive failed.", os_error);
+  // OSError would put together a text of its own from errno and file name.
+  types->io.attr("__str__") = builtin(PyExc_BaseException).attr("__str__");
   types->corruption =
       make_type(module, "CorruptionError", "Bytes came back from NVMe other than they were written.", error);
   types->store = make_type(module, "StoreError", "A store that cannot be used.", error);

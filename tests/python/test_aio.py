@@ -53,7 +53,7 @@ def test_errors_say_what_and_where(tmp_path):
     with pytest.raises(hoist.IoError, match="nothing") as missing:
         engine.read(torch.empty(10), tmp_path / "nothing")
     assert missing.value.errno == 2 and missing.value.filename.endswith("nothing")
-    assert isinstance(missing.value, OSError)
+    assert isinstance(missing.value, OSError) and "Errno" not in str(missing.value)
     engine.write(torch.zeros(1024), tmp_path / "short").wait()
     with pytest.raises(hoist.IoError, match="short"):
         engine.read(torch.empty(5000), tmp_path / "short").wait()
