@@ -521,19 +521,33 @@ std::vector<std::string> Engine::Impl::drive_directories() const {
   return directories;
 }
 
-// What an attempt left that never came to a commit on any rank.
+namespace {
+
+// A store that was being made when its program died: not even its first commit is on all ranks.
+bool is_unfinished(const std::string& directory) {
+  std::size_t committed = 0;
+  int world_size = 1;
+  for (const int rank : tiers::Store::ranks_in(directory)) {
+    const tiers::Store::Found found = tiers::Store::look(directory, rank);
+    if (!found.exists) continue;
+    const bool resumed =
+        std::ranges::any_of(found.commits, [](const CommitHeader& commit) { return commit.incarnation > 1; });
+    if (!found.identity || resumed || found.commits.size() > 1 || !found.kept.empty()) return false;
+    world_size = found.identity->world_size;
+    committed += found.commits.size();
+  }
+  return committed < static_cast<std::size_t>(world_size);
+}
+
+}  // namespace
+
+// What earlier attempts left.
 void Engine::Impl::remove_unfinished_places(std::uint64_t after) const {
   together("remove what an earlier attempt left", [&] {
     if (runtime.rank() != 0) return;
     for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
-      if (other.order <= after) continue;
-      const std::string directory = other.in(options.store_directory);
-      const auto ranks = tiers::Store::ranks_in(directory);
-      const bool committed = std::ranges::any_of(ranks, [&](int rank) {
-        const tiers::Store::Found found = tiers::Store::look(directory, rank);
-        return !found.commits.empty() || !found.kept.empty() || !found.damage.empty();
-      });
-      if (!committed) detail::remove_store(drive_directories(), other);
+      if (other.order > after && is_unfinished(other.in(options.store_directory)))
+        detail::remove_store(drive_directories(), other);
     }
   });
 }
@@ -541,12 +555,15 @@ void Engine::Impl::remove_unfinished_places(std::uint64_t after) const {
 // Stores that this one has taken over from; those that keep steps, or are not whole, stay.
 void Engine::Impl::remove_older_places() const {
   if (!nvme_placement() && live.store->commits().empty()) return;  // not taken over yet
-  remove_unfinished_places(place.order);
   together("remove the store it took over from", [&] {
     if (runtime.rank() != 0) return;
     for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
-      if (other.order >= place.order) continue;
-      if (tiers::Store::ranks_in(other.in(options.store_directory)).empty()) continue;
+      if (other.order == place.order) continue;
+      if (!other.name.empty() && is_unfinished(other.in(options.store_directory))) {
+        detail::remove_store(drive_directories(), other);
+        continue;
+      }
+      if (other.order > place.order || tiers::Store::ranks_in(other.in(options.store_directory)).empty()) continue;
       const StoreSummary summary = look_at_one_store(other.in(options.store_directory));
       const bool whole = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
       const bool keeps = std::ranges::any_of(

@@ -139,6 +139,20 @@ TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
   EXPECT_EQ(places()[0].name, "reshard-0001-ranks-3");
 }
 
+// Ranks of the new store died between each other's first commits.
+TEST_P(ReshardTest, HalfAFirstCommitOfTheNewStoreLeavesTheOldOne) {
+  if (!on_nvme()) GTEST_SKIP() << "without NVMe the new store is committed to by a save";
+  begin_with(2, 3);
+  std::filesystem::copy(setup_.engine.store_directory, directory_ / "old", std::filesystem::copy_options::recursive);
+  on_engines(3, [&](int, Engine& engine, ToyModel&) { engine.restore(); });
+  const std::string half = setup_.engine.store_directory + "/reshard-0001-ranks-3";
+  std::filesystem::remove(half + "/rank-00002.manifest");
+  std::filesystem::copy(directory_ / "old", setup_.engine.store_directory, std::filesystem::copy_options::recursive);
+  continue_with(3, 5);
+  ASSERT_EQ(places().size(), 1u);
+  EXPECT_EQ(places()[0].name, "reshard-0001-ranks-3");
+}
+
 TEST_P(ReshardTest, MoreRoomForKeptStepsIsMadeByDealingOutAnew) {
   begin_with(2, 2);
   setup_.engine.keep_steps = 3;
