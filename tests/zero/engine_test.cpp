@@ -366,7 +366,7 @@ TEST(Engine, UnsupportedOptionsAreRefusedByName) {
     }
     return std::string("accepted");
   };
-  EXPECT_EQ(key_of([](EngineOptions& o) { o.stage = 2; }), "zero_optimization.stage");
+  EXPECT_EQ(key_of([](EngineOptions& o) { o.stage = 4; }), "zero_optimization.stage");
   EXPECT_EQ(key_of([](EngineOptions& o) { o.optimizer = Placement::nvme; }),
             "zero_optimization.offload_optimizer.nvme_path");
   EXPECT_EQ(key_of([](EngineOptions& o) { o.update_buffer_count = 2; }),
