@@ -2,7 +2,7 @@
 // zero/detail/engine_impl.hpp - the parts of an engine and what state it is in.
 //
 // engine.cpp builds the model and brings it to life, engine_pass.cpp runs passes and steps, engine_state.cpp reads and
-// writes state, engine_commit.cpp commits, saves and restores it.
+// writes state, engine_commit.cpp commits and saves it, engine_restore.cpp goes on from it.
 #pragma once
 
 #include <atomic>
@@ -92,7 +92,7 @@ class Engine::Impl {
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
   void check_kept(ParameterId parameter, State state) const;  // that there is such a state of the parameter
 
-  // --- engine_commit.cpp
+  // --- engine_restore.cpp
   struct CommonCommit;
   struct Source;
   // The newest that has one. `strict`: a store that has come further and has none is an error instead of passed over.
@@ -114,7 +114,11 @@ class Engine::Impl {
                                              std::uint64_t store_number) const;
   CommonCommit choose_commit(const std::string& from) const;
   StoreError nothing_to_restore(const std::string& from) const;
-  void forget_what_others_lack();  // of kept steps, after a restore
+  void forget_what_others_lack();         // of kept steps, after a restore
+  std::string remedy_for_damage() const;  // which kept steps there are to go back to
+
+  // --- engine_commit.cpp
+  static std::uint64_t name_digest(const std::string& name);
   // A commit's caller state: its name, then what the program gave.
   static std::vector<std::byte> framed(const std::string& name, std::span<const std::byte> program_state);
   Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
@@ -133,7 +137,6 @@ class Engine::Impl {
   // State that lives in memory, into the step of the store that is open.
   void write_homes(bool with_frozen);
   Completion save_in_background(const std::string& name, std::span<const std::byte> program_state);
-  std::string remedy_for_damage() const;  // which kept steps there are to go back to
 
   bool stores_steps() const { return nvme_placement() && options.durability == tiers::Durability::step; }
   // Commits outlive the process: all of them, except on a store that is rewritten in place.
