@@ -42,7 +42,7 @@ TEST_P(DrivesTest, GiveTheSameBitsAndBytesAsOneAndResume) {
       half.losses = model.losses;
     }
     for (const std::string& drive : setup.engine.stripe_directories)
-      EXPECT_GT(std::filesystem::file_size(drive + "/rank-00000.data"), kMiB) << drive;
+      EXPECT_GE(std::filesystem::file_size(drive + "/rank-00000.data"), kMiB) << drive;
     Runtime runtime(setup.runtime);
     Engine engine(runtime, setup.engine);
     ToyModel model(engine, kShape);
