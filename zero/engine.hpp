@@ -75,7 +75,8 @@ class Engine {
   // [C] Continues from the newest commit, or from a kept step; commits after that one are then abandoned, kept steps
   // stay. When another number of ranks made it, its state is dealt out anew into a store of its own below the offload
   // directory, which needs room there and all old ranks' files in sight; the old store goes once the new one is
-  // committed, unless it keeps steps. StoreError when there is none, no step of that name, or it is another model's.
+  // committed (with nothing on NVMe: at the next restore() after that), unless it keeps steps. StoreError when there is
+  // none, no step of that name, or it is another model's.
   RestoreReport restore(const RestoreOptions& options = {});
 
   // --- a pass --------------------------------------------------------------------------------------------------------
