@@ -11,14 +11,11 @@ own, or take part in the one that is open.
 from __future__ import annotations
 
 import atexit
-import base64
 import contextlib
-import json
 import logging
 import os
-import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,67 +23,14 @@ from torch import nn
 
 from hoist import _hoist
 from hoist.optim import options_of
-from hoist.torch import initial
+from hoist.torch import initial, program_state
+from hoist.torch.hooks import ModuleHook
 from hoist.torch.optimizer import Optimizer
-from hoist.torch.units import reads_weights_in_backward, tensors_in, units_of
+from hoist.torch.parameters import Parameters
+from hoist.torch.units import reads_weights_in_backward, units_of
 from hoist.torch.watch import Watch
 
 _log = logging.getLogger("hoist")
-_BUFFER_BYTES_MAX = 32 * 1024  # kept in every commit, beside the program's own state
-
-
-class _Hook:
-    """The hooks of one module, and the units that its calls need."""
-
-    def __init__(self, engine: Engine, module: nn.Module, units: list[int], is_root: bool):
-        self.engine = engine
-        self.units = list(units)
-        self.entered: list[list[int]] = []  # of calls under way, innermost last
-        self.is_root = is_root
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
-
-    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        engine, lift = self.engine, self.engine._lift
-        if not engine._calls:
-            engine._enter_outermost()
-        engine._calls.append(self)
-        entered: list[int] = []
-        self.entered.append(entered)
-        for unit in self.units:
-            lift.enter(unit)
-            entered.append(unit)
-        if not torch.is_grad_enabled():
-            return
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad:
-                for unit in entered:
-                    tensor.register_hook(lift.input_hook(unit, tensor.grad_fn is None))
-                return
-
-    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        engine, lift = self.engine, self.engine._lift
-        if engine._calls and engine._calls[-1] is self:
-            engine._calls.pop()
-        outermost = not engine._calls
-        entered = self.entered.pop() if self.entered else []
-        failed = output is None and sys.exc_info()[0] is not None
-        if torch.is_grad_enabled() and not failed:
-            nodes = {t.grad_fn for t in tensors_in(output) if t.grad_fn is not None}
-            for unit in entered if nodes else ():
-                lift.backward_of_call(unit)
-                if unit in engine._units_without_backward:
-                    continue
-                hook = lift.backward_hook(unit)
-                for node in nodes:
-                    node.register_prehook(hook)
-            if outermost:
-                for node in nodes:
-                    node.register_prehook(engine._backward_begins)
-        for unit in entered:
-            lift.leave(unit)
-        if outermost:
-            engine._leave_outermost(failed)
 
 
 class Engine:
@@ -96,7 +40,7 @@ class Engine:
                  initialize=None, optimizer: str | None = None, seed: int = 0, resume: bool = False, scheduler=None):
         self.module = model
         self.config = config
-        self._calls: list[_Hook] = []
+        self._calls: list[ModuleHook] = []
         self._micro_batch = 0
         self._due = False
         self._backward_seen = False
@@ -122,30 +66,25 @@ class Engine:
         if not cut.units:
             raise _hoist.UsageError("the model has no parameters")
         self._cut = cut
-        self._dtype = torch.bfloat16 if config.setting("bf16.enabled") is True else None
+        dtype = torch.bfloat16 if config.setting("bf16.enabled") is True else None
+        self._parameters = Parameters(model, cut, dtype, self._between_passes)
         param_groups, group_of = self._groups(groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
-        specs = self._specs(group_of)
+        units = self._parameters.declare(group_of)
         defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
         training = config.training
         self._micro_batches = int(training.gradient_accumulation_steps or 1)
         config.micro_batches_max = max(config.micro_batches_max, self._micro_batches)
-        self._lift = _hoist.Lift(config, options, [_hoist.LiftUnit(u.name, s, u.shared)
-                                                   for u, s in zip(cut.units, specs, strict=True)])
+        self._lift = _hoist.Lift(config, options, units)
         self._lift.know_types(torch.float32, torch.bfloat16, torch.float16)
         settled = config.check_world_size(self._lift.world_size)
         self._training = settled
 
-        self._names: dict[str, int] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._trainable: list[nn.Parameter] = []
-        self._unit_at: dict[int, int] = {}
-        sources = self._move_parameters()
+        sources = self._parameters.move(self._lift)
         initial.materialize_buffers(model, initialize)
-        if self._dtype is not None:
-            self._cast_buffers()
+        if dtype is not None:
+            self._parameters.cast_buffers()
         self._bring_to_life(sources, weights, initialize, seed, resume)
         del sources
 
@@ -157,9 +96,9 @@ class Engine:
         self._always_up: list[int] = []  # units that something outside of any module uses
         self._up_in_backward: list[int] = []
         users = dict(cut.users)
-        self._root = _Hook(self, model, users.pop(model, []), is_root=True)
-        self._hooks = [_Hook(self, module, units, is_root=False) for module, units in users.items()]
-        self._keep_state_dicts_true()
+        self._root = ModuleHook(self, model, users.pop(model, []), is_root=True)
+        self._hooks = [ModuleHook(self, module, units, is_root=False) for module, units in users.items()]
+        self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
         self._push_all_rates = groups is not None
         atexit.register(_close_quietly, weakref.ref(self._lift))
@@ -198,68 +137,6 @@ class Engine:
                 raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
         return groups, group_of
 
-    def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        if parameter.device.type not in ("cpu", "meta"):
-            raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}: wrap the model before it is moved; "
-                                    "hoist brings weights to where they are used")
-        dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; float32 and bfloat16 are trained here")
-        return dtype
-
-    def _specs(self, group_of: dict[int, int]) -> list[list[_hoist.ParameterSpec]]:
-        specs = []
-        for unit in self._cut.units:
-            specs.append([
-                _hoist.ParameterSpec(
-                    name, list(p.shape), initial.DTYPES[self._type_of(name, p)], p.requires_grad,
-                    _hoist.GroupId(group_of.get(id(p), -1) + 1))
-                for name, p in unit.parameters.items()
-            ])
-        return specs
-
-    def _move_parameters(self) -> dict[int, torch.Tensor]:
-        """Makes every parameter a tensor over its unit's window. Returns what they were built with."""
-        sources: dict[int, torch.Tensor] = {}
-        self._places: dict[int, int] = {}
-        for index, unit in enumerate(self._cut.units):
-            memory = torch.from_dlpack(self._lift.memory(index))
-            self._unit_at[memory.data_ptr()] = index
-            for name, parameter in list(unit.parameters.items()):
-                number, _, offset = self._lift.place(name)
-                dtype = self._type_of(name, parameter)
-                count = parameter.numel() * dtype.itemsize
-                view = memory[offset:offset + count].view(dtype).view(parameter.shape)
-                if parameter.is_meta:
-                    parameter = self._replace(unit, name, parameter, view)
-                else:
-                    sources[id(parameter)] = parameter.data
-                    parameter.data = view
-                self._places[id(parameter)] = number
-                self._names[name] = number
-                self._shapes[name] = parameter.shape
-                self._dtypes[name] = dtype
-                if parameter.requires_grad:
-                    self._trainable.append(parameter)
-                    parameter.register_post_accumulate_grad_hook(self._lift.gradient_hook(number))
-        return sources
-
-    def _replace(self, unit, name: str, meta: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-        """A parameter on the meta device cannot be given memory; its place in every module can."""
-        parameter = nn.Parameter(view, requires_grad=meta.requires_grad)
-        for module in self.module.modules():
-            for key, value in module._parameters.items():
-                if value is meta:
-                    module._parameters[key] = parameter
-        unit.parameters[name] = parameter
-        return parameter
-
-    def _cast_buffers(self) -> None:
-        for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(self._dtype)
-
     def _bring_to_life(self, sources, weights, initialize, seed: int, resume: bool) -> None:
         if resume and self._lift.find_commit() is not None:
             step, state = self._lift.restore()
@@ -276,7 +153,7 @@ class Engine:
             self._lift.initialize_from(weights, names, extra)
         else:
             self._lift.initialize(initial.InitialValues(
-                self._cut.units, sources, self._places, initialize or initial.default_initialize, seed))
+                self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed))
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -297,7 +174,7 @@ class Engine:
 
     def _enter_outermost(self) -> None:
         lift = self._lift
-        training = torch.is_grad_enabled() and bool(self._trainable)
+        training = torch.is_grad_enabled() and bool(self._parameters.trainable)
         if lift.pass_ is not None:
             if self._backward_seen or self._broken:
                 if torch._C._current_graph_task_id() != -1:
@@ -312,7 +189,7 @@ class Engine:
             self._begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
         kind = lift.pass_
         if kind not in self._watched and not torch.compiler.is_compiling():
-            self._watch = Watch(self._unit_at, lift.is_up, self._use_unannounced)
+            self._watch = Watch(self._parameters.unit_at, lift.is_up, self._use_unannounced)
             self._watch.__enter__()
 
     def _begin(self, kind: _hoist.Pass) -> None:
@@ -379,7 +256,7 @@ class Engine:
         """
         scaled = loss if scale_wrt_gas or self._micro_batches == 1 else loss * self._micro_batches
         first = "backward" not in self._watched
-        watch = Watch(self._unit_at, self._lift.is_up, self._use_unannounced_in_backward) if first else None
+        watch = Watch(self._parameters.unit_at, self._lift.is_up, self._use_unannounced_in_backward) if first else None
         try:
             with watch if watch is not None else contextlib.nullcontext():
                 scaled.backward(retain_graph=retain_graph)
@@ -438,7 +315,7 @@ class Engine:
         self._last_report = report
         if report.applied:
             # A graph that was kept from before must not be used with the new weights: autograd checks for it.
-            torch.autograd.graph.increment_version(self._trainable)
+            torch.autograd.graph.increment_version(self._parameters.trainable)
             if self.lr_scheduler is not None:
                 driven = getattr(self.lr_scheduler, "optimizer", None)
                 if driven is not None:
@@ -491,31 +368,15 @@ class Engine:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def _commit_state(self) -> bytes:
-        state: dict[str, Any] = {"program": self.state}
-        if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
-            scheduler = self.lr_scheduler.state_dict()
-            state["scheduler"] = {k: v for k, v in scheduler.items() if _is_plain(v)}
-        state["rates"] = [float(group["lr"]) for group in self.optimizer.param_groups]
-        buffers = dict(self._persistent_buffers())
-        if buffers and sum(b.nbytes for b in buffers.values()) <= _BUFFER_BYTES_MAX:
-            state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}
-        return json.dumps(state).encode()
-
-    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, module in self.module.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield (f"{prefix}.{name}" if prefix else name), buffer
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return program_state.pack(self.state, self.lr_scheduler, rates, dict(self._parameters.persistent_buffers()))
 
     def _load_commit_state(self, data: bytes) -> None:
-        saved = json.loads(data) if data else {}
+        saved = program_state.unpack(data)
         self.state = saved.get("program", {})
         self._saved_scheduler = saved.get("scheduler")
         self._saved_rates = saved.get("rates")
-        buffers = dict(self._persistent_buffers())
-        for name, (dtype, shape, text) in saved.get("buffers", {}).items():
-            raw = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-            buffers[name].copy_(raw.view(getattr(torch, dtype.removeprefix("torch."))).view(shape))
+        program_state.fill_buffers(saved.get("buffers", {}), dict(self._parameters.persistent_buffers()))
 
     def save(self, name: str = "", state: dict[str, Any] | None = None) -> _hoist.Completion:
         """Commits the present state under a name; the returned completion is done when it is durable."""
@@ -539,80 +400,32 @@ class Engine:
 
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         """One parameter's master (or moment, or gradient before step()) in fp32, from whatever tier."""
-        self._between_passes()
-        name = self._cut.aliases.get(name, name)
-        if name not in self._names:
-            raise _hoist.UsageError(f"there is no parameter '{name}'")
-        out = torch.empty(self._shapes[name].numel())
-        self._lift.read(self._names[name], state, 0, out)
-        return out.view(self._shapes[name])
+        return self._parameters.read(name, state)
 
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         """Replaces a parameter's master or moment."""
-        self._between_passes()
-        name = self._cut.aliases.get(name, name)
-        if values.shape != self._shapes[name]:
-            raise _hoist.UsageError(f"'{name}' is {tuple(self._shapes[name])}, the values are {tuple(values.shape)}")
-        self._lift.write(self._names[name], state, 0, values.detach().float().contiguous().view(-1))
+        self._parameters.write(name, values, state)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """All parameters and persistent buffers under PyTorch's names, in memory of their own.
 
         Parameters have their own type, or `dtype`: torch.float32 gives the masters, bit by bit.
         """
-        result: dict[str, torch.Tensor] = {}
-        for name in self._names:
-            result[name] = _as_type(self.read(name), dtype or self._dtypes[name])
-        for alias, name in self._cut.aliases.items():
-            result[alias] = result[name]
-        result.update({n: b.detach().clone() for n, b in self._persistent_buffers()})
-        return result
+        return self._parameters.state_dict(dtype)
 
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
         """Replaces masters and buffers; moments stay."""
-        buffers = dict(self._persistent_buffers())
-        known = set(self._names) | set(self._cut.aliases) | set(buffers)
-        unknown = sorted(set(state) - known)
-        missing = sorted((set(self._names) | set(buffers)) - set(state) -
-                         {self._cut.aliases[a] for a in self._cut.aliases if a in state})
-        if strict and (unknown or missing):
-            raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
-        for name, values in state.items():
-            if name in self._names:
-                self.write(name, values)
-            elif name in self._cut.aliases and self._cut.aliases[name] not in state:
-                self.write(self._cut.aliases[name], values)
-            elif name in buffers:
-                buffers[name].copy_(values)
+        self._parameters.load_state_dict(state, strict)
 
     def export(self, directory: str, dtype: torch.dtype = torch.float32, shard_bytes_max: int = 5_000_000_000) -> list[str]:
         """Writes the present weights as safetensors, without holding them in memory. Returns the files."""
-        self._between_passes()
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise _hoist.UsageError(f"weights are exported as float32 or bfloat16, not {dtype}")
-        return self._lift.export(directory, initial.DTYPES[dtype], shard_bytes_max)
-
-    def _keep_state_dicts_true(self) -> None:
-        """`model.state_dict()`, as save_pretrained and others call it, would show NaN."""
-        def fill(module, state_dict, prefix, _metadata):
-            for name in list(self._names) + list(self._cut.aliases):
-                if prefix + name in state_dict:
-                    state_dict[prefix + name] = _as_type(self.read(name), self._dtypes[self._cut.aliases.get(name, name)])
-
-        def load(module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, _errors):
-            for name in self._names:
-                if prefix + name in state_dict:
-                    self.write(name, state_dict[prefix + name])
-
-        self.module.register_state_dict_post_hook(fill)
-        self.module.register_load_state_dict_pre_hook(load)
+        return self._parameters.export(directory, dtype, shard_bytes_max)
 
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str] | None = None):
         """Brings whole units up for reading outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`"""
         self._between_passes()
-        names = list(self._names) if names is None else [self._cut.aliases.get(n, n) for n in names]
-        units = {self._lift.place(name)[1] for name in names}
+        units = {self._parameters.unit_of(n) for n in (self._parameters.names() if names is None else names)}
         self._begin(_hoist.Pass.evaluate)
         try:
             for unit in units:
@@ -665,22 +478,3 @@ def _close_quietly(lift: weakref.ref) -> None:
         alive.close()
     except _hoist.Error as error:
         _log.error("the last step was not committed: %s", error)
-
-
-def _text_of(buffer: torch.Tensor) -> list:
-    raw = buffer.detach().contiguous().view(-1).view(torch.uint8)
-    return [str(buffer.dtype), list(buffer.shape), base64.b64encode(raw.numpy().tobytes()).decode()]
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(v) for v in value)
-    return isinstance(value, (int, float, str, bool, type(None)))
-
-
-def _as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype != torch.bfloat16:
-        return values.to(dtype)
-    # The engine's rule, halves away from zero: what the forward pass computes with.
-    bits = values.contiguous().view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's parameters as the engine has them: declared once, moved over their units' windows, and from then on read and
+written by the names that PyTorch gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from hoist import _hoist
+from hoist.torch import initial
+from hoist.torch.units import Model
+
+
+class Parameters:
+    """Pre: `between_passes` ends a pass under way, or says why it cannot; called before anything is read or written."""
+
+    def __init__(self, module: nn.Module, cut: Model, dtype: torch.dtype | None, between_passes: Callable[[], None]):
+        self._module = module
+        self._cut = cut
+        self._dtype = dtype  # of all weights, where the configuration says so
+        self._between_passes = between_passes
+        self._lift: _hoist.Lift | None = None
+        self._number: dict[str, int] = {}
+        self._unit: dict[str, int] = {}
+        self._shape: dict[str, torch.Size] = {}
+        self._type: dict[str, torch.dtype] = {}
+        self.places: dict[int, int] = {}  # id of a parameter -> its number in the engine
+        self.unit_at: dict[int, int] = {}  # address of a unit's window -> unit
+        self.trainable: list[nn.Parameter] = []
+
+    # --- declaring and moving ----------------------------------------------------------------------------------------
+
+    def declare(self, group_of: dict[int, int]) -> list[_hoist.LiftUnit]:
+        units = []
+        for unit in self._cut.units:
+            specs = [
+                _hoist.ParameterSpec(
+                    name, list(p.shape), initial.DTYPES[self._type_of(name, p)], p.requires_grad,
+                    _hoist.GroupId(group_of.get(id(p), -1) + 1))
+                for name, p in unit.parameters.items()
+            ]
+            units.append(_hoist.LiftUnit(unit.name, specs, unit.shared))
+        return units
+
+    def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        if parameter.device.type not in ("cpu", "meta"):
+            raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}: wrap the model before it is moved; "
+                                    "hoist brings weights to where they are used")
+        dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; float32 and bfloat16 are trained here")
+        return dtype
+
+    def move(self, lift: _hoist.Lift) -> dict[int, torch.Tensor]:
+        """Makes every parameter a tensor over its unit's window. Returns what they were built with, by id."""
+        self._lift = lift
+        sources: dict[int, torch.Tensor] = {}
+        for index, unit in enumerate(self._cut.units):
+            memory = torch.from_dlpack(lift.memory(index))
+            self.unit_at[memory.data_ptr()] = index
+            for name, parameter in list(unit.parameters.items()):
+                number, self._unit[name], offset = lift.place(name)
+                dtype = self._type_of(name, parameter)
+                count = parameter.numel() * dtype.itemsize
+                view = memory[offset:offset + count].view(dtype).view(parameter.shape)
+                if parameter.is_meta:
+                    parameter = self._replace(unit, name, parameter, view)
+                else:
+                    sources[id(parameter)] = parameter.data
+                    parameter.data = view
+                self.places[id(parameter)] = self._number[name] = number
+                self._shape[name] = parameter.shape
+                self._type[name] = dtype
+                if parameter.requires_grad:
+                    self.trainable.append(parameter)
+                    parameter.register_post_accumulate_grad_hook(lift.gradient_hook(number))
+        return sources
+
+    def _replace(self, unit, name: str, meta: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+        """A parameter on the meta device cannot be given memory; its place in every module can."""
+        parameter = nn.Parameter(view, requires_grad=meta.requires_grad)
+        for module in self._module.modules():
+            for key, value in module._parameters.items():
+                if value is meta:
+                    module._parameters[key] = parameter
+        unit.parameters[name] = parameter
+        return parameter
+
+    # --- buffers: the program's, not the engine's --------------------------------------------------------------------
+
+    def cast_buffers(self) -> None:
+        for module in self._module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(self._dtype)
+
+    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield (f"{prefix}.{name}" if prefix else name), buffer
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        return list(self._number)
+
+    def own_name(self, name: str) -> str:
+        """The name a parameter was declared under, of any name that it has in the model."""
+        name = self._cut.aliases.get(name, name)
+        if name not in self._number:
+            raise _hoist.UsageError(f"there is no parameter '{name}'")
+        return name
+
+    def unit_of(self, name: str) -> int:
+        return self._unit[self.own_name(name)]
+
+    def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
+        self._between_passes()
+        name = self.own_name(name)
+        out = torch.empty(self._shape[name].numel())
+        self._lift.read(self._number[name], state, 0, out)
+        return out.view(self._shape[name])
+
+    def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
+        self._between_passes()
+        name = self.own_name(name)
+        if values.shape != self._shape[name]:
+            raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
+        self._lift.write(self._number[name], state, 0, values.detach().float().contiguous().view(-1))
+
+    def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        result: dict[str, torch.Tensor] = {}
+        for name in self._number:
+            result[name] = _as_type(self.read(name), dtype or self._type[name])
+        for alias, name in self._cut.aliases.items():
+            result[alias] = result[name]
+        result.update({n: b.detach().clone() for n, b in self.persistent_buffers()})
+        return result
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+        aliases = self._cut.aliases
+        buffers = dict(self.persistent_buffers())
+        known = set(self._number) | set(aliases) | set(buffers)
+        unknown = sorted(set(state) - known)
+        missing = sorted((set(self._number) | set(buffers)) - set(state) - {aliases[a] for a in aliases if a in state})
+        if strict and (unknown or missing):
+            raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
+        for name, values in state.items():
+            if name in self._number or (name in aliases and aliases[name] not in state):
+                self.write(name, values)
+            elif name in buffers:
+                buffers[name].copy_(values)
+
+    def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
+        self._between_passes()
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise _hoist.UsageError(f"weights are exported as float32 or bfloat16, not {dtype}")
+        return self._lift.export(directory, initial.DTYPES[dtype], shard_bytes_max)
+
+    def keep_state_dicts_true(self) -> None:
+        """`model.state_dict()`, as save_pretrained and others call it, would show NaN."""
+        def fill(module, state_dict, prefix, _metadata):
+            for name in list(self._number) + list(self._cut.aliases):
+                if prefix + name in state_dict:
+                    state_dict[prefix + name] = _as_type(self.read(name), self._type[self.own_name(name)])
+
+        def load(module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, _errors):
+            for name in self._number:
+                if prefix + name in state_dict:
+                    self.write(name, state_dict[prefix + name])
+
+        self._module.register_state_dict_post_hook(fill)
+        self._module.register_load_state_dict_pre_hook(load)
+
+
+def _as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    # The engine's rule, halves away from zero: what the forward pass computes with.
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
