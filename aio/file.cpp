@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include <hoist/aio/file.hpp>
+#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 
 namespace hoist::aio {
@@ -54,6 +55,8 @@ int open_flags(OpenMode mode) {
       return kAlways | O_RDWR;
     case OpenMode::create:
       return kAlways | O_RDWR | O_CREAT | O_EXCL;
+    case OpenMode::open_or_create:
+      return kAlways | O_RDWR | O_CREAT;
   }
   return kAlways;
 }
@@ -190,6 +193,19 @@ void File::reserve(std::uint64_t bytes) const {
   if (code == 0) return;
   throw IoError({"reserve", path_, 0, bytes, code},
                 code == ENOSPC || code == EDQUOT ? "free space on this drive, or choose another directory" : "");
+}
+
+void File::start_over(std::uint64_t bytes) {
+  HOIST_ASSERT(bytes % kAlignment == 0, "the space to reserve in {} must be a multiple of 4096 bytes", path_);
+  if (::ftruncate(descriptor_, 0) != 0) throw IoError({"truncate", path_, 0, 0, errno}, "");
+  size_bytes_ = 0;
+  try {
+    reserve(bytes);
+  } catch (...) {
+    [[maybe_unused]] const int given_back = ::ftruncate(descriptor_, 0);
+    throw;
+  }
+  size_bytes_ = bytes;
 }
 
 void File::close() noexcept {

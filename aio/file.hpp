@@ -18,8 +18,9 @@ namespace hoist::aio {
 
 enum class OpenMode : std::uint8_t {
   read_only,
-  read_write,  // must exist
-  create,      // must not exist
+  read_write,      // must exist
+  create,          // must not exist
+  open_or_create,  // what is there is left as it is
 };
 
 struct FileOptions {
@@ -52,7 +53,7 @@ class File {
   const std::string& path() const { return path_; }
   int descriptor() const { return descriptor_; }
   bool is_direct() const { return direct_; }
-  // When it was opened, the reserve included.
+  // When it was opened or started over, the reserve included.
   std::uint64_t size_bytes() const { return size_bytes_; }
   // Offset, length and address of a transfer are multiples of this.
   static constexpr std::uint64_t kAlignment = kBlockAlignment;
@@ -60,6 +61,10 @@ class File {
   // Takes the exclusive lock (flock) of this open file description, trying until `timeout` has passed. False when
   // somebody else still holds it. The kernel drops it only when the last in-flight transfer of a dead owner ended.
   [[nodiscard]] bool lock(Nanoseconds timeout);
+
+  // Drops what the file holds and reserves `bytes` of it anew, as FileOptions::reserve_bytes does. For whoever holds
+  // its lock; nothing may be in flight on it.
+  void start_over(std::uint64_t bytes);
 
   // Unique among all files this process ever opens; descriptor numbers and addresses are used again.
   std::uint64_t id() const { return id_; }

@@ -136,12 +136,6 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
       same ? "resume with --resume, or remove the directory" : "use another directory, or remove this one"));
 }
 
-// The files of a store that never committed give way.
-void remove_files(const StorePaths& paths) {
-  for (const std::string& path : {paths.manifest, paths.manifest_new, paths.data, paths.lock_info, paths.label})
-    detail::remove_file(path);
-}
-
 void write_superblock(aio::Engine& engine, const aio::File& manifest, const Superblock& superblock) {
   const AlignedBytes buffer(superblock.superblock_bytes());
   encode_superblock(superblock, buffer.span());
@@ -187,14 +181,12 @@ class NewFiles {
  public:
   NewFiles(std::vector<StorePaths> drives, const Superblock& superblock, aio::StripeLayout layout)
       : drives_(std::move(drives)), superblock_(superblock), layout_(std::move(layout)) {
-    for (const StorePaths& drive : drives_) {
-      creations_.push_back(std::make_unique<detail::Creation>(drive));
-      creations_.back()->make_directories();
-    }
+    for (const StorePaths& drive : drives_) creations_.push_back(std::make_unique<detail::Creation>(drive));
   }
 
-  void refuse_what_is_there(Nanoseconds lock_timeout, bool replace_first_commit) {
-    for (const StorePaths& drive : drives_) previous_.push_back(detail::open_locked(drive, lock_timeout));
+  // Takes the locks, and keeps them. What is there may give way when it never held a commit.
+  void claim(Nanoseconds lock_timeout, bool replace_first_commit) {
+    for (const auto& creation : creations_) creation->claim(lock_timeout);
     const detail::ManifestView view = detail::view_manifest(drives_.front().manifest);
     refuse_if_committed(view, superblock_, drives_.front(), replace_first_commit);
     const auto uncommitted = view.superblock ? std::optional(view.superblock->store_number) : std::nullopt;
@@ -203,7 +195,7 @@ class NewFiles {
   }
 
   std::unique_ptr<aio::StripedFile> make_data(Store::Engines engines) {
-    for (const StorePaths& drive : drives_) remove_files(drive);
+    for (const auto& creation : creations_) creation->clear();
     std::vector<aio::StripeDrive> files;
     for (unsigned d = 0; d < layout_.drive_count(); ++d) {
       if (d > 0) {  // and durably before the data, so that data without a label is never ours
@@ -213,6 +205,7 @@ class NewFiles {
       }
       files.push_back({engines[d], make_drive(d)});
     }
+    detail::remove_file(drives_.front().label);  // it was a further drive of a store that gives way
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
   }
 
@@ -264,7 +257,6 @@ class NewFiles {
   const Superblock& superblock_;
   const aio::StripeLayout layout_;
   std::vector<std::unique_ptr<detail::Creation>> creations_;
-  std::vector<std::unique_ptr<aio::File>> previous_;  // locks on what is being replaced
 };
 
 // Opens and locks a store's data on its further drives, beside the first one, which is locked already.
@@ -352,7 +344,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engine
     NewFiles made(detail::drive_paths(options.directory, options.stripe_directories, options.identity.rank), superblock,
                   stripe_layout(options));
     require_engines(engines, options.stripe_directories.size() + 1);
-    made.refuse_what_is_there(options.lock_timeout, options.replace_first_commit);
+    made.claim(options.lock_timeout, options.replace_first_commit);
     files.data = made.make_data(engines);
     files.manifest = made.make_manifest(*engines.front());
     labels = made.committed_labels();

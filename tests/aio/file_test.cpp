@@ -57,6 +57,23 @@ TEST_F(FileTest, CreateRefusesWhatIsThereAndLeavesIt) {
   EXPECT_EQ(std::filesystem::file_size(directory_ / "there"), 8u);
 }
 
+TEST_F(FileTest, OpenOrCreateLeavesWhatIsThere) {
+  EXPECT_EQ(File(directory_ / "new", {.mode = OpenMode::open_or_create}).size_bytes(), 0u);
+  std::ofstream(directory_ / "there") << "precious";
+  EXPECT_EQ(File(directory_ / "there", {.mode = OpenMode::open_or_create}).size_bytes(), 8u);
+}
+
+TEST_F(FileTest, StartingOverDropsTheContentAndKeepsTheLock) {
+  std::ofstream(directory_ / "there") << "old";
+  File file(directory_ / "there", {});
+  ASSERT_TRUE(file.lock(milliseconds(0)));
+  file.start_over(64 * kKiB);
+  EXPECT_EQ(file.size_bytes(), 64 * kKiB);
+  std::ifstream reader(directory_ / "there");
+  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(reader), {}), std::string(64 * kKiB, '\0'));
+  EXPECT_FALSE(File(directory_ / "there", {}).lock(milliseconds(0)));
+}
+
 TEST_F(FileTest, OpeningReportsPathAndErrno) {
   const auto missing = io_error_thrown_by([&] { File(directory_ / "missing", {}); });
   ASSERT_TRUE(missing);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store spread over several drives: same contents, and every way of bringing the wrong drives is refused.
 #include <filesystem>
+#include <fstream>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -154,6 +155,16 @@ TEST_F(StoreDrivesTest, AStoreWhoseFirstDriveIsMissingIsNotReplaced) {
   EXPECT_FALSE(fs::exists(options_.directory));
   fs::rename(directory_ / "unmounted", options_.directory);
   EXPECT_EQ(refusal_to_open(options_), "it was opened");
+}
+
+TEST_F(StoreDrivesTest, DataWithoutALabelIsForeignUnlessItIsEmpty) {
+  const StoreOptions fresh = small_model_on(directory_ / "fresh", 2);
+  fs::create_directories(fresh.stripe_directories.front());
+  const std::string data = fresh.stripe_directories.front() + "/rank-00000.data";
+  std::ofstream(data) << "somebody's";
+  EXPECT_THAT(refusal_to_create(fresh), HasSubstr("holds data of another store"));
+  std::ofstream(data, std::ios::trunc).close();  // what a crash between making and labelling it leaves
+  EXPECT_EQ(refusal_to_create(fresh), "it was made");
 }
 
 TEST_F(StoreDrivesTest, ARefusedCreationLeavesNothing) {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which stores are made, opened and refused, and what a refusal leaves behind.
 #include <array>
+#include <atomic>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <thread>
+#include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,6 +17,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/tiers/store_format.hpp>
 
 namespace hoist::tiers::test {
@@ -226,6 +230,65 @@ TEST_F(StoreOpenTest, AStoreBeingFilledIsNotReplaced) {
   const auto store = create();
   EXPECT_THAT(refusal_to_create(), HasSubstr("in use by process"));
   run_step(*store, options_, 0, all_records(options_));
+}
+
+// From the first look at the directory on: two that start at once never both find nothing there.
+TEST_F(StoreOpenTest, AStoreBeingMadeIsNotReplaced) {
+  {
+    detail::Creation first(detail::StorePaths(options_.directory, 0));
+    first.claim({});
+    EXPECT_THAT(refusal_to_create(), HasSubstr("is in use by"));
+    EXPECT_THAT(refusal_to_open(), HasSubstr("is in use by"));
+    EXPECT_TRUE(fs::exists(file("data"))) << "the loser has removed the winner's file";
+    options_.identity.rank = 1;
+    options_.identity.world_size = 2;
+    EXPECT_NO_THROW(create()) << "another rank's files are not touched";
+    options_.identity = {.layout = options_.identity.layout, .rank = 0, .world_size = 1};
+  }
+  EXPECT_FALSE(fs::exists(file("data"))) << "it came to nothing";
+  make_committed(0);
+}
+
+// Its lock is that of one file: were the file replaced, somebody could hold the lock of the old one.
+TEST_F(StoreOpenTest, AReplacedStoreKeepsItsDataFile) {
+  { const auto store = create(); }
+  struct stat before {
+  }, after{};
+  ASSERT_EQ(::stat(file("data").c_str(), &before), 0);
+  { const auto store = create(); }
+  ASSERT_EQ(::stat(file("data").c_str(), &after), 0);
+  EXPECT_EQ(before.st_ino, after.st_ino);
+}
+
+// A directory that vanishes between making and using it, as a loser's does, is made again.
+TEST_F(StoreOpenTest, ManyStartAtOnceAndOneGetsIt) {
+  options_.lock_timeout = std::chrono::milliseconds(1);
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> ready{0}, made{0}, refused{0}, failed{0};
+    {
+      std::vector<std::jthread> threads;
+      for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([&] {
+          const auto engine = clean_engine();
+          ++ready;
+          while (ready < 4) std::this_thread::yield();
+          try {
+            const auto store = Store::create(options_, *engine);
+            ++made;
+            while (made + refused + failed < 4) std::this_thread::yield();  // none comes after another
+          } catch (const StoreError&) {
+            ++refused;
+          } catch (const IoError&) {
+            ++failed;
+          }
+        });
+      }
+    }
+    EXPECT_EQ(made, 1);
+    EXPECT_EQ(refused, 3);
+    EXPECT_EQ(failed, 0);
+    fs::remove_all(options_.directory);
+  }
 }
 
 TEST_F(StoreOpenTest, RanksShareADirectory) {

@@ -60,6 +60,11 @@ bool exists(const std::string& path) {
   return ::lstat(path.c_str(), &status) == 0;
 }
 
+bool is_empty(const std::string& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0 && status.st_size == 0;
+}
+
 }  // namespace
 
 std::vector<StorePaths> drive_paths(const std::string& directory, std::span<const std::string> others, int rank) {
@@ -145,8 +150,8 @@ void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::
   const auto label = read_label(drive);
   if (label && label->ends_with(kNew)) return;  // of a store that never came to its first commit
   if (label && uncommitted && label->find(fmt::format("\nstore {:016x}\n", *uncommitted)) != std::string::npos) return;
-  if (is_home && !label) return;  // its manifest says what there is
-  if (!label && !exists(drive.data)) return;
+  if (is_home && !label) return;               // its manifest says what there is
+  if (!label && is_empty(drive.data)) return;  // made by whoever asks
   throw StoreError(
       fmt::format("{} holds data of another store (\"{}\"); nothing was changed: name that store's "
                   "directories, or remove the files if it is gone",

@@ -206,16 +206,35 @@ std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const s
   return problems;
 }
 
+namespace {
+
+// Null when there is no such file, or its directory is none any more.
+std::unique_ptr<aio::File> open_if_there(const std::string& path, aio::OpenMode mode) {
+  try {
+    return std::make_unique<aio::File>(path, aio::FileOptions{.mode = mode});
+  } catch (const IoError& error) {
+    if (error.where.code == ENOENT) return nullptr;
+    throw;
+  }
+}
+
+// Takes the lock of `file`, which was opened by the name of the data. False when that name means another file now: its
+// holder removed it while we waited, and the lock that counts is the one on the named file.
+bool locked_by_name(aio::File& file, const StorePaths& paths, TimePoint start, Nanoseconds timeout) {
+  const Nanoseconds left = timeout - (Clock::now() - start);
+  if (!file.lock(std::max(left, Nanoseconds{0}))) throw_in_use(paths, timeout);
+  return still_named(file);
+}
+
+}  // namespace
+
 std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout) {
   const TimePoint start = Clock::now();
   while (true) {
     struct stat status {};
     if (::lstat(paths.data.c_str(), &status) != 0 && (errno == ENOENT || errno == ENOTDIR)) return nullptr;
-    auto file = std::make_unique<aio::File>(paths.data, aio::FileOptions{.mode = aio::OpenMode::read_write});
-    const Nanoseconds left = timeout - (Clock::now() - start);
-    if (!file->lock(std::max(left, Nanoseconds{0}))) throw_in_use(paths, timeout);
-    // Its holder may have replaced the file while we waited; the lock that counts is the one on the named file.
-    if (still_named(*file)) return file;
+    auto file = open_if_there(paths.data, aio::OpenMode::read_write);
+    if (file && locked_by_name(*file, paths, start, timeout)) return file;
   }
 }
 
@@ -276,11 +295,33 @@ void remove_file(const std::string& path) {
 }
 
 Creation::~Creation() {
-  if (kept_) return;
-  for (const Made& made : files_)
-    if (same_file(made.path, made.device, made.inode)) ::unlink(made.path.c_str());
-  for (auto directory = directories_.rbegin(); directory != directories_.rend(); ++directory)
-    ::rmdir(directory->c_str());  // stays when another rank has put something there
+  if (!kept_) {
+    for (const Made& made : files_)
+      if (same_file(made.path, made.device, made.inode)) ::unlink(made.path.c_str());
+    for (auto directory = directories_.rbegin(); directory != directories_.rend(); ++directory)
+      ::rmdir(directory->c_str());  // stays when another rank has put something there
+  }
+  if (lock_ >= 0) ::close(lock_);
+}
+
+void Creation::claim(Nanoseconds timeout) {
+  const TimePoint start = Clock::now();
+  while (!data_) {
+    make_directories();
+    struct stat status {};
+    const bool missing = ::lstat(paths_.data.c_str(), &status) != 0;
+    auto file = open_if_there(paths_.data, aio::OpenMode::open_or_create);
+    if (!file) {  // another process made the directory, failed, and has removed it again
+      if (Clock::now() - start > timeout) throw_in_use(paths_, timeout);
+      continue;
+    }
+    if (!locked_by_name(*file, paths_, start, timeout)) continue;
+    // Empty it is worth nothing, should somebody else have made it.
+    if (missing && file->size_bytes() == 0) remember(paths_.data, file->descriptor());
+    lock_ = ::fcntl(file->descriptor(), F_DUPFD_CLOEXEC, 0);
+    if (lock_ < 0) throw IoError({"dup", paths_.data, 0, 0, errno}, "raise the limit of open files (ulimit -n)");
+    data_ = std::move(file);
+  }
 }
 
 void Creation::make_directories() {
@@ -310,13 +351,18 @@ void Creation::remember(const std::string& path, int descriptor) {
   files_.push_back({path, status.st_dev, status.st_ino});
 }
 
+void Creation::clear() {
+  struct stat status {};
+  const bool had_manifest = ::lstat(paths_.manifest.c_str(), &status) == 0;
+  for (const std::string& path : {paths_.manifest, paths_.manifest_new, paths_.lock_info}) remove_file(path);
+  // Durably, before its data goes: after a loss of power a manifest would speak of data that it has not.
+  if (had_manifest) aio::sync_directory(paths_.directory);
+}
+
 std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes) {
-  auto file =
-      std::make_unique<aio::File>(paths_.data, aio::FileOptions{.mode = aio::OpenMode::create, .reserve_bytes = bytes});
-  remember(paths_.data, file->descriptor());
-  // Between creating and locking, somebody else may have taken it for the leftovers of a dead process.
-  if (!file->lock(Nanoseconds{0}) || !still_named(*file)) throw_in_use(paths_, Nanoseconds{0});
-  return file;
+  remember(paths_.data, lock_);
+  data_->start_over(bytes);
+  return std::move(data_);
 }
 
 void Creation::remember_label() {

@@ -64,7 +64,9 @@ void write_lock_info(const StorePaths& paths) noexcept;  // information only: fa
 std::uint64_t free_bytes(const std::string& directory);
 BudgetError too_little_space(const std::string& directory, std::uint64_t have_bytes, std::uint64_t need_bytes);
 
-// Directories and files made so far; removed again by the destructor unless keep() was called.
+// The making of a rank's files on one drive. Whoever holds the lock of the data file, by its name, may change them and
+// nobody else; so that file is there, empty, before anything is decided, and is never replaced by another of its name.
+// What was made is removed again by the destructor, still under the lock, unless keep() was called.
 class Creation {
  public:
   explicit Creation(StorePaths paths) : paths_(std::move(paths)) {}
@@ -72,9 +74,12 @@ class Creation {
   Creation(const Creation&) = delete;
   Creation& operator=(const Creation&) = delete;
 
-  // Makes the directory and what is missing above it, 0700.
-  void make_directories();
-  // Creates the data file, reserves its space and locks it.
+  // Makes the directory and what is missing above it, 0700; opens the data file, or makes an empty one, and takes its
+  // lock. Throws StoreError naming the holder.
+  void claim(Nanoseconds timeout);
+  // Removes what a store that is to be replaced left, but for the data and its label.
+  void clear();
+  // Drops what the data file held and reserves its space.
   std::unique_ptr<aio::File> make_data(std::uint64_t bytes);
   std::unique_ptr<aio::File> make_new_manifest(std::uint64_t bytes);
   // A file beside the data that somebody else has just written.
@@ -90,9 +95,12 @@ class Creation {
     std::string path;
     std::uint64_t device = 0, inode = 0;  // another process may have put its own file there since
   };
+  void make_directories();
   void remember(const std::string& path, int descriptor);
 
-  StorePaths paths_;
+  const StorePaths paths_;
+  std::unique_ptr<aio::File> data_;       // until make_data()
+  int lock_ = -1;                         // a second descriptor of it: the lock outlasts the caller's File
   std::vector<std::string> directories_;  // outermost first
   std::vector<Made> files_;
   bool kept_ = false;
