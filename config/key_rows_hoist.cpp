@@ -131,6 +131,21 @@ std::vector<KeyRow> engine_rows() {
                                     : as_text(v) == "forward" ? UpdateMode::forward
                                                               : UpdateMode::automatic;
            }},
+      {.path = "hoist.micro_batch_order",
+       .type = ValueType::choice,
+       .default_value = "\"horizontal\"",
+       .choices = {"horizontal", "vertical"},
+       .meaning =
+           "How a step goes through its micro-batches. horizontal: one pass each. vertical: one pass, each layer with "
+           "all micro-batches before the next layer: weights and gradients move once a step and nothing is added up "
+           "in pinned memory, but the program keeps all micro-batches' activations on the device, and gradient buffers "
+           "take 6 bytes a parameter instead of 2. The program must be written for it (hoist-gpt is; hoist.torch "
+           "refuses it).",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.engine.micro_batch_order =
+                 as_text(v) == "vertical" ? MicroBatchOrder::vertical : MicroBatchOrder::horizontal;
+           }},
       {.path = "hoist.moments_dtype",
        .type = ValueType::choice,
        .default_value = "\"fp32\"",

@@ -35,7 +35,8 @@ std::vector<KeyRow> batch_rows() {
        .nullable = true,
        .meaning = "Micro-batches whose gradients a step is the mean of; when absent, what the other two batch sizes "
                   "imply, else 1. With more than one, gradients are kept as fp32 "
-                  "sums: 4 bytes a parameter of pinned memory instead of 2.",
+                  "sums: 4 bytes a parameter of pinned memory instead of 2 (unless hoist.micro_batch_order is "
+                  "vertical).",
        .apply =
            [](Draft& d, const Value& v) {
              d.training.gradient_accumulation_steps = as_count(v);

@@ -63,7 +63,7 @@ Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
     : runtime(runtime_in),
       options(options_in),
       groups{options_in.optimizer_defaults},
-      table(runtime_in.world_size(), options_in.micro_batches_max > 1) {
+      table(runtime_in.world_size(), detail::gradient_sums(options_in)) {
   check_options(options, runtime);
 }
 
@@ -238,7 +238,7 @@ void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_fi
   live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor,
                                                      live.streams, live.stager.get(), live.deferred.get());
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams,
-                                                       live.deferred.get(), options.micro_batches_max > 1);
+                                                       live.deferred.get());
 }
 
 // Where the unit's update is still under way, first that, then its writes.
@@ -492,6 +492,12 @@ std::vector<std::string> Engine::describe() const {
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
                               kPlaces[static_cast<std::size_t>(impl_->options.optimizer)],
                               detail::defers_updates(impl_->options) ? "forward" : "step"));
+  if (impl_->in_vertical_order()) {
+    lines.push_back(
+        fmt::format("vertical order: a pass holds up to {} micro-batches, their gradients added up in fp32 on "
+                    "the device",
+                    impl_->options.micro_batches_max));
+  }
   if (impl_->live.memory) lines.push_back(impl_->live.memory->describe());
   if (impl_->live.drives) lines.push_back("io: " + impl_->live.drives->describe());
   lines.push_back("device: " + impl_->runtime.device().description());

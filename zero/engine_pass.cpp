@@ -24,8 +24,9 @@ void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
   if (kind == Pass::train) check_micro_batch(pass_options);
   check_agreement();
   if (kind == Pass::train) {
-    micro_batches = pass_options.micro_batches;
-    live.gradients->begin_pass(/*first=*/pass_options.micro_batch == 0);
+    held_micro_batches = in_vertical_order() ? pass_options.micro_batches : 1;
+    micro_batches = in_vertical_order() ? 1 : pass_options.micro_batches;
+    live.gradients->begin_pass(/*first=*/pass_options.micro_batch == 0, held_micro_batches);
   }
   pass = kind;
   pass_began = Clock::now();
@@ -59,6 +60,13 @@ void Engine::Impl::check_micro_batch(const PassOptions& wanted) const {
                     "(gradient_accumulation_steps, EngineOptions::micro_batches_max)",
                     wanted.micro_batches, options.micro_batches_max));
   }
+  if (in_vertical_order() && wanted.micro_batch != 0) {
+    throw UsageError(
+        fmt::format("micro-batch {} of {} in a pass of its own; in vertical order (hoist.micro_batch_order) one pass, "
+                    "micro-batch 0, holds them all",
+                    wanted.micro_batch, wanted.micro_batches));
+  }
+  if (in_vertical_order()) return;
   if (wanted.micro_batch != micro_batches_done || (micro_batches_done > 0 && wanted.micro_batches != micro_batches)) {
     throw UsageError(
         fmt::format("micro-batch {} of {} begins after {} of {}: they come in order, from 0; discard() "
@@ -89,9 +97,11 @@ void Engine::Impl::check_agreement() {
                              static_cast<std::uint64_t>(micro_batches) << 24 |
                              static_cast<std::uint64_t>(micro_batches_done);
   comm::agree(
-      runtime.communicator(), random_bits(scheduler::trace_hash(trace), what),
-      fmt::format("a {} pass ({} of {} micro-batches done) of {} accesses, {}",
-                  kNames[static_cast<std::size_t>(ended_pass)], micro_batches_done, micro_batches, trace.size(), last));
+      runtime.communicator(),
+      random_bits(random_bits(scheduler::trace_hash(trace), what), static_cast<std::uint64_t>(held_micro_batches)),
+      fmt::format("a {} pass ({} of {} micro-batches done{}) of {} accesses, {}",
+                  kNames[static_cast<std::size_t>(ended_pass)], micro_batches_done, micro_batches,
+                  held_micro_batches > 1 ? fmt::format(", {} held", held_micro_batches) : "", trace.size(), last));
 }
 
 PassScope Engine::begin(Pass pass, PassOptions options) {

@@ -12,14 +12,13 @@ namespace hoist::detail {
 using platform::CopyKind;
 
 Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-                     Streams& streams, DeferredUpdate* deferred, bool accumulates)
+                     Streams& streams, DeferredUpdate* deferred)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
       executor_(executor),
       streams_(streams),
       deferred_(deferred),
-      accumulates_(accumulates),
       states_(table.units().size()),
       own_(table.units().size()) {
   for (std::byte* data : memory.gradient_slots()) shared_.push_back({.data = data});
@@ -58,10 +57,19 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
       stream->wait(state.buffer->reduction->home, WaitCause::none);
     }
     stream->wait(state.buffer->dropped, WaitCause::none);
-    stream->fill(state.buffer->data, 0, table_.unit(unit).gradient_bytes);
+    const Unit& description = table_.unit(unit);
+    if (held_ > 1)
+      stream->fill(state.buffer->data + description.gradient_bytes, 0, description.gradient_sum_bytes);
+    else
+      stream->fill(state.buffer->data, 0, description.gradient_bytes);
   }
   state.stream = &*stream;
   return state.buffer->data;
+}
+
+Gradients::Place Gradients::place(const Segment& segment) const {
+  if (held_ > 1) return {segment.gradient_sum_offset, DType::fp32};
+  return {segment.gradient_offset, segment.dtype};
 }
 
 // The unit's own buffer, else a shared one; of several free ones, one whose last reduction is furthest along.
@@ -76,7 +84,7 @@ Gradients::Buffer& Gradients::acquire(UnitId unit) {
   }
   if (best != nullptr) return *best;
   std::uint64_t bytes = 0;
-  for (const Unit& other : table_.units()) bytes = std::max(bytes, other.gradient_bytes);
+  for (const Unit& other : table_.units()) bytes = std::max(bytes, other.gradient_buffer_bytes());
   const tiers::Budget& budget = runtime_.device_budget();
   throw BudgetError(
       {.tier = budget.tier(),
@@ -89,6 +97,7 @@ Gradients::Buffer& Gradients::acquire(UnitId unit) {
 void Gradients::finish(UnitId id, StreamRef stream) {
   State& state = states_[id.index];
   std::byte* source = buffer(id, stream);  // zeros when the pass made no gradient for this unit
+  if (held_ > 1) take_mean(table_.unit(id), source, stream);
   auto reduction = std::make_shared<Reduction>();
   reduction->submitted =
       executor_.enqueue([this, id, source, reduction, ready = stream->record(),
@@ -100,6 +109,16 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   state.buffer = nullptr;
   state.reduction = std::move(reduction);
   state.finished = true;
+}
+
+// Of the micro-batches' sum, as it goes over the links.
+void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const {
+  for (const Segment& segment : unit.segments) {
+    if (!segment.trainable) continue;
+    stream->scale_into(buffer + segment.gradient_offset, segment.dtype, buffer + segment.gradient_sum_offset,
+                       DType::fp32, static_cast<std::uint64_t>(table_.world_size()) * segment.shard_elements,
+                       1.0f / static_cast<float>(held_), platform::Stream::Combine::overwrite);
+  }
 }
 
 // On the executor. The mean over ranks, this rank's shard of it brought home.
@@ -125,7 +144,7 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
   if (deferred_ != nullptr) deferred_->hurry(id).wait();
-  if (accumulates_) {
+  if (table_.gradient_sums() == GradientSums::at_home) {
     sum_at_home(id, source, how, reduction);
   } else {
     bring_home(id, source);
@@ -166,7 +185,8 @@ void Gradients::sum_at_home(UnitId id, const std::byte* source, optim::Accumulat
   if (accumulator_) reduction.added = accumulator_->add(reduction.home, std::move(parts), how);
 }
 
-void Gradients::begin_pass(bool first) {
+void Gradients::begin_pass(bool first, int held) {
+  held_ = held;
   for (State& state : states_) {
     const bool summed = !first && state.finished;
     const auto reduction = std::move(state.reduction);

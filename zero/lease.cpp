@@ -87,8 +87,9 @@ TensorView GradientLease::view(ParameterId parameter) const {
     throw UsageError(fmt::format("parameter '{}' has no gradient in unit '{}'", e.table.spec(parameter).name,
                                  e.table.unit(unit_).name));
   }
-  return {.data = data_ + segment.gradient_offset + p.first_element * dtype_bytes(segment.dtype),
-          .dtype = segment.dtype,
+  const detail::Gradients::Place place = e.live.gradients->place(segment);
+  return {.data = data_ + place.offset_bytes + p.first_element * dtype_bytes(place.dtype),
+          .dtype = place.dtype,
           .shape = e.table.spec(parameter).shape,
           .device = e.runtime.options().device_ordinal};
 }

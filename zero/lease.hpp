@@ -40,8 +40,8 @@ class Lease {
 };
 
 // The gradient memory of a unit in the pass under way: zeroed at the first request of a micro-batch, then accumulated
-// into, until finish(). One element type per parameter, the parameter's own. The stream given to gradients() lives
-// until finish() or the end of the pass.
+// into, until finish(). One element type per parameter: the parameter's own, or fp32 in a pass that holds several
+// micro-batches (vertical order). The stream given to gradients() lives until finish() or the end of the pass.
 class GradientLease {
  public:
   // Errors: UsageError for a parameter of another unit or a frozen one, and after finish() or the pass.

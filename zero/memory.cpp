@@ -104,7 +104,7 @@ void Memory::take_device() {
     const Unit& unit = table_.units()[u];
     UnitHome& home = homes_[u];
     if (needs_.has_own_memory(unit)) home.own_memory = take_device_block(unit.gathered_bytes, unit.name + " weights");
-    if (unit.owns_tied) home.own_gradient = take_device_block(unit.gradient_bytes, unit.name + " gradient");
+    if (unit.owns_tied) home.own_gradient = take_device_block(unit.gradient_buffer_bytes(), unit.name + " gradient");
     if (needs_.needs_device_shard(unit)) home.device_shard = take_device_block(unit.host_bytes(), unit.name + " shard");
     if (!on_device(options_.optimizer)) continue;
     home.state = take_device_block(unit.trainable.region_bytes(Region::state), unit.name + " optimizer state");

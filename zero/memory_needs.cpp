@@ -19,7 +19,7 @@ std::uint64_t arena_bytes(std::uint64_t bytes) { return round_up(bytes, tiers::D
 DeviceNeeds::DeviceNeeds(const EngineOptions& options, const UnitTable& table) : options_(options), table_(table) {
   for (const Unit& unit : table.units()) {
     homes_bytes += homes_of(unit);
-    if (!unit.owns_tied) gradient_bytes = std::max(gradient_bytes, arena_bytes(unit.gradient_bytes));
+    if (!unit.owns_tied) gradient_bytes = std::max(gradient_bytes, arena_bytes(unit.gradient_buffer_bytes()));
     std::uint64_t slots = is_slotted(unit) ? 1 : 0;
     slot_count += slots;
     if (slots == 1) slot_bytes = std::max(slot_bytes, arena_bytes(unit.gathered_bytes));
@@ -43,7 +43,7 @@ bool DeviceNeeds::needs_device_shard(const Unit& unit) const {
 std::uint64_t DeviceNeeds::homes_of(const Unit& unit) const {
   std::uint64_t bytes = 0;
   if (has_own_memory(unit)) bytes += arena_bytes(unit.gathered_bytes);
-  if (unit.owns_tied) bytes += arena_bytes(unit.gradient_bytes);
+  if (unit.owns_tied) bytes += arena_bytes(unit.gradient_buffer_bytes());
   if (needs_device_shard(unit)) bytes += arena_bytes(unit.host_bytes());
   if (options_.optimizer != Placement::device) return bytes;
   return bytes + arena_bytes(unit.trainable.region_bytes(Region::state)) + arena_bytes(unit.home_gradient_bytes);
@@ -117,7 +117,7 @@ std::uint64_t PinnedNeeds::staging_buffer_bytes() const {
 }
 
 std::uint64_t PinnedNeeds::sum_buffer_bytes() const {
-  if (options_.micro_batches_max == 1 || options_.optimizer == Placement::device) return 0;
+  if (gradient_sums(options_) != GradientSums::at_home || options_.optimizer == Placement::device) return 0;
   std::uint64_t most = 0;
   for (const Unit& unit : table_.units()) {
     std::uint64_t bytes = 0;
@@ -165,6 +165,11 @@ PinnedNeeds::Buffers PinnedNeeds::choose(std::uint64_t available_bytes) const {
 
 // --- bytes of a step -------------------------------------------------------------------------------------------------
 
+GradientSums gradient_sums(const EngineOptions& options) {
+  if (options.micro_batches_max <= 1) return GradientSums::none;
+  return options.micro_batch_order == MicroBatchOrder::vertical ? GradientSums::on_device : GradientSums::at_home;
+}
+
 bool defers_updates(const EngineOptions& options) {
   if (options.update_mode == UpdateMode::automatic) return options.optimizer != Placement::device;
   return options.update_mode == UpdateMode::forward;
@@ -187,6 +192,7 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
   const StoreWrites between = store_writes(options, /*committed=*/false);
   std::uint64_t committed_bytes = 0, between_bytes = 0;
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
+  const std::uint64_t passes = gradient_sums(options) == GradientSums::at_home ? options.micro_batches_max : 1;
   StepBytes bytes;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     std::uint64_t weights = 0, trainable = 0, state = 0;
@@ -196,7 +202,6 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
       trainable += segment.shard_bytes();
       state += segment.shard_elements * segment.record().state_bytes_per_element();
     }
-    const std::uint64_t passes = options.micro_batches_max;
     // What stays is fetched once after each step, whatever passes there are.
     const bool stays = needs.has_own_memory(table.units()[u]);
     const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];

@@ -67,6 +67,12 @@ enum class UpdateMode : std::uint8_t {
   forward,    // under the next pass, each unit just before its weights are needed; step() only decides
 };
 
+// How the micro-batches of a step are gone through.
+enum class MicroBatchOrder : std::uint8_t {
+  horizontal,  // one pass each; a layer's weights are gathered in each of them
+  vertical,    // one pass: each layer with all micro-batches before the next layer
+};
+
 struct EngineOptions {
   // ZeRO stage. 3: every unit's weights are gathered for their use and let go of. Below: they stay on the device,
   // whole, and are gathered once after each step (units with a Binding for each use, as at stage 3). Gradients and
@@ -91,10 +97,13 @@ struct EngineOptions {
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
 
-  // Micro-batches that a step may be made of (gradient_accumulation_steps). With more than one, gradients are added up
-  // in fp32 where they live: 4 bytes a parameter instead of 2.
+  // Micro-batches that a step may be made of (gradient_accumulation_steps). With more than one, horizontally: gradients
+  // are added up in fp32 where they live, 4 bytes a parameter instead of 2. Vertically: in fp32 in the gradient buffers
+  // on the device, which take 6 bytes a parameter of the largest unit instead of 2; nothing is added up at home, and
+  // weights and gradients move once a step. The program then keeps the activations of all micro-batches.
   unsigned micro_batches_max = 1;
-  UpdateMode update_mode = UpdateMode::automatic;  // key "hoist.update_mode"
+  MicroBatchOrder micro_batch_order = MicroBatchOrder::horizontal;  // key "hoist.micro_batch_order"
+  UpdateMode update_mode = UpdateMode::automatic;                   // key "hoist.update_mode"
   // Elements read, updated and written as one piece; rounded to whole tiles, and made smaller (and said so) where the
   // pinned budget is. 1 Mi: 10-12 MiB a buffer, so that a few of them stay a small, cycled footprint. DeepSpeed: 1e9.
   std::uint64_t sub_group_elements = 1 << 20;

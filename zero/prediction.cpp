@@ -25,7 +25,7 @@ detail::UnitTable table_of(const EngineOptions& engine, const ModelShape& model,
   std::vector<optim::StateForm> groups = model.groups;
   if (groups.empty()) groups.push_back(optim::state_form(engine.optimizer_defaults));
   groups.resize(std::max(groups.size(), group_count), groups.front());
-  detail::UnitTable table(world_size, /*accumulates=*/engine.micro_batches_max > 1);
+  detail::UnitTable table(world_size, detail::gradient_sums(engine));
   for (const UnitShape& unit : model.units) {
     UnitOptions options;
     if (unit.bound) options.binding.bind = [](UnitId, std::uint64_t, StreamRef) { return nullptr; };

@@ -65,8 +65,11 @@ struct UnitOptions {
 
 enum class Pass : std::uint8_t { train, evaluate, generate };
 
+// In horizontal order a pass is one micro-batch of a step, in vertical order (EngineOptions::micro_batch_order) it
+// holds them all: between gather and release of a unit the program does that unit's work of every micro-batch, and
+// between gradients() and finish() likewise. The step takes the mean over micro-batches in either order.
 struct PassOptions {
-  int micro_batch = 0;  // of micro_batches, counted from 0
+  int micro_batch = 0;  // of micro_batches, counted from 0; 0 for a pass that holds them all
   int micro_batches = 1;
 };
 

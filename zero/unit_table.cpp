@@ -126,8 +126,15 @@ void UnitTable::lay_out(Unit& unit) const {
     segment.gradient_offset = unit.gradient_bytes;
     unit.gradient_bytes += round_up(world * segment.shard_bytes(), 256);
     segment.home_gradient_offset = unit.home_gradient_bytes;
-    segment.home_gradient_dtype = accumulates_ ? DType::fp32 : segment.dtype;
+    segment.home_gradient_dtype = sums_ == GradientSums::at_home ? DType::fp32 : segment.dtype;
     unit.home_gradient_bytes += round_up(segment.shard_elements * dtype_bytes(segment.home_gradient_dtype), 64);
+  }
+  if (sums_ == GradientSums::on_device) {
+    for (Segment& segment : unit.segments) {
+      if (!segment.trainable) continue;
+      segment.gradient_sum_offset = unit.gradient_buffer_bytes();
+      unit.gradient_sum_bytes += round_up(world * segment.shard_elements * sizeof(float), 256);
+    }
   }
   HOIST_ASSERT(world_size_ > 1 || unit.gathered_bytes == unit.host_bytes(), "{} and {}", unit.gathered_bytes,
                unit.host_bytes());

@@ -38,6 +38,9 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
                  "Micro-batches a step, their gradients added up [gradient_accumulation_steps of FILE, else 1]")
       ->check(CLI::Range(1, 1 << 16))
       ->type_name("M");
+  app.add_flag("--vertical", a.vertical,
+               "Each layer with all micro-batches before the next one: weights and gradients move once a step, "
+               "activations of all micro-batches stay [hoist.micro_batch_order of FILE]");
   app.add_option("--seed", a.seed, "Of initial weights and batches")->check(count)->type_name("S");
   app.add_option("--learning-rate", a.learning_rate, "[optimizer.params.lr of FILE]")
       ->check(CLI::Range(0.0, std::numeric_limits<double>::max()))
@@ -109,6 +112,7 @@ Settled settle(const Arguments& a, const Config& config, int world_size) {
     settled.notes.push_back(fmt::format("--batch {} on {} rank(s) wins over train_batch_size {} of {}", *a.batch,
                                         world_size, *file.train_batch_size, config.origin()));
   }
+  settled.vertical = a.vertical || config.engine.micro_batch_order == MicroBatchOrder::vertical;
   settled.learning_rate = config.engine.optimizer_defaults.learning_rate;
   if (a.learning_rate && *a.learning_rate != settled.learning_rate) {
     settled.notes.push_back(fmt::format("--learning-rate {} wins over optimizer.params.lr {} of {}", *a.learning_rate,

@@ -29,6 +29,7 @@ struct Arguments {
   int context = 64;
   std::optional<int> batch;          // sequences per rank and micro-batch; else the file's, else 8
   std::optional<int> micro_batches;  // of a step; else the file's gradient_accumulation_steps, else 1
+  bool vertical = false;             // else the file's hoist.micro_batch_order
   std::uint64_t seed = 1;
   std::string report;  // empty: none
   std::string units;   // empty: train; else only describe the model there, for hoist check
@@ -51,6 +52,7 @@ void check_shape(const Arguments& arguments);
 struct Settled {
   int batch = 8;
   int micro_batches = 1;
+  bool vertical = false;  // one pass holds them all
   double learning_rate = 0;
   std::vector<std::string> notes;
 };

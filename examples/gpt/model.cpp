@@ -31,16 +31,21 @@ struct Model::Block {
   ParameterId down_weight{}, down_bias{};  // [width, 4 * width]
 };
 
+struct Model::Kept {
+  std::vector<float*> inputs;  // [layers + 1][rows, width]: what each block, and the head, was given
+  float* gradient = nullptr;   // [rows, width]: of the residual stream
+  double loss = 0;             // written by the stream's worker, read after synchronize()
+};
+
 // Sizes are in floats per row of activations unless said otherwise.
 struct Model::Workspace {
-  std::vector<float*> inputs;      // [layers + 1][rows, width]: what each block, and the head, was given
+  std::vector<Kept> kept;          // by micro-batch of the pass
   float* normed = nullptr;         // width
   float* qkv = nullptr;            // 3 * width
   float* mixed = nullptr;          // width: attention's output
   float* middle = nullptr;         // width: after attention and its residual
   float* hidden = nullptr;         // 4 * width: before GELU
   float* wide = nullptr;           // 4 * width: after GELU; on the way back its gradient, then that of qkv
-  float* gradient = nullptr;       // width: of the residual stream
   float* gradient_part = nullptr;  // width: of one branch
   float* mean1 = nullptr;          // 1, as are the next three
   float* inverse_dev1 = nullptr;
@@ -156,14 +161,17 @@ Model::Workspace Model::carve(std::byte* base, std::uint64_t& bytes) const {
   const Index n = rows();
   const Index d = options_.width;
   Workspace w;
-  for (int layer = 0; layer <= options_.layers; ++layer) w.inputs.push_back(take(n * d));
+  w.kept.resize(static_cast<std::size_t>(options_.held_micro_batches));
+  for (Kept& kept : w.kept) {
+    for (int layer = 0; layer <= options_.layers; ++layer) kept.inputs.push_back(take(n * d));
+    kept.gradient = take(n * d);
+  }
   w.normed = take(n * d);
   w.qkv = take(n * 3 * d);
   w.mixed = take(n * d);
   w.middle = take(n * d);
   w.hidden = take(n * 4 * d);
   w.wide = take(n * 4 * d);
-  w.gradient = take(n * d);
   w.gradient_part = take(n * d);
   for (float** vector : {&w.mean1, &w.inverse_dev1, &w.mean2, &w.inverse_dev2, &w.row_loss}) *vector = take(n);
   w.logits = take(n * kVocabulary);
@@ -212,13 +220,20 @@ void Model::set_learning_rate(double learning_rate) {
 
 // --- a pass --------------------------------------------------------------------------------------------------------
 
-double Model::train(const Batch& batch, PassOptions options) { return run(batch, Pass::train, options); }
-double Model::evaluate(const Batch& batch) { return run(batch, Pass::evaluate, {}); }
+double Model::train(const Batch& batch, PassOptions options) { return run({&batch, 1}, Pass::train, options); }
+double Model::train(std::span<const Batch> micro_batches) {
+  return run(micro_batches, Pass::train, {.micro_batches = static_cast<int>(micro_batches.size())});
+}
+double Model::evaluate(const Batch& batch) { return run({&batch, 1}, Pass::evaluate, {}); }
 
-double Model::run(const Batch& batch, Pass pass, PassOptions options) {
-  check(batch);
+double Model::run(std::span<const Batch> micro_batches, Pass pass, PassOptions options) {
+  if (micro_batches.empty() || micro_batches.size() > work_->kept.size()) {
+    throw UsageError(fmt::format("{} micro-batches in one pass of a model made to hold 1 to {}", micro_batches.size(),
+                                 work_->kept.size()));
+  }
+  for (const Batch& batch : micro_batches) check(batch);
   const PassScope scope = engine_.begin(pass, options);
-  // The batch is read by enqueued work, so it must not go before the stream has caught up, also when this throws.
+  // The batches are read by enqueued work, so they must not go before the stream has caught up, also when this throws.
   struct CatchUp {
     platform::Stream& stream;
     ~CatchUp() {
@@ -229,15 +244,18 @@ double Model::run(const Batch& batch, Pass pass, PassOptions options) {
     }
   } const catch_up{*stream_};
 
-  embed(batch.inputs.data());
-  for (int layer = 0; layer < options_.layers; ++layer) block_forward(layer);
-  head(batch.targets.data(), pass);
+  embed(micro_batches);
+  for (int layer = 0; layer < options_.layers; ++layer) block_forward(layer, micro_batches.size());
+  head(micro_batches, pass);
   if (pass == Pass::train) {
-    for (int layer = options_.layers - 1; layer >= 0; --layer) block_backward(layer);
-    embed_backward(batch.inputs.data());
+    for (int layer = options_.layers - 1; layer >= 0; --layer) block_backward(layer, micro_batches.size());
+    embed_backward(micro_batches);
   }
   stream_->synchronize();
-  return loss_;
+  double loss = 0;
+  for (std::size_t m = 0; m < micro_batches.size(); ++m)
+    loss += work_->kept[m].loss / static_cast<double>(micro_batches.size());
+  return loss;
 }
 
 void Model::check(const Batch& batch) const {
@@ -256,22 +274,28 @@ void Model::enqueue(const char* what, std::function<void()> work) {
   });
 }
 
-void Model::embed(const std::uint8_t* tokens) {
+void Model::embed(std::span<const Batch> micro_batches) {
   Lease lease = engine_.gather(embed_, *stream_);
-  enqueue("embed", [this, tokens, token_weight = matrix(lease.view(token_embedding_)),
-                    position_weight = matrix(lease.view(position_embedding_))] {
-    embedding_forward(pool_, embedding_shape(), tokens, token_weight, position_weight, work_->inputs[0]);
-  });
+  const Matrix token_weight = matrix(lease.view(token_embedding_));
+  const Matrix position_weight = matrix(lease.view(position_embedding_));
+  for (std::size_t m = 0; m < micro_batches.size(); ++m) {
+    enqueue("embed", [this, m, tokens = micro_batches[m].inputs.data(), token_weight, position_weight] {
+      embedding_forward(pool_, embedding_shape(), tokens, token_weight, position_weight, work_->kept[m].inputs[0]);
+    });
+  }
   lease.release(*stream_);
 }
 
-void Model::embed_backward(const std::uint8_t* tokens) {
+void Model::embed_backward(std::span<const Batch> micro_batches) {
   const GradientLease gradients = engine_.gradients(embed_, *stream_);
-  enqueue("embed backward", [this, tokens, token_gradient = gradient_matrix(gradients.view(token_embedding_)),
-                             position_gradient = gradient_matrix(gradients.view(position_embedding_))] {
-    embedding_backward(pool_, embedding_shape(), tokens, work_->gradient, token_gradient, position_gradient,
-                       work_->panel);
-  });
+  const GradientMatrix token_gradient = gradient_matrix(gradients.view(token_embedding_));
+  const GradientMatrix position_gradient = gradient_matrix(gradients.view(position_embedding_));
+  for (std::size_t m = 0; m < micro_batches.size(); ++m) {
+    enqueue("embed backward", [this, m, tokens = micro_batches[m].inputs.data(), token_gradient, position_gradient] {
+      embedding_backward(pool_, embedding_shape(), tokens, work_->kept[m].gradient, token_gradient, position_gradient,
+                         work_->panel);
+    });
+  }
   engine_.finish(embed_, *stream_);
 }
 
@@ -317,42 +341,48 @@ struct Model::BlockGradients {
   float *qkv_bias, *out_bias, *up_bias, *down_bias;
 };
 
-void Model::block_forward(int layer) {
+void Model::block_forward(int layer, std::size_t count) {
   const Block& block = blocks_[static_cast<std::size_t>(layer)];
+  const auto index = static_cast<std::size_t>(layer);
   Lease lease = engine_.gather(block.unit, *stream_);
-  enqueue("block", [this, layer, weights = BlockWeights(block, lease)] {
-    const Workspace& w = *work_;
-    compute_to_hidden(layer, weights);
-    gelu_forward(pool_, w.hidden, rows() * weights.up.rows, w.wide);
-    linear_forward(pool_, {.rows = rows(),
-                           .x = w.wide,
-                           .weight = weights.down,
-                           .bias = weights.down_bias,
-                           .residual = w.middle,
-                           .panel = w.panel,
-                           .y = w.inputs[static_cast<std::size_t>(layer) + 1]});
-  });
+  const BlockWeights weights(block, lease);
+  for (std::size_t m = 0; m < count; ++m) {
+    enqueue("block", [this, index, m, weights] {
+      const Workspace& w = *work_;
+      compute_to_hidden(w.kept[m].inputs[index], weights);
+      gelu_forward(pool_, w.hidden, rows() * weights.up.rows, w.wide);
+      linear_forward(pool_, {.rows = rows(),
+                             .x = w.wide,
+                             .weight = weights.down,
+                             .bias = weights.down_bias,
+                             .residual = w.middle,
+                             .panel = w.panel,
+                             .y = w.kept[m].inputs[index + 1]});
+    });
+  }
   lease.release(*stream_);
 }
 
-void Model::block_backward(int layer) {
+void Model::block_backward(int layer, std::size_t count) {
   const Block& block = blocks_[static_cast<std::size_t>(layer)];
   Lease lease = engine_.gather(block.unit, *stream_);
-  const GradientLease gradient_lease = engine_.gradients(block.unit, *stream_);
-  enqueue("block backward",
-          [this, layer, weights = BlockWeights(block, lease), gradients = BlockGradients(block, gradient_lease)] {
-            compute_to_hidden(layer, weights);
-            feed_forward_backward(weights, gradients);
-            attention_branch_backward(layer, weights, gradients);
-          });
+  const BlockWeights weights(block, lease);
+  const BlockGradients gradients(block, engine_.gradients(block.unit, *stream_));
+  for (std::size_t m = 0; m < count; ++m) {
+    enqueue("block backward", [this, index = static_cast<std::size_t>(layer), m, weights, gradients] {
+      const Kept& kept = work_->kept[m];
+      compute_to_hidden(kept.inputs[index], weights);
+      feed_forward_backward(kept.gradient, weights, gradients);
+      attention_branch_backward(kept.inputs[index], kept.gradient, weights, gradients);
+    });
+  }
   lease.release(*stream_);
   engine_.finish(block.unit, *stream_);
 }
 
 // The block up to GELU: everything its backward pass needs, and all but one of the products of its forward pass.
-void Model::compute_to_hidden(int layer, const BlockWeights& weights) {
+void Model::compute_to_hidden(const float* input, const BlockWeights& weights) {
   const Workspace& w = *work_;
-  const float* input = w.inputs[static_cast<std::size_t>(layer)];
   first_norm(input, weights);
   linear_forward(
       pool_,
@@ -390,19 +420,19 @@ void Model::first_norm(const float* input, const BlockWeights& weights) {
                              .y = w.normed});
 }
 
-// Takes w.gradient from the block's output to the stream between attention and feed-forward.
-void Model::feed_forward_backward(const BlockWeights& weights, const BlockGradients& gradients) {
+// Takes the gradient from the block's output to the stream between attention and feed-forward.
+void Model::feed_forward_backward(float* gradient, const BlockWeights& weights, const BlockGradients& gradients) {
   const Workspace& w = *work_;
   const Index hidden_count = rows() * weights.up.rows;
   gelu_forward(pool_, w.hidden, hidden_count, w.wide);
   linear_backward_weight(pool_, {.rows = rows(),
-                                 .dy = w.gradient,
+                                 .dy = gradient,
                                  .x = w.wide,
                                  .gradient = gradients.down,
                                  .bias_gradient = gradients.down_bias,
                                  .panel = w.panel});
   linear_backward_input(pool_,
-                        {.rows = rows(), .dy = w.gradient, .weight = weights.down, .panel = w.panel, .dx = w.wide});
+                        {.rows = rows(), .dy = gradient, .weight = weights.down, .panel = w.panel, .dx = w.wide});
   gelu_backward(pool_, w.hidden, w.wide, hidden_count, w.wide);
   linear_backward_weight(pool_, {.rows = rows(),
                                  .dy = w.wide,
@@ -419,23 +449,23 @@ void Model::feed_forward_backward(const BlockWeights& weights, const BlockGradie
                               .weight = weights.norm2_weight,
                               .mean = w.mean2,
                               .inverse_dev = w.inverse_dev2,
-                              .dx = w.gradient,
+                              .dx = gradient,
                               .weight_gradient = gradients.norm2_weight,
                               .bias_gradient = gradients.norm2_bias});
 }
 
-// Takes w.gradient the rest of the way to the block's input.
-void Model::attention_branch_backward(int layer, const BlockWeights& weights, const BlockGradients& gradients) {
+// Takes the gradient the rest of the way to the block's input.
+void Model::attention_branch_backward(const float* input, float* gradient, const BlockWeights& weights,
+                                      const BlockGradients& gradients) {
   const Workspace& w = *work_;
-  const float* input = w.inputs[static_cast<std::size_t>(layer)];
   linear_backward_weight(pool_, {.rows = rows(),
-                                 .dy = w.gradient,
+                                 .dy = gradient,
                                  .x = w.mixed,
                                  .gradient = gradients.out,
                                  .bias_gradient = gradients.out_bias,
                                  .panel = w.panel});
   linear_backward_input(
-      pool_, {.rows = rows(), .dy = w.gradient, .weight = weights.out, .panel = w.panel, .dx = w.gradient_part});
+      pool_, {.rows = rows(), .dy = gradient, .weight = weights.out, .panel = w.panel, .dx = w.gradient_part});
   attention_backward(pool_, attention_shape(),
                      {.qkv = w.qkv,
                       .probabilities = w.probabilities,
@@ -458,7 +488,7 @@ void Model::attention_branch_backward(int layer, const BlockWeights& weights, co
                               .weight = weights.norm1_weight,
                               .mean = w.mean1,
                               .inverse_dev = w.inverse_dev1,
-                              .dx = w.gradient,
+                              .dx = gradient,
                               .weight_gradient = gradients.norm1_weight,
                               .bias_gradient = gradients.norm1_bias});
 }
@@ -477,53 +507,57 @@ struct Model::HeadGradients {
   GradientMatrix tokens;
 };
 
-void Model::head(const std::uint8_t* targets, Pass pass) {
+void Model::head(std::span<const Batch> micro_batches, Pass pass) {
   Lease lease = engine_.gather(head_, *stream_);
   const HeadWeights weights{floats(lease.view(norm_weight_)), floats(lease.view(norm_bias_)),
                             matrix(lease.view(token_embedding_))};
-  enqueue("head", [this, targets, weights] { head_forward(targets, weights); });
+  HeadGradients gradients{};
   if (pass == Pass::train) {
     const GradientLease own = engine_.gradients(head_, *stream_);
     const GradientLease tied = engine_.gradients(embed_, *stream_);
-    enqueue("head backward", [this, weights, norm_weight_gradient = floats(own.view(norm_weight_)),
-                              norm_bias_gradient = floats(own.view(norm_bias_)),
-                              token_gradient = gradient_matrix(tied.view(token_embedding_))] {
-      head_backward(weights, {norm_weight_gradient, norm_bias_gradient, token_gradient});
+    gradients = {floats(own.view(norm_weight_)), floats(own.view(norm_bias_)),
+                 gradient_matrix(tied.view(token_embedding_))};
+  }
+  for (std::size_t m = 0; m < micro_batches.size(); ++m) {
+    enqueue("head", [this, m, targets = micro_batches[m].targets.data(), weights] {
+      head_forward(work_->kept[m], targets, weights);
     });
+    if (pass != Pass::train) continue;
+    enqueue("head backward", [this, m, weights, gradients] { head_backward(work_->kept[m], weights, gradients); });
   }
   lease.release(*stream_);
   if (pass == Pass::train) engine_.finish(head_, *stream_);
 }
 
-void Model::head_forward(const std::uint8_t* targets, const HeadWeights& weights) {
+void Model::head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeights& weights) {
   const Workspace& w = *work_;
   layer_norm_forward(pool_, {.rows = rows(),
                              .width = options_.width,
-                             .x = w.inputs.back(),
+                             .x = kept.inputs.back(),
                              .weight = weights.norm_weight,
                              .bias = weights.norm_bias,
                              .mean = w.mean1,
                              .inverse_dev = w.inverse_dev1,
                              .y = w.normed});
   linear_forward(pool_, {.rows = rows(), .x = w.normed, .weight = weights.tokens, .panel = w.panel, .y = w.logits});
-  loss_ = cross_entropy(pool_, rows(), kVocabulary, targets, w.logits, w.row_loss);
+  kept.loss = cross_entropy(pool_, rows(), kVocabulary, targets, w.logits, w.row_loss);
 }
 
-void Model::head_backward(const HeadWeights& weights, const HeadGradients& gradients) {
+void Model::head_backward(const Kept& kept, const HeadWeights& weights, const HeadGradients& gradients) {
   const Workspace& w = *work_;
   linear_backward_weight(
       pool_, {.rows = rows(), .dy = w.logits, .x = w.normed, .gradient = gradients.tokens, .panel = w.panel});
   linear_backward_input(
       pool_, {.rows = rows(), .dy = w.logits, .weight = weights.tokens, .panel = w.panel, .dx = w.gradient_part});
-  std::fill_n(w.gradient, rows() * options_.width, 0.0f);  // nothing flows past the head
+  std::fill_n(kept.gradient, rows() * options_.width, 0.0f);  // nothing flows past the head
   layer_norm_backward(pool_, {.rows = rows(),
                               .width = options_.width,
                               .dy = w.gradient_part,
-                              .x = w.inputs.back(),
+                              .x = kept.inputs.back(),
                               .weight = weights.norm_weight,
                               .mean = w.mean1,
                               .inverse_dev = w.inverse_dev1,
-                              .dx = w.gradient,
+                              .dx = kept.gradient,
                               .weight_gradient = gradients.norm_weight,
                               .bias_gradient = gradients.norm_bias});
 }

@@ -5,13 +5,17 @@
 // embedding). Matrices are bf16 with weight decay, norms and biases fp32 without: two segments, two groups.
 //
 // Threading  One thread. It only enqueues: kernels run in order on the stream's worker, and the host runs ahead.
-// Memory     One block of the device arena, taken at construction: the input of every block is kept, everything else
-//            is one block's worth, because the backward pass computes a block again under the lease it needs anyway.
-// Main path  train -> (gather, enqueue, release) per unit -> the same backwards, with gradients and finish.
+// Memory     One block of the device arena, taken at construction: the input of every block is kept, for each
+// micro-batch
+//            that a pass holds; everything else is one block's worth of one micro-batch, because the backward pass
+//            computes a block again under the lease it needs anyway.
+// Main path  train -> (gather, enqueue per micro-batch, release) per unit -> the same backwards, with gradients and
+//            finish.
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include <hoist/zero/engine.hpp>
@@ -26,7 +30,8 @@ struct ModelOptions {
   int width = 64;
   int heads = 2;
   int context = 32;
-  int batch = 4;                     // sequences per rank
+  int batch = 4;                     // sequences per rank and micro-batch
+  int held_micro_batches = 1;        // that a pass may hold: more than one in vertical order
   std::uint64_t seed = 1;            // of the initial weights
   unsigned threads = 0;              // of the kernels; 0: every CPU the process may use
   DType matrix_dtype = DType::bf16;  // fp32 lets a test compare with finite differences
@@ -51,6 +56,8 @@ class Model {
   // [C] One pass over the batch; the mean cross-entropy of this rank's part, in nats. train leaves the gradients in
   // the engine for step().
   double train(const Batch& batch, PassOptions options = {});
+  // [C] One pass over all micro-batches of a step, in vertical order; the mean of their losses.
+  double train(std::span<const Batch> micro_batches);
   double evaluate(const Batch& batch);
 
   // For both groups, at the next step().
@@ -70,28 +77,30 @@ class Model {
   struct HeadWeights;
   struct HeadGradients;
   struct Workspace;  // pointers into memory_
+  struct Kept;       // of them, what each micro-batch keeps
 
   void declare(const GroupOptions& defaults);
   Block declare_block(int layer);
   Workspace carve(std::byte* base, std::uint64_t& bytes) const;
   void check(const Batch& batch) const;
-  double run(const Batch& batch, Pass pass, PassOptions options);
+  double run(std::span<const Batch> micro_batches, Pass pass, PassOptions options);
 
-  // On the caller's thread: gather, enqueue, release.
-  void embed(const std::uint8_t* tokens);
-  void embed_backward(const std::uint8_t* tokens);
-  void block_forward(int layer);
-  void block_backward(int layer);
-  void head(const std::uint8_t* targets, Pass pass);
+  // On the caller's thread: gather, enqueue for each micro-batch, release.
+  void embed(std::span<const Batch> micro_batches);
+  void embed_backward(std::span<const Batch> micro_batches);
+  void block_forward(int layer, std::size_t count);
+  void block_backward(int layer, std::size_t count);
+  void head(std::span<const Batch> micro_batches, Pass pass);
   void enqueue(const char* what, std::function<void()> work);
 
   // On the stream's worker: kernels between buffers of the workspace.
-  void compute_to_hidden(int layer, const BlockWeights& weights);
+  void compute_to_hidden(const float* input, const BlockWeights& weights);
   void first_norm(const float* input, const BlockWeights& weights);
-  void feed_forward_backward(const BlockWeights& weights, const BlockGradients& gradients);
-  void attention_branch_backward(int layer, const BlockWeights& weights, const BlockGradients& gradients);
-  void head_forward(const std::uint8_t* targets, const HeadWeights& weights);
-  void head_backward(const HeadWeights& weights, const HeadGradients& gradients);
+  void feed_forward_backward(float* gradient, const BlockWeights& weights, const BlockGradients& gradients);
+  void attention_branch_backward(const float* input, float* gradient, const BlockWeights& weights,
+                                 const BlockGradients& gradients);
+  void head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeights& weights);
+  void head_backward(const Kept& kept, const HeadWeights& weights, const HeadGradients& gradients);
 
   Index rows() const { return static_cast<Index>(options_.batch) * options_.context; }
   AttentionShape attention_shape() const;
@@ -109,7 +118,6 @@ class Model {
   tiers::DeviceBlock memory_;
   std::unique_ptr<Workspace> work_;
   Nanoseconds compute_time_{0};               // written by the stream's worker, read after synchronize()
-  double loss_ = 0;                           // likewise
   std::unique_ptr<platform::Stream> stream_;  // last: its worker ends before what it uses
 };
 

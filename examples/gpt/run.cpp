@@ -34,12 +34,13 @@ void install_signal_handlers() {
   sigaction(SIGTERM, &action, nullptr);
 }
 
-ModelOptions model_options(const Arguments& a, int batch) {
+ModelOptions model_options(const Arguments& a, const Settled& settled) {
   return {.layers = a.layers,
           .width = a.width,
           .heads = a.heads,
           .context = a.context,
-          .batch = batch,
+          .batch = settled.batch,
+          .held_micro_batches = settled.vertical ? settled.micro_batches : 1,
           .seed = a.seed,
           .threads = a.threads};
 }
@@ -47,6 +48,7 @@ ModelOptions model_options(const Arguments& a, int batch) {
 EngineOptions engine_options(const Config& config, const Settled& settled) {
   EngineOptions options = config.engine;
   options.micro_batches_max = static_cast<unsigned>(settled.micro_batches);
+  if (settled.vertical) options.micro_batch_order = MicroBatchOrder::vertical;
   return options;
 }
 
@@ -59,7 +61,7 @@ class Training {
         runtime_(config_.runtime),
         settled_(settle(arguments, config_, runtime_.world_size())),
         engine_(runtime_, engine_options(config_, settled_)),
-        model_(runtime_, engine_, model_options(arguments, settled_.batch), config_.engine.optimizer_defaults) {
+        model_(runtime_, engine_, model_options(arguments, settled_), config_.engine.optimizer_defaults) {
     if (arguments.save_every > 0 && config_.engine.keep_steps == 0) {
       throw InputError(
           fmt::format("{}: --save-every needs room for what it saves: set hoist.keep_steps to the number of "
@@ -86,7 +88,8 @@ class Training {
   RunState state_at(std::uint64_t step) const;
   double learning_rate_at(std::uint64_t step) const;
   StepRecord one_step();
-  double one_micro_batch(int index);
+  Batch micro_batch(int index) const;
+  double train_micro_batches();
   bool on_nvme() const {
     return config_.engine.parameters == Placement::nvme || config_.engine.optimizer == Placement::nvme;
   }
@@ -206,21 +209,33 @@ void Training::train() {
   if (stopping_) say(fmt::format("stopped by a signal after step {}", step_));
 }
 
-double Training::one_micro_batch(int index) {
+Batch Training::micro_batch(int index) const {
   const auto micro_batches = static_cast<std::uint64_t>(settled_.micro_batches);
-  return model_.train(text_.batch({.seed = arguments_.seed,
-                                   .step = step_ * micro_batches + static_cast<std::uint64_t>(index),
-                                   .rank = runtime_.rank(),
-                                   .world_size = runtime_.world_size(),
-                                   .batch = settled_.batch,
-                                   .context = arguments_.context}),
-                      {.micro_batch = index, .micro_batches = settled_.micro_batches});
+  return text_.batch({.seed = arguments_.seed,
+                      .step = step_ * micro_batches + static_cast<std::uint64_t>(index),
+                      .rank = runtime_.rank(),
+                      .world_size = runtime_.world_size(),
+                      .batch = settled_.batch,
+                      .context = arguments_.context});
+}
+
+// The mean loss of this rank's micro-batches.
+double Training::train_micro_batches() {
+  if (settled_.vertical) {
+    std::vector<Batch> all;
+    for (int i = 0; i < settled_.micro_batches; ++i) all.push_back(micro_batch(i));
+    return model_.train(all);
+  }
+  double loss = 0;
+  for (int i = 0; i < settled_.micro_batches; ++i)
+    loss += model_.train(micro_batch(i), {.micro_batch = i, .micro_batches = settled_.micro_batches}) /
+            settled_.micro_batches;
+  return loss;
 }
 
 StepRecord Training::one_step() {
   const TimePoint begin = Clock::now();
-  double own_loss = 0;  // the mean over micro-batches
-  for (int i = 0; i < settled_.micro_batches; ++i) own_loss += one_micro_batch(i) / settled_.micro_batches;
+  const double own_loss = train_micro_batches();
   // One exchange for both: ranks must agree on when to stop.
   const std::array<double, 2> mine = {own_loss, stop_signal != 0 ? 1.0 : 0.0};
   std::vector<std::array<double, 2>> all(static_cast<std::size_t>(runtime_.world_size()));

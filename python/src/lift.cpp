@@ -40,6 +40,10 @@ Lift::Lift(LiftOptions options) : runtime_options_(options.runtime) {
         "PyTorch's weights are gathered into CPU memory by this version: set \"hoist\": {\"device\": \"host\"}. "
         "Binding gathered memory to CUDA storages has to be tested on a card first");
   }
+  if (options.engine.micro_batch_order == MicroBatchOrder::vertical) {
+    throw ConfigError("hoist.micro_batch_order",
+                      "autograd takes a micro-batch through the whole model before the next one; use \"horizontal\"");
+  }
   divide_memory(options);
   runtime_ = std::make_unique<Runtime>(runtime_options_);
   engine_ = std::make_unique<Engine>(*runtime_, options.engine);

@@ -254,6 +254,88 @@ TEST_F(PlacementTest, WhereStateLivesChangesNoBit) {
   }
 }
 
+// --- vertical order -------------------------------------------------------------------------------------------------
+
+constexpr int kMicroBatches = 2;
+
+// The loss and the gradients of one step of two micro-batches, by parameter.
+struct OneStep {
+  double loss = 0;
+  std::vector<std::vector<float>> gradients;
+};
+OneStep one_step(MicroBatchOrder order, DType dtype) {
+  EngineOptions options = in_memory();
+  options.micro_batches_max = kMicroBatches;
+  options.micro_batch_order = order;
+  ModelOptions shape = small_model(dtype);
+  const bool vertical = order == MicroBatchOrder::vertical;
+  shape.held_micro_batches = vertical ? kMicroBatches : 1;
+  Trainer trainer(small_runtime(), options, shape);
+  trainer.engine->initialize(trainer.model->initial_values());
+  std::vector<Batch> batches;
+  for (std::uint64_t i = 0; i < kMicroBatches; ++i) batches.push_back(batch_at(i, shape));
+  OneStep step;
+  if (vertical) {
+    step.loss = trainer.model->train(batches);
+  } else {
+    for (int i = 0; i < kMicroBatches; ++i) {
+      step.loss += trainer.model->train(batches[static_cast<std::size_t>(i)],
+                                        {.micro_batch = i, .micro_batches = kMicroBatches}) /
+                   kMicroBatches;
+    }
+  }
+  for (std::uint32_t p = 0; p < trainer.engine->parameters().size(); ++p) {
+    std::uint64_t count = 1;
+    for (const auto extent : trainer.engine->parameters()[p].shape) count *= static_cast<std::uint64_t>(extent);
+    step.gradients.emplace_back(count);
+    trainer.engine->read({p}, State::gradient, 0, step.gradients.back());
+  }
+  trainer.engine->discard();
+  return step;
+}
+
+// Every kernel adds whole micro-batches to a gradient, so the order of the sums is the same, but for the tied
+// embedding, which the head and the embedding both add to.
+TEST(ModelVertical, HasTheLossAndInFp32TheGradientsOfHorizontalOrder) {
+  const OneStep across = one_step(MicroBatchOrder::horizontal, DType::fp32);
+  const OneStep down = one_step(MicroBatchOrder::vertical, DType::fp32);
+  EXPECT_EQ(down.loss, across.loss);
+  ASSERT_EQ(down.gradients.size(), across.gradients.size());
+  for (std::size_t p = 1; p < across.gradients.size(); ++p) EXPECT_EQ(down.gradients[p], across.gradients[p]) << p;
+  for (std::size_t i = 0; i < across.gradients[0].size(); ++i) {
+    ASSERT_NEAR(down.gradients[0][i], across.gradients[0][i], 1e-7 + 1e-5f * std::abs(across.gradients[0][i]));
+  }
+}
+
+TEST(ModelVertical, InBf16GradientsDifferByRounding) {
+  const OneStep across = one_step(MicroBatchOrder::horizontal, DType::bf16);
+  const OneStep down = one_step(MicroBatchOrder::vertical, DType::bf16);
+  EXPECT_EQ(down.loss, across.loss);
+  for (std::size_t p = 0; p < across.gradients.size(); ++p) {
+    double difference = 0, norm = 0;
+    for (std::size_t i = 0; i < across.gradients[p].size(); ++i) {
+      const double here = down.gradients[p][i], there = across.gradients[p][i];
+      difference += (here - there) * (here - there);
+      norm += there * there;
+    }
+    EXPECT_LT(std::sqrt(difference), std::sqrt(norm) / 256) << "parameter " << p;
+  }
+}
+
+TEST(ModelVertical, ActivationsOfAllMicroBatchesCount) {
+  ModelOptions shape = small_model();
+  Trainer one(small_runtime(), in_memory(), shape);
+  shape.held_micro_batches = 3;
+  Trainer three(small_runtime(), in_memory(), shape);
+  const std::uint64_t kept =
+      static_cast<std::uint64_t>(shape.batch * shape.context * shape.width) * sizeof(float) *
+      static_cast<std::uint64_t>(shape.layers + 2);  // the blocks' and the head's inputs, and the gradient
+  EXPECT_NEAR(static_cast<double>(three.model->device_bytes() - one.model->device_bytes()),
+              2 * static_cast<double>(kept), 1024);
+  three.engine->initialize(three.model->initial_values());
+  EXPECT_THROW(three.model->train(std::vector<Batch>(4, batch_at(0, shape))), UsageError);
+}
+
 TEST(ModelRanks, TwoRanksSeeTheBatchOfOne) {
   ModelOptions whole = small_model(DType::fp32);
   whole.batch = 4;

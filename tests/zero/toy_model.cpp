@@ -58,6 +58,8 @@ float element(const TensorView& view, std::uint64_t i) {
                                    : to_float(static_cast<const bf16*>(view.data)[i]);
 }
 
+constexpr std::uint64_t kMicroBatchStride = 10'000;  // every micro-batch of a step has gradients of its own
+
 double weighted_sum(const TensorView& view) {
   double sum = 0;
   for (std::uint64_t i = 0; i < view.element_count(); ++i) sum += element(view, i) * static_cast<double>(i % 7 + 1);
@@ -97,15 +99,17 @@ void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradie
   });
 }
 
-void ToyModel::backward(std::size_t index, std::uint64_t step) {
+void ToyModel::backward(std::size_t index, std::uint64_t step, int held) {
   const Unit& unit = units_[index];
   Lease lease = engine_.gather(unit.id, *stream_);
   const GradientLease gradients = engine_.gradients(unit.id, *stream_);
-  make_gradient(lease.view(unit.matrix), gradients.view(unit.matrix), unit.matrix, step);
-  make_gradient(lease.view(unit.norm), gradients.view(unit.norm), unit.norm, step);
-  if (shape_.tied && index + 1 == units_.size() && index > 0) {
-    const ParameterId owner = units_.front().matrix;
-    make_gradient(lease.view(owner), engine_.gradients(units_.front().id, *stream_).view(owner), owner, step + 500);
+  for (int i = 0; i < held; ++i, step += kMicroBatchStride) {
+    make_gradient(lease.view(unit.matrix), gradients.view(unit.matrix), unit.matrix, step);
+    make_gradient(lease.view(unit.norm), gradients.view(unit.norm), unit.norm, step);
+    if (shape_.tied && index + 1 == units_.size() && index > 0) {
+      const ParameterId owner = units_.front().matrix;
+      make_gradient(lease.view(owner), engine_.gradients(units_.front().id, *stream_).view(owner), owner, step + 500);
+    }
   }
   lease.release(*stream_);
   engine_.finish(unit.id, *stream_);
@@ -113,12 +117,13 @@ void ToyModel::backward(std::size_t index, std::uint64_t step) {
 }
 
 double ToyModel::pass(std::uint64_t step, PassOptions options) {
-  step += 10'000 * static_cast<std::uint64_t>(options.micro_batch);  // every micro-batch has gradients of its own
+  step += kMicroBatchStride * static_cast<std::uint64_t>(options.micro_batch);
+  const int held = vertical ? options.micro_batches : 1;
   double sum = 0;
   try {
     const PassScope scope = engine_.begin(Pass::train, options);
     for (std::size_t u = 0; u < units_.size(); ++u) forward(u, &sum);
-    for (std::size_t u = units_.size(); u-- > 0;) backward(u, step);
+    for (std::size_t u = units_.size(); u-- > 0;) backward(u, step, held);
   } catch (...) {
     stream_->synchronize();  // enqueued work writes to `sum`
     throw;
@@ -140,7 +145,8 @@ double ToyModel::evaluate() {
 
 void ToyModel::train(std::uint64_t first_step, std::uint64_t last_step) {
   for (std::uint64_t step = first_step; step <= last_step; ++step) {
-    for (int i = 0; i < micro_batches; ++i) pass(step, {.micro_batch = i, .micro_batches = micro_batches});
+    for (int i = 0; i < (vertical ? 1 : micro_batches); ++i)
+      pass(step, {.micro_batch = i, .micro_batches = micro_batches});
     const auto state = std::as_bytes(std::span(&step, 1));
     reports.push_back(engine_.step({.caller_state = state}));
   }

@@ -24,7 +24,7 @@ struct ToyShape {
   bool tied = true;    // the last unit also uses unit 0's matrix
   // Of the vectors; of the matrices: EngineOptions::optimizer_defaults.
   GroupOptions vectors{.learning_rate = 2e-2, .weight_decay = 0};
-  Binding binding{};   // of every unit
+  Binding binding{};  // of every unit
 };
 
 struct ToySetup {
@@ -48,10 +48,11 @@ class ToyModel {
   platform::Stream& stream() { return *stream_; }
   std::vector<double> losses;
   std::vector<StepReport> reports;
-  std::function<void(std::size_t unit)> in_forward = [](std::size_t) {};  // called after each unit's forward
+  std::function<void(std::size_t unit)> in_forward = [](std::size_t) {};   // called after each unit's forward
   std::function<void(std::size_t unit)> in_backward = [](std::size_t) {};  // after each unit's finish()
   float gradient_scale = 1;
   int micro_batches = 1;  // that train() makes each step of
+  bool vertical = false;  // a pass holds all of them
 
  private:
   struct Unit {
@@ -60,7 +61,7 @@ class ToyModel {
     std::optional<ParameterId> frozen;
   };
   void forward(std::size_t index, double* sum);
-  void backward(std::size_t index, std::uint64_t step);
+  void backward(std::size_t index, std::uint64_t step, int held);
   void make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter, std::uint64_t step);
 
   Engine& engine_;

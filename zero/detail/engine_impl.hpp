@@ -141,6 +141,7 @@ class Engine::Impl {
   bool stores_steps() const { return nvme_placement() && options.durability == tiers::Durability::step; }
   // Commits outlive the process: all of them, except on a store that is rewritten in place.
   bool is_durable() const { return !nvme_placement() || stores_steps(); }
+  bool in_vertical_order() const { return detail::gradient_sums(options) == detail::GradientSums::on_device; }
   bool nvme_placement() const { return options.parameters == Placement::nvme || options.optimizer == Placement::nvme; }
   // Whether the present step is to be committed.
   bool commit_is_due() const { return step_count % options.commit_every == 0; }
@@ -184,7 +185,8 @@ class Engine::Impl {
   std::uint64_t pass_serial = 0;
   Pass ended_pass = Pass::train;  // the last one
   bool agreement_due = false;     // a pass ended that ranks have not compared yet
-  int micro_batches = 1;          // of the step under way
+  int held_micro_batches = 1;     // by the train pass under way; several in vertical order
+  int micro_batches = 1;          // passes that make the step under way
   int micro_batches_done = 0;     // complete train passes since the last step
   bool gradients_due = false;     // all of them ended; step() or discard() is next
   std::uint64_t step_count = 0;

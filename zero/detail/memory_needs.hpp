@@ -26,7 +26,7 @@ class DeviceNeeds {
 
   std::uint64_t homes_bytes = 0;     // states, resident weights and tied gradients
   std::uint64_t slot_bytes = 0;      // one gathered unit; 0 when no unit needs a slot
-  std::uint64_t gradient_bytes = 0;  // one unit's gradient
+  std::uint64_t gradient_bytes = 0;  // one unit's gradient, and its sums in fp32 where those are on the device
   std::uint64_t slot_count = 0;      // units that compete for slots
   std::uint64_t slots_min = 0;       // that a single gather() pins at most: the unit's own and its tied owners'
   // The least that trains: program and engine together need this beside the program's own blocks.
@@ -93,6 +93,9 @@ class PinnedNeeds {
   const EngineOptions& options_;
   const UnitTable& table_;
 };
+
+// Where the options have the gradients of several micro-batches added up.
+GradientSums gradient_sums(const EngineOptions& options);
 
 // Whether steps are carried out under the next pass (update mode `forward`).
 bool defers_updates(const EngineOptions& options);

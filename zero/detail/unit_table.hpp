@@ -8,7 +8,8 @@
 // Three layouts of a unit, all in bytes:
 //   gathered   device: per segment [rank, shard], segments at multiples of 4 KiB
 //   host       this rank's weights: the W region of the trainable record, then that of the frozen one
-//   gradient   device: per trainable segment [rank, shard]; home: this rank's shards alone
+//   gradient   device: per trainable segment [rank, shard]; home: this rank's shards alone. In vertical order behind it
+//              the same in fp32, where micro-batches are added up
 // With one rank, gathered and host are the same bytes.
 #pragma once
 
@@ -35,6 +36,7 @@ struct Segment {
   std::uint64_t gathered_offset = 0;
   std::uint64_t host_offset = 0;
   std::uint64_t gradient_offset = 0;
+  std::uint64_t gradient_sum_offset = 0;  // from the beginning of the unit's gradient memory
   std::uint64_t home_gradient_offset = 0;
   DType home_gradient_dtype = DType::bf16;  // as it comes down, or fp32 where micro-batches are added up
 
@@ -61,12 +63,14 @@ struct Unit {
   std::uint64_t elements = 0;
   std::uint64_t gathered_bytes = 0;
   std::uint64_t gradient_bytes = 0;
+  std::uint64_t gradient_sum_bytes = 0;  // 0 unless micro-batches are added up on the device
   std::uint64_t home_gradient_bytes = 0;
 
   std::uint64_t host_bytes() const {
     return trainable.region_bytes(tiers::Region::weights) + frozen.region_bytes(tiers::Region::weights);
   }
   std::uint64_t frozen_offset() const { return trainable.region_bytes(tiers::Region::weights); }
+  std::uint64_t gradient_buffer_bytes() const { return gradient_bytes + gradient_sum_bytes; }
   bool is_trainable() const { return !trainable.tiles().empty(); }
 };
 
@@ -77,10 +81,16 @@ struct Parameter {
   std::uint64_t count = 0;
 };
 
+// Where the gradients of a step's micro-batches are added up, in fp32.
+enum class GradientSums : std::uint8_t {
+  none,       // a step has one
+  at_home,    // horizontal order
+  on_device,  // vertical order
+};
+
 class UnitTable {
  public:
-  // `accumulates`: gradients at home are fp32 sums.
-  explicit UnitTable(int world_size, bool accumulates = false) : world_size_(world_size), accumulates_(accumulates) {}
+  explicit UnitTable(int world_size, GradientSums sums = GradientSums::none) : world_size_(world_size), sums_(sums) {}
 
   // `groups`: what the optimizer of each parameter group keeps. UsageError for an empty unit, a repeated name, a zero
   // or negative extent, an unsupported dtype, an unknown group.
@@ -96,6 +106,7 @@ class UnitTable {
   const Segment& segment_of(ParameterId id) const { return unit(parameter(id).unit).segments[parameter(id).segment]; }
   std::optional<ParameterId> find(std::string_view name) const;
   int world_size() const { return world_size_; }
+  GradientSums gradient_sums() const { return sums_; }
   std::uint64_t parameter_count() const;  // elements
 
   // The text by which a store recognises its model: one line per parameter.
@@ -109,7 +120,7 @@ class UnitTable {
  private:
   void lay_out(Unit& unit) const;
   int world_size_;
-  bool accumulates_;
+  GradientSums sums_;
   std::vector<Unit> units_;
   std::vector<Parameter> parameters_;
   std::vector<ParameterSpec> specs_;

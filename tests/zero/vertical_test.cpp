@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vertical order: a pass holds all micro-batches of a step. The gradient is their mean, rounded once; weights and
+// gradients move once a step; nothing is added up in pinned memory.
+#include <cmath>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+constexpr int kMicroBatches = 3;
+constexpr std::array kPlacements{Placement::device, Placement::pinned, Placement::nvme};
+
+ToySetup in_order(MicroBatchOrder order, Placement parameters, Placement optimizer, const std::string& directory = "",
+                  int micro_batches = kMicroBatches) {
+  const bool nvme = parameters == Placement::nvme || optimizer == Placement::nvme;
+  ToySetup setup = toy_setup(parameters, optimizer, nvme ? directory : "");
+  setup.engine.micro_batches_max = static_cast<unsigned>(micro_batches);
+  setup.engine.micro_batch_order = order;
+  return setup;
+}
+ToySetup vertical(Placement parameters, Placement optimizer, const std::string& directory = "") {
+  return in_order(MicroBatchOrder::vertical, parameters, optimizer, directory);
+}
+
+// The model, set to make its steps of as many micro-batches as the engine was made for, in its order.
+ToyModel model_for(Engine& engine, const ToySetup& setup, const ToyShape& shape = {}) {
+  ToyModel model(engine, shape);
+  model.micro_batches = static_cast<int>(setup.engine.micro_batches_max);
+  model.vertical = setup.engine.micro_batch_order == MicroBatchOrder::vertical;
+  return model;
+}
+
+Digests train(const ToySetup& setup, std::uint64_t steps, int ranks) {
+  Digests digests;
+  on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model = model_for(engine, setup);
+    engine.initialize(model.fill());
+    model.train(1, steps);
+    const Digests mine = digests_of(engine, model);
+    if (rank == 0) digests = mine;
+  });
+  return digests;
+}
+
+std::vector<float> values_of(Engine& engine, ParameterId parameter, State state) {
+  std::vector<float> values(static_cast<std::size_t>(engine.parameters()[parameter.index].shape[0]));
+  engine.read(parameter, state, 0, values);
+  return values;
+}
+
+// --- the gradient ----------------------------------------------------------------------------------------------------
+
+TEST(Vertical, TheGradientIsTheFloatMeanRoundedOnce) {
+  const ToySetup setup = vertical(Placement::pinned, Placement::pinned);
+  Runtime runtime(setup.runtime);
+  constexpr std::int64_t kCount = 1000;
+  tiers::DeviceBlock made = runtime.device_arena().allocate(kMicroBatches * kCount * sizeof(float), "gradients");
+  auto* const values = reinterpret_cast<float*>(made.data());
+  Engine engine(runtime, setup.engine);
+  const std::vector<ParameterSpec> specs{{.name = "matrix", .shape = {kCount}},
+                                         {.name = "norm", .shape = {kCount}, .dtype = DType::fp32}};
+  const UnitId unit = engine.add_unit("unit", specs);
+  engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); });
+  const auto stream = runtime.device().create_stream("compute");
+  for (int i = 0; i < kMicroBatches * kCount; ++i)
+    values[i] = std::sin(static_cast<float>(i) * 0.37f) * std::exp(static_cast<float>(i % 40) - 20.0f);
+  {
+    const PassScope scope = engine.begin(Pass::train, {.micro_batches = kMicroBatches});
+    engine.gather(unit, *stream).release(*stream);
+    engine.gather(unit, *stream).release(*stream);
+    const std::int64_t shape[] = {kCount};
+    for (int m = 0; m < kMicroBatches; ++m) {
+      for (const char* name : {"matrix", "norm"}) {
+        const TensorView gradient{values + m * kCount, DType::fp32, shape, 0};
+        engine.accumulate(engine.parameter(name), gradient, *stream);
+      }
+    }
+    engine.finish(unit, *stream);
+  }
+  const std::vector<float> matrix = values_of(engine, engine.parameter("matrix"), State::gradient);
+  const std::vector<float> norm = values_of(engine, engine.parameter("norm"), State::gradient);
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    const float sum = (values[i] + values[kCount + i]) + values[2 * kCount + i];
+    const float mean = (1.0f / kMicroBatches) * sum;
+    ASSERT_EQ(norm[static_cast<std::size_t>(i)], mean) << "element " << i;
+    ASSERT_EQ(matrix[static_cast<std::size_t>(i)], to_float(to_bf16(mean))) << "element " << i;
+  }
+  engine.discard();
+}
+
+// The gradients of one step, by parameter.
+std::vector<std::vector<float>> gradients_in(const ToySetup& setup, int ranks,
+                                             std::vector<std::vector<float>>* masters) {
+  std::vector<std::vector<float>> found;
+  on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model = model_for(engine, setup, {.frozen = false, .tied = false});
+    engine.initialize(model.fill());
+    std::vector<std::vector<float>> gradients, weights;
+    for (std::uint32_t p = 0; p < engine.parameters().size(); ++p)
+      weights.push_back(values_of(engine, ParameterId{p}, State::master));
+    for (int i = 0; i < (model.vertical ? 1 : model.micro_batches); ++i)
+      model.pass(1, {.micro_batch = i, .micro_batches = model.micro_batches});
+    for (std::uint32_t p = 0; p < engine.parameters().size(); ++p)
+      gradients.push_back(values_of(engine, ParameterId{p}, State::gradient));
+    engine.discard();
+    if (rank != 0) return;
+    found = gradients;
+    if (masters != nullptr) *masters = weights;
+  });
+  return found;
+}
+
+// Horizontally every micro-batch's gradient is rounded to bf16, with several ranks once more as a mean over them, then
+// added up in fp32; vertically the mean is rounded, and once more over ranks. A rounding to bf16 moves a value by 2^-8
+// of it at most, and no gradient of the toy model is larger than 0.05 |weight| + 0.01.
+TEST(Vertical, DiffersFromHorizontalByItsRoundingsAtMost) {
+  for (const int ranks : {1, 3}) {
+    std::vector<std::vector<float>> masters;
+    const auto across =
+        gradients_in(in_order(MicroBatchOrder::horizontal, Placement::pinned, Placement::pinned), ranks, &masters);
+    const auto down = gradients_in(vertical(Placement::pinned, Placement::pinned), ranks, nullptr);
+    const double roundings = ranks == 1 ? 2 : 4;
+    std::uint64_t differing = 0;
+    for (std::size_t p = 0; p < across.size(); ++p) {
+      for (std::size_t i = 0; i < across[p].size(); ++i) {
+        const double largest = 0.05 * 1.01 * std::abs(static_cast<double>(masters[p][i])) + 0.0101;
+        ASSERT_NEAR(down[p][i], across[p][i], roundings / 256 * largest) << "parameter " << p << ", element " << i;
+        differing += down[p][i] != across[p][i] ? 1u : 0u;
+      }
+    }
+    EXPECT_GT(differing, 0u) << "nothing was compared";
+  }
+}
+
+// Where nothing is rounded on the way the sums are the same: fp32, one rank, and a mean that is exact.
+TEST(Vertical, InFp32OnOneRankTheBitsAreThoseOfHorizontalOrder) {
+  constexpr int kFour = 4;
+  const auto across =
+      gradients_in(in_order(MicroBatchOrder::horizontal, Placement::pinned, Placement::pinned, "", kFour), 1, nullptr);
+  const auto down =
+      gradients_in(in_order(MicroBatchOrder::vertical, Placement::pinned, Placement::pinned, "", kFour), 1, nullptr);
+  for (std::size_t p = 1; p < across.size(); p += 2) EXPECT_EQ(down[p], across[p]);  // the vectors
+}
+
+TEST(Vertical, APassThatHoldsOneIsAStepAsEver) {
+  ToySetup setup = vertical(Placement::pinned, Placement::pinned);
+  EXPECT_EQ(train_once(setup, {}, 4), train_once(toy_setup(Placement::pinned, Placement::pinned), {}, 4));
+}
+
+// --- the same everywhere ---------------------------------------------------------------------------------------------
+
+class VerticalIn : public testing::TestWithParam<std::tuple<Placement, Placement>> {};
+INSTANTIATE_TEST_SUITE_P(Placements, VerticalIn,
+                         testing::Combine(testing::ValuesIn(kPlacements), testing::ValuesIn(kPlacements)));
+
+TEST_P(VerticalIn, EveryPlacementModeAndRankHasTheSameBits) {
+  const auto [parameters, optimizer] = GetParam();
+  for (const int ranks : {1, 2, 3}) {
+    ToySetup simplest = vertical(Placement::pinned, Placement::pinned);
+    simplest.engine.update_mode = UpdateMode::step;
+    const Digests expected = train(simplest, 4, ranks);
+    for (const UpdateMode mode : {UpdateMode::step, UpdateMode::automatic}) {
+      const TempDirectory directory;
+      ToySetup setup = vertical(parameters, optimizer, directory / "store");
+      setup.engine.update_mode = mode;
+      setup.runtime.host_device.chaos_seed = 5;
+      EXPECT_EQ(train(setup, 4, ranks), expected) << ranks << " ranks";
+    }
+  }
+}
+
+TEST(Vertical, ClipsByTheNormOfTheMean) {
+  const TempDirectory directory;
+  const ToySetup setup = vertical(Placement::pinned, Placement::nvme, directory / "store");
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model = model_for(engine, setup);
+  engine.initialize(model.fill());
+  model.pass(1, {.micro_batches = kMicroBatches});
+  double squares = 0;
+  for (std::uint32_t p = 0; p < engine.parameters().size(); ++p) {
+    if (!engine.parameters()[p].trainable) continue;
+    for (const float g : values_of(engine, ParameterId{p}, State::gradient))
+      squares += static_cast<double>(g) * static_cast<double>(g);
+  }
+  const StepReport report = engine.step();
+  EXPECT_NEAR(report.gradient_norm, std::sqrt(squares), 1e-6 * std::sqrt(squares));
+  EXPECT_LT(report.clip_factor, 1);
+  EXPECT_NEAR(report.clip_factor, setup.engine.gradient_clipping / (report.gradient_norm + 1e-6), 1e-9);
+}
+
+TEST(Vertical, ARunGoesOnFromItsCommit) {
+  for (const int ranks : {1, 2}) {
+    const Digests expected = train(vertical(Placement::pinned, Placement::pinned), 7, ranks);
+    const TempDirectory directory;
+    const ToySetup setup = vertical(Placement::nvme, Placement::nvme, directory / "store");
+    Digests found;
+    for (const std::uint64_t last : {3u, 7u}) {
+      on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+        Runtime runtime(setup.runtime, join);
+        Engine engine(runtime, setup.engine);
+        ToyModel model = model_for(engine, setup);
+        std::uint64_t first = 1;
+        if (last == 3) {
+          engine.initialize(model.fill());
+        } else {
+          first = engine.restore().step + 1;
+        }
+        model.train(first, last);
+        Digests mine = digests_of(engine, model);
+        if (rank == 0) found = mine;
+      });
+    }
+    found.losses = expected.losses;
+    EXPECT_EQ(found, expected) << ranks << " ranks";
+  }
+}
+
+// --- what it saves, and what it takes
+// ---------------------------------------------------------------------------------
+
+struct Moved {
+  std::array<std::uint64_t, kLinkCount> bytes{};
+  StepBytes formula;
+  std::uint64_t pinned = 0;
+};
+
+// What four steps move on rank 0, once the plan is made.
+Moved moved_in(MicroBatchOrder order, int ranks, int micro_batches) {
+  const TempDirectory directory;
+  Moved moved;
+  on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+    ToySetup setup = in_order(order, Placement::nvme, Placement::nvme, directory / "store", micro_batches);
+    setup.engine.reuse_distance_elements = 0;  // backward gathers again
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model =
+        model_for(engine, setup, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    engine.settle();
+    std::array<std::uint64_t, kLinkCount> before{};
+    for (std::size_t l = 0; l < kLinkCount; ++l) before[l] = runtime.ledger().totals(static_cast<Link>(l)).bytes;
+    model.train(3, 6);
+    engine.settle();
+    if (rank != 0) return;
+    for (std::size_t l = 0; l < kLinkCount; ++l)
+      moved.bytes[l] = runtime.ledger().totals(static_cast<Link>(l)).bytes - before[l];
+    moved.formula = engine.formula_bytes();
+    moved.pinned = runtime.pinned_budget().held_bytes();
+  });
+  return moved;
+}
+
+TEST(Vertical, MovesWeightsAndGradientsOnceAStep) {
+  for (const int ranks : {1, 3}) {
+    SCOPED_TRACE(ranks);
+    const Moved once = moved_in(MicroBatchOrder::horizontal, ranks, 1);
+    const Moved across = moved_in(MicroBatchOrder::horizontal, ranks, kMicroBatches);
+    const Moved down = moved_in(MicroBatchOrder::vertical, ranks, kMicroBatches);
+    // Whatever the number of micro-batches, the bytes of a step of one.
+    for (std::size_t l = 0; l < kLinkCount; ++l) EXPECT_EQ(down.bytes[l], once.bytes[l]) << "link " << l;
+    const auto bytes = [](const Moved& moved, Link link) { return moved.bytes[static_cast<std::size_t>(link)]; };
+    EXPECT_EQ(bytes(down, Link::device_to_host), 4 * down.formula.device_to_host);
+    EXPECT_NEAR(static_cast<double>(bytes(down, Link::host_to_device)) / 4,
+                static_cast<double>(down.formula.host_to_device),
+                0.03 * static_cast<double>(down.formula.host_to_device));
+    EXPECT_EQ(bytes(across, Link::device_to_host), kMicroBatches * bytes(down, Link::device_to_host));
+    EXPECT_EQ(bytes(across, Link::host_to_device), kMicroBatches * bytes(down, Link::host_to_device));
+    EXPECT_EQ(bytes(across, Link::wire), kMicroBatches * bytes(down, Link::wire));
+    EXPECT_EQ(bytes(down, Link::wire), 4 * down.formula.wire);
+    EXPECT_NEAR(static_cast<double>(bytes(down, Link::nvme_read)) / 4, static_cast<double>(down.formula.nvme_read),
+                0.03 * static_cast<double>(down.formula.nvme_read));
+  }
+}
+
+TEST(Vertical, AddsNothingUpInPinnedMemory) {
+  const Moved once = moved_in(MicroBatchOrder::horizontal, 1, 1);
+  const Moved across = moved_in(MicroBatchOrder::horizontal, 1, kMicroBatches);
+  const Moved down = moved_in(MicroBatchOrder::vertical, 1, kMicroBatches);
+  EXPECT_EQ(down.pinned, once.pinned);
+  EXPECT_GE(across.pinned, down.pinned + 2 * 900'000) << "2 bytes a parameter more, and buffers";
+}
+
+TEST(Vertical, TheSumsCountInTheDeviceBudget) {
+  const ToyShape shape{.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false};
+  const auto least = [&](const ToySetup& setup) {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    const ToyModel model(engine, shape);
+    return predict(setup.runtime, setup.engine, engine.shape(), 1).device.least_bytes;
+  };
+  const std::uint64_t across = least(in_order(MicroBatchOrder::horizontal, Placement::pinned, Placement::pinned));
+  ToySetup setup = vertical(Placement::pinned, Placement::pinned);
+  const std::uint64_t down = least(setup);
+  EXPECT_NEAR(static_cast<double>(down - across), 4 * (300'000 + 97), 4096);
+  setup.runtime.device_memory_bytes = round_up(across, kBlockAlignment);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, shape);
+  EXPECT_THROW(engine.initialize(model.fill()), BudgetError);
+}
+
+// --- what is refused -------------------------------------------------------------------------------------------------
+
+TEST(Vertical, OnePassMakesTheStep) {
+  const ToySetup setup = vertical(Placement::pinned, Placement::pinned);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model = model_for(engine, setup);
+  engine.initialize(model.fill());
+  EXPECT_THROW(model.pass(1, {.micro_batches = kMicroBatches + 1}), UsageError);
+  EXPECT_THROW(model.pass(1, {.micro_batch = 1, .micro_batches = kMicroBatches}), UsageError);
+  model.pass(1, {.micro_batches = kMicroBatches});
+  EXPECT_THROW(model.pass(1, {.micro_batches = kMicroBatches}), UsageError);
+  EXPECT_TRUE(engine.step().applied);
+  model.pass(2, {.micro_batches = 2});  // fewer than it was made for
+  EXPECT_TRUE(engine.step().applied);
+}
+
+TEST(Vertical, AMicroBatchThatIsNotFiniteSkipsTheStep) {
+  const ToySetup setup = vertical(Placement::pinned, Placement::pinned);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  ToyModel model = model_for(engine, setup);
+  engine.initialize(model.fill());
+  const std::string before = state_digest(engine, State::master);
+  model.gradient_scale = std::numeric_limits<float>::infinity();
+  model.pass(1, {.micro_batches = kMicroBatches});
+  EXPECT_FALSE(engine.step().applied);
+  EXPECT_EQ(state_digest(engine, State::master), before);
+}
+
+TEST(Vertical, RanksThatHoldDifferentNumbersAreNamed) {
+  const ToySetup setup = vertical(Placement::pinned, Placement::pinned);
+  try {
+    on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup.runtime, join);
+      Engine engine(runtime, setup.engine);
+      ToyModel model = model_for(engine, setup);
+      engine.initialize(model.fill());
+      model.pass(1, {.micro_batches = 2 + rank});
+      engine.step();
+    });
+    FAIL() << "ranks with different gradients took a step";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("3 held"));
+  }
+}
+
+}  // namespace
+}  // namespace hoist::test
