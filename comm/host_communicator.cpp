@@ -182,3 +182,12 @@ std::unique_ptr<Communicator> HostCommunicator::duplicate() {
 }
 
 }  // namespace hoist::comm::detail
+
+namespace hoist::comm {
+
+std::unique_ptr<Communicator> make_over(std::string_view name, std::shared_ptr<Transport> data,
+                                        std::shared_ptr<Transport> control, const CommunicatorOptions& options) {
+  return std::make_unique<detail::HostCommunicator>(name, std::move(data), std::move(control), options);
+}
+
+}  // namespace hoist::comm

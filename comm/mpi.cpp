@@ -120,7 +120,7 @@ class Backoff {
   TimePoint start_ = Clock::now();
 };
 
-class MpiTransport final : public detail::Transport {
+class MpiTransport final : public Transport {
  public:
   // Takes `communicator` over.
   MpiTransport(MPI_Comm communicator, const detail::MpiTransportOptions& options)
@@ -150,7 +150,7 @@ class MpiTransport final : public detail::Transport {
     finish("all_gather");
   }
 
-  void exchange_shards(std::span<const detail::ShardExchange> parts) override {
+  void exchange_shards(std::span<const ShardExchange> parts) override {
     constexpr const char* kWhat = "exchange";
     refuse_if_broken(kWhat);
     // Messages between two ranks on one communicator arrive in the order sent, so one tag is enough. All receives
@@ -162,7 +162,7 @@ class MpiTransport final : public detail::Transport {
       check(MPI_Isend(source, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), kWhat);
     });
     const auto me = static_cast<std::uint64_t>(rank_);
-    for (const detail::ShardExchange& part : parts) {
+    for (const ShardExchange& part : parts) {
       if (part.chunk_bytes == 0) continue;
       std::memmove(part.received + me * part.chunk_bytes, part.source + me * part.stride_bytes, part.chunk_bytes);
     }
@@ -225,11 +225,11 @@ class MpiTransport final : public detail::Transport {
   // message(peer, source, target, bytes) for every message to and from another rank, nearest higher rank first, so
   // that not everybody sends to rank 0 at once. `source` is for `peer`, `target` is where the bytes from `peer` go.
   template <typename Message>
-  void for_each_message(std::span<const detail::ShardExchange> parts, const Message& message) {
+  void for_each_message(std::span<const ShardExchange> parts, const Message& message) {
     for (int step = 1; step < size_; ++step) {
       const int peer = (rank_ + step) % size_;
       const auto p = static_cast<std::uint64_t>(peer);
-      for (const detail::ShardExchange& part : parts) {
+      for (const ShardExchange& part : parts) {
         for (std::uint64_t first = 0; first < part.chunk_bytes; first += options_.message_bytes_max) {
           message(peer, part.source + p * part.stride_bytes + first, part.received + p * part.chunk_bytes + first,
                   static_cast<int>(std::min(options_.message_bytes_max, part.chunk_bytes - first)));
@@ -307,8 +307,8 @@ std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options
 std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options) {
   detail::MpiTransportOptions transport;
   transport.timeout = options.timeout;
-  std::shared_ptr<detail::Transport> control = detail::make_mpi_transport(transport);
-  std::shared_ptr<detail::Transport> data = control->duplicate();
+  std::shared_ptr<Transport> control = detail::make_mpi_transport(transport);
+  std::shared_ptr<Transport> data = control->duplicate();
   return std::make_unique<detail::HostCommunicator>("mpi", std::move(data), std::move(control), options);
 }
 

@@ -17,7 +17,7 @@
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/detail/host_communicator.hpp>
-#include <hoist/comm/detail/transport.hpp>
+#include <hoist/comm/transport.hpp>
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
 
@@ -200,7 +200,7 @@ struct ThreadGroup::Shared {
 
 namespace {
 
-class ThreadTransport final : public detail::Transport {
+class ThreadTransport final : public Transport {
  public:
   // `make_channel` outlives no one: it shares the group.
   using MakeChannel = std::function<std::shared_ptr<Channel>()>;
@@ -227,11 +227,11 @@ class ThreadTransport final : public detail::Transport {
     });
   }
 
-  void exchange_shards(std::span<const detail::ShardExchange> parts) override {
+  void exchange_shards(std::span<const ShardExchange> parts) override {
     Offer offer{Operation::exchange, parts.size(), 0, 0, parts.data()};
-    for (const detail::ShardExchange& part : parts) offer.total_bytes += part.chunk_bytes;
+    for (const ShardExchange& part : parts) offer.total_bytes += part.chunk_bytes;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
-      const auto* const theirs = static_cast<const detail::ShardExchange*>(payload);
+      const auto* const theirs = static_cast<const ShardExchange*>(payload);
       for (std::size_t i = 0; i < parts.size(); ++i) {
         const std::uint64_t bytes = parts[i].chunk_bytes;
         copy(parts[i].received + static_cast<std::uint64_t>(peer) * bytes,

@@ -12,7 +12,7 @@
 #include <string_view>
 
 #include <hoist/comm/communicator.hpp>
-#include <hoist/comm/detail/transport.hpp>
+#include <hoist/comm/transport.hpp>
 
 namespace hoist::comm::detail {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 
-#include <hoist/comm/detail/transport.hpp>
+#include <hoist/comm/transport.hpp>
 
 namespace hoist::comm::detail {
 

@@ -63,6 +63,21 @@ void bind_config(nb::module_& module) {
       .def_prop_rw(
           "pinned_memory", [](const Config& c) { return c.runtime.pinned_memory_bytes; },
           [](Config& c, std::uint64_t bytes) { c.runtime.pinned_memory_bytes = bytes; }, "Bytes.")
+      .def_prop_rw(
+          "keep_steps", [](const Config& c) { return c.engine.keep_steps; },
+          [](Config& c, unsigned count) { c.engine.keep_steps = count; }, "Steps that stay under a name.")
+      .def_prop_ro(
+          "can_keep_steps",
+          [](const Config& c) {
+            const bool nvme = c.engine.parameters == Placement::nvme || c.engine.optimizer == Placement::nvme;
+            return !c.engine.store_directory.empty() && !(nvme && c.engine.durability == tiers::Durability::none);
+          },
+          "Whether there is a store that steps can be kept in.")
+      .def_prop_ro("comm_timeout_seconds",
+                   [](const Config& c) { return static_cast<double>(c.runtime.comm_timeout.count()) / 1e3; })
+      .def_prop_ro(
+          "joins_launched_ranks", [](const Config& c) { return c.runtime.communicator == CommunicatorKind::automatic; },
+          "Whether ranks that the program's launcher started are ranks of the engine (hoist.communicator is \"auto\").")
       .def_prop_ro("store_directory", [](const Config& c) { return c.engine.store_directory; })
       .def_prop_ro(
           "has_schedule",

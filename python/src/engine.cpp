@@ -209,17 +209,25 @@ void bind_engine(nb::module_& module) {
       .def(
           "find_commit", [](PyEngine& e) { return e.engine().find_commit(); }, no_gil)
       .def(
-          "restore",
+          "find_kept",
           [](PyEngine& e) {
+            std::vector<std::pair<std::string, std::uint64_t>> kept;
+            for (const Engine::KeptStep& step : e.engine().find_kept()) kept.emplace_back(step.name, step.step);
+            return kept;
+          },
+          no_gil, "Steps that are kept, oldest first: [(name, step)].")
+      .def(
+          "restore",
+          [](PyEngine& e, const std::string& from) {
             std::optional<RestoreReport> report;
             {
               const nb::gil_scoped_release release;
-              report = e.engine().restore();
+              report = e.engine().restore({.from = from});
             }
             const auto* state = reinterpret_cast<const char*>(report->caller_state.data());
             return std::make_pair(report->step, nb::bytes(state, report->caller_state.size()));
           },
-          "Continues from the newest commit: (step, caller_state).")
+          "from_"_a = "", "Continues from the newest commit, or from a kept step: (step, caller_state).")
       .def(
           "begin",
           [](PyEngine& e, Pass pass, int micro_batch, int micro_batches) {

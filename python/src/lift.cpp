@@ -34,22 +34,19 @@ std::uint64_t window_bytes_about(const LiftUnit& unit, int world_size) {
 
 }  // namespace
 
-Lift::Lift(LiftOptions options) : runtime_options_(options.runtime) {
-  if (runtime_options_.device != platform::DeviceKind::host) {
+Lift::Lift(LiftOptions options) : options_(std::move(options)) {
+  if (options_.runtime.device != platform::DeviceKind::host) {
     throw UsageError(
         "PyTorch's weights are gathered into CPU memory by this version: set \"hoist\": {\"device\": \"host\"}. "
         "Binding gathered memory to CUDA storages has to be tested on a card first");
   }
-  if (options.engine.micro_batch_order == MicroBatchOrder::vertical) {
+  if (options_.engine.micro_batch_order == MicroBatchOrder::vertical) {
     throw ConfigError("hoist.micro_batch_order",
                       "autograd takes a micro-batch through the whole model before the next one; use \"horizontal\"");
   }
-  divide_memory(options);
-  runtime_ = std::make_unique<Runtime>(runtime_options_);
-  engine_ = std::make_unique<Engine>(*runtime_, options.engine);
-  stream_ = runtime_->device().create_stream("torch");
-  for (const GroupOptions& group : options.groups) engine_->add_group(group);
-  add_units(options.units);
+  divide_memory();
+  open_engine();
+  make_windows();
 }
 
 Lift::~Lift() { end_engine(); }
@@ -57,7 +54,7 @@ Lift::~Lift() { end_engine(); }
 void Lift::close() {
   if (!engine_) return;
   if (pass_) discard();
-  {
+  if (alive_) {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(mutex_);
     engine_->settle();
@@ -65,8 +62,37 @@ void Lift::close() {
   end_engine();
 }
 
+void Lift::initialize(const Fill& fill) {
+  const nb::gil_scoped_release release;
+  const std::lock_guard lock(mutex_);
+  engine().initialize(fill);
+  alive_ = true;
+}
+
+RestoreReport Lift::restore(const std::string& from) {
+  if (pass_) discard();
+  if (std::exchange(alive_, false)) {
+    {
+      const nb::gil_scoped_release release;
+      const std::lock_guard lock(mutex_);
+      try {
+        engine_->settle();
+      } catch (const Error&) {  // of the run that is being left
+      }
+    }
+    end_engine();
+    open_engine();
+  }
+  const nb::gil_scoped_release release;
+  const std::lock_guard lock(mutex_);
+  RestoreReport report = engine().restore({.from = from});
+  alive_ = true;
+  return report;
+}
+
 void Lift::end_engine() noexcept {
   if (!runtime_) return;
+  alive_ = false;
   pass_.reset();
   collecting_ = {};
   adding_ = {};
@@ -78,16 +104,24 @@ void Lift::end_engine() noexcept {
   stream_.reset();
   engine_.reset();
   runtime_.reset();
+  for (const Unit& unit : units_) {
+    if (unit.window->is_open()) windows_->close(*unit.window);  // its gather failed; nothing writes to it any more
+  }
+}
+
+int Lift::world_size_at_start() const {
+  if (options_.make_channel) return options_.world_size;
+  return options_.runtime.communicator == CommunicatorKind::self ? 1 : std::max(1, comm::mpi_size_of_launch());
 }
 
 // Gradient buffers get what they need, two if the largest window still fits beside them; windows get the rest.
-void Lift::divide_memory(const LiftOptions& options) {
-  const int world =
-      runtime_options_.communicator == CommunicatorKind::self ? 1 : std::max(1, comm::mpi_size_of_launch());
-  const std::uint64_t budget = runtime_options_.device_memory_bytes;
-  const Prediction prediction = predict(runtime_options_, options.engine, shape_of(options), world);
+void Lift::divide_memory() {
+  RuntimeOptions& runtime = options_.runtime;
+  const int world = world_size_at_start();
+  const std::uint64_t budget = runtime.device_memory_bytes;
+  const Prediction prediction = predict(runtime, options_.engine, shape_of(options_), world);
   std::uint64_t largest = 0;
-  for (const LiftUnit& unit : options.units) largest = std::max(largest, window_bytes_about(unit, world));
+  for (const LiftUnit& unit : options_.units) largest = std::max(largest, window_bytes_about(unit, world));
   std::uint64_t arena = prediction.device.bytes;
   if (arena + largest > budget) arena = prediction.device.least_bytes;
   if (arena + largest > budget) {
@@ -97,11 +131,23 @@ void Lift::divide_memory(const LiftOptions& options) {
                        .key = "hoist.device_memory",
                        .detail = "the largest unit's weights, one unit's gradient and states placed there"});
   }
-  runtime_options_.device_memory_bytes = round_up(std::max(arena, kBlockAlignment), kBlockAlignment);
+  runtime.device_memory_bytes = round_up(std::max(arena, kBlockAlignment), kBlockAlignment);
   window_budget_ = round_down(budget - arena, kBlockAlignment);
 }
 
-void Lift::add_units(const std::vector<LiftUnit>& units) {
+void Lift::open_engine() {
+  const nb::gil_scoped_release release;
+  if (options_.make_channel) {
+    runtime_ = std::make_unique<Runtime>(options_.runtime, [this](const comm::CommunicatorOptions& comm) {
+      const std::shared_ptr<comm::Transport> control = options_.make_channel();
+      return comm::make_over("torch.distributed", control->duplicate(), control, comm);
+    });
+  } else {
+    runtime_ = std::make_unique<Runtime>(options_.runtime);
+  }
+  engine_ = std::make_unique<Engine>(*runtime_, options_.engine);
+  stream_ = runtime_->device().create_stream("torch");
+  for (const GroupOptions& group : options_.groups) engine_->add_group(group);
   const Binding binding{.bind =
                             [this](UnitId id, std::uint64_t, StreamRef) {
                               windows_->open(*units_[id.index].window);
@@ -109,20 +155,23 @@ void Lift::add_units(const std::vector<LiftUnit>& units) {
                             },
                         // The weights came down with the stream's work, which was waited for.
                         .unbind = [this](UnitId id, StreamRef) { windows_->close(*units_[id.index].window); }};
+  for (const LiftUnit& unit : options_.units) engine_->add_unit(unit.name, unit.parameters, {.binding = binding});
+}
+
+// Once: parameters keep their addresses for good.
+void Lift::make_windows() {
   std::uint64_t total = 0;
-  for (const LiftUnit& unit : units) {
-    Unit& state = units_.emplace_back(Unit{.id = engine_->add_unit(unit.name, unit.parameters, {.binding = binding})});
+  for (const LiftUnit& unit : options_.units)
+    total += engine_->place(engine_->parameter(unit.parameters.front().name)).unit_bytes;
+  windows_ = std::make_unique<Windows>(window_budget_, total);
+  for (const LiftUnit& unit : options_.units) {
+    const Engine::Place place = engine_->place(engine_->parameter(unit.parameters.front().name));
+    Unit& state = units_.emplace_back(Unit{.id = place.unit, .window = windows_->make(place.unit_bytes)});
     state.shared = unit.shared;
     for (const ParameterSpec& spec : unit.parameters) {
       state.trainable += spec.trainable ? 1 : 0;
       state.has_frozen = state.has_frozen || !spec.trainable;
     }
-    total += engine_->place(engine_->parameter(unit.parameters.front().name)).unit_bytes;
-  }
-  windows_ = std::make_unique<Windows>(window_budget_, total);
-  for (std::size_t u = 0; u < units.size(); ++u) {
-    const ParameterId first = engine_->parameter(units[u].parameters.front().name);
-    units_[u].window = windows_->make(engine_->place(first).unit_bytes);
   }
   has_arrived_.resize(engine_->parameters().size());
 }
@@ -164,7 +213,7 @@ void Lift::make_room(const Unit& wanted) {
       if (unit.lease && unit.holds == 0 && (oldest == nullptr || unit.last_use < oldest->last_use)) oldest = &unit;
     }
     if (oldest == nullptr) {
-      const std::uint64_t have = runtime_options_.device_memory_bytes + window_budget_;
+      const std::uint64_t have = options_.runtime.device_memory_bytes + window_budget_;
       const std::uint64_t missing = windows_->open_bytes() + wanted.window->bytes() - window_budget_;
       throw BudgetError({.tier = "device",
                          .have_bytes = have,

@@ -16,6 +16,7 @@
 // Main path  begin -> enter/leave... -> backward -> arrived... (finish) -> end_backward -> step.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,6 +25,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <hoist/comm/transport.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/engine.hpp>
 
@@ -45,6 +47,9 @@ struct LiftOptions {
   EngineOptions engine{};
   std::vector<GroupOptions> groups{};  // beside group 0, which has the configuration's settings
   std::vector<LiftUnit> units{};
+  // Ranks that the program brings along: makes a channel over all of them. None: those that the configuration names.
+  std::function<std::shared_ptr<comm::Transport>()> make_channel{};
+  int world_size = 0;  // of that channel
 };
 
 class Lift {
@@ -57,6 +62,13 @@ class Lift {
 
   // Carries out the last step, and ends: the store is free for others. Windows stay, and show NaN.
   void close();
+
+  // [C] Brings it to life. restore() may follow either: the engine then ends, and a new one continues from the commit
+  // or kept step; whatever made the old one fail is left behind with it.
+  void initialize(const Fill& fill);
+  RestoreReport restore(const std::string& from);
+  bool is_alive() const { return alive_; }
+  bool is_open() const { return engine_ != nullptr; }
 
   Engine& engine() {
     if (!engine_) throw UsageError("the engine was closed");
@@ -118,8 +130,10 @@ class Lift {
     platform::StreamEvent added;
   };
 
-  void divide_memory(const LiftOptions& options);
-  void add_units(const std::vector<LiftUnit>& units);
+  void divide_memory();
+  void open_engine();
+  void make_windows();
+  int world_size_at_start() const;
   void hold(Unit& unit);
   void raise(Unit& unit);
   void lower(Unit& unit);
@@ -130,8 +144,9 @@ class Lift {
   void end_engine() noexcept;
   DType type_of_gradient(nb::handle gradient, ParameterId parameter) const;
 
-  RuntimeOptions runtime_options_;
+  LiftOptions options_;
   std::uint64_t window_budget_ = 0;
+  bool alive_ = false;
   std::mutex mutex_;  // of the engine, for Python threads; taken without the GIL
   std::unique_ptr<Windows> windows_;
   std::vector<Unit> units_;

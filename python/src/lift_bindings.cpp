@@ -18,6 +18,7 @@
 #include <hoist/interchange/safetensors_writer.hpp>
 
 #include "bindings.hpp"
+#include "channel.hpp"
 #include "lift.hpp"
 #include "tensor.hpp"
 
@@ -103,23 +104,19 @@ class UnitValues {
 
 void initialize(Lift& lift, nb::callable unit_values) {
   UnitValues values(lift.engine(), std::move(unit_values));
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(lift.engine_mutex());
-  lift.engine().initialize(
+  lift.initialize(
       [&](ParameterId parameter, std::uint64_t first, std::span<float> out) { values.fill(parameter, first, out); });
 }
 
 void initialize_from(Lift& lift, const std::string& path, const std::map<std::string, std::string>& names,
                      bool allow_unused) {
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(lift.engine_mutex());
   const interchange::ImportOptions options{.tensor_name =
                                                [&](const std::string& parameter) {
                                                  const auto found = names.find(parameter);
                                                  return found == names.end() ? parameter : found->second;
                                                },
                                            .allow_unused = allow_unused};
-  lift.engine().initialize(interchange::fill_from(path, lift.engine().parameters(), options));
+  lift.initialize(interchange::fill_from(path, lift.engine().parameters(), options));
 }
 
 // --- weights out -----------------------------------------------------------------------------------------------------
@@ -242,10 +239,21 @@ void bind_lift(nb::module_& module) {
       .def(
           "__init__",
           [](Lift* self, const Config& config, const std::vector<GroupOptions>& groups,
-             const std::vector<LiftUnit>& units) {
-            new (self) Lift({.runtime = config.runtime, .engine = config.engine, .groups = groups, .units = units});
+             const std::vector<LiftUnit>& units, const std::optional<nb::callable>& make, int world_size) {
+            LiftOptions options{.runtime = config.runtime,
+                                .engine = config.engine,
+                                .groups = groups,
+                                .units = units,
+                                .world_size = world_size};
+            if (make) {
+              options.make_channel = [make = *make] {
+                const nb::gil_scoped_acquire acquire;
+                return make_channel(make());
+              };
+            }
+            new (self) Lift(std::move(options));
           },
-          "config"_a, "groups"_a, "units"_a)
+          "config"_a, "groups"_a, "units"_a, "make_channel"_a = nb::none(), "world_size"_a = 0)
       .def(
           "memory",
           [](Lift& lift, std::uint32_t unit) {
@@ -273,17 +281,24 @@ void bind_lift(nb::module_& module) {
              const nb::gil_scoped_release release;
              return lift.engine().find_commit();
            })
-      .def("restore",
+      .def("find_kept",
            [](Lift& lift) {
-             std::optional<RestoreReport> report;
-             {
-               const nb::gil_scoped_release release;
-               const std::lock_guard lock(lift.engine_mutex());
-               report = lift.engine().restore();
-             }
-             const auto* state = reinterpret_cast<const char*>(report->caller_state.data());
-             return std::make_pair(report->step, nb::bytes(state, report->caller_state.size()));
+             const nb::gil_scoped_release release;
+             const std::lock_guard lock(lift.engine_mutex());
+             std::vector<std::pair<std::string, std::uint64_t>> kept;
+             for (const Engine::KeptStep& step : lift.engine().find_kept()) kept.emplace_back(step.name, step.step);
+             return kept;
            })
+      .def(
+          "restore",
+          [](Lift& lift, const std::string& from) {
+            const RestoreReport report = lift.restore(from);
+            const auto* state = reinterpret_cast<const char*>(report.caller_state.data());
+            return std::make_pair(report.step, nb::bytes(state, report.caller_state.size()));
+          },
+          "from_"_a = "", "Continues from the newest commit, or from a kept step: (step, caller_state).")
+      .def_prop_ro("is_alive", &Lift::is_alive)
+      .def_prop_ro("is_open", &Lift::is_open, "Not closed yet.")
       .def(
           "begin",
           [](Lift& lift, Pass pass, int micro_batch, int micro_batches) {

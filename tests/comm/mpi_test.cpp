@@ -57,7 +57,7 @@ TEST(MpiTransportTest, CutsLargeMessages) {
     std::vector<std::byte> source(size * 3 * bytes);
     for (std::uint64_t i = 0; i < source.size(); ++i) source[i] = byte_at({bytes, rank, 1}, i);
     std::vector<std::byte> received(size * bytes);
-    const detail::ShardExchange part{source.data() + bytes, 3 * bytes, bytes, received.data()};
+    const ShardExchange part{source.data() + bytes, 3 * bytes, bytes, received.data()};
     transport->exchange_shards({&part, 1});
     for (std::uint64_t i = 0; i < received.size(); ++i) {
       const std::uint64_t at = static_cast<std::uint64_t>(rank) * 3 * bytes + bytes + i % bytes;

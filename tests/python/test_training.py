@@ -275,6 +275,30 @@ def test_the_norm_is_clipped_as_by_pytorch(settings):
         assert_equal_within_ulps(engine, reference, ulp_max=32)  # PyTorch's norm is rounded to fp32
 
 
+@pytest.mark.parametrize("where", ["nvme", "cpu", "none"])
+def test_the_stages_end_in_the_same_bits(settings, tmp_path, where):
+    """Below stage 3 weights stay on the device: the budget holds them, and a layer that is up, twice."""
+    ends = []
+    for stage in (3, 0, 1, 2):
+        zero = {"stage": stage}
+        if where != "none":
+            zero["offload_optimizer"] = {"device": where, "nvme_path": str(tmp_path / f"stage-{stage}")}
+        config = settings(zero_optimization=zero, hoist={"device_memory": "4MiB", "pinned_memory": "16MiB"})
+        if where == "cpu":
+            del config["zero_optimization"]["offload_optimizer"]["nvme_path"]
+        with hoist.torch.wrap(make(), config) as engine:
+            losses = []
+            for inputs, targets in batches(6):
+                loss = loss_of(engine(inputs), targets)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            tiers = engine.books()["tiers"]
+            assert all(t["peak_bytes"] <= t["budget_bytes"] for t in tiers.values()), tiers
+            ends.append((losses, [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)]))
+    assert all(end == ends[0] for end in ends[1:])
+
+
 @pytest.mark.parametrize("recompute", [None, "non-reentrant"])
 def test_compiled_units(settings, recompute):
     """torch.compile inside of units: the graphs are autograd's, the weights still come and go."""

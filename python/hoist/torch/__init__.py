@@ -23,6 +23,7 @@ if "torch" not in sys.modules:
 import torch  # noqa: E402
 
 from hoist import _hoist  # noqa: E402
+from hoist.torch import distributed  # noqa: E402
 from hoist.torch.engine import Engine  # noqa: E402
 from hoist.torch.optimizer import Optimizer  # noqa: E402
 from hoist.torch.units import units_of  # noqa: E402
@@ -49,6 +50,7 @@ def wrap(model: torch.nn.Module, config, **options) -> Engine:
     optimizer      what the groups' settings are of, where it is not the configuration's: AdamW, Adam, Adagrad, Lion, SGD
     seed           of that initialization
     resume         continue from the newest commit of the store, if there is one
+    load_later     where the store holds a run, do not refuse it but wait for restore() or load_checkpoint()
     scheduler      stepped after every step that was applied
     """
     return Engine(model, load_config(config), **options)
@@ -59,7 +61,9 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
                config_params=None, **options):
     """What deepspeed.initialize takes and returns: (engine, optimizer, dataloader, scheduler).
 
-    An optimizer's parameter groups are taken over, settings and all; its own state is not used.
+    An optimizer's parameter groups are taken over, settings and all; its own state is not used. Ranks that torchrun
+    started are joined. Where the configuration does not say how many steps stay under a name, one does, so that
+    save_checkpoint() works.
     """
     if model is None:
         raise _hoist.UsageError("initialize() needs model=...")
@@ -71,6 +75,10 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
     if config is None:
         raise _hoist.UsageError("initialize() needs config=..., a file or a dictionary")
     loaded = load_config(config)
+    if loaded.setting("hoist.keep_steps") is None and loaded.can_keep_steps:
+        loaded.keep_steps = 1
+    if dist_init_required is not False and loaded.joins_launched_ranks:
+        distributed.initialize_as_launched()
 
     groups = None
     client_groups = None
@@ -83,6 +91,7 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
         groups = [g for g in model_parameters]
         if not groups or not isinstance(groups[0], dict):
             groups = None  # plain parameters: the configuration's settings
+    options.setdefault("load_later", True)
     engine = Engine(model, loaded, groups=groups, **options)
     if client_groups is not None:
         engine.optimizer.adopt(client_groups)
@@ -94,8 +103,12 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
     engine.lr_scheduler = scheduler
     loader = None
     if training_data is not None:
+        sampler = None
+        if engine.world_size > 1:
+            sampler = torch.utils.data.DistributedSampler(training_data, engine.world_size, engine.rank)
         loader = torch.utils.data.DataLoader(
-            training_data, batch_size=engine.train_micro_batch_size_per_gpu() or 1, collate_fn=collate_fn, shuffle=True)
+            training_data, batch_size=engine.train_micro_batch_size_per_gpu() or 1, collate_fn=collate_fn,
+            sampler=sampler, shuffle=sampler is None)
     return engine, engine.optimizer, loader, scheduler
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from hoist import _hoist
 from hoist.optim import options_of
-from hoist.torch import initial, program_state
+from hoist.torch import checkpoints, distributed, initial, program_state
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.optimizer import Optimizer
 from hoist.torch.parameters import Parameters
@@ -37,7 +37,8 @@ class Engine:
     """What `wrap` and `initialize` return: the model, and its training state on three tiers."""
 
     def __init__(self, model: nn.Module, config: _hoist.Config, *, groups=None, unit_classes=(), weights=None,
-                 initialize=None, optimizer: str | None = None, seed: int = 0, resume: bool = False, scheduler=None):
+                 initialize=None, optimizer: str | None = None, seed: int = 0, resume: bool = False, scheduler=None,
+                 load_later: bool = False):
         self.module = model
         self.config = config
         self._calls: list[ModuleHook] = []
@@ -47,7 +48,8 @@ class Engine:
         self._broken = False
         self._last_report: _hoist.StepReport | None = None
         self._boundary: bool | None = None
-        self.lr_scheduler = scheduler
+        self._lr_scheduler = scheduler
+        self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
         self.state: dict[str, Any] = {}
         self.restored = False
         for warning in config.warnings:
@@ -57,10 +59,6 @@ class Engine:
                          "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
                          "torch), and steps may be several times faster")
         self._refuse_compiled(model)
-        stage = config.setting("zero_optimization.stage")
-        if stage is not None and stage != 3:
-            raise _hoist.UsageError(f"zero_optimization.stage is {stage}: PyTorch's modules are lifted at stage 3, where "
-                                    "weights come and go; the lower stages are the engine's own and untried from here")
 
         cut = units_of(model, unit_classes)
         if not cut.units:
@@ -76,7 +74,7 @@ class Engine:
         training = config.training
         self._micro_batches = int(training.gradient_accumulation_steps or 1)
         config.micro_batches_max = max(config.micro_batches_max, self._micro_batches)
-        self._lift = _hoist.Lift(config, options, units)
+        self._lift = _hoist.Lift(config, options, units, *distributed.channels_of(config))
         self._lift.know_types(torch.float32, torch.bfloat16, torch.float16)
         settled = config.check_world_size(self._lift.world_size)
         self._training = settled
@@ -85,7 +83,7 @@ class Engine:
         initial.materialize_buffers(model, initialize)
         if dtype is not None:
             self._parameters.cast_buffers()
-        self._bring_to_life(sources, weights, initialize, seed, resume)
+        self._bring_to_life(sources, weights, initialize, seed, resume, load_later)
         del sources
 
         self._units_without_backward = {
@@ -101,6 +99,7 @@ class Engine:
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
         self._push_all_rates = groups is not None
+        self._continue_schedule()
         atexit.register(_close_quietly, weakref.ref(self._lift))
 
     # --- construction ------------------------------------------------------------------------------------------------
@@ -137,12 +136,13 @@ class Engine:
                 raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
         return groups, group_of
 
-    def _bring_to_life(self, sources, weights, initialize, seed: int, resume: bool) -> None:
-        if resume and self._lift.find_commit() is not None:
-            step, state = self._lift.restore()
-            self.restored = True
-            self._load_commit_state(bytes(state))
-            _log.info("resuming at step %d", step)
+    def _bring_to_life(self, sources, weights, initialize, seed: int, resume: bool, load_later: bool) -> None:
+        if (resume or load_later) and self._lift.find_commit() is not None:
+            if resume:
+                step, state = self._lift.restore()
+                self.restored = True
+                self._load_commit_state(bytes(state))
+                _log.info("resuming at step %d", step)
         elif weights is not None:
             found = initial.tensor_names(weights)
             names = {}
@@ -193,6 +193,7 @@ class Engine:
             self._watch.__enter__()
 
     def _begin(self, kind: _hoist.Pass) -> None:
+        self._require_life()
         if kind == _hoist.Pass.train:
             if self._due:
                 raise _hoist.UsageError(
@@ -309,18 +310,18 @@ class Engine:
             return None
         if self._push_all_rates or not self.config.has_schedule:
             self.optimizer.push_rates()
-        report = lift.step(self._commit_state())
+        report = lift.step(self._commit_state(schedule_lags=True))
         self._due = False
         self._micro_batch = 0
         self._last_report = report
         if report.applied:
             # A graph that was kept from before must not be used with the new weights: autograd checks for it.
             torch.autograd.graph.increment_version(self._parameters.trainable)
-            if self.lr_scheduler is not None:
-                driven = getattr(self.lr_scheduler, "optimizer", None)
+            if self._lr_scheduler is not None:
+                driven = getattr(self._lr_scheduler, "optimizer", None)
                 if driven is not None:
                     driven._opt_called = True  # by which PyTorch's schedulers know that a step came first
-                self.lr_scheduler.step()
+                self._lr_scheduler.step()
         return report
 
     def _drop_gradients(self) -> None:
@@ -331,6 +332,21 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._drop_gradients()
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Stepped after every step that was applied. One that is set after a restore goes on where the saved one was."""
+        return self._lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._lr_scheduler = scheduler
+        self._continue_schedule()
+
+    def _continue_schedule(self) -> None:
+        if self._saved and self._lr_scheduler is not None:
+            program_state.continue_schedule(self._saved, self._lr_scheduler, self.optimizer.param_groups)
+            self._saved = {}
 
     def _set_rate(self, group: int, rate: float) -> None:
         self._lift.set_learning_rate(group + self._optimizer_groups_offset, rate)
@@ -352,6 +368,14 @@ class Engine:
         return self._training.train_micro_batch_size_per_gpu
 
     @property
+    def rank(self) -> int:
+        return self._lift.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._lift.world_size
+
+    @property
     def global_steps(self) -> int:
         return self._lift.step_count
 
@@ -367,30 +391,82 @@ class Engine:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def _commit_state(self) -> bytes:
+    def _commit_state(self, schedule_lags: bool) -> bytes:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return program_state.pack(self.state, self.lr_scheduler, rates, dict(self._parameters.persistent_buffers()))
+        return program_state.pack(self.state, self._lr_scheduler, rates, dict(self._parameters.persistent_buffers()),
+                                  schedule_lags=schedule_lags)
 
     def _load_commit_state(self, data: bytes) -> None:
-        saved = program_state.unpack(data)
-        self.state = saved.get("program", {})
-        self._saved_scheduler = saved.get("scheduler")
-        self._saved_rates = saved.get("rates")
-        program_state.fill_buffers(saved.get("buffers", {}), dict(self._parameters.persistent_buffers()))
+        self._saved = program_state.unpack(data)
+        self.state = self._saved.get("program", {})
+        program_state.fill_buffers(self._saved.get("buffers", {}), dict(self._parameters.persistent_buffers()))
 
     def save(self, name: str = "", state: dict[str, Any] | None = None) -> _hoist.Completion:
-        """Commits the present state under a name; the returned completion is done when it is durable."""
+        """[C] Commits the present state; the returned completion is done when it is durable.
+
+        With hoist.keep_steps and a name the step is kept: the last ones stay beside the newest commit, and restore(name)
+        goes back to one. A step of the same name is replaced.
+        """
         self._between_passes()
         if state is not None:
             self.state = state
-        return self._lift.save(name, self._commit_state())
+        return self._lift.save(name, self._commit_state(schedule_lags=False))
+
+    def kept(self) -> dict[str, int]:
+        """[C] Steps that are kept, by name, oldest first."""
+        return dict(self._lift.find_kept())
+
+    def restore(self, name: str = "") -> int:
+        """[C] Continues from a step that was kept, or from the newest commit; what came after it is given up. Returns the
+        step. Also after an error that ended the engine."""
+        if name and self._lift.is_alive:
+            checkpoints.require_kept(self, name)
+        step, state = self._lift.restore(name)
+        self.restored = True
+        self._due = self._backward_seen = self._broken = False
+        self._micro_batch = 0
+        self._last_report = None
+        torch.autograd.graph.increment_version(self._parameters.trainable)
+        self.optimizer.forget_rates()
+        self._load_commit_state(bytes(state))
+        self._continue_schedule()
+        return step
+
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None,
+                        save_latest: bool = True, **_) -> bool:
+        """[C] As DeepSpeed's: keeps this step in the store under the tag, and writes the client state below `save_dir`."""
+        checkpoints.save(self, os.fspath(save_dir), tag, client_state or {}, save_latest)
+        return True
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+                        load_module_only: bool = False, custom_load_fn=None) -> tuple[str | None, dict[str, Any] | None]:
+        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() kept. (path, client state)."""
+        if load_module_only or not load_optimizer_states or custom_load_fn is not None:
+            raise _hoist.UsageError("a kept step comes back whole: for its weights alone, `hoist export` it, and begin a "
+                                    "run with weights=...")
+        before = self._lr_scheduler
+        if not load_lr_scheduler_states:
+            self._lr_scheduler = None
+        try:
+            return checkpoints.load(self, os.fspath(load_dir), tag)
+        finally:
+            if not load_lr_scheduler_states:
+                self._lr_scheduler, self._saved = before, {}
 
     def settle(self) -> None:
         """Returns when every update and commit under way is done."""
         self._between_passes()
         self._lift.settle()
 
+    def _require_life(self) -> None:
+        if not self._lift.is_alive and self._lift.is_open:
+            raise _hoist.StoreError(
+                f"{self.config.store_directory} holds a run already: load_checkpoint() or restore() continues it, as "
+                "resume=True does from the start; to begin anew, choose another directory or remove it")
+
     def _between_passes(self) -> None:
+        self._require_life()
         if self._backward_seen:
             raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
         if self._lift.pass_ == _hoist.Pass.train:

@@ -16,11 +16,15 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, engine, param_groups: list[dict[str, Any]]):
         self._engine = engine
         super().__init__(param_groups, {})
-        self._rates = [group["lr"] for group in self.param_groups]
+        self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
 
     def adopt(self, param_groups: list[dict[str, Any]]) -> None:
         """Follows the groups of another optimizer, whose schedulers then set the rates here."""
         self.param_groups = param_groups
+
+    def forget_rates(self) -> None:
+        """A new engine has the configuration's rates, and is told all of these with its first step."""
+        self._rates = [None] * len(self.param_groups)
 
     def push_rates(self) -> None:
         for index, group in enumerate(self.param_groups):

@@ -13,9 +13,11 @@ import torch
 _BUFFER_BYTES_MAX = 32 * 1024
 
 
-def pack(program: dict[str, Any], scheduler: Any, rates: list[float], buffers: dict[str, torch.Tensor]) -> bytes:
-    """`scheduler` has its plain numbers written down, as far as it has a state_dict()."""
-    state: dict[str, Any] = {"program": program, "rates": rates}
+def pack(program: dict[str, Any], scheduler: Any, rates: list[float], buffers: dict[str, torch.Tensor], *,
+         schedule_lags: bool) -> bytes:
+    """`scheduler` has its plain numbers written down, as far as it has a state_dict(). `schedule_lags`: it will be stepped
+    for this commit's step, but has not been yet."""
+    state: dict[str, Any] = {"program": program, "rates": rates, "schedule_lags": schedule_lags}
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         state["scheduler"] = {k: v for k, v in scheduler.state_dict().items() if _is_plain(v)}
     if buffers and sum(b.nbytes for b in buffers.values()) <= _BUFFER_BYTES_MAX:
@@ -26,6 +28,20 @@ def pack(program: dict[str, Any], scheduler: Any, rates: list[float], buffers: d
 def unpack(data: bytes) -> dict[str, Any]:
     """What was packed, under the same names; nothing of a commit without."""
     return json.loads(data) if data else {}
+
+
+def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[dict[str, Any]]) -> None:
+    """Brings a scheduler, and the rates that it has set, to where they were after the commit's step."""
+    if not hasattr(scheduler, "load_state_dict") or "scheduler" not in saved:
+        return
+    scheduler.load_state_dict({**scheduler.state_dict(), **saved["scheduler"]})  # what is not plain is as it was built
+    for group, rate in zip(param_groups, saved["rates"], strict=True):
+        group["lr"] = rate
+    if saved.get("schedule_lags", True):
+        driven = getattr(scheduler, "optimizer", None)
+        if driven is not None:
+            driven._opt_called = True
+        scheduler.step()
 
 
 def fill_buffers(saved: dict[str, list], buffers: dict[str, torch.Tensor]) -> None:
@@ -42,4 +58,6 @@ def _text_of(buffer: torch.Tensor) -> list:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
     return isinstance(value, (int, float, str, bool, type(None)))

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/detail/transport.hpp - how bytes pass between ranks that are CPUs: one ordered channel over all of them.
+// comm/transport.hpp - how bytes pass between ranks that are CPUs: one ordered channel over all of them.
 //
 // A communicator owns two, one per plane. Every call is collective and blocks until this rank's part is done and its
-// buffers may be changed again.
+// buffers may be changed again. A program that has ranks and channels already (PyTorch's process groups) implements
+// this, and gets a Communicator with the arithmetic, order and checks of the others by make_over().
 //
 // Threading  One thread at a time, not always the same.
 // Memory     Buffers are the caller's; after a failure peers no longer touch them.
@@ -13,10 +14,11 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include <hoist/comm/communicator.hpp>
 
-namespace hoist::comm::detail {
+namespace hoist::comm {
 
 // A part of an all-to-all. Rank r receives, from every rank q in rank order, `chunk_bytes` bytes that start at
 // q.source + r * q.stride_bytes, into received + q * chunk_bytes. With a stride of 0 everybody gets the same bytes.
@@ -47,4 +49,8 @@ class Transport {
   Transport() = default;
 };
 
-}  // namespace hoist::comm::detail
+// A communicator of two channels over the same ranks. `name` must be a literal.
+std::unique_ptr<Communicator> make_over(std::string_view name, std::shared_ptr<Transport> data,
+                                        std::shared_ptr<Transport> control, const CommunicatorOptions& options = {});
+
+}  // namespace hoist::comm

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""save_checkpoint() and load_checkpoint() as DeepSpeed's engine has them, over steps that the store keeps by name.
+
+The model and its optimizer's states stay in the store: a tag is the name of a kept step. The directory that the program
+names gets what is the program's own, its client state, one file for each step that had the tag:
+
+    DIRECTORY/latest                    the newest tag
+    DIRECTORY/TAG/client_state-12.pt    of step 12, by torch.save
+
+The file is durable before the step is kept, and `latest` is written after: whenever the program is killed, `latest` names
+a step that the store has.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hoist import _hoist
+
+if TYPE_CHECKING:
+    from hoist.torch.engine import Engine
+
+_log = logging.getLogger("hoist")
+
+
+def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> None:
+    """[C] Returns when the step is kept durably."""
+    if engine.config.keep_steps == 0:
+        raise _hoist.UsageError(
+            "save_checkpoint() keeps steps in the store, and this configuration reserves room for none: set "
+            '"hoist": {"keep_steps": N} for the last N, 12 bytes a parameter each (and nvme_path or '
+            "hoist.checkpoint_path, so that there is a store)")
+    step = engine.step_count
+    tag = str(tag) if tag is not None else f"global_step{step}"
+    folder = os.path.join(directory, tag)
+    is_first = engine.rank == 0
+    if is_first:
+        os.makedirs(folder, exist_ok=True)
+        _write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
+    engine.save(tag).wait()
+    if is_first:
+        for other in glob.glob(_client_file(glob.escape(folder), "*")):
+            if other != _client_file(folder, step):
+                os.unlink(other)  # of a step that had this tag before
+        if save_latest:
+            _write_durably(os.path.join(directory, "latest"), lambda file: file.write(tag.encode()))
+
+
+def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
+    """[C] (path, client state); (None, None) where no tag is given and nothing was saved. Client states are pickles, as
+    DeepSpeed's are: load what you have saved yourself."""
+    if tag is None:
+        latest = os.path.join(directory, "latest")
+        if not os.path.isfile(latest):
+            _log.warning("there is no %s: nothing was loaded", latest)
+            return None, None
+        with open(latest, encoding="utf-8") as file:
+            tag = file.read().strip()
+    tag = str(tag)
+    folder = os.path.join(directory, tag)
+    if glob.glob(os.path.join(glob.escape(folder), "*_states.pt")):
+        raise _hoist.UsageError(
+            f"{folder} was written by DeepSpeed: its zero_to_fp32.py makes weights of it (--safe_serialization), and "
+            "weights=... begins with them; moments begin at zero then")
+    step = require_kept(engine, tag)
+    client_file = _client_file(folder, step)
+    if not os.path.isfile(client_file):
+        raise _hoist.StoreError(
+            f"the step that {engine.config.store_directory} keeps as '{tag}' is number {step}, and {folder} is of "
+            f"another one; restore('{tag}') continues from it without the program's state")
+    client_state = torch.load(client_file, map_location="cpu", weights_only=False)
+    engine.restore(tag)
+    return folder, client_state
+
+
+def require_kept(engine: Engine, name: str) -> int:
+    """[C] The step that is kept under a name. Errors: StoreError, saying which are."""
+    kept = engine.kept()
+    if name not in kept:
+        others = ", ".join(f"'{other}' (step {step})" for other, step in kept.items()) or "none"
+        raise _hoist.StoreError(
+            f"{engine.config.store_directory} keeps no step '{name}', or not any more; it keeps {others}. The last "
+            f"{engine.config.keep_steps} stay (hoist.keep_steps)")
+    return kept[name]
+
+
+def _client_file(folder: str, step: int | str) -> str:
+    return os.path.join(folder, f"client_state-{step}.pt")
+
+
+def _write_durably(path: str, write) -> None:
+    partial = path + ".partial"
+    with open(partial, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

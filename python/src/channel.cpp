@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "channel.hpp"
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+#include <nanobind/ndarray.h>
+
+#include <hoist/core/error.hpp>
+
+namespace hoist::python {
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::object tensor_of(const std::byte* data, std::uint64_t bytes) {
+  const std::size_t extent = bytes;
+  return nb::cast(
+      nb::ndarray<nb::pytorch, std::uint8_t, nb::device::cpu>(const_cast<std::byte*>(data), 1, &extent, nb::handle()),
+      nb::rv_policy::reference);
+}
+
+class Channel final : public comm::Transport {
+ public:
+  explicit Channel(nb::object channel)
+      : channel_(std::move(channel)),
+        rank_(nb::cast<int>(channel_.attr("rank"))),
+        size_(nb::cast<int>(channel_.attr("size"))) {}
+
+  ~Channel() override {
+    if (!nb::is_alive()) {  // the interpreter took the object with it
+      channel_.release();
+      return;
+    }
+    const nb::gil_scoped_acquire acquire;
+    try {
+      channel_.attr("close")();
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("closing a channel");
+    }
+    channel_.reset();
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void all_gather(std::span<const comm::GatherPiece> pieces) override {
+    call("all_gather", [&] {
+      Messages messages;
+      for (const comm::GatherPiece& piece : pieces) {
+        const std::byte* const own = piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_bytes;
+        for_each_peer([&](int peer) {
+          messages.add(peer, own, piece.data + static_cast<std::uint64_t>(peer) * piece.shard_bytes, piece.shard_bytes);
+        });
+      }
+      exchange(messages);
+    });
+  }
+
+  void exchange_shards(std::span<const comm::ShardExchange> parts) override {
+    call("exchange", [&] {
+      Messages messages;
+      for (const comm::ShardExchange& part : parts) {
+        for_each_peer([&](int peer) {
+          const auto p = static_cast<std::uint64_t>(peer);
+          messages.add(peer, part.source + p * part.stride_bytes, part.received + p * part.chunk_bytes,
+                       part.chunk_bytes);
+        });
+      }
+      exchange(messages);
+    });
+    const auto me = static_cast<std::uint64_t>(rank_);
+    for (const comm::ShardExchange& part : parts) {
+      if (part.chunk_bytes == 0) continue;
+      std::memmove(part.received + me * part.chunk_bytes, part.source + me * part.stride_bytes, part.chunk_bytes);
+    }
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root) override {
+    if (bytes.empty()) return;
+    call("broadcast", [&] { channel_.attr("broadcast")(tensor_of(bytes.data(), bytes.size()), root); });
+  }
+
+  void barrier() override {
+    call("barrier", [&] { channel_.attr("barrier")(); });
+  }
+
+  std::unique_ptr<Transport> duplicate() override {
+    std::unique_ptr<Transport> copy;
+    call("duplicate", [&] { copy = std::make_unique<Channel>(channel_.attr("duplicate")()); });
+    return copy;
+  }
+
+ private:
+  // In the order in which every rank of a pair adds them: by that messages find each other.
+  struct Messages {
+    nb::list sends;
+    nb::list receives;
+    void add(int peer, const std::byte* source, std::byte* target, std::uint64_t bytes) {
+      if (bytes == 0) return;
+      sends.append(nb::make_tuple(peer, tensor_of(source, bytes)));
+      receives.append(nb::make_tuple(peer, tensor_of(target, bytes)));
+    }
+  };
+
+  template <typename Visit>
+  void for_each_peer(const Visit& visit) const {
+    for (int step = 1; step < size_; ++step) visit((rank_ + step) % size_);
+  }
+
+  void exchange(const Messages& messages) {
+    if (nb::len(messages.sends) > 0) channel_.attr("exchange")(messages.sends, messages.receives);
+  }
+
+  // A channel that failed once refuses everything after.
+  template <typename Work>
+  void call(const char* what, const Work& work) {
+    const nb::gil_scoped_acquire acquire;
+    if (!failure_.empty()) throw CommError(failure_);
+    try {
+      work();
+    } catch (const nb::python_error& error) {
+      failure_ = fmt::format("torch.distributed: {} on rank {} of {} failed: {}", what, rank_, size_,
+                             nb::str(error.value()).c_str());
+      throw CommError(failure_);
+    }
+  }
+
+  nb::object channel_;
+  const int rank_;
+  const int size_;
+  std::string failure_;
+};
+
+}  // namespace
+
+std::shared_ptr<comm::Transport> make_channel(nb::object channel) {
+  return std::make_shared<Channel>(std::move(channel));
+}
+
+}  // namespace hoist::python

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that stay under a name: kept, gone back to, and saved and loaded as DeepSpeed's programs do."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import hoist
+import hoist.torch
+from models import Gpt, batches, loss_of
+
+STATES = (hoist.State.master, hoist.State.moment1, hoist.State.moment2)
+
+
+def make(seed=0, **options):
+    torch.manual_seed(seed)
+    return Gpt(**options)
+
+
+def train(engine, steps, first=0):
+    losses = []
+    for step, (inputs, targets) in enumerate(batches(first + steps)):
+        if step < first:
+            continue
+        loss = loss_of(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def digests(engine):
+    return [engine.digest(state) for state in STATES]
+
+
+def keeping(settings, count, **changes):
+    config = settings(**changes)
+    config["hoist"]["keep_steps"] = count
+    return config
+
+
+# --- kept steps ------------------------------------------------------------------------------------------------------
+
+
+def test_a_kept_step_is_gone_back_to_in_a_running_program(settings):
+    """Losses, masters and moments after going back are bit for bit those of the first time."""
+    with hoist.torch.wrap(make(), keeping(settings, 2)) as engine:
+        train(engine, 4)
+        engine.save("four", state={"note": 4})
+        at_four = digests(engine)
+        first = train(engine, 5, first=4)
+        at_nine = digests(engine)
+        engine.save("nine").wait()
+        assert engine.kept() == {"four": 4, "nine": 9}
+        assert engine.restore("four") == 4
+        assert engine.step_count == 4 and engine.state == {"note": 4} and digests(engine) == at_four
+        assert train(engine, 5, first=4) == first
+        assert digests(engine) == at_nine
+        train(engine, 1, first=9)
+        assert engine.kept() == {"four": 4, "nine": 9}
+        assert engine.restore("nine") == 9
+        assert digests(engine) == at_nine
+
+
+def test_the_last_ones_stay(settings):
+    with hoist.torch.wrap(make(), keeping(settings, 2)) as engine:
+        for step in range(4):
+            train(engine, 1, first=step)
+            engine.save(f"s{step + 1}")
+        engine.settle()
+        assert engine.kept() == {"s3": 3, "s4": 4}
+        with pytest.raises(hoist.StoreError, match=r"'s1'.*'s3' \(step 3\), 's4' \(step 4\)"):
+            engine.restore("s1")
+        train(engine, 1, first=4)  # a refusal leaves the engine as it was
+        assert engine.step_count == 5
+        engine.save("s3").wait()
+        assert engine.kept() == {"s4": 4, "s3": 5}
+
+
+def test_a_later_program_goes_back_too(settings):
+    config = keeping(settings, 1)
+    with hoist.torch.wrap(make(), config) as engine:
+        train(engine, 3)
+        engine.save("three")
+        expected = train(engine, 4, first=3)
+    with hoist.torch.wrap(make(seed=3), config, resume=True) as engine:
+        assert engine.step_count == 7 and engine.kept() == {"three": 3}
+        assert engine.restore("three") == 3
+        assert train(engine, 4, first=3) == expected
+
+
+def test_weights_that_are_up_do_not_outlive_a_restore(settings):
+    with hoist.torch.wrap(make(), keeping(settings, 1)) as engine:
+        train(engine, 1)
+        engine.save("one")
+        before = engine.state_dict()
+        inputs, targets = next(batches(1))
+        train(engine, 2, first=1)
+        abandoned = loss_of(engine(inputs), targets)  # a forward pass under way
+        engine.restore("one")
+        assert engine.module.blocks[0].up.weight.isnan().all()
+        with pytest.raises((hoist.UsageError, RuntimeError)):
+            engine.backward(abandoned)
+        after = engine.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert len(train(engine, 2, first=1)) == 2
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "recursive": lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=3, gamma=0.5),
+    "closed": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "chained": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4), torch.optim.lr_scheduler.StepLR(o, 2)], [4]),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("how", ["newest", "kept"])
+def test_a_schedule_goes_on_where_it_was(settings, kind, how):
+    config = keeping(settings, 1)
+    rates, losses = [], []
+    with hoist.torch.wrap(make(), config) as engine:
+        engine.lr_scheduler = SCHEDULES[kind](engine.optimizer)
+        for step in range(10):
+            if step == 5 and how == "kept":
+                engine.save("five")
+            losses += train(engine, 1, first=step)
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+            if step == 4 and how == "newest":
+                break
+    with hoist.torch.wrap(make(seed=4), config, resume=True) as engine:
+        if how == "kept":
+            engine.restore("five")
+        engine.lr_scheduler = SCHEDULES[kind](engine.optimizer)
+        assert engine.optimizer.param_groups[0]["lr"] == rates[4]
+        for step in range(5, 10):
+            loss = train(engine, 1, first=step)
+            rate = engine.optimizer.param_groups[0]["lr"]
+            if how == "kept":
+                assert loss == losses[step:step + 1] and rate == rates[step]
+            else:
+                losses += loss
+                rates.append(rate)
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    schedule = SCHEDULES[kind](plain)
+    for rate in rates:
+        plain.step()
+        schedule.step()
+        assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12)
+
+
+# --- in DeepSpeed's shape --------------------------------------------------------------------------------------------
+
+
+def random_batch():
+    tokens = torch.randint(0, 97, (4, 17))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train_at_random(engine, steps):
+    """Data, and what is dropped, come from the global generator: only a program that restores it repeats a run."""
+    losses = []
+    for _ in range(steps):
+        inputs, targets = random_batch()
+        loss = loss_of(torch.nn.functional.dropout(engine(inputs), 0.1), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def initialize(config, seed=0):
+    model = make(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    return hoist.torch.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+
+
+def test_saved_and_loaded_as_by_deepspeeds_programs(settings, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    engine, optimizer, _, _ = initialize(settings())
+    torch.manual_seed(11)
+    random.seed(5)
+    train_at_random(engine, 3)
+    assert engine.save_checkpoint(checkpoints, client_state={
+        "epoch": 2, "random": torch.get_rng_state(), "python": random.getstate(), "best": torch.tensor([1.5])})
+    drawn = random.random()
+    expected = train_at_random(engine, 4)
+    rate = optimizer.param_groups[0]["lr"]
+    expected_digests = digests(engine)
+    engine.close()
+    assert (checkpoints / "latest").read_text() == "global_step3"
+    assert os.listdir(checkpoints / "global_step3") == ["client_state-3.pt"]
+
+    engine, optimizer, _, _ = initialize(settings(), seed=8)
+    with pytest.raises(hoist.StoreError, match="load_checkpoint"):
+        engine(random_batch()[0])
+    with pytest.raises(hoist.StoreError, match="load_checkpoint"):
+        engine.state_dict()
+    path, client = engine.load_checkpoint(checkpoints)
+    assert path == str(checkpoints / "global_step3")
+    assert client["epoch"] == 2 and client["best"].item() == 1.5
+    assert engine.global_steps == 3
+    torch.set_rng_state(client["random"])
+    random.setstate(client["python"])
+    assert random.random() == drawn
+    assert train_at_random(engine, 4) == expected
+    assert digests(engine) == expected_digests
+    assert optimizer.param_groups[0]["lr"] == rate
+    engine.close()
+
+
+def test_loading_without_the_schedule(settings, tmp_path):
+    engine, optimizer, _, _ = initialize(settings())
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path / "c", tag="three")
+    assert optimizer.param_groups[0]["lr"] == 5e-4
+    engine.close()
+    engine, optimizer, _, _ = initialize(settings())
+    engine.load_checkpoint(tmp_path / "c", load_lr_scheduler_states=False)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    train(engine, 1)
+    engine.close()
+
+
+def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
+    engine, *_ = initialize(settings())
+    assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
+    assert "latest" in caplog.text
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "c", tag="a")
+    train(engine, 1, first=1)
+    engine.save_checkpoint(tmp_path / "c", tag="b", save_latest=False)
+    assert (tmp_path / "c" / "latest").read_text() == "a"
+    with pytest.raises(hoist.StoreError, match=r"'a'.*'b' \(step 2\)"):  # one stays, where the configuration does not say
+        engine.load_checkpoint(tmp_path / "c")
+    with pytest.raises(hoist.StoreError, match="another one"):  # the name is kept, of another directory's step
+        (tmp_path / "d" / "b").mkdir(parents=True)
+        engine.load_checkpoint(tmp_path / "d", tag="b")
+    (tmp_path / "e" / "global_step7").mkdir(parents=True)
+    (tmp_path / "e" / "global_step7" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(hoist.UsageError, match="zero_to_fp32"):
+        engine.load_checkpoint(tmp_path / "e", tag="global_step7")
+    with pytest.raises(hoist.UsageError, match="whole"):
+        engine.load_checkpoint(tmp_path / "c", load_module_only=True)
+    assert engine.load_checkpoint(tmp_path / "c", tag="b")[0] is not None
+    assert engine.step_count == 2
+    engine.close()
+
+
+def test_without_room_for_kept_steps_saving_is_refused(settings, tmp_path):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        train(engine, 1)
+        with pytest.raises(hoist.UsageError, match="hoist.*keep_steps"):
+            engine.save_checkpoint(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_killed_while_saving(settings, tmp_path):
+    """Whenever it dies, `latest` names a step that comes back with its own client state."""
+    config = keeping(settings, 2)
+    program = textwrap.dedent(f"""
+        import json, os, signal, sys, threading, time
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        from test_checkpoints import initialize, train
+        after = float(sys.argv[1])
+        engine, *_ = initialize(json.loads({json.dumps(json.dumps(config))}))
+        engine.load_checkpoint({str(tmp_path / "c")!r})
+        first = engine.step_count
+        print(first, flush=True)
+        killer = threading.Thread(target=lambda: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL)), daemon=True)
+        for step in range(first, 1000):
+            train(engine, 1, first=step)
+            engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": step + 1}})
+            if step == first:
+                killer.start()
+    """)
+    reached = 0
+    for after in (0.1, 0.13, 0.17):
+        ended = subprocess.run([sys.executable, "-c", program, str(after)], capture_output=True, text=True)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        began = int(ended.stdout.split()[0])
+        assert began >= reached + (reached > 0)
+        reached = began
+    engine, *_ = initialize(config)
+    path, client = engine.load_checkpoint(tmp_path / "c")
+    assert path is not None and client["step"] == engine.step_count >= max(reached, 1)
+    engine.close()
+
+
+def test_after_damage_was_undone_a_failed_engine_goes_on(settings, tmp_path):
+    """Every byte of the weights on NVMe is wrong for a while: the pass fails, the engine too, and restore() revives it."""
+    with hoist.torch.wrap(make(), keeping(settings, 1)) as engine:
+        train(engine, 2)
+        engine.save("two").wait()
+        train(engine, 1, first=2)
+        engine.settle()
+        expected = digests(engine)
+        files = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+        assert files
+        whole = [path.read_bytes() for path in files]
+        for path, content in zip(files, whole, strict=True):
+            write(path, bytes(byte ^ 0x5A for byte in content))
+        with pytest.raises(hoist.CorruptionError):
+            train(engine, 1, first=3)
+        with pytest.raises(hoist.Error):
+            train(engine, 1, first=3)
+        for path, content in zip(files, whole, strict=True):
+            write(path, content)
+        assert engine.restore() == 3
+        assert digests(engine) == expected
+        train(engine, 1, first=3)
+        assert engine.restore("two") == 2
+
+
+def write(path, content):
+    with open(path, "r+b") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
