@@ -26,6 +26,12 @@ const char* placement_name(Placement placement) {
   return "";
 }
 
+std::string optimizer_place(const EngineOptions& engine) {
+  const std::string place = placement_name(engine.optimizer);
+  if (engine.optimizer != Placement::nvme || engine.optimizer_pinned_fraction == 0) return place;
+  return fmt::format("{}, {:.4g} % of it in pinned memory", place, 100 * engine.optimizer_pinned_fraction);
+}
+
 std::string commits_text(const EngineOptions& engine) {
   if (engine.store_directory.empty()) return "none: no store, so nothing can be saved or resumed";
   const std::string kept = engine.keep_steps == 0 ? "" : fmt::format("; of saved steps, {} stay", engine.keep_steps);
@@ -55,7 +61,7 @@ std::string value_text(const ConfigSetting& setting) {
 
 std::string placement_text(const EngineOptions& engine) {
   Rows rows{{"weights", placement_name(engine.parameters)},
-            {"optimizer state", placement_name(engine.optimizer)},
+            {"optimizer state", optimizer_place(engine)},
             {"commits", commits_text(engine)}};
   if (!engine.store_directory.empty()) rows.push_back({"store", engine.store_directory});
   for (const std::string& directory : engine.stripe_directories) rows.push_back({"striped over", directory});
@@ -154,6 +160,7 @@ Json placement_json(const EngineOptions& engine) {
   static constexpr const char* kPlacements[] = {"device", "pinned", "nvme"};
   return {{"parameters", kPlacements[static_cast<std::size_t>(engine.parameters)]},
           {"optimizer", kPlacements[static_cast<std::size_t>(engine.optimizer)]},
+          {"optimizer_pinned_fraction", engine.optimizer_pinned_fraction},
           {"store", engine.store_directory},
           {"stripes", engine.stripe_directories},
           {"durability", engine.durability == tiers::Durability::step ? "step" : "none"},

@@ -146,6 +146,14 @@ std::vector<KeyRow> engine_rows() {
              d.engine.micro_batch_order =
                  as_text(v) == "vertical" ? MicroBatchOrder::vertical : MicroBatchOrder::horizontal;
            }},
+      {.path = "hoist.optimizer_pinned_fraction",
+       .type = ValueType::number,
+       .default_value = "0.0",
+       .range = {.max = 1},
+       .meaning = "With offload_optimizer on nvme: the share of optimizer state that lives in pinned memory all the "
+                  "same. It is "
+                  "not read, and written with commits only; the result is the same.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_pinned_fraction = as_number(v); }},
       {.path = "hoist.moments_dtype",
        .type = ValueType::choice,
        .default_value = "\"fp32\"",

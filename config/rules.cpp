@@ -52,6 +52,7 @@ class Rules {
     old_offload(draft_.old_optimizer_offload, "zero_optimization.cpu_offload", kOptimizerDevice,
                 draft_.engine.optimizer);
     placements();
+    pinned_fraction();
     store();
     durability();
     host_device_only();
@@ -129,6 +130,12 @@ class Rules {
                           "name the same in both",
                           quoted(draft_.optimizer_paths), quoted(draft_.parameter_paths)));
     }
+  }
+
+  void pinned_fraction() {
+    if (draft_.engine.optimizer_pinned_fraction > 0 && draft_.engine.optimizer != Placement::nvme)
+      notes_.warnings.push_back(
+          "hoist.optimizer_pinned_fraction is not used: offload_optimizer.device is not \"nvme\"");
   }
 
   // True when a problem with `path` or a key below it is known: what follows from it is not worth saying.

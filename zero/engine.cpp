@@ -41,6 +41,8 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "\"forward\" is for optimizer states that are offloaded; use \"step\", or \"auto\"");
   refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
          fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
+  refuse(!(options.optimizer_pinned_fraction >= 0 && options.optimizer_pinned_fraction <= 1),
+         "hoist.optimizer_pinned_fraction", "a fraction is from 0 to 1");
   refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
   refuse(options.keep_steps > tiers::kKeptStepsMax, "hoist.keep_steps",
          fmt::format("at most {} steps can be kept", tiers::kKeptStepsMax));
@@ -353,7 +355,7 @@ void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
     fill_segment(id, segment, tile.first_element, values, fill);
     store_masters({.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset}, values);
   }
-  if (step_writes().write_weights) store_frozen(id, {weights, bytes}).wait();
+  if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();
 }
 
 // Writes a unit's frozen record whole, in the step of the store that is open.
@@ -488,9 +490,12 @@ void Engine::set_learning_rate(GroupId group, double learning_rate) {
 std::vector<std::string> Engine::describe() const {
   std::vector<std::string> lines;
   constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
-  lines.push_back(fmt::format("parameters in {}, optimizer states in {}, update mode {}",
+  const double fraction =
+      impl_->options.optimizer == Placement::nvme ? impl_->options.optimizer_pinned_fraction : 0;
+  lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}, update mode {}",
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
                               kPlaces[static_cast<std::size_t>(impl_->options.optimizer)],
+                              fraction > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * fraction) : "",
                               detail::defers_updates(impl_->options) ? "forward" : "step"));
   if (impl_->in_vertical_order()) {
     lines.push_back(

@@ -141,12 +141,9 @@ Completion Engine::Impl::save(const std::string& name, std::span<const std::byte
 }
 
 void Engine::Impl::write_homes(bool with_frozen) {
-  live.updater->walk({.read = false,
-                      .write_weights = options.parameters != Placement::nvme,
-                      .write_state = options.optimizer != Placement::nvme,
-                      .waits = WaitCause::none,
-                      .in_background = true},
-                     [](const TileAccess&) {});
+  live.updater->walk(
+      {.read = false, .write_streamed = false, .write_homes = true, .waits = WaitCause::none, .in_background = true},
+      [](const TileAccess&) {});
   if (!with_frozen) return;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const UnitId id{u};

@@ -431,17 +431,20 @@ std::string Engine::Impl::remedy_for_damage() const {
 void Engine::Impl::load_homes(UnitId id) {
   const detail::Unit& unit = table.unit(id);
   const detail::UnitHome& home = live.memory->home(id);
-  const auto load = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, Region region,
+  const auto load = [&](std::optional<tiers::RecordId> record, std::span<const tiers::Tile> tiles, Region region,
                         std::byte* target) {
-    if (!record || target == nullptr || layout.region_bytes(region) == 0) return;
-    const std::span<std::byte> bytes(target, layout.region_bytes(region));
-    const auto tiles = static_cast<std::uint32_t>(layout.tiles().size());
-    live.store->read(*record, region, 0, tiles, bytes, aio::Priority::foreground).wait();
-    live.store->verify(*record, region, 0, tiles, bytes);
+    if (!record || target == nullptr || tiles.empty()) return;
+    const tiers::Tile& last = tiles.back();
+    const std::span bytes(target,
+                          region == Region::weights ? last.w_offset + last.w_bytes : last.s_offset + last.s_bytes);
+    if (bytes.empty()) return;
+    const auto count = static_cast<std::uint32_t>(tiles.size());
+    live.store->read(*record, region, 0, count, bytes, aio::Priority::foreground).wait();
+    live.store->verify(*record, region, 0, count, bytes);
   };
-  load(live.records->trainable(id), unit.trainable, Region::weights, home.weights);
-  load(live.records->trainable(id), unit.trainable, Region::state, home.state);
-  load(live.records->frozen(id), unit.frozen, Region::weights,
+  load(live.records->trainable(id), unit.trainable.tiles(), Region::weights, home.weights);
+  load(live.records->trainable(id), unit.trainable.tiles().first(home.state_tiles), Region::state, home.state);
+  load(live.records->frozen(id), unit.frozen.tiles(), Region::weights,
        home.weights == nullptr ? nullptr : home.weights + unit.frozen_offset());
 }
 

@@ -99,14 +99,25 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   const std::uint64_t base = segment.trainable ? 0 : unit.frozen_offset();
   constexpr std::uint64_t kAccessElements = detail::kAccessTiles * tiers::kTileElements;
   const detail::Scratch weights_scratch(home.weights == nullptr ? kAccessElements * 4 : 0);
-  const detail::Scratch state_scratch(segment.trainable && home.state == nullptr ? kAccessElements * 10 : 0);
+  const detail::Scratch state_scratch(
+      segment.trainable && home.state_tiles < layout.tiles().size() ? kAccessElements * 10 : 0);
   detail::read_values(layout, segment, state, first, out, [&](const detail::TileRun& run) -> const std::byte* {
     const bool weights = run.region == Region::weights;
     if (weights && home.weights != nullptr) return home.weights + base + run.offset_bytes;
-    if (!weights && home.state != nullptr) return home.state + run.offset_bytes;
+    // The first tiles of a run of state may be at home, and the others not.
+    const std::uint32_t at_home =
+        weights ? 0 : std::clamp(home.state_tiles, run.first, run.first + run.count) - run.first;
+    if (at_home > 0 && at_home == run.count) return home.state + run.offset_bytes;
     const auto target = (weights ? weights_scratch : state_scratch).first(run.length_bytes);
-    live.store->read(record, run.region, run.first, run.count, target, aio::Priority::foreground).wait();
-    live.store->verify(record, run.region, run.first, run.count, target);
+    std::uint64_t home_bytes = 0;
+    if (at_home > 0) {
+      home_bytes = layout.tiles()[run.first + at_home].s_offset - run.offset_bytes;
+      std::memcpy(target.data(), home.state + run.offset_bytes, home_bytes);
+    }
+    const auto streamed = target.subspan(home_bytes);
+    const std::uint32_t first_tile = run.first + at_home, count = run.count - at_home;
+    live.store->read(record, run.region, first_tile, count, streamed, aio::Priority::foreground).wait();
+    live.store->verify(record, run.region, first_tile, count, streamed);
     return target.data();
   });
 }
@@ -195,7 +206,7 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
       detail::store_value(access, State::master, range.first + i, values[element - owned.shard.first]);
     }
   }
-  if (step_writes().write_weights) store_frozen(id, {weights, bytes}).wait();
+  if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();
 }
 
 void Engine::read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out) {

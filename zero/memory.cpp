@@ -76,10 +76,11 @@ void Memory::take_pinned(const PinnedNeeds::Buffers& buffers) {
     if (pinned_needs_.keeps_host_weights()) {
       home.weights = pool_->carve(unit.host_bytes(), unit.name).data();
     }
-    if (options_.optimizer == Placement::pinned) {
-      home.state = pool_->carve(unit.trainable.region_bytes(Region::state), unit.name).data();
-    }
-    if (!gradients_on_device()) home.gradient = pool_->carve(unit.home_gradient_bytes, unit.name).data();
+    home.state_tiles = pinned_needs_.state_tiles_at_home(UnitId{u});
+    if (gradients_on_device()) continue;
+    if (const std::uint64_t bytes = pinned_needs_.state_bytes_at_home(UnitId{u}); bytes > 0)
+      home.state = pool_->carve(bytes, unit.name).data();
+    home.gradient = pool_->carve(unit.home_gradient_bytes, unit.name).data();
   }
   const std::uint64_t update_bytes = pinned_needs_.update_buffer_bytes(buffers.piece_tiles);
   for (unsigned i = 0; i < buffers.update_count; ++i)

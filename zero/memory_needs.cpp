@@ -77,6 +77,33 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
 
 // --- pinned memory ---------------------------------------------------------------------------------------------------
 
+PinnedNeeds::PinnedNeeds(const EngineOptions& options, const UnitTable& table) : options_(options), table_(table) {
+  const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction : 1;
+  std::uint64_t bytes = 0, home_bytes = 0;  // of the units so far: what one rounds down, the next may take
+  for (const Unit& unit : table.units()) {
+    const auto tiles = unit.trainable.tiles();
+    bytes += unit.trainable.region_bytes(Region::state);
+    const auto most = static_cast<std::uint64_t>(fraction * static_cast<double>(bytes));
+    std::uint32_t count = 0;
+    while (count < tiles.size() && home_bytes + tiles[count].s_bytes <= most) home_bytes += tiles[count++].s_bytes;
+    state_tiles_at_home_.push_back(count);
+  }
+}
+
+std::uint64_t PinnedNeeds::state_bytes_at_home(UnitId unit) const {
+  const std::uint32_t count = state_tiles_at_home(unit);
+  if (count == 0) return 0;
+  const tiers::Tile& last = table_.unit(unit).trainable.tiles()[count - 1];
+  return last.s_offset + last.s_bytes;
+}
+
+bool PinnedNeeds::streams() const {
+  if (!weights_at_home()) return true;
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u)
+    if (state_tiles_at_home_[u] < table_.units()[u].trainable.tiles().size()) return true;
+  return false;
+}
+
 bool PinnedNeeds::keeps_host_weights() const {
   const bool all_on_device = options_.optimizer == Placement::device && options_.parameters == Placement::device;
   return weights_at_home() && !all_on_device;
@@ -86,9 +113,20 @@ std::vector<Piece> PinnedNeeds::cut(std::uint64_t piece_tiles) const {
   std::vector<Piece> pieces;
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     const std::uint64_t tiles = table_.units()[u].trainable.tiles().size();
-    for (std::uint64_t first = 0; first < tiles; first += piece_tiles) {
-      pieces.push_back({UnitId{u}, static_cast<std::uint32_t>(first),
-                        static_cast<std::uint32_t>(std::min(piece_tiles, tiles - first))});
+    const std::uint64_t at_home = state_tiles_at_home_[u];
+    std::uint64_t home = 0, streamed = at_home;  // the next of each kind
+    const auto take = [&](std::uint64_t& next, std::uint64_t end) {
+      const std::uint64_t count = std::min(piece_tiles, end - next);
+      pieces.push_back({UnitId{u}, static_cast<std::uint32_t>(next), static_cast<std::uint32_t>(count)});
+      next += count;
+    };
+    while (home < at_home || streamed < tiles) {
+      const bool streamed_lags = (streamed - at_home) * at_home <= home * (tiles - at_home);
+      if (streamed < tiles && (home == at_home || streamed_lags)) {
+        take(streamed, tiles);
+      } else {
+        take(home, at_home);
+      }
     }
   }
   return pieces;
@@ -99,7 +137,7 @@ PinnedNeeds::PieceBytes PinnedNeeds::buffered_bytes(const Piece& piece) const {
   PieceBytes bytes;
   for (const tiers::Tile& tile : tiles) {
     if (!weights_at_home()) bytes.weights += tile.w_bytes;
-    if (!state_at_home()) bytes.state += tile.s_bytes;
+    if (!state_at_home(piece)) bytes.state += tile.s_bytes;
   }
   return bytes;
 }
@@ -130,10 +168,12 @@ std::uint64_t PinnedNeeds::sum_buffer_bytes() const {
 // In the order in which Memory carves them.
 std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
   tiers::PinnedPlan plan;
-  for (const Unit& unit : table_.units()) {
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    const Unit& unit = table_.units()[u];
     if (keeps_host_weights()) plan.add(unit.host_bytes());
-    if (options_.optimizer == Placement::pinned) plan.add(unit.trainable.region_bytes(Region::state));
-    if (options_.optimizer != Placement::device) plan.add(unit.home_gradient_bytes);
+    if (options_.optimizer == Placement::device) continue;
+    plan.add(state_bytes_at_home(UnitId{u}));
+    plan.add(unit.home_gradient_bytes);
   }
   const std::uint64_t update_bytes = update_buffer_bytes(buffers.piece_tiles);
   for (unsigned i = 0; i < buffers.update_count; ++i) plan.add(update_bytes);
@@ -145,14 +185,13 @@ std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
 }
 
 PinnedNeeds::Buffers PinnedNeeds::choose(std::uint64_t available_bytes) const {
-  const bool stream_state = !weights_at_home() || !state_at_home();
   std::uint64_t tiles_max = 1;
   for (const Unit& unit : table_.units()) tiles_max = std::max(tiles_max, std::uint64_t{unit.trainable.tiles().size()});
   const auto units = static_cast<unsigned>(table_.units().size());
 
   Buffers chosen;
   chosen.piece_tiles = std::clamp(options_.sub_group_elements / tiers::kTileElements, std::uint64_t{1}, tiles_max);
-  chosen.update_count = stream_state ? std::max(options_.update_buffer_count, 3u) : 0;
+  chosen.update_count = streams() ? std::max(options_.update_buffer_count, 3u) : 0;
   chosen.staging_count = weights_at_home() ? 0 : std::clamp(options_.staging_buffer_count, 1u, units);
 
   const auto fits = [&] { return bytes(chosen) <= available_bytes; };
@@ -175,41 +214,52 @@ bool defers_updates(const EngineOptions& options) {
   return options.update_mode == UpdateMode::forward;
 }
 
-StoreWrites store_writes(const EngineOptions& options, bool committed) {
+bool writes_homes(const EngineOptions& options, bool committed) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  const bool durable = nvme && options.durability == tiers::Durability::step && committed;
-  return {.weights = durable || options.parameters == Placement::nvme,
-          .state = durable || options.optimizer == Placement::nvme};
+  return nvme && options.durability == tiers::Durability::step && committed;
 }
+
+namespace {
+
+// Of the elements alone, without what fills tiles up.
+std::uint64_t state_bytes(const Unit& unit, std::span<const tiers::Tile> tiles) {
+  std::uint64_t bytes = 0;
+  for (const tiers::Tile& tile : tiles)
+    bytes += tile.elements * unit.segments[tile.segment].record().state_bytes_per_element();
+  return bytes;
+}
+
+}  // namespace
 
 StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches) {
   const bool weights_on_nvme = options.parameters == Placement::nvme;
   const bool weights_on_device = options.parameters == Placement::device;
-  const bool state_on_nvme = options.optimizer == Placement::nvme;
   const bool state_on_device = options.optimizer == Placement::device;
   const DeviceNeeds needs(options, table);
-  const StoreWrites committed = store_writes(options, /*committed=*/true);
-  const StoreWrites between = store_writes(options, /*committed=*/false);
+  const PinnedNeeds pinned(options, table);
+  const bool commits_homes = writes_homes(options, /*committed=*/true);
   std::uint64_t committed_bytes = 0, between_bytes = 0;
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
   const std::uint64_t passes = gradient_sums(options) == GradientSums::at_home ? options.micro_batches_max : 1;
   StepBytes bytes;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-    std::uint64_t weights = 0, trainable = 0, state = 0;
-    for (const Segment& segment : table.units()[u].segments) {
+    const Unit& unit = table.units()[u];
+    std::uint64_t weights = 0, trainable = 0;
+    for (const Segment& segment : unit.segments) {
       weights += segment.shard_bytes();
-      if (!segment.trainable) continue;
-      trainable += segment.shard_bytes();
-      state += segment.shard_elements * segment.record().state_bytes_per_element();
+      if (segment.trainable) trainable += segment.shard_bytes();
     }
+    const auto tiles = unit.trainable.tiles();
+    const std::uint64_t state = state_bytes(unit, tiles);
+    const std::uint64_t streamed = state_bytes(unit, tiles.subspan(pinned.state_tiles_at_home(UnitId{u})));
     // What stays is fetched once after each step, whatever passes there are.
-    const bool stays = needs.has_own_memory(table.units()[u]);
+    const bool stays = needs.has_own_memory(unit);
     const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];
     // Deferred, the first fetch takes its weights from the update, which has read them already.
     const bool shared = defers_updates(options) && count > 0;
-    bytes.nvme_read += (weights_on_nvme ? count * weights + (shared ? 0 : trainable) : 0) + (state_on_nvme ? state : 0);
-    committed_bytes += (committed.weights ? trainable : 0) + (committed.state ? state : 0);
-    between_bytes += (between.weights ? trainable : 0) + (between.state ? state : 0);
+    bytes.nvme_read += (weights_on_nvme ? count * weights + (shared ? 0 : trainable) : 0) + streamed;
+    between_bytes += (weights_on_nvme ? trainable : 0) + streamed;
+    committed_bytes += commits_homes ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
     if (!state_on_device || !weights_on_device) bytes.host_to_device += (weights_on_device ? 1 : count) * weights;
     if (!state_on_device) bytes.device_to_host += passes * trainable;
     bytes.wire += others * (count * weights + passes * trainable);

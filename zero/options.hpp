@@ -82,6 +82,11 @@ struct EngineOptions {
   Placement parameters = Placement::device;
   Placement optimizer = Placement::device;
 
+  // With the optimizer on NVMe, the share of its states that lives in pinned memory nevertheless, from 0 to 1: the
+  // first tiles of every unit's record, so that every unit's update finds the same mix. They are not read, and written
+  // with commits only. Key "hoist.optimizer_pinned_fraction".
+  double optimizer_pinned_fraction = 0;
+
   // The store of records: where NVMe placements live, and what commits go to. Empty: none (no NVMe placement then,
   // and nothing can be saved).
   std::string store_directory;

@@ -101,9 +101,9 @@ void Updater::abandon(std::deque<Job>& jobs) noexcept {
 
 bool Updater::start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs) {
   const Piece& piece = memory_.pieces()[index];
-  // State in memory needs no reading ahead; a short queue keeps the order simple.
+  // What lives in memory needs no reading ahead, but must not hold up the reading of what comes after it.
   const auto needed = memory_.buffered_bytes(piece);
-  if (needed.total() == 0 && !jobs.empty()) return false;
+  if (needed.total() == 0 && jobs.size() > buffers_.size()) return false;
   Job job{.piece = piece, .target = target, .ends_unit = index + 1 == first_piece_[piece.unit.index + 1]};
   std::byte* free_bytes = nullptr;
   if (needed.total() > 0) {
@@ -114,7 +114,7 @@ bool Updater::start(std::size_t index, std::byte* target, const WalkOptions& opt
   const UnitHome& home = memory_.home(piece.unit);
   const Tile& first = tiles(piece).front();
   job.weights = home.weights != nullptr ? home.weights + first.w_offset : free_bytes;
-  job.state = home.state != nullptr ? home.state + first.s_offset : free_bytes + needed.weights;
+  job.state = memory_.state_at_home(piece) ? home.state + first.s_offset : free_bytes + needed.weights;
   jobs.push_back(std::move(job));
   if (options.read) read(jobs.back());
   return true;
@@ -148,7 +148,7 @@ void Updater::read(Job& job) {
     job.reads.push_back(store_->read(record, region, job.piece.first_tile, job.piece.tile_count, {target, count},
                                      aio::Priority::foreground));
   };
-  if (home.state == nullptr && bytes.state > 0) {
+  if (bytes.state > 0) {
     start_read(Region::state, job.state, bytes.state);
     job.state_read = true;
   }
@@ -164,6 +164,7 @@ void Updater::update(Job& job, const WalkOptions& options, const Work& work) {
   const Unit& unit = table_.unit(job.piece.unit);
   const std::optional<tiers::RecordId> record = records_.trainable(job.piece.unit);
   const Tile& first = piece_tiles.front();
+  const auto [writes_weights, writes_state] = writes(job.piece, options);
   runtime_.update_pool().run(piece_tiles.size(), [&](std::size_t i) {
     const Tile& tile = piece_tiles[i];
     const auto index = job.piece.first_tile + static_cast<std::uint32_t>(i);
@@ -177,8 +178,8 @@ void Updater::update(Job& job, const WalkOptions& options, const Work& work) {
           .weights = weights.data(),
           .state = state.data()});
     if (job.target != nullptr) std::memcpy(job.target + tile.w_offset, weights.data(), tile.w_bytes);
-    if (options.write_weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
-    if (options.write_state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
+    if (writes_weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
+    if (writes_state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
   });
   const TimePoint end = Clock::now();
   if (!options.in_background) return runtime_.ledger().waited(WaitCause::optimizer, end - begin);
@@ -186,26 +187,33 @@ void Updater::update(Job& job, const WalkOptions& options, const Work& work) {
   if (Trace* const trace = runtime_.trace(); trace != nullptr) trace->add(TraceRow::optimizer, unit.name, begin, end);
 }
 
+Updater::Writes Updater::writes(const Piece& piece, const WalkOptions& options) const {
+  const bool weights_at_home = memory_.home(piece.unit).weights != nullptr;
+  return {.weights = weights_at_home ? options.write_homes : options.write_streamed,
+          .state = memory_.state_at_home(piece) ? options.write_homes : options.write_streamed};
+}
+
 void Updater::write(Job& job, const WalkOptions& options) {
   const tiers::Tile& first = tiles(job.piece).front();
   const tiers::Tile& last = tiles(job.piece).back();
-  std::vector<Completion> writes;
+  const auto [writes_weights, writes_state] = writes(job.piece, options);
+  std::vector<Completion> started;
   const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes,
                                const std::vector<std::uint64_t>& checksums) {
-    writes.push_back(store_->write(*records_.trainable(job.piece.unit), region, job.piece.first_tile,
-                                   job.piece.tile_count, {source, bytes},
-                                   std::span(checksums).first(job.piece.tile_count), aio::Priority::background));
+    started.push_back(store_->write(*records_.trainable(job.piece.unit), region, job.piece.first_tile,
+                                    job.piece.tile_count, {source, bytes},
+                                    std::span(checksums).first(job.piece.tile_count), aio::Priority::background));
   };
-  if (options.write_weights) {
+  if (writes_weights) {
     start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);
     Completion& written = weights_written_[job.piece.unit.index];
-    const std::array parts{written, writes.back()};
-    written = written.done() && !written.error() ? writes.back() : when_all(parts);
+    const std::array parts{written, started.back()};
+    written = written.done() && !written.error() ? started.back() : when_all(parts);
   }
-  if (options.write_state) {
+  if (writes_state) {
     start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
   }
-  if (job.buffer != nullptr) job.buffer->idle = when_all(writes);
+  if (job.buffer != nullptr) job.buffer->idle = when_all(started);
 }
 
 }  // namespace hoist::detail

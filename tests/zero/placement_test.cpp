@@ -26,6 +26,7 @@ struct Cell {
   std::uint64_t persistence = 0;
   std::uint64_t prefetch = 50'000'000;
   std::uint64_t reuse = 1'000'000'000;
+  double pinned_fraction = 0;
 };
 
 std::ostream& operator<<(std::ostream& out, const Cell& cell) { return out << cell.name; }
@@ -45,6 +46,7 @@ ToySetup setup_of(const Cell& cell, const std::string& directory) {
   setup.engine.persistence_elements = cell.persistence;
   setup.engine.prefetch_elements = cell.prefetch;
   setup.engine.reuse_distance_elements = cell.reuse;
+  setup.engine.optimizer_pinned_fraction = cell.pinned_fraction;
   return setup;
 }
 
@@ -70,6 +72,10 @@ const std::vector<Cell>& cells() {
       {.name = "subgroup_larger_than_model", .sub_group = 1'000'000'000},
       {.name = "fewest_buffers", .update_buffers = 3, .staging_buffers = 1},
       {.name = "many_buffers", .update_buffers = 9, .staging_buffers = 4},
+      {.name = "half_pinned", .pinned_fraction = 0.5},
+      {.name = "quarter_pinned_cpu_nvme_one_tile", .parameters = kPinned, .sub_group = 1, .pinned_fraction = 0.25},
+      {.name = "all_pinned_device_nvme", .parameters = kDevice, .pinned_fraction = 1},
+      {.name = "half_pinned_not_durable", .durability = kNone, .pinned_fraction = 0.5},
       {.name = "one_thread", .threads = 1},
       {.name = "small_device", .device_bytes = kMiB},
       {.name = "chaos", .chaos_seed = 11},

@@ -118,6 +118,7 @@ ToySetup random_setup(std::uint64_t seed, const std::string& directory) {
   const bool nvme = setup.engine.parameters == Placement::nvme || setup.engine.optimizer == Placement::nvme;
   if (nvme && rng.below(4) == 0) setup.engine.durability = tiers::Durability::none;
   setup.engine.sub_group_elements = 1 + rng.below(60000);
+  setup.engine.optimizer_pinned_fraction = std::clamp(1.5 * rng.uniform() - 0.25, 0.0, 1.0);
   setup.engine.update_buffer_count = 3 + static_cast<unsigned>(rng.below(3));
   setup.engine.staging_buffer_count = 1 + static_cast<unsigned>(rng.below(4));
   setup.engine.prefetch_elements = std::array<std::uint64_t, 3>{0, 5000, 1'000'000}[rng.below(3)];

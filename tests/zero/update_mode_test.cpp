@@ -15,12 +15,13 @@ namespace {
 struct Where {
   const char* name;
   Placement parameters, optimizer;
+  double pinned_fraction = 0;
 };
-constexpr Where kWheres[] = {{"pinned_pinned", Placement::pinned, Placement::pinned},
-                             {"device_pinned", Placement::device, Placement::pinned},
-                             {"pinned_nvme", Placement::pinned, Placement::nvme},
-                             {"nvme_pinned", Placement::nvme, Placement::pinned},
-                             {"nvme_nvme", Placement::nvme, Placement::nvme}};
+constexpr Where kWheres[] = {
+    {"pinned_pinned", Placement::pinned, Placement::pinned},  {"device_pinned", Placement::device, Placement::pinned},
+    {"pinned_nvme", Placement::pinned, Placement::nvme},      {"nvme_pinned", Placement::nvme, Placement::pinned},
+    {"nvme_nvme", Placement::nvme, Placement::nvme},          {"nvme_half", Placement::nvme, Placement::nvme, 0.5},
+    {"pinned_third", Placement::pinned, Placement::nvme, 0.3}};
 
 class ForwardMode : public testing::TestWithParam<Where> {
  protected:
@@ -32,8 +33,9 @@ class ForwardMode : public testing::TestWithParam<Where> {
     ToyModel model;
   };
   ToySetup setup(UpdateMode mode) const {
-    const auto [name, parameters, optimizer] = GetParam();
+    const auto [name, parameters, optimizer, pinned_fraction] = GetParam();
     ToySetup setup = toy_setup(parameters, optimizer, directory_ / "store");
+    setup.engine.optimizer_pinned_fraction = pinned_fraction;
     setup.engine.update_mode = mode;
     setup.runtime.host_device.chaos_seed = 5;
     return setup;

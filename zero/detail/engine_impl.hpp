@@ -146,9 +146,9 @@ class Engine::Impl {
   // Whether the present step is to be committed.
   bool commit_is_due() const { return step_count % options.commit_every == 0; }
   detail::WalkOptions step_writes(bool committed = true) const {
-    const detail::StoreWrites writes = detail::store_writes(options, committed);
-    return {.write_weights = writes.weights, .write_state = writes.state};
+    return {.write_homes = detail::writes_homes(options, committed)};
   }
+  bool stores_frozen() const { return options.parameters == Placement::nvme || step_writes().write_homes; }
 
   std::shared_ptr<Engine> self;  // owns nothing: leases and scopes see by it whether the engine is still there
   Runtime& runtime;

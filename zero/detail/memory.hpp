@@ -5,7 +5,7 @@
 //
 //                 parameters = device     pinned             nvme
 //   weights       pinned (or device, when the optimizer is there too)   pinned   none (store)
-//   state         by optimizer: device | pinned | none (store)
+//   state         by optimizer: device | pinned | none (store); of none, the first tiles may be pinned
 //   gradient      device when the optimizer is there, else pinned
 //
 // Where weights stay on the device but are updated on the host, the host copy is their home and the device's copy is
@@ -29,7 +29,8 @@ namespace hoist::detail {
 
 struct UnitHome {
   std::byte* weights = nullptr;       // host layout, readable by the CPU; null when only the store has them
-  std::byte* state = nullptr;         // S region of the trainable record; likewise
+  std::byte* state = nullptr;         // S region of the trainable record, its first state_tiles tiles
+  std::uint32_t state_tiles = 0;      // the others' state only the store has
   std::byte* gradient = nullptr;      // this rank's shards
   std::byte* device_shard = nullptr;  // host layout, on the device: what gathers start from without crossing a link
   std::byte* own_memory = nullptr;    // gathered layout: the unit never competes for a slot
@@ -57,6 +58,7 @@ class Memory {
   void quarantine() { pool_->quarantine(); }
 
   using PieceBytes = PinnedNeeds::PieceBytes;
+  bool state_at_home(const Piece& piece) const { return pinned_needs_.state_at_home(piece); }
   PieceBytes buffered_bytes(const Piece& piece) const { return pinned_needs_.buffered_bytes(piece); }
   const DeviceNeeds& device_needs() const { return needs_; }
 

@@ -59,10 +59,15 @@ struct Piece {
 // Pinned memory.
 class PinnedNeeds {
  public:
-  PinnedNeeds(const EngineOptions& options, const UnitTable& table) : options_(options), table_(table) {}
+  PinnedNeeds(const EngineOptions& options, const UnitTable& table);
 
   bool weights_at_home() const { return options_.parameters != Placement::nvme; }
-  bool state_at_home() const { return options_.optimizer != Placement::nvme; }
+  // How many of a unit's tiles, the first ones, have their state in memory rather than on NVMe, and its bytes.
+  std::uint32_t state_tiles_at_home(UnitId unit) const { return state_tiles_at_home_[unit.index]; }
+  std::uint64_t state_bytes_at_home(UnitId unit) const;
+  bool state_at_home(const Piece& piece) const {
+    return piece.first_tile + piece.tile_count <= state_tiles_at_home(piece.unit);
+  }
   bool keeps_host_weights() const;  // a copy of the weights that the CPU can read
 
   struct Buffers {
@@ -75,6 +80,7 @@ class PinnedNeeds {
   Buffers choose(std::uint64_t available_bytes) const;
   std::uint64_t bytes(const Buffers& buffers) const;
 
+  // No piece has state in both places. Those of a unit take turns by place, so that the drive works under the others.
   std::vector<Piece> cut(std::uint64_t piece_tiles) const;
   // Where a piece's regions lie in an update buffer: weights (when not at home in memory), then state.
   struct PieceBytes {
@@ -90,8 +96,11 @@ class PinnedNeeds {
   std::uint64_t sum_buffer_bytes() const;
 
  private:
+  bool streams() const;  // whether any update needs a buffer
+
   const EngineOptions& options_;
   const UnitTable& table_;
+  std::vector<std::uint32_t> state_tiles_at_home_;  // by unit
 };
 
 // Where the options have the gradients of several micro-batches added up.
@@ -108,11 +117,7 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
 // each link, summed over the parameters whose state crosses it. Of several steps to a commit, their mean.
 StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches);
 
-// What a step writes to the store: one that is committed (durability `step`) everything, else what lives there.
-struct StoreWrites {
-  bool weights = false;
-  bool state = false;
-};
-StoreWrites store_writes(const EngineOptions& options, bool committed);
+// Whether a step writes to the store what lives in memory, beside what lives there: it does when it is committed.
+bool writes_homes(const EngineOptions& options, bool committed);
 
 }  // namespace hoist::detail

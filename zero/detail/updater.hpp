@@ -41,9 +41,9 @@ struct TileAccess {
 
 // What a walk over all trainable tiles reads and writes.
 struct WalkOptions {
-  bool read = true;           // state on NVMe is read first (false: it is being made)
-  bool write_weights = true;  // to the store
-  bool write_state = true;
+  bool read = true;            // what lives on NVMe is read first (false: it is being made, or not looked at)
+  bool write_streamed = true;  // and written again
+  bool write_homes = true;     // what lives in memory is written to the store, as a commit needs it
   WaitCause waits = WaitCause::nvme;
   bool in_background = false;  // nobody stands still meanwhile: not booked as waiting
 };
@@ -98,6 +98,10 @@ class Updater {
   Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
   void read(Job& job);
   void update(Job& job, const WalkOptions& options, const Work& work);
+  struct Writes {
+    bool weights = false, state = false;
+  };
+  Writes writes(const Piece& piece, const WalkOptions& options) const;
   void write(Job& job, const WalkOptions& options);
   std::span<const tiers::Tile> tiles(const Piece& piece) const;
   void timed_wait(const Completion& completion, WaitCause cause);

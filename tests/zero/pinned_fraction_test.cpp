@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// EngineOptions::optimizer_pinned_fraction: which states are in memory, what that costs, and that nothing else changes.
+// Bits over placements: placement_test, update_mode_test, keep_test, random_program_test; bytes: budget_test.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/zero/prediction.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using detail::PinnedNeeds;
+using tiers::Region;
+
+// Units of very different sizes, so that rounding shows.
+detail::UnitTable uneven_table() {
+  detail::UnitTable table(/*world_size=*/1);
+  const std::vector<optim::StateForm> groups{{}};
+  std::uint64_t i = 0;
+  for (const std::int64_t elements : {40, 900000, 16384, 70001, 9973, 500000, 3, 250000}) {
+    const std::string name = "unit" + std::to_string(i++);
+    table.add(name, std::vector<ParameterSpec>{{.name = name + ".w", .shape = {elements}}}, {}, groups);
+  }
+  return table;
+}
+
+EngineOptions options_with(double fraction, Placement parameters = Placement::nvme) {
+  EngineOptions options;
+  options.parameters = parameters;
+  options.optimizer = Placement::nvme;
+  options.optimizer_pinned_fraction = fraction;
+  return options;
+}
+
+std::uint64_t state_bytes(const detail::UnitTable& table) {
+  std::uint64_t bytes = 0;
+  for (const detail::Unit& unit : table.units()) bytes += unit.trainable.region_bytes(Region::state);
+  return bytes;
+}
+
+TEST(PinnedFraction, IsMetToOneTileAndSpreadOverTheUnits) {
+  const detail::UnitTable table = uneven_table();
+  const std::uint64_t tile_bytes = tiers::kTileElements * 10;
+  for (const double fraction : {0.0, 0.1, 0.25, 0.5, 0.77, 1.0}) {
+    const EngineOptions options = options_with(fraction);
+    const PinnedNeeds needs(options, table);
+    std::uint64_t home = 0, so_far = 0;
+    for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+      home += needs.state_bytes_at_home(UnitId{u});
+      so_far += table.units()[u].trainable.region_bytes(Region::state);
+      const double wanted = fraction * static_cast<double>(so_far);
+      EXPECT_LE(static_cast<double>(home), wanted) << "up to unit " << u;
+      EXPECT_GT(static_cast<double>(home + tile_bytes), wanted) << "up to unit " << u;
+    }
+    if (fraction == 1.0) {
+      EXPECT_EQ(home, state_bytes(table));
+    }
+  }
+}
+
+TEST(PinnedFraction, PiecesCoverEveryTileOnceAndAreOfOneKind) {
+  const detail::UnitTable table = uneven_table();
+  for (const double fraction : {0.0, 0.3, 0.5, 1.0}) {
+    for (const std::uint64_t piece_tiles : {1u, 3u, 1000u}) {
+      const EngineOptions options = options_with(fraction);
+      const PinnedNeeds needs(options, table);
+      std::vector<std::vector<int>> covered;
+      for (const detail::Unit& unit : table.units()) covered.emplace_back(unit.trainable.tiles().size(), 0);
+      std::uint32_t last_unit = 0;
+      for (const detail::Piece& piece : needs.cut(piece_tiles)) {
+        EXPECT_GE(piece.unit.index, last_unit) << "a unit's pieces are together";
+        last_unit = piece.unit.index;
+        EXPECT_GE(piece.tile_count, 1u);
+        EXPECT_LE(piece.tile_count, piece_tiles);
+        const std::uint32_t home = needs.state_tiles_at_home(piece.unit);
+        EXPECT_TRUE(piece.first_tile >= home || piece.first_tile + piece.tile_count <= home);
+        for (std::uint32_t t = 0; t < piece.tile_count; ++t) ++covered[piece.unit.index][piece.first_tile + t];
+      }
+      for (const auto& unit : covered) EXPECT_THAT(unit, testing::Each(1));
+    }
+  }
+}
+
+// Otherwise the drive would stand still while what is in memory is updated.
+TEST(PinnedFraction, PiecesFromTheDriveAndFromMemoryTakeTurns) {
+  const detail::UnitTable table = uneven_table();
+  const EngineOptions options = options_with(0.5);
+  const PinnedNeeds needs(options, table);
+  int run = 0, longest = 0;
+  bool last = false;
+  for (const detail::Piece& piece : needs.cut(1)) {
+    if (piece.unit.index != 1) continue;  // the largest, of 55 tiles
+    run = needs.state_at_home(piece) == last ? run + 1 : 1;
+    last = needs.state_at_home(piece);
+    longest = std::max(longest, run);
+  }
+  EXPECT_LE(longest, 2);
+}
+
+TEST(PinnedFraction, CostsItsShareOfThePinnedBudget) {
+  const ToyShape shape{.matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
+  const auto least = [&](double fraction) {
+    const TempDirectory directory;
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+    setup.engine.optimizer_pinned_fraction = fraction;
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    const ToyModel model(engine, shape);
+    return predict(setup.runtime, setup.engine, engine.shape(), 1).pinned.least_bytes;
+  };
+  const double state = 10.0 * (2 << 20);
+  EXPECT_NEAR(static_cast<double>(least(0.5) - least(0)), 0.5 * state, 0.02 * state);
+  // With everything in memory the buffers need no room for state.
+  EXPECT_LT(static_cast<double>(least(1) - least(0)), state);
+}
+
+// The store is the same whatever was in memory: runs may differ in it, and read what another wrote.
+TEST(PinnedFraction, MayChangeFromRunToRun) {
+  const TempDirectory directory;
+  const Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), {}, 8);
+  std::uint64_t step = 0;
+  Digests found;
+  for (const double fraction : {0.5, 0.0, 1.0, 0.25}) {
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+    setup.engine.optimizer_pinned_fraction = fraction;
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, {});
+    if (step == 0)
+      engine.initialize(model.fill());
+    else
+      EXPECT_EQ(engine.restore().step, step);
+    model.train(step + 1, step + 2);
+    step += 2;
+    engine.settle();
+    found = digests_of(engine, model);
+  }
+  found.losses = expected.losses;
+  EXPECT_EQ(found, expected);
+}
+
+// Values of both places in one call.
+TEST(PinnedFraction, ReadsAndWritesCrossTheBoundary) {
+  const TempDirectory directory;
+  const ToyShape shape{.matrices = {400000}, .norm = 5, .frozen = false, .tied = false};
+  std::vector<float> values[2];
+  for (const double fraction : {0.0, 0.4}) {
+    ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory / std::to_string(fraction));
+    setup.engine.optimizer_pinned_fraction = fraction;
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, shape);
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    std::vector<float> moments(300001);
+    engine.read(model.matrix(0), State::moment1, 7, moments);
+    for (float& moment : moments) moment = -moment;
+    engine.write(model.matrix(0), State::moment1, 7, moments);
+    model.train(3, 3);
+    engine.read(model.matrix(0), State::moment1, 7, moments);
+    values[fraction > 0 ? 1 : 0] = moments;
+  }
+  EXPECT_EQ(values[0], values[1]);
+}
+
+TEST(PinnedFraction, OutOfRangeIsRefused) {
+  for (const double fraction : {-0.1, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
+    ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+    setup.engine.optimizer_pinned_fraction = fraction;
+    Runtime runtime(setup.runtime);
+    try {
+      Engine engine(runtime, setup.engine);
+      ADD_FAILURE() << fraction << " was accepted";
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), testing::HasSubstr("hoist.optimizer_pinned_fraction"));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hoist::test
