@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include <hoist/config/plain_json.hpp>
+
 namespace hoist::cli {
 
 namespace {
@@ -104,8 +106,8 @@ std::string indented(const Json& value, const std::string& gap) {
 }
 
 // Adds `name`: `value` as the last member of the object that begins at `object`, in the style of its other members.
-std::string with_new_member(const std::string& text, std::size_t object, std::string_view name, const Json& value) {
-  const Walker walker(text);
+std::string with_new_member(const std::string& text, const Walker& walker, std::size_t object, std::string_view name,
+                            const Json& value) {
   const auto members = walker.members(object);
   const std::string key = Json(name).dump() + ": ";
   if (!members.empty()) {
@@ -118,7 +120,7 @@ std::string with_new_member(const std::string& text, std::size_t object, std::st
   const std::string indent = text.substr(line, walker.skip_space(line) - line);
   const std::string gap = "\n" + indent + "  ";
   return text.substr(0, object + 1) + gap + key + indented(value, gap) + "\n" + indent +
-         text.substr(walker.skip_space(object + 1));
+         text.substr(Walker(text).skip_space(object + 1));  // a comment stays
 }
 
 Json nested(std::span<const std::string_view> path, const Json& value) {
@@ -129,12 +131,13 @@ Json nested(std::span<const std::string_view> path, const Json& value) {
 }  // namespace
 
 std::string with_member(const std::string& text, std::span<const std::string_view> path, const Json& value) {
+  const std::string plain = config::plain_json(text);
   try {
-    if (!Json::parse(text).is_object()) throw JsonEditError("is JSON, but not an object");
+    if (!Json::parse(plain).is_object()) throw JsonEditError("is JSON, but not an object");
   } catch (const Json::parse_error& error) {
     throw JsonEditError(fmt::format("is not JSON: {}", error.what()));
   }
-  const Walker walker(text);
+  const Walker walker(plain);
   constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
   std::size_t object = walker.skip_space(text.starts_with(kByteOrderMark) ? kByteOrderMark.size() : 0);
   for (std::size_t step = 0; step < path.size(); ++step) {
@@ -143,7 +146,7 @@ std::string with_member(const std::string& text, std::span<const std::string_vie
       const auto name = walker.text().substr(member.name.begin, member.name.end - member.name.begin);
       if (Json::parse(name) == path[step]) found = member;
     }
-    if (!found) return with_new_member(text, object, path[step], nested(path.subspan(step + 1), value));
+    if (!found) return with_new_member(text, walker, object, path[step], nested(path.subspan(step + 1), value));
     if (step + 1 == path.size())
       return text.substr(0, found->value.begin) + indented(value, "") + text.substr(found->value.end);
     if (text[found->value.begin] != '{') throw JsonEditError(fmt::format("has a \"{}\" that is no object", path[step]));

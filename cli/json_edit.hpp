@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/json_edit.hpp - changes single values of a JSON text and leaves every other byte as its author wrote it: order,
-// spacing, the spelling of numbers.
+// spacing, the spelling of numbers, comments.
 //
 // Errors  JsonEditError when the text is not JSON, or a step of the path is there and is no object.
 #pragma once

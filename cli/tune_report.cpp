@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/config/plain_json.hpp>
 #include <hoist/core/units.hpp>
 
 #include "json_edit.hpp"
@@ -111,7 +112,7 @@ Json configuration(const TuneReport& report) {
 std::string merged_configuration(const std::string& config_text, const TuneReport& report) {
   const Json found = configuration(report);
   std::string text = config_text;
-  const Json before = Json::parse(config_text, nullptr, false);
+  const Json before = Json::parse(config::plain_json(config_text), nullptr, false);
   const Json aio = before.is_object() && before.contains("aio") ? before["aio"] : Json::object();
   const bool has_threads =
       std::any_of(kThreadKeys.begin(), kThreadKeys.end(), [&](std::string_view key) { return aio.contains(key); });

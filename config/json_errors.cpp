@@ -110,9 +110,7 @@ std::string about_place(std::string_view text, const SyntaxFailure& failure) {
 
 std::string sentence(std::string_view text, const SyntaxFailure& failure) {
   const std::string_view from_token = text.substr(failure.token_begin);
-  if (from_token.starts_with("//") || from_token.starts_with("/*") || from_token.starts_with('#')) {
-    return "a comment, which JSON does not have; remove it (DeepSpeed's own reader would take it)";
-  }
+  if (from_token.starts_with("/*")) return "a comment begins here and does not end; close it with */";
   if (from_token.starts_with('\'')) return "single quotes; JSON strings and keys are in double quotes";
   // "016" and "0x10" are a zero and something else to the parser.
   std::size_t word_begin = failure.token_begin;

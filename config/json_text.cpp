@@ -6,6 +6,7 @@
 
 #include <hoist/config/detail/json_errors.hpp>
 #include <hoist/config/detail/json_text.hpp>
+#include <hoist/config/plain_json.hpp>
 
 namespace hoist::config::detail {
 
@@ -144,8 +145,9 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
 
 }  // namespace
 
-JsonNode parse_json_text(std::string_view text) {
-  if (const auto refusal = refuse_at_sight(text)) throw *refusal;
+JsonNode parse_json_text(std::string_view original) {
+  if (const auto refusal = refuse_at_sight(original)) throw *refusal;
+  const std::string text = plain_json(original);
   std::size_t consumed = 0;
   TreeBuilder builder(text, consumed);
   nlohmann::json::sax_parse(CountingIterator(text.data(), &consumed),

@@ -17,6 +17,7 @@ printed by `hoist check --print-keys` from the table the parser uses, and so is 
 (`config/hoist.schema.json`, installed as `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
 - An unknown key is an error, anywhere. So is a key given twice.
+- Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are taken, as DeepSpeed takes them.
 - A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at the
   value that asks for nothing. A **hint** could only change speed or logging; it is accepted without effect and named once
   in a warning.

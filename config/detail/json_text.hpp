@@ -46,6 +46,7 @@ inline constexpr std::size_t kJsonDepthMax = 64;
 // More values than any configuration; keeps a data file from filling memory, one node of the tree for each.
 inline constexpr std::size_t kJsonValuesMax = 1'000'000;
 
+// Comments and commas too many, as plain_json() knows them, are no error.
 JsonNode parse_json_text(std::string_view text);
 
 // Both counted from 1; the column in bytes.

@@ -55,9 +55,15 @@ TEST(JsonEdit, KeepsByteOrderMarkAndLineEndings) {
             "\xEF\xBB\xBF{\r\n  \"a\": 1,\r\n  \"b\": 2\r\n}\r\n");
 }
 
+TEST(JsonEdit, CommentsAndLastCommasStay) {
+  EXPECT_EQ(set("{\n  // \"a\": 0\n  \"a\": 1, # one\n}", {"a"}, 2), "{\n  // \"a\": 0\n  \"a\": 2, # one\n}");
+  EXPECT_EQ(set("{\n  \"a\": 1 // one\n}", {"b"}, 2), "{\n  \"a\": 1,\n  \"b\": 2 // one\n}");
+  EXPECT_EQ(set("{ /* none */ }", {"a"}, 1), "{\n  \"a\": 1\n/* none */ }");
+}
+
 TEST(JsonEdit, RefusesWhatItCannotEdit) {
   EXPECT_THROW(set("", {"a"}, 1), JsonEditError);
-  EXPECT_THROW(set("{\"a\": 1,}", {"a"}, 1), JsonEditError);
+  EXPECT_THROW(set("{\"a\": 1,,}", {"a"}, 1), JsonEditError);
   EXPECT_THROW(set("[1]", {"a"}, 1), JsonEditError);
   EXPECT_THROW(set("{\"a\": 1}", {"a", "b"}, 1), JsonEditError);
 }

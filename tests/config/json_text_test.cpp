@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/config/detail/json_text.hpp>
+#include <hoist/config/plain_json.hpp>
 
 namespace hoist::config::detail {
 namespace {
@@ -31,6 +32,16 @@ TEST(JsonText, PositionsAreWhereTheTextIs) {
   EXPECT_EQ(root.members[3].value.offset, text.find("\"\"}"));
 }
 
+// Everything else stays where it is.
+TEST(JsonText, CommentsAndLastCommasBecomeSpaces) {
+  EXPECT_EQ(plain_json("{\"a\": 1, // one, {\r\n \"b\": [2, /* x\n */ 3,], # end\n}"),
+            "{\"a\": 1,          \r\n \"b\": [2,     \n    3 ]       \n}");
+  EXPECT_EQ(plain_json("{\"a\": 1 /**/, # last\n\n}"), "{\"a\": 1             \n\n}");
+  for (const std::string text : {"{\"a//b\": \"# /* */ ,}\"}", "{\"a\\\"#\": \"\\\\\"}", "{,}", "[,]", "[1,,]",
+                                 "{\"a\": /* 1}", "\"open # string", "/", ",}", "\"\\", ""})
+    EXPECT_EQ(plain_json(text), text);
+}
+
 TEST(JsonText, LinesAndColumnsCountFromOne) {
   const std::string text = "ab\ncd\n";
   const auto at = [&](std::size_t offset) {
@@ -56,7 +67,10 @@ TEST(JsonText, SyntaxErrorsPointAtTheByte) {
   EXPECT_EQ(offset_of("{\"a\": 1}"), -1);
   EXPECT_EQ(offset_of("{\"a\": ]}"), 6);
   EXPECT_EQ(offset_of("{\"a\" 1}"), 5);
-  EXPECT_EQ(offset_of("{\"a\": 1,}"), 8);
+  EXPECT_EQ(offset_of("{\"a\": 1,}"), -1);
+  EXPECT_EQ(offset_of("{,}"), 1);
+  EXPECT_EQ(offset_of("[1,,]"), 3);
+  EXPECT_EQ(offset_of("{\"a\": /* 1}"), 6);
   EXPECT_EQ(offset_of(""), 0);
   EXPECT_EQ(offset_of("{"), 1);
 }
