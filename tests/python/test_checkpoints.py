@@ -227,9 +227,23 @@ def test_loading_without_the_schedule(settings, tmp_path):
     engine.close()
     engine, optimizer, _, _ = initialize(settings())
     engine.load_checkpoint(tmp_path / "c", load_lr_scheduler_states=False)
-    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert engine.lr_scheduler.last_epoch == 0
+    assert optimizer.param_groups[0]["lr"] == 5e-4  # the optimizer's
     train(engine, 1)
     engine.close()
+
+
+def test_rates_that_the_program_sets_itself_come_back(settings):
+    with hoist.torch.wrap(make(), keeping(settings, 1)) as engine:
+        for step in range(4):
+            engine.optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+            train(engine, 1, first=step)
+            if step == 1:
+                engine.save("two")
+        engine.restore("two")
+        assert engine.optimizer.param_groups[0]["lr"] == 5e-4
+        train(engine, 1, first=2)
+        assert engine.get_lr() == [5e-4]
 
 
 def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):

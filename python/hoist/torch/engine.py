@@ -358,6 +358,11 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         return None if self._last_report is None else self._last_report.gradient_norm
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was not applied: a gradient was not finite."""
+        return self._last_report is not None and not self._last_report.applied
+
     def gradient_accumulation_steps(self) -> int:
         return self._micro_batches
 
@@ -417,8 +422,8 @@ class Engine:
         return dict(self._lift.find_kept())
 
     def restore(self, name: str = "") -> int:
-        """[C] Continues from a step that was kept, or from the newest commit; what came after it is given up. Returns the
-        step. Also after an error that ended the engine."""
+        """[C] Continues from a step that was kept, or from the newest commit; what came after it is given up. Learning rates
+        come back as well. Returns the step. Also after an error that ended the engine."""
         if name and self._lift.is_alive:
             checkpoints.require_kept(self, name)
         step, state = self._lift.restore(name)
@@ -429,6 +434,8 @@ class Engine:
         torch.autograd.graph.increment_version(self._parameters.trainable)
         self.optimizer.forget_rates()
         self._load_commit_state(bytes(state))
+        for group, rate in zip(self.optimizer.param_groups, self._saved.get("rates", ())):
+            group["lr"] = rate
         self._continue_schedule()
         return step
 

@@ -39,6 +39,11 @@ class Optimizer(torch.optim.Optimizer):
             raise _hoist.UsageError("step() takes no closure: gradients are gone from the parameters by then")
         return self._engine.step()
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was not applied, as accelerate's loops ask."""
+        return self._engine.step_was_skipped
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that wait for a step; after a step there are none."""
         self._engine._drop_gradients()

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's Trainer, whose model, gradients and optimizer states are lifted by hoist.
+
+    from hoist.torch.transformers import Trainer
+    trainer = Trainer(model=model, args=args, train_dataset=data, hoist_config="ds_config.json")
+    trainer.train()
+
+`deepspeed=` of TrainingArguments is not used: it imports the package deepspeed and starts it. The JSON is the same, "auto"
+included, and what contradicts the arguments is refused as Hugging Face's integration does.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TrainingArguments
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+import hoist.torch
+from hoist import _hoist
+
+__all__ = ["Trainer", "fill_in"]
+
+
+def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict[str, Any]:
+    """A configuration with its "auto" values taken from the arguments. Errors: UsageError with all contradictions.
+
+    What the loop is made of (batches, clipping, the weights' type) is taken from them also where the file says nothing.
+    """
+    config = copy.deepcopy(config)
+    problems: list[str] = []
+
+    def match(path: str, value: Any, argument: str, also_absent: bool = False, always: bool = True) -> None:
+        *sections, key = path.split(".")
+        section = config
+        for name in sections:
+            if name not in section and not also_absent:
+                return
+            section = section.setdefault(name, {})
+        said = section.get(key)
+        if said == "auto" or (said is None and also_absent):
+            section[key] = value
+        elif said is not None and always and said != value:
+            problems.append(f"{path} is {said}, and {argument} is {value}")
+
+    rate, warmup = args.learning_rate, args.get_warmup_steps(steps)
+    accumulation, batch = args.gradient_accumulation_steps, args.per_device_train_batch_size
+    match("train_micro_batch_size_per_gpu", batch, "per_device_train_batch_size", also_absent=True)
+    match("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps", also_absent=True)
+    match("train_batch_size", args.world_size * batch * accumulation, "processes x per_device_train_batch_size x "
+          "gradient_accumulation_steps")
+    match("gradient_clipping", args.max_grad_norm, "max_grad_norm", also_absent=True)
+    match("bf16.enabled", args.bf16, "bf16", also_absent=args.bf16)
+    match("fp16.enabled", args.fp16, "fp16", also_absent=args.fp16)
+    match("optimizer.params.lr", rate, "learning_rate")
+    match("optimizer.params.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2")
+    match("optimizer.params.eps", args.adam_epsilon, "adam_epsilon")
+    match("optimizer.params.weight_decay", args.weight_decay, "weight_decay")
+    match("scheduler.params.warmup_min_lr", 0, "", always=False)
+    match("scheduler.params.warmup_max_lr", rate, "learning_rate")
+    match("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
+    match("scheduler.params.total_num_steps", steps, "the number of steps")
+    if problems:
+        raise _hoist.UsageError("the configuration and the arguments contradict each other (\"auto\" takes the argument's "
+                                "value): " + "; ".join(problems))
+    if config.get("bf16", {}).get("enabled") is False:
+        del config["bf16"]  # the model's own types count then
+    return config
+
+
+class Trainer(transformers.Trainer):
+    """transformers.Trainer with two arguments more.
+
+    hoist_config   a DeepSpeed JSON, as a file or a dictionary
+    hoist_options  further arguments of hoist.torch.wrap: weights, initialize, unit_classes, seed
+
+    `engine` is there once train() has begun. Until then the model is in memory, as it was built.
+    """
+
+    def __init__(self, *positional, hoist_config: str | os.PathLike | dict[str, Any],
+                 hoist_options: dict[str, Any] | None = None, **arguments):
+        self.engine: hoist.torch.Engine | None = None
+        if not isinstance(hoist_config, dict):
+            with open(hoist_config, encoding="utf-8") as file:
+                hoist_config = json.load(file)
+        self._hoist_config = hoist_config
+        self._hoist_options = hoist_options or {}
+        super().__init__(*positional, **arguments)
+        for given, name, why in (
+                (self.args.deepspeed is not None, "deepspeed", "it would start DeepSpeed; hoist_config is the file"),
+                (self.is_fsdp_enabled, "fsdp", "it moves weights itself"),
+                (self.args.torch_compile, "torch_compile", "a graph of the whole model would bake in when weights are up; "
+                 "engine.compile_units() compiles what runs inside of each unit"),
+                (self.args.auto_find_batch_size, "auto_find_batch_size", "the number of micro-batches is settled when the "
+                 "engine is made")):
+            if given:
+                raise _hoist.UsageError(f"{name} of TrainingArguments is not supported here: {why}")
+
+    def _move_model_to_device(self, model, device) -> None:
+        """The engine brings weights to where they are used."""
+
+    # --- making the engine -------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.engine is not None:
+            if self.engine.module is not self.model:
+                raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
+            self.optimizer = self.engine.optimizer
+            return self.optimizer
+        filled = fill_in(self._hoist_config, self.args, self.state.max_steps)
+        config = hoist.torch.load_config(filled)
+        if config.setting("hoist.keep_steps") is None and config.can_keep_steps:
+            config.keep_steps = self._checkpoints_kept()
+        # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
+        client = self.optimizer
+        if client is None and "optimizer" not in filled:
+            client = super().create_optimizer(model)
+        self.engine, self.optimizer, _, schedule = hoist.torch.initialize(
+            model=self.model, optimizer=client, config=config, **self._hoist_options)
+        if config.has_schedule:
+            self.lr_scheduler = schedule
+        # By this accelerate knows objects that need no wrapping.
+        self.model._is_accelerate_prepared = self.optimizer._is_accelerate_prepared = True
+        self.accelerator.backward = self._backward
+        return self.optimizer
+
+    def _checkpoints_kept(self) -> int:
+        if self.args.save_strategy == "no":
+            return 0
+        return (self.args.save_total_limit or 1) + (1 if self.args.load_best_model_at_end else 0)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def _backward(self, loss: torch.Tensor, **_) -> None:
+        # Trainer has divided the loss by what the step's micro-batches have together.
+        self.engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def _clip_grad_norm(self, model) -> None:
+        """The engine clips, as part of the step."""
+
+    def _get_grad_norm(self, model, grad_norm=None) -> None:
+        """Known after the step."""
+
+    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, *positional, **arguments):
+        norm = self.engine.get_global_grad_norm()
+        return super()._maybe_log_save_evaluate(tr_loss, norm, *positional, **arguments)
+
+    # --- checkpoints: the step is kept in the store, the directory has what is Trainer's own ---------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.engine.save_checkpoint(output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        """Weights come back with the optimizer's states."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if os.path.exists(os.path.join(checkpoint, OPTIMIZER_NAME)):
+            raise _hoist.UsageError(f"{checkpoint} was saved by a Trainer without hoist: begin with weights={checkpoint!r} in "
+                                    "hoist_options; moments begin at zero then")
+        if self.engine.load_checkpoint(checkpoint)[0] is None:
+            raise _hoist.StoreError(f"{checkpoint} was saved without the optimizer's states (save_only_model), and there is "
+                                    "nothing to go on from")
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self.engine is None or state_dict is not None:
+            return super()._save(output_dir, state_dict)
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        if not _is_saved_as_named(self.model):  # its weights have other names or shapes in files: all of them at once
+            return super()._save(output_dir, self.engine.state_dict())
+        super()._save(output_dir, {})  # what belongs to a model beside its weights
+        if self.args.should_save:
+            for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+                if os.path.exists(os.path.join(output_dir, file)):
+                    os.remove(os.path.join(output_dir, file))
+        narrow = all(p.dtype == torch.bfloat16 for p in self.model.parameters())
+        self.engine.export(output_dir, torch.bfloat16 if narrow else torch.float32)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.engine is None or self.args.should_save:
+            return super().save_model(output_dir, _internal_call)
+        self._save(output_dir)  # reading weights is collective
+
+
+def _is_saved_as_named(model: torch.nn.Module) -> bool:
+    """Whether transformers would write the weights as they are in the model."""
+    if not isinstance(model, transformers.PreTrainedModel):
+        return False
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4: there were no conversions
+        return True
+    if getattr(model, "_weight_conversions", None) == []:
+        return True
+    probe: dict[str, torch.Tensor] = {}
+    return revert_weight_conversion(model, probe) is probe

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers.Trainer with an unchanged DeepSpeed JSON, against the plain loop, resumed, and within its budgets."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import hoist
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
+import hoist.torch.transformers as hoist_transformers  # noqa: E402
+
+STATES = (hoist.State.master, hoist.State.moment1, hoist.State.moment2)
+
+# As people have it for Hugging Face's DeepSpeed integration, ZeRO-3 with NVMe; nothing of hoist's own.
+DS_CONFIG = """{
+  "bf16": {"enabled": "auto"},
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+  "scheduler": {"type": "WarmupLR",
+                "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": {"device": "nvme", "nvme_path": "%s", "pin_memory": true, "buffer_count": 4, "fast_init": false},
+    "offload_param": {"device": "nvme", "nvme_path": "%s", "pin_memory": true, "buffer_count": 5, "buffer_size": 1e8,
+                      "max_in_cpu": 1e9},
+    "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": true
+  },
+  "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": false, "overlap_events": true},
+  "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+  "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+}"""
+
+
+def ds_config(path, without=()):
+    config = json.loads(DS_CONFIG % (path, path))
+    return {key: value for key, value in config.items() if key not in without}
+
+
+def tiny_llama(seed=0, **changes):
+    settings = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+                "tie_word_embeddings": True}
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | changes)))
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, count=96):
+        self.rows = torch.randint(0, 97, (count, 16), generator=torch.Generator().manual_seed(3)) % 13
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def arguments(path, **changes):
+    settings = {"output_dir": str(path), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+                "learning_rate": 1e-3, "weight_decay": 0.1, "max_steps": 16, "logging_steps": 1, "save_strategy": "no",
+                "report_to": [], "use_cpu": True, "disable_tqdm": True, "warmup_steps": 4, "seed": 7, "bf16": True}
+    return transformers.TrainingArguments(**(settings | changes))
+
+
+def trainer_of(args, config, model=None, **more):
+    return hoist_transformers.Trainer(model=model or tiny_llama(), args=args, train_dataset=Tokens(), hoist_config=config,
+                                      **more)
+
+
+def losses_of(trainer):
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def digests(engine):
+    return [engine.digest(state) for state in STATES]
+
+
+class Recorded:
+    """A collator that remembers the batches it made, in their order."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, rows):
+        self.batches.append(transformers.default_data_collator(rows))
+        return self.batches[-1]
+
+
+def the_plain_loop(args, config, steps, batches_per_epoch, batches, optimizer_of=None, schedule_of=None):
+    """The same batches, and the loss that Trainer makes of them: the mean over a step's tokens."""
+    model = tiny_llama()
+    client = optimizer_of(model) if optimizer_of else None
+    engine, optimizer, _, _ = hoist.torch.initialize(
+        model=model, optimizer=client, config=hoist_transformers.fill_in(config, args, steps))
+    if schedule_of:
+        engine.lr_scheduler = schedule_of(optimizer)
+    engine.train()
+    losses, norms = [], []
+    data = iter(batches)
+    left = batches_per_epoch
+    while len(losses) < steps:
+        step = [next(data) for _ in range(min(args.gradient_accumulation_steps, left))]
+        left = left - len(step) or batches_per_epoch
+        items = sum(batch["labels"][:, 1:].ne(-100).sum() for batch in step)
+        total = 0.0
+        for index, batch in enumerate(step):
+            loss = engine(**batch, num_items_in_batch=items).loss
+            engine.set_gradient_accumulation_boundary(index == len(step) - 1)
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
+            total += loss.item()
+        losses.append(total)
+        norms.append(engine.get_global_grad_norm())
+    ends = digests(engine)
+    engine.close()
+    return losses, norms, ends
+
+
+def test_trainer_trains_with_an_unchanged_json(tmp_path):
+    """bf16, accumulation, clipping, and the file's own schedule: the plain loop's bits."""
+    args = arguments(tmp_path / "out")
+    recorded = Recorded()
+    trainer = trainer_of(args, ds_config(tmp_path / "nvme"), data_collator=recorded)
+    result = trainer.train()
+    assert result.global_step == trainer.engine.global_steps == 16
+    assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    losses = losses_of(trainer)
+    assert losses[-1] < 0.8 * losses[0]
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+    assert rates[0] < rates[3] and rates[-1] == 1e-3
+    ours = digests(trainer.engine)
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "loss" in row]
+    trainer.engine.close()
+    loop_losses, loop_norms, loop_ends = the_plain_loop(args, ds_config(tmp_path / "loop"), 16, 24, recorded.batches)
+    assert ours == loop_ends and norms == loop_norms
+    assert losses == pytest.approx(loop_losses, rel=1e-3)  # Trainer logs them rounded
+
+
+def test_trainers_own_optimizer_and_schedule(tmp_path):
+    """Where the file has neither: Trainer's groups (no decay for norms) and its linear schedule; fp32; a remainder of one
+    micro-batch at the end of each epoch of 24."""
+    args = arguments(tmp_path / "out", bf16=False, gradient_accumulation_steps=5, max_steps=11, max_grad_norm=0.5)
+    recorded = Recorded()
+    trainer = trainer_of(args, ds_config(tmp_path / "nvme", without=("optimizer", "scheduler")), data_collator=recorded)
+    trainer.train()
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
+    ours, losses = digests(trainer.engine), losses_of(trainer)
+    trainer.engine.close()
+
+    def optimizer_of(model):
+        names = trainer.get_decay_parameter_names(model)
+        groups = [{"params": [p for n, p in model.named_parameters() if (n in names) == decays],
+                   "weight_decay": 0.1 if decays else 0.0} for decays in (True, False)]
+        return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+
+    def schedule_of(optimizer):
+        return transformers.get_linear_schedule_with_warmup(optimizer, 4, 11)
+
+    loop_losses, _, loop_ends = the_plain_loop(args, ds_config(tmp_path / "loop", without=("optimizer", "scheduler")), 11,
+                                               24, recorded.batches, optimizer_of, schedule_of)
+    assert ours == loop_ends
+    assert losses == pytest.approx(loop_losses, rel=1e-3)
+
+
+def test_evaluation_and_what_is_saved(tmp_path):
+    args = arguments(tmp_path / "out", max_steps=6, eval_strategy="steps", eval_steps=2)
+    trainer = trainer_of(args, ds_config(tmp_path / "nvme"), eval_dataset=Tokens(16))
+    before = trainer.evaluate()["eval_loss"]  # in memory, before there is an engine
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert after < before
+    assert len([row for row in trainer.state.log_history if "eval_loss" in row]) >= 4
+    assert trainer.predict(Tokens(8)).predictions.shape == (8, 16, 97)
+    trainer.save_model(str(tmp_path / "weights"))
+    expected = trainer.engine.state_dict()
+    trainer.engine.close()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.bfloat16)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert set(expected) == set(loaded.state_dict())
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["trainers_optimizer", "the_files_optimizer"])
+def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
+    """Saved every 3 steps and killed after step 8: resumed at 6, it ends in the bits of a run that nobody disturbed."""
+    without = ("optimizer", "scheduler") if own else ()
+
+    def run(path, max_steps=12, **options):
+        args = arguments(tmp_path / path / "out", max_steps=max_steps, save_strategy="steps", save_steps=3)
+        trainer = trainer_of(args, ds_config(tmp_path / path / "nvme", without=without), model=tiny_llama(
+            seed=options.pop("seed", 0), attention_dropout=0.1))
+        trainer.train(**options)
+        return trainer
+
+    whole = run("whole")
+    expected = digests(whole.engine)
+    whole.engine.close()
+
+    program = textwrap.dedent(f"""
+        import os, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        from test_trainer import *
+        class Kill(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **_):
+                if state.global_step == 8:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        path = Path({str(tmp_path / "killed")!r})
+        args = arguments(path / "out", max_steps=12, save_strategy="steps", save_steps=3)
+        trainer = trainer_of(args, ds_config(path / "nvme", without={without!r}), model=tiny_llama(attention_dropout=0.1),
+                             callbacks=[Kill()])
+        trainer.train()
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    checkpoints = sorted(os.listdir(tmp_path / "killed" / "out"))
+    assert checkpoints == ["checkpoint-3", "checkpoint-6"]
+    with pytest.raises(hoist.StoreError, match="holds a run"):
+        run("killed")
+    with pytest.raises(hoist.StoreError, match=r"'global_step3'.*'global_step6' \(step 6\)"):
+        run("killed", resume_from_checkpoint=str(tmp_path / "killed" / "out" / "checkpoint-3"))
+    resumed = run("killed", seed=5, resume_from_checkpoint=True)
+    assert resumed.state.global_step == resumed.engine.global_steps == 12
+    assert digests(resumed.engine) == expected
+    resumed.engine.close()
+
+
+def test_two_ranks(tmp_path):
+    """torchrun: half of each batch on either rank, averaged over the tokens of both; one checkpoint, one set of weights."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(f"""
+        import json, os, sys
+        from pathlib import Path
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        from test_trainer import *
+        path = Path({str(tmp_path)!r})
+        args = arguments(path / "out", max_steps=6, save_strategy="steps", save_steps=3, bf16=False)
+        trainer = trainer_of(args, ds_config(path / "nvme"))
+        trainer.train()
+        assert trainer.engine.world_size == 2
+        trainer.save_model()
+        with open(path / f"end-{{trainer.engine.rank}}", "w") as file:
+            json.dump([losses_of(trainer), digests(trainer.engine)], file)
+        trainer.engine.close()
+    """))
+    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                            str(script)], capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    ends = [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2)]
+    assert ends[0][1] == ends[1][1]
+    assert len(ends[0][0]) == 6 and ends[0][0][-1] < ends[0][0][0]
+    assert sorted(os.listdir(tmp_path / "out"))[:2] == ["checkpoint-3", "checkpoint-6"]
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
+
+
+def test_what_contradicts_the_arguments_is_refused(tmp_path):
+    config = ds_config(tmp_path / "nvme")
+    config["gradient_clipping"] = 3.0
+    config["optimizer"]["params"]["lr"] = 5e-5
+    with pytest.raises(hoist.UsageError, match="gradient_clipping is 3.0.*max_grad_norm.*lr is 5e-05.*learning_rate"):
+        trainer_of(arguments(tmp_path / "out"), config).train()
+    for changes, match in (({"torch_compile": True}, "compile_units"), ({"auto_find_batch_size": True}, "micro-batches")):
+        with pytest.raises(hoist.UsageError, match=match):
+            trainer_of(arguments(tmp_path / "out", **changes), ds_config(tmp_path / "nvme"))
+    assert not (tmp_path / "nvme").exists()
+
+
+def test_memory_of_the_process_is_bounded(tmp_path):
+    """A model of 168 MB of masters and moments, on the meta device, trained and saved by Trainer in a fraction of that."""
+    program = textwrap.dedent(f"""
+        import json, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        from pathlib import Path
+        from test_trainer import *
+        path = Path({str(tmp_path)!r})
+        def resident():
+            for line in open("/proc/self/status"):
+                if line.startswith("VmHWM"): return int(line.split()[1]) * 1024
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+                vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+                num_key_value_heads=6, tie_word_embeddings=True, dtype=torch.bfloat16))
+        parameters = sum(p.numel() for p in model.parameters())
+        def initialize(module):
+            for p in module.parameters(recurse=False):
+                torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+            if hasattr(module, "inv_freq"):
+                rotary = type(module)(module.config)
+                module.inv_freq = module.original_inv_freq = rotary.inv_freq
+        config = ds_config(path / "nvme")
+        config["zero_optimization"]["sub_group_size"] = 131072
+        config["hoist"] = {{"device_memory": "16MiB", "pinned_memory": "56MiB"}}
+        args = arguments(path / "out", max_steps=4, save_strategy="steps", save_steps=2, per_device_train_batch_size=1,
+                         gradient_accumulation_steps=1)
+        trainer = trainer_of(args, config, model=model, hoist_options={{"initialize": initialize}})
+        before = resident()
+        trainer.train()
+        tiers = trainer.engine.books()["tiers"]
+        assert all(t["peak_bytes"] <= t["budget_bytes"] for t in tiers.values()), tiers
+        trainer.engine.close()
+        print(json.dumps({{"parameters": parameters, "grown": resident() - before}}))
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout.splitlines()[-1])
+    state = 12 * result["parameters"]
+    assert state > 150e6
+    budgets = 72 * 2**20
+    slack = 64 * 2**20  # activations, PyTorch's kernels and threads, Trainer's imports, this engine's code
+    assert result["grown"] < budgets + slack, result
+    assert budgets + slack < state
+    assert os.path.getsize(tmp_path / "out" / "checkpoint-4" / "model.safetensors") > 2 * result["parameters"]
