@@ -47,7 +47,10 @@ void add_prediction(const CheckArguments& arguments, CheckReport& report) {
   }
   EngineOptions engine = report.config.engine;
   engine.micro_batches_max = static_cast<unsigned>(report.training.gradient_accumulation_steps.value_or(1));
-  report.prediction = predict(report.config.runtime, engine, model, std::max(1, report.world_size));
+  const int ranks = std::max(1, report.world_size);
+  report.prediction = predict(report.config.runtime, engine, model, ranks);
+  if (engine.optimizer == Placement::nvme && report.prediction->pinned.fits())
+    report.pinned_fraction_max = largest_pinned_fraction(report.config.runtime, engine, model, ranks);
 }
 
 int check_config(const CheckArguments& arguments) {

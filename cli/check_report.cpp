@@ -102,6 +102,10 @@ std::string prediction_text(const CheckReport& report) {
       {{"NVMe", format_bytes(p.step.nvme_read) + " read", format_bytes(p.step.nvme_write) + " written"},
        {"host and device", format_bytes(p.step.host_to_device) + " up", format_bytes(p.step.device_to_host) + " down"},
        {"between ranks", format_bytes(p.step.wire)}});
+  if (const auto most = report.pinned_fraction_max; most && *most > report.config.engine.optimizer_pinned_fraction) {
+    text +=
+        fmt::format("  the pinned budget has room for more: hoist.optimizer_pinned_fraction may be {:.2f}\n", *most);
+  }
   if (const auto seconds = least_nvme_seconds(p, report.config.measured); seconds && *seconds > 0) {
     text += fmt::format(
         "  at least {:.3g} s a step for the drives at their measured speed, if this rank has them alone\n", *seconds);
@@ -151,6 +155,8 @@ Json prediction_json(const CheckReport& report) {
               {"host_to_device", p.step.host_to_device},
               {"device_to_host", p.step.device_to_host},
               {"wire", p.step.wire}}}};
+  json["optimizer_pinned_fraction_max"] =
+      report.pinned_fraction_max ? Json(*report.pinned_fraction_max) : Json(nullptr);
   const auto seconds = least_nvme_seconds(p, report.config.measured);
   json["least_nvme_seconds"] = seconds ? Json(*seconds) : Json(nullptr);
   return json;

@@ -18,7 +18,9 @@ struct CheckReport {
   TrainingOptions training;
   int world_size = 0;                      // 0: not given
   std::optional<Prediction> prediction{};  // of one rank; empty: no model given
-  std::string model;                       // where its shape came from
+  // What the pinned budget leaves room for, when optimizer state is on NVMe.
+  std::optional<double> pinned_fraction_max{};
+  std::string model;  // where its shape came from
 };
 
 std::string accepted_text(const CheckReport& report);

@@ -138,4 +138,25 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, c
   return out;
 }
 
+double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
+                               int world_size) {
+  const Prediction asked = predict(runtime, engine, model, world_size);
+  const auto fits = [&](unsigned hundredths) {
+    EngineOptions options = engine;
+    options.optimizer_pinned_fraction = hundredths / 100.0;
+    const Prediction p = predict(runtime, options, model, world_size);
+    const bool same_updates =
+        p.update_buffers == asked.update_buffers && p.update_buffer_parameters == asked.update_buffer_parameters;
+    // With all of it in memory there may be nothing left to buffer.
+    return p.pinned.fits() && p.staging_buffers == asked.staging_buffers && (same_updates || p.update_buffers == 0);
+  };
+  if (fits(100)) return 1;
+  unsigned most = 0, too_much = 100;
+  while (too_much - most > 1) {
+    const unsigned middle = (most + too_much) / 2;
+    (fits(middle) ? most : too_much) = middle;
+  }
+  return std::max(most / 100.0, engine.optimizer_pinned_fraction);
+}
+
 }  // namespace hoist

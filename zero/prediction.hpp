@@ -57,4 +57,9 @@ struct Prediction {
 };
 Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model, int world_size);
 
+// The largest EngineOptions::optimizer_pinned_fraction, in hundredths, that fits the pinned budget beside the buffers
+// that `engine` gets; at least the one it asks for.
+double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
+                               int world_size);
+
 }  // namespace hoist

@@ -39,6 +39,21 @@ TEST_F(Check, SaysWhatEachTierMustHold) {
   EXPECT_THAT(run("check good.json --parameters 7B").output, HasSubstr("7000000000 parameters"));
 }
 
+TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
+  write("nvme.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
+                         "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+                         "hoist": {"pinned_memory": "1GiB"}})");
+  const auto result = run("check nvme.json --parameters 100M --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  // 1 GiB less 400 MB of weights and gradients, and the buffers: of 1000 MB of state.
+  const double most = json_of("report.json")["prediction"]["optimizer_pinned_fraction_max"];
+  EXPECT_GT(most, 0.5);
+  EXPECT_LT(most, 0.68);
+  std::ostringstream sentence;
+  sentence << "hoist.optimizer_pinned_fraction may be " << most;
+  EXPECT_THAT(result.output, HasSubstr(sentence.str()));
+}
+
 TEST_F(Check, RefusesModelsItCannotRead) {
   write("good.json", "{}");
   const auto with_units = [&](const char* text) {

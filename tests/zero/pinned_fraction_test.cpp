@@ -118,6 +118,44 @@ TEST(PinnedFraction, CostsItsShareOfThePinnedBudget) {
   EXPECT_LT(static_cast<double>(least(1) - least(0)), state);
 }
 
+TEST(PinnedFraction, TheLargestThatIsNamedFitsBesideTheSameBuffers) {
+  const ToyShape shape{.matrices = {1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
+  for (const Placement parameters : {Placement::nvme, Placement::pinned}) {
+    for (const std::uint64_t budget : {24 * kMiB, 32 * kMiB, 128 * kMiB}) {
+      const TempDirectory directory;
+      ToySetup setup = toy_setup(parameters, Placement::nvme, directory / "store");
+      setup.runtime.pinned_memory_bytes = budget;
+      setup.engine.sub_group_elements = 100000;
+      Runtime runtime(setup.runtime);
+      ModelShape model;
+      {
+        Engine engine(runtime, setup.engine);
+        const ToyModel toy(engine, shape);
+        model = engine.shape();
+      }
+      const Prediction plain = predict(setup.runtime, setup.engine, model, 1);
+      setup.engine.optimizer_pinned_fraction = largest_pinned_fraction(setup.runtime, setup.engine, model, 1);
+      EXPECT_GT(setup.engine.optimizer_pinned_fraction, 0);
+      if (budget == 128 * kMiB) {
+        EXPECT_EQ(setup.engine.optimizer_pinned_fraction, 1);
+      }
+      if (setup.engine.optimizer_pinned_fraction < 1) {
+        EngineOptions more = setup.engine;
+        more.optimizer_pinned_fraction += 0.02;
+        const Prediction tight = predict(setup.runtime, more, model, 1);
+        EXPECT_TRUE(!tight.pinned.fits() || tight.update_buffer_parameters < plain.update_buffer_parameters ||
+                    tight.staging_buffers < plain.staging_buffers || tight.update_buffers < plain.update_buffers)
+            << "of " << budget << " bytes " << setup.engine.optimizer_pinned_fraction << " was named";
+      }
+      Engine engine(runtime, setup.engine);
+      ToyModel toy(engine, shape);
+      engine.initialize(toy.fill());
+      toy.train(1, 2);
+      EXPECT_LE(runtime.pinned_budget().peak_bytes(), budget);
+    }
+  }
+}
+
 // The store is the same whatever was in memory: runs may differ in it, and read what another wrote.
 TEST(PinnedFraction, MayChangeFromRunToRun) {
   const TempDirectory directory;
