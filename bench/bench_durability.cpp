@@ -2,16 +2,21 @@
 // bench_durability - what it costs that every step is a commit, and that every byte is verified.
 //
 //   bench_durability [--smoke] [--path DIR] [--pairs N] [--layers N] [--elements N] [--steps-per-turn N]
-//                    [--flush-ms N] [--json FILE]
+//                    [--flush-ms N] [--compute-ms N] [--json FILE]
 //
-// Two engines train the same model with everything on NVMe, one with durability `step`, one with `none`: equal bytes,
-// since both write 12 bytes a parameter. They take turns, a step each or several (order alternating), and each turn is
-// settled before the clock stops, so that nothing of one falls into the other's time. With one step a turn no flush is
-// hidden under the next step; with eight, seven of eight may be. The ratio of each pair counts; `none` against itself
-// is the control. With --flush-ms each flush takes so much longer.
+// 1. One store, alternating by step. An engine that commits every fourth step, everything on NVMe: what a step with a
+//    commit takes against the one before or after it without. The same bytes, the same files, the same places in them.
+//    Everything a step wrote has landed before its clock stops. Two of the steps without a commit are the control.
+// 2. Durability `step` against `none`: two engines take turns, a step each or several (order alternating), each turn
+//    settled before the clock stops. `none` against itself is the control. The two stores lie at different places of
+//    the drive, which may weigh more than the commits: 1 is the honest figure where flushes are fast. The passes do no
+//    mathematics here: the drive is the limit, which makes the ratio the worst there is.
 //
-// The passes do no mathematics: the drive is the limit, which makes the ratio the worst there is. Checksums: processor
-// time of a tile's, as a share of such a step on the processors the update uses.
+// With --compute-ms each pass takes at least so long on the device, a third of it forward: 2 alone is then measured,
+// while training goes on, from the end of a step to the end of the last of the turn, so that flushes can hide under the
+// passes. With --flush-ms each flush takes so much longer.
+//
+// Checksums: processor time of a tile's, as a share of such a step on the processors the update uses.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -42,6 +47,7 @@ struct Arguments {
   std::int64_t elements = 4 << 20;  // of a layer
   unsigned flush_ms = 0;
   unsigned steps_per_turn = 1;
+  unsigned compute_ms = 0;  // of a pass
 };
 
 // Holds every flush back for a while.
@@ -92,21 +98,24 @@ RuntimeOptions runtime_options(const Arguments& arguments) {
   return options;
 }
 
-EngineOptions engine_options(const std::string& store, tiers::Durability durability) {
+EngineOptions engine_options(const std::string& store, tiers::Durability durability, unsigned commit_every) {
   EngineOptions options;
   options.parameters = options.optimizer = Placement::nvme;
   options.store_directory = store;
   options.durability = durability;
+  options.commit_every = commit_every;
   options.persistence_elements = 0;
   return options;
 }
 
-// A training whose passes only move what has to be moved.
+// A training whose passes only move what has to be moved, and take their time.
 class Training {
  public:
-  Training(const Arguments& arguments, const std::string& store, tiers::Durability durability)
-      : runtime_(runtime_options(arguments)),
-        engine_(runtime_, engine_options(store, durability)),
+  Training(const Arguments& arguments, const std::string& store, tiers::Durability durability,
+           unsigned commit_every = 1)
+      : arguments_(arguments),
+        runtime_(runtime_options(arguments)),
+        engine_(runtime_, engine_options(store, durability, commit_every)),
         stream_(runtime_.device().create_stream("compute")) {
     for (unsigned layer = 0; layer < arguments.layers; ++layer) {
       const std::vector<ParameterSpec> specs{{.name = fmt::format("layer{}", layer), .shape = {arguments.elements}}};
@@ -115,24 +124,49 @@ class Training {
     engine_.initialize([](ParameterId, std::uint64_t first, std::span<float> values) {
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = 1e-3f * static_cast<float>((first + i) % 1000);
     });
-    for (int i = 0; i < 3; ++i) turn(1);  // the first pass is recorded, the next one planned
+    // The first pass is recorded, the next one planned; then to the beginning of a cycle of commits.
+    for (unsigned i = 0; i < 4; ++i) step();
+    engine_.settle();
   }
 
-  double turn(unsigned steps) {
-    const TimePoint begin = Clock::now();
-    for (unsigned i = 0; i < steps; ++i) {
-      {
-        const PassScope pass = engine_.begin(Pass::train);
-        for (const UnitId unit : units_) engine_.gather(unit, *stream_).release(*stream_);
-        for (std::size_t u = units_.size(); u-- > 0;) {
-          engine_.gather(units_[u], *stream_).release(*stream_);
-          engine_.finish(units_[u], *stream_);
-        }
+  void step() {
+    {
+      const Nanoseconds layer_time =
+          Nanoseconds(std::chrono::milliseconds(arguments_.compute_ms)) / (3 * units_.size());
+      const PassScope pass = engine_.begin(Pass::train);
+      for (const UnitId unit : units_) {
+        Lease lease = engine_.gather(unit, *stream_);
+        compute(layer_time);
+        lease.release(*stream_);
       }
-      engine_.step();
+      for (std::size_t u = units_.size(); u-- > 0;) {
+        Lease lease = engine_.gather(units_[u], *stream_);
+        compute(2 * layer_time);
+        lease.release(*stream_);
+        engine_.finish(units_[u], *stream_);
+      }
     }
+    engine_.step();
+  }
+
+  // Seconds of a step.
+  double turn(unsigned steps) {
+    const bool goes_on = arguments_.compute_ms > 0;
+    if (goes_on) step();  // whose commit is the first that a step of this turn waits for
+    const TimePoint begin = Clock::now();
+    for (unsigned i = 0; i < steps; ++i) step();
+    if (!goes_on) engine_.settle();
+    const double seconds = to_seconds(Clock::now() - begin) / steps;
     engine_.settle();
-    return to_seconds(Clock::now() - begin) / steps;
+    return seconds;
+  }
+
+  // Of a step that has landed to its last byte, whether it is committed or not.
+  double landed_step() {
+    const TimePoint begin = Clock::now();
+    step();
+    engine_.settle();  // waits for the writes of a step that is not committed, too
+    return to_seconds(Clock::now() - begin);
   }
 
   std::uint64_t moved_bytes() {
@@ -141,11 +175,47 @@ class Training {
   StepBytes formula() const { return engine_.formula_bytes(); }
 
  private:
+  void compute(Nanoseconds time) {
+    if (time.count() > 0) stream_->launch("compute", [time] { std::this_thread::sleep_for(time); });
+  }
+
+  const Arguments& arguments_;
   Runtime runtime_;
   Engine engine_;
   std::unique_ptr<platform::Stream> stream_;
   std::vector<UnitId> units_;
 };
+
+struct Ratios {
+  std::vector<double> cost, control;
+  void print(const std::string& what) const {
+    const auto interval = measure::median_interval(cost), noise = measure::median_interval(control);
+    fmt::print("{}: {:.4f} [{:.4f}, {:.4f}], control {:.4f} [{:.4f}, {:.4f}], {} pairs\n", what, measure::median(cost),
+               interval.low, interval.high, measure::median(control), noise.low, noise.high, cost.size());
+    std::fflush(stdout);
+  }
+  std::string json() const {
+    const auto interval = measure::median_interval(cost), noise = measure::median_interval(control);
+    return fmt::format("{{\"ratio\": {}, \"interval\": [{}, {}], \"control\": [{}, {}], \"pairs\": {}}}",
+                       measure::median(cost), interval.low, interval.high, noise.low, noise.high, cost.size());
+  }
+};
+
+// One store, committed every fourth step.
+Ratios with_and_without_commit(const Arguments& arguments, const std::string& store) {
+  constexpr unsigned kCycle = 4;
+  Training training(arguments, store, tiers::Durability::step, kCycle);
+  Ratios ratios;
+  training.landed_step();
+  for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
+    const double second = training.landed_step(), third = training.landed_step(), committed = training.landed_step();
+    const double next = training.landed_step();  // the first of the next cycle
+    const bool even = pair % 2 == 0;
+    ratios.cost.push_back(committed / (even ? third : next));
+    ratios.control.push_back(even ? second / third : third / second);
+  }
+  return ratios;
+}
 
 // Of one tile after another that is in cache, as the update has it.
 double checksum_ns_per_byte() {
@@ -170,7 +240,15 @@ int run(const Arguments& arguments) {
     ~Removal() { std::filesystem::remove_all(path); }
   } const removal{pattern};
 
-  std::vector<double> ratios, control, seconds;
+  Ratios one_store;
+  if (arguments.flush_ms == 0 && arguments.compute_ms == 0) {
+    one_store = with_and_without_commit(arguments, pattern + "/one");
+    one_store.print("a step with its commit / without, one store");
+    std::filesystem::remove_all(pattern + "/one");
+  }
+
+  Ratios ratios;
+  std::vector<double> seconds;
   double per_step_bytes = 0;
   {
     Training step(arguments, pattern + "/step", tiers::Durability::step);
@@ -186,20 +264,21 @@ int run(const Arguments& arguments) {
         b = none.turn(steps);
         a = step.turn(steps);
       }
-      ratios.push_back(a / b);
+      ratios.cost.push_back(a / b);
       seconds.push_back(b);
     }
-    const double taken = static_cast<double>(arguments.pairs) * steps;
+    const double taken = static_cast<double>(arguments.pairs) * (steps + (arguments.compute_ms > 0 ? 1 : 0));
     per_step_bytes = static_cast<double>(none.moved_bytes() - before) / taken;
     const double step_bytes = static_cast<double>(step.moved_bytes() - before_step) / taken;
     fmt::print("bytes of a step: {:.0f} with durability step, {:.0f} with none\n", step_bytes, per_step_bytes);
-    for (unsigned pair = 0; pair < arguments.pairs / 2; ++pair) control.push_back(none.turn(steps) / none.turn(steps));
+    for (unsigned pair = 0; pair < std::max(2u, arguments.pairs / 2); ++pair) {
+      const double a = none.turn(steps);
+      ratios.control.push_back(a / none.turn(steps));
+    }
   }
-  const auto cost = measure::median_interval(ratios);
-  const auto noise = measure::median_interval(control);
-  fmt::print("durability step / none{}: {:.4f} [{:.4f}, {:.4f}], control {:.4f} [{:.4f}, {:.4f}], {} pairs\n",
-             arguments.flush_ms == 0 ? "" : fmt::format(", {} ms a flush", arguments.flush_ms), measure::median(ratios),
-             cost.low, cost.high, measure::median(control), noise.low, noise.high, arguments.pairs);
+  ratios.print(fmt::format("durability step / none{}{}",
+                           arguments.flush_ms == 0 ? "" : fmt::format(", {} ms a flush", arguments.flush_ms),
+                           arguments.compute_ms == 0 ? "" : fmt::format(", {} ms a pass", arguments.compute_ms)));
   const double ns = checksum_ns_per_byte();
   fmt::print("a step of none: {:.1f} ms, {:.2f} GB/s\n", 1e3 * measure::median(seconds),
              1e-9 * per_step_bytes / measure::median(seconds));
@@ -209,9 +288,9 @@ int run(const Arguments& arguments) {
              threads);
   if (!arguments.json.empty()) {
     std::ofstream(arguments.json) << fmt::format(
-        "{{\"ratio\": {}, \"interval\": [{}, {}], \"control\": [{}, {}], \"pairs\": {}, \"flush_ms\": {}, "
+        "{{\"one_store\": {}, \"step_to_none\": {}, \"flush_ms\": {}, \"compute_ms\": {}, "
         "\"checksum_ns_per_byte\": {}, \"checksum_share\": {}}}\n",
-        measure::median(ratios), cost.low, cost.high, noise.low, noise.high, arguments.pairs, arguments.flush_ms, ns,
+        one_store.cost.empty() ? "null" : one_store.json(), ratios.json(), arguments.flush_ms, arguments.compute_ms, ns,
         share);
   }
   return 0;
@@ -235,6 +314,7 @@ int main(int count, char** words) {
     if (key == "--layers") arguments.layers = static_cast<unsigned>(std::atoi(value));
     if (key == "--elements") arguments.elements = std::atoll(value);
     if (key == "--steps-per-turn") arguments.steps_per_turn = static_cast<unsigned>(std::atoi(value));
+    if (key == "--compute-ms") arguments.compute_ms = static_cast<unsigned>(std::atoi(value));
     if (key == "--flush-ms") arguments.flush_ms = static_cast<unsigned>(std::atoi(value));
   }
   try {

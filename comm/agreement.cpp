@@ -32,7 +32,11 @@ void agree(Communicator& communicator, std::uint64_t hash, std::string_view what
   mine.text_bytes = std::min(what.size(), kAgreementTextBytes);
   std::memcpy(mine.text.data(), what.data(), mine.text_bytes);
   std::vector<Statement> all(static_cast<std::size_t>(communicator.size()));
-  communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  try {
+    communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  } catch (const CommError& error) {
+    throw CommError(fmt::format("{} (this rank is at '{}')", error.what(), what));
+  }
   const auto odd = std::find_if(all.begin(), all.end(), [&](const Statement& s) { return s.hash != all[0].hash; });
   if (odd == all.end()) return;
   throw CommError(fmt::format(

@@ -8,8 +8,9 @@
 //            Operations keep their order when they are enqueued on different streams.
 // Memory     `scratch` is handed in at creation (it counts against the device budget); nothing else is allocated per
 //            call on the data plane.
-// Errors     CommError naming rank and operation; on the data plane through the stream's error. After one, destruction
-//            is all that is left. A call that breaks the contract throws UsageError and changes nothing.
+// Errors     CommError naming rank, operation and what it was about, and the ranks that stayed away; on the data plane
+//            through the stream's error. After one, destruction is all that is left. A call that breaks the contract
+//            throws UsageError and changes nothing.
 // Main path  all_gather(pieces, stream) -> one grouped operation in stream order.
 #pragma once
 
@@ -19,6 +20,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <hoist/core/dtype.hpp>
@@ -31,6 +33,7 @@ namespace hoist::comm {
 struct GatherPiece {
   std::byte* data = nullptr;      // size() * shard_bytes
   std::uint64_t shard_bytes = 0;  // may be 0
+  std::string_view what{};        // whose bytes these are, for errors; outlives the operation
 };
 
 // A buffer of [rank, shard] elements, every rank's full contribution. Afterwards this rank's own piece holds
@@ -40,6 +43,7 @@ struct ReducePiece {
   DType dtype = DType::bf16;
   std::uint64_t shard_elements = 0;  // may be 0
   float scale = 1.0f;
+  std::string_view what{};  // as GatherPiece's
 };
 
 struct CommunicatorOptions {

@@ -30,7 +30,7 @@ void reduce(Transport& transport, std::span<const ReducePiece> pieces, std::span
       const ReducePiece& piece = pieces[chunk.piece];
       const std::uint64_t element_bytes = dtype_bytes(piece.dtype);
       parts.push_back({piece.data + chunk.first_element * element_bytes, piece.shard_elements * element_bytes,
-                       chunk.element_count * element_bytes, scratch.data() + chunk.scratch_offset_bytes});
+                       chunk.element_count * element_bytes, scratch.data() + chunk.scratch_offset_bytes, piece.what});
     }
     transport.exchange_shards(parts);
     // Only this rank's own shard is written, which no peer reads: the next round's sources are still whole.

@@ -2,8 +2,9 @@
 // comm/mpi.cpp - ranks that are processes of an MPI job.
 //
 // Every operation is started without blocking and polled, so that a rank that has gone away ends in a CommError after
-// the time-out instead of a hang. After a failure MPI is not called again in this process: an operation that was given
-// up may still be pending, and progress inside another call could write into memory that has been freed since.
+// the time-out instead of a hang; a roll call among the waiting says which one (detail/mpi_roll_call.hpp). After a
+// failure MPI is not called again in this process: an operation that was given up may still be pending, and progress
+// inside another call could write into memory that has been freed since.
 //
 // Threading  MPI_THREAD_MULTIPLE; each transport has its own duplicate of the world.
 // Memory     One list of requests per transport, reused.
@@ -20,6 +21,7 @@
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/detail/host_communicator.hpp>
+#include <hoist/comm/detail/mpi_roll_call.hpp>
 #include <hoist/comm/detail/mpi_transport.hpp>
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
@@ -50,6 +52,21 @@ Breakage& breakage() {
   static auto* const instance = new Breakage;
   return *instance;
 }
+
+// Of the world; made with the first transport, by all ranks together. Never destroyed.
+detail::RollCall*& roll_call() {
+  static detail::RollCall* instance = nullptr;
+  return instance;
+}
+
+// An operation, and what it is about.
+struct Doing {
+  const char* operation;
+  std::string_view subject{};
+  std::string text() const {
+    return subject.empty() ? std::string(operation) : fmt::format("{} of '{}'", operation, subject);
+  }
+};
 
 std::string error_text(int code) {
   char text[MPI_MAX_ERROR_STRING] = {};
@@ -105,8 +122,7 @@ void initialize_once() {
 // outnumber the cores take turns.
 class Backoff {
  public:
-  void pause() const {
-    const Nanoseconds waited = Clock::now() - start_;
+  void pause(Nanoseconds waited) const {
     if (waited < kEager) {
       std::this_thread::yield();
     } else {
@@ -117,7 +133,6 @@ class Backoff {
  private:
   static constexpr std::chrono::milliseconds kEager{50};
   static constexpr std::chrono::milliseconds kLong{2000};
-  TimePoint start_ = Clock::now();
 };
 
 class MpiTransport final : public Transport {
@@ -140,84 +155,90 @@ class MpiTransport final : public Transport {
   int size() const override { return size_; }
 
   void all_gather(std::span<const GatherPiece> pieces) override {
-    refuse_if_broken("all_gather");
+    const Doing doing{"all_gather", subject_of(pieces)};
+    refuse_if_broken(doing);
     for (const GatherPiece& piece : pieces) {
       for (std::uint64_t first = 0; first < piece.shard_bytes; first += options_.message_bytes_max) {
         const std::uint64_t bytes = std::min(options_.message_bytes_max, piece.shard_bytes - first);
         start_all_gather(piece, first, bytes);
       }
     }
-    finish("all_gather");
+    finish(doing);
   }
 
   void exchange_shards(std::span<const ShardExchange> parts) override {
-    constexpr const char* kWhat = "exchange";
-    refuse_if_broken(kWhat);
+    const Doing doing{"exchange", subject_of(parts)};
+    refuse_if_broken(doing);
     // Messages between two ranks on one communicator arrive in the order sent, so one tag is enough. All receives
     // stand before the first send: nothing arrives unexpected at this rank because of its own order.
     for_each_message(parts, [&](int peer, const std::byte*, std::byte* target, int bytes) {
-      check(MPI_Irecv(target, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), kWhat);
+      check(MPI_Irecv(target, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), doing);
     });
     for_each_message(parts, [&](int peer, const std::byte* source, std::byte*, int bytes) {
-      check(MPI_Isend(source, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), kWhat);
+      check(MPI_Isend(source, bytes, MPI_BYTE, peer, kTag, communicator_, new_request()), doing);
     });
     const auto me = static_cast<std::uint64_t>(rank_);
     for (const ShardExchange& part : parts) {
       if (part.chunk_bytes == 0) continue;
       std::memmove(part.received + me * part.chunk_bytes, part.source + me * part.stride_bytes, part.chunk_bytes);
     }
-    finish(kWhat);
+    finish(doing);
   }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
-    refuse_if_broken("broadcast");
+    constexpr Doing kDoing{"broadcast"};
+    refuse_if_broken(kDoing);
     for (std::uint64_t first = 0; first < bytes.size(); first += options_.message_bytes_max) {
       const auto count = static_cast<int>(std::min<std::uint64_t>(options_.message_bytes_max, bytes.size() - first));
-      check(MPI_Ibcast(bytes.data() + first, count, MPI_BYTE, root, communicator_, new_request()), "broadcast");
+      check(MPI_Ibcast(bytes.data() + first, count, MPI_BYTE, root, communicator_, new_request()), kDoing);
     }
-    finish("broadcast");
+    finish(kDoing);
   }
 
   void barrier() override {
-    refuse_if_broken("barrier");
-    check(MPI_Ibarrier(communicator_, new_request()), "barrier");
-    finish("barrier");
+    constexpr Doing kDoing{"barrier"};
+    refuse_if_broken(kDoing);
+    check(MPI_Ibarrier(communicator_, new_request()), kDoing);
+    finish(kDoing);
   }
 
   std::unique_ptr<Transport> duplicate() override {
-    refuse_if_broken("duplicate");
+    constexpr Doing kDoing{"duplicate"};
+    refuse_if_broken(kDoing);
     // Left behind on failure: MPI may still write the handle.
     auto copy = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
     MPI_Comm* const target = copy.release();
-    check(MPI_Comm_idup(communicator_, target, new_request()), "duplicate");
-    finish("duplicate");
+    check(MPI_Comm_idup(communicator_, target, new_request()), kDoing);
+    finish(kDoing);
     copy.reset(target);
     return std::make_unique<MpiTransport>(*copy, options_);
   }
 
  private:
   static constexpr int kTag = 0;
+  static constexpr std::chrono::milliseconds kQuiet{50};  // others are late for their own reasons
+  static constexpr std::chrono::seconds kAnswerTime{5};   // for whoever polls at least every 500 us
 
   MPI_Request* new_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
 
   // Bytes [first, first + bytes) of every rank's shard, in place. The shards lie shard_bytes apart, which an element
   // type of that extent says in 64 bits where counts and displacements are int.
   void start_all_gather(const GatherPiece& piece, std::uint64_t first, std::uint64_t bytes) {
-    constexpr const char* kWhat = "all_gather";
+    const Doing doing{"all_gather", piece.what};
     if (bytes == piece.shard_bytes) {
       check(MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, piece.data, static_cast<int>(bytes), MPI_BYTE,
                            communicator_, new_request()),
-            kWhat);
+            doing);
       return;
     }
     MPI_Datatype run = MPI_DATATYPE_NULL;
     MPI_Datatype spaced = MPI_DATATYPE_NULL;
-    check(MPI_Type_contiguous(static_cast<int>(bytes), MPI_BYTE, &run), kWhat);
-    check(MPI_Type_create_resized(run, 0, static_cast<MPI_Aint>(piece.shard_bytes), &spaced), kWhat);
-    check(MPI_Type_commit(&spaced), kWhat);
+    check(MPI_Type_contiguous(static_cast<int>(bytes), MPI_BYTE, &run), doing);
+    check(MPI_Type_create_resized(run, 0, static_cast<MPI_Aint>(piece.shard_bytes), &spaced), doing);
+    check(MPI_Type_commit(&spaced), doing);
     check(
         MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, piece.data + first, 1, spaced, communicator_, new_request()),
-        kWhat);
+        doing);
     MPI_Type_free(&spaced);  // really freed when the operation has ended
     MPI_Type_free(&run);
   }
@@ -239,46 +260,62 @@ class MpiTransport final : public Transport {
   }
 
   // Polls until all started requests have ended.
-  void finish(const char* what) {
-    const TimePoint deadline = Clock::now() + options_.timeout;
+  void finish(const Doing& doing) {
+    const TimePoint start = Clock::now();
+    const Nanoseconds quiet = std::min<Nanoseconds>(kQuiet, options_.timeout / 4);
     statuses_.resize(requests_.size());
-    Backoff backoff;
+    const Backoff backoff;
     int done = 0;
     while (true) {
       const int code = MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, statuses_.data());
-      if (code == MPI_ERR_IN_STATUS) check_statuses(what);
-      check(code, what);
+      if (code == MPI_ERR_IN_STATUS) check_statuses(doing);
+      check(code, doing);
       if (done != 0) break;
-      if (Clock::now() > deadline) {
-        give_up(what, fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs",
-                                  options_.timeout.count()));
-      }
-      backoff.pause();
+      const Nanoseconds waited = Clock::now() - start;
+      if (waited > quiet) look_around(doing, waited);
+      backoff.pause(waited);
     }
     requests_.clear();
   }
 
-  void check_statuses(const char* what) {
+  // While it waits for longer than is usual: answers those who ask, asks, and gives up in the end.
+  void look_around(const Doing& doing, Nanoseconds waited) {
+    refuse_if_broken(doing);
+    if (const auto verdict = roll_call()->serve(doing.text())) give_up(doing, *verdict);
+    const Nanoseconds patience = std::min<Nanoseconds>(options_.timeout / 3, kAnswerTime);
+    if (waited > options_.timeout - patience) roll_call()->ask(patience);
+    if (waited <= options_.timeout) return;
+    const std::string findings = roll_call()->findings(options_.timeout);
+    // First: once it is reported, other threads of this process leave their waits, and their memory with them.
+    roll_call()->tell(findings);
+    give_up(doing, findings);
+  }
+
+  void check_statuses(const Doing& doing) {
     for (const MPI_Status& status : statuses_) {
-      if (status.MPI_ERROR != MPI_ERR_PENDING) check(status.MPI_ERROR, what);
+      if (status.MPI_ERROR != MPI_ERR_PENDING) check(status.MPI_ERROR, doing);
     }
   }
 
-  void check(int code, const char* what) {
-    if (code != MPI_SUCCESS) give_up(what, error_text(code));
+  void check(int code, const Doing& doing) {
+    if (code != MPI_SUCCESS) give_up(doing, error_text(code));
   }
 
-  [[noreturn]] void give_up(const char* what, const std::string& problem) {
-    const std::string text = fmt::format("mpi: {} on rank {} of {} failed: {}", what, rank_, size_, problem);
+  std::string failure_text(const Doing& doing, const std::string& problem) const {
+    return fmt::format("mpi: {} on rank {} of {} failed: {}", doing.text(), rank_, size_, problem);
+  }
+
+  [[noreturn]] void give_up(const Doing& doing, const std::string& problem) {
+    const std::string text = failure_text(doing, problem);
     breakage().report(text);
     throw CommError(text);
   }
 
-  void refuse_if_broken(const char* what) const {
+  void refuse_if_broken(const Doing& doing) const {
     const std::string reason = breakage().reason();
     if (reason.empty()) return;
     throw CommError(fmt::format("mpi: {} on rank {} of {} was refused, because MPI failed earlier in this process: {}",
-                                what, rank_, size_, reason));
+                                doing.text(), rank_, size_, reason));
   }
 
   MPI_Comm communicator_;
@@ -298,6 +335,13 @@ std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options
   MPI_Comm copy = MPI_COMM_NULL;
   if (const int code = MPI_Comm_dup(MPI_COMM_WORLD, &copy); code != MPI_SUCCESS) {
     throw CommError("mpi: duplicating MPI_COMM_WORLD failed: " + error_text(code));
+  }
+  if (roll_call() == nullptr) {
+    MPI_Comm calls = MPI_COMM_NULL;
+    if (const int code = MPI_Comm_dup(MPI_COMM_WORLD, &calls); code != MPI_SUCCESS) {
+      throw CommError("mpi: duplicating MPI_COMM_WORLD failed: " + error_text(code));
+    }
+    roll_call() = new RollCall(calls);
   }
   return std::make_unique<MpiTransport>(copy, options);
 }

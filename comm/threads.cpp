@@ -52,6 +52,7 @@ struct Offer {
   std::uint64_t total_bytes = 0;
   int root = 0;
   const void* payload = nullptr;  // meaning depends on the operation; read by peers during the meeting
+  std::string_view what{};        // for errors; not compared
 
   bool matches(const Offer& other) const {
     return operation == other.operation && part_count == other.part_count && total_bytes == other.total_bytes &&
@@ -60,6 +61,9 @@ struct Offer {
   std::string text() const {
     return fmt::format("{} of {} bytes in {} parts{}", operation_name(operation), total_bytes, part_count,
                        operation == Operation::broadcast ? fmt::format(" from rank {}", root) : "");
+  }
+  std::string name() const {
+    return what.empty() ? operation_name(operation) : fmt::format("{} of '{}'", operation_name(operation), what);
   }
 };
 
@@ -147,8 +151,7 @@ class Channel {
 
   void throw_if_failed(int rank, const Offer& offer) const {
     if (failure_.empty()) return;
-    throw CommError(fmt::format("threads: {} on rank {} of {} failed: {}", operation_name(offer.operation), rank,
-                                size(), failure_));
+    throw CommError(fmt::format("threads: {} on rank {} of {} failed: {}", offer.name(), rank, size(), failure_));
   }
 
   std::mutex mutex_;
@@ -215,7 +218,7 @@ class ThreadTransport final : public Transport {
   int size() const override { return channel_->size(); }
 
   void all_gather(std::span<const GatherPiece> pieces) override {
-    Offer offer{Operation::all_gather, pieces.size(), 0, 0, pieces.data()};
+    Offer offer{Operation::all_gather, pieces.size(), 0, 0, pieces.data(), subject_of(pieces)};
     for (const GatherPiece& piece : pieces) offer.total_bytes += piece.shard_bytes;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == rank_) return;
@@ -228,7 +231,7 @@ class ThreadTransport final : public Transport {
   }
 
   void exchange_shards(std::span<const ShardExchange> parts) override {
-    Offer offer{Operation::exchange, parts.size(), 0, 0, parts.data()};
+    Offer offer{Operation::exchange, parts.size(), 0, 0, parts.data(), subject_of(parts)};
     for (const ShardExchange& part : parts) offer.total_bytes += part.chunk_bytes;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       const auto* const theirs = static_cast<const ShardExchange*>(payload);
@@ -241,20 +244,20 @@ class ThreadTransport final : public Transport {
   }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
-    const Offer offer{Operation::broadcast, 1, bytes.size(), root, bytes.data()};
+    const Offer offer{Operation::broadcast, 1, bytes.size(), root, bytes.data(), {}};
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == root && peer != rank_) copy(bytes.data(), static_cast<const std::byte*>(payload), bytes.size());
     });
   }
 
   void barrier() override {
-    channel_->meet(rank_, Offer{Operation::barrier, 0, 0, 0, nullptr}, timeout_, [](int, const void*) {});
+    channel_->meet(rank_, Offer{Operation::barrier, 0, 0, 0, nullptr, {}}, timeout_, [](int, const void*) {});
   }
 
   std::unique_ptr<Transport> duplicate() override {
     // Rank 0 makes the channel and the others take theirs from it.
     std::shared_ptr<Channel> channel = rank_ == 0 ? make_channel_() : nullptr;
-    const Offer offer{Operation::duplicate, 0, 0, 0, &channel};
+    const Offer offer{Operation::duplicate, 0, 0, 0, &channel, {}};
     std::shared_ptr<Channel> shared;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == 0) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
@@ -298,7 +301,7 @@ std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOpti
   auto communicator = std::make_unique<detail::HostCommunicator>(
       "threads", std::make_shared<ThreadTransport>(shared_->data, rank, options.timeout, make),
       std::make_shared<ThreadTransport>(shared_->control, rank, options.timeout, make), options);
-  shared_->entrance->meet(rank, Offer{Operation::join, 0, 0, 0, nullptr}, options.timeout, [](int, const void*) {});
+  shared_->entrance->meet(rank, Offer{Operation::join, 0, 0, 0, nullptr, {}}, options.timeout, [](int, const void*) {});
   return communicator;
 }
 

@@ -27,7 +27,14 @@ struct ShardExchange {
   std::uint64_t stride_bytes = 0;
   std::uint64_t chunk_bytes = 0;
   std::byte* received = nullptr;  // size() * chunk_bytes
+  std::string_view what{};        // for errors
 };
+
+// What a call is about, for errors: its first part's name stands for all.
+template <typename Part>
+std::string_view subject_of(std::span<const Part> parts) {
+  return parts.empty() ? std::string_view() : parts.front().what;
+}
 
 class Transport {
  public:

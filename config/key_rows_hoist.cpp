@@ -187,6 +187,13 @@ std::vector<KeyRow> engine_rows() {
                                      : as_text(v) == "threads" ? BackendKind::threads
                                                                : BackendKind::automatic;
            }},
+      {.path = "hoist.io_answer_timeout_seconds",
+       .type = ValueType::number,
+       .default_value = "300.0",
+       .range = {.min = 0.001, .max = 1e6},
+       .meaning = "A drive that has work and answers nothing for this long is given up: an error, the last commit "
+                  "intact. Its buffers are then never used again.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.aio_answer_timeout = milliseconds_of(v); }},
       {.path = "hoist.communicator",
        .type = ValueType::choice,
        .default_value = "\"auto\"",

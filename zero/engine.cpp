@@ -168,6 +168,8 @@ void Engine::Impl::together(const char* what, const std::function<void()>& part)
   std::vector<std::byte> all(static_cast<std::size_t>(runtime.world_size()));
   try {
     runtime.communicator().exchange(std::span(&mine, 1), all);
+  } catch (const CommError& lost) {
+    if (!error) throw CommError(fmt::format("{} (whether all could {})", lost.what(), what));
   } catch (...) {
     if (!error) throw;
   }

@@ -28,7 +28,11 @@ std::vector<std::byte> Engine::Impl::framed(const std::string& name, std::span<c
 void Engine::Impl::agree_on_landing(bool landed) {
   const std::byte mine{static_cast<unsigned char>(landed ? 1 : 0)};
   std::vector<std::byte> all(static_cast<std::size_t>(runtime.world_size()));
-  live.commit_channel->exchange(std::span(&mine, 1), all);
+  try {
+    live.commit_channel->exchange(std::span(&mine, 1), all);
+  } catch (const CommError& lost) {
+    throw CommError(fmt::format("{} (whether a commit landed at all ranks)", lost.what()));
+  }
   const auto failed = std::find(all.begin(), all.end(), std::byte{0});
   if (failed == all.end() || !landed) return;
   throw CommError(fmt::format("rank {} could not commit the step; its own error says why", failed - all.begin()));

@@ -179,7 +179,7 @@ void Gatherer::all_gather(const Unit& unit, std::byte* target) {
   std::vector<comm::GatherPiece> pieces;
   pieces.reserve(unit.segments.size());
   for (const Segment& segment : unit.segments)
-    pieces.push_back({target + segment.gathered_offset, segment.shard_bytes()});
+    pieces.push_back({target + segment.gathered_offset, segment.shard_bytes(), unit.name});
   runtime_.communicator().all_gather(pieces, *streams_.comm);
 }
 

@@ -134,7 +134,8 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
       pieces.push_back({.data = source + segment.gradient_offset,
                         .dtype = segment.dtype,
                         .shard_elements = segment.shard_elements,
-                        .scale = 1.0f / static_cast<float>(world)});
+                        .scale = 1.0f / static_cast<float>(world),
+                        .what = unit.name});
     }
     streams_.comm->wait(ready, WaitCause::none);
     runtime_.communicator().reduce_scatter(pieces, *streams_.comm);

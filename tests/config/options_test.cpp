@@ -35,6 +35,7 @@ void expect_equal(const RuntimeOptions& a, const RuntimeOptions& b) {
   EXPECT_EQ(a.communicator, b.communicator);
   EXPECT_EQ(a.comm_scratch_bytes, b.comm_scratch_bytes);
   EXPECT_EQ(a.comm_timeout, b.comm_timeout);
+  EXPECT_EQ(a.aio_answer_timeout, b.aio_answer_timeout);
 }
 
 TEST(Options, AnEmptyFileIsTheDefaults) {
@@ -120,6 +121,7 @@ TEST(Options, HoistSection) {
   expected.aio_backend = aio::BackendKind::threads;
   expected.communicator = CommunicatorKind::self;
   expected.comm_timeout = std::chrono::seconds(30);
+  expected.aio_answer_timeout = std::chrono::milliseconds(20'500);
   expect_equal(config.runtime, expected);
   EXPECT_EQ(config.engine.store_directory, "/data/checkpoints/hoist");
   EXPECT_EQ(config.engine.durability, tiers::Durability::none);

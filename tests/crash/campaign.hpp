@@ -3,9 +3,8 @@
 // that nobody disturbed.
 //
 // A run trains one model to its last step over many lives. Each life is a child process that dies at a planned event
-// (kill_switch.hpp), or from outside at a random moment. Checked in every life: it begins with a commit that is not
-// older than the newest that was reported durable, nor newer than the last that was begun, and with that commit's
-// caller state; at the end of the run: the digests of masters and moments.
+// (kill_switch.hpp), or from outside at a random moment. Checked in every life: what it begins with (rank_life.hpp); at
+// the end of the run: the digests of masters and moments.
 //
 // Threading  One thread; it forks, so the process has no other.
 // Errors     What is wrong comes back as a sentence with the seed.
@@ -16,9 +15,8 @@
 #include <string>
 #include <vector>
 
-#include <hoist/tests/zero/toy_model.hpp>
-
 #include "kill_switch.hpp"
+#include "rank_life.hpp"
 
 namespace hoist::test {
 
@@ -36,6 +34,7 @@ struct CrashTally {
   std::uint64_t chained_restores = 0;  // restores killed right after a killed restore
   std::uint64_t from_outside = 0;
   std::uint64_t manifests_differed = 0;  // kills that left ranks with different newest commits
+  std::uint64_t two_stores = 0;          // kills that left the old store and a new one
   std::uint64_t runs = 0;
   std::uint64_t missed = 0;  // planned moments that a life did not come to
   std::uint64_t kills() const;
@@ -55,15 +54,12 @@ class Campaign {
   struct Life {
     KillPlan plan;
     bool outside = false;  // killed by the parent
-    std::int64_t promised = -1, begun = -1;
+    LifeTerms terms{};
     int slow_rank = -1;
   };
-  enum class End : std::uint8_t { killed, finished, failed };
 
-  ToySetup toy(const std::string& store) const;
-  End live(const Life& life, std::uint64_t seed, Witness& witness);
-  [[noreturn]] void child(const Life& life, Witness& witness) const;
-  void train(const Life& life, KillSwitch& kills) const;
+  LifeEnd live(const Life& life, std::uint64_t seed, Witness& witness) const;
+  std::string train(const Life& life, KillSwitch& kills) const;
   std::vector<KillPlan> plans(std::uint64_t seed) const;
   KillPlan plan_in(Phase phase, std::uint64_t random) const;
   bool manifests_differ() const;

@@ -1,54 +1,120 @@
 // SPDX-License-Identifier: Apache-2.0
-// The long form of the kill test: at least a thousand kills, at least fifty in each phase, and a table of them.
+// The long form of the kill tests, and a table of the kills.
 //
-//   hoist_crash_campaign [--kills N] [--hits N] [--seed N] [--directory DIR]
+//   hoist_crash_campaign [--kills N] [--hits N] [--reshard-kills N] [--mpi-kills N] [--seed N] [--directory DIR]
 //
-// Ends with 1 and the seed as soon as anything is wrong.
+// First N kills (1000) of whole processes, at least so many --hits (50) in each phase; then N (300) while the state is
+// dealt out to another number of ranks; then N (100) of one rank of an MPI job. Ends with 1 and the seed as soon as
+// anything is wrong.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <vector>
 
 #include <fmt/core.h>
 
 #include "campaign.hpp"
+#include "mpi_campaign.hpp"
+#include "reshard_campaign.hpp"
 
 namespace hoist::test {
 namespace {
 
 struct Arguments {
-  std::uint64_t kills = 1000, hits = 50, seed = 1;
+  std::uint64_t kills = 1000, hits = 50, reshard_kills = 300, mpi_kills = 100, seed = 1;
   std::string directory = ".";
 };
 
-bool enough(const CrashTally& tally, const Arguments& arguments) {
-  for (const std::uint64_t hits : tally.hits) {
-    if (hits < arguments.hits) return false;
+// What any campaign needs first.
+template <typename Campaigns>
+bool prepared(Campaigns& campaigns) {
+  for (auto& campaign : campaigns) {
+    const std::string problem = campaign.prepare();
+    if (problem.empty()) continue;
+    fmt::print(stderr, "an undisturbed run: {}\n", problem);
+    return false;
   }
-  return tally.kills() >= arguments.kills && tally.chained_restores >= arguments.hits &&
-         tally.manifests_differed >= arguments.hits;
+  return true;
+}
+
+// Runs of all campaigns, with one seed after another, until `enough`.
+template <typename Campaigns, typename Tally, typename Run, typename Enough>
+bool run_until(Campaigns& campaigns, std::uint64_t seed, Tally& tally, const Run& run, const Enough& enough) {
+  for (std::uint64_t next = seed; !enough(); ++next) {
+    for (auto& campaign : campaigns) {
+      const std::string problem = run(campaign, next);
+      if (problem.empty()) continue;
+      fmt::print(stderr, "{}\n{}", problem, table(tally, seed));
+      return false;
+    }
+  }
+  fmt::print("{}", table(tally, seed));
+  std::fflush(stdout);
+  return true;
+}
+
+bool enough_in(const CrashTally& tally, std::initializer_list<Phase> phases, std::uint64_t hits) {
+  return std::ranges::all_of(phases, [&](Phase p) { return tally.hits[static_cast<std::size_t>(p)] >= hits; });
+}
+
+bool kill_processes(const Arguments& arguments, const std::string& directory) {
+  std::vector<Campaign> campaigns;
+  for (const CrashSetup& setup : all_crash_setups()) campaigns.emplace_back(setup, directory);
+  CrashTally tally;
+  return prepared(campaigns) &&
+         run_until(
+             campaigns, arguments.seed, tally,
+             [&](Campaign& campaign, std::uint64_t seed) { return campaign.run(seed, tally); },
+             [&] {
+               return tally.kills() >= arguments.kills && tally.chained_restores >= arguments.hits &&
+                      tally.manifests_differed >= arguments.hits &&
+                      enough_in(
+                          tally,
+                          {Phase::create, Phase::initialize, Phase::forward_update, Phase::step_update, Phase::backward,
+                           Phase::reduce, Phase::flush, Phase::manifest, Phase::between_ranks, Phase::restore},
+                          arguments.hits);
+             });
+}
+
+bool kill_while_resharding(const Arguments& arguments, const std::string& directory) {
+  std::vector<ReshardCampaign> campaigns;
+  for (const Placement place : {Placement::nvme, Placement::pinned}) {
+    for (const UpdateMode mode : {UpdateMode::forward, UpdateMode::step})
+      campaigns.emplace_back(place, mode, directory);
+  }
+  CrashTally tally;
+  return prepared(campaigns) &&
+         run_until(
+             campaigns, arguments.seed, tally,
+             [&](ReshardCampaign& campaign, std::uint64_t seed) { return campaign.run(seed, tally); },
+             [&] { return tally.kills() >= arguments.reshard_kills; });
+}
+
+bool kill_mpi_ranks(const Arguments& arguments, const std::string& directory) {
+  constexpr std::uint64_t kKillsOfARun = 8;
+  if (arguments.mpi_kills == 0) return true;
+  if (const std::string obstacle = MpiCampaign::obstacle(); !obstacle.empty()) {
+    fmt::print("ranks of MPI were not killed: {}\n", obstacle);
+    return true;
+  }
+  std::vector<MpiCampaign> campaigns;
+  for (const MpiCrashSetup& setup : all_mpi_crash_setups()) campaigns.emplace_back(setup, directory);
+  MpiTally tally;
+  return prepared(campaigns) &&
+         run_until(
+             campaigns, arguments.seed, tally,
+             [&](MpiCampaign& campaign, std::uint64_t seed) { return campaign.run(seed, kKillsOfARun, tally); },
+             [&] { return tally.kills.kills() >= arguments.mpi_kills; });
 }
 
 int run(const Arguments& arguments) {
   const TempDirectory directory(arguments.directory);
-  std::vector<Campaign> campaigns;
-  for (const CrashSetup& setup : all_crash_setups()) campaigns.emplace_back(setup, directory.path().string());
-  for (Campaign& campaign : campaigns) {
-    if (const std::string problem = campaign.prepare(); !problem.empty()) {
-      fmt::print(stderr, "an undisturbed run: {}\n", problem);
-      return 1;
-    }
-  }
-  CrashTally tally;
-  for (std::uint64_t seed = arguments.seed; !enough(tally, arguments); ++seed) {
-    for (Campaign& campaign : campaigns) {
-      const std::string problem = campaign.run(seed, tally);
-      if (problem.empty()) continue;
-      fmt::print(stderr, "{}\n{}", problem, table(tally, arguments.seed));
-      return 1;
-    }
-  }
-  fmt::print("{}", table(tally, arguments.seed));
-  return 0;
+  const std::string path = directory.path().string();
+  const bool good = (arguments.kills == 0 || kill_processes(arguments, path)) &&
+                    (arguments.reshard_kills == 0 || kill_while_resharding(arguments, path)) &&
+                    kill_mpi_ranks(arguments, path);
+  return good ? 0 : 1;
 }
 
 }  // namespace
@@ -65,6 +131,8 @@ int main(int count, char** words) {
     const std::uint64_t value = std::strtoull(words[i + 1], nullptr, 10);
     if (key == "--kills") arguments.kills = value;
     if (key == "--hits") arguments.hits = value;
+    if (key == "--reshard-kills") arguments.reshard_kills = value;
+    if (key == "--mpi-kills") arguments.mpi_kills = value;
     if (key == "--seed") arguments.seed = value;
   }
   return hoist::test::run(arguments);

@@ -21,10 +21,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <hoist/aio/file.hpp>
+#include <hoist/config/config.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/zero/toy_model.hpp>
+#include <hoist/tiers/detail/aligned_bytes.hpp>
 
 namespace hoist::test {
 namespace {
@@ -254,13 +257,18 @@ TEST_F(Hostile, AMountThatVanishesLosesNothing) {
   expect_intact(setup, life.committed);
 }
 
+// As a program's configuration says it.
+Nanoseconds configured_answer_timeout() {
+  return Config::parse(R"({"hoist": {"io_answer_timeout_seconds": 0.06}})", "test.json").runtime.aio_answer_timeout;
+}
+
 // From some transfer on, the drive takes what it is given and says nothing. Wherever in the first steps that is.
 TEST_F(Hostile, ADriveThatStopsAnsweringIsAnErrorAndNoHang) {
   ToySetup setup = toy(directory_ / "store");
   setup.runtime.aio_backend = aio::BackendKind::threads;
   const auto counted = [&](const std::shared_ptr<Faults>& faults) {
     ToySetup silent = setup;
-    silent.runtime.aio_answer_timeout = std::chrono::milliseconds(60);
+    silent.runtime.aio_answer_timeout = configured_answer_timeout();
     silent.runtime.make_aio_backend = [faults](const aio::EngineOptions& options) {
       return make_faulty_backend(options, faults);
     };
@@ -281,6 +289,59 @@ TEST_F(Hostile, ADriveThatStopsAnsweringIsAnErrorAndNoHang) {
     EXPECT_NE(life.error.find("did not answer"), std::string::npos) << life.error;
     if (life.committed >= 0) expect_intact(setup, life.committed);
   }
+}
+
+// Notes where each manifest that is written lies in memory.
+class ManifestMemory final : public aio::Backend {
+ public:
+  struct Seen {
+    const std::byte* data = nullptr;
+    std::vector<std::byte> bytes;
+  };
+  ManifestMemory(std::unique_ptr<aio::Backend> inner, Seen& last) : inner_(std::move(inner)), last_(last) {}
+  std::string description() const override { return inner_->description(); }
+  void submit(aio::Block& block) override {
+    if (block.operation == aio::Operation::write && block.file->path().ends_with(".manifest"))
+      last_ = {block.data, {block.data, block.data + block.length_bytes}};
+    inner_->submit(block);
+  }
+  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
+  void wake_up() override { inner_->wake_up(); }
+
+ private:
+  const std::unique_ptr<aio::Backend> inner_;
+  Seen& last_;
+};
+
+// A manifest's write is the one that is never answered: its memory is neither given back nor used again.
+TEST_F(Hostile, WhatASilentDriveMayStillReadIsNotFreed) {
+  ToySetup setup = toy(directory_ / "store");
+  setup.runtime.aio_backend = aio::BackendKind::threads;
+  ToySetup silent = setup;
+  const auto faults = std::make_shared<Faults>(0);
+  ManifestMemory::Seen last;
+  silent.runtime.aio_answer_timeout = configured_answer_timeout();
+  silent.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+    return std::make_unique<ManifestMemory>(make_faulty_backend(options, faults), last);
+  };
+  const Life life = train(silent, [&](std::uint64_t step) {
+    if (step == 5)
+      faults->add({.kind = Fault::Kind::delay,
+                   .operation = aio::Operation::write,
+                   .path_contains = ".manifest",
+                   .count = Faults::kForever,
+                   .delay = std::chrono::hours(9)});
+  });
+  EXPECT_NE(life.error.find("did not answer"), std::string::npos) << life.error;
+  ASSERT_GT(faults->hits(Fault::Kind::delay), 0u);
+  ASSERT_NE(last.data, nullptr);
+  std::vector<std::unique_ptr<tiers::detail::AlignedBytes>> others;  // for which freed memory would be good
+  for (int i = 0; i < 64; ++i) {
+    others.push_back(std::make_unique<tiers::detail::AlignedBytes>(last.bytes.size()));
+    std::memset(others.back()->span().data(), 0xFF, last.bytes.size());
+  }
+  EXPECT_TRUE(std::equal(last.bytes.begin(), last.bytes.end(), last.data)) << "the manifest's memory was used again";
+  expect_intact(setup, life.committed);
 }
 
 // Two processes start at once, with luck in the same microsecond: one has the store, the other is refused or comes

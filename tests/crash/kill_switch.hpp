@@ -27,8 +27,10 @@ enum class Phase : std::uint8_t {
   manifest,        // written and flushed, at a commit
   between_ranks,   // this rank's manifest is durable, the others are asked about theirs
   restore,
+  reshard,  // the state is read from one store and written to one of another number of ranks
+  remove,   // of a store that was taken over, or of what an earlier attempt left
 };
-inline constexpr std::size_t kPhaseCount = 10;
+inline constexpr std::size_t kPhaseCount = 12;
 const char* name_of(Phase phase);
 
 struct KillPlan {
@@ -44,13 +46,19 @@ struct Witness {
   std::atomic<std::int64_t> committed{-1};  // the newest that was reported durable
   std::atomic<std::int64_t> stepped{-1};    // the newest that step() was called for
   std::atomic<bool> restoring{false};
-  std::array<char, 512> text{};  // digests at the end, or the error
+  std::atomic<std::int64_t> killed_ns{0};  // when it killed itself, on the monotonic clock
+  std::atomic<std::int64_t> ended_ns{0};   // when it came to its end or to an error
+  std::atomic<std::int64_t> process{0};    // its id, once it runs
+  std::atomic<bool> failed{false};         // ended with an error
+  std::array<char, 1500> text{};           // digests at the end, or the error
 };
 
-// A witness in memory that fork() shares.
+// A witness in memory that fork() shares, or in a file that another program opens, too.
 class SharedWitness {
  public:
   SharedWitness();
+  enum class File : std::uint8_t { make, open };
+  SharedWitness(const std::string& path, File file);
   ~SharedWitness();
   SharedWitness(const SharedWitness&) = delete;
   SharedWitness& operator=(const SharedWitness&) = delete;

@@ -19,7 +19,7 @@ Phase phase_of(const Block& block, const WatchedRank& rank) {
   if (block.file->path().ends_with(".manifest-new")) return Phase::create;
   const Stage stage = rank.stage;
   if (stage == Stage::creating) return Phase::initialize;
-  if (stage == Stage::restoring) return Phase::restore;
+  if (stage == Stage::restoring) return rank.reshards ? Phase::reshard : Phase::restore;
   if (is_manifest(block)) return Phase::manifest;
   if (block.operation == Operation::sync) return Phase::flush;
   if (stage == Stage::backward) return Phase::backward;
@@ -101,9 +101,12 @@ std::unique_ptr<comm::Communicator> watch(std::unique_ptr<comm::Communicator> co
   return std::make_unique<WatchedCommunicator>(std::move(communicator), rank, /*of_commits=*/false);
 }
 
-// A store makes these calls only while it is made, but for the flush of its directories at its first commit.
+// A store makes these calls only while it is made, but for the flush of its directories at its first commit, and what
+// is removed when another has taken it over.
 bool WatchedSystemCalls::before(const SystemCall& call) {
-  kills_.event(call.kind == SystemCall::Kind::sync ? Phase::initialize : Phase::create);
+  if (call.path.ends_with(".lock-info")) return true;  // information, for people
+  using Kind = SystemCall::Kind;
+  kills_.event(call.kind == Kind::sync ? Phase::initialize : call.kind == Kind::remove ? Phase::remove : Phase::create);
   return true;
 }
 

@@ -25,6 +25,7 @@ struct WatchedRank {
   WatchedRank(KillSwitch& kill_switch, bool updates_in_forward) : kills(kill_switch), defers(updates_in_forward) {}
   KillSwitch& kills;
   const bool defers;
+  bool reshards = false;  // its restore is of another number of ranks
   std::atomic<Stage> stage{Stage::creating};
   std::chrono::microseconds manifest_delay{0};  // so that another rank's manifest is durable first
 };

@@ -48,17 +48,23 @@ LostNames::Names LostNames::names_in(const std::string& directory) {
 
 bool LostNames::before(const SystemCall& call) {
   if (call.kind == SystemCall::Kind::sync) return !(forgets_ && forgets_(call.path));
+  const bool renames = call.kind == SystemCall::Kind::rename;
+  if (!renames && call.kind != SystemCall::Kind::remove) return true;
+  const std::string& path = renames ? call.target : call.path;
   const std::lock_guard lock(mutex_);
-  if (call.kind != SystemCall::Kind::rename || !is_below_root(fs::absolute(call.target).string())) return true;
-  if (const std::uint64_t replaced = inode_of(call.target); replaced != 0) {
-    const auto [directory, name] = split(call.target);
-    const auto durable = durable_.find(directory);
-    const bool lasts = durable != durable_.end() && durable->second.contains(name);
-    if (!lasts || kept_.contains({directory, name})) return true;  // only what would come back is worth keeping
-    const std::string copy = fmt::format("{}/{}", vault_, next_kept_++);
-    if (::link(call.target.c_str(), copy.c_str()) == 0) kept_[{directory, name}] = copy;
-  }
+  if (is_below_root(fs::absolute(path).string())) keep_what_is_at(path);
   return true;
+}
+
+// For a name that is about to be replaced or removed.
+void LostNames::keep_what_is_at(const std::string& path) {
+  if (inode_of(path) == 0) return;
+  const auto [directory, name] = split(path);
+  const auto durable = durable_.find(directory);
+  const bool lasts = durable != durable_.end() && durable->second.contains(name);
+  if (!lasts || kept_.contains({directory, name})) return;  // only what would come back is worth keeping
+  const std::string copy = fmt::format("{}/{}", vault_, next_kept_++);
+  if (::link(path.c_str(), copy.c_str()) == 0) kept_[{directory, name}] = copy;
 }
 
 void LostNames::after(const SystemCall& call, int result) {
@@ -82,6 +88,12 @@ std::uint64_t LostNames::power_cut(std::uint64_t seed) {
 
 void LostNames::cut(const std::string& directory, std::uint64_t seed, std::uint64_t& lost) {
   const auto durable = durable_.find(directory);
+  for (const auto& [place, copy] : kept_) {
+    const std::string path = place.first + "/" + place.second;
+    if (place.first != directory || inode_of(path) != 0 || random_bits(seed, decisions_++) % 2 != 0) continue;
+    fs::rename(copy, path);  // it was removed, and that is lost
+    ++lost;
+  }
   for (const auto& [name, inode] : names_in(directory)) {
     const std::string path = directory + "/" + name;
     const bool lasts = durable != durable_.end() && durable->second.contains(name) && durable->second.at(name) == inode;

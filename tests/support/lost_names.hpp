@@ -31,13 +31,14 @@ class LostNames final : public SystemCallObserver {
   bool before(const SystemCall& call) override;
   void after(const SystemCall& call, int result) override;
   // Every name that no flush of its directory covered is, by `seed`, kept or lost; a name that replaced another gives
-  // it back. Labels that were not flushed may be empty. Returns how many were lost.
+  // it back, and one that was removed may be there again. Labels that were not flushed may be empty. Returns how many were lost.
   std::uint64_t power_cut(std::uint64_t seed);
 
  private:
   using Names = std::map<std::string, std::uint64_t>;  // to inodes
   static Names names_in(const std::string& directory);
   void cut(const std::string& directory, std::uint64_t seed, std::uint64_t& lost);
+  void keep_what_is_at(const std::string& path);
   bool is_below_root(const std::string& path) const { return path.starts_with(root_); }
 
   const std::string root_, vault_;
@@ -45,7 +46,7 @@ class LostNames final : public SystemCallObserver {
   SystemCallObserver* previous_ = nullptr;
   std::mutex mutex_;
   std::map<std::string, Names> durable_;                             // by directory
-  std::map<std::pair<std::string, std::string>, std::string> kept_;  // directory, name: what a rename replaced
+  std::map<std::pair<std::string, std::string>, std::string> kept_;  // directory, name: what was replaced or removed
   std::set<std::uint64_t> flushed_;                                  // inodes of files
   std::uint64_t next_kept_ = 0;
   std::uint64_t decisions_ = 0;

@@ -78,4 +78,18 @@ int mkdir(const char* path, mode_t mode) noexcept {
   return observed({SystemCall::Kind::make_directory, path, {}}, [&] { return next(path, mode); });
 }
 
+int unlink(const char* path) noexcept {
+  using namespace hoist::test;
+  static auto* const next = system_version<int(const char*)>("unlink");
+  if (current.load() == nullptr) return next(path);
+  return observed({SystemCall::Kind::remove, path, {}}, [&] { return next(path); });
+}
+
+int remove(const char* path) noexcept {  // what std::filesystem::remove calls
+  using namespace hoist::test;
+  static auto* const next = system_version<int(const char*)>("remove");
+  if (current.load() == nullptr) return next(path);
+  return observed({SystemCall::Kind::remove, path, {}}, [&] { return next(path); });
+}
+
 }  // extern "C"

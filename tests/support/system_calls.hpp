@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tests/support/system_calls.hpp - the calls by which a store makes files and names durable, seen by a test.
 //
-// These are not transfers, so no aio::Backend sees them: fsync (of directories and labels), rename, fallocate and
-// mkdir. A program that uses observe_system_calls() has its own versions of them, which ask the observer and then go on
+// These are not transfers, so no aio::Backend sees them: fsync (of directories and labels), rename, fallocate, mkdir,
+// unlink and remove. A program that uses observe_system_calls() has its own versions of them, which ask the observer and then go on
 // to the system's.
 //
 // Threading  An observer is called on every thread that makes such a call. Set it while no other thread does.
@@ -14,7 +14,7 @@
 namespace hoist::test {
 
 struct SystemCall {
-  enum class Kind : std::uint8_t { sync, rename, allocate, make_directory };
+  enum class Kind : std::uint8_t { sync, rename, allocate, make_directory, remove };
   Kind kind = Kind::sync;
   std::string path;    // of the file or directory; of a rename, the old name
   std::string target;  // of a rename: the new name

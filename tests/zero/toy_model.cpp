@@ -84,7 +84,7 @@ void ToyModel::forward(std::size_t index, double* sum) {
 void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter,
                              std::uint64_t step) {
   const std::uint64_t seed = shape_.seed + 77 * parameter.index + 1'000'003 * step +
-                             7919 * static_cast<std::uint64_t>(engine_.runtime().rank());
+                             7919 * static_cast<std::uint64_t>(equal_gradients ? 0 : engine_.runtime().rank());
   stream_->launch("backward", [weights, gradient, seed, scale = gradient_scale] {
     for (std::uint64_t i = 0; i < weights.element_count(); ++i) {
       const float value =

@@ -53,6 +53,9 @@ class ToyModel {
   float gradient_scale = 1;
   int micro_batches = 1;  // that train() makes each step of
   bool vertical = false;  // a pass holds all of them
+  // Every rank makes rank 0's gradients. Without clipping, the state then does not depend on the number of ranks, if
+  // that is a power of two.
+  bool equal_gradients = false;
 
  private:
   struct Unit {

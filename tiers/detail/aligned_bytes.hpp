@@ -4,8 +4,11 @@
 
 #include <cstddef>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include <hoist/core/units.hpp>
 
@@ -21,6 +24,15 @@ class AlignedBytes {
   AlignedBytes(const AlignedBytes&) = delete;
   AlignedBytes& operator=(const AlignedBytes&) = delete;
   std::span<std::byte> span() const { return {bytes_, count_}; }
+  // Never freed, for memory that a drive was given up with: the kernel may still use it. Reachable to the end, so that
+  // a leak checker tells it apart from a leak. Empty afterwards.
+  void quarantine() {
+    static std::mutex mutex;
+    static auto* const kept = new std::vector<std::byte*>;
+    const std::lock_guard lock(mutex);
+    kept->push_back(std::exchange(bytes_, nullptr));
+    count_ = 0;
+  }
 
  private:
   std::byte* bytes_;

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// comm/detail/mpi_roll_call.hpp - who of an MPI job still answers, for the rank that waits in vain.
+//
+// A collective that does not end says nothing of whom it waits for. So a rank that has waited for most of its time-out
+// asks all others, over messages of their own; whoever waits in an operation of ours answers from there and says what
+// for. Who stays silent has ended, hangs, or computes. The first that gives up tells the others why, and they stop with
+// the same reason instead of each after its own time-out.
+//
+// Threading  Any thread that waits; one at a time is served, the others pass.
+// Memory     Messages of 512 bytes: nothing has to be received for a send to end.
+// Errors     None: a message that cannot be sent or received is an answer that does not come.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <mpi.h>
+
+#include <hoist/core/clock.hpp>
+
+namespace hoist::comm::detail {
+
+class RollCall {
+ public:
+  // Takes `communicator` over: of all ranks, used for nothing else.
+  explicit RollCall(MPI_Comm communicator);
+
+  // Receives and answers what has come. Returns why another rank gave up, once one has.
+  std::optional<std::string> serve(std::string_view waits_for);
+  // Asks everybody, unless that was done less than `pause` ago.
+  void ask(Nanoseconds pause);
+  // Who has not answered since, and what the others wait for.
+  std::string findings(std::chrono::milliseconds timeout) const;
+  // Tells everybody that this rank gives up, and waits a moment for the messages to be on their way.
+  void tell(const std::string& why);
+
+ private:
+  enum class Kind : std::int32_t { question, answer, verdict };
+  struct Message {
+    Kind kind = Kind::question;
+    std::int32_t number = 0;  // of the question
+    std::array<char, 504> text{};
+  };
+  struct Sent {
+    Message message;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+
+  void send(int peer, Kind kind, int number, std::string_view text);
+  void clear_sent();
+  void take(int peer, const Message& message, std::string_view waits_for);
+
+  MPI_Comm communicator_;
+  int rank_ = 0;
+  int size_ = 1;
+  mutable std::mutex mutex_;
+  std::deque<Sent> sent_;  // addresses stay
+  int question_ = 0;
+  std::optional<TimePoint> asked_;
+  std::vector<std::optional<std::string>> answers_;  // to the last question, by rank
+  std::optional<std::string> verdict_;
+};
+
+}  // namespace hoist::comm::detail

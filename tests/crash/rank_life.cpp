@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "rank_life.hpp"
+
+#include <algorithm>
+#include <csignal>
+#include <cstring>
+#include <thread>
+
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <hoist/core/clock.hpp>
+#include <hoist/core/error.hpp>
+
+namespace hoist::test {
+
+namespace {
+
+void raise_to(std::atomic<std::int64_t>& value, std::int64_t to) {
+  std::int64_t seen = value;
+  while (seen < to && !value.compare_exchange_weak(seen, to)) {
+  }
+}
+
+std::uint64_t step_in(std::span<const std::byte> state) {
+  std::uint64_t step = 0;
+  if (state.size() == sizeof(step)) std::memcpy(&step, state.data(), sizeof(step));
+  return step;
+}
+
+// Says which stage the program is in, from inside the model's passes.
+void follow(ToyModel& model, WatchedRank& rank) {
+  model.in_forward = [&rank](std::size_t unit) {
+    if (unit + 1 == crash_shape().matrices.size()) rank.stage = Stage::backward;
+  };
+  model.in_backward = [&rank](std::size_t) { rank.kills.event(Phase::backward); };
+}
+
+// From a commit or from the beginning; returns the step that is there.
+std::uint64_t come_to_life(Engine& engine, ToyModel& model, WatchedRank& rank, const LifeTerms& terms) {
+  Witness& witness = rank.kills.witness();
+  if (!engine.find_commit()) {
+    if (terms.promised >= 0) throw Error(fmt::format("step {} was durable and nothing is there", terms.promised));
+    engine.initialize(model.fill());
+    raise_to(witness.committed, 0);
+    return 0;
+  }
+  rank.stage = Stage::restoring;
+  witness.restoring = true;
+  const RestoreReport report = engine.restore();
+  const auto step = static_cast<std::int64_t>(report.step);
+  if (step < terms.promised || step > terms.begun)
+    throw Error(fmt::format("step {} came back, where {} was durable and {} begun", step, terms.promised, terms.begun));
+  if (step_in(report.caller_state) != report.step)
+    throw Error(fmt::format("the caller state of step {} is step {}'s", report.step, step_in(report.caller_state)));
+  witness.restored = step;
+  witness.restoring = false;
+  return report.step;
+}
+
+}  // namespace
+
+const ToyShape& crash_shape() {
+  static const ToyShape shape{.matrices = {3000, 20000, 5000}, .norm = 40};
+  return shape;
+}
+
+ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& store) {
+  ToySetup toy = toy_setup(parameters, Placement::nvme, store);
+  toy.runtime.aio_block_bytes = 64 * kKiB;  // several blocks a piece
+  toy.engine.update_mode = mode;
+  return toy;
+}
+
+void say(Witness& witness, const std::string& text) {
+  const std::size_t length = std::min(text.size(), witness.text.size() - 1);
+  std::memcpy(witness.text.data(), text.data(), length);
+  witness.text[length] = '\0';
+}
+
+std::string train_rank(const ToySetup& setup, const Runtime::MakeCommunicator& join, WatchedRank& rank,
+                       const LifeTerms& terms) {
+  Witness& witness = rank.kills.witness();
+  ToySetup toy = setup;
+  toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+    return watch(aio::make_backend(options), rank);
+  };
+  Runtime runtime(toy.runtime, [&](const comm::CommunicatorOptions& options) { return watch(join(options), rank); });
+  Engine engine(runtime, toy.engine);
+  ToyModel model(engine, crash_shape());
+  model.equal_gradients = terms.equal_gradients;
+  follow(model, rank);
+  const std::uint64_t found = come_to_life(engine, model, rank, terms);
+  raise_to(witness.stepped, static_cast<std::int64_t>(found));
+  for (std::uint64_t step = found + 1; step <= terms.last_step; ++step) {
+    rank.stage = Stage::forward;
+    model.pass(step);
+    rank.stage = Stage::stepping;
+    raise_to(witness.stepped, static_cast<std::int64_t>(step));
+    const StepReport report = engine.step({.caller_state = std::as_bytes(std::span(&step, 1))});
+    report.committed.then([&witness, step](const std::exception_ptr& error) {
+      if (!error) raise_to(witness.committed, static_cast<std::int64_t>(step));
+    });
+  }
+  rank.stage = Stage::forward;  // the last update has no pass of its own
+  engine.settle();
+  rank.stage = Stage::ended;
+  model.losses.clear();
+  const Digests digests = digests_of(engine, model);
+  return fmt::format("{} {} {}", digests.master, digests.moment1, digests.moment2);
+}
+
+LifeEnd live_in_child(const std::function<std::string()>& life, Witness& witness,
+                      std::optional<std::chrono::microseconds> kill_after) {
+  const pid_t process = ::fork();
+  if (process == 0) {
+    int status = kExitFinished;
+    try {
+      say(witness, life());
+    } catch (const std::exception& error) {
+      say(witness, error.what());
+      status = kExitFailed;
+    }
+    ::_exit(status);
+  }
+  if (process < 0) {
+    say(witness, fmt::format("fork: errno {}", errno));
+    return LifeEnd::failed;
+  }
+  if (kill_after) {
+    std::this_thread::sleep_for(*kill_after);
+    ::kill(process, SIGKILL);
+  }
+  int status = 0;
+  ::waitpid(process, &status, 0);
+  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && (witness.killed_itself || kill_after))
+    return LifeEnd::killed;
+  if (WIFEXITED(status) && WEXITSTATUS(status) == kExitFinished) return LifeEnd::finished;
+  if (WIFSIGNALED(status)) say(witness, fmt::format("died of signal {}", WTERMSIG(status)));
+  return LifeEnd::failed;
+}
+
+}  // namespace hoist::test

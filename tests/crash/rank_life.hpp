@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/crash/rank_life.hpp - what one rank of a training does from its start to its end, or to its death; and the
+// process it does it in.
+//
+// Checked in every life: it begins with a commit that is not older than the newest that was reported durable, nor newer
+// than the last that was begun, and with that commit's caller state.
+//
+// Threading  train_rank() on each rank's own thread.
+// Errors     What is wrong with what was found is an Error.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include <hoist/tests/zero/toy_model.hpp>
+
+#include "kill_switch.hpp"
+#include "watched.hpp"
+
+namespace hoist::test {
+
+inline constexpr int kExitFinished = 0, kExitFailed = 3;
+
+// What a life is to find, and where it ends.
+struct LifeTerms {
+  std::int64_t promised = -1;  // the newest step that was reported durable
+  std::int64_t begun = -1;     // the last that was begun
+  std::uint64_t last_step = 60;
+  bool equal_gradients = false;  // the number of ranks makes no difference
+};
+
+const ToyShape& crash_shape();
+// Everything a crash test's engine needs, but for its communicator.
+ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& store);
+
+void say(Witness& witness, const std::string& text);
+
+// Trains to the end, and returns the digests.
+std::string train_rank(const ToySetup& setup, const Runtime::MakeCommunicator& join, WatchedRank& rank,
+                       const LifeTerms& terms);
+
+enum class LifeEnd : std::uint8_t { killed, finished, failed };
+// Runs `life` in a process of its own, which ends with the word that it returns, or its error, in the witness. With
+// `kill_after`, this process kills it after that time.
+LifeEnd live_in_child(const std::function<std::string()>& life, Witness& witness,
+                      std::optional<std::chrono::microseconds> kill_after);
+
+}  // namespace hoist::test
