@@ -137,10 +137,11 @@ class Backoff {
 
 class MpiTransport final : public Transport {
  public:
-  // Takes `communicator` over.
-  MpiTransport(MPI_Comm communicator, const detail::MpiTransportOptions& options)
-      : communicator_(communicator), options_(options) {
-    MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
+  enum class Ownership : std::uint8_t { taken, borrowed };
+  MpiTransport(MPI_Comm communicator, const detail::MpiTransportOptions& options,
+               Ownership ownership = Ownership::taken)
+      : communicator_(communicator), ownership_(ownership), options_(options) {
+    if (ownership_ == Ownership::taken) MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(communicator_, &rank_);
     MPI_Comm_size(communicator_, &size_);
   }
@@ -148,7 +149,7 @@ class MpiTransport final : public Transport {
   ~MpiTransport() override {
     int finalized = 0;
     MPI_Finalized(&finalized);
-    if (finalized == 0 && breakage().reason().empty()) MPI_Comm_free(&communicator_);
+    if (finalized == 0 && ownership_ == Ownership::taken && breakage().reason().empty()) MPI_Comm_free(&communicator_);
   }
 
   int rank() const override { return rank_; }
@@ -203,6 +204,10 @@ class MpiTransport final : public Transport {
   }
 
   std::unique_ptr<Transport> duplicate() override {
+    return std::make_unique<MpiTransport>(duplicate_communicator(), options_);
+  }
+
+  MPI_Comm duplicate_communicator() {
     constexpr Doing kDoing{"duplicate"};
     refuse_if_broken(kDoing);
     // Left behind on failure: MPI may still write the handle.
@@ -211,7 +216,7 @@ class MpiTransport final : public Transport {
     check(MPI_Comm_idup(communicator_, target, new_request()), kDoing);
     finish(kDoing);
     copy.reset(target);
-    return std::make_unique<MpiTransport>(*copy, options_);
+    return *copy;
   }
 
  private:
@@ -281,6 +286,11 @@ class MpiTransport final : public Transport {
   // While it waits for longer than is usual: answers those who ask, asks, and gives up in the end.
   void look_around(const Doing& doing, Nanoseconds waited) {
     refuse_if_broken(doing);
+    if (roll_call() == nullptr) {  // it is what is being made
+      if (waited <= options_.timeout) return;
+      give_up(doing, fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs",
+                                 options_.timeout.count()));
+    }
     if (const auto verdict = roll_call()->serve(doing.text())) give_up(doing, *verdict);
     const Nanoseconds patience = std::min<Nanoseconds>(options_.timeout / 3, kAnswerTime);
     if (waited > options_.timeout - patience) roll_call()->ask(patience);
@@ -319,6 +329,7 @@ class MpiTransport final : public Transport {
   }
 
   MPI_Comm communicator_;
+  const Ownership ownership_;
   const detail::MpiTransportOptions options_;
   int rank_ = 0;
   int size_ = 1;
@@ -332,18 +343,10 @@ namespace detail {
 
 std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options) {
   initialize_once();
-  MPI_Comm copy = MPI_COMM_NULL;
-  if (const int code = MPI_Comm_dup(MPI_COMM_WORLD, &copy); code != MPI_SUCCESS) {
-    throw CommError("mpi: duplicating MPI_COMM_WORLD failed: " + error_text(code));
-  }
-  if (roll_call() == nullptr) {
-    MPI_Comm calls = MPI_COMM_NULL;
-    if (const int code = MPI_Comm_dup(MPI_COMM_WORLD, &calls); code != MPI_SUCCESS) {
-      throw CommError("mpi: duplicating MPI_COMM_WORLD failed: " + error_text(code));
-    }
-    roll_call() = new RollCall(calls);
-  }
-  return std::make_unique<MpiTransport>(copy, options);
+  // Not by MPI_Comm_dup, which would wait for a dead rank without end.
+  MpiTransport world(MPI_COMM_WORLD, options, MpiTransport::Ownership::borrowed);
+  if (roll_call() == nullptr) roll_call() = new RollCall(world.duplicate_communicator());
+  return std::make_unique<MpiTransport>(world.duplicate_communicator(), options);
 }
 
 }  // namespace detail

@@ -35,6 +35,8 @@ struct PowerSetup {
   int ranks = 1;
   bool keeps = false;  // every step is saved under a name as well, and one of them stays
   unsigned commit_every = 1;
+  int cut_ranks = 0;    // of the life that is cut, when it is not as many as began
+  int judge_ranks = 0;  // likewise
 };
 
 // What the judge has to know.
@@ -42,6 +44,7 @@ struct History {
   std::atomic<std::int64_t> committed{-1};
   std::atomic<std::int64_t> begun{-1};
   std::atomic<std::int64_t> kept{-1};  // the newest step that was reported durable under its name
+  std::atomic<bool> went_back{false};  // a rank's restore() of a kept step returned
 };
 
 void raise_to(std::atomic<std::int64_t>& value, std::int64_t to) {
@@ -50,41 +53,67 @@ void raise_to(std::atomic<std::int64_t>& value, std::int64_t to) {
   }
 }
 
-// Says that all ranks came as far as this one, and asks none of them.
+// Which agreements a Boastful makes up.
+using Boasts = std::function<bool()>;
+
+// Says of some agreements that all ranks came as far as this one, and asks none of them.
 class Boastful final : public comm::Communicator {
  public:
-  explicit Boastful(std::unique_ptr<comm::Communicator> inner, bool boasts = false)
-      : inner_(std::move(inner)), boasts_(boasts) {}
+  // `own`: of this communicator; `of_commits`: of its duplicates, on which commits are agreed.
+  Boastful(std::unique_ptr<comm::Communicator> inner, Boasts own, Boasts of_commits)
+      : inner_(std::move(inner)), boasts_(std::move(own)), of_commits_(std::move(of_commits)) {}
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   std::string_view name() const override { return inner_->name(); }
+  // Whoever does not wait for the others has its own shard only.
   void all_gather(std::span<const comm::GatherPiece> pieces, platform::Stream& stream) override {
-    inner_->all_gather(pieces, stream);
+    if (!boasts()) inner_->all_gather(pieces, stream);
   }
   void reduce_scatter(std::span<const comm::ReducePiece> pieces, platform::Stream& stream) override {
-    inner_->reduce_scatter(pieces, stream);
+    if (!boasts()) inner_->reduce_scatter(pieces, stream);
   }
   void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
-    inner_->all_reduce_sum(values, stream);
+    if (!boasts()) inner_->all_reduce_sum(values, stream);
   }
   void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
-    inner_->broadcast(bytes, root, stream);
+    if (!boasts()) inner_->broadcast(bytes, root, stream);
   }
   void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
-    if (!boasts_) return inner_->exchange(mine, all);
+    if (!boasts()) return inner_->exchange(mine, all);
     for (std::size_t rank = 0; rank < static_cast<std::size_t>(size()); ++rank)
       std::memcpy(all.data() + rank * mine.size(), mine.data(), mine.size());
   }
   void broadcast_host(std::span<std::byte> bytes, int root) override { inner_->broadcast_host(bytes, root); }
-  void barrier() override { inner_->barrier(); }
-  // Commits are agreed on a duplicate.
+  void barrier() override {
+    if (!boasts()) inner_->barrier();
+  }
   std::unique_ptr<comm::Communicator> duplicate() override {
-    return std::make_unique<Boastful>(inner_->duplicate(), /*boasts=*/true);
+    return std::make_unique<Boastful>(inner_->duplicate(), of_commits_, Boasts());
   }
 
  private:
+  bool boasts() const { return boasts_ && boasts_(); }
+
   const std::unique_ptr<comm::Communicator> inner_;
-  const bool boasts_;
+  const Boasts boasts_, of_commits_;
+};
+
+// Calls `seen` for each block on its way.
+class SeeingBackend final : public aio::Backend {
+ public:
+  using Seen = std::function<void(const aio::Block&)>;
+  SeeingBackend(std::unique_ptr<aio::Backend> inner, Seen seen) : inner_(std::move(inner)), seen_(std::move(seen)) {}
+  std::string description() const override { return inner_->description(); }
+  void submit(aio::Block& block) override {
+    seen_(block);
+    inner_->submit(block);
+  }
+  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
+  void wake_up() override { inner_->wake_up(); }
+
+ private:
+  const std::unique_ptr<aio::Backend> inner_;
+  const Seen seen_;
 };
 
 class Power : public testing::TestWithParam<PowerSetup> {
@@ -92,8 +121,11 @@ class Power : public testing::TestWithParam<PowerSetup> {
   struct Mutation {
     ForgetfulBackend::Drops drops{};
     LostNames::Forgets forgets{};
-    bool no_barrier = false;
-    bool slow_manifest = false;  // rank 1 is late with its manifest
+    bool no_barrier = false;        // commits are not agreed
+    bool no_first_barrier = false;  // the first one is not
+    bool no_keep_barrier = false;   // what is kept is not
+    bool no_adopt_barrier = false;  // from its first manifest on, a rank does without the others
+    bool slow_manifest = false;     // rank 1 is late with its manifest
   };
 
   static std::filesystem::path scratch() {
@@ -108,9 +140,35 @@ class Power : public testing::TestWithParam<PowerSetup> {
     toy.runtime.aio_threads = 2;
     toy.runtime.update_threads = 1;
     toy.engine.update_mode = GetParam().update_mode;
-    toy.engine.keep_steps = GetParam().keeps ? 1 : 0;
+    toy.engine.keep_steps = GetParam().keeps || !from_.empty() ? 1 : 0;
     toy.engine.commit_every = GetParam().commit_every;
+    if (elastic_) toy.engine.gradient_clipping = 0;  // the norm's last bits depend on the partition
     return toy;
+  }
+
+  std::unique_ptr<ToyModel> make_model(Engine& engine) const {
+    auto model = std::make_unique<ToyModel>(engine, kShape);
+    model->equal_gradients = elastic_;
+    return model;
+  }
+
+  // What every life before a cut begins with: a training that came to `step`.
+  void begin_all_with(std::uint64_t step) {
+    start_over();
+    const ToySetup healthy = toy();
+    on_ranks(GetParam().ranks, [&](int, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(healthy.runtime, join);
+      Engine engine(runtime, healthy.engine);
+      const auto model = make_model(engine);
+      engine.initialize(model->fill());
+      for (std::uint64_t s = 1; s <= step; ++s) {
+        model->train(s, s);
+        if (from_ == std::to_string(s)) engine.save(from_, std::as_bytes(std::span(&s, 1))).wait();
+      }
+      engine.settle();
+    });
+    std::filesystem::rename(directory_ / "place", directory_ / "begun");
+    begun_with_ = step;
   }
 
   void SetUp() override {
@@ -119,10 +177,10 @@ class Power : public testing::TestWithParam<PowerSetup> {
     on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(undisturbed.runtime, join);
       Engine engine(runtime, undisturbed.engine);
-      ToyModel model(engine, kShape);
-      engine.initialize(model.fill());
-      model.train(1, kLastStep);
-      const std::string digests = digests_without_losses(engine, model);
+      const auto model = make_model(engine);
+      engine.initialize(model->fill());
+      model->train(1, last_step_);
+      const std::string digests = digests_without_losses(engine, *model);
       if (rank == 0) expected_ = digests;
     });
   }
@@ -135,24 +193,40 @@ class Power : public testing::TestWithParam<PowerSetup> {
 
   void start_over() const {
     std::filesystem::remove_all(directory_ / "place");
-    std::filesystem::create_directories(directory_ / "place");
+    if (begun_with_)
+      std::filesystem::copy(directory_ / "begun", directory_ / "place", std::filesystem::copy_options::recursive);
+    else
+      std::filesystem::create_directories(directory_ / "place");
   }
 
   // Trains `count` steps from what is there, recording what was promised. Returns whether the drive died.
   bool live(const std::shared_ptr<Faults>& faults, std::uint64_t count, const Mutation& mutation, History& history) {
-    ToySetup toy = this->toy();
-    toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
-      return std::make_unique<ForgetfulBackend>(make_faulty_backend(options, faults), mutation.drops);
-    };
     try {
-      on_ranks(GetParam().ranks, [&](int, const Runtime::MakeCommunicator& join) {
+      on_ranks(cut_ranks(), [&](int, const Runtime::MakeCommunicator& join) {
+        std::atomic<bool> has_written_manifest{false};
+        const auto see = [&](const aio::Block& block) {
+          if (block.operation == aio::Operation::write && block.file->path().ends_with(".manifest"))
+            has_written_manifest = true;
+        };
+        ToySetup toy = this->toy();
+        toy.runtime.comm_timeout = std::chrono::seconds(5);  // a mutant may wait for somebody who never comes
+        toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+          return std::make_unique<SeeingBackend>(
+              std::make_unique<ForgetfulBackend>(make_faulty_backend(options, faults), mutation.drops), see);
+        };
+        std::uint64_t agreements = 0;  // the first commit; with keeps then, in turns, a commit and what is kept
+        const Boasts own = [&] { return mutation.no_adopt_barrier && has_written_manifest; };
+        const Boasts of_commits = [&] {
+          ++agreements;
+          return mutation.no_barrier || (agreements == 1 && mutation.no_first_barrier) ||
+                 (agreements > 1 && agreements % 2 == 1 && mutation.no_keep_barrier);
+        };
         Runtime runtime(toy.runtime, [&](const comm::CommunicatorOptions& options) {
-          auto communicator = join(options);
-          return mutation.no_barrier ? std::make_unique<Boastful>(std::move(communicator)) : std::move(communicator);
+          return std::make_unique<Boastful>(join(options), own, of_commits);
         });
         Engine engine(runtime, toy.engine);
-        ToyModel model(engine, kShape);
-        train(engine, model, count, history);
+        const auto model = make_model(engine);
+        train(engine, *model, count, history, /*together=*/!mutation.no_adopt_barrier);
       });
     } catch (const IoError&) {
       return true;
@@ -162,10 +236,12 @@ class Power : public testing::TestWithParam<PowerSetup> {
     return false;
   }
 
-  static void train(Engine& engine, ToyModel& model, std::uint64_t count, History& history) {
+  // `together`: what restore() says goes for all ranks.
+  void train(Engine& engine, ToyModel& model, std::uint64_t count, History& history, bool together) const {
     std::uint64_t first = 1;
     if (engine.find_commit()) {
-      first = engine.restore().step + 1;
+      first = engine.restore({.from = from_}).step + 1;
+      if (!from_.empty() && together) history.went_back = true;
     } else {
       raise_to(history.begun, 0);
       engine.initialize(model.fill());
@@ -191,11 +267,11 @@ class Power : public testing::TestWithParam<PowerSetup> {
     std::string problem;
     try {
       const ToySetup healthy = toy();
-      on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+      on_ranks(judge_ranks(), [&](int rank, const Runtime::MakeCommunicator& join) {
         Runtime runtime(healthy.runtime, join);
         Engine engine(runtime, healthy.engine);
-        ToyModel model(engine, kShape);
-        const std::string found = judge_rank(engine, model, history);
+        const auto model = make_model(engine);
+        const std::string found = judge_rank(engine, *model, history);
         if (rank == 0) problem = found;
       });
       if (problem.empty() && GetParam().keeps) problem = judge_kept(history);
@@ -222,7 +298,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
         if (step < history.kept || step > history.begun)
           found = fmt::format("step {} is kept, {} was", step, history.kept.load());
         engine.restore({.from = kept.front().name});
-        model.train(kept.front().step + 1, kLastStep);
+        model.train(kept.front().step + 1, last_step_);
         if (found.empty() && digests_without_losses(engine, model) != expected_)
           found = "from the kept step it ends elsewhere";
       }
@@ -237,6 +313,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
       const auto found = static_cast<std::int64_t>(*step);
       if (found < history.committed)
         return fmt::format("step {} came back, {} was durable", found, history.committed.load());
+      if (history.went_back && *step == begun_with_) return "the step that was gone back from is there again";
       if (found > history.begun) return fmt::format("step {} came out of nothing", found);
       const RestoreReport report = engine.restore();
       std::uint64_t state = 0;
@@ -248,7 +325,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
     } else {
       engine.initialize(model.fill());
     }
-    model.train(first, kLastStep);
+    model.train(first, last_step_);
     const std::string digests = digests_without_losses(engine, model);
     return digests == expected_ ? "" : fmt::format("ended in {} instead of {}", digests, expected_);
   }
@@ -270,8 +347,12 @@ class Power : public testing::TestWithParam<PowerSetup> {
                    .operation = aio::Operation::write,
                    .path_contains = "rank-00001.manifest",
                    .count = Faults::kForever,
-                   .delay = std::chrono::milliseconds(4)});
+                   .delay = mutation.no_adopt_barrier ? std::chrono::milliseconds(20) : std::chrono::milliseconds(4)});
     History history;
+    if (begun_with_) {
+      history.begun = static_cast<std::int64_t>(*begun_with_);
+      history.committed = from_.empty() ? history.begun.load() : std::stoll(from_);
+    }
     {
       LostNames names(directory_ / "place", directory_ / "vault", mutation.forgets);
       died = live(faults, kCutSteps, mutation, history);
@@ -292,15 +373,32 @@ class Power : public testing::TestWithParam<PowerSetup> {
     return {};
   }
 
+  static int cut_ranks() { return GetParam().cut_ranks == 0 ? GetParam().ranks : GetParam().cut_ranks; }
+  static int judge_ranks() { return GetParam().judge_ranks == 0 ? cut_ranks() : GetParam().judge_ranks; }
+  // More with HOIST_CRASH_SEEDS, for the long form.
+  static std::uint64_t seeds_wanted() {
+    const char* const seeds = std::getenv("HOIST_CRASH_SEEDS");
+    return seeds == nullptr ? 1 : std::strtoull(seeds, nullptr, 10);
+  }
+  // Takes something away, and looks for a cut that shows it.
+  std::string found(const Mutation& mutation) {
+    std::uint64_t cuts = 0;
+    const std::string problem = first_problem(12, mutation, cuts);
+    fmt::print("{}\n", problem);
+    return problem;
+  }
+
   const TempDirectory directory_{scratch()};
   std::string expected_;
+  std::uint64_t last_step_ = kLastStep;
+  std::optional<std::uint64_t> begun_with_;  // the step that the lives begin with
+  std::string from_;                         // the kept step they go back to
+  bool elastic_ = false;                     // the state does not depend on the number of ranks
 };
 
 TEST_P(Power, CutAtEveryOperationOfThreeSteps) {
-  // More with HOIST_CRASH_SEEDS, for the long form.
-  const char* const seeds = std::getenv("HOIST_CRASH_SEEDS");
   std::uint64_t cuts = 0;
-  EXPECT_EQ(first_problem(seeds == nullptr ? 1 : std::strtoull(seeds, nullptr, 10), {}, cuts), "");
+  EXPECT_EQ(first_problem(seeds_wanted(), {}, cuts), "");
   EXPECT_GT(cuts, 40u);
   fmt::print("{} power cuts\n", cuts);
 }
@@ -355,7 +453,8 @@ std::string name_of(const testing::TestParamInfo<PowerSetup>& c) {
   return fmt::format("{}_{}_{}{}{}", c.param.parameters == Placement::nvme ? "nvme" : "memory",
                      c.param.update_mode == UpdateMode::forward ? "forward" : "step",
                      c.param.ranks == 1 ? "1_rank" : "2_ranks", c.param.keeps ? "_keeps" : "",
-                     c.param.commit_every == 1 ? "" : fmt::format("_every_{}", c.param.commit_every));
+                     c.param.commit_every == 1 ? "" : fmt::format("_every_{}", c.param.commit_every)) +
+         (c.param.cut_ranks == 0 ? "" : fmt::format("_to_{}_judged_by_{}", c.param.cut_ranks, c.param.judge_ranks));
 }
 
 INSTANTIATE_TEST_SUITE_P(OneRank, Power,
@@ -373,13 +472,8 @@ INSTANTIATE_TEST_SUITE_P(TwoRanks, Power,
                                          PowerSetup{Placement::nvme, UpdateMode::forward, 2, true}),
                          name_of);
 
-// Takes one thing away, and looks for a cut that shows it.
 class PowerMutation : public Power {
  protected:
-  std::string found(const Mutation& mutation) {
-    std::uint64_t cuts = 0;
-    return first_problem(12, mutation, cuts);
-  }
   static ForgetfulBackend::Drops flushes_of(std::string ending) {
     return [ending = std::move(ending)](const std::string& path, std::uint64_t) { return path.ends_with(ending); };
   }
@@ -406,9 +500,74 @@ TEST_P(PowerMutation, WithoutTheAgreementOfRanksTheJudgeObjects) {
   EXPECT_NE(found({.no_barrier = true, .slow_manifest = true}), "");
 }
 
+TEST_P(PowerMutation, WithoutTheAgreementOnKeptStepsTheJudgeObjects) {
+  if (GetParam().ranks == 1 || !GetParam().keeps) GTEST_SKIP() << "nothing is kept together";
+  EXPECT_NE(found({.no_keep_barrier = true, .slow_manifest = true}), "");
+}
+
 INSTANTIATE_TEST_SUITE_P(OneRank, PowerMutation, testing::Values(PowerSetup{}), name_of);
-INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerMutation, testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2}),
+INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerMutation,
+                         testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2},
+                                         PowerSetup{Placement::pinned, UpdateMode::step, 2, true}),
                          name_of);
+
+// Two ranks go back to a kept step. Until both have adopted it, the step they came from is what they have in common.
+class PowerGoingBack : public Power {
+ protected:
+  void SetUp() override {
+    from_ = "2";
+    last_step_ = 8;
+    Power::SetUp();
+    begin_all_with(6);
+  }
+};
+
+TEST_P(PowerGoingBack, CutAtEveryOperation) {
+  std::uint64_t cuts = 0;
+  EXPECT_EQ(first_problem(seeds_wanted(), {.slow_manifest = true}, cuts), "");
+  EXPECT_GT(cuts, 40u);
+  fmt::print("{} power cuts\n", cuts);
+}
+
+TEST_P(PowerGoingBack, WhenAStepBeginsBeforeAllHaveAdoptedTheJudgeObjects) {
+  EXPECT_NE(found({.no_adopt_barrier = true, .slow_manifest = true}), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerGoingBack,
+                         testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2},
+                                         PowerSetup{Placement::pinned, UpdateMode::step, 2}),
+                         name_of);
+
+// The state is dealt out to another number of ranks, into a store of its own; then the old store is removed. The judge
+// comes with the new number, or with the old one.
+class PowerResharding : public Power {
+ protected:
+  void SetUp() override {
+    elastic_ = true;
+    Power::SetUp();
+    begin_all_with(2);
+  }
+};
+
+TEST_P(PowerResharding, CutAtEveryOperation) {
+  std::uint64_t cuts = 0;
+  EXPECT_EQ(first_problem(seeds_wanted(), {.slow_manifest = true}, cuts), "");
+  EXPECT_GT(cuts, 40u);
+  fmt::print("{} power cuts\n", cuts);
+}
+
+TEST_P(PowerResharding, WhenTheOldStoreGoesBeforeAllHaveCommittedTheJudgeObjects) {
+  if (GetParam().cut_ranks == 1) GTEST_SKIP() << "there is one rank";
+  EXPECT_NE(found({.no_first_barrier = true, .slow_manifest = true}), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Changes, PowerResharding,
+    testing::Values(PowerSetup{.ranks = 1, .cut_ranks = 2, .judge_ranks = 2},
+                    PowerSetup{.parameters = Placement::pinned, .ranks = 1, .cut_ranks = 2, .judge_ranks = 1},
+                    PowerSetup{.parameters = Placement::pinned, .ranks = 2, .cut_ranks = 1, .judge_ranks = 2},
+                    PowerSetup{.update_mode = UpdateMode::step, .ranks = 2, .cut_ranks = 4, .judge_ranks = 1}),
+    name_of);
 
 }  // namespace
 }  // namespace hoist::test

@@ -47,6 +47,7 @@ LostNames::Names LostNames::names_in(const std::string& directory) {
 }
 
 bool LostNames::before(const SystemCall& call) {
+  if (cutting_) return true;
   if (call.kind == SystemCall::Kind::sync) return !(forgets_ && forgets_(call.path));
   const bool renames = call.kind == SystemCall::Kind::rename;
   if (!renames && call.kind != SystemCall::Kind::remove) return true;
@@ -68,7 +69,7 @@ void LostNames::keep_what_is_at(const std::string& path) {
 }
 
 void LostNames::after(const SystemCall& call, int result) {
-  if (call.kind != SystemCall::Kind::sync || result != 0) return;
+  if (cutting_ || call.kind != SystemCall::Kind::sync || result != 0) return;
   const std::lock_guard lock(mutex_);
   if (!is_below_root(call.path)) return;
   if (!fs::is_directory(call.path)) {
@@ -82,7 +83,9 @@ void LostNames::after(const SystemCall& call, int result) {
 std::uint64_t LostNames::power_cut(std::uint64_t seed) {
   const std::lock_guard lock(mutex_);
   std::uint64_t lost = 0;
+  cutting_ = true;
   cut(root_, seed, lost);
+  cutting_ = false;
   return lost;
 }
 

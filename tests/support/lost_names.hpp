@@ -48,6 +48,7 @@ class LostNames final : public SystemCallObserver {
   std::map<std::string, Names> durable_;                             // by directory
   std::map<std::pair<std::string, std::string>, std::string> kept_;  // directory, name: what was replaced or removed
   std::set<std::uint64_t> flushed_;                                  // inodes of files
+  bool cutting_ = false;  // what happens to names is our own doing
   std::uint64_t next_kept_ = 0;
   std::uint64_t decisions_ = 0;
 };
