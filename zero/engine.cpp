@@ -134,6 +134,7 @@ void Engine::Impl::tear_down() noexcept {
   caller_state.clear();
   counted_io = {};
   uncommitted = commit_ahead = false;
+  changed_since_save = true;
   update_error = nullptr;
 }
 

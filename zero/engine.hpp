@@ -110,8 +110,9 @@ class Engine {
   // [C] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
   // last EngineOptions::keep_steps of them. A step of the same name is replaced, once this one is durable everywhere.
   // No data moves, and nothing waits: on NVMe the step's own commit is kept; state in memory is written by a thread
-  // under the next pass, and the next step() waits for that. Between commits (commit_every) the step is committed
-  // first. Without a name, or without keep_steps, the save is a commit like a step's, and the next one replaces it.
+  // under the next pass, and the next step() waits for that (once: what has not changed since the last save is not
+  // written again). Between commits (commit_every) the step is committed first. Without a name, or without keep_steps,
+  // the save is a commit like a step's, and the next one replaces it.
   Completion save(std::string name, std::span<const std::byte> caller_state);
 
   // --- what happened -------------------------------------------------------------------------------------------------

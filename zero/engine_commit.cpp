@@ -165,12 +165,13 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
   last_commit = ended->completion();
   const Completion completion = last_commit;
   caller_state.assign(program_state.begin(), program_state.end());
-  saver = std::thread([this, name, ended, state = framed(name, program_state), step = step_count] {
+  const bool changed = changed_since_save.exchange(false);
+  saver = std::thread([this, name, ended, changed, state = framed(name, program_state), step = step_count] {
     bool landing = true;  // the other ranks are still to be told
     try {
       if (live.deferred) live.deferred->finish();
       live.store->begin_step(step);
-      write_homes(/*with_frozen=*/true);
+      if (changed) write_homes(/*with_frozen=*/true);  // else the last commit's records are this one's
       const auto agree = [this](bool landed) { agree_on_landing(landed); };
       const Completion committed = live.store->commit(state, agree);
       landing = false;
@@ -180,6 +181,7 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
       ended->complete();
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
+      changed_since_save = true;
       if (landing) renounce_landing();
       ended->fail(error);
     }

@@ -278,6 +278,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
     together("apply the step", [&] {
       last_commit.wait();  // its extents, and memory it may still be written from, are free after it
       ++step_count;
+      changed_since_save = true;
       if (nvme_placement()) live.store->begin_step(step_count);
       if (!live.deferred) update_now(report.clip_factor * mean);
     });

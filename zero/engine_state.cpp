@@ -140,6 +140,7 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
   settle_together();
   const Ledger::Apart apart(runtime.ledger());
   live.gatherer->quiesce();
+  changed_since_save = true;
   together("begin the change", [&] {
     if (nvme_placement()) live.store->begin_step(step_count);
     if (!std::exchange(uncommitted, false)) return;

@@ -24,8 +24,9 @@ constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3)
 }  // namespace
 
 std::string CrashSetup::name() const {
-  return fmt::format("{}_{}_{}", parameters == Placement::nvme ? "nvme" : "memory",
-                     update_mode == UpdateMode::forward ? "forward" : "step", ranks == 1 ? "1_rank" : "2_ranks");
+  return fmt::format("{}_{}_{}{}", parameters == Placement::nvme ? "nvme" : "memory",
+                     update_mode == UpdateMode::forward ? "forward" : "step", ranks == 1 ? "1_rank" : "2_ranks",
+                     pinned_fraction > 0 ? "_half_pinned" : "");
 }
 
 std::vector<CrashSetup> all_crash_setups() {
@@ -34,6 +35,11 @@ std::vector<CrashSetup> all_crash_setups() {
     for (const UpdateMode mode : {UpdateMode::forward, UpdateMode::step}) {
       for (const Placement place : {Placement::nvme, Placement::pinned}) setups.push_back({place, mode, ranks});
     }
+  }
+  for (std::size_t i = 0; i < 8; ++i) {
+    if (i != 0 && i != 3 && i != 5 && i != 6) continue;  // each placement, mode and number of ranks twice
+    setups.push_back(setups[i]);
+    setups.back().pinned_fraction = 0.5;
   }
   return setups;
 }
@@ -61,8 +67,8 @@ std::string Campaign::train(const Life& life, KillSwitch& kills) const {
   on_ranks(setup_.ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
     WatchedRank watched(kills, setup_.update_mode == UpdateMode::forward);
     if (rank == life.slow_rank) watched.manifest_delay = kSlowManifest;
-    const std::string found =
-        train_rank(crash_setup(setup_.parameters, setup_.update_mode, store_), join, watched, life.terms);
+    const std::string found = train_rank(
+        crash_setup(setup_.parameters, setup_.update_mode, store_, setup_.pinned_fraction), join, watched, life.terms);
     if (rank == 0) digests = found;
   });
   observe_system_calls(before);

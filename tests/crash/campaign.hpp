@@ -24,9 +24,11 @@ struct CrashSetup {
   Placement parameters = Placement::nvme;
   UpdateMode update_mode = UpdateMode::forward;
   int ranks = 1;
+  double pinned_fraction = 0;  // of the optimizer's states
   std::string name() const;
 };
-// Parameters on NVMe and in memory, both update modes, one rank and two.
+// Parameters on NVMe and in memory, both update modes, one rank and two; and half of these with half of the optimizer's
+// states pinned.
 std::vector<CrashSetup> all_crash_setups();
 
 struct CrashTally {

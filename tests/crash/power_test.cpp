@@ -37,6 +37,7 @@ struct PowerSetup {
   unsigned commit_every = 1;
   int cut_ranks = 0;    // of the life that is cut, when it is not as many as began
   int judge_ranks = 0;  // likewise
+  double pinned_fraction = 0;
 };
 
 // What the judge has to know.
@@ -142,6 +143,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
     toy.engine.update_mode = GetParam().update_mode;
     toy.engine.keep_steps = GetParam().keeps || !from_.empty() ? 1 : 0;
     toy.engine.commit_every = GetParam().commit_every;
+    toy.engine.optimizer_pinned_fraction = GetParam().pinned_fraction;
     if (elastic_) toy.engine.gradient_clipping = 0;  // the norm's last bits depend on the partition
     return toy;
   }
@@ -454,19 +456,21 @@ std::string name_of(const testing::TestParamInfo<PowerSetup>& c) {
                      c.param.update_mode == UpdateMode::forward ? "forward" : "step",
                      c.param.ranks == 1 ? "1_rank" : "2_ranks", c.param.keeps ? "_keeps" : "",
                      c.param.commit_every == 1 ? "" : fmt::format("_every_{}", c.param.commit_every)) +
-         (c.param.cut_ranks == 0 ? "" : fmt::format("_to_{}_judged_by_{}", c.param.cut_ranks, c.param.judge_ranks));
+         (c.param.cut_ranks == 0 ? "" : fmt::format("_to_{}_judged_by_{}", c.param.cut_ranks, c.param.judge_ranks)) +
+         (c.param.pinned_fraction > 0 ? "_half_pinned" : "");
 }
 
-INSTANTIATE_TEST_SUITE_P(OneRank, Power,
-                         testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward},
-                                         PowerSetup{Placement::pinned, UpdateMode::forward},
-                                         PowerSetup{Placement::nvme, UpdateMode::step},
-                                         PowerSetup{Placement::pinned, UpdateMode::step},
-                                         PowerSetup{Placement::nvme, UpdateMode::forward, 1, true},
-                                         PowerSetup{Placement::pinned, UpdateMode::step, 1, true},
-                                         PowerSetup{Placement::pinned, UpdateMode::forward, 1, true, 2},
-                                         PowerSetup{Placement::nvme, UpdateMode::step, 1, false, 2}),
-                         name_of);
+INSTANTIATE_TEST_SUITE_P(
+    OneRank, Power,
+    testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward},
+                    PowerSetup{Placement::pinned, UpdateMode::forward}, PowerSetup{Placement::nvme, UpdateMode::step},
+                    PowerSetup{Placement::pinned, UpdateMode::step},
+                    PowerSetup{Placement::nvme, UpdateMode::forward, 1, true},
+                    PowerSetup{Placement::pinned, UpdateMode::step, 1, true},
+                    PowerSetup{Placement::pinned, UpdateMode::forward, 1, true, 2},
+                    PowerSetup{Placement::nvme, UpdateMode::step, 1, false, 2},
+                    PowerSetup{.parameters = Placement::nvme, .commit_every = 2, .pinned_fraction = 0.5}),
+    name_of);
 INSTANTIATE_TEST_SUITE_P(TwoRanks, Power,
                          testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2},
                                          PowerSetup{Placement::nvme, UpdateMode::forward, 2, true}),

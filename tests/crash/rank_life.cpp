@@ -66,10 +66,11 @@ const ToyShape& crash_shape() {
   return shape;
 }
 
-ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& store) {
+ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& store, double pinned_fraction) {
   ToySetup toy = toy_setup(parameters, Placement::nvme, store);
   toy.runtime.aio_block_bytes = 64 * kKiB;  // several blocks a piece
   toy.engine.update_mode = mode;
+  toy.engine.optimizer_pinned_fraction = pinned_fraction;
   return toy;
 }
 

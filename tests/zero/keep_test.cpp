@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps that save() keeps under names, and commits at every N-th step: whatever the placement, going back to a kept or
 // committed step and training on ends in the bits of a run that was never interrupted.
+#include <array>
+#include <atomic>
 #include <map>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/stored_model.hpp>
 
@@ -186,6 +189,60 @@ TEST_P(KeepTest, WritesBetweenCommitsCommitWhatWasTrained) {
     Digests found = digests_of(engine, model);
     found.losses = written.losses;
     EXPECT_EQ(found, written);
+  });
+}
+
+// Counts what is written to data files.
+class CountingBackend final : public aio::Backend {
+ public:
+  CountingBackend(std::unique_ptr<aio::Backend> inner, std::atomic<std::uint64_t>& bytes)
+      : inner_(std::move(inner)), bytes_(bytes) {}
+  std::string description() const override { return inner_->description(); }
+  void submit(aio::Block& block) override {
+    if (block.operation == aio::Operation::write && block.file->path().ends_with(".data")) bytes_ += block.length_bytes;
+    inner_->submit(block);
+  }
+  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
+  void wake_up() override { inner_->wake_up(); }
+
+ private:
+  const std::unique_ptr<aio::Backend> inner_;
+  std::atomic<std::uint64_t>& bytes_;
+};
+
+TEST_P(KeepTest, ASecondSaveOfTheSameStateMovesNoData) {
+  if (on_nvme()) GTEST_SKIP() << "there a step's own commit is kept";
+  std::atomic<std::uint64_t> written{0};
+  setup_.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+    return std::make_unique<CountingBackend>(aio::make_backend(options), written);
+  };
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    const auto bytes_of = [&](const std::function<void()>& call) {
+      engine.runtime().communicator().barrier();
+      const std::uint64_t before = written;
+      engine.runtime().communicator().barrier();
+      call();
+      engine.runtime().communicator().barrier();
+      return written - before;
+    };
+    const auto save = [&](const char* name, const std::string& state) {
+      return bytes_of([&] { engine.save(name, text_to_bytes(state)).wait(); });
+    };
+    model.train(1, 4);
+    EXPECT_GT(save("four", "first"), 0u);
+    EXPECT_EQ(save("four again", "second"), 0u);
+    model.train(5, 5);
+    EXPECT_GT(save("", "third"), 0u);
+    std::array<float, 3> values{0.5f, 0.25f, 0.125f};
+    engine.write(model.matrix(0), State::master, 0, values);
+    EXPECT_GT(save("", "fourth"), 0u);
+  });
+  on_engines([&](int, Engine& engine, ToyModel& model) {
+    EXPECT_EQ(bytes_to_text(engine.restore({.from = "four again"}).caller_state), "second");
+    Digests found = digests_of(engine, model);
+    found.losses.clear();
+    EXPECT_EQ(found, expected_at_.at(4));
   });
 }
 

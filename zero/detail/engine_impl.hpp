@@ -203,8 +203,9 @@ class Engine::Impl {
   bool commit_ahead = false;
   std::exception_ptr update_error;  // why the step that is meant will never be committed
   std::vector<PendingSave> pending_saves;
-  Completion last_keep;  // likewise under the mutex
-  std::thread saver;     // writes state that lives in memory; last_commit is its end
+  Completion last_keep;                        // likewise under the mutex
+  std::atomic<bool> changed_since_save{true};  // of state that lives in memory
+  std::thread saver;                           // writes state that lives in memory; last_commit is its end
   std::atomic<std::int64_t> committed_step{-1};
   std::vector<std::byte> caller_state;  // of the last commit
   aio::Engine::Stats counted_io{};      // what the ledger has already been told

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The whole suite under a sanitizer, slow tests left out: builds everything first, which takes a while.
+#
+#   scripts/sanitize.sh asan    address and undefined behaviour; jobs of MPI included
+#   scripts/sanitize.sh tsan    threads; without MPI, which is not built with it and is reported for its own doings
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+preset=${1:?usage: scripts/sanitize.sh asan|tsan}
+cmake --preset "$preset"
+cmake --build --preset "$preset"
+status=0
+ctest --preset "$preset" --parallel "$(nproc)" || status=$?
+if [ "$preset" = asan ]; then
+  # Open MPI itself leaves memory behind.
+  ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/asan --label-regex mpi --output-on-failure || status=$?
+fi
+exit "$status"
