@@ -177,8 +177,12 @@ def test_what_has_another_meaning_is_refused(settings):
         hoist.torch.initialize(model=model, optimizer=torch.optim.RMSprop(model.parameters()), config=settings())
     with pytest.raises(hoist.UsageError, match="mpu"):
         hoist.torch.initialize(model=Gpt(), config=settings(), mpu=object())
-    with pytest.raises(hoist.UsageError, match="compiled"):
+    with pytest.raises(hoist.UsageError, match="compiled before it was wrapped"):
         hoist.torch.wrap(torch.compile(Gpt()), settings())
+    in_place = Gpt()
+    in_place.compile()
+    with pytest.raises(hoist.UsageError, match="compiled before it was wrapped"):
+        hoist.torch.wrap(in_place, settings())
     with pytest.raises(hoist.ConfigError, match="fp16"):
         hoist.torch.initialize(model=Gpt(), config=settings(fp16={"enabled": True}))
 

@@ -299,17 +299,54 @@ def test_the_stages_end_in_the_same_bits(settings, tmp_path, where):
     assert all(end == ends[0] for end in ends[1:])
 
 
+def compile_units(engine, **options):
+    engine.compile_units(**options)
+    return engine
+
+
+def compile_whole(engine, **options):
+    return torch.compile(engine.module, **options)
+
+
+def compile_in_place(engine, **options):
+    engine.module.compile(**options)
+    return engine
+
+
 @pytest.mark.parametrize("recompute", [None, "non-reentrant"])
-def test_compiled_units(settings, recompute):
-    """torch.compile inside of units: the graphs are autograd's, the weights still come and go."""
+@pytest.mark.parametrize("how", [compile_units, compile_whole, compile_in_place])
+def test_compiled(settings, recompute, how):
+    """torch.compile of units, or of the wrapped model: graphs end at the hooks, and the weights still come and go."""
+    torch._dynamo.reset()
     model = make(recompute=recompute)
     reference = copy.deepcopy(model)
     with hoist.torch.wrap(model, settings()) as engine:
-        engine.compile_units(backend="aot_eager")
-        ours = train_lifted(engine)
-        assert_losses_agree(ours, train_reference(reference, adamw(reference.parameters())))
+        called = how(engine, backend="aot_eager")
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        losses = []
+        for inputs, targets in batches(STEPS):
+            loss = loss_of(called(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert_losses_agree(losses, train_reference(reference, adamw(reference.parameters())))
         assert_equal_within_ulps(engine, reference)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= before + 3
+        with torch.no_grad():
+            assert torch.isfinite(called(inputs)).all()
+
+
+def test_one_graph_of_a_model_that_comes_and_goes_is_refused(settings):
+    """By PyTorch, naming the hook."""
+    torch._dynamo.reset()
+    with hoist.torch.wrap(make(), settings()) as engine:
+        called = torch.compile(engine.module, backend="aot_eager", fullgraph=True)
+        inputs, targets = next(batches(1))
+        loss = loss_of(engine(inputs), targets)  # the first pass of a kind is watched, and not compiled
+        engine.backward(loss)
+        engine.step()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="ModuleHook"):
+            called(inputs)
 
 
 def test_plain_backward_and_an_optimizer_of_the_usual_shape(settings):

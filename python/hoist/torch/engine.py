@@ -109,9 +109,9 @@ class Engine:
         for name, module in model.named_modules():
             if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
                 raise _hoist.UsageError(
-                    f"module '{name or type(module).__name__}' is compiled as a whole, hooks included: a compiled graph "
-                    "would bake in when weights are up. Wrap the model first; compile_units() of the engine then "
-                    "compiles what runs inside of each unit"
+                    f"module '{name or type(module).__name__}' was compiled before it was wrapped: its graphs know nothing of "
+                    "the hooks that bring weights up. Wrap the model first, and compile it then (torch.compile(model), "
+                    "model.compile(), or compile_units() of the engine)"
                 )
 
     def _groups(self, groups):

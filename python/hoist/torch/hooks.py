@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class ModuleHook:
-    """The hooks of one module, and the units that its calls need."""
+    """The hooks of one module, and the units that its calls need.
+
+    torch.compile does not look into them: a graph ends before a hook and another begins after it.
+    """
 
     def __init__(self, engine: Engine, module: nn.Module, units: list[int], is_root: bool):
         self.engine = engine
@@ -26,6 +29,7 @@ class ModuleHook:
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
+    @torch.compiler.disable
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         engine, lift = self.engine, self.engine._lift
         if not engine._calls:
@@ -44,6 +48,7 @@ class ModuleHook:
                     tensor.register_hook(lift.input_hook(unit, tensor.grad_fn is None))
                 return
 
+    @torch.compiler.disable
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         engine, lift = self.engine, self.engine._lift
         if engine._calls and engine._calls[-1] is self:

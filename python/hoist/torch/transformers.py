@@ -94,8 +94,6 @@ class Trainer(transformers.Trainer):
         for given, name, why in (
                 (self.args.deepspeed is not None, "deepspeed", "it would start DeepSpeed; hoist_config is the file"),
                 (self.is_fsdp_enabled, "fsdp", "it moves weights itself"),
-                (self.args.torch_compile, "torch_compile", "a graph of the whole model would bake in when weights are up; "
-                 "engine.compile_units() compiles what runs inside of each unit"),
                 (self.args.auto_find_batch_size, "auto_find_batch_size", "the number of micro-batches is settled when the "
                  "engine is made")):
             if given:
@@ -124,6 +122,8 @@ class Trainer(transformers.Trainer):
             model=self.model, optimizer=client, config=config, **self._hoist_options)
         if config.has_schedule:
             self.lr_scheduler = schedule
+        if self.args.torch_compile:  # only now: graphs end at the hooks
+            self.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         # By this accelerate knows objects that need no wrapping.
         self.model._is_accelerate_prepared = self.optimizer._is_accelerate_prepared = True
         self.accelerator.backward = self._backward
