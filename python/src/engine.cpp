@@ -11,6 +11,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <hoist/config/config.hpp>
@@ -86,9 +87,10 @@ class PyLease {
   Lease lease_;
 };
 
-// A Fill that asks a Python function: values(parameter, first_element, out).
-Fill fill_by(nb::callable values) {
-  return [values = std::move(values)](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+// A Fill that asks a Python function: values(parameter, first_element, out). Borrows it: copies of a Fill may be made
+// without the GIL.
+Fill fill_by(const nb::callable& values) {
+  return [&values](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     const nb::gil_scoped_acquire acquire;
     const nb::ndarray<nb::numpy, float, nb::shape<-1>, nb::device::cpu> array(out.data(), {out.size()});
     values(parameter, first, nb::cast(array, nb::rv_policy::reference));
@@ -200,8 +202,8 @@ void bind_engine(nb::module_& module) {
                    })
       .def(
           "initialize",
-          [](PyEngine& e, nb::callable values) {
-            const Fill fill = fill_by(std::move(values));
+          [](PyEngine& e, const nb::callable& values) {
+            const Fill fill = fill_by(values);
             const nb::gil_scoped_release release;
             e.engine().initialize(fill);
           },
