@@ -338,3 +338,22 @@ def test_memory_of_the_process_is_bounded(tmp_path):
     assert result["grown"] < budgets + slack, result
     assert budgets + slack < state
     assert os.path.getsize(tmp_path / "out" / "checkpoint-4" / "model.safetensors") > 2 * result["parameters"]
+
+
+def test_a_model_whose_files_have_other_names(tmp_path):
+    """A mixture of experts: one tensor for all experts in memory, one for each in files, as transformers saves it."""
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64))
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=4, bf16=False), ds_config(tmp_path / "nvme"), model=model)
+    trainer.train()
+    losses = losses_of(trainer)
+    assert losses[-1] < losses[0]
+    trainer.save_model(str(tmp_path / "weights"))
+    expected = trainer.engine.state_dict()
+    trainer.engine.close()
+    loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "weights")
+    assert set(expected) == set(loaded.state_dict())
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected[name]), name
