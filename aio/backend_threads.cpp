@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -15,27 +16,33 @@ namespace hoist::aio::detail {
 
 namespace {
 
+// A block, and a descriptor of its own for the file: when a drive is given up, the file is closed while blocks still
+// wait here, and a later one may get its number. It also keeps the file's lock until the last of them has landed.
+struct Queued {
+  Block* block = nullptr;
+  int descriptor = -1;
+};
+
 // First in, first out; room for every block that can be in flight, so pushing never allocates.
 class BlockRing {
  public:
   explicit BlockRing(std::size_t capacity) : slots_(capacity) {}
   bool empty() const { return count_ == 0; }
-  void push(Block* block) { slots_[(first_ + count_++) % slots_.size()] = block; }
-  Block* pop() {
-    Block* block = slots_[first_];
+  void push(Queued queued) { slots_[(first_ + count_++) % slots_.size()] = queued; }
+  Queued pop() {
+    const Queued queued = slots_[first_];
     first_ = (first_ + 1) % slots_.size();
     --count_;
-    return block;
+    return queued;
   }
 
  private:
-  std::vector<Block*> slots_;
+  std::vector<Queued> slots_;
   std::size_t first_ = 0;
   std::size_t count_ = 0;
 };
 
-std::int64_t transfer(const Block& block) {
-  const int descriptor = block.file->descriptor();
+std::int64_t transfer(const Block& block, int descriptor) {
   const auto offset = static_cast<off_t>(block.offset_bytes);
   ssize_t result = -1;
   switch (block.operation) {
@@ -74,8 +81,14 @@ class ThreadsBackend final : public Backend {
   std::string description() const override { return description_; }
 
   void submit(Block& block) override {
+    const Queued queued{&block, ::fcntl(block.file->descriptor(), F_DUPFD_CLOEXEC, 0)};
+    if (queued.descriptor < 0) block.result = -errno;
     const std::lock_guard lock(mutex_);
-    waiting_.push(&block);
+    if (queued.descriptor < 0) {
+      finished_.push(queued);
+      return something_finished_.notify_one();
+    }
+    waiting_.push(queued);
     work_arrived_.notify_one();
   }
 
@@ -89,7 +102,7 @@ class ThreadsBackend final : public Backend {
     }
     woken_ = false;
     std::size_t count = 0;
-    while (count < done.size() && !finished_.empty()) done[count++] = finished_.pop();
+    while (count < done.size() && !finished_.empty()) done[count++] = finished_.pop().block;
     return count;
   }
 
@@ -106,11 +119,12 @@ class ThreadsBackend final : public Backend {
     for (;;) {
       work_arrived_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
       if (waiting_.empty()) return;
-      Block* block = waiting_.pop();
+      const Queued queued = waiting_.pop();
       lock.unlock();
-      block->result = transfer(*block);
+      queued.block->result = transfer(*queued.block, queued.descriptor);
+      ::close(queued.descriptor);
       lock.lock();
-      finished_.push(block);
+      finished_.push(queued);
       something_finished_.notify_one();
     }
   }

@@ -259,7 +259,7 @@ TEST_F(Hostile, AMountThatVanishesLosesNothing) {
 
 // As a program's configuration says it.
 Nanoseconds configured_answer_timeout() {
-  return Config::parse(R"({"hoist": {"io_answer_timeout_seconds": 0.06}})", "test.json").runtime.aio_answer_timeout;
+  return Config::parse(R"({"hoist": {"io_answer_timeout_seconds": 0.4}})", "test.json").runtime.aio_answer_timeout;
 }
 
 // From some transfer on, the drive takes what it is given and says nothing. Wherever in the first steps that is.
