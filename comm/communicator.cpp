@@ -1,37 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // comm/communicator.cpp - what was compiled in, what a launcher announced, and the refusals of what was left out.
-#include <charconv>
-#include <cstdlib>
-#include <string_view>
-
 #include <hoist/comm/communicator.hpp>
+#include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
 
 namespace hoist::comm {
 
-namespace {
-
-// The positive integer an environment variable holds, else 0.
-int positive_from_environment(const char* variable) {
-  const char* const text = std::getenv(variable);
-  if (text == nullptr) return 0;
-  const std::string_view view(text);
-  int value = 0;
-  const auto [end, error] = std::from_chars(view.data(), view.data() + view.size(), value);
-  return error == std::errc() && end == view.data() + view.size() && value > 0 ? value : 0;
-}
-
-}  // namespace
-
 int mpi_size_of_launch() {
-  // Open MPI, then the Hydra family (MPICH, Intel MPI), then MVAPICH.
-  for (const char* variable : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"}) {
-    if (const int size = positive_from_environment(variable); size > 0) return size;
-  }
-  // Slurm sets SLURM_NTASKS for a whole allocation; only srun starts a step of tasks, and tells each its rank.
-  if (std::getenv("SLURM_STEP_ID") == nullptr || std::getenv("SLURM_PROCID") == nullptr) return 0;
-  const int step = positive_from_environment("SLURM_STEP_NUM_TASKS");
-  return step > 0 ? step : positive_from_environment("SLURM_NTASKS");
+  const Launch launch = launch_of_process();
+  return launch.launcher == Launcher::mpi || launch.launcher == Launcher::slurm ? launch.size : 0;
 }
 
 #ifdef HOIST_HAVE_MPI
@@ -65,6 +42,8 @@ std::unique_ptr<Communicator> make_nccl(std::span<const std::byte>, int, int, st
                                         const CommunicatorOptions&) {
   refuse_nccl();
 }
+
+std::unique_ptr<Communicator> make_nccl_at(const std::string&, int, int, const CommunicatorOptions&) { refuse_nccl(); }
 #endif
 
 }  // namespace hoist::comm

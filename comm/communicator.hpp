@@ -56,6 +56,7 @@ struct CommunicatorOptions {
   // cannot be told from transfer; NCCL reports none. Control-plane bytes are not counted.
   Ledger* ledger = nullptr;
   std::chrono::milliseconds timeout = std::chrono::minutes(10);  // a rank that stays away this long is an error
+  int device_ordinal = -1;  // NCCL: the CUDA device; -1: the calling thread's current one
 };
 
 class Communicator {
@@ -66,7 +67,7 @@ class Communicator {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual std::string_view name() const = 0;  // "self", "threads", "mpi", "nccl"
+  virtual std::string_view name() const = 0;  // "self", "threads", "mpi", "nccl", or the program's
 
   // Data plane. One grouped operation per call. `pieces` is copied before the call returns.
   virtual void all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) = 0;
@@ -111,17 +112,23 @@ class ThreadGroup {
 
 // Ranks started by mpirun or srun. Initialises MPI (MPI_THREAD_MULTIPLE) when nobody has, and finalises it at process
 // exit in that case, unless the process exits with an error. Throws CommError with the remedy when this build has no
-// MPI.
+// MPI, and when a launcher (comm/launch.hpp) announced several ranks of which MPI knows nothing: each would otherwise
+// train alone. Sub-communicators: comm/mpi.hpp.
 std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options = {});
-// The world size a launcher (mpirun, mpiexec, srun) announced in the environment, 0 when started without one.
+// The world size a launcher of MPI ranks (mpirun, mpiexec, srun) announced in the environment, 0 when started without.
 int mpi_size_of_launch();
 
 // Over NCCL. `id` is NCCL's unique id (128 bytes), made by rank 0 with nccl_unique_id() and handed to all.
-// Control-plane calls need `control`, a communicator between the hosts (MPI or self). The calling thread's current CUDA
-// device is the one used; streams must belong to it.
+// Control-plane calls need `control`, a communicator between the hosts (MPI or self). Streams must belong to the device
+// of the options.
 std::vector<std::byte> nccl_unique_id();
 std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
                                         std::unique_ptr<Communicator> control, const CommunicatorOptions& options = {});
+// Over NCCL alone, without MPI: ranks find each other where `endpoint` ("host:port") says, by NCCL's own bootstrap
+// (NCCL_COMM_ID; set while this runs, unless the environment has one, which then wins). Rank 0 listens there. The
+// control plane is NCCL too, over 64 KiB of pinned host memory. Not yet run on GPUs.
+std::unique_ptr<Communicator> make_nccl_at(const std::string& endpoint, int rank, int size,
+                                           const CommunicatorOptions& options = {});
 
 // What was compiled in.
 bool have_mpi();

@@ -23,6 +23,8 @@
 #include <hoist/comm/detail/host_communicator.hpp>
 #include <hoist/comm/detail/mpi_roll_call.hpp>
 #include <hoist/comm/detail/mpi_transport.hpp>
+#include <hoist/comm/launch.hpp>
+#include <hoist/comm/mpi.hpp>
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
 
@@ -114,6 +116,30 @@ void initialize_once() {
         "mpi: several threads of hoist call MPI, but MPI_THREAD_MULTIPLE is not provided; let hoist initialise MPI, "
         "call MPI_Init_thread with MPI_THREAD_MULTIPLE before it, or use an MPI built with thread support");
   }
+}
+
+// A program started by srun without PMI, by torchrun, or by the mpirun of another MPI than it was built with, is alone
+// in its MPI; so are the others, and each would train a model of its own.
+void require_announced_size() {
+  const Launch launch = launch_of_process();
+  int size = 1;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  if (size > 1 || launch.size == 1) return;
+  std::string remedy;
+  switch (launch.launcher) {
+    case Launcher::slurm:
+      remedy =
+          "start with srun --mpi=pmix or --mpi=pmi2, whichever of them `srun --mpi=list` and this MPI both have, or "
+          "with mpirun inside of the allocation";
+      break;
+    case Launcher::torchrun:
+      remedy = "torchrun does not start MPI ranks; start with " + mpirun_line(launch.size);
+      break;
+    default:
+      remedy = "start with the mpirun of the MPI this program was built with";
+  }
+  throw CommError(
+      fmt::format("mpi: the launcher announced {} ranks, but MPI sees this process alone; {}", launch.size, remedy));
 }
 
 // How long to stay away between two polls. MPI moves data only while it is called: sleeping up to 500 us after the
@@ -343,6 +369,7 @@ namespace detail {
 
 std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options) {
   initialize_once();
+  require_announced_size();
   // Not by MPI_Comm_dup, which would wait for a dead rank without end.
   MpiTransport world(MPI_COMM_WORLD, options, MpiTransport::Ownership::borrowed);
   if (roll_call() == nullptr) roll_call() = new RollCall(world.duplicate_communicator());
@@ -351,12 +378,33 @@ std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options
 
 }  // namespace detail
 
-std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options) {
-  detail::MpiTransportOptions transport;
-  transport.timeout = options.timeout;
-  std::shared_ptr<Transport> control = detail::make_mpi_transport(transport);
+namespace {
+
+std::unique_ptr<Communicator> over(std::shared_ptr<Transport> control, const CommunicatorOptions& options) {
   std::shared_ptr<Transport> data = control->duplicate();
   return std::make_unique<detail::HostCommunicator>("mpi", std::move(data), std::move(control), options);
+}
+
+detail::MpiTransportOptions transport_options(const CommunicatorOptions& options) {
+  detail::MpiTransportOptions transport;
+  transport.timeout = options.timeout;
+  return transport;
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options) {
+  return over(detail::make_mpi_transport(transport_options(options)), options);
+}
+
+std::unique_ptr<Communicator> make_mpi_over(MPI_Comm ranks, const CommunicatorOptions& options) {
+  initialize_once();
+  int between_groups = 0;
+  if (ranks != MPI_COMM_NULL) MPI_Comm_test_inter(ranks, &between_groups);
+  if (ranks == MPI_COMM_NULL || between_groups != 0)
+    throw UsageError("make_mpi_over: needs a communicator over one group of ranks, this one among them");
+  MpiTransport given(ranks, transport_options(options), MpiTransport::Ownership::borrowed);
+  return over(std::make_unique<MpiTransport>(given.duplicate_communicator(), transport_options(options)), options);
 }
 
 }  // namespace hoist::comm

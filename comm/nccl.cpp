@@ -6,7 +6,7 @@
 // topology. A rank that dies while a kernel waits for it is noticed by the next call here or, with the time-out, on
 // the control plane.
 //
-// Threading  As Communicator; the CUDA device is the one current on the thread that makes the communicator.
+// Threading  As Communicator; the CUDA device is that of the options, else the one current on the thread that makes it.
 // Memory     In place, no scratch.
 // Errors     Every return code and NCCL's asynchronous error become CommError; afterwards the communicator is aborted.
 #include <algorithm>
@@ -18,6 +18,7 @@
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/detail/host_communicator.hpp>
+#include <hoist/comm/detail/nccl_transport.hpp>
 #include <hoist/comm/detail/scale_split.hpp>
 #include <hoist/core/error.hpp>
 
@@ -50,11 +51,16 @@ class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(std::span<const std::byte> id, int rank, int size, std::unique_ptr<Communicator> control,
                    const CommunicatorOptions& options)
-      : rank_(rank), size_(size), control_(std::move(control)), ledger_(options.ledger) {
+      : rank_(rank),
+        size_(size),
+        device_ordinal_(options.device_ordinal),
+        control_(std::move(control)),
+        ledger_(options.ledger) {
     // NCCL's start-up waits for all ranks without a time-out of ours: first see that they are there.
     control_->barrier();
     ncclUniqueId unique{};
     std::memcpy(&unique, id.data(), sizeof unique);
+    const detail::CurrentDevice current(device_ordinal_);
     check("ncclCommInitRank", ncclCommInitRank(&communicator_, size, unique, rank));
   }
 
@@ -135,6 +141,7 @@ class NcclCommunicator final : public Communicator {
     control_->broadcast_host(id, 0);
     CommunicatorOptions options;
     options.ledger = ledger_;
+    options.device_ordinal = device_ordinal_;
     return std::make_unique<NcclCommunicator>(id, rank_, size_, control_->duplicate(), options);
   }
 
@@ -203,6 +210,7 @@ class NcclCommunicator final : public Communicator {
 
   const int rank_;
   const int size_;
+  const int device_ordinal_;
   std::unique_ptr<Communicator> control_;
   Ledger* const ledger_;
   ncclComm_t communicator_ = nullptr;
@@ -232,6 +240,22 @@ std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank,
         fmt::format("make_nccl: rank {} of {} needs a control communicator over the same ranks", rank, size));
   }
   return std::make_unique<NcclCommunicator>(id, rank, size, std::move(control), options);
+}
+
+std::unique_ptr<Communicator> make_nccl_at(const std::string& endpoint, int rank, int size,
+                                           const CommunicatorOptions& options) {
+  detail::check_root("make_nccl_at", rank, size);
+  std::shared_ptr<Transport> transport = detail::make_nccl_transport({.endpoint = endpoint,
+                                                                      .rank = rank,
+                                                                      .size = size,
+                                                                      .device_ordinal = options.device_ordinal,
+                                                                      .timeout = options.timeout});
+  // Only its control plane is used, so one transport is enough for both.
+  auto control = std::make_unique<detail::HostCommunicator>("nccl", transport, transport, CommunicatorOptions{});
+  std::vector<std::byte> id(NCCL_UNIQUE_ID_BYTES);
+  if (rank == 0) id = nccl_unique_id();
+  control->broadcast_host(id, 0);
+  return make_nccl(id, rank, size, std::move(control), options);
 }
 
 }  // namespace hoist::comm

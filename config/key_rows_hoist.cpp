@@ -27,9 +27,8 @@ std::vector<KeyRow> memory_rows() {
            }},
       {.path = "hoist.device_ordinal",
        .type = ValueType::integer,
-       .default_value = "0",
        .range = {.max = 1023},
-       .meaning = "Which GPU.",
+       .meaning = "Which GPU. When absent: the launcher's local rank, modulo the GPUs in sight; 0 without a launcher.",
        .apply = [](Draft& d, const Value& v) { d.runtime.device_ordinal = static_cast<int>(as_count(v)); }},
       {.path = "hoist.device_memory",
        .type = ValueType::bytes,
@@ -198,7 +197,9 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::choice,
        .default_value = "\"auto\"",
        .choices = {"auto", "self", "mpi"},
-       .meaning = "Who the other ranks are. auto: MPI when a launcher started several, else only this process.",
+       .meaning =
+           "Who the other ranks are. auto: what mpirun, srun or torchrun started (torchrun: GPUs only), else only "
+           "this process. On GPUs data goes over NCCL.",
        .apply =
            [](Draft& d, const Value& v) {
              d.runtime.communicator = as_text(v) == "self"  ? CommunicatorKind::self

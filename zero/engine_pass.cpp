@@ -161,9 +161,9 @@ float Engine::loss_scale() const { return 1.0f; }  // bf16 and fp32 gradients ne
 
 double Engine::Impl::global_norm() {
   const double mine = live.gradients->sum_of_squares();
-  std::vector<double> all(static_cast<std::size_t>(runtime.world_size()));
+  std::vector<double> all(static_cast<std::size_t>(runtime.norm_group().size()));
   try {
-    runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+    runtime.norm_group().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
   } catch (const CommError& lost) {
     throw CommError(fmt::format("{} (the gradient norm of step {})", lost.what(), step_count + 1));
   }

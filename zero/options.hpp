@@ -19,14 +19,17 @@
 namespace hoist {
 
 enum class CommunicatorKind : std::uint8_t {
-  automatic,  // MPI when a launcher started several ranks, else self
+  // What the launcher (comm/launch.hpp) started: several ranks of mpirun or srun are MPI's, on CUDA devices with NCCL
+  // for
+  // the data; torchrun's meet over NCCL, on CUDA devices only. Else self.
+  automatic,
   self,
   mpi,
 };
 
 struct RuntimeOptions {
   platform::DeviceKind device = platform::DeviceKind::host;
-  int device_ordinal = 0;
+  int device_ordinal = -1;  // -1: the launcher's local rank, modulo the devices in sight; 0 without a launcher
   platform::HostDeviceOptions host_device{};
   std::uint64_t device_memory_bytes = kGiB;  // hard budget; key "hoist.device_memory"
   std::uint64_t pinned_memory_bytes = kGiB;  // hard budget; key "hoist.pinned_memory"

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <filesystem>
+#include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/zero/runtime.hpp>
@@ -15,35 +18,82 @@ namespace {
 constexpr const char* kDeviceKey = "hoist.device_memory";
 constexpr const char* kPinnedKey = "hoist.pinned_memory";
 
-// Whether the configuration leads to several ranks under MPI.
-bool wants_mpi(const RuntimeOptions& options) {
-  if (options.communicator == CommunicatorKind::mpi) return true;
-  return options.communicator == CommunicatorKind::automatic && comm::mpi_size_of_launch() > 1;
+// The launch that the options have hoist take part in.
+comm::Launch launch_of(const RuntimeOptions& options) {
+  if (options.communicator == CommunicatorKind::self) return {};
+  comm::Launch launch = comm::launch_of_process();
+  if (options.communicator == CommunicatorKind::mpi && launch.launcher != comm::Launcher::slurm)
+    launch.launcher = comm::Launcher::mpi;
+  return launch;
 }
 
-std::unique_ptr<comm::Communicator> default_communicator(const RuntimeOptions& options,
-                                                         const comm::CommunicatorOptions& comm) {
-  return wants_mpi(options) ? comm::make_mpi(comm) : comm::make_self(comm);
+bool is_alone(const RuntimeOptions& options, const comm::Launch& launch) {
+  return options.communicator != CommunicatorKind::mpi && launch.size == 1;
+}
+
+std::unique_ptr<comm::Communicator> join_mpi(const RuntimeOptions& options, const comm::CommunicatorOptions& comm) {
+  if (options.device == platform::DeviceKind::host) return comm::make_mpi(comm);
+  auto control = comm::make_mpi({.timeout = comm.timeout});
+  std::vector<std::byte> id(128);
+  if (control->rank() == 0) id = comm::nccl_unique_id();
+  control->broadcast_host(id, 0);
+  const int rank = control->rank(), size = control->size();
+  return comm::make_nccl(id, rank, size, std::move(control), comm);
+}
+
+std::unique_ptr<comm::Communicator> join_torchrun(const RuntimeOptions& options, const comm::Launch& launch,
+                                                  const comm::CommunicatorOptions& comm) {
+  if (options.device == platform::DeviceKind::host) {
+    throw CommError(
+        fmt::format("torchrun's {} ranks have no way to each other on the host device: it starts processes, and the "
+                    "only library that "
+                    "connects CPUs here, MPI, needs its own launcher; start with {}, or hand over a process group "
+                    "(comm/process_group.hpp)",
+                    launch.size, comm::mpirun_line(launch.size)));
+  }
+  if (launch.master_address.empty() || launch.master_port == 0)
+    throw CommError(
+        "RANK and WORLD_SIZE are in the environment, but not MASTER_ADDR and MASTER_PORT: start with torchrun");
+  // torchrun's own store listens on MASTER_PORT.
+  return comm::make_nccl_at(fmt::format("{}:{}", launch.master_address, launch.master_port + 1), launch.rank,
+                            launch.size, comm);
+}
+
+std::unique_ptr<comm::Communicator> join_launch(const RuntimeOptions& options, const comm::CommunicatorOptions& comm) {
+  const comm::Launch launch = launch_of(options);
+  if (is_alone(options, launch)) return comm::make_self(comm);
+  return launch.launcher == comm::Launcher::torchrun ? join_torchrun(options, launch, comm) : join_mpi(options, comm);
+}
+
+RuntimeOptions with_device(RuntimeOptions options) {
+  if (options.device_ordinal >= 0) return options;
+  const int local_rank = options.communicator == CommunicatorKind::self ? 0 : comm::launch_of_process().local_rank;
+  const int devices = options.device == platform::DeviceKind::host ? 0 : platform::cuda_device_count();
+  options.device_ordinal = local_rank > 0 && devices > 0 ? local_rank % devices : 0;
+  return options;
 }
 
 }  // namespace
 
 Runtime::Runtime(const RuntimeOptions& options)
-    : Runtime(
-          options, [&](const comm::CommunicatorOptions& comm) { return default_communicator(options, comm); },
-          /*alone=*/!wants_mpi(options)) {}
+    : Runtime(options,
+              Groups{.sharding = [&](const comm::CommunicatorOptions& comm) { return join_launch(options, comm); },
+                     .norm = {}},
+              is_alone(options, launch_of(options))) {}
 
 Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join)
-    : Runtime(options, join, /*alone=*/false) {}
+    : Runtime(options, Groups{.sharding = join, .norm = {}}) {}
 
-Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join, bool alone)
-    : options_(options),
+Runtime::Runtime(const RuntimeOptions& options, const Groups& groups) : Runtime(options, groups, /*alone=*/false) {}
+
+Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone)
+    : options_(with_device(options)),
       trace_(options.trace_path.empty() ? nullptr : std::make_unique<Trace>()),
       device_budget_("device", kDeviceKey, options.device_memory_bytes),
       pinned_budget_("pinned", kPinnedKey, options.pinned_memory_bytes),
       device_(platform::Device::create({.kind = options.device,
                                         .memory_bytes = round_down(options.device_memory_bytes, kBlockAlignment),
-                                        .ordinal = options.device_ordinal,
+                                        .ordinal = options_.device_ordinal,
                                         .host = options.host_device,
                                         .ledger = &ledger_})),
       arena_(std::make_unique<tiers::DeviceArena>(*device_, device_budget_)),
@@ -51,8 +101,19 @@ Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join, bo
   ledger_.trace_to(trace_.get());
   // Only several ranks stage reductions, but how many there are is known after joining.
   if (!alone) comm_scratch_ = arena_->allocate(options.comm_scratch_bytes, "staging of collectives");
-  communicator_ = join({.scratch = comm_scratch_.bytes(), .ledger = &ledger_, .timeout = options.comm_timeout});
+  comm::CommunicatorOptions comm{.scratch = comm_scratch_.bytes(),
+                                 .ledger = &ledger_,
+                                 .timeout = options.comm_timeout,
+                                 .device_ordinal = options_.device_ordinal};
+  communicator_ = groups.sharding(comm);
   if (communicator_->size() == 1) comm_scratch_ = {};
+  if (!groups.norm) return;
+  comm.scratch = {};
+  norm_group_ = groups.norm(comm);
+  if (norm_group_->size() < communicator_->size()) {
+    throw UsageError(fmt::format("the norm group has {} ranks, the sharding group {}: it must hold that one whole",
+                                 norm_group_->size(), communicator_->size()));
+  }
 }
 
 Runtime::~Runtime() { write_trace(); }

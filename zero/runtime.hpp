@@ -26,6 +26,15 @@ class Runtime {
   // or another bootstrap.
   using MakeCommunicator = std::function<std::unique_ptr<comm::Communicator>(const comm::CommunicatorOptions&)>;
   Runtime(const RuntimeOptions& options, const MakeCommunicator& join);
+  // Inside a tensor- or pipeline-parallel job: state is partitioned over the ranks of `sharding` (those that hold
+  // copies of the same parameters), while the gradient norm, clipping and whether a step is skipped are those of all
+  // ranks of `norm`, which holds every sharding group whole. A parameter that several sharding groups have is counted
+  // by one of them (ParameterSpec::counts_in_norm). All ranks of `norm` call step() together.
+  struct Groups {
+    MakeCommunicator sharding;
+    MakeCommunicator norm;
+  };
+  Runtime(const RuntimeOptions& options, const Groups& groups);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -38,6 +47,7 @@ class Runtime {
   tiers::Budget& device_budget() { return device_budget_; }
   tiers::Budget& pinned_budget() { return pinned_budget_; }
   comm::Communicator& communicator() { return *communicator_; }
+  comm::Communicator& norm_group() { return norm_group_ ? *norm_group_ : *communicator_; }
   optim::UpdatePool& update_pool() { return *update_pool_; }
   Ledger& ledger() { return ledger_; }
   Trace* trace() { return trace_.get(); }  // null unless RuntimeOptions::trace_path asks for one
@@ -45,7 +55,7 @@ class Runtime {
   int world_size() const { return communicator_->size(); }
 
  private:
-  Runtime(const RuntimeOptions& options, const MakeCommunicator& join, bool alone);
+  Runtime(const RuntimeOptions& options, const Groups& groups, bool alone);
 
   void write_trace() const noexcept;
 
@@ -58,6 +68,7 @@ class Runtime {
   std::unique_ptr<tiers::DeviceArena> arena_;
   tiers::DeviceBlock comm_scratch_;
   std::unique_ptr<comm::Communicator> communicator_;
+  std::unique_ptr<comm::Communicator> norm_group_;  // null where it is the communicator's
   std::unique_ptr<optim::UpdatePool> update_pool_;
 };
 

@@ -19,7 +19,7 @@ namespace {
 
 constexpr const char* kLaunchVariables[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE",     "MV2_COMM_WORLD_SIZE",
                                             "SLURM_STEP_ID",        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
-                                            "SLURM_NTASKS"};
+                                            "SLURM_NTASKS",         "RANK",         "WORLD_SIZE"};
 
 // Exactly these launcher variables, whatever the test itself was started by; put back afterwards.
 class LaunchEnvironment {
@@ -114,6 +114,43 @@ TEST(Nccl, WithoutAGpuTheErrorIsNcclsOwn) {
   } catch (const CommError& error) {
     EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
   }
+}
+
+// What torchrun's environment comes to: every rank makes the same id out of the endpoint, without a word between them.
+TEST(Nccl, RanksThatKnowTheEndpointNeedNotHandOutTheId) {
+  if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
+  ::setenv("NCCL_COMM_ID", "127.0.0.1:29511", 1);
+  const std::vector<std::byte> here = nccl_unique_id(), there = nccl_unique_id();
+  ::setenv("NCCL_COMM_ID", "127.0.0.1:29512", 1);
+  const std::vector<std::byte> elsewhere = nccl_unique_id();
+  ::unsetenv("NCCL_COMM_ID");
+  EXPECT_EQ(here, there);
+  EXPECT_NE(here, elsewhere);
+}
+
+TEST(Nccl, AtAnEndpointWithoutAGpuTheErrorIsNcclsOwn) {
+  if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
+  if (why_no_gpu().empty()) GTEST_SKIP() << "there is a GPU";
+  try {
+    make_nccl_at("127.0.0.1:29513", 0, 1);
+    ADD_FAILURE() << "a communicator without a GPU";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
+  }
+  EXPECT_EQ(std::getenv("NCCL_COMM_ID"), nullptr) << "left behind";
+  EXPECT_THROW(make_nccl_at("127.0.0.1:29513", 2, 2), UsageError);
+}
+
+TEST(Nccl, AtAnEndpointOneRankOnOneCard) {
+  if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
+  if (const std::string why = why_no_gpu(); !why.empty()) GTEST_SKIP() << why;
+  const auto communicator = make_nccl_at("127.0.0.1:29514", 0, 1);
+  communicator->barrier();
+  const int mine = 7;
+  int all = 0;
+  communicator->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(&all, 1)));
+  EXPECT_EQ(all, 7);
+  communicator->duplicate()->barrier();
 }
 
 // One card: every operation passes through NCCL, and a reduction over one rank is its scale.

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <charconv>
+#include <cstdlib>
+#include <optional>
+#include <string_view>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/launch.hpp>
+#include <hoist/core/error.hpp>
+
+namespace hoist::comm {
+
+namespace {
+
+std::optional<int> number(const char* text) {
+  if (text == nullptr) return std::nullopt;
+  const std::string_view view(text);
+  int value = 0;
+  const auto [end, error] = std::from_chars(view.data(), view.data() + view.size(), value);
+  if (error != std::errc() || end != view.data() + view.size() || value < 0) return std::nullopt;
+  return value;
+}
+
+// What a launcher calls things.
+struct Names {
+  Launcher launcher;
+  const char *size, *rank, *local_rank;
+};
+constexpr Names kMpi[] = {{Launcher::mpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"},
+                          {Launcher::mpi, "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"},
+                          {Launcher::mpi, "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"}};
+
+std::optional<Launch> by_names(const Environment& environment, const Names& names) {
+  const int size = number(environment(names.size)).value_or(0);
+  if (size < 1) return std::nullopt;
+  return Launch{.launcher = names.launcher,
+                .rank = number(environment(names.rank)).value_or(0),
+                .size = size,
+                .local_rank = number(environment(names.local_rank)).value_or(-1),
+                .master_address = {}};
+}
+
+// Slurm sets SLURM_NTASKS for a whole allocation; only srun starts a step of tasks, and tells each its rank.
+std::optional<Launch> by_slurm(const Environment& environment) {
+  if (environment("SLURM_STEP_ID") == nullptr || environment("SLURM_PROCID") == nullptr) return std::nullopt;
+  for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
+    if (auto launch = by_names(environment, {Launcher::slurm, size, "SLURM_PROCID", "SLURM_LOCALID"})) return launch;
+  }
+  return std::nullopt;
+}
+
+std::optional<Launch> by_torchrun(const Environment& environment) {
+  const char* const rank_text = environment("RANK");
+  const char* const size_text = environment("WORLD_SIZE");
+  if (rank_text == nullptr || size_text == nullptr) return std::nullopt;
+  const auto rank = number(rank_text);
+  const auto size = number(size_text);
+  if (!rank || !size || *rank >= *size) {
+    throw CommError(
+        fmt::format("RANK is '{}' and WORLD_SIZE is '{}' in the environment: a rank is a number from 0 to WORLD_SIZE - "
+                    "1; start with "
+                    "torchrun, or unset both",
+                    rank_text, size_text));
+  }
+  Launch launch{.launcher = Launcher::torchrun,
+                .rank = *rank,
+                .size = *size,
+                .local_rank = number(environment("LOCAL_RANK")).value_or(-1),
+                .master_address = {}};
+  if (const char* const address = environment("MASTER_ADDR")) launch.master_address = address;
+  if (const char* const port = environment("MASTER_PORT")) {
+    launch.master_port = number(port).value_or(0);
+    if (launch.master_port < 1 || launch.master_port > 65535)
+      throw CommError(fmt::format("MASTER_PORT is '{}' in the environment: no port from 1 to 65535", port));
+  }
+  return launch;
+}
+
+}  // namespace
+
+Launch read_launch(const Environment& environment) {
+  const bool elastic = environment("TORCHELASTIC_RUN_ID") != nullptr;
+  if (elastic) {
+    if (auto launch = by_torchrun(environment)) return *launch;
+  }
+  for (const Names& names : kMpi) {
+    if (auto launch = by_names(environment, names)) return *launch;
+  }
+  if (auto launch = by_torchrun(environment)) return *launch;
+  return by_slurm(environment).value_or(Launch{});
+}
+
+Launch launch_of_process() {
+  return read_launch([](const char* name) { return std::getenv(name); });
+}
+
+std::string mpirun_line(int size) { return fmt::format("mpirun -np {} PROGRAM ARGUMENTS", size); }
+
+}  // namespace hoist::comm
