@@ -247,6 +247,17 @@ void Engine::Impl::await_deferred() {
   runtime.ledger().waited(WaitCause::nvme, waited - updating);
 }
 
+// What of the waiting was for reductions is booked as such, as far as the communicator reports when it was busy.
+void Engine::Impl::await_gradients() {
+  const TimePoint begin = Clock::now();
+  const Nanoseconds reducing_before = runtime.ledger().totals(Link::wire).busy;
+  drain();
+  live.gradients->wait();
+  if (runtime.world_size() == 1) return;
+  const Nanoseconds reducing = runtime.ledger().totals(Link::wire).busy - reducing_before;
+  runtime.ledger().waited(WaitCause::comm, std::min(Clock::now() - begin, reducing));
+}
+
 StepReport Engine::Impl::step(const StepOptions& step_options) {
   const TraceSpan span(runtime.trace(), TraceRow::program, "step");
   if (pass) throw UsageError("step() inside of a pass; end the PassScope first");
@@ -258,8 +269,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   require_room_for(step_options.caller_state);
   require_finished();
   check_agreement();
-  drain();
-  live.gradients->wait();
+  await_gradients();
   if (live.deferred) together("carry out the last step", [&] { await_deferred(); });
 
   StepReport report;

@@ -44,12 +44,12 @@ std::unique_ptr<comm::Communicator> join_mpi(const RuntimeOptions& options, cons
 std::unique_ptr<comm::Communicator> join_torchrun(const RuntimeOptions& options, const comm::Launch& launch,
                                                   const comm::CommunicatorOptions& comm) {
   if (options.device == platform::DeviceKind::host) {
-    throw CommError(
-        fmt::format("torchrun's {} ranks have no way to each other on the host device: it starts processes, and the "
-                    "only library that "
-                    "connects CPUs here, MPI, needs its own launcher; start with {}, or hand over a process group "
-                    "(comm/process_group.hpp)",
-                    launch.size, comm::mpirun_line(launch.size)));
+    throw CommError(fmt::format(
+        "torchrun's {} ranks have no way to each other on the host device: it starts processes, and the only library "
+        "that "
+        "connects CPUs here, MPI, needs its own launcher; start with {}, or hand over a channel of the program's own "
+        "(comm/transport.hpp; hoist.torch does, over torch.distributed)",
+        launch.size, comm::mpirun_line(launch.size)));
   }
   if (launch.master_address.empty() || launch.master_port == 0)
     throw CommError(

@@ -132,6 +132,8 @@ void append_time(std::string& out, const RunRecord& record) {
   for (const WaitCause cause : kReportedWaits) part(wait_title(cause), to_seconds(record.waits[index(cause)]));
   line("everything else", rest);
   line("all steps", total);
+  if (record.world_size > 1)
+    out += fmt::format("  communication to computation: {:.3f}\n", communication_to_computation(record));
 }
 
 void append_tiers(std::string& out, const RunRecord& record) {
@@ -165,6 +167,11 @@ void take_books(RunRecord& record, const Ledger& ledger) {
   for (const WaitCause cause : kReportedWaits) record.waits[index(cause)] = ledger.waited(cause);
 }
 
+double communication_to_computation(const RunRecord& record) {
+  const double compute = to_seconds(record.compute);
+  return compute > 0 ? to_seconds(record.waits[index(WaitCause::comm)]) / compute : 0;
+}
+
 std::string report_json(const RunRecord& record) {
   using Json = nlohmann::ordered_json;
   Json steps = Json::array();
@@ -194,6 +201,8 @@ std::string report_json(const RunRecord& record) {
         {"nvme", tier(record.tiers.nvme)}}},
       {"links", links},
       {"wait_seconds", waits},
+      {"compute_seconds", to_seconds(record.compute)},
+      {"communication_to_computation", communication_to_computation(record)},
       {"committed_step", record.committed_step ? Json(*record.committed_step) : Json(nullptr)}};
   return json.dump(2) + "\n";
 }

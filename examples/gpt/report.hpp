@@ -59,6 +59,11 @@ struct RunRecord {
 // Copies links and waits from the ledger.
 void take_books(RunRecord& record, const Ledger& ledger);
 
+// Seconds that the model stood still for collectives (weights it waited for, reductions that were under way when the
+// backward pass had ended), for each second its kernels ran. What passes while kernels run is not in it. NCCL does not
+// say when it was busy: on GPUs only the wait for weights counts.
+double communication_to_computation(const RunRecord& record);
+
 // The fields of the report format, in its order.
 std::string report_json(const RunRecord& record);
 

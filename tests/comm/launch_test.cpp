@@ -84,7 +84,7 @@ INSTANTIATE_TEST_SUITE_P(
                          Launcher::torchrun, 9, 12, 3},
                     Case{"only_world_size", {{"WORLD_SIZE", "4"}}, Launcher::none, 0, 1, -1},
                     Case{"no_count", {{"OMPI_COMM_WORLD_SIZE", "four"}}, Launcher::none, 0, 1, -1}),
-    [](const auto& info) { return std::string(info.param.name); });
+    [](const auto& case_info) { return std::string(case_info.param.name); });
 
 TEST(Launch, TorchrunSaysWhereToMeet) {
   const Launch launch = launch_in(kTorchrun);

@@ -54,6 +54,7 @@ TEST(Report, HasExactlyTheFieldsOfTheFormat) {
               "host_to_device": {"bytes": 3000, "busy_seconds": 0.5}, "device_to_host": {"bytes": 4000, "busy_seconds": 0.5},
               "wire": {"bytes": 5000, "busy_seconds": 0.5}},
     "wait_seconds": {"nvme": 1.0, "host_to_device": 0.0, "optimizer": 0.0, "comm": 0.0},
+    "compute_seconds": 2.0, "communication_to_computation": 0.0,
     "committed_step": 2})json");
   EXPECT_EQ(json, expected);
 }
@@ -79,6 +80,17 @@ TEST(ClosingTable, ComparesWithTheFormulaAndAccountsForTime) {
   RunRecord four = example();
   four.world_size = 4;
   EXPECT_THAT(closing_table(four), HasSubstr("between ranks"));
+}
+
+TEST(Report, CommunicationToComputationIsWaitingForRanksOverKernels) {
+  RunRecord record = example();
+  record.world_size = 4;
+  record.waits[static_cast<std::size_t>(WaitCause::comm)] = std::chrono::milliseconds(500);
+  EXPECT_DOUBLE_EQ(communication_to_computation(record), 0.25);
+  EXPECT_THAT(closing_table(record), HasSubstr("communication to computation: 0.250"));
+  record.compute = Nanoseconds(0);
+  EXPECT_EQ(communication_to_computation(record), 0);
+  EXPECT_THAT(closing_table(example()), Not(HasSubstr("communication to computation")));
 }
 
 TEST(ClosingTable, SurvivesARunWithoutSteps) {
@@ -144,7 +156,8 @@ std::string shown(const ProgressOptions& options, int steps, Nanoseconds apart) 
 
 TEST(Progress, ALineSaysWhatMatters) {
   const std::string text = shown({.last_step = 241, .tokens_per_step = 512}, 1, std::chrono::seconds(1));
-  EXPECT_EQ(text, "step 1/241  loss 2.500  1024 tokens/s  device 1.0 MiB/2.0 MiB  pinned 3.0 MiB/4.0 MiB  2m00s left\n");
+  EXPECT_EQ(text,
+            "step 1/241  loss 2.500  1024 tokens/s  device 1.0 MiB/2.0 MiB  pinned 3.0 MiB/4.0 MiB  2m00s left\n");
 }
 
 TEST(Progress, OnATerminalOneLineIsRewritten) {

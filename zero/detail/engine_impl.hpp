@@ -67,6 +67,7 @@ class Engine::Impl {
   void require_finished() const;                            // every trainable unit's gradient in the last pass
   void check_agreement();                                   // all ranks made the same calls in the pass that ended
   StepReport step(const StepOptions& options);
+  void await_gradients();  // until all of the step's are at home
   double global_norm();
   // A group's options as the schedule has them after so many steps.
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;

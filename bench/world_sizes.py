@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""A whole training run on 1, 2 and 4 ranks of one machine: tokens a second, and what each link carried.
+
+    bench/world_sizes.py --gpt build/release/bin/hoist-gpt --path DIR [--worlds 1,2,4] [--steps N] [--json FILE]
+
+The same model and the same global batch, dealt out over the ranks (mpirun), everything on NVMe. Per world size: tokens a
+second of all ranks together over steps 3 to N (the first records the pass), and for each link bytes per parameter and step
+on rank 0, the formula's ratio is in the program's own table, and the share of the time the link was busy. Links work at the
+same time, so shares do not add up; `between ranks` contains waiting for slower ranks. communication/computation is defined in
+examples/gpt/README.md. Ranks share the machine's processors and drive, on the host device: this shows what partitioning
+costs, not what more machines would gain, and no time is a GPU's.
+"""
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+
+LINKS = {"nvme_read": "NVMe read", "nvme_write": "NVMe write", "host_to_device": "up", "device_to_host": "down",
+         "wire": "between ranks"}
+
+
+def run(args, world, directory):
+    store = os.path.join(directory, "store")
+    shutil.rmtree(store, ignore_errors=True)
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3},
+        "hoist": {"device": "host", "device_memory": "64MiB", "pinned_memory": "96MiB"},
+    }
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part] = {"device": "nvme", "nvme_path": store}
+    config_path, report_path = os.path.join(directory, "config.json"), os.path.join(directory, "report.json")
+    with open(config_path, "w") as file:
+        json.dump(config, file)
+    command = [args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps), "--report", report_path,
+               "--layers", str(args.layers), "--width", str(args.width), "--heads", "6", "--context", str(args.context),
+               "--batch", str(args.batch // world), "--threads", str(max(1, (os.cpu_count() or 1) // world))]
+    environment = dict(os.environ)
+    if world > 1:
+        command = [args.mpirun, "-np", str(world), *command]
+        # More ranks than processors, unbound; as root where that is who runs this (a container).
+        environment.update(OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_hwloc_base_binding_policy="none",
+                           OMPI_MCA_btl_vader_single_copy_mechanism="none", OMPI_ALLOW_RUN_AS_ROOT="1",
+                           OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    with open(report_path) as file:
+        return json.load(file)
+
+
+def figures(args, world, report):
+    if report["world_size"] != world:
+        sys.exit(f"asked for {world} ranks, got {report['world_size']}")
+    seconds = sum(step["seconds"] for step in report["steps"])
+    later = report["steps"][2:]
+    per_step = report["parameters"] * len(report["steps"])
+    return {
+        "world_size": world,
+        "tokens_per_second": args.batch * args.context * len(later) / sum(step["seconds"] for step in later),
+        "last_loss": statistics.fmean(step["loss"] for step in later[-3:]),
+        "communication_to_computation": report["communication_to_computation"],
+        "compute_share": report["compute_seconds"] / seconds,
+        "links": {name: {"bytes_per_parameter": report["links"][name]["bytes"] / per_step,
+                         "busy_share": report["links"][name]["busy_seconds"] / seconds} for name in LINKS},
+    }
+
+
+def table(results):
+    print("| ranks | tokens/s | kernels | comm/comp | " + " | ".join(LINKS.values()) + " | loss |")
+    print("|---" * (len(LINKS) + 5) + "|")
+    for r in results:
+        links = " | ".join("{bytes_per_parameter:.2f} B, {0:.1f} %".format(100 * r["links"][name]["busy_share"],
+                                                                          **r["links"][name]) for name in LINKS)
+        print("| {world_size} | {tokens_per_second:.0f} | {0:.1f} % | {communication_to_computation:.3f} | {1} | "
+              "{last_loss:.4f} |".format(100 * r["compute_share"], links, **r))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpt", default="build/release/bin/hoist-gpt", help="the program")
+    parser.add_argument("--mpirun", default="mpirun")
+    parser.add_argument("--path", default=".", help="a directory on the drive")
+    parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3", help="what to learn")
+    parser.add_argument("--worlds", default="1,2,4")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step, over all ranks")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--smoke", action="store_true", help="a small model and few steps: does it run")
+    args = parser.parse_args()
+    if args.smoke:
+        args.layers, args.width, args.context, args.steps, args.worlds = 2, 48, 16, 4, "1,2"
+    if not os.path.exists(args.text):
+        print(f"skipped: there is no text {args.text}")
+        sys.exit(77)
+    worlds = [int(world) for world in args.worlds.split(",")]
+    if max(worlds) > 1 and shutil.which(args.mpirun) is None:
+        print("skipped: there is no mpirun")
+        sys.exit(77)
+    if any(args.batch % world for world in worlds):
+        sys.exit(f"--batch {args.batch} cannot be dealt out over {args.worlds} ranks")
+    results = []
+    with tempfile.TemporaryDirectory(prefix="hoist-world-sizes-", dir=args.path) as directory:
+        for world in worlds:
+            results.append(figures(args, world, run(args, world, directory)))
+    table(results)
+    losses = [r["last_loss"] for r in results]
+    if max(losses) - min(losses) > 0.05 * losses[0]:
+        sys.exit(f"the losses of the last steps differ by more than 5 %: {losses}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
