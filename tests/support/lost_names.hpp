@@ -31,7 +31,8 @@ class LostNames final : public SystemCallObserver {
   bool before(const SystemCall& call) override;
   void after(const SystemCall& call, int result) override;
   // Every name that no flush of its directory covered is, by `seed`, kept or lost; a name that replaced another gives
-  // it back, and one that was removed may be there again. Labels that were not flushed may be empty. Returns how many were lost.
+  // it back, and one that was removed may be there again. Labels that were not flushed may be empty. Returns how many
+  // were lost.
   std::uint64_t power_cut(std::uint64_t seed);
 
  private:
@@ -48,7 +49,7 @@ class LostNames final : public SystemCallObserver {
   std::map<std::string, Names> durable_;                             // by directory
   std::map<std::pair<std::string, std::string>, std::string> kept_;  // directory, name: what was replaced or removed
   std::set<std::uint64_t> flushed_;                                  // inodes of files
-  bool cutting_ = false;  // what happens to names is our own doing
+  bool cutting_ = false;                                             // what happens to names is our own doing
   std::uint64_t next_kept_ = 0;
   std::uint64_t decisions_ = 0;
 };
