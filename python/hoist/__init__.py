@@ -5,7 +5,22 @@
 own. What stands here is the engine as C++ programs see it, the configuration, and the errors.
 """
 
-from hoist._hoist import (
+import ctypes
+import glob
+import importlib.util
+import os
+
+
+def _prefer_nccl_of_pytorch() -> None:
+    """PyTorch brings an NCCL of its own, newer than a distribution's. One process can load one; it must be PyTorch's."""
+    for place in getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", None) or ():
+        for library in glob.glob(os.path.join(glob.escape(place), "nccl", "lib", "libnccl.so.2")):
+            ctypes.CDLL(library)
+
+
+_prefer_nccl_of_pytorch()
+
+from hoist._hoist import (  # noqa: E402
     BudgetError,
     CommError,
     Completion,
