@@ -55,7 +55,10 @@ struct Kernel {
   double target = 0;  // of the stream; 0: none is promised
 };
 
-std::string_view master_name(const KernelCase& what) { return what.master == DType::fp32 ? "fp32" : "split"; }
+std::string_view master_name(const KernelCase& what) {
+  if (what.master == DType::fp16) return "fp32 beside fp16";
+  return what.master == DType::fp32 ? "fp32" : "split";
+}
 
 // "AdamW, split master, fp32 moments, bf16 gradient"
 std::string title(const KernelCase& what) {
@@ -86,6 +89,8 @@ std::vector<Kernel> kernels() {
       {{.optimizer = adamw, .checksum = true}},
       {{.optimizer = adamw, .gradient = DType::fp32}},
       {{.optimizer = adamw, .gradient = DType::fp16}},
+      {{.optimizer = adamw, .master = DType::fp16, .gradient = DType::fp16}},
+      {{.optimizer = half_moments, .master = DType::fp16, .gradient = DType::fp16}},
       {{.optimizer = other(OptimizerKind::adam)}},
       {{.optimizer = other(OptimizerKind::adagrad)}},
       {{.optimizer = other(OptimizerKind::lion)}},

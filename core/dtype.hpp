@@ -58,4 +58,11 @@ constexpr bool master_is_committable(float master) {
   return (std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu) < kMasterLimitBits;
 }
 
+// The same of masters beside fp16 weights: from 65520 on they round to infinity.
+inline constexpr std::uint32_t kFp16MasterLimitBits = 0x477FF000u;
+constexpr bool master_is_committable(float master, DType weights) {
+  const std::uint32_t limit_bits = weights == DType::fp16 ? kFp16MasterLimitBits : kMasterLimitBits;
+  return (std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu) < limit_bits;
+}
+
 }  // namespace hoist

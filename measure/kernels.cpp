@@ -60,8 +60,9 @@ class State {
       return array;
     };
     arrays_.count = count;
-    arrays_.master[0] = take(what.master == DType::fp32 ? 4 : 2);
-    if (what.master != DType::fp32) arrays_.master[1] = take(2);
+    arrays_.master[0] = take(what.master == DType::bf16 ? 2 : 4);
+    if (what.master == DType::bf16) arrays_.master[1] = take(2);
+    if (what.master == DType::fp16) arrays_.weight = take(2);
     arrays_.moment_count = moments_;
     arrays_.moment_bytes = dtype_bytes(optim::state_form(what.optimizer).moments);
     for (unsigned i = 0; i < moments_; ++i) arrays_.moments[i] = take(arrays_.moment_bytes);
@@ -70,14 +71,16 @@ class State {
   }
 
   static std::size_t bytes_per_parameter(const KernelCase& what) {
-    return 4 + optim::state_form(what.optimizer).moment_bytes() + dtype_bytes(what.gradient);
+    return 4 + (what.master == DType::fp16 ? 2 : 0) + optim::state_form(what.optimizer).moment_bytes() +
+           dtype_bytes(what.gradient);
   }
 
   void fill(std::size_t first, std::size_t count) {
     for (std::size_t i = first; i < first + count; ++i) {
       const auto master = static_cast<float>(0.1 * (random_uniform(1, i) - 0.5));
-      if (what_.master == DType::fp32) {
+      if (what_.master != DType::bf16) {
         static_cast<float*>(arrays_.master[0])[i] = master;
+        if (arrays_.weight != nullptr) static_cast<std::uint16_t*>(arrays_.weight)[i] = 0;  // its page is there
       } else {
         const SplitMaster split = split_master(master);
         static_cast<bf16*>(arrays_.master[0])[i] = split.weight;
@@ -102,6 +105,7 @@ class State {
     };
     advance(part.master[0], part.is_split() ? 2 : 4);
     advance(part.master[1], 2);
+    advance(part.weight, 2);
     for (void*& moment : part.moments) advance(moment, part.moment_bytes);
     advance(part.gradient, part.gradient_bytes);
     part.count = count;
@@ -126,6 +130,17 @@ class State {
                                                     .moment_dtype = moment_dtype,
                                                     .rounding = rounding});
     }
+    if (a.weight != nullptr) {
+      return optim::update_tile(c, optim::Fp16Tile{.weight = static_cast<std::uint16_t*>(a.weight),
+                                                   .master = static_cast<float*>(a.master[0]),
+                                                   .moment1 = moment1,
+                                                   .moment2 = moment2,
+                                                   .gradient = a.gradient,
+                                                   .gradient_dtype = what_.gradient,
+                                                   .count = count,
+                                                   .moment_dtype = moment_dtype,
+                                                   .rounding = rounding});
+    }
     return optim::update_tile(c, optim::WholeTile{.weight = static_cast<float*>(a.master[0]),
                                                   .moment1 = moment1,
                                                   .moment2 = moment2,
@@ -145,6 +160,7 @@ class State {
     };
     add(a.master[0], a.is_split() ? 2 : 4);
     add(a.master[1], 2);
+    add(a.weight, 2);
     for (unsigned i = 0; i < a.moment_count; ++i) add(a.moments[i], a.moment_bytes);
     return sum;
   }

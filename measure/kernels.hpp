@@ -26,7 +26,8 @@ namespace hoist::measure {
 
 struct KernelCase {
   optim::OptimizerOptions optimizer;
-  DType master = DType::bf16;  // bf16: split; fp32: whole
+  DType master =
+      DType::bf16;  // type of the weights. bf16: split; fp16: whole beside them; fp32: the weights themselves
   DType gradient = DType::bf16;
   std::string instruction_set{};  // empty: the best
   bool checksum = false;          // of every tile's weights and state, as a step that is written makes

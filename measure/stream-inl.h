@@ -34,6 +34,12 @@ HWY_INLINE void rewrite(void* bytes, WordVector nothing) {
 }
 
 template <std::size_t kBytes>
+HWY_INLINE void overwrite(void* bytes, WordVector nothing) {
+  auto* words = static_cast<std::uint32_t*>(bytes);
+  for (std::size_t i = 0; i < kBytes / 4; i += hn::Lanes(Words())) hn::StoreU(nothing, Words(), words + i);
+}
+
+template <std::size_t kBytes>
 HWY_INLINE WordVector read(const void* bytes, WordVector sum) {
   const auto* words = static_cast<const std::uint32_t*>(bytes);
   for (std::size_t i = 0; i < kBytes / 4; i += hn::Lanes(Words())) {
@@ -51,16 +57,20 @@ HWY_INLINE std::byte* fetched(void* array, std::size_t i) {
   return at;
 }
 
-// Bytes a parameter: kMaster of the first master array (2: there is a second), kMoment of each moment.
-template <bool kPrefetch, std::size_t kMaster, unsigned kMoments, std::size_t kMoment, std::size_t kGradient>
+enum class Master { split, whole, beside_weight };
+
+// Bytes a parameter: kMoment of each moment, kGradient of the gradient.
+template <bool kPrefetch, Master kMaster, unsigned kMoments, std::size_t kMoment, std::size_t kGradient>
 unsigned stream_arrays(const StreamArrays& all, std::uint32_t zero) {
   const StreamArrays a = all;
   const WordVector nothing = hn::Set(Words(), zero);
   WordVector sum = nothing;
   constexpr std::size_t n = kStreamBlock;
   for (std::size_t i = 0; i < a.count; i += n) {
-    rewrite<n * kMaster>(fetched<n * kMaster, kPrefetch>(a.master[0], i), nothing);
-    if constexpr (kMaster == 2) rewrite<n * kMaster>(fetched<n * kMaster, kPrefetch>(a.master[1], i), nothing);
+    constexpr std::size_t kWidth = kMaster == Master::split ? 2 : 4;
+    rewrite<n * kWidth>(fetched<n * kWidth, kPrefetch>(a.master[0], i), nothing);
+    if constexpr (kMaster == Master::split) rewrite<n * 2>(fetched<n * 2, kPrefetch>(a.master[1], i), nothing);
+    if constexpr (kMaster == Master::beside_weight) overwrite<n * 2>(fetched<n * 2, kPrefetch>(a.weight, i), nothing);
     if constexpr (kMoments > 0) rewrite<n * kMoment>(fetched<n * kMoment, kPrefetch>(a.moments[0], i), nothing);
     if constexpr (kMoments > 1) rewrite<n * kMoment>(fetched<n * kMoment, kPrefetch>(a.moments[1], i), nothing);
     sum = read<n * kGradient>(fetched<n * kGradient, kPrefetch>(const_cast<void*>(a.gradient), i), sum);
@@ -68,13 +78,13 @@ unsigned stream_arrays(const StreamArrays& all, std::uint32_t zero) {
   return hn::GetLane(sum);
 }
 
-template <bool kPrefetch, std::size_t kMaster, unsigned kMoments, std::size_t kMoment>
+template <bool kPrefetch, Master kMaster, unsigned kMoments, std::size_t kMoment>
 unsigned by_gradient(const StreamArrays& a, std::uint32_t zero) {
   return a.gradient_bytes == 2 ? stream_arrays<kPrefetch, kMaster, kMoments, kMoment, 2>(a, zero)
                                : stream_arrays<kPrefetch, kMaster, kMoments, kMoment, 4>(a, zero);
 }
 
-template <bool kPrefetch, std::size_t kMaster>
+template <bool kPrefetch, Master kMaster>
 unsigned by_moments(const StreamArrays& a, std::uint32_t zero) {
   if (a.moment_count == 0) return by_gradient<kPrefetch, kMaster, 0, 4>(a, zero);
   if (a.moment_bytes == 2) {
@@ -87,7 +97,8 @@ unsigned by_moments(const StreamArrays& a, std::uint32_t zero) {
 
 template <bool kPrefetch>
 unsigned by_master(const StreamArrays& a, std::uint32_t zero) {
-  return a.is_split() ? by_moments<kPrefetch, 2>(a, zero) : by_moments<kPrefetch, 4>(a, zero);
+  if (a.weight != nullptr) return by_moments<kPrefetch, Master::beside_weight>(a, zero);
+  return a.is_split() ? by_moments<kPrefetch, Master::split>(a, zero) : by_moments<kPrefetch, Master::whole>(a, zero);
 }
 
 inline unsigned any_stream(const StreamArrays& a, bool prefetch, std::uint32_t zero) {

@@ -20,6 +20,7 @@ namespace hoist::optim {
 
 HWY_EXPORT(update_split);
 HWY_EXPORT(update_whole);
+HWY_EXPORT(update_fp16);
 HWY_EXPORT(instruction_set);
 
 namespace {
@@ -88,6 +89,11 @@ bool update_tile(const UpdateCoefficients& coefficients, const SplitTile& tile) 
 bool update_tile(const UpdateCoefficients& coefficients, const WholeTile& tile) {
   const detail::FloatEnvironment environment;
   return HWY_DYNAMIC_DISPATCH(update_whole)(coefficients, tile);
+}
+
+bool update_tile(const UpdateCoefficients& coefficients, const Fp16Tile& tile) {
+  const detail::FloatEnvironment environment;
+  return HWY_DYNAMIC_DISPATCH(update_fp16)(coefficients, tile);
 }
 
 namespace {

@@ -37,6 +37,9 @@
 // bits are a pure function of a key and the parameter's index (rounding_bits), and so the same for every tiling and
 // thread.
 //
+// Weights of fp16 are written from the new p, rounded to nearest even; from 65520 on that is infinity, and the tile is
+// not to be committed.
+//
 // The bits of a NaN are the one thing left open (no state that holds one is ever committed).
 //
 // Denormals: arithmetic keeps them (the kernels clear flush-to-zero and denormals-are-zero for their own duration,
@@ -108,6 +111,20 @@ struct SplitTile {
   Rounding rounding{};               // of bf16 moments
 };
 
+// A tile whose weights are fp16, beside whole masters: fp16 has fewer exponent bits than a master, which can therefore
+// not be split.
+struct Fp16Tile {
+  std::uint16_t* weight = nullptr;  // written, never read
+  float* master = nullptr;
+  void* moment1 = nullptr;
+  void* moment2 = nullptr;
+  const void* gradient = nullptr;
+  DType gradient_dtype = DType::fp16;
+  std::size_t count = 0;
+  DType moment_dtype = DType::fp32;
+  Rounding rounding{};
+};
+
 // A tile whose weights are fp32: they are the master.
 struct WholeTile {
   float* weight = nullptr;
@@ -124,6 +141,7 @@ struct WholeTile {
 // a non-finite moment); the tile is written all the same.
 [[nodiscard]] bool update_tile(const UpdateCoefficients& coefficients, const SplitTile& tile);
 [[nodiscard]] bool update_tile(const UpdateCoefficients& coefficients, const WholeTile& tile);
+[[nodiscard]] bool update_tile(const UpdateCoefficients& coefficients, const Fp16Tile& tile);
 
 // The instruction sets this machine can run, best first ("AVX3", "AVX2", ...), and the one in use.
 std::vector<std::string> supported_instruction_sets();

@@ -63,6 +63,13 @@ HWY_INLINE void store_master(FloatVector master, const WholeTile& tile, std::siz
   hn::StoreU(master, Floats(), tile.weight + i);
 }
 
+HWY_INLINE FloatVector load_master(const Fp16Tile& tile, std::size_t i) { return hn::LoadU(Floats(), tile.master + i); }
+HWY_INLINE void store_master(FloatVector master, const Fp16Tile& tile, std::size_t i) {
+  const hn::Rebind<std::uint16_t, Floats> halves;
+  hn::StoreU(master, Floats(), tile.master + i);
+  hn::StoreU(hn::TruncateTo(halves, fp16_of_floats(Floats(), master)), halves, tile.weight + i);
+}
+
 // Zero where the magnitude is below the smallest normal number; NaN stays.
 HWY_INLINE FloatVector without_denormals(FloatVector value) {
   return hn::IfThenZeroElse(hn::Lt(hn::Abs(value), hn::Set(Floats(), 0x1.0p-126f)), value);
@@ -76,6 +83,9 @@ HWY_INLINE WordVector reaches(FloatVector value, std::uint32_t limit_bits) {
 }
 
 inline constexpr std::uint32_t kInfinityBits = 0x7F800000u;
+template <class Tile>
+inline constexpr std::uint32_t kMasterLimitOf =
+    std::is_same_v<Tile, Fp16Tile> ? kFp16MasterLimitBits : kMasterLimitBits;
 
 // A parameter's numbers, a vector of each; moments that the formula has not stay unset.
 struct Numbers {
@@ -197,7 +207,7 @@ HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std
   if constexpr (has_moment2(kFormula)) n.moment2 = load_moment<kMoments>(tile.moment2, i);
   apply<kFormula>(c, n);
   store_master(n.master, tile, i);
-  refused = hn::Or(refused, reaches(n.master, kMasterLimitBits));
+  refused = hn::Or(refused, reaches(n.master, kMasterLimitOf<Tile>));
   if constexpr (has_moment1(kFormula)) {
     store_moment1<kMoments>(n.moment1, tile.moment1, i);
     refused = hn::Or(refused, reaches(n.moment1, kMomentLimitBits<kMoments>));
@@ -315,6 +325,12 @@ HWY_INLINE void prefetch_master(const WholeTile& tile, std::size_t i) {
   hwy::Prefetch(tile.weight + i);
   hwy::Prefetch(tile.weight + i + 16);
 }
+// The weights' line, too: it is written whole, but a store waits for it all the same.
+HWY_INLINE void prefetch_master(const Fp16Tile& tile, std::size_t i) {
+  hwy::Prefetch(tile.weight + i);
+  hwy::Prefetch(tile.master + i);
+  hwy::Prefetch(tile.master + i + 16);
+}
 
 // The lines of one block. Beyond the end of a tile this fetches its neighbour, usually the next one to be updated.
 template <DType kDtype>
@@ -339,6 +355,7 @@ struct TailBuffer {
   HWY_ALIGN float master[kLanesMax];
   HWY_ALIGN bf16 weight[kLanesMax];
   HWY_ALIGN std::int16_t remainder[kLanesMax];
+  HWY_ALIGN std::uint16_t fp16_weight[kLanesMax];
   HWY_ALIGN std::byte gradient[4 * kLanesMax];
 };
 
@@ -347,6 +364,10 @@ inline void point_master_at(TailBuffer& buffer, SplitTile& tail) {
   tail.remainder = buffer.remainder;
 }
 inline void point_master_at(TailBuffer& buffer, WholeTile& tail) { tail.weight = buffer.master; }
+inline void point_master_at(TailBuffer& buffer, Fp16Tile& tail) {
+  tail.weight = buffer.fp16_weight;
+  tail.master = buffer.master;
+}
 
 inline void copy_master(const SplitTile& from, std::size_t i, const SplitTile& to, std::size_t j) {
   to.weight[j] = from.weight[i];
@@ -354,6 +375,10 @@ inline void copy_master(const SplitTile& from, std::size_t i, const SplitTile& t
 }
 inline void copy_master(const WholeTile& from, std::size_t i, const WholeTile& to, std::size_t j) {
   to.weight[j] = from.weight[i];
+}
+inline void copy_master(const Fp16Tile& from, std::size_t i, const Fp16Tile& to, std::size_t j) {
+  to.weight[j] = from.weight[i];
+  to.master[j] = from.master[i];
 }
 
 // Elements [first, tile.count), fewer than a vector. Spare lanes repeat the last element: its result is discarded, and
@@ -458,6 +483,7 @@ bool update_by_formula(const UpdateCoefficients& c, const Tile& tile) {
 
 inline bool update_split(const UpdateCoefficients& c, const SplitTile& tile) { return update_by_formula(c, tile); }
 inline bool update_whole(const UpdateCoefficients& c, const WholeTile& tile) { return update_by_formula(c, tile); }
+inline bool update_fp16(const UpdateCoefficients& c, const Fp16Tile& tile) { return update_by_formula(c, tile); }
 
 inline const char* instruction_set() { return hwy::TargetName(HWY_TARGET); }
 

@@ -20,6 +20,7 @@ struct Shape {
   bool split;
   unsigned moments;
   std::size_t moment_bytes, gradient_bytes;
+  bool weight = false;  // of fp16, beside a master that is not split
 };
 
 std::vector<Shape> shapes() {
@@ -27,7 +28,10 @@ std::vector<Shape> shapes() {
   for (const bool split : {true, false})
     for (const unsigned moments : {0u, 1u, 2u})
       for (const std::size_t moment_bytes : {2u, 4u})
-        for (const std::size_t gradient_bytes : {2u, 4u}) all.push_back({split, moments, moment_bytes, gradient_bytes});
+        for (const std::size_t gradient_bytes : {2u, 4u}) {
+          all.push_back({split, moments, moment_bytes, gradient_bytes});
+          if (!split) all.push_back({split, moments, moment_bytes, gradient_bytes, true});
+        }
   return all;
 }
 
@@ -39,6 +43,7 @@ struct Arrays {
     view.count = count;
     view.master[0] = bytes[0].data() + kGuard;
     if (shape.split) view.master[1] = bytes[1].data() + kGuard;
+    if (shape.weight) view.weight = bytes[1].data() + kGuard;
     for (unsigned i = 0; i < shape.moments; ++i) view.moments[i] = bytes[2 + i].data() + kGuard;
     view.moment_count = shape.moments;
     view.moment_bytes = shape.moment_bytes;
@@ -55,7 +60,8 @@ TEST(Stream, ChangesNothingAndReadsEveryGradient) {
   for (const Shape& shape : shapes()) {
     for (const Prefetch prefetch : {Prefetch::none, Prefetch::ahead}) {
       Arrays arrays(shape, kCount);
-      const std::vector<Bytes> before = arrays.bytes;
+      std::vector<Bytes> before = arrays.bytes;
+      if (shape.weight) std::memset(before[1].data() + Arrays::kGuard, 0, 2 * kCount);
       (void)stream(arrays.view, prefetch);
       EXPECT_EQ(arrays.bytes, before);
       // The value is one lane of a sum by exclusive or: a word of the gradient that is read reaches exactly one lane.
@@ -78,13 +84,14 @@ TEST(Stream, TrafficIsWhatAnUpdateMoves) {
   EXPECT_EQ(Arrays({false, 2, 4, 4}, kStreamBlock).view.traffic_bytes(), 28u);
   EXPECT_EQ(Arrays({true, 2, 2, 2}, kStreamBlock).view.traffic_bytes(), 18u);
   EXPECT_EQ(Arrays({true, 0, 4, 2}, kStreamBlock).view.traffic_bytes(), 10u);
+  EXPECT_EQ(Arrays({false, 2, 4, 2, true}, kStreamBlock).view.traffic_bytes(), 28u);
 }
 
 TEST(Kernels, EveryOptimizerIsMeasured) {
   using optim::OptimizerKind;
   for (const OptimizerKind kind :
        {OptimizerKind::adamw, OptimizerKind::adam, OptimizerKind::adagrad, OptimizerKind::lion, OptimizerKind::sgd}) {
-    for (const DType master : {DType::bf16, DType::fp32}) {
+    for (const DType master : {DType::bf16, DType::fp16, DType::fp32}) {
       for (const DType gradient : {DType::bf16, DType::fp16, DType::fp32}) {
         const KernelResult result = compare_kernel(
             {.optimizer = optim::default_options(kind), .master = master, .gradient = gradient, .checksum = true},
