@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
 #include <hoist/tiers/record_layout.hpp>
 
 namespace hoist::tiers {
@@ -12,10 +11,6 @@ namespace hoist::tiers {
 RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(segments.begin(), segments.end()) {
   for (std::uint32_t index = 0; index < segments_.size(); ++index) {
     const RecordSegment& segment = segments_[index];
-    if (segment.dtype == DType::fp16)
-      throw UsageError(
-          "a record cannot hold fp16 weights: only bf16 and fp32 segments have a layout; convert the parameter to one "
-          "of them");
     HOIST_ASSERT(segment.moment_count <= 2 && segment.moment_dtype != DType::fp16, "segment {}: {} moments of {}",
                  index, segment.moment_count, dtype_name(segment.moment_dtype));
     HOIST_ASSERT(segment.shard_elements % kShardMultiple == 0, "segment {}: {} elements", index,
@@ -40,12 +35,10 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
 }
 
 StateTileView view_state_tile(const RecordSegment& segment, std::uint64_t elements, std::byte* tile) {
-  HOIST_ASSERT(segment.dtype != DType::fp16, "fp16 segments have no state layout");
   StateTileView view;
-  if (segment.dtype == DType::bf16) {
-    view.remainder = reinterpret_cast<std::int16_t*>(tile);
-    tile += elements * sizeof(std::int16_t);
-  }
+  if (segment.dtype == DType::bf16) view.remainder = reinterpret_cast<std::int16_t*>(tile);
+  if (segment.dtype == DType::fp16) view.master = reinterpret_cast<float*>(tile);
+  tile += elements * segment.master_bytes_per_element();
   for (unsigned i = 0; i < segment.moment_count; ++i) {
     view.moments[i] = tile;
     tile += elements * dtype_bytes(segment.moment_dtype);

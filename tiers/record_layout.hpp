@@ -7,6 +7,7 @@
 //
 //   segment    W tile                S tile
 //   bf16       2 bytes per element   [remainder int16 | moments], 10 bytes per element with two moments of fp32
+//   fp16       2 bytes per element   [master fp32 | moments], 12 bytes per element with two moments of fp32
 //   fp32       4 bytes per element   [moments], 8 bytes per element with two moments of fp32
 //   frozen     as above              none
 //
@@ -28,6 +29,9 @@ namespace hoist::tiers {
 
 inline constexpr std::uint64_t kTileElements = 16384;  // 160 KiB of S: half an L2; 32 KiB of W
 
+// What a segment keeps of an element in the S region at most: a master and two moments of fp32.
+inline constexpr std::uint64_t kStateBytesMax = 12;
+
 // Elements per shard are a multiple of this, so the arrays inside an S tile keep 64-byte alignment.
 inline constexpr std::uint64_t kShardMultiple = 32;
 
@@ -40,8 +44,10 @@ struct RecordSegment {
   unsigned moment_count = 2;         // of a trainable segment
   DType moment_dtype = DType::fp32;
 
+  // Of the master, beside its weight: the half that bf16 leaves out, all of it beside fp16, nothing of fp32.
+  std::uint64_t master_bytes_per_element() const { return dtype == DType::bf16 ? 2 : dtype == DType::fp16 ? 4 : 0; }
   std::uint64_t state_bytes_per_element() const {
-    return trainable ? (dtype == DType::fp32 ? 0 : 2) + moment_count * dtype_bytes(moment_dtype) : 0;
+    return trainable ? master_bytes_per_element() + moment_count * dtype_bytes(moment_dtype) : 0;
   }
 };
 
@@ -74,7 +80,8 @@ class RecordLayout {
 
 // The arrays inside one S tile.
 struct StateTileView {
-  std::int16_t* remainder = nullptr;  // null for fp32 segments
+  std::int16_t* remainder = nullptr;  // of bf16 segments
+  float* master = nullptr;            // of fp16 segments
   std::array<void*, 2> moments{};     // of RecordSegment::moment_dtype; null from moment_count on
 };
 StateTileView view_state_tile(const RecordSegment& segment, std::uint64_t elements, std::byte* tile);

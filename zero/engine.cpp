@@ -55,6 +55,7 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "at least 1 buffer is needed");
   refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
   check(options.learning_rate_schedule);
+  check(options.loss_scale);
   optim::check(options.optimizer_defaults);
   refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
 }
@@ -65,7 +66,8 @@ Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
     : runtime(runtime_in),
       options(options_in),
       groups{options_in.optimizer_defaults},
-      table(runtime_in.world_size(), detail::gradient_sums(options_in)) {
+      table(runtime_in.world_size(), detail::gradient_sums(options_in)),
+      scaler(options_in.loss_scale) {
   check_options(options, runtime);
 }
 
@@ -131,7 +133,8 @@ void Engine::Impl::tear_down() noexcept {
   step_count = 0;
   committed_step = -1;
   last_commit = {};
-  caller_state.clear();
+  committed_state = {};
+  scaler = LossScaler(options.loss_scale);
   counted_io = {};
   uncommitted = commit_ahead = false;
   changed_since_save = true;
@@ -182,6 +185,7 @@ void Engine::Impl::together(const char* what, const std::function<void()>& part)
 
 void Engine::Impl::seal(bool create_store) {
   if (table.units().empty()) throw UsageError("the engine has no units");
+  require_weights_dtype();
   const std::uint64_t run = create_store ? agree_on_run() : 0;
   // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed.
   const bool first_commit_is_useless = create_store && runtime.world_size() > 1 && !find_commit();
@@ -191,6 +195,16 @@ void Engine::Impl::seal(bool create_store) {
   if (runtime.rank() == 0 && !options.metrics_path.empty())
     metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
   sealed = true;
+}
+
+// A loss scale that the program does not know of would shrink its gradients without a word.
+void Engine::Impl::require_weights_dtype() const {
+  if (options.weights_dtype != DType::fp16) return;
+  const bool has_fp16 = std::ranges::any_of(
+      table.specs(), [](const ParameterSpec& spec) { return spec.trainable && spec.dtype == DType::fp16; });
+  refuse(!has_fp16, "fp16.enabled",
+         "no trainable parameter of the program is fp16: declare its matrices so (ParameterSpec::dtype) and multiply "
+         "its loss by Engine::loss_scale(), or remove the section fp16");
 }
 
 std::uint64_t Engine::Impl::agree_on_run() const {
@@ -288,6 +302,11 @@ void store_masters(const detail::TileAccess& access, std::span<const float> valu
     std::memcpy(access.weights, values.data(), values.size_bytes());
     return;
   }
+  if (access.segment->dtype == DType::fp16) {
+    std::ranges::transform(values, reinterpret_cast<std::uint16_t*>(access.weights), float_to_fp16);
+    if (access.state != nullptr) std::ranges::copy(values, access.view().master);
+    return;
+  }
   auto* weights = reinterpret_cast<bf16*>(access.weights);
   std::int16_t* remainders = access.state != nullptr ? access.view().remainder : nullptr;
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -303,9 +322,10 @@ void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> progr
   const Fill checked = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     fill(parameter, first, out);
     for (const float value : out) {
-      if (master_is_committable(value)) continue;
-      throw UsageError(fmt::format("the initial value {} of parameter '{}' is not finite or too large for bf16", value,
-                                   table.spec(parameter).name));
+      const ParameterSpec& spec = table.spec(parameter);
+      if (master_is_committable(value, spec.dtype)) continue;
+      throw UsageError(fmt::format("the initial value {} of parameter '{}' is not finite or too large for {}", value,
+                                   spec.name, dtype_name(spec.dtype == DType::fp16 ? DType::fp16 : DType::bf16)));
     }
   };
   enliven([&] {
@@ -315,7 +335,7 @@ void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> progr
     const Ledger::Apart apart(runtime.ledger());
     together("make its initial state", [&] { fill_homes(checked); });
     if (!nvme_placement()) return;
-    commit("", program_state);
+    commit("", commit_state(program_state));
     last_commit.wait();
     book_io();
   });
@@ -412,6 +432,14 @@ GroupId Engine::add_group(const GroupOptions& options) {
 
 UnitId Engine::add_unit(std::string name, std::span<const ParameterSpec> parameters, UnitOptions options) {
   impl_->require_open_model();
+  const std::optional<DType> wanted = impl_->options.weights_dtype;
+  for (const ParameterSpec& spec : parameters) {
+    if (!wanted || !spec.trainable || spec.dtype == DType::fp32 || spec.dtype == *wanted) continue;
+    throw UsageError(
+        fmt::format("parameter '{}' is {}, but the configuration asks for {} weights ({}.enabled); declare it so, or "
+                    "change the configuration",
+                    spec.name, dtype_name(spec.dtype), dtype_name(*wanted), dtype_name(*wanted)));
+  }
   std::vector<optim::StateForm> groups;
   for (const GroupOptions& group : impl_->groups) groups.push_back(optim::state_form(group));
   return impl_->table.add(std::move(name), parameters, std::move(options), groups);
@@ -506,6 +534,8 @@ std::vector<std::string> Engine::describe() const {
                     "the device",
                     impl_->options.micro_batches_max));
   }
+  if (const LossScaler& scaler = impl_->scaler; scaler.is_dynamic() || scaler.scale() != 1)
+    lines.push_back(fmt::format("loss scale {}{}", scaler.scale(), scaler.is_dynamic() ? ", dynamic" : ""));
   if (impl_->live.memory) lines.push_back(impl_->live.memory->describe());
   if (impl_->live.drives) lines.push_back("io: " + impl_->live.drives->describe());
   lines.push_back("device: " + impl_->runtime.device().description());

@@ -94,6 +94,8 @@ class Engine {
   // rates itself goes over it.
   void set_learning_rate(GroupId group, double learning_rate);
   double learning_rate(GroupId group) const;  // of the next step, by the schedule
+  // What the loss of every micro-batch up to the next step() is to be multiplied by before it is differentiated. The
+  // step undoes it: state, norms and read() show gradients without it. 1 without EngineOptions::loss_scale.
   float loss_scale() const;
   StepReport step(const StepOptions& options = {});  // [C]
   // Ends the pass under way and drops its gradients; outside of a pass, drops those of the step to come.
@@ -102,7 +104,8 @@ class Engine {
 
   // --- state ---------------------------------------------------------------------------------------------------------
   // [C] Elements [first_element, first_element + out.size()) of one parameter, from whatever tier; every rank receives
-  // them. State::gradient: after finish() of all units and before step(), reduced over ranks, unclipped.
+  // them. State::gradient: after finish() of all units and before step(), reduced over ranks, without the loss scale,
+  // unclipped.
   void read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out);
   // [C] Every rank passes the same values. With a store of steps, a commit of its own. Errors: UsageError for
   // State::gradient, for a moment that is not kept, and for a master that could not be committed.

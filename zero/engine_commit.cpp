@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cstring>
 
 #include <fmt/format.h>
 
@@ -18,11 +17,9 @@ using tiers::Region;
 
 // --- commits ---------------------------------------------------------------------------------------------------------
 
-std::vector<std::byte> Engine::Impl::framed(const std::string& name, std::span<const std::byte> program_state) {
-  std::vector<std::byte> state(kCommitNameBytes + program_state.size());
-  std::memcpy(state.data(), name.data(), std::min<std::size_t>(name.size(), kCommitNameBytes - 1));
-  std::copy(program_state.begin(), program_state.end(), state.begin() + kCommitNameBytes);
-  return state;
+detail::CommitState Engine::Impl::commit_state(std::span<const std::byte> program_state) const {
+  return {.scaler = scaler.is_dynamic() ? std::optional(scaler.state()) : std::nullopt,
+          .program = {program_state.begin(), program_state.end()}};
 }
 
 void Engine::Impl::agree_on_landing(bool landed) {
@@ -46,10 +43,10 @@ void Engine::Impl::renounce_landing() noexcept {
   }
 }
 
-Completion Engine::Impl::commit(const std::string& name, std::span<const std::byte> program_state) {
-  const std::vector<std::byte> state = framed(name, program_state);
-  caller_state.assign(program_state.begin(), program_state.end());
-  const Completion done = live.store->commit(state, [this](bool landed) { agree_on_landing(landed); });
+Completion Engine::Impl::commit(const std::string& name, const detail::CommitState& state) {
+  committed_state = state;
+  const Completion done =
+      live.store->commit(detail::encode(name, state), [this](bool landed) { agree_on_landing(landed); });
   const auto promise = std::make_shared<Promise>();
   last_commit = promise->completion();
   // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this engine.
@@ -61,21 +58,21 @@ Completion Engine::Impl::commit(const std::string& name, std::span<const std::by
   return last_commit;
 }
 
-Completion Engine::Impl::keep(const std::string& name, std::span<const std::byte> program_state) {
-  last_keep = live.store->keep(name, framed(name, program_state), [this](bool landed) { agree_on_landing(landed); });
+Completion Engine::Impl::keep(const std::string& name, const detail::CommitState& state) {
+  last_keep = live.store->keep(name, detail::encode(name, state), [this](bool landed) { agree_on_landing(landed); });
   return last_keep;
 }
 
-Completion Engine::Impl::commit_deferred(std::span<const std::byte> program_state, bool due) {
+Completion Engine::Impl::commit_deferred(const detail::CommitState& state, bool due) {
   const std::lock_guard lock(saves_mutex);
   commit_ahead = false;
   if (!nvme_placement() || !due) return {};
-  const Completion committed = commit("", program_state);
+  const Completion committed = commit("", state);
   for (PendingSave& save : pending_saves) {
     const auto promise = std::make_shared<Promise>(std::move(save.promise));
     const auto settle = [promise](std::exception_ptr error) { error ? promise->fail(error) : promise->complete(); };
     try {
-      keep(save.name, save.program_state).then(settle);
+      keep(save.name, save.state).then(settle);
     } catch (...) {  // the commit has failed already, and tells the other ranks so itself
       settle(std::current_exception());
     }
@@ -134,13 +131,13 @@ Completion Engine::Impl::save(const std::string& name, std::span<const std::byte
       live.store->begin_step(step_count);
       if (std::exchange(uncommitted, false)) write_homes(/*with_frozen=*/false);
     });
-    commit(name, std::vector<std::byte>(program_state.begin(), program_state.end()));
+    commit(name, commit_state(program_state));
     if (!keeps) return last_commit;
   }
   const std::lock_guard lock(saves_mutex);
   if (update_error) std::rethrow_exception(update_error);
-  if (!commit_ahead) return keep(name, program_state);
-  pending_saves.push_back({name, {program_state.begin(), program_state.end()}, {}});
+  if (!commit_ahead) return keep(name, commit_state(program_state));
+  pending_saves.push_back({name, commit_state(program_state), {}});
   return pending_saves.back().promise.completion();
 }
 
@@ -164,9 +161,9 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
   const auto ended = std::make_shared<Promise>();
   last_commit = ended->completion();
   const Completion completion = last_commit;
-  caller_state.assign(program_state.begin(), program_state.end());
+  committed_state = commit_state(program_state);
   const bool changed = changed_since_save.exchange(false);
-  saver = std::thread([this, name, ended, changed, state = framed(name, program_state), step = step_count] {
+  saver = std::thread([this, name, ended, changed, state = detail::encode(name, committed_state), step = step_count] {
     bool landing = true;  // the other ranks are still to be told
     try {
       if (live.deferred) live.deferred->finish();

@@ -157,7 +157,7 @@ void Engine::finish(UnitId unit, StreamRef stream) {
 
 // --- the step --------------------------------------------------------------------------------------------------------
 
-float Engine::loss_scale() const { return 1.0f; }  // bf16 and fp32 gradients need none
+float Engine::loss_scale() const { return static_cast<float>(impl_->scaler.scale()); }
 
 double Engine::Impl::global_norm() {
   const double mine = live.gradients->sum_of_squares();
@@ -203,23 +203,21 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
   const Completion completion = committed->completion();
   const bool due = commit_is_due();
   commit_ahead = due && stores_steps();
-  const auto ended =
-      [this, update, committed, due,
-       state = std::vector<std::byte>(program_state.begin(), program_state.end())](std::exception_ptr error) {
-        Completion done;
-        try {
-          if (error) std::rethrow_exception(error);
-          update->check(table);
-          done = commit_deferred(state, due);
-        } catch (...) {
-          // Nothing will land here; the other ranks learn it where they would have heard that it did.
-          if (stores_steps() && due) renounce_landing();
-          fail_pending_saves(std::current_exception());
-          committed->fail(std::current_exception());
-          throw;
-        }
-        done.then([committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
-      };
+  const auto ended = [this, update, committed, due, state = commit_state(program_state)](std::exception_ptr error) {
+    Completion done;
+    try {
+      if (error) std::rethrow_exception(error);
+      update->check(table);
+      done = commit_deferred(state, due);
+    } catch (...) {
+      // Nothing will land here; the other ranks learn it where they would have heard that it did.
+      if (stores_steps() && due) renounce_landing();
+      fail_pending_saves(std::current_exception());
+      committed->fail(std::current_exception());
+      throw;
+    }
+    done.then([committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
+  };
   detail::WalkOptions walk = step_writes(due);
   walk.waits = WaitCause::none;
   walk.in_background = true;
@@ -274,10 +272,11 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
 
   StepReport report;
   report.learning_rate = scheduled(groups.front(), step_count).learning_rate;
-  // The gradient is the mean over micro-batches; what is at home is their sum.
-  const double mean = 1.0 / micro_batches;
+  report.loss_scale = scaler.scale();
+  const double mean = gradient_mean();
   report.gradient_norm = global_norm() * mean;
   report.applied = std::isfinite(report.gradient_norm);
+  scaler.update(/*overflow=*/!report.applied);  // before the commit, which the next scale belongs to
   gradients_due = false;
   micro_batches_done = 0;
   if (report.applied) {
@@ -297,7 +296,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
     if (live.deferred) {
       report.committed = update_later(report.clip_factor * mean, step_options.caller_state);
     } else if (nvme_placement() && commit_is_due()) {
-      report.committed = commit("", step_options.caller_state);
+      report.committed = commit("", commit_state(step_options.caller_state));
     }
   } else {
     report.committed = last_commit;

@@ -84,12 +84,10 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   const detail::Segment& segment = table.segment_of(parameter);
   const detail::UnitHome& home = live.memory->home(id);
   if (state == State::gradient) {
-    const float mean = 1.0f / static_cast<float>(micro_batches);
+    const auto mean = static_cast<float>(gradient_mean());
     const std::byte* gradient = home.gradient + segment.home_gradient_offset;
     for (std::uint64_t i = 0; i < out.size(); ++i) {
-      out[i] = mean * (segment.home_gradient_dtype == DType::fp32
-                           ? reinterpret_cast<const float*>(gradient)[first + i]
-                           : to_float(reinterpret_cast<const bf16*>(gradient)[first + i]));
+      out[i] = mean * detail::load_element(gradient, segment.home_gradient_dtype, first + i);
     }
     return;
   }
@@ -100,7 +98,7 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   constexpr std::uint64_t kAccessElements = detail::kAccessTiles * tiers::kTileElements;
   const detail::Scratch weights_scratch(home.weights == nullptr ? kAccessElements * 4 : 0);
   const detail::Scratch state_scratch(
-      segment.trainable && home.state_tiles < layout.tiles().size() ? kAccessElements * 10 : 0);
+      segment.trainable && home.state_tiles < layout.tiles().size() ? kAccessElements * tiers::kStateBytesMax : 0);
   detail::read_values(layout, segment, state, first, out, [&](const detail::TileRun& run) -> const std::byte* {
     const bool weights = run.region == Region::weights;
     if (weights && home.weights != nullptr) return home.weights + base + run.offset_bytes;
@@ -132,7 +130,8 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
   const bool trainable = table.spec(parameter).trainable;
   check_kept(parameter, state);
   for (const float value : values) {
-    if (!master_is_committable(value) || (state == State::moment2 && value < 0)) {
+    if (!master_is_committable(value, state == State::master ? table.spec(parameter).dtype : DType::fp32) ||
+        (state == State::moment2 && value < 0)) {
       throw UsageError(
           fmt::format("{} cannot be committed as state of parameter '{}'", value, table.spec(parameter).name));
     }
@@ -159,7 +158,7 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
     }
   }
   if (nvme_placement()) {
-    const std::vector<std::byte> unchanged = caller_state;
+    const detail::CommitState unchanged = committed_state;
     commit("", unchanged).wait();
   }
   live.gatherer->invalidate();

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include <fmt/format.h>
 
@@ -30,12 +32,15 @@ Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& mem
 void Gradients::list_chunks() {
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     for (const Segment& segment : table_.units()[u].segments) {
-      if (!segment.trainable || !segment.counts_in_norm) continue;
+      if (!segment.trainable) continue;
       const std::byte* shard = memory_.home(UnitId{u}).gradient + segment.home_gradient_offset;
       for (std::uint64_t first = 0; first < segment.shard_elements; first += optim::kNormChunkElements) {
         const std::uint64_t count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first);
-        chunks_.push_back(
-            {u, shard + first * dtype_bytes(segment.home_gradient_dtype), segment.home_gradient_dtype, count});
+        chunks_.push_back({.unit = u,
+                           .data = shard + first * dtype_bytes(segment.home_gradient_dtype),
+                           .dtype = segment.home_gradient_dtype,
+                           .count = count,
+                           .in_norm = segment.counts_in_norm});
       }
     }
   }
@@ -213,13 +218,17 @@ double Gradients::sum_of_squares() {
     partial_sums_[i] = optim::sum_of_squares_chunk(chunks_[i].data, chunks_[i].dtype, chunks_[i].count);
   });
   double total = 0;
+  bool finite = true;
   for (std::size_t i = 0; i < chunks_.size();) {
     double unit_sum = 0;
     const std::uint32_t unit = chunks_[i].unit;
-    for (; i < chunks_.size() && chunks_[i].unit == unit; ++i) unit_sum += partial_sums_[i];
+    for (; i < chunks_.size() && chunks_[i].unit == unit; ++i) {
+      if (chunks_[i].in_norm) unit_sum += partial_sums_[i];
+      finite = finite && std::isfinite(partial_sums_[i]);
+    }
     total += unit_sum;
   }
-  return total;
+  return finite ? total : std::numeric_limits<double>::infinity();
 }
 
 void Gradients::clear() {

@@ -100,6 +100,9 @@ void Metrics::replace_prometheus(const Line& line) {
   gauge("step_seconds", "Wall time of the last step.", line.seconds);
   gauge("gradient_norm", "Global norm of the last step's gradient, before clipping.", line.report.gradient_norm);
   gauge("learning_rate", "Learning rate of the first parameter group.", line.report.learning_rate);
+  gauge("loss_scale", "What the last step's losses were multiplied by.", line.report.loss_scale);
+  gauge("step_applied", "1, or 0 where a gradient was not finite and the last step was skipped.",
+        line.report.applied ? 1 : 0);
   head("link_bytes", "Bytes the last step moved, by link.");
   for_each_link([&](const char* name, std::size_t i) {
     text += fmt::format("hoist_link_bytes{{link=\"{}\"}} {}\n", name, line.moved.links[i].bytes);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/learning_rate.hpp>
+#include <hoist/zero/loss_scale.hpp>
 
 namespace hoist {
 
@@ -129,7 +131,11 @@ struct EngineOptions {
   // beside it a text file for Prometheus with the latest. Empty: none. Key "hoist.metrics".
   std::string metrics_path;
 
-  double gradient_clipping = 1.0;                 // global norm; 0: none
+  double gradient_clipping = 1.0;  // global norm; 0: none
+  // What 16-bit trainable parameters are; empty: as the program declares each. Where it is fp16, some are. Set by the
+  // keys fp16.enabled and bf16.enabled.
+  std::optional<DType> weights_dtype{};
+  LossScaleOptions loss_scale{};  // section "fp16"; Engine::loss_scale() is what losses are multiplied by
   optim::OptimizerOptions optimizer_defaults{};   // of group 0
   LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
 };

@@ -106,15 +106,16 @@ void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& ne
 
 }  // namespace
 
-ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units) {
+ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units, DType dtype) {
   if (parameters == 0 || units == 0) throw UsageError("a model has at least one parameter and one unit");
   ModelShape model;
   units = std::min(units, parameters);
   for (std::uint64_t u = 0; u < units; ++u) {
     const std::uint64_t count = parameters / units + (u < parameters % units ? 1 : 0);
-    model.units.push_back(
-        {.name = fmt::format("unit {}", u),
-         .parameters = {{.name = fmt::format("unit {}.weights", u), .shape = {static_cast<std::int64_t>(count)}}}});
+    model.units.push_back({.name = fmt::format("unit {}", u),
+                           .parameters = {{.name = fmt::format("unit {}.weights", u),
+                                           .shape = {static_cast<std::int64_t>(count)},
+                                           .dtype = dtype}}});
   }
   return model;
 }

@@ -32,8 +32,8 @@ struct ModelShape {
   std::uint64_t program_device_bytes = 0;  // activations and workspaces, as Engine::require_device_memory
 };
 
-// `parameters` parameters of bf16 in `units` equal units: for when no more is known about the model.
-ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units);
+// `parameters` parameters in `units` equal units: for when no more is known about the model.
+ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units, DType dtype = DType::bf16);
 
 // Of one rank; all ranks are alike.
 struct Prediction {

@@ -30,31 +30,30 @@ void StepUpdate::apply(const TileAccess& tile, const Memory& memory) {
                               tile.tile->first_element * dtype_bytes(segment.home_gradient_dtype);
   const StateArrays state = tile.view();
   const optim::UpdateCoefficients& c = coefficients_[segment.group.index];
-  const bool sound = segment.dtype == DType::fp32
-                         ? optim::update_tile(c, optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights),
-                                                                  .moment1 = state.moment1,
-                                                                  .moment2 = state.moment2,
-                                                                  .gradient = gradient,
-                                                                  .gradient_dtype = segment.home_gradient_dtype,
-                                                                  .count = tile.tile->elements,
-                                                                  .moment_dtype = segment.state.moments,
-                                                                  .rounding = rounding(tile)})
-                         : optim::update_tile(c, optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
-                                                                  .remainder = state.remainder,
-                                                                  .moment1 = state.moment1,
-                                                                  .moment2 = state.moment2,
-                                                                  .gradient = gradient,
-                                                                  .gradient_dtype = segment.home_gradient_dtype,
-                                                                  .count = tile.tile->elements,
-                                                                  .moment_dtype = segment.state.moments,
-                                                                  .rounding = rounding(tile)});
-  if (!sound) broken_ = tile.unit.index;
+  const auto update = [&](auto arrays) {
+    arrays.moment1 = state.moment1;
+    arrays.moment2 = state.moment2;
+    arrays.gradient = gradient;
+    arrays.gradient_dtype = segment.home_gradient_dtype;
+    arrays.count = tile.tile->elements;
+    arrays.moment_dtype = segment.state.moments;
+    arrays.rounding = rounding(tile);
+    if (!optim::update_tile(c, arrays)) broken_ = tile.unit.index;
+  };
+  switch (segment.dtype) {
+    case DType::bf16:
+      return update(optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights), .remainder = state.remainder});
+    case DType::fp16:
+      return update(optim::Fp16Tile{.weight = reinterpret_cast<std::uint16_t*>(tile.weights), .master = state.master});
+    case DType::fp32:
+      return update(optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights)});
+  }
 }
 
 void StepUpdate::check(const UnitTable& table) const {
   if (broken_ == ~0u) return;
   throw Error(
-      fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for bf16; nothing of it "
+      fmt::format("step {} made a parameter or moment of unit '{}' infinite or too large for its type; nothing of it "
                   "was committed: lower the learning rate and restore the last commit",
                   step_, table.units()[broken_].name));
 }

@@ -138,7 +138,13 @@ class StoredModel::Impl {
   std::span<const std::byte> caller_state(int rank) const {
     if (rank < 0 || rank >= *summary_.world_size) throw UsageError(fmt::format("there is no rank {}", rank));
     const auto state = readers_[static_cast<std::size_t>(rank)]->caller_state();
-    return state.size() < kCommitNameBytes ? state : state.subspan(kCommitNameBytes);
+    return state.size() < detail::kCommitHeadBytes ? state : state.subspan(detail::kCommitHeadBytes);
+  }
+
+  // The ranks' scalers are alike.
+  std::optional<LossScaler::State> loss_scaler() const {
+    const auto state = detail::decode(readers_.front()->caller_state());
+    return state ? state->scaler : std::nullopt;
   }
 
   void read(std::size_t parameter, State state, std::uint64_t first, std::span<float> out) {
@@ -293,7 +299,7 @@ class StoredModel::Impl {
   const detail::UnitTable table_;
   const detail::RecordMap records_;
   detail::Scratch weights_{detail::kAccessTiles * tiers::kTileElements * sizeof(float)};
-  detail::Scratch state_{detail::kAccessTiles * tiers::kTileElements * 10};
+  detail::Scratch state_{detail::kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax};
   aio::Engine io_{aio::EngineOptions{}};  // after the buffers: it lets go of them before they are freed
   std::vector<std::unique_ptr<tiers::StoreReader>> readers_;
 };
@@ -305,6 +311,7 @@ std::span<const StoredParameter> StoredModel::parameters() const { return impl_-
 int StoredModel::world_size() const { return *impl_->summary().world_size; }
 std::uint64_t StoredModel::step() const { return impl_->step(); }
 std::span<const std::byte> StoredModel::caller_state(int rank) const { return impl_->caller_state(rank); }
+std::optional<LossScaler::State> StoredModel::loss_scaler() const { return impl_->loss_scaler(); }
 void StoredModel::read(std::size_t parameter, State state, std::uint64_t first_element, std::span<float> out) {
   impl_->read(parameter, state, first_element, out);
 }

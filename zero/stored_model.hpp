@@ -20,6 +20,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store.hpp>
+#include <hoist/zero/loss_scale.hpp>
 #include <hoist/zero/types.hpp>
 
 namespace hoist {
@@ -83,6 +84,7 @@ class StoredModel {
   int world_size() const;
   std::uint64_t step() const;
   std::span<const std::byte> caller_state(int rank) const;  // as the program gave it to step() or save()
+  std::optional<LossScaler::State> loss_scaler() const;     // nothing without dynamic loss scaling
 
   // Elements [first_element, first_element + out.size()) of parameters()[parameter], flattened row-major.
   // State::gradient is not stored. Frozen parameters have a master only. Errors: UsageError.

@@ -16,6 +16,7 @@ StateArrays TileAccess::view() const {
   const tiers::StateTileView arrays = tiers::view_state_tile(segment->record(), tile->elements, state);
   const bool has_first = segment->has(State::moment1);
   return {.remainder = arrays.remainder,
+          .master = arrays.master,
           .moment1 = has_first ? arrays.moments[0] : nullptr,
           .moment2 = segment->has(State::moment2) ? arrays.moments[has_first ? 1 : 0] : nullptr};
 }
@@ -31,15 +32,27 @@ void* moment_of(const TileAccess& tile, State state) {
 
 }  // namespace
 
-float load_value(const TileAccess& tile, State state, std::uint64_t element) {
-  if (state != State::master) {
-    const void* const moment = moment_of(tile, state);
-    return tile.segment->state.moments == DType::bf16 ? to_float(static_cast<const bf16*>(moment)[element])
-                                                      : static_cast<const float*>(moment)[element];
+float load_element(const std::byte* elements, DType dtype, std::uint64_t index) {
+  switch (dtype) {
+    case DType::bf16:
+      return to_float(reinterpret_cast<const bf16*>(elements)[index]);
+    case DType::fp16:
+      return fp16_to_float(reinterpret_cast<const std::uint16_t*>(elements)[index]);
+    case DType::fp32:
+      break;
   }
-  if (tile.segment->dtype == DType::fp32) return reinterpret_cast<const float*>(tile.weights)[element];
-  const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[element];
-  return tile.state == nullptr ? to_float(weight) : join_master(weight, tile.view().remainder[element]);
+  return reinterpret_cast<const float*>(elements)[index];
+}
+
+float load_value(const TileAccess& tile, State state, std::uint64_t element) {
+  if (state != State::master)
+    return load_element(static_cast<const std::byte*>(moment_of(tile, state)), tile.segment->state.moments, element);
+  const DType dtype = tile.segment->dtype;
+  if (tile.state == nullptr || dtype == DType::fp32) return load_element(tile.weights, dtype, element);
+  const StateArrays state_arrays = tile.view();
+  return dtype == DType::fp16
+             ? state_arrays.master[element]
+             : join_master(reinterpret_cast<const bf16*>(tile.weights)[element], state_arrays.remainder[element]);
 }
 
 void store_value(const TileAccess& tile, State state, std::uint64_t element, float value) {
@@ -52,6 +65,9 @@ void store_value(const TileAccess& tile, State state, std::uint64_t element, flo
     }
   } else if (tile.segment->dtype == DType::fp32) {
     reinterpret_cast<float*>(tile.weights)[element] = value;
+  } else if (tile.segment->dtype == DType::fp16) {
+    reinterpret_cast<std::uint16_t*>(tile.weights)[element] = float_to_fp16(value);
+    if (tile.state != nullptr) tile.view().master[element] = value;
   } else {
     const SplitMaster split = split_master(value);
     reinterpret_cast<bf16*>(tile.weights)[element] = split.weight;

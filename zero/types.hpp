@@ -42,7 +42,7 @@ using GroupOptions = optim::OptimizerOptions;
 struct ParameterSpec {
   std::string name;                 // unique within the engine
   std::vector<std::int64_t> shape;  // every extent at least 1; empty for a scalar
-  DType dtype = DType::bf16;        // bf16 (split fp32 master) or fp32
+  DType dtype = DType::bf16;        // bf16 (its fp32 master is split), fp16 (whole beside it) or fp32
   bool trainable = true;            // false: weights only, no gradient and no optimizer state
   GroupId group{};
   bool counts_in_norm = true;  // false for a replica that another rank already counts
@@ -89,9 +89,9 @@ struct StepOptions {
 struct StepReport {
   std::uint64_t step = 0;    // counted from 1; unchanged when not applied
   bool applied = true;       // false: a gradient was not finite and every rank skipped
-  double gradient_norm = 0;  // global, before clipping
-  double clip_factor = 1;    // what gradients were multiplied by
-  double loss_scale = 1;
+  double gradient_norm = 0;  // global, without the loss scale, before clipping
+  double clip_factor = 1;    // what gradients without the loss scale were multiplied by
+  double loss_scale = 1;     // what this step's losses were multiplied by; Engine::loss_scale() is the next one's
   double learning_rate = 0;  // of group 0, by the schedule
   // Done when the step is durable at all ranks; at once without durability, and for a step that is not committed
   // (EngineOptions::commit_every): Engine::committed_step() says what is.

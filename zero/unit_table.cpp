@@ -35,10 +35,6 @@ void check(const ParameterSpec& spec, const std::string& unit, std::size_t group
   if (spec.name.find_first_of("\n|") != std::string::npos || unit.find_first_of("\n|") != std::string::npos) {
     throw UsageError(fmt::format("the name '{}' of unit '{}' holds a newline or '|'", spec.name, unit));
   }
-  if (spec.dtype == DType::fp16) {
-    throw UsageError(
-        fmt::format("parameter '{}' is fp16, which this version does not store; use bf16 or fp32", spec.name));
-  }
   if (spec.group.index >= group_count) {
     throw UsageError(
         fmt::format("parameter '{}' names group {}, but only {} exist", spec.name, spec.group.index, group_count));

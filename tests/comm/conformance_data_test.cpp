@@ -2,7 +2,9 @@
 // The data plane, on every backend: contents, bits, order on streams, bytes on the wire.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <deque>
+#include <limits>
 #include <thread>
 
 #include <hoist/core/error.hpp>
@@ -157,6 +159,40 @@ TEST_P(Conformance, ReducesInRankOrderWithOneRounding) {
       reduction.enqueue(rank.communicator, rank.stream);
       rank.stream.synchronize();
       reduction.check(rank);
+    }
+  });
+}
+
+// What loss scaling rests on: the mean of large finite numbers is finite, though their sum is beyond fp16, and an
+// infinity or NaN of any one rank is never averaged away.
+TEST_P(Conformance, AnOverflowOfAnyRankIsOneOfTheMeanAndNothingElseIs) {
+  run([](Rank& rank) {
+    for (const DType dtype : kDTypes) {
+      constexpr std::uint64_t kShard = 64;
+      const auto size = static_cast<std::uint64_t>(rank.size());
+      const auto memory = rank.allocate(size * kShard * dtype_bytes(dtype));
+      // Element i overflows on rank i % 4, where there is one: an infinity, or every eighth a NaN.
+      const auto overflows = [&](std::uint64_t i, std::uint64_t r) { return i % 4 == r && r < size; };
+      for (std::uint64_t i = 0; i < size * kShard; ++i) {
+        float value = 60000.0f;
+        if (overflows(i, static_cast<std::uint64_t>(rank.rank())))
+          value = i % 8 == 0 ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity();
+        store_at(memory.data(), dtype, i, encode(dtype, value));
+      }
+      const ReducePiece piece{.data = memory.data(),
+                              .dtype = dtype,
+                              .shard_elements = kShard,
+                              .scale = 1.0f / static_cast<float>(size)};
+      rank.communicator.reduce_scatter({&piece, 1}, rank.stream);
+      rank.stream.synchronize();
+      for (std::uint64_t i = 0; i < kShard; ++i) {
+        const std::uint64_t index = static_cast<std::uint64_t>(rank.rank()) * kShard + i;
+        const float mean = decode(dtype, stored_at(memory.data(), dtype, index));
+        EXPECT_EQ(std::isfinite(mean), index % 4 >= size) << dtype_name(dtype) << " element " << index;
+        if (std::isfinite(mean)) {
+          EXPECT_NEAR(mean, 60000.0f, 60000.0f / 128) << dtype_name(dtype) << " element " << index;
+        }
+      }
     }
   });
 }

@@ -5,12 +5,13 @@
 
 #include <gtest/gtest.h>
 
-#include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tiers/record_layout.hpp>
 
 namespace hoist::tiers {
 namespace {
+
+std::uint64_t master_bytes(DType dtype) { return dtype == DType::bf16 ? 2 : dtype == DType::fp16 ? 4 : 0; }
 
 // The promises of record_layout.hpp, checked tile by tile.
 void expect_partition(const std::vector<RecordSegment>& segments) {
@@ -35,7 +36,7 @@ void expect_partition(const std::vector<RecordSegment>& segments) {
       const std::uint64_t w_used = tile.elements * (expected.dtype == DType::fp32 ? 4 : 2);
       const std::uint64_t moment_bytes = expected.moment_count * (expected.moment_dtype == DType::fp32 ? 4 : 2);
       const std::uint64_t s_used =
-          expected.trainable ? tile.elements * ((expected.dtype == DType::fp32 ? 0 : 2) + moment_bytes) : 0;
+          expected.trainable ? tile.elements * (master_bytes(expected.dtype) + moment_bytes) : 0;
       EXPECT_GE(tile.w_bytes, w_used);
       EXPECT_LT(tile.w_bytes, w_used + kBlockAlignment);
       EXPECT_GE(tile.s_bytes, s_used);
@@ -61,10 +62,13 @@ TEST(RecordLayout, FullTilesHaveNoPadding) {
   ASSERT_EQ(layout.tiles().size(), 3u);
   EXPECT_EQ(layout.region_bytes(Region::weights), 3 * kTileElements * 2);
   EXPECT_EQ(layout.region_bytes(Region::state), 3 * kTileElements * 10);
+  const RecordLayout fp16(std::array{RecordSegment{DType::fp16, true, 3 * kTileElements}});
+  EXPECT_EQ(fp16.region_bytes(Region::weights), 3 * kTileElements * 2);
+  EXPECT_EQ(fp16.region_bytes(Region::state), 3 * kTileElements * kStateBytesMax);
 }
 
 TEST(RecordLayout, EverySizeOfOneSegmentUpToThreeTiles) {
-  for (const DType dtype : {DType::bf16, DType::fp32}) {
+  for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32}) {
     for (const bool trainable : {true, false}) {
       for (std::uint64_t elements = 0; elements <= 3 * kTileElements; elements += kShardMultiple) {
         expect_partition({{dtype, trainable, elements}});
@@ -79,7 +83,7 @@ TEST(RecordLayout, RandomListsOfSegments) {
     Rng rng(seed);
     std::vector<RecordSegment> segments(rng.below(6));
     for (RecordSegment& segment : segments) {
-      segment.dtype = rng.below(2) == 0 ? DType::bf16 : DType::fp32;
+      segment.dtype = std::array{DType::bf16, DType::fp16, DType::fp32}[rng.below(3)];
       segment.trainable = rng.below(3) != 0;
       segment.moment_count = static_cast<unsigned>(rng.below(3));
       segment.moment_dtype = rng.below(2) == 0 ? DType::bf16 : DType::fp32;
@@ -101,17 +105,18 @@ TEST(RecordLayout, ZeroElementsHaveNoTiles) {
   EXPECT_EQ(RecordLayout({}).bytes(), 0u);
 }
 
-TEST(RecordLayout, StateTileHoldsRemainderThenMoments) {
+TEST(RecordLayout, StateTileHoldsMasterOrRemainderThenMoments) {
   for (std::uint64_t elements : {kShardMultiple, std::uint64_t{96}, kTileElements}) {
-    alignas(64) static std::byte tile[kTileElements * 10];
+    alignas(64) static std::byte tile[kTileElements * kStateBytesMax];
     for (const unsigned count : {0u, 1u, 2u}) {
       for (const DType moments : {DType::fp32, DType::bf16}) {
-        for (const DType dtype : {DType::fp32, DType::bf16}) {
+        for (const DType dtype : {DType::fp32, DType::fp16, DType::bf16}) {
           const RecordSegment segment{
               .dtype = dtype, .shard_elements = elements, .moment_count = count, .moment_dtype = moments};
           const StateTileView view = view_state_tile(segment, elements, tile);
-          const std::uint64_t first = dtype == DType::bf16 ? 2 * elements : 0;
+          const std::uint64_t first = master_bytes(dtype) * elements;
           EXPECT_EQ(reinterpret_cast<std::byte*>(view.remainder), dtype == DType::bf16 ? tile : nullptr);
+          EXPECT_EQ(reinterpret_cast<std::byte*>(view.master), dtype == DType::fp16 ? tile : nullptr);
           for (unsigned i = 0; i < 2; ++i) {
             std::byte* const expected = i < count ? tile + first + i * elements * dtype_bytes(moments) : nullptr;
             EXPECT_EQ(view.moments[i], expected);
@@ -121,10 +126,6 @@ TEST(RecordLayout, StateTileHoldsRemainderThenMoments) {
       }
     }
   }
-}
-
-TEST(RecordLayout, Fp16IsRefused) {
-  EXPECT_THROW(RecordLayout(std::array{RecordSegment{DType::fp16, true, 32}}), UsageError);
 }
 
 TEST(RecordLayoutDeathTest, ShardsAreMultiplesOf32) {

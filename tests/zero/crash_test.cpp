@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // P3 at the engine's face: processes killed at random moments resume bit-exactly.
+#include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <cstring>
 #include <filesystem>
 #include <thread>
 
@@ -21,35 +23,51 @@ namespace {
 constexpr std::uint64_t kSteps = 2500;
 constexpr int kKills = 30;
 
-// Trains to kSteps from whatever the store holds, in this process, then exits without running any destructor twice.
-[[noreturn]] void train_in_child(const ToySetup& setup) {
+struct KillCase {
+  const char* name;
+  Placement parameters;
+  DType dtype = DType::bf16;  // fp16: with a loss scale that skips a step every now and then
+};
+
+ToySetup setup_of(const KillCase& c, Placement parameters, Placement optimizer, const std::string& directory = "") {
+  ToySetup setup = toy_setup(parameters, optimizer, directory);
+  if (c.dtype == DType::fp16) setup.engine.loss_scale = toy_loss_scale();
+  return setup;
+}
+ToyShape shape_of(const KillCase& c) { return {.matrices = {9000, 20000}, .dtype = c.dtype}; }
+
+// Makes kSteps steps, counting on from whatever the store holds, in this process, then exits without running any
+// destructor twice. Steps that were skipped after the last commit are made again.
+[[noreturn]] void train_in_child(const KillCase& c, const ToySetup& setup) {
   {
     Runtime runtime(setup.runtime);
     Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{.matrices = {9000, 20000}});
-    std::uint64_t first = 1;
+    ToyModel model(engine, shape_of(c));
+    std::uint64_t made = 0;
     if (engine.find_commit()) {
-      first = engine.restore().step + 1;
+      const RestoreReport report = engine.restore();
+      std::memcpy(&made, report.caller_state.data(), std::min(report.caller_state.size(), sizeof(made)));
     } else {
       engine.initialize(model.fill());
     }
-    model.train(first, kSteps);
+    model.train(made + 1, kSteps);
   }
   ::_exit(0);
 }
 
-class KillTest : public testing::TestWithParam<Placement> {};
+class KillTest : public testing::TestWithParam<KillCase> {};
 
 TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
+  const KillCase& c = GetParam();
   const TempDirectory directory;
-  const ToySetup setup = toy_setup(GetParam(), Placement::nvme, (directory / "store"));
+  const ToySetup setup = setup_of(c, c.parameters, Placement::nvme, (directory / "store"));
   const std::uint64_t seed = static_cast<std::uint64_t>(::getpid());
   Rng rng(seed);
   int kills = 0;
   for (int attempt = 0; attempt < 400; ++attempt) {
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
-    if (child == 0) train_in_child(setup);
+    if (child == 0) train_in_child(c, setup);
     if (kills < kKills) {
       std::this_thread::sleep_for(std::chrono::microseconds(5000 + rng.below(80000)));
       ::kill(child, SIGKILL);
@@ -67,16 +85,31 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
   EXPECT_EQ(kills, kKills) << "the run is too short to be killed so often";
   Runtime runtime(setup.runtime);
   Engine engine(runtime, setup.engine);
-  ToyModel model(engine, ToyShape{.matrices = {9000, 20000}});
-  EXPECT_EQ(engine.restore().step, kSteps);
-  Digests expected =
-      train_once(toy_setup(Placement::pinned, Placement::pinned), ToyShape{.matrices = {9000, 20000}}, kSteps);
+  ToyModel model(engine, shape_of(c));
+  const std::uint64_t applied = engine.restore().step;
+  EXPECT_EQ(applied < kSteps, c.dtype == DType::fp16) << applied;
+
+  const ToySetup undisturbed = setup_of(c, Placement::pinned, Placement::pinned);
+  Runtime other_runtime(undisturbed.runtime);
+  Engine other(other_runtime, undisturbed.engine);
+  ToyModel other_model(other, shape_of(c));
+  other.initialize(other_model.fill());
+  double scale = other.loss_scale();  // after the last step that was applied
+  for (std::uint64_t step = 1; step <= kSteps; ++step) {
+    other_model.train(step, step);
+    if (other_model.reports.back().applied) scale = other.loss_scale();
+  }
+  EXPECT_EQ(applied, other.step_count());
+  EXPECT_EQ(engine.loss_scale(), scale);
+  Digests expected = digests_of(other, other_model);
   expected.losses.clear();
   EXPECT_EQ(digests_of(engine, model), expected) << "seed " << seed << ", " << kills << " kills";
 }
 
-INSTANTIATE_TEST_SUITE_P(Parameters, KillTest, testing::Values(Placement::nvme, Placement::pinned),
-                         [](const auto& c) { return c.param == Placement::nvme ? "on_nvme" : "in_memory"; });
+INSTANTIATE_TEST_SUITE_P(Parameters, KillTest,
+                         testing::Values(KillCase{"on_nvme", Placement::nvme}, KillCase{"in_memory", Placement::pinned},
+                                         KillCase{"fp16_on_nvme", Placement::nvme, DType::fp16}),
+                         [](const auto& c) { return c.param.name; });
 
 // Two ranks: only the first one's first commit was durable when the machine died.
 class HalfAFirstCommit : public testing::Test {

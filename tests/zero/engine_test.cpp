@@ -317,8 +317,8 @@ TEST(Engine, BrokenContractsAreUsageErrorsAndHarmless) {
   EXPECT_THROW(f.engine.step(), UsageError);  // not initialized
   EXPECT_THROW(f.engine.parameter("nobody"), UsageError);
   const ParameterSpec repeated{.name = "unit0.matrix", .shape = {2}}, empty{.name = "e", .shape = {0}},
-      half{.name = "h", .shape = {2}, .dtype = DType::fp16}, lost{.name = "l", .shape = {2}, .group = GroupId{7}};
-  for (const ParameterSpec* spec : {&repeated, &empty, &half, &lost}) {
+      lost{.name = "l", .shape = {2}, .group = GroupId{7}};
+  for (const ParameterSpec* spec : {&repeated, &empty, &lost}) {
     EXPECT_THROW(f.engine.add_unit("bad", std::span(spec, 1)), UsageError) << spec->name;
   }
   EXPECT_THROW(f.engine.add_unit("none", {}), UsageError);

@@ -24,16 +24,19 @@ ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string&
   return setup;
 }
 
+LossScaleOptions toy_loss_scale() { return {.dynamic = true, .scale = 0x1.0p21, .window = 2, .hysteresis = 1}; }
+
 ToyModel::ToyModel(Engine& engine, const ToyShape& shape)
     : engine_(engine), shape_(shape), stream_(engine.runtime().device().create_stream("compute")) {
   const GroupId no_decay = engine.add_group(shape.vectors);
   for (std::size_t u = 0; u < shape.matrices.size(); ++u) {
     const std::string name = "unit" + std::to_string(u);
     std::vector<ParameterSpec> specs{
-        {.name = name + ".matrix", .shape = {shape.matrices[u]}},
+        {.name = name + ".matrix", .shape = {shape.matrices[u]}, .dtype = shape.dtype},
         {.name = name + ".norm", .shape = {shape.norm}, .dtype = DType::fp32, .group = no_decay}};
     const bool frozen = shape.frozen && u == 1;
-    if (frozen) specs.push_back({.name = name + ".frozen", .shape = {3, 1000}, .trainable = false});
+    if (frozen)
+      specs.push_back({.name = name + ".frozen", .shape = {3, 1000}, .dtype = shape.dtype, .trainable = false});
     Unit unit{.id = engine.add_unit(name, specs, {.binding = shape.binding})};
     unit.matrix = engine.parameter(name + ".matrix");
     unit.norm = engine.parameter(name + ".norm");
@@ -54,6 +57,7 @@ Fill ToyModel::fill() const {
 namespace {
 
 float element(const TensorView& view, std::uint64_t i) {
+  if (view.dtype == DType::fp16) return fp16_to_float(static_cast<const std::uint16_t*>(view.data)[i]);
   return view.dtype == DType::fp32 ? static_cast<const float*>(view.data)[i]
                                    : to_float(static_cast<const bf16*>(view.data)[i]);
 }
@@ -85,12 +89,15 @@ void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradie
                              std::uint64_t step) {
   const std::uint64_t seed = shape_.seed + 77 * parameter.index + 1'000'003 * step +
                              7919 * static_cast<std::uint64_t>(equal_gradients ? 0 : engine_.runtime().rank());
-  stream_->launch("backward", [weights, gradient, seed, scale = gradient_scale] {
+  stream_->launch("backward", [weights, gradient, seed, scale = gradient_scale * engine_.loss_scale()] {
     for (std::uint64_t i = 0; i < weights.element_count(); ++i) {
       const float value =
           scale * (0.05f * element(weights, i) + static_cast<float>(0.02 * (random_uniform(seed, i) - 0.5)));
       if (gradient.dtype == DType::fp32) {
         static_cast<float*>(gradient.data)[i] += value;
+      } else if (gradient.dtype == DType::fp16) {
+        auto* target = static_cast<std::uint16_t*>(gradient.data);
+        target[i] = float_to_fp16(fp16_to_float(target[i]) + value);
       } else {
         auto* target = static_cast<bf16*>(gradient.data);
         target[i] = to_bf16(to_float(target[i]) + value);

@@ -24,13 +24,16 @@ struct ToyShape {
   bool tied = true;    // the last unit also uses unit 0's matrix
   // Of the vectors; of the matrices: EngineOptions::optimizer_defaults.
   GroupOptions vectors{.learning_rate = 2e-2, .weight_decay = 0};
-  Binding binding{};  // of every unit
+  Binding binding{};          // of every unit
+  DType dtype = DType::bf16;  // of the matrices
 };
 
 struct ToySetup {
   RuntimeOptions runtime;
   EngineOptions engine;
 };
+// A loss scale that overflows fp16 gradients in the toy model's first steps and, every few steps, once more.
+LossScaleOptions toy_loss_scale();
 // Small budgets, tiny subgroups, clipping active; everything in `parameters` and `optimizer`.
 ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string& directory = "");
 
@@ -50,9 +53,9 @@ class ToyModel {
   std::vector<StepReport> reports;
   std::function<void(std::size_t unit)> in_forward = [](std::size_t) {};   // called after each unit's forward
   std::function<void(std::size_t unit)> in_backward = [](std::size_t) {};  // after each unit's finish()
-  float gradient_scale = 1;
-  int micro_batches = 1;  // that train() makes each step of
-  bool vertical = false;  // a pass holds all of them
+  float gradient_scale = 1;                                                // beside the engine's loss scale
+  int micro_batches = 1;                                                   // that train() makes each step of
+  bool vertical = false;                                                   // a pass holds all of them
   // Every rank makes rank 0's gradients. Without clipping, the state then does not depend on the number of ranks, if
   // that is a power of two.
   bool equal_gradients = false;

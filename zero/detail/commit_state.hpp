@@ -1,12 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/detail/commit_state.hpp - what a commit's caller state begins with.
+// zero/detail/commit_state.hpp - what a commit keeps beside the records: in the store's words, its caller state.
+//
+//   [0, 192)    the commit's name, empty for a step's; zero-terminated
+//   [192, 256)  the loss scaler's state, zeros without a dynamic one (and in commits of versions that had none)
+//   [256, ...)  the program's own bytes
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
 
-namespace hoist {
+#include <hoist/zero/loss_scale.hpp>
 
-// Every commit carries its name (empty for a step's) before the program's own bytes.
-inline constexpr std::uint64_t kCommitNameBytes = 256;
+namespace hoist::detail {
 
-}  // namespace hoist
+inline constexpr std::size_t kCommitNameBytes = 192;
+inline constexpr std::size_t kCommitHeadBytes = kCommitNameBytes + kLossScalerBytes;
+static_assert(kCommitHeadBytes == 256, "part of the format");
+
+struct CommitState {
+  std::optional<LossScaler::State> scaler;
+  std::vector<std::byte> program;
+};
+
+std::vector<std::byte> encode(const std::string& name, const CommitState& state);
+// Nothing when an engine cannot have written it.
+std::optional<CommitState> decode(std::span<const std::byte> bytes);
+
+}  // namespace hoist::detail

@@ -48,6 +48,7 @@ class Engine::Impl {
   void lay_out(bool create_store, std::uint64_t run, bool replace_first_commit);
   // [C] A random number that all ranks share: it joins the stores that are made together.
   std::uint64_t agree_on_run() const;
+  void require_weights_dtype() const;  // there are parameters that the loss scale is for
   Completion newest_weights_written(UnitId unit) const;
   void initialize(const Fill& fill, std::span<const std::byte> program_state);
   // Values of a moment, as Fill gives masters.
@@ -68,7 +69,9 @@ class Engine::Impl {
   void check_agreement();                                   // all ranks made the same calls in the pass that ended
   StepReport step(const StepOptions& options);
   void await_gradients();  // until all of the step's are at home
-  double global_norm();
+  double global_norm();  // of the sum over micro-batches, with the loss scale
+  // What the gradients at home are to be multiplied by: they are sums over micro-batches of scaled losses' gradients.
+  double gradient_mean() const { return 1.0 / micro_batches / scaler.scale(); }
   // A group's options as the schedule has them after so many steps.
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
   std::shared_ptr<detail::StepUpdate> make_update(double gradient_scale) const;
@@ -120,13 +123,13 @@ class Engine::Impl {
 
   // --- engine_commit.cpp
   static std::uint64_t name_digest(const std::string& name);
-  // A commit's caller state: its name, then what the program gave.
-  static std::vector<std::byte> framed(const std::string& name, std::span<const std::byte> program_state);
-  Completion commit(const std::string& name, std::span<const std::byte> program_state);  // and notes it as the last one
-  Completion keep(const std::string& name, std::span<const std::byte> program_state);
+  // What a commit of the present state keeps beside the records.
+  detail::CommitState commit_state(std::span<const std::byte> program_state) const;
+  Completion commit(const std::string& name, const detail::CommitState& state);  // and notes it as the last one
+  Completion keep(const std::string& name, const detail::CommitState& state);
   // The step that was just computed is committed when it is due; what save() asked for meanwhile is kept.
   // On the update thread. Returns what is done when the step is durable; at once when it is not committed.
-  Completion commit_deferred(std::span<const std::byte> program_state, bool due);
+  Completion commit_deferred(const detail::CommitState& state, bool due);
   void fail_pending_saves(const std::exception_ptr& error);
   // Tells the other ranks whether this one's commit landed; throws when another's did not. On the commit thread.
   void agree_on_landing(bool landed);
@@ -191,13 +194,14 @@ class Engine::Impl {
   int micro_batches_done = 0;     // complete train passes since the last step
   bool gradients_due = false;     // all of them ended; step() or discard() is next
   std::uint64_t step_count = 0;
+  LossScaler scaler;  // changes in step() alone, and only after the step before has been carried out
   Completion last_commit;
   bool uncommitted = false;  // steps were taken that no commit holds, and none is on its way
 
   // save() while the step it means has still to be committed, by the update thread.
   struct PendingSave {
     std::string name;
-    std::vector<std::byte> program_state;
+    detail::CommitState state;
     Promise promise;
   };
   std::mutex saves_mutex;
@@ -208,7 +212,7 @@ class Engine::Impl {
   std::atomic<bool> changed_since_save{true};  // of state that lives in memory
   std::thread saver;                           // writes state that lives in memory; last_commit is its end
   std::atomic<std::int64_t> committed_step{-1};
-  std::vector<std::byte> caller_state;  // of the last commit
+  detail::CommitState committed_state;  // of the last commit
   aio::Engine::Stats counted_io{};      // what the ledger has already been told
   void book_io();
 };

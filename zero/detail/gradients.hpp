@@ -44,7 +44,8 @@ class Gradients {
   void begin_pass(bool first, int held);
   // Returns when every finished gradient is at home and no dropped one is still being made. Pre: executor drained.
   void wait();
-  // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order.
+  // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order; not a finite
+  // number when any gradient, of whichever parameter, is none.
   double sum_of_squares();
   // Forgets the gradients; buffers become free as their last use ends.
   void clear();
@@ -74,6 +75,7 @@ class Gradients {
     const std::byte* data = nullptr;
     DType dtype = DType::bf16;
     std::size_t count = 0;
+    bool in_norm = true;
   };
   Buffer& acquire(UnitId unit);
   void take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const;

@@ -51,7 +51,7 @@ inline tiers::StoreOptions store_options(const EngineOptions& options, const Uni
           .identity = {.layout = table.identity(), .rank = rank, .world_size = table.world_size()},
           .records = records.records(),
           .durability = nvme ? options.durability : tiers::Durability::step,  // without, commits are explicit saves
-          .caller_state_bytes_max = options.caller_state_bytes_max + kCommitNameBytes,
+          .caller_state_bytes_max = options.caller_state_bytes_max + kCommitHeadBytes,
           .kept_steps_max = options.keep_steps,
           .lock_timeout = options.lock_timeout,
           .trace = trace};

@@ -16,6 +16,9 @@ namespace hoist::detail {
 // Tiles looked at in one go: at most 3 MiB of bf16 record.
 inline constexpr std::uint32_t kAccessTiles = 16;
 
+// Element `index` of an array of `dtype`.
+float load_element(const std::byte* elements, DType dtype, std::uint64_t index);
+
 // A value of a tile: `master` is the fp32 value whatever the weights' type. Pre: the segment has the moment.
 float load_value(const TileAccess& tile, State state, std::uint64_t element);
 void store_value(const TileAccess& tile, State state, std::uint64_t element, float value);

@@ -21,10 +21,11 @@
 
 namespace hoist::detail {
 
-// The arrays of a tile's state. Null: fp32 weights have no remainder, and not every optimizer keeps both moments.
+// The arrays of a tile's state. Null: what the weights' type has not, and moments that the optimizer does not keep.
 struct StateArrays {
-  std::int16_t* remainder = nullptr;
-  void* moment1 = nullptr;  // of Segment::state.moments
+  std::int16_t* remainder = nullptr;  // of bf16 weights
+  float* master = nullptr;            // beside fp16 weights
+  void* moment1 = nullptr;            // of Segment::state.moments
   void* moment2 = nullptr;
 };
 
