@@ -10,8 +10,10 @@ constexpr std::string_view kOtherOptimizer = "it does not exist here; use \"Adam
 constexpr std::string_view kOneKernel = "there is one kernel, the same on every instruction set";
 constexpr std::string_view kOneReduction =
     "gradients are averaged over ranks in their own type with an fp32 sum; leave this key out";
-constexpr std::string_view kHalf = "there is no loss scaling, which fp16 weights need; use bf16, which does not";
-constexpr std::string_view kOnlyWithFp16 = "has a meaning only with fp16.enabled, which is refused";
+constexpr std::string_view kFp16Sums =
+    "a sum of fp16 loses what each micro-batch adds and overflows early; sums are fp32, so leave this key out";
+constexpr std::string_view kMixedPrecision =
+    "mixed precision is bf16 or fp16 weights beside fp32 masters; remove the section, and for fp16 use fp16.enabled";
 constexpr std::string_view kNoLossScale = "bf16 has the range of fp32, so there is no loss to scale";
 constexpr std::string_view kNoSequenceParallelism = "there is no sequence parallelism; leave this key out";
 
@@ -177,7 +179,9 @@ std::vector<KeyRow> bf16_rows() {
        .refusals = {{"false",
                      "the program declares each parameter's type (ParameterSpec::dtype), and the file cannot turn "
                      "bf16 parameters into fp32 ones; remove the section, or say true"}},
-       .meaning = "Parameters declared bf16 are trained with a split fp32 master.",
+       .meaning =
+           "Parameters declared bf16 are trained with a split fp32 master. Where the file says true, fp16 ones are "
+           "refused; false goes with fp16.enabled.",
        .apply = [](Draft&, const Value&) { /* what parameters declared bf16 do anyway */ }},
       hint("bf16.immediate_grad_update", ValueType::boolean, "false",
            "Whether gradients reach the accumulator at once.", "there is no accumulator to postpone"),
@@ -200,22 +204,60 @@ std::vector<KeyRow> bf16_rows() {
 
 std::vector<KeyRow> fp16_rows() {
   return {
-      section_row("fp16", "fp16 weights with loss scaling."),
-      refused("fp16.enabled", ValueType::boolean, "false", "Whether weights are fp16.", kHalf),
-      refused("fp16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast to fp16.", kHalf),
-      hint("fp16.loss_scale", ValueType::number, "0", "Fixed loss scale; 0: dynamic.", kOnlyWithFp16),
-      hint("fp16.initial_scale_power", ValueType::integer, "16", "Logarithm of the first dynamic scale.",
-           kOnlyWithFp16),
-      hint("fp16.loss_scale_window", ValueType::integer, "1000", "Steps before the scale is raised.", kOnlyWithFp16),
-      hint("fp16.hysteresis", ValueType::integer, "2", "Overflows before the scale is lowered.", kOnlyWithFp16),
-      hint("fp16.consecutive_hysteresis", ValueType::boolean, "false", "Whether good steps refill the hysteresis.",
-           kOnlyWithFp16),
-      hint("fp16.min_loss_scale", ValueType::integer, "1", "Smallest dynamic scale.", kOnlyWithFp16),
-      refused("fp16.fp16_master_weights_and_grads", ValueType::boolean, "false", "fp16 master weights.", kHalf),
-      refused_section("amp", "enabled", "NVIDIA Apex mixed precision.",
-                      "mixed precision is bf16 weights beside fp32 masters; remove the section"),
-      refused_section("torch_autocast", "enabled", "PyTorch autocast.",
-                      "mixed precision is bf16 weights beside fp32 masters; remove the section"),
+      section_row("fp16",
+                  "fp16 weights beside whole fp32 masters, with a scaled loss. The other keys count with enabled."),
+      {.path = "fp16.enabled",
+       .type = ValueType::boolean,
+       .default_value = "false",
+       .meaning =
+           "Whether 16-bit parameters are fp16. The program declares them so (one that declares bf16 is refused) "
+           "and multiplies its loss by Engine::loss_scale().",
+       .apply = [](Draft& d, const Value& v) { d.fp16.enabled = as_bool(v); }},
+      refused("fp16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast to fp16.",
+              "inputs are the program's own, which casts them where its layers want it; leave this key out"),
+      {.path = "fp16.loss_scale",
+       .type = ValueType::number,
+       .default_value = "0",
+       .range = {.max = 1e19},
+       .meaning =
+           "Fixed loss scale; 0: a dynamic one, which halves when gradients overflow and doubles when they have not "
+           "for a while. A step whose gradients are not finite is skipped with either.",
+       .apply = [](Draft& d, const Value& v) { d.fp16.fixed_scale = as_number(v); }},
+      {.path = "fp16.initial_scale_power",
+       .type = ValueType::integer,
+       .default_value = "16",
+       .range = {.max = 64},
+       .meaning = "Logarithm of the first dynamic scale.",
+       .apply = [](Draft& d, const Value& v) { d.fp16.initial_power = as_unsigned(v); }},
+      {.path = "fp16.loss_scale_window",
+       .type = ValueType::integer,
+       .default_value = "1000",
+       .range = {.min = 1, .max = 9e15},
+       .meaning = "Steps without an overflow after which the dynamic scale doubles, up to 2^64.",
+       .apply = [](Draft& d, const Value& v) { d.fp16.window = as_count(v); }},
+      {.path = "fp16.hysteresis",
+       .type = ValueType::integer,
+       .default_value = "2",
+       .range = {.min = 1, .max = 1'000'000},
+       .meaning =
+           "Overflows until the dynamic scale halves: the first ones only count down, as skipped steps. The count "
+           "begins anew when the scale doubles.",
+       .apply = [](Draft& d, const Value& v) { d.fp16.hysteresis = as_unsigned(v); }},
+      {.path = "fp16.consecutive_hysteresis",
+       .type = ValueType::boolean,
+       .default_value = "false",
+       .meaning = "Whether that count begins anew with every step without an overflow.",
+       .apply = [](Draft& d, const Value& v) { d.fp16.consecutive_hysteresis = as_bool(v); }},
+      {.path = "fp16.min_loss_scale",
+       .type = ValueType::integer,
+       .default_value = "1",
+       .range = {.min = 1, .max = 9e15},
+       .meaning = "Smallest dynamic scale; an overflow at it ends the run with an error, as in DeepSpeed.",
+       .apply = [](Draft& d, const Value& v) { d.fp16.scale_min = static_cast<double>(as_count(v)); }},
+      refused("fp16.fp16_master_weights_and_grads", ValueType::boolean, "false", "fp16 master weights.",
+              "a master of fp16 would not take in most updates; masters are fp32, so leave this key out"),
+      refused_section("amp", "enabled", "NVIDIA Apex mixed precision.", kMixedPrecision),
+      refused_section("torch_autocast", "enabled", "PyTorch autocast.", kMixedPrecision),
   };
 }
 
@@ -227,7 +269,7 @@ std::vector<KeyRow> data_type_rows() {
        .status = KeyStatus::hint,
        .default_value = "\"bf16\"",
        .choices = {"bf16", "bfloat16", "fp32", "float32"},
-       .refusals = {{"\"fp16\"", kHalf}, {"\"float16\"", kHalf}, {"\"half\"", kHalf}},
+       .refusals = {{"\"fp16\"", kFp16Sums}, {"\"float16\"", kFp16Sums}, {"\"half\"", kFp16Sums}},
        .nullable = true,
        .meaning = "Type gradients of micro-batches are added in.",
        .note = "sums over micro-batches are fp32, exact where their types allow it"},

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <set>
 #include <string_view>
 
@@ -222,11 +224,66 @@ class Rules {
   }
 
   void formats() {
-    const bool fp16 = std::ranges::any_of(
-        read_.refused, [](const ConfigSetting& s) { return s.row->path == "fp16.enabled" && s.value == Value(true); });
-    if (fp16 && in_file("bf16.enabled")) {
-      problem("bf16.enabled", "fp16 and bf16 cannot both be enabled; remove the section fp16");
+    if (!draft_.fp16.enabled) {
+      if (in_file("bf16.enabled")) draft_.engine.weights_dtype = DType::bf16;
+      return without_fp16();
     }
+    if (in_file("bf16.enabled")) {
+      problem("bf16.enabled", "fp16 and bf16 cannot both be enabled; remove one of the two sections");
+    }
+    // Its refusal is about weights that would be neither.
+    std::erase_if(read_.problems, [&](const ConfigProblem& p) {
+      return p.key.ends_with("16.enabled") && p.problem.starts_with("false is refused");
+    });
+    if (ConfigSetting* bf16 = setting("bf16.enabled"); bf16 != nullptr && !in_file("bf16.enabled")) bf16->value = false;
+    draft_.engine.weights_dtype = DType::fp16;
+    own_type_only("communication_data_type", "gradients travel in their own type, which is fp16 here");
+    own_type_only("data_types.param_dtype", "parameters are fp16 here");
+    loss_scale();
+  }
+
+  // The table's neutral value is bf16.
+  void own_type_only(std::string_view key, std::string_view why) {
+    std::erase_if(read_.problems,
+                  [&](const ConfigProblem& p) { return p.key == key && p.problem.starts_with("\"fp16\" is refused"); });
+    if (in_file(key)) problem(key, fmt::format("\"bf16\" is refused: {}; leave this key out", why));
+  }
+
+  void loss_scale() {
+    const Fp16Draft& fp16 = draft_.fp16;
+    if (fp16.fixed_scale > 0) {
+      draft_.engine.loss_scale = {.scale = fp16.fixed_scale};
+      note_unused(dynamic_keys(), "fp16.loss_scale is a fixed one");
+      return;
+    }
+    const double first = std::ldexp(1.0, static_cast<int>(fp16.initial_power));
+    draft_.engine.loss_scale = {.dynamic = true,
+                                .scale = first,
+                                .window = fp16.window,
+                                .hysteresis = fp16.hysteresis,
+                                .consecutive_hysteresis = fp16.consecutive_hysteresis,
+                                .scale_min = fp16.scale_min};
+    if (first < fp16.scale_min && !is_wrong("fp16")) {
+      problem("fp16.initial_scale_power",
+              fmt::format("2^{} is below min_loss_scale {}", fp16.initial_power, fp16.scale_min));
+    }
+  }
+
+  static std::vector<std::string_view> dynamic_keys() {
+    return {"fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis", "fp16.consecutive_hysteresis",
+            "fp16.min_loss_scale"};
+  }
+
+  void without_fp16() {
+    std::vector<std::string_view> keys = dynamic_keys();
+    keys.insert(keys.begin(), "fp16.loss_scale");
+    note_unused(keys, "fp16.enabled is not true");
+  }
+
+  void note_unused(const std::vector<std::string_view>& keys, std::string_view why) {
+    std::vector<std::string_view> given;
+    std::ranges::copy_if(keys, std::back_inserter(given), [&](std::string_view key) { return in_file(key); });
+    if (!given.empty()) notes_.notes.push_back(fmt::format("not used, as {}: {}", why, fmt::join(given, ", ")));
   }
 
   // Two writers of one file would destroy each other's lines.
@@ -242,7 +299,7 @@ class Rules {
       notes_.notes.push_back("zero_optimization.stage is 3 (DeepSpeed's default is 0)");
     }
     if (const ConfigSetting* bf16 = setting("bf16.enabled");
-        bf16 != nullptr && bf16->source == ConfigSetting::Source::standard) {
+        bf16 != nullptr && bf16->source == ConfigSetting::Source::standard && !draft_.fp16.enabled) {
       notes_.notes.push_back("bf16 is not asked for: parameters the program declares bf16 are bf16 all the same");
     }
     if (!read_.automatic.empty()) {

@@ -22,6 +22,17 @@ struct ScheduleDraft {
   RangeTestRate range_test;
 };
 
+// The section "fp16".
+struct Fp16Draft {
+  bool enabled = false;
+  double fixed_scale = 0;  // 0: dynamic
+  unsigned initial_power = 16;
+  std::uint64_t window = 1000;
+  unsigned hysteresis = 2;
+  bool consecutive_hysteresis = false;
+  double scale_min = 1;
+};
+
 // Values that become options only together with others.
 struct Draft {
   RuntimeOptions runtime;
@@ -29,6 +40,7 @@ struct Draft {
   TrainingOptions training;
   MeasuredBandwidth measured;
   ScheduleDraft schedule;
+  Fp16Draft fp16;
 
   std::vector<std::string> parameter_paths;  // offload_param.nvme_path
   std::vector<std::string> optimizer_paths;  // offload_optimizer.nvme_path

@@ -204,6 +204,48 @@ TEST(Options, MomentsMayBeHalf) {
   EXPECT_EQ(parse("{}").engine.optimizer_defaults.moments, DType::fp32);
 }
 
+TEST(Options, Fp16IsWeightsAndALossScale) {
+  const EngineOptions standard = parse("{}").engine;
+  EXPECT_EQ(standard.weights_dtype, std::nullopt);
+  EXPECT_FALSE(standard.loss_scale.dynamic);
+  EXPECT_EQ(standard.loss_scale.scale, 1);
+  EXPECT_EQ(parse(R"({"bf16": {"enabled": true}})").engine.weights_dtype, DType::bf16);
+
+  const EngineOptions dynamic = parse(R"({"fp16": {"enabled": true}})").engine;
+  EXPECT_EQ(dynamic.weights_dtype, DType::fp16);
+  EXPECT_TRUE(dynamic.loss_scale.dynamic);
+  EXPECT_EQ(dynamic.loss_scale.scale, 65536);
+  EXPECT_EQ(dynamic.loss_scale.window, 1000u);
+  EXPECT_EQ(dynamic.loss_scale.hysteresis, 2u);
+  EXPECT_FALSE(dynamic.loss_scale.consecutive_hysteresis);
+  EXPECT_EQ(dynamic.loss_scale.scale_min, 1);
+
+  const LossScaleOptions own =
+      parse(R"({"bf16": {"enabled": false}, "fp16": {"enabled": true, "initial_scale_power": 20,
+                "loss_scale_window": 7, "hysteresis": 3, "consecutive_hysteresis": true, "min_loss_scale": 8}})")
+          .engine.loss_scale;
+  EXPECT_TRUE(own.dynamic);
+  EXPECT_EQ(own.scale, 1 << 20);
+  EXPECT_EQ(own.window, 7u);
+  EXPECT_EQ(own.hysteresis, 3u);
+  EXPECT_TRUE(own.consecutive_hysteresis);
+  EXPECT_EQ(own.scale_min, 8);
+
+  const LossScaleOptions fixed = parse(R"({"fp16": {"enabled": true, "loss_scale": 0.5}})").engine.loss_scale;
+  EXPECT_FALSE(fixed.dynamic);
+  EXPECT_EQ(fixed.scale, 0.5);
+}
+
+TEST(Options, LossScaleKeysWithoutUseAreNamed) {
+  const Config off = parse(R"({"fp16": {"enabled": false, "loss_scale": 128, "hysteresis": 5}})");
+  EXPECT_EQ(off.engine.loss_scale.scale, 1);
+  EXPECT_THAT(off.notes,
+              ::testing::Contains("not used, as fp16.enabled is not true: fp16.loss_scale, fp16.hysteresis"));
+  const Config fixed = parse(R"({"fp16": {"enabled": true, "loss_scale": 128, "hysteresis": 5}})");
+  EXPECT_EQ(fixed.engine.loss_scale.scale, 128);
+  EXPECT_THAT(fixed.notes, ::testing::Contains("not used, as fp16.loss_scale is a fixed one: fp16.hysteresis"));
+}
+
 TEST(Options, TheReferenceListsTheOptimizersOwnSettings) {
   const Config config = parse(R"({"optimizer": {"type": "Lion"}})");
   std::vector<std::string> names;
