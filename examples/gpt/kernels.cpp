@@ -100,6 +100,9 @@ void widen(const Matrix& matrix, const Part& part, float* panel) {
     if (matrix.dtype == DType::bf16) {
       const bf16* source = static_cast<const bf16*>(matrix.data) + offset;
       for (Index c = 0; c < part.columns; ++c) target[c] = to_float(source[c]);
+    } else if (matrix.dtype == DType::fp16) {
+      std::transform(static_cast<const std::uint16_t*>(matrix.data) + offset,
+                     static_cast<const std::uint16_t*>(matrix.data) + offset + part.columns, target, fp16_to_float);
     } else {
       std::copy_n(static_cast<const float*>(matrix.data) + offset, part.columns, target);
     }
@@ -114,6 +117,9 @@ void add_rounded(const GradientMatrix& gradient, const Part& part, const float* 
     if (gradient.dtype == DType::bf16) {
       bf16* target = static_cast<bf16*>(gradient.data) + offset;
       for (Index c = 0; c < part.columns; ++c) target[c] = to_bf16(to_float(target[c]) + source[c]);
+    } else if (gradient.dtype == DType::fp16) {
+      std::uint16_t* target = static_cast<std::uint16_t*>(gradient.data) + offset;
+      for (Index c = 0; c < part.columns; ++c) target[c] = float_to_fp16(fp16_to_float(target[c]) + source[c]);
     } else {
       float* target = static_cast<float*>(gradient.data) + offset;
       for (Index c = 0; c < part.columns; ++c) target[c] += source[c];
@@ -378,8 +384,8 @@ void embedding_backward(UpdatePool& pool, const EmbeddingShape& shape, const std
 // --- loss ----------------------------------------------------------------------------------------------------------
 
 double cross_entropy(UpdatePool& pool, Index rows, Index classes, const std::uint8_t* targets, float* logits,
-                     float* row_loss) {
-  const float scale = 1.0f / static_cast<float>(rows);
+                     float* row_loss, float loss_scale) {
+  const float scale = loss_scale / static_cast<float>(rows);
   for_chunks(pool, rows, kRowChunk, [&](Index first, Index count) {
     for (Index r = first; r < first + count; ++r) {
       float* row = logits + r * classes;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/kernels.hpp - the mathematics of a GPT on the CPU: each layer forward, and its derivative.
 //
-// Everything is fp32 and row-major; only weights and their gradients may be bf16. A weight is widened into `panel`
-// piece by piece just before the product that needs it, so at most one matrix exists in fp32 at a time.
+// Everything is fp32 and row-major; only weights and their gradients may be bf16 or fp16. A weight is widened into
+// `panel` piece by piece just before the product that needs it, so at most one matrix exists in fp32 at a time.
 //
 // Threading  One call at a time per output; the pool's threads share the work of a call.
 // Memory     No allocation. The caller hands in every buffer.
@@ -137,9 +137,9 @@ void embedding_forward(UpdatePool& pool, const EmbeddingShape& shape, const std:
 void embedding_backward(UpdatePool& pool, const EmbeddingShape& shape, const std::uint8_t* tokens, const float* dx,
                         GradientMatrix token_gradient, GradientMatrix position_gradient, float* scratch);
 
-// Turns logits[rows, classes] into the gradient of the mean loss, (softmax - target) / rows, in place, and returns the
-// mean cross-entropy in nats. row_loss: [rows] floats.
+// Turns logits[rows, classes] into the gradient of `loss_scale` times the mean loss, (softmax - target) / rows, in
+// place, and returns the mean cross-entropy in nats, without the scale. row_loss: [rows] floats.
 double cross_entropy(UpdatePool& pool, Index rows, Index classes, const std::uint8_t* targets, float* logits,
-                     float* row_loss);
+                     float* row_loss, float loss_scale = 1);
 
 }  // namespace hoist::gpt

@@ -511,6 +511,7 @@ void Model::head(std::span<const Batch> micro_batches, Pass pass) {
   Lease lease = engine_.gather(head_, *stream_);
   const HeadWeights weights{floats(lease.view(norm_weight_)), floats(lease.view(norm_bias_)),
                             matrix(lease.view(token_embedding_))};
+  const float loss_scale = engine_.loss_scale();
   HeadGradients gradients{};
   if (pass == Pass::train) {
     const GradientLease own = engine_.gradients(head_, *stream_);
@@ -519,8 +520,8 @@ void Model::head(std::span<const Batch> micro_batches, Pass pass) {
                  gradient_matrix(tied.view(token_embedding_))};
   }
   for (std::size_t m = 0; m < micro_batches.size(); ++m) {
-    enqueue("head", [this, m, targets = micro_batches[m].targets.data(), weights] {
-      head_forward(work_->kept[m], targets, weights);
+    enqueue("head", [this, m, targets = micro_batches[m].targets.data(), weights, loss_scale] {
+      head_forward(work_->kept[m], targets, weights, loss_scale);
     });
     if (pass != Pass::train) continue;
     enqueue("head backward", [this, m, weights, gradients] { head_backward(work_->kept[m], weights, gradients); });
@@ -529,7 +530,7 @@ void Model::head(std::span<const Batch> micro_batches, Pass pass) {
   if (pass == Pass::train) engine_.finish(head_, *stream_);
 }
 
-void Model::head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeights& weights) {
+void Model::head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeights& weights, float loss_scale) {
   const Workspace& w = *work_;
   layer_norm_forward(pool_, {.rows = rows(),
                              .width = options_.width,
@@ -540,7 +541,7 @@ void Model::head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeig
                              .inverse_dev = w.inverse_dev1,
                              .y = w.normed});
   linear_forward(pool_, {.rows = rows(), .x = w.normed, .weight = weights.tokens, .panel = w.panel, .y = w.logits});
-  kept.loss = cross_entropy(pool_, rows(), kVocabulary, targets, w.logits, w.row_loss);
+  kept.loss = cross_entropy(pool_, rows(), kVocabulary, targets, w.logits, w.row_loss, loss_scale);
 }
 
 void Model::head_backward(const Kept& kept, const HeadWeights& weights, const HeadGradients& gradients) {

@@ -2,7 +2,8 @@
 // examples/gpt/model.hpp - a byte-level GPT whose state is lifted by a hoist::Engine, layer by layer.
 //
 // Units: "embed" (token and position embedding), "block.0" ... "block.L-1", "head" (final norm; tied to the token
-// embedding). Matrices are bf16 with weight decay, norms and biases fp32 without: two segments, two groups.
+// embedding). Matrices are bf16, or fp16 with a scaled loss, with weight decay, norms and biases fp32 without: two
+// segments, two groups.
 //
 // Threading  One thread. It only enqueues: kernels run in order on the stream's worker, and the host runs ahead.
 // Memory     One block of the device arena, taken at construction: the input of every block is kept, for each
@@ -34,7 +35,7 @@ struct ModelOptions {
   int held_micro_batches = 1;        // that a pass may hold: more than one in vertical order
   std::uint64_t seed = 1;            // of the initial weights
   unsigned threads = 0;              // of the kernels; 0: every CPU the process may use
-  DType matrix_dtype = DType::bf16;  // fp32 lets a test compare with finite differences
+  DType matrix_dtype = DType::bf16;  // or fp16; fp32 lets a test compare with finite differences
 };
 
 class Model {
@@ -99,7 +100,7 @@ class Model {
   void feed_forward_backward(float* gradient, const BlockWeights& weights, const BlockGradients& gradients);
   void attention_branch_backward(const float* input, float* gradient, const BlockWeights& weights,
                                  const BlockGradients& gradients);
-  void head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeights& weights);
+  void head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeights& weights, float loss_scale);
   void head_backward(const Kept& kept, const HeadWeights& weights, const HeadGradients& gradients);
 
   Index rows() const { return static_cast<Index>(options_.batch) * options_.context; }

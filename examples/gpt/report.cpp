@@ -178,6 +178,7 @@ std::string report_json(const RunRecord& record) {
   for (const StepRecord& step : record.steps) {
     steps.push_back(
         {{"step", step.step}, {"loss", step.loss}, {"seconds", step.seconds}, {"gradient_norm", step.gradient_norm}});
+    if (step.loss_scale) steps.back().update(Json{{"loss_scale", *step.loss_scale}, {"applied", step.applied}});
   }
   const auto tier = [](const TierUse& use) {
     return Json{{"budget_bytes", use.budget_bytes}, {"peak_bytes", use.peak_bytes}};
@@ -212,6 +213,9 @@ std::string closing_table(const RunRecord& record) {
   if (!record.steps.empty()) {
     out += fmt::format("  {} steps in {:.1f} s, loss {:.3f} -> {:.3f}\n", record.steps.size(), step_seconds(record),
                        record.steps.front().loss, record.steps.back().loss);
+    const auto skipped = std::ranges::count(record.steps, false, &StepRecord::applied);
+    if (skipped > 0) out += fmt::format("  {} of them skipped, as their gradients were not finite\n", skipped);
+    if (const auto scale = record.steps.back().loss_scale) out += fmt::format("  loss scale {} at the end\n", *scale);
   }
   out += fmt::format("  {} parameters, {} rank{}, on the {}\n\n", record.parameters, record.world_size,
                      record.world_size == 1 ? "" : "s (the numbers below are rank 0's)", record.device);

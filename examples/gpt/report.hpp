@@ -20,6 +20,8 @@ struct StepRecord {
   double loss = 0;         // mean over ranks, before the update
   double seconds = 0;
   double gradient_norm = 0;
+  std::optional<double> loss_scale{};  // where there is one
+  bool applied = true;                 // false: a gradient was not finite, and the step was skipped
 };
 
 struct TierUse {

@@ -34,7 +34,7 @@ void install_signal_handlers() {
   sigaction(SIGTERM, &action, nullptr);
 }
 
-ModelOptions model_options(const Arguments& a, const Settled& settled) {
+ModelOptions model_options(const Arguments& a, const Config& config, const Settled& settled) {
   return {.layers = a.layers,
           .width = a.width,
           .heads = a.heads,
@@ -42,7 +42,8 @@ ModelOptions model_options(const Arguments& a, const Settled& settled) {
           .batch = settled.batch,
           .held_micro_batches = settled.vertical ? settled.micro_batches : 1,
           .seed = a.seed,
-          .threads = a.threads};
+          .threads = a.threads,
+          .matrix_dtype = config.engine.weights_dtype.value_or(DType::bf16)};
 }
 
 EngineOptions engine_options(const Config& config, const Settled& settled) {
@@ -61,7 +62,7 @@ class Training {
         runtime_(config_.runtime),
         settled_(settle(arguments, config_, runtime_.world_size())),
         engine_(runtime_, engine_options(config_, settled_)),
-        model_(runtime_, engine_, model_options(arguments, settled_), config_.engine.optimizer_defaults) {
+        model_(runtime_, engine_, model_options(arguments, config_, settled_), config_.engine.optimizer_defaults) {
     if (arguments.save_every > 0 && config_.engine.keep_steps == 0) {
       throw InputError(
           fmt::format("{}: --save-every needs room for what it saves: set hoist.keep_steps to the number of "
@@ -252,8 +253,11 @@ StepRecord Training::one_step() {
   ++step_;
   if (arguments_.save_every > 0 && step_ % arguments_.save_every == 0)
     committed_ = engine_.save(fmt::format("step-{}", step_), state);
-  return {
+  StepRecord record{
       .step = step_, .loss = loss, .seconds = to_seconds(Clock::now() - begin), .gradient_norm = report.gradient_norm};
+  record.applied = report.applied;
+  if (config_.engine.weights_dtype == DType::fp16) record.loss_scale = report.loss_scale;
+  return record;
 }
 
 // Where steps are commits, or durability `none` asked for none, there is nothing to do. Otherwise a store, where one is

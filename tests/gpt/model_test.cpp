@@ -79,6 +79,56 @@ struct Trainer {
   std::unique_ptr<Model> model;
 };
 
+// --- fp16 ----------------------------------------------------------------------------------------------------------
+
+EngineOptions fp16_in_memory(double scale) {
+  EngineOptions options = in_memory();
+  options.weights_dtype = DType::fp16;
+  options.loss_scale = {.dynamic = true, .scale = scale, .window = 1000, .hysteresis = 1};
+  return options;
+}
+
+struct Learned {
+  double first = 0, last = 0;  // loss
+};
+Learned learn(const EngineOptions& options, DType dtype, int steps) {
+  Trainer trainer(small_runtime(), options, small_model(dtype));
+  trainer.engine->initialize(trainer.model->initial_values());
+  const auto losses = trainer.steps(static_cast<std::uint64_t>(steps));
+  return {losses.front(), losses.back()};
+}
+
+// Weights of eleven bits stay closer to fp32's run than those of eight.
+TEST(Fp16, LearnsAsFp32Does) {
+  const Learned fp32 = learn(in_memory(), DType::fp32, 60);
+  const Learned fp16 = learn(fp16_in_memory(65536), DType::fp16, 60);
+  EXPECT_LT(fp32.last, 0.7 * fp32.first) << "there is nothing to compare";
+  EXPECT_NEAR(fp16.first, fp32.first, 1e-3);
+  EXPECT_NEAR(fp16.last, fp32.last, 0.02);
+}
+
+TEST(Fp16, AScaleTooLargeIsLoweredUntilItLearns) {
+  Trainer trainer(small_runtime(), fp16_in_memory(0x1.0p40), small_model(DType::fp16));
+  trainer.engine->initialize(trainer.model->initial_values());
+  const std::string before = state_digest(*trainer.engine, State::master);
+  int skipped = 0;
+  for (std::uint64_t i = 0; i < 40; ++i) {
+    trainer.model->train(batch_at(i, trainer.model->options()));
+    const float scale = trainer.engine->loss_scale();
+    const StepReport report = trainer.engine->step();
+    if (report.applied) {
+      EXPECT_TRUE(std::isfinite(report.gradient_norm));
+      EXPECT_NE(state_digest(*trainer.engine, State::master), before);
+      break;
+    }
+    ++skipped;
+    EXPECT_EQ(trainer.engine->loss_scale(), scale / 2);
+    ASSERT_EQ(state_digest(*trainer.engine, State::master), before);
+  }
+  EXPECT_GT(skipped, 10);
+  EXPECT_LT(skipped, 40);
+}
+
 // --- gradients -----------------------------------------------------------------------------------------------------
 
 class GradientTest : public testing::Test {

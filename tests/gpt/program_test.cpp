@@ -209,6 +209,33 @@ TEST_F(Program, TrainsAndReports) {
   EXPECT_EQ(content_of(path("error")), "");
 }
 
+// From a scale at which every gradient overflows; stopped and resumed in the middle of its way down and after it.
+TEST_F(Program, TrainsInFp16AndResumesWithItsScale) {
+  json config = json::parse(content_of(path("config.json")));
+  config.erase("bf16");
+  config["fp16"] = {{"enabled", true}, {"initial_scale_power", 28}, {"loss_scale_window", 3}, {"hysteresis", 1}};
+  write("config.json", config.dump());
+  const json whole = report_of(usual(16));
+  ASSERT_TRUE(whole.is_object());
+  int applied = 0;
+  for (const json& step : whole["steps"]) applied += step["applied"].get<bool>() ? 1 : 0;
+  EXPECT_EQ(whole["steps"][0]["applied"], false);
+  EXPECT_TRUE(whole["steps"][0]["gradient_norm"].is_null());
+  EXPECT_EQ(whole["steps"][0]["loss_scale"], 1 << 28);
+  EXPECT_EQ(whole["steps"][1]["loss_scale"], 1 << 27);
+  EXPECT_GE(applied, 4);
+  EXPECT_LT(whole["steps"][15]["loss"].get<double>(), whole["steps"][0]["loss"].get<double>());
+  EXPECT_EQ(whole["committed_step"], applied);
+  EXPECT_THAT(content_of(path("out")), HasSubstr("skipped, as their gradients were not finite"));
+  for (const int stop : {4, 13}) {
+    remove_store();
+    report_of(usual(stop));
+    const json resumed = report_of(usual(16, {"--resume"}));
+    EXPECT_EQ(resumed["digest"], whole["digest"]) << "stopped after " << stop;
+    EXPECT_EQ(resumed["steps"].back()["loss_scale"], whole["steps"].back()["loss_scale"]);
+  }
+}
+
 TEST_F(Program, ResumesBitExactly) {
   const json whole = report_of(usual(6));
   for (const auto& [parameters, optimizer] :

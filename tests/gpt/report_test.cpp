@@ -93,6 +93,19 @@ TEST(Report, CommunicationToComputationIsWaitingForRanksOverKernels) {
   EXPECT_THAT(closing_table(example()), Not(HasSubstr("communication to computation")));
 }
 
+TEST(ClosingTable, SaysWhatWasSkipped) {
+  EXPECT_THAT(closing_table(example()), Not(HasSubstr("skipped")));
+  RunRecord record = example();
+  for (StepRecord& step : record.steps) step.loss_scale = 32768;
+  record.steps.front().applied = false;
+  EXPECT_THAT(closing_table(record), HasSubstr("1 of them skipped"));
+  EXPECT_THAT(closing_table(record), HasSubstr("loss scale 32768 at the end"));
+  const auto json = nlohmann::json::parse(report_json(record));
+  EXPECT_EQ(json["steps"][0]["loss_scale"], 32768);
+  EXPECT_EQ(json["steps"][0]["applied"], false);
+  EXPECT_EQ(json["steps"][1]["applied"], true);
+}
+
 TEST(ClosingTable, SurvivesARunWithoutSteps) {
   RunRecord record = example();
   record.steps.clear();
