@@ -40,7 +40,8 @@ void add_prediction(const CheckArguments& arguments, CheckReport& report) {
     if (!count)
       throw UsageError(
           fmt::format("--parameters {} is no count; write 350000000, 3.5e8 or 350M", arguments.parameters));
-    model = uniform_model(*count, std::min(*count, kAssumedUnits));
+    model = uniform_model(*count, std::min(*count, kAssumedUnits),
+                          report.config.engine.weights_dtype.value_or(DType::bf16));
     report.model = fmt::format("taken as {} equal units; --units FILE for the real ones", model.units.size());
   } else {
     return;

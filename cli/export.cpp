@@ -60,17 +60,27 @@ Json report_json(const ExportArguments& arguments, const StoredModel& model, con
           {"files", report.files}};
 }
 
+DType dtype_of(const std::string& name) {
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    if (name == dtype_name(dtype)) return dtype;
+  return DType::fp32;
+}
+
 void write_weights(const ExportArguments& arguments) {
   const std::uint64_t shard_bytes_max = shard_bytes(arguments.shard_size);
   const StoreSummary store = look_at_store(find_store(arguments.store));
   const auto step = chosen_step(arguments.step, store);
   StoredModel model(store.directory, {.step = step, .from = arguments.from});
+  const bool has_bf16 =
+      std::ranges::find(store.parameters, DType::bf16, &StoredParameter::dtype) != store.parameters.end();
+  if (dtype_of(arguments.dtype) == DType::fp16 && has_bf16)
+    throw BadInput("--dtype fp16: the store's model is bf16, of which fp16 would lose range; use bf16 or fp32");
 
   const InterruptGuard interrupt;
   std::optional<Progress> progress;
   const interchange::ExportReport report =
       interchange::export_model(model, {.directory = arguments.to,
-                                        .dtype = arguments.dtype == "bf16" ? DType::bf16 : DType::fp32,
+                                        .dtype = dtype_of(arguments.dtype),
                                         .shard_bytes_max = shard_bytes_max,
                                         .progress = [&](std::uint64_t done, std::uint64_t total) {
                                           measure::throw_if_stopped(interrupt.flag());
@@ -116,8 +126,10 @@ Command add_export(CLI::App& app) {
   command->add_option("--to", arguments->to, "Directory for the files; made when it does not exist")
       ->required()
       ->type_name("DIR");
-  command->add_option("--dtype", arguments->dtype, "fp32: the masters, bit by bit; bf16: what the forward pass uses")
-      ->check(CLI::IsMember({"fp32", "bf16"}))
+  command
+      ->add_option("--dtype", arguments->dtype,
+                   "fp32: the masters, bit by bit; bf16 or fp16: what the forward pass uses")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
   command->add_option("--step", arguments->step, "Which of the steps `hoist inspect` lists; the newest by default")
       ->type_name("N");

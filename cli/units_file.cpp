@@ -36,8 +36,9 @@ std::uint64_t count_of(const std::string& key, const Json& value, double min) {
 
 DType dtype_of(const std::string& key, const Json& value) {
   if (value == "bf16") return DType::bf16;
+  if (value == "fp16") return DType::fp16;
   if (value == "fp32") return DType::fp32;
-  refuse(key, value, "\"bf16\" or \"fp32\"");
+  refuse(key, value, "\"bf16\", \"fp16\" or \"fp32\"");
 }
 
 std::string text_of(const std::string& key, const Json& value) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <future>
 
 #include <fmt/format.h>
@@ -42,13 +43,29 @@ class Piece {
     } else {
       const auto masters = std::span(masters_).first(count);
       model.read(parameter, State::master, first, masters);
-      std::ranges::transform(masters, reinterpret_cast<bf16*>(target.data()), to_bf16);
+      narrow(masters, target.data());
+      if (dtype_ == DType::fp16) check_range(masters, model.parameters()[parameter]);
     }
   }
 
   std::span<const std::byte> bytes() const { return std::span(bytes_).first(used_bytes_); }
 
  private:
+  void narrow(std::span<const float> masters, std::byte* target) const {
+    if (dtype_ == DType::fp16) {
+      std::ranges::transform(masters, reinterpret_cast<std::uint16_t*>(target), float_to_fp16);
+    } else {
+      std::ranges::transform(masters, reinterpret_cast<bf16*>(target), to_bf16);
+    }
+  }
+  static void check_range(std::span<const float> masters, const StoredParameter& parameter) {
+    for (const float value : masters) {
+      if (master_is_committable(value, DType::fp16)) continue;
+      throw UsageError(fmt::format("parameter '{}' holds {}, which is too large for fp16; export as fp32 or bf16",
+                                   parameter.name, value));
+    }
+  }
+
   const DType dtype_;
   std::vector<std::byte> bytes_;
   std::vector<float> masters_;
@@ -59,9 +76,14 @@ class Piece {
 
 ExportReport export_model(StoredModel& model, const ExportOptions& options) {
   if (options.dtype == DType::fp16) {
-    throw UsageError("weights are exported as bf16 or fp32; fp16 would lose range");
+    for (const StoredParameter& parameter : model.parameters()) {
+      if (parameter.dtype != DType::bf16) continue;
+      throw UsageError(fmt::format("parameter '{}' is bf16, of which fp16 would lose range; export as bf16 or fp32",
+                                   parameter.name));
+    }
   }
-  const TensorType type = options.dtype == DType::fp32 ? TensorType::f32 : TensorType::bf16;
+  constexpr std::array kTypes{TensorType::bf16, TensorType::f16, TensorType::f32};
+  const TensorType type = kTypes[static_cast<std::size_t>(options.dtype)];
   const std::vector<TensorSpec> tensors = tensors_of(model, type);
   SafetensorsWriter writer({.directory = options.directory,
                             .shard_bytes_max = options.shard_bytes_max,

@@ -26,7 +26,7 @@ namespace hoist::interchange {
 struct ExportOptions {
   std::string directory;  // made when it does not exist; refused when it holds a model already
   // fp32: the masters, bit by bit; importing them continues with nothing lost but the moments. bf16: what the forward
-  // pass computes with, rounded as the engine rounds.
+  // pass computes with, rounded as the engine rounds. fp16: the same of a model whose 16-bit weights are fp16.
   DType dtype = DType::fp32;
   std::uint64_t shard_bytes_max = 5'000'000'000;
   // Called with bytes written and bytes in all; an exception from it ends the export.
@@ -40,7 +40,7 @@ struct ExportReport {
   std::uint64_t data_bytes = 0;
 };
 
-// Errors: UsageError for a dtype that is not exported.
+// Errors: UsageError for fp16 where the model has weights of a larger range.
 ExportReport export_model(StoredModel& model, const ExportOptions& options);
 
 }  // namespace hoist::interchange

@@ -72,6 +72,32 @@ TEST_F(Export, Bf16HoldsTheWeightsOfTheForwardPass) {
   }
 }
 
+TEST_F(Export, Fp16IsForModelsOfFp16) {
+  const test::Masters masters = test::make_store(path("store"), 2, 2, {.dtype = DType::fp16});
+  ASSERT_EQ(run("export store --to weights --dtype fp16").exit_code, 0);
+  const interchange::SafetensorsModel model(path("weights"));
+  for (const auto& [name, expected] : masters) {
+    const auto* tensor = model.find(name);
+    ASSERT_EQ(tensor->info->type, interchange::TensorType::f16);
+    std::vector<std::uint16_t> values(expected.size());
+    tensor->read(0, std::as_writable_bytes(std::span(values)));
+    for (std::size_t i = 0; i < values.size(); ++i)
+      ASSERT_EQ(values[i], float_to_fp16(expected[i])) << name << " " << i;
+  }
+  ASSERT_EQ(run("export store --to masters").exit_code, 0);
+  const interchange::SafetensorsModel whole(path("masters"));
+  for (const auto& [name, expected] : masters) {
+    if (!name.ends_with("frozen")) {
+      EXPECT_EQ(values_of(whole, name), expected) << name;
+    }
+  }
+  test::make_store(path("other"), 1, 1);
+  const auto refused = run("export other --to other-weights --dtype fp16");
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_THAT(refused.errors, HasSubstr("--dtype fp16: the store's model is bf16"));
+  EXPECT_THAT(names_in("other-weights"), IsEmpty());
+}
+
 TEST_F(Export, PythonReadsWhatTheEngineHad) {
   HOIST_NEEDS_PYTHON(path(""), "safetensors, numpy");
   const test::Masters masters = test::make_store(path("store"), 2, 3);
