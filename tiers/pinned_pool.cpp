@@ -25,21 +25,14 @@ struct Place {
 Place place(std::uint64_t used, std::uint64_t bytes) {
   const std::uint64_t rounded = round_up(bytes, kBlockAlignment);
   const std::uint64_t left_in_slice = HostMemory::kSliceBytes - used % HostMemory::kSliceBytes;
-  const std::uint64_t offset = rounded <= left_in_slice ? used : used + left_in_slice;
+  const bool fits_a_slice = rounded <= HostMemory::kSliceBytes;
+  const std::uint64_t offset = rounded <= left_in_slice || !fits_a_slice ? used : used + left_in_slice;
   return {offset, offset + rounded};
 }
 
 }  // namespace
 
-void PinnedPlan::add(std::uint64_t bytes) {
-  if (bytes > HostMemory::kSliceBytes) {
-    throw UsageError(
-        fmt::format("a pinned piece of {} ({} bytes) does not fit into one registration slice of {}; split it "
-                    "(a smaller sub_group_size or buffer size does)",
-                    format_bytes(bytes), bytes, format_bytes(HostMemory::kSliceBytes)));
-  }
-  bytes_ = place(bytes_, bytes).end;
-}
+void PinnedPlan::add(std::uint64_t bytes) { bytes_ = place(bytes_, bytes).end; }
 
 PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
     : hold_(budget.take(options.bytes, "the pinned pool")),
@@ -50,9 +43,8 @@ PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
 
 std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& what) {
   const Place piece = place(used_bytes_, bytes);
-  HOIST_ASSERT(bytes <= HostMemory::kSliceBytes && piece.end <= memory_.bytes().size(),
-               "{} of {} bytes at {} was not in the plan of {} bytes", what, bytes, piece.offset,
-               memory_.bytes().size());
+  HOIST_ASSERT(piece.end <= memory_.bytes().size(), "{} of {} bytes at {} was not in the plan of {} bytes", what, bytes,
+               piece.offset, memory_.bytes().size());
   used_bytes_ = piece.end;
   return memory_.bytes().subspan(piece.offset, bytes);
 }

@@ -108,6 +108,10 @@ class Store {
   // The ranks that have a manifest in `directory`, ascending; none when there is no such directory.
   static std::vector<int> ranks_in(const std::string& directory);
 
+  // Removes the files of all ranks of a store from the directories of its drives, manifests first. All their locks are
+  // taken before: when one is not to be had within `lock_timeout`, nothing is removed. Returns whether it is gone.
+  static bool remove(std::span<const std::string> directories, Nanoseconds lock_timeout);
+
   // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError when one with a commit
   // is there or was and cannot be read any more, with BudgetError{tier "nvme"} when the file system is too small; then
   // leaves nothing behind. A store that never reached its first commit is replaced, and so is one of durability none.

@@ -195,16 +195,17 @@ class NewFiles {
   }
 
   std::unique_ptr<aio::StripedFile> make_data(Store::Engines engines) {
+    for (const auto& creation : creations_) creation->replace();
+    // Labels first, and durably: data without a label is never ours, and once the manifest is gone nothing else says
+    // that data of a first commit may give way.
+    for (unsigned d = 1; d < layout_.drive_count(); ++d) {
+      detail::write_label(drives_[d], label(d));
+      aio::sync_directory(drives_[d].directory);
+      creations_[d]->remember_label();
+    }
     for (const auto& creation : creations_) creation->clear();
     std::vector<aio::StripeDrive> files;
-    for (unsigned d = 0; d < layout_.drive_count(); ++d) {
-      if (d > 0) {  // and durably before the data, so that data without a label is never ours
-        detail::write_label(drives_[d], label(d));
-        aio::sync_directory(drives_[d].directory);
-        creations_[d]->remember_label();
-      }
-      files.push_back({engines[d], make_drive(d)});
-    }
+    for (unsigned d = 0; d < layout_.drive_count(); ++d) files.push_back({engines[d], make_drive(d)});
     detail::remove_file(drives_.front().label);  // it was a further drive of a store that gives way
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
   }
@@ -317,6 +318,10 @@ Store::Found Store::look(const std::string& directory, int rank) {
 }
 
 std::vector<int> Store::ranks_in(const std::string& directory) { return detail::ranks_in(directory); }
+
+bool Store::remove(std::span<const std::string> directories, Nanoseconds lock_timeout) {
+  return detail::remove_store(directories, lock_timeout);
+}
 
 Store::Cost Store::cost(const StoreOptions& options) {
   const Superblock superblock = superblock_for(options);

@@ -119,8 +119,7 @@ void Engine::Impl::tear_down() noexcept {
   const bool drive_is_lost = live.drives && live.drives->gave_up();
   live.drives.reset();
   live.commit_channel.reset();
-  for (const auto& slice : live.registered) runtime.device().unregister_host(slice);
-  live.registered.clear();
+  runtime.device().unregister_host(std::exchange(live.registered, {}));
   if (drive_is_lost) live.memory->quarantine();
   live.memory.reset();
   live.records.reset();
@@ -223,13 +222,12 @@ void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_fi
   const std::uint64_t store_memory = with_store ? tiers::Store::cost(store).memory_bytes : 0;
   live.memory = std::make_unique<detail::Memory>(runtime, options, table, store_memory);
 
-  for (const auto& slice : live.memory->registered_slices()) {
-    if (slice.empty()) continue;
-    runtime.device().register_host(slice);
-    live.registered.push_back(slice);
+  if (const std::span<std::byte> pinned = live.memory->pinned(); !pinned.empty()) {
+    runtime.device().register_host(pinned);  // in one: a copy may not cross two registrations
+    live.registered = pinned;
   }
   if (with_store) {
-    live.drives = std::make_unique<detail::Drives>(runtime.options(), options, live.registered);
+    live.drives = std::make_unique<detail::Drives>(runtime.options(), options, live.memory->io_slices());
     const auto engines = live.drives->engines();
     if (create_store) {
       store.store_number = run + static_cast<std::uint64_t>(runtime.rank());
@@ -521,8 +519,7 @@ void Engine::set_learning_rate(GroupId group, double learning_rate) {
 std::vector<std::string> Engine::describe() const {
   std::vector<std::string> lines;
   constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
-  const double fraction =
-      impl_->options.optimizer == Placement::nvme ? impl_->options.optimizer_pinned_fraction : 0;
+  const double fraction = impl_->options.optimizer == Placement::nvme ? impl_->options.optimizer_pinned_fraction : 0;
   lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}, update mode {}",
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
                               kPlaces[static_cast<std::size_t>(impl_->options.optimizer)],

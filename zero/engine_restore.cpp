@@ -373,21 +373,26 @@ void Engine::Impl::remove_unfinished_places(std::uint64_t after) const {
   together("remove what an earlier attempt left", [&] {
     if (runtime.rank() != 0) return;
     for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
-      if (other.order > after && is_unfinished(other.in(options.store_directory)))
-        detail::remove_store(drive_directories(), other);
+      const std::string directory = other.in(options.store_directory);
+      if (other.order <= after || !is_unfinished(directory)) continue;
+      if (!detail::remove_store(drive_directories(), other, options.lock_timeout))
+        throw StoreError(
+            fmt::format("another process is making the store in {} from this one; wait for it to end", directory));
     }
   });
 }
 
-// Stores that this one has taken over from; those that keep steps, or are not whole, stay.
+// Stores that this one has taken over from; those that keep steps, or are not whole, stay, and so, until the next
+// start, does one that somebody reads.
 void Engine::Impl::remove_older_places() const {
   if (!nvme_placement() && live.store->commits().empty()) return;  // not taken over yet
+  constexpr Nanoseconds kNow{0};
   together("remove the store it took over from", [&] {
     if (runtime.rank() != 0) return;
     for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
       if (other.order == place.order) continue;
       if (!other.name.empty() && is_unfinished(other.in(options.store_directory))) {
-        detail::remove_store(drive_directories(), other);
+        detail::remove_store(drive_directories(), other, kNow);
         continue;
       }
       if (other.order > place.order || tiers::Store::ranks_in(other.in(options.store_directory)).empty()) continue;
@@ -395,7 +400,7 @@ void Engine::Impl::remove_older_places() const {
       const bool whole = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
       const bool keeps = std::ranges::any_of(
           summary.ranks, [](const StoreSummary::Rank& rank) { return !rank.kept.empty() || rank.commits.empty(); });
-      if (whole && !keeps) detail::remove_store(drive_directories(), other);
+      if (whole && !keeps) detail::remove_store(drive_directories(), other, kNow);
     }
   });
 }

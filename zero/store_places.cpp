@@ -49,18 +49,14 @@ std::vector<StorePlace> store_places(const std::string& directory) {
   return places;
 }
 
-void remove_store(const std::vector<std::string>& directories, const StorePlace& place) {
+bool remove_store(const std::vector<std::string>& directories, const StorePlace& place, Nanoseconds lock_timeout) {
+  std::vector<std::string> drives;
+  for (const std::string& directory : directories) drives.push_back(place.in(directory));
+  if (!tiers::Store::remove(drives, lock_timeout)) return false;
+  if (place.name.empty()) return true;
   std::error_code ignored;
-  for (const std::string_view suffix : {".manifest", ".manifest-new", ".label", ".lock-info", ".data"}) {
-    for (const std::string& directory : directories) {
-      for (const auto& entry : fs::directory_iterator(place.in(directory), ignored)) {
-        const std::string name = entry.path().filename().string();
-        if (name.starts_with("rank-") && name.ends_with(suffix)) fs::remove(entry.path(), ignored);
-      }
-    }
-  }
-  if (place.name.empty()) return;
-  for (const std::string& directory : directories) fs::remove(place.in(directory), ignored);
+  for (const std::string& drive : drives) fs::remove(drive, ignored);  // unless somebody has put something there
+  return true;
 }
 
 }  // namespace hoist::detail

@@ -76,6 +76,7 @@ void store_value(const TileAccess& tile, State state, std::uint64_t element, flo
 }
 
 void begin_state(const TileAccess& tile, const GroupOptions& group) {
+  if (tile.tile->s_bytes == 0) return;  // there may be no memory for it
   std::memset(tile.state, 0, tile.tile->s_bytes);
   if (group.kind != optim::OptimizerKind::adagrad || group.initial_accumulator == 0) return;
   const auto value = static_cast<float>(group.initial_accumulator);

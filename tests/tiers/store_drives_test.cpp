@@ -7,7 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
+#include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/store_reader.hpp>
 
 namespace hoist::tiers::test {
@@ -201,6 +203,33 @@ TEST_F(StoreDrivesTest, AStoreThatNeverCommittedIsReplaced) {
   { const auto store = create_store(fresh, *engine_); }
   const auto store = create_store(fresh, *engine_);
   run_step(*store, fresh, 0, all_records(fresh));
+}
+
+// Ranks that died between their first commits leave stores that give way; whatever stops that, the next start can go
+// on.
+TEST_F(StoreDrivesTest, AReplacementThatFailsHalfWayLeavesNothingInTheWay) {
+  for (const bool by_kill : {false, true}) {
+    StoreOptions replaced = small_model_on(directory_ / (by_kill ? "killed" : "failed"), 3);
+    {
+      const auto store = create_store(replaced, *engine_);
+      run_step(*store, replaced, 0, all_records(replaced));
+    }
+    replaced.replace_first_commit = true;
+    if (by_kill) {  // its labels are written and its manifest is gone; no data was started over
+      for (unsigned d = 1; d < 3; ++d) {
+        const detail::StorePaths drive(replaced.stripe_directories[d - 1], 0);
+        detail::write_label(drive, {.store_number = 7, .drive = d, .drive_count = 3, .home = replaced.directory});
+      }
+      fs::remove(replaced.directory + "/rank-00000.manifest");
+    } else {
+      const auto faults = std::make_shared<hoist::test::Faults>(1);
+      faults->add({.kind = hoist::test::Fault::Kind::error, .code = EIO});
+      aio::Engine engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
+      EXPECT_THROW(create_store(replaced, engine), IoError);
+    }
+    replaced.replace_first_commit = false;
+    EXPECT_EQ(refusal_to_create(replaced), "it was made");
+  }
 }
 
 TEST_F(StoreDrivesTest, OptionsThatMakeNoSenseAreRefused) {

@@ -291,6 +291,49 @@ TEST_F(StoreOpenTest, ManyStartAtOnceAndOneGetsIt) {
   }
 }
 
+// The one that gets it commits, and ends while the others still wait for it: they find a store that is not theirs.
+TEST_F(StoreOpenTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
+  options_.lock_timeout = std::chrono::seconds(10);
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> ready{0}, made{0};
+    {
+      std::vector<std::jthread> threads;
+      for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([&] {
+          const auto engine = clean_engine();
+          ++ready;
+          while (ready < 4) std::this_thread::yield();
+          try {
+            const auto store = Store::create(options_, *engine);
+            run_step(*store, options_, 0, all_records(options_));
+            ++made;
+          } catch (const StoreError& error) {
+            EXPECT_THAT(error.what(), HasSubstr("holds step 0"));
+          }
+        });
+      }
+    }
+    EXPECT_EQ(made, 1);
+    EXPECT_NO_THROW(Store::open(options_, *engine_));
+    fs::remove_all(options_.directory);
+  }
+}
+
+TEST_F(StoreOpenTest, IsRemovedOnlyWhenNobodyHasIt) {
+  const std::array directories{options_.directory};
+  make_committed(2);
+  const auto before = contents();
+  {
+    const auto store = Store::open(options_, *engine_);
+    EXPECT_FALSE(Store::remove(directories, {}));
+  }
+  EXPECT_EQ(contents(), before);
+  std::ofstream(options_.directory + "/notes") << "mine";
+  EXPECT_TRUE(Store::remove(directories, {}));
+  EXPECT_EQ(contents().size(), 1u) << "the notes alone";
+  EXPECT_TRUE(Store::remove(directories, {})) << "nothing is nobody's";
+}
+
 TEST_F(StoreOpenTest, RanksShareADirectory) {
   options_.identity.world_size = 2;
   const auto first = create();

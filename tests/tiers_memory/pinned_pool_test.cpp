@@ -51,10 +51,13 @@ TEST(PinnedPlan, SkipsToTheNextSliceInsteadOfStraddling) {
   EXPECT_EQ(plan.bytes(), 4 * kGiB);
 }
 
-TEST(PinnedPlan, RefusesAPieceLongerThanASlice) {
+TEST(PinnedPlan, APieceLongerThanASliceBeginsWhereItMay) {
   PinnedPlan plan;
-  EXPECT_THROW(plan.add(kGiB + 1), UsageError);
-  EXPECT_EQ(plan.bytes(), 0u);
+  plan.add(4096);
+  plan.add(kGiB + 1);
+  EXPECT_EQ(plan.bytes(), 4096 + kGiB + 4096);
+  plan.add(kGiB);
+  EXPECT_EQ(plan.bytes(), 3 * kGiB);
 }
 
 TEST(PinnedPool, PiecesLieWithinOneSlice) {

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/zero/detail/store_places.hpp>
 #include <hoist/zero/stored_model.hpp>
 
@@ -137,6 +138,20 @@ TEST_P(ReshardTest, ACrashBeforeTheNewStoreIsCommittedLeavesTheOldOne) {
   continue_with(3, 5);  // without NVMe, what is left goes only now that the new store has a commit
   ASSERT_EQ(places().size(), 1u);
   EXPECT_EQ(places()[0].name, "reshard-0001-ranks-3");
+}
+
+// Started twice: the second must not take the place of the first, which goes on and would end without a name.
+TEST_P(ReshardTest, APlaceThatAnotherProcessIsMakingIsLeftAlone) {
+  begin_with(2, 3);
+  const std::string theirs = setup_.engine.store_directory + "/reshard-0001-ranks-3";
+  {
+    tiers::detail::Creation other(tiers::detail::StorePaths(theirs, 0));
+    other.claim({});
+    setup_.engine.lock_timeout = std::chrono::milliseconds(1);
+    on_engines(3, [&](int, Engine& engine, ToyModel&) { EXPECT_THROW(engine.restore(), Error); });
+    EXPECT_TRUE(std::filesystem::exists(theirs + "/rank-00000.data"));
+  }
+  continue_with(3, 4);
 }
 
 // Ranks of the new store died between each other's first commits.

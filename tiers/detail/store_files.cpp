@@ -290,6 +290,37 @@ BudgetError too_little_space(const std::string& directory, std::uint64_t have_by
   return BudgetError(std::move(need));
 }
 
+namespace {
+
+// The files of any rank whose names end so.
+std::vector<std::string> rank_files(std::span<const std::string> directories, std::string_view suffix) {
+  std::vector<std::string> paths;
+  std::error_code ignored;
+  for (const std::string& directory : directories) {
+    for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
+      const std::string name = entry.path().filename().string();
+      if (name.starts_with("rank-") && name.ends_with(suffix)) paths.push_back(entry.path().string());
+    }
+  }
+  return paths;
+}
+
+}  // namespace
+
+bool remove_store(std::span<const std::string> directories, Nanoseconds lock_timeout) {
+  const TimePoint start = Clock::now();
+  std::vector<std::unique_ptr<aio::File>> locked;  // to the end
+  for (const std::string& path : rank_files(directories, ".data")) {
+    auto file = open_if_there(path, aio::OpenMode::read_write);
+    if (!file) continue;
+    if (!file->lock(std::max(lock_timeout - (Clock::now() - start), Nanoseconds{0}))) return false;
+    locked.push_back(std::move(file));
+  }
+  for (const std::string_view suffix : {".manifest", ".manifest-new", ".label", ".lock-info", ".data"})
+    for (const std::string& path : rank_files(directories, suffix)) remove_file(path);
+  return true;
+}
+
 void remove_file(const std::string& path) {
   if (::unlink(path.c_str()) != 0 && errno != ENOENT) throw IoError({"unlink", path, 0, 0, errno}, "");
 }
@@ -315,9 +346,16 @@ void Creation::claim(Nanoseconds timeout) {
       if (Clock::now() - start > timeout) throw_in_use(paths_, timeout);
       continue;
     }
-    if (!locked_by_name(*file, paths_, start, timeout)) continue;
-    // Empty it is worth nothing, should somebody else have made it.
-    if (missing && file->size_bytes() == 0) remember(paths_.data, file->descriptor());
+    try {
+      if (!locked_by_name(*file, paths_, start, timeout)) continue;
+    } catch (const IoError&) {  // a file system without locks
+      if (missing) remember(paths_.data, file->descriptor());
+      throw;
+    }
+    // Empty it is worth nothing, should somebody else have made it. As it is now: its maker may have filled it while we
+    // waited.
+    if (::fstat(file->descriptor(), &status) != 0) throw IoError({"fstat", paths_.data, 0, 0, errno}, "");
+    if (missing && status.st_size == 0) remember(paths_.data, file->descriptor());
     lock_ = ::fcntl(file->descriptor(), F_DUPFD_CLOEXEC, 0);
     if (lock_ < 0) throw IoError({"dup", paths_.data, 0, 0, errno}, "raise the limit of open files (ulimit -n)");
     data_ = std::move(file);
@@ -351,6 +389,8 @@ void Creation::remember(const std::string& path, int descriptor) {
   files_.push_back({path, status.st_dev, status.st_ino});
 }
 
+void Creation::replace() { remember(paths_.data, lock_); }
+
 void Creation::clear() {
   struct stat status {};
   const bool had_manifest = ::lstat(paths_.manifest.c_str(), &status) == 0;
@@ -360,7 +400,6 @@ void Creation::clear() {
 }
 
 std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes) {
-  remember(paths_.data, lock_);
   data_->start_over(bytes);
   return std::move(data_);
 }

@@ -77,6 +77,8 @@ class Creation {
   // Makes the directory and what is missing above it, 0700; opens the data file, or makes an empty one, and takes its
   // lock. Throws StoreError naming the holder.
   void claim(Nanoseconds timeout);
+  // From here on what was there gives way, whatever happens.
+  void replace();
   // Removes what a store that is to be replaced left, but for the data and its label.
   void clear();
   // Drops what the data file held and reserves its space.
@@ -105,6 +107,9 @@ class Creation {
   std::vector<Made> files_;
   bool kept_ = false;
 };
+
+// See Store::remove().
+bool remove_store(std::span<const std::string> directories, Nanoseconds lock_timeout);
 
 // Removes a file if it is there.
 void remove_file(const std::string& path);

@@ -166,7 +166,7 @@ class Engine::Impl {
   struct Live {
     std::unique_ptr<detail::RecordMap> records;
     std::unique_ptr<detail::Memory> memory;
-    std::vector<std::span<std::byte>> registered;  // with the device
+    std::span<std::byte> registered;  // with the device
     std::unique_ptr<comm::Communicator> commit_channel;
     std::unique_ptr<detail::Drives> drives;
     std::unique_ptr<tiers::Store> store;  // null without one

@@ -51,7 +51,8 @@ class Memory {
   const std::vector<std::span<std::byte>>& staging_buffers() const { return staging_buffers_; }
   const std::vector<std::span<std::byte>>& sum_buffers() const { return sum_buffers_; }
   const std::vector<Piece>& pieces() const { return pieces_; }
-  std::vector<std::span<std::byte>> registered_slices() const { return pool_->memory().slices(); }
+  std::span<std::byte> pinned() const { return pool_->memory().bytes(); }
+  std::vector<std::span<std::byte>> io_slices() const { return pool_->memory().slices(); }  // to be registered
   bool gradients_on_device() const { return options_.optimizer == Placement::device; }
   std::string describe() const;
   // Pinned memory is never given back to the system: a drive may still write to it.

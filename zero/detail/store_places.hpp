@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include <hoist/core/clock.hpp>
+
 namespace hoist::detail {
 
 struct StorePlace {
@@ -26,8 +28,8 @@ struct StorePlace {
 std::vector<StorePlace> store_places(const std::string& directory);
 StorePlace new_place(std::uint64_t order, int world_size);
 
-// Removes the files of all ranks of a store, its manifests first, and its directory when that is its own.
-// `directories`: of all its drives.
-void remove_store(const std::vector<std::string>& directories, const StorePlace& place);
+// Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; false when
+// another process holds it. `directories`: of all its drives.
+bool remove_store(const std::vector<std::string>& directories, const StorePlace& place, Nanoseconds lock_timeout);
 
 }  // namespace hoist::detail
