@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <ctime>
+#include <thread>
 
 #include <sys/resource.h>
 
@@ -48,9 +49,20 @@ class Pump {
   Pump(const Pump&) = delete;
   Pump& operator=(const Pump&) = delete;
 
-  // A flush first: what an earlier run wrote must not be paid for now, and its continuation is on the I/O thread.
+  // A flush first: what an earlier run wrote must not be paid for now, and its continuation is on the I/O thread. But
+  // not when the flush was done before it had one: then another is asked for.
   void start() {
-    drive_.engine().sync(drive_.file().file()).then([this](const std::exception_ptr& error) { begin(error); });
+    bool came_too_late = true;
+    while (came_too_late) {
+      came_too_late = false;
+      const auto caller = std::this_thread::get_id();
+      drive_.engine().sync(drive_.file().file()).then([this, caller, &came_too_late](const std::exception_ptr& error) {
+        if (std::this_thread::get_id() == caller)
+          came_too_late = true;
+        else
+          begin(error);
+      });
+    }
   }
 
   const Completion& done() const { return done_; }
