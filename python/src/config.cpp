@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/config/plain_json.hpp>
 
 #include "bindings.hpp"
 
@@ -34,6 +35,10 @@ nb::object setting(const Config& config, const std::string& path) {
 }  // namespace
 
 void bind_config(nb::module_& module) {
+  module.def(
+      "plain_json", [](const std::string& text) { return config::plain_json(text); }, "text"_a,
+      "The text with spaces instead of comments and of commas too many.");
+
   nb::class_<TrainingOptions>(module, "TrainingOptions", "What the program's own loop needs to know.")
       .def_ro("train_batch_size", &TrainingOptions::train_batch_size)
       .def_ro("train_micro_batch_size_per_gpu", &TrainingOptions::train_micro_batch_size_per_gpu)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -256,7 +257,11 @@ def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
     engine.save_checkpoint(tmp_path / "c", tag="b", save_latest=False)
     assert (tmp_path / "c" / "latest").read_text() == "a"
     with pytest.raises(hoist.StoreError, match=r"'a'.*'b' \(step 2\)"):  # one stays, where the configuration does not say
-        engine.load_checkpoint(tmp_path / "c")
+        engine.load_checkpoint(tmp_path / "c", tag="a")
+    with pytest.raises(hoist.StoreError, match=r"'a'.*'b' \(step 2\)"):  # 'b' was not saved there
+        (tmp_path / "f").mkdir()
+        (tmp_path / "f" / "latest").write_text("a")
+        engine.load_checkpoint(tmp_path / "f")
     with pytest.raises(hoist.StoreError, match="another one"):  # the name is kept, of another directory's step
         (tmp_path / "d" / "b").mkdir(parents=True)
         engine.load_checkpoint(tmp_path / "d", tag="b")
@@ -310,6 +315,50 @@ def test_killed_while_saving(settings, tmp_path):
     path, client = engine.load_checkpoint(tmp_path / "c")
     assert path is not None and client["step"] == engine.step_count >= max(reached, 1)
     engine.close()
+
+
+def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
+    """With room for one step, the one that `latest` names is gone then: the newest comes back, with its client state."""
+    config = settings()
+    program = textwrap.dedent(f"""
+        import json, os, signal, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        from hoist.torch import checkpoints
+        from test_checkpoints import initialize, train
+        engine, *_ = initialize(json.loads({json.dumps(json.dumps(config))}))
+        train(engine, 2)
+        engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": 2}})
+        write = checkpoints._write_durably
+        def killed(path, content):
+            if path.endswith("latest"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(path, content)
+        checkpoints._write_durably = killed
+        train(engine, 1, first=2)
+        engine.save_checkpoint({str(tmp_path / "c")!r}, client_state={{"step": 3}})
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert (tmp_path / "c" / "latest").read_text() == "global_step2"
+    engine, *_ = initialize(config)
+    assert engine.kept() == {"global_step3": 3}
+    path, client = engine.load_checkpoint(tmp_path / "c")
+    assert path == str(tmp_path / "c" / "global_step3") and client == {"step": 3} and engine.step_count == 3
+    assert "'global_step2'" in caplog.text and "'global_step3', step 3" in caplog.text
+    train(engine, 1, first=3)
+    engine.close()
+
+
+def test_saving_after_a_step_does_not_wait_for_the_next_pass(settings, tmp_path):
+    """In update mode "forward" a step's update waits 5 seconds for the next pass to ask for it."""
+    config = keeping(settings, 1)
+    config["hoist"]["update_mode"] = "forward"
+    with hoist.torch.wrap(make(), config) as engine:
+        train(engine, 2)
+        began = time.monotonic()
+        engine.save_checkpoint(tmp_path / "c")
+        assert time.monotonic() - began < 4
 
 
 @pytest.mark.parametrize("how", ["", "two"])

@@ -227,6 +227,37 @@ def test_a_rank_that_dies_is_an_error_on_the_other(settings, tmp_path, how):
             process.communicate()
 
 
+def test_ranks_go_back_after_their_channel_failed(settings, tmp_path):
+    """One rank stays away until the other has given it up. Both go back to a kept step, by channels made anew."""
+    config = with_room(settings)
+    config["hoist"] |= {"keep_steps": 1, "comm_timeout_seconds": 3.0}
+    ranks = results(start("""
+        join()
+        def wait_for(name):
+            while not os.path.exists(f"{directory}/{name}"):
+                time.sleep(0.05)
+        engine = hoist.torch.wrap(make(), config)
+        first = train_share(engine, rank, size, 2)
+        engine.save("two").wait()
+        first = train_share(engine, rank, size, 2, first=2)
+        failures = 0
+        if rank == 1:
+            wait_for("failed-0")
+        for _ in range(2):  # it is the channel that failed, and stays so
+            try:
+                engine.kept()
+            except hoist.CommError:
+                failures += 1
+        open(f"{directory}/failed-{rank}", "w").close()
+        wait_for("failed-1")
+        assert engine.restore("two") == 2
+        again = train_share(engine, rank, size, 2, first=2)
+        print(json.dumps([failures, again == first, digests(engine)]))
+        engine.close()
+    """, tmp_path / "meet", config))
+    assert ranks[0] == ranks[1] and ranks[0][:2] == [2, True]
+
+
 def test_processes_that_would_train_alone_are_refused(settings, monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

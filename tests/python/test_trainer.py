@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,7 +209,7 @@ def test_evaluation_and_what_is_saved(tmp_path):
 
 @pytest.mark.parametrize("own", [True, False], ids=["trainers_optimizer", "the_files_optimizer"])
 def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
-    """Saved every 3 steps and killed after step 8: resumed at 6, it ends in the bits of a run that nobody disturbed."""
+    """Saved every 3 steps and killed after step 11: resumed at 9, it ends in the bits of a run that nobody disturbed."""
     without = ("optimizer", "scheduler") if own else ()
 
     def run(path, max_steps=12, **options):
@@ -230,7 +231,7 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
         from test_trainer import *
         class Kill(transformers.TrainerCallback):
             def on_step_end(self, args, state, control, **_):
-                if state.global_step == 8:
+                if state.global_step == 11:
                     os.kill(os.getpid(), signal.SIGKILL)
         path = Path({str(tmp_path / "killed")!r})
         args = arguments(path / "out", max_steps=12, save_strategy="steps", save_steps=3)
@@ -241,15 +242,94 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     checkpoints = sorted(os.listdir(tmp_path / "killed" / "out"))
-    assert checkpoints == ["checkpoint-3", "checkpoint-6"]
+    assert checkpoints == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
     with pytest.raises(hoist.StoreError, match="holds a run"):
         run("killed")
-    with pytest.raises(hoist.StoreError, match=r"'global_step3'.*'global_step6' \(step 6\)"):
+    with pytest.raises(hoist.StoreError, match=r"'global_step3'.*'global_step6' \(step 6\), 'global_step9' \(step 9\)"):
         run("killed", resume_from_checkpoint=str(tmp_path / "killed" / "out" / "checkpoint-3"))
     resumed = run("killed", seed=5, resume_from_checkpoint=True)
     assert resumed.state.global_step == resumed.engine.global_steps == 12
     assert digests(resumed.engine) == expected
     resumed.engine.close()
+
+
+def test_killed_before_a_checkpoint_was_complete(tmp_path):
+    """The step is kept, its directory lacks Trainer's own state: the checkpoint before it is still there to go on from."""
+    program = textwrap.dedent(f"""
+        import os, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import hoist.torch
+        from test_trainer import *
+        path = Path({str(tmp_path)!r})
+        class Dying(hoist_transformers.Trainer):
+            def _save_rng_state(self, output_dir):
+                if self.state.global_step == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                super()._save_rng_state(output_dir)
+        args = arguments(path / "out", max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1)
+        Dying(model=tiny_llama(), args=args, train_dataset=Tokens(), hoist_config=ds_config(path / "nvme")).train()
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-4"]
+    assert not (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").exists()
+    args = arguments(tmp_path / "out", max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1)
+    trainer = trainer_of(args, ds_config(tmp_path / "nvme"), model=tiny_llama(seed=5))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    ours = digests(trainer.engine)
+    assert trainer.engine.kept() == {"global_step4": 4, "global_step6": 6}
+    trainer.engine.close()
+    whole = trainer_of(arguments(tmp_path / "whole", max_steps=6), ds_config(tmp_path / "whole-nvme"))
+    whole.train()
+    assert ours == digests(whole.engine)
+    whole.engine.close()
+
+
+def in_memory(config):
+    for part in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][part] = {"device": "cpu"}
+    return config
+
+
+@pytest.mark.parametrize("why", ["no store", "durability", "keep_steps"])
+def test_checkpoints_that_could_not_be_saved_are_refused_at_the_start(tmp_path, why):
+    """Trainer saves by default, every 500 steps: that is late to learn that the store keeps nothing."""
+    def config():
+        made = ds_config(tmp_path / "nvme")
+        if why == "no store":
+            return in_memory(made)
+        made["hoist"] = {"durability": "none"} if why == "durability" else {"keep_steps": 0}
+        return made
+
+    args = arguments(tmp_path / "out", max_steps=2, save_strategy="steps")
+    with pytest.raises(hoist.UsageError, match="keep_steps.*checkpoint_path.*durability.*save_strategy='no'"):
+        trainer_of(args, config()).train()
+    assert not (tmp_path / "nvme").exists()
+    for saving in ({"save_strategy": "no"}, {"save_only_model": True}):
+        trainer = trainer_of(arguments(tmp_path / "out", max_steps=2, **{"save_strategy": "steps"} | saving), config())
+        assert trainer.train().global_step == 2
+        trainer.engine.close()
+        shutil.rmtree(tmp_path / "nvme", ignore_errors=True)
+
+
+def test_state_in_memory_is_saved_where_the_file_names_a_store(tmp_path):
+    config = in_memory(ds_config(tmp_path / "nvme"))
+    config["hoist"] = {"checkpoint_path": str(tmp_path / "kept")}
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=2, save_strategy="steps"), config)
+    trainer.train()
+    assert trainer.engine.kept() == {"global_step2": 2}
+    trainer.engine.close()
+
+
+def test_a_file_with_comments(tmp_path):
+    """hoist's reader takes them, and so does this."""
+    file = tmp_path / "ds_config.json"
+    file.write_text("// ZeRO-3\n" + (DS_CONFIG % (tmp_path / "nvme", tmp_path / "nvme")).replace(
+        '"stage": 3,', '"stage": 3,  # all of it "in parts"').replace('"wall_clock_breakdown": false', "/* the end */"))
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=1), str(file))
+    assert trainer.train().global_step == 1
+    trainer.engine.close()
 
 
 def test_two_ranks(tmp_path):
@@ -262,13 +342,18 @@ def test_two_ranks(tmp_path):
         import hoist.torch
         from test_trainer import *
         path = Path({str(tmp_path)!r})
+        saved, save = [], transformers.Trainer._save
+        def counted(self, *positional, **named):
+            saved.append(positional)
+            save(self, *positional, **named)
+        transformers.Trainer._save = counted
         args = arguments(path / "out", max_steps=6, save_strategy="steps", save_steps=3, bf16=False)
         trainer = trainer_of(args, ds_config(path / "nvme"))
         trainer.train()
         assert trainer.engine.world_size == 2
         trainer.save_model()
         with open(path / f"end-{{trainer.engine.rank}}", "w") as file:
-            json.dump([losses_of(trainer), digests(trainer.engine)], file)
+            json.dump([losses_of(trainer), digests(trainer.engine), len(saved)], file)
         trainer.engine.close()
     """))
     ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -276,6 +361,7 @@ def test_two_ranks(tmp_path):
     assert ended.returncode == 0, ended.stderr[-4000:]
     ends = [json.loads((tmp_path / f"end-{rank}").read_text()) for rank in range(2)]
     assert ends[0][1] == ends[1][1]
+    assert [end[2] for end in ends] == [3, 0]  # one process writes what is not the engine's
     assert len(ends[0][0]) == 6 and ends[0][0][-1] < ends[0][0][0]
     assert sorted(os.listdir(tmp_path / "out"))[:2] == ["checkpoint-3", "checkpoint-6"]
     assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32

@@ -76,7 +76,7 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
         raise _hoist.UsageError("initialize() needs config=..., a file or a dictionary")
     loaded = load_config(config)
     if loaded.setting("hoist.keep_steps") is None and loaded.can_keep_steps:
-        loaded.keep_steps = 1
+        loaded.keep_steps = max(1, loaded.keep_steps)
     if dist_init_required is not False and loaded.joins_launched_ranks:
         distributed.initialize_as_launched()
 

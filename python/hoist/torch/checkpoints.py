@@ -7,8 +7,9 @@ names gets what is the program's own, its client state, one file for each step t
     DIRECTORY/latest                    the newest tag
     DIRECTORY/TAG/client_state-12.pt    of step 12, by torch.save
 
-The file is durable before the step is kept, and `latest` is written after: whenever the program is killed, `latest` names
-a step that the store has.
+The file is durable before the step is kept, and `latest` is written after. A program that is killed between the two leaves
+a `latest` that names the step before, which the store may have given up for the new one (with keep_steps 1 it has): then
+loading takes the newest step that the store keeps and the directory has a client state of.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     if is_first:
         os.makedirs(folder, exist_ok=True)
         _write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
+    engine.settle()  # nobody else asks for the step's update: it would be waited for as long as for a slow program
     engine.save(tag).wait()
     if is_first:
         for other in glob.glob(_client_file(glob.escape(folder), "*")):
@@ -54,7 +56,8 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
 def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
     """[C] (path, client state); (None, None) where no tag is given and nothing was saved. Client states are pickles, as
     DeepSpeed's are: load what you have saved yourself."""
-    if tag is None:
+    any_tag = tag is None
+    if any_tag:
         latest = os.path.join(directory, "latest")
         if not os.path.isfile(latest):
             _log.warning("there is no %s: nothing was loaded", latest)
@@ -67,7 +70,11 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
         raise _hoist.UsageError(
             f"{folder} was written by DeepSpeed: its zero_to_fp32.py makes weights of it (--safe_serialization), and "
             "weights=... begins with them; moments begin at zero then")
-    step = require_kept(engine, tag)
+    kept = engine.kept()
+    if any_tag and tag not in kept:
+        tag = _newest_saved(engine, kept, directory, tag)
+        folder = os.path.join(directory, tag)
+    step = _step_of(engine, kept, tag)
     client_file = _client_file(folder, step)
     if not os.path.isfile(client_file):
         raise _hoist.StoreError(
@@ -78,9 +85,28 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     return folder, client_state
 
 
-def require_kept(engine: Engine, name: str) -> int:
-    """[C] The step that is kept under a name. Errors: StoreError, saying which are."""
-    kept = engine.kept()
+def _newest_saved(engine: Engine, kept: dict[str, int], directory: str, latest: str) -> str:
+    """Instead of a `latest` that is not kept: the newest tag that is, and was saved in the directory; else `latest`."""
+    for tag, step in reversed(kept.items()):
+        if os.path.isfile(_client_file(os.path.join(directory, tag), step)):
+            _log.warning("%s names '%s', which %s does not keep any more: '%s', step %d, is the newest that was saved here",
+                         os.path.join(directory, "latest"), latest, engine.config.store_directory, tag, step)
+            return tag
+    return latest
+
+
+def refuse_unknown(engine: Engine, name: str) -> None:
+    """[C] Before anything is given up for a step that is not kept. Errors: StoreError, saying which are. Where the engine
+    failed and cannot say, nothing is refused here: restoring refuses by itself."""
+    try:
+        kept = engine.kept()
+    except _hoist.Error as error:
+        _log.info("what the store keeps is asked by a new engine: %s", error)
+        return
+    _step_of(engine, kept, name)
+
+
+def _step_of(engine: Engine, kept: dict[str, int], name: str) -> int:
     if name not in kept:
         others = ", ".join(f"'{other}' (step {step})" for other, step in kept.items()) or "none"
         raise _hoist.StoreError(

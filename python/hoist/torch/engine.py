@@ -425,7 +425,7 @@ class Engine:
         """[C] Continues from a step that was kept, or from the newest commit; what came after it is given up. Learning rates
         come back as well. Returns the step. Also after an error that ended the engine."""
         if name and self._lift.is_alive:
-            checkpoints.require_kept(self, name)
+            checkpoints.refuse_unknown(self, name)
         step, state = self._lift.restore(name)
         self.restored = True
         self._due = self._backward_seen = self._broken = False

@@ -87,7 +87,7 @@ class Trainer(transformers.Trainer):
         self.engine: hoist.torch.Engine | None = None
         if not isinstance(hoist_config, dict):
             with open(hoist_config, encoding="utf-8") as file:
-                hoist_config = json.load(file)
+                hoist_config = json.loads(_hoist.plain_json(file.read()))
         self._hoist_config = hoist_config
         self._hoist_options = hoist_options or {}
         super().__init__(*positional, **arguments)
@@ -114,6 +114,12 @@ class Trainer(transformers.Trainer):
         config = hoist.torch.load_config(filled)
         if config.setting("hoist.keep_steps") is None and config.can_keep_steps:
             config.keep_steps = self._checkpoints_kept()
+        if config.keep_steps == 0 and self.args.save_strategy != "no" and not self.args.save_only_model:
+            raise _hoist.UsageError(
+                f"save_strategy is '{self.args.save_strategy}', and checkpoints are steps kept in the store, of which this "
+                'configuration keeps none: it needs "hoist": {"keep_steps": N} with N above 0 (or none set), a store '
+                "(nvme_path, or hoist.checkpoint_path where all state is in memory) and, with state on NVMe, a durability "
+                "other than \"none\"; or set save_strategy='no', or save_only_model=True")
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
         client = self.optimizer
         if client is None and "optimizer" not in filled:
@@ -132,7 +138,9 @@ class Trainer(transformers.Trainer):
     def _checkpoints_kept(self) -> int:
         if self.args.save_strategy == "no":
             return 0
-        return (self.args.save_total_limit or 1) + (1 if self.args.load_best_model_at_end else 0)
+        # One more than directories: a step is kept before its directory is complete, and a program that is killed between
+        # the two goes on from the directory before.
+        return (self.args.save_total_limit or 1) + 1 + (1 if self.args.load_best_model_at_end else 0)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -177,9 +185,10 @@ class Trainer(transformers.Trainer):
             return super()._save(output_dir, state_dict)
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         if not _is_saved_as_named(self.model):  # its weights have other names or shapes in files: all of them at once
-            return super()._save(output_dir, self.engine.state_dict())
-        super()._save(output_dir, {})  # what belongs to a model beside its weights
+            whole = self.engine.state_dict()
+            return super()._save(output_dir, whole) if self.args.should_save else None
         if self.args.should_save:
+            super()._save(output_dir, {})  # what belongs to a model beside its weights
             for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
                 if os.path.exists(os.path.join(output_dir, file)):
                     os.remove(os.path.join(output_dir, file))
