@@ -386,6 +386,7 @@ void Engine::Impl::retire(Transfer& transfer) {
 // The drive has stopped answering. Everyone who waits is told; the blocks in flight keep their records, to which the
 // backend may still report, though nobody will look.
 void Engine::Impl::abandon() {
+  detail::note_given_up();  // before anybody hears that a transfer failed, and lets go of its memory
   Queues queues;
   {
     const std::lock_guard lock(mutex_);

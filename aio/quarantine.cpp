@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -12,5 +13,14 @@ void quarantine(const void* lost) {
   const std::lock_guard lock(mutex);
   kept->push_back(lost);
 }
+
+namespace {
+
+std::atomic<bool> given_up{false};
+
+}  // namespace
+
+void note_given_up() noexcept { given_up.store(true, std::memory_order_relaxed); }
+bool a_drive_was_given_up() noexcept { return given_up.load(std::memory_order_relaxed); }
 
 }  // namespace hoist::aio::detail

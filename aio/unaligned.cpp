@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <exception>
 #include <mutex>
-#include <new>
 #include <utility>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include <hoist/aio/detail/unaligned_plan.hpp>
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/aio/unaligned.hpp>
 #include <hoist/core/error.hpp>
 
@@ -63,11 +62,9 @@ struct Bounce {
 class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
  public:
   explicit Impl(const UnalignedOptions& options)
-      : piece_bytes_(options.piece_bytes),
-        memory_(std::aligned_alloc(kSector, round_down(options.bounce_bytes, options.piece_bytes)), &std::free) {
-    if (memory_ == nullptr) throw std::bad_alloc();
+      : piece_bytes_(options.piece_bytes), memory_(round_down(options.bounce_bytes, options.piece_bytes)) {
     for (std::uint64_t at = 0; at + piece_bytes_ <= options.bounce_bytes; at += piece_bytes_)
-      free_.push_back(static_cast<std::byte*>(memory_.get()) + at);
+      free_.push_back(memory_.span().data() + at);
   }
 
   Completion start(const Request& request);
@@ -92,7 +89,7 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
   void finish(const std::shared_ptr<Transfer>& transfer, std::size_t pieces, std::exception_ptr error);
 
   const std::uint64_t piece_bytes_;
-  const std::unique_ptr<void, decltype(&std::free)> memory_;
+  const TransferMemory memory_;
 
   std::mutex mutex_;
   std::vector<std::byte*> free_;

@@ -39,7 +39,6 @@ Store::Impl::~Impl() {
     wake_.notify_all();
   }
   if (thread_.joinable()) thread_.join();  // after a commit that was started
-  if (engine_.gave_up()) image_.quarantine();
   if (transfers_->wait_for_all(kDrainTimeout)) {
     if (files_.data) ::unlink(paths_.lock_info.c_str());
     return;

@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 #include <sys/stat.h>
 
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
@@ -17,7 +18,7 @@ namespace hoist::tiers {
 
 namespace {
 
-using detail::AlignedBytes;
+using aio::TransferMemory;
 using detail::StorePaths;
 
 std::uint64_t random_store_number() {
@@ -137,7 +138,7 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
 }
 
 void write_superblock(aio::Engine& engine, const aio::File& manifest, const Superblock& superblock) {
-  const AlignedBytes buffer(superblock.superblock_bytes());
+  const TransferMemory buffer(superblock.superblock_bytes());
   encode_superblock(superblock, buffer.span());
   engine.write(manifest, 0, buffer.span(), aio::Priority::foreground).wait();
   engine.sync(manifest).wait();
@@ -146,11 +147,11 @@ void write_superblock(aio::Engine& engine, const aio::File& manifest, const Supe
 Superblock read_superblock(aio::Engine& engine, const aio::File& manifest, const StorePaths& paths) {
   std::string problem = fmt::format("it is {} bytes long", manifest.size_bytes());
   if (manifest.size_bytes() < kBlockAlignment) throw_unreadable(paths, problem);
-  const AlignedBytes head(kBlockAlignment);
+  const TransferMemory head(kBlockAlignment);
   engine.read(manifest, 0, head.span(), aio::Priority::foreground).wait();
   const auto length = superblock_length(head.span(), manifest.size_bytes(), problem);
   if (!length) throw_unreadable(paths, problem);
-  const AlignedBytes whole(*length);
+  const TransferMemory whole(*length);
   engine.read(manifest, 0, whole.span(), aio::Priority::foreground).wait();
   auto superblock = decode_superblock(whole.span(), problem);
   if (!superblock) throw_unreadable(paths, problem);

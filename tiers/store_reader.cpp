@@ -4,8 +4,8 @@
 
 #include <fmt/format.h>
 
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/tiers/detail/aligned_bytes.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/store_reader.hpp>
@@ -82,7 +82,7 @@ class StoreReader::Impl {
  private:
   void load(const CommitHeader& commit) {
     const aio::File manifest(paths_.manifest, {.mode = aio::OpenMode::read_only});
-    const detail::AlignedBytes bytes(superblock_.slot_bytes());
+    const aio::TransferMemory bytes(superblock_.slot_bytes());
     for (std::uint32_t slot = 0; slot < superblock_.slot_count(); ++slot) {
       engine_.read(manifest, superblock_.slot_offset(slot), bytes.span(), aio::Priority::foreground).wait();
       const SlotCheck check = check_slot(bytes.span(), superblock_);

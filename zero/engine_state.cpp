@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
@@ -96,8 +97,8 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
                                                    : live.records->frozen(id).value_or(tiers::RecordId{});
   const std::uint64_t base = segment.trainable ? 0 : unit.frozen_offset();
   constexpr std::uint64_t kAccessElements = detail::kAccessTiles * tiers::kTileElements;
-  const detail::Scratch weights_scratch(home.weights == nullptr ? kAccessElements * 4 : 0);
-  const detail::Scratch state_scratch(
+  const aio::TransferMemory weights_scratch(home.weights == nullptr ? kAccessElements * 4 : 0);
+  const aio::TransferMemory state_scratch(
       segment.trainable && home.state_tiles < layout.tiles().size() ? kAccessElements * tiers::kStateBytesMax : 0);
   detail::read_values(layout, segment, state, first, out, [&](const detail::TileRun& run) -> const std::byte* {
     const bool weights = run.region == Region::weights;
@@ -189,7 +190,7 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   const auto tiles = unit.frozen.tiles();
   const auto count = static_cast<std::uint32_t>(tiles.size());
   const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-  const detail::Scratch scratch(home == nullptr ? bytes : 0);
+  const aio::TransferMemory scratch(home == nullptr ? bytes : 0);
   std::byte* weights =
       home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : scratch.first(bytes).data();
   if (home == nullptr) {

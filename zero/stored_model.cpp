@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/detail/commit_state.hpp>
 #include <hoist/zero/detail/records.hpp>
@@ -298,8 +299,8 @@ class StoredModel::Impl {
   const CommitHeader commit_;
   const detail::UnitTable table_;
   const detail::RecordMap records_;
-  detail::Scratch weights_{detail::kAccessTiles * tiers::kTileElements * sizeof(float)};
-  detail::Scratch state_{detail::kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax};
+  aio::TransferMemory weights_{detail::kAccessTiles * tiers::kTileElements * sizeof(float)};
+  aio::TransferMemory state_{detail::kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax};
   aio::Engine io_{aio::EngineOptions{}};  // after the buffers: it lets go of them before they are freed
   std::vector<std::unique_ptr<tiers::StoreReader>> readers_;
 };

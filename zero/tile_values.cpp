@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/zero/detail/tile_values.hpp>
@@ -159,13 +157,5 @@ void read_weights(const tiers::RecordLayout& layout, const Segment& segment, std
                  }
                });
 }
-
-Scratch::Scratch(std::uint64_t bytes)
-    : data_(static_cast<std::byte*>(
-          std::aligned_alloc(kBlockAlignment, round_up(std::max<std::uint64_t>(bytes, 1), kBlockAlignment)))) {
-  if (data_ == nullptr) throw std::bad_alloc();
-}
-
-void Scratch::Free::operator()(std::byte* data) const { std::free(data); }
 
 }  // namespace hoist::detail

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include <hoist/aio/detail/busy_clock.hpp>
+#include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/detail/transfer.hpp>
 #include <hoist/aio/engine.hpp>
 

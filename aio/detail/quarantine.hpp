@@ -10,4 +10,8 @@ namespace hoist::aio::detail {
 
 void quarantine(const void* lost);
 
+// An engine of this process has given its drive up.
+void note_given_up() noexcept;
+bool a_drive_was_given_up() noexcept;
+
 }  // namespace hoist::aio::detail

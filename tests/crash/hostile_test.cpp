@@ -22,12 +22,12 @@
 #include <unistd.h>
 
 #include <hoist/aio/file.hpp>
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/config/config.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/zero/toy_model.hpp>
-#include <hoist/tiers/detail/aligned_bytes.hpp>
 
 namespace hoist::test {
 namespace {
@@ -335,9 +335,9 @@ TEST_F(Hostile, WhatASilentDriveMayStillReadIsNotFreed) {
   EXPECT_NE(life.error.find("did not answer"), std::string::npos) << life.error;
   ASSERT_GT(faults->hits(Fault::Kind::delay), 0u);
   ASSERT_NE(last.data, nullptr);
-  std::vector<std::unique_ptr<tiers::detail::AlignedBytes>> others;  // for which freed memory would be good
+  std::vector<std::unique_ptr<aio::TransferMemory>> others;  // for which freed memory would be good
   for (int i = 0; i < 64; ++i) {
-    others.push_back(std::make_unique<tiers::detail::AlignedBytes>(last.bytes.size()));
+    others.push_back(std::make_unique<aio::TransferMemory>(last.bytes.size()));
     std::memset(others.back()->span().data(), 0xFF, last.bytes.size());
   }
   EXPECT_TRUE(std::equal(last.bytes.begin(), last.bytes.end(), last.data)) << "the manifest's memory was used again";

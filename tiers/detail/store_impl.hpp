@@ -16,7 +16,7 @@
 #include <vector>
 
 #include <hoist/aio/striped_file.hpp>
-#include <hoist/tiers/detail/aligned_bytes.hpp>
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
@@ -111,7 +111,7 @@ class Store::Impl {
   Trace* const trace_;
   Files files_;
   detail::RecordTable table_;
-  detail::AlignedBytes image_;  // one slot; the commit thread's while a commit is under way
+  aio::TransferMemory image_;  // one slot; the commit thread's while a commit is under way
   std::unique_ptr<detail::Transfers> transfers_ = std::make_unique<detail::Transfers>();
   std::vector<std::byte> caller_state_;
   std::vector<SlotCheck> slots_;  // as they were found

@@ -47,17 +47,4 @@ void read_values(const tiers::RecordLayout& layout, const Segment& segment, Stat
 void read_weights(const tiers::RecordLayout& layout, const Segment& segment, std::uint64_t first,
                   std::span<std::byte> out, const FetchTiles& fetch);
 
-// Page-aligned memory for direct transfers outside of steps.
-class Scratch {
- public:
-  explicit Scratch(std::uint64_t bytes);
-  std::span<std::byte> first(std::uint64_t bytes) const { return {data_.get(), bytes}; }
-
- private:
-  struct Free {
-    void operator()(std::byte* data) const;
-  };
-  std::unique_ptr<std::byte, Free> data_;
-};
-
 }  // namespace hoist::detail
