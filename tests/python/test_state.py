@@ -118,8 +118,19 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         engine.load_state_dict(other.state_dict())
         assert_same(engine.state_dict(), other.state_dict())
         third = make(seed=4)
-        model.load_state_dict(third.state_dict())
+        given = third.state_dict()
+        result = model.load_state_dict(given)
+        assert not result.missing_keys and not result.unexpected_keys and list(given) == list(third.state_dict())
+        assert all(p.isnan().all() for p in model.parameters())  # no copies in windows that are closed
         assert_same(engine.state_dict(), third.state_dict())
+        part = {"head.weight": torch.ones(VOCABULARY, 32), "another": torch.zeros(1)}
+        result = model.load_state_dict(part, strict=False)  # tied: by its other name
+        assert "token.weight" in result.missing_keys and "head.weight" not in result.missing_keys
+        assert "blocks.0.up.weight" in result.missing_keys and result.unexpected_keys == ["another"]
+        assert torch.equal(engine.read("token.weight"), part["head.weight"])
+        with pytest.raises(RuntimeError, match="Missing key.*blocks.0.up.weight"):
+            model.load_state_dict({"token.weight": torch.ones(VOCABULARY, 32)})
+        model.load_state_dict(third.state_dict())
         inputs, _ = next(batches(1))
         with torch.no_grad():
             assert torch.equal(engine(inputs), third(inputs))

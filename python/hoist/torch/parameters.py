@@ -168,13 +168,30 @@ class Parameters:
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = _as_type(self.read(name), self._type[self.own_name(name)])
 
+        # PyTorch would go on to copy the values into windows that are closed: memory outside of every budget, and no NaN
+        # any more. What was written is taken out of its (own) dictionary, and is not missing for that.
+        written: set[str] = set()
+
         def load(module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, _errors):
+            written.clear()
             for name in self._number:
                 if prefix + name in state_dict:
-                    self.write(name, state_dict[prefix + name])
+                    self.write(name, state_dict.pop(prefix + name))
+                    written.add(prefix + name)
+            for alias, name in self._cut.aliases.items():
+                if prefix + alias in state_dict:
+                    values = state_dict.pop(prefix + alias)
+                    if prefix + name not in written:
+                        self.write(alias, values)
+                    written.add(prefix + alias)
+
+        def loaded(module, keys):
+            keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]
+            written.clear()
 
         self._module.register_state_dict_post_hook(fill)
         self._module.register_load_state_dict_pre_hook(load)
+        self._module.register_load_state_dict_post_hook(loaded)
 
 
 def _as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
