@@ -4,6 +4,7 @@
 #include <array>
 #include <csignal>
 #include <cstdlib>
+#include <ctime>
 
 namespace hoist::cli {
 
@@ -13,7 +14,20 @@ constexpr std::array kSignals{SIGINT, SIGTERM, SIGHUP};
 measure::StopFlag stop_requested{false};
 volatile std::sig_atomic_t signal_seen = 0;
 
+// `timeout` and shells may send a process the same signal twice in a row: only a person asks again so much later.
+constexpr double kImpatientSeconds = 0.5;
+double first_signal_at = 0;  // of CLOCK_MONOTONIC; 0: none yet
+
 extern "C" void on_signal(int number) {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const double seconds = static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  if (signal_seen != 0 && seconds - first_signal_at > kImpatientSeconds) {
+    ::signal(number, SIG_DFL);
+    ::raise(number);
+    return;
+  }
+  if (signal_seen == 0) first_signal_at = seconds;
   signal_seen = number;
   stop_requested.store(true, std::memory_order_relaxed);
 }
@@ -22,13 +36,15 @@ extern "C" void on_signal(int number) {
 
 InterruptGuard::InterruptGuard() {
   stop_requested.store(false, std::memory_order_relaxed);
+  signal_seen = 0;
   for (const int number : kSignals) {
     struct sigaction current {};
     ::sigaction(number, nullptr, &current);
     if (current.sa_handler == SIG_IGN) continue;  // nohup wants it so
     struct sigaction action {};
     action.sa_handler = on_signal;
-    action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+    action.sa_flags = SA_RESTART;
+    for (const int other : kSignals) ::sigaddset(&action.sa_mask, other);
     ::sigaction(number, &action, nullptr);
   }
 }

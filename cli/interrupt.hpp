@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/interrupt.hpp - Ctrl-C (SIGINT, SIGTERM, SIGHUP) as a flag that long work looks at, so that it can clean up.
 //
-// The second signal ends the program at once, in case cleaning up hangs.
+// Another signal half a second later or more ends the program at once, in case cleaning up hangs.
 //
 // Threading  One guard at a time.
 #pragma once

@@ -179,7 +179,8 @@ TEST_F(Program, TrainsAndReports) {
   std::vector<std::string> keys;
   for (const auto& [key, value] : report.items()) keys.push_back(key);
   EXPECT_THAT(keys, testing::UnorderedElementsAre("device", "parameters", "world_size", "steps", "digest", "tiers",
-                                                  "links", "wait_seconds", "committed_step"));
+                                                  "links", "wait_seconds", "compute_seconds",
+                                                  "communication_to_computation", "committed_step"));
   EXPECT_THAT(report["device"].get<std::string>(), HasSubstr("host"));
   EXPECT_EQ(report["parameters"], 256 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32);
   EXPECT_EQ(report["world_size"], 1);
