@@ -142,7 +142,7 @@ File::File(std::string path, const FileOptions& options)
     throw UsageError("the space to reserve in " + path_ + " must be a multiple of 4096 bytes");
   open(options);
   try {
-    if (options.reserve_bytes > 0) reserve(options.reserve_bytes);
+    reserve(options.reserve_bytes);
     struct stat info {};
     if (::fstat(descriptor_, &info) != 0) throw IoError({"fstat", path_, 0, 0, errno}, "");
     if (!S_ISREG(info.st_mode))
@@ -181,6 +181,7 @@ void File::open(const FileOptions& options) {
 }
 
 void File::reserve(std::uint64_t bytes) const {
+  if (bytes == 0) return;  // fallocate refuses it
   int code = 0;
   do {
     code = ::fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;

@@ -48,6 +48,13 @@ TEST_F(FileTest, CreateReservesBlocksForTheOwnerAlone) {
   EXPECT_GE(static_cast<std::uint64_t>(info.st_blocks) * 512, 8 * kMiB) << "the space must be allocated, not promised";
 }
 
+TEST_F(FileTest, NothingCanBeReserved) {
+  File file(directory_ / "new", {.mode = OpenMode::create, .reserve_bytes = 4096});
+  file.start_over(0);
+  EXPECT_EQ(file.size_bytes(), 0u);
+  EXPECT_EQ(std::filesystem::file_size(file.path()), 0u);
+}
+
 TEST_F(FileTest, CreateRefusesWhatIsThereAndLeavesIt) {
   std::ofstream(directory_ / "there") << "precious";
   const auto error = io_error_thrown_by([&] { File(directory_ / "there", {.mode = OpenMode::create}); });

@@ -71,6 +71,25 @@ TEST_F(StoreDrivesTest, HoldsAllItsRecordsByWeight) {
             static_cast<std::uint64_t>(all) + fs::file_size(drive_file(0, "manifest")));
 }
 
+// A drive measured as far slower than the others gets no stripe of a small store.
+TEST_F(StoreDrivesTest, ADriveWithoutAByteIsADriveLikeTheOthers) {
+  for (unsigned empty = 0; empty < 3; ++empty) {
+    StoreOptions options = small_model_on(directory_ / ("lopsided" + std::to_string(empty)), 3);
+    options.stripe_weights = {16, 16, 16};
+    options.stripe_weights[empty] = 1;
+    options.stripe_unit_bytes = kMiB;
+    {
+      const auto store = create_store(options, *engine_);
+      EXPECT_EQ(fs::file_size(store->data_paths()[empty]), 0u);
+      run_step(*store, options, 0, all_records(options));
+      run_step(*store, options, 1, {0, 2});
+    }
+    const auto store = open_store(options, *engine_);
+    store->adopt(store->commits().front());
+    EXPECT_EQ(difference(*store, options, writers()), "");
+  }
+}
+
 TEST_F(StoreDrivesTest, IsReadWithoutSayingWhereTheDrivesAre) {
   const auto found = Store::look(options_.directory, 0);
   EXPECT_EQ(found.stripe_directories, options_.stripe_directories);
