@@ -62,6 +62,10 @@ void bind_config(nb::module_& module) {
       .def_prop_rw(
           "gradient_clipping", [](const Config& c) { return c.engine.gradient_clipping; },
           [](Config& c, double norm) { c.engine.gradient_clipping = norm; }, "Global norm; 0: none.")
+      .def_prop_ro(
+          "scales_losses",
+          [](const Config& c) { return c.engine.loss_scale.dynamic || c.engine.loss_scale.scale != 1; },
+          "Whether losses are to be multiplied by a loss scale (section fp16).")
       .def_prop_rw(
           "device_memory", [](const Config& c) { return c.runtime.device_memory_bytes; },
           [](Config& c, std::uint64_t bytes) { c.runtime.device_memory_bytes = bytes; }, "Bytes.")

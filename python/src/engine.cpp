@@ -157,6 +157,7 @@ void bind_words(nb::module_& module) {
       .def_ro("applied", &StepReport::applied, "False: a gradient was not finite, and the step was skipped.")
       .def_ro("gradient_norm", &StepReport::gradient_norm, "Global, before clipping.")
       .def_ro("clip_factor", &StepReport::clip_factor)
+      .def_ro("loss_scale", &StepReport::loss_scale, "What this step's losses were multiplied by.")
       .def_ro("learning_rate", &StepReport::learning_rate)
       .def_ro("committed", &StepReport::committed, "Done when the step is durable.");
 
@@ -292,6 +293,9 @@ void bind_engine(nb::module_& module) {
             return e.engine().save(name, bytes);
           },
           "name"_a, "caller_state"_a = nb::bytes("", 0))
+      .def_prop_ro(
+          "loss_scale", [](PyEngine& e) { return e.engine().loss_scale(); },
+          "What losses are to be multiplied by until the next step.")
       .def_prop_ro("step_count", [](PyEngine& e) { return e.engine().step_count(); })
       .def_prop_ro("committed_step", [](PyEngine& e) { return e.engine().committed_step(); })
       .def("formula_bytes", [](PyEngine& e) { return e.engine().formula_bytes(); })

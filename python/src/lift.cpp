@@ -44,11 +44,6 @@ Lift::Lift(LiftOptions options) : options_(std::move(options)) {
     throw ConfigError("hoist.micro_batch_order",
                       "autograd takes a micro-batch through the whole model before the next one; use \"horizontal\"");
   }
-  if (options_.engine.weights_dtype == DType::fp16) {
-    throw ConfigError("fp16.enabled",
-                      "this front end does not multiply the loss by the engine's loss scale yet; use bf16, or the C++ "
-                      "interface (Engine::loss_scale)");
-  }
   divide_memory();
   open_engine();
   make_windows();

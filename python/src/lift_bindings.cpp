@@ -5,7 +5,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 
+#include <fmt/format.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -121,39 +123,62 @@ void initialize_from(Lift& lift, const std::string& path, const std::map<std::st
 
 // --- weights out -----------------------------------------------------------------------------------------------------
 
-// [C] The engine's present masters as safetensors; rank 0 writes.
+interchange::TensorType tensor_type(DType dtype) {
+  constexpr std::array kTypes{interchange::TensorType::bf16, interchange::TensorType::f16,
+                              interchange::TensorType::f32};
+  return kTypes[static_cast<std::size_t>(dtype)];
+}
+
+void refuse_lost_range(const ParameterSpec& spec, DType dtype) {
+  if (dtype != DType::fp16 || spec.dtype != DType::bf16) return;
+  throw UsageError(
+      fmt::format("parameter '{}' is bf16, of which fp16 would lose range; export as bf16 or fp32", spec.name));
+}
+
+// As the engine rounds for the forward pass.
+void narrow(std::span<const float> masters, DType dtype, const ParameterSpec& spec, std::span<std::uint16_t> out) {
+  if (dtype == DType::bf16) {
+    std::ranges::transform(masters, out.begin(), [](float value) { return to_bf16(value).bits; });
+    return;
+  }
+  for (std::size_t i = 0; i < masters.size(); ++i) {
+    if (!master_is_committable(masters[i], DType::fp16)) {
+      throw UsageError(fmt::format("parameter '{}' holds {}, which is too large for fp16; export as fp32 or bf16",
+                                   spec.name, masters[i]));
+    }
+    out[i] = float_to_fp16(masters[i]);
+  }
+}
+
+// [C] The engine's present masters as safetensors; rank 0 writes. Errors: UsageError for fp16 where a parameter has a
+// larger range.
 std::vector<std::string> export_model(Lift& lift, const std::string& directory, DType dtype,
                                       std::uint64_t shard_bytes_max) {
   using interchange::SafetensorsWriter;
-  if (dtype == DType::fp16) throw UsageError("weights are exported as fp32 or bf16");
   const nb::gil_scoped_release release;
   const std::lock_guard lock(lift.engine_mutex());
   Engine& engine = lift.engine();
+  const std::span<const ParameterSpec> parameters = engine.parameters();
   std::vector<interchange::TensorSpec> tensors;
-  for (const ParameterSpec& spec : engine.parameters()) {
-    tensors.push_back({.name = spec.name,
-                       .type = dtype == DType::fp32 ? interchange::TensorType::f32 : interchange::TensorType::bf16,
-                       .shape = {spec.shape.begin(), spec.shape.end()}});
+  for (const ParameterSpec& spec : parameters) {
+    refuse_lost_range(spec, dtype);
+    tensors.push_back({.name = spec.name, .type = tensor_type(dtype), .shape = {spec.shape.begin(), spec.shape.end()}});
   }
   std::optional<SafetensorsWriter> writer;
   if (engine.runtime().rank() == 0)
     writer.emplace(interchange::SafetensorsWriterOptions{.directory = directory, .shard_bytes_max = shard_bytes_max},
                    tensors);
   std::vector<float> values(kMiB);
-  std::vector<bf16> narrow(dtype == DType::bf16 ? values.size() : 0);
+  std::vector<std::uint16_t> narrowed(dtype == DType::fp32 ? 0 : values.size());
   for (std::uint32_t p = 0; p < tensors.size(); ++p) {
     std::uint64_t count = 1;
     for (const std::uint64_t extent : tensors[p].shape) count *= extent;
     for (std::uint64_t first = 0; first < count; first += values.size()) {
       const std::span part(values.data(), std::min<std::uint64_t>(values.size(), count - first));
       engine.read(ParameterId{p}, State::master, first, part);
-      if (!writer) continue;
-      if (dtype == DType::fp32) {
-        writer->write(std::as_bytes(part));
-      } else {
-        std::transform(part.begin(), part.end(), narrow.begin(), to_bf16);
-        writer->write(std::as_bytes(std::span(narrow.data(), part.size())));
-      }
+      const std::span out(narrowed.data(), narrowed.empty() ? 0 : part.size());
+      if (!out.empty()) narrow(part, dtype, parameters[p], out);  // on every rank: all refuse alike
+      if (writer) writer->write(out.empty() ? std::as_bytes(part) : std::as_bytes(out));
     }
   }
   if (!writer) return {};
@@ -353,6 +378,7 @@ void bind_lift(nb::module_& module) {
           "set_learning_rate",
           [](Lift& lift, std::uint32_t group, double rate) { lift.engine().set_learning_rate(GroupId{group}, rate); },
           "group"_a, "learning_rate"_a)
+      .def("loss_scale", [](Lift& lift) { return lift.engine().loss_scale(); })
       .def(
           "learning_rate", [](Lift& lift, std::uint32_t group) { return lift.engine().learning_rate(GroupId{group}); },
           "group"_a)

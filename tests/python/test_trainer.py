@@ -2,6 +2,7 @@
 """transformers.Trainer with an unchanged DeepSpeed JSON, against the plain loop, resumed, and within its budgets."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -147,6 +148,57 @@ def test_trainer_trains_with_an_unchanged_json(tmp_path):
     assert losses == pytest.approx(loop_losses, rel=1e-3)  # Trainer logs them rounded
 
 
+def fp16_config(path, power, without=()):
+    """As Hugging Face's documentation has it: both sections, and the arguments choose."""
+    config = ds_config(path, without=without)
+    config["fp16"] = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": power,
+                      "hysteresis": 1, "min_loss_scale": 1}
+    return config
+
+
+def test_fp16(tmp_path):
+    """The plain loop's bits, with steps that overflow at first; the weights are saved as they are."""
+    args = arguments(tmp_path / "out", bf16=False, fp16=True)
+    recorded = Recorded()
+    trainer = trainer_of(args, fp16_config(tmp_path / "nvme", 28), data_collator=recorded)
+    result = trainer.train()
+    engine = trainer.engine
+    assert result.global_step == engine.global_steps == 16
+    assert 2 < engine.skipped_steps < 14 and engine.optimizer.loss_scale == 2.0**(28 - engine.skipped_steps)
+    assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float16
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert all(math.isfinite(row["grad_norm"]) == (index >= engine.skipped_steps) for index, row in enumerate(rows))
+    assert rows[0]["learning_rate"] == rows[engine.skipped_steps]["learning_rate"] < rows[-1]["learning_rate"]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    trainer.save_model(str(tmp_path / "weights"))
+    expected, ours = engine.state_dict(), digests(engine)
+    engine.close()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights", dtype="auto")
+    assert all(value.dtype == torch.float16 and torch.equal(value, expected[n]) for n, value in loaded.state_dict().items())
+    _, _, loop_ends = the_plain_loop(args, fp16_config(tmp_path / "loop", 28), 16, 24, recorded.batches)
+    assert ours == loop_ends
+
+
+def test_fp16_resumed_from_a_checkpoint_after_skipped_steps(tmp_path):
+    """Trainer's own schedule stands still with them; the scale goes on where it was."""
+    def run(path, max_steps, resume=None, seed=0):
+        args = arguments(tmp_path / path / "out", bf16=False, fp16=True, max_steps=max_steps, save_strategy="steps",
+                         save_steps=1, lr_scheduler_type="constant_with_warmup")
+        config = fp16_config(tmp_path / path / "nvme", 28, without=("optimizer", "scheduler"))
+        trainer = trainer_of(args, config, model=tiny_llama(seed=seed))
+        trainer.train(resume_from_checkpoint=resume)
+        end = digests(trainer.engine), trainer.engine.skipped_steps, trainer.lr_scheduler.last_epoch
+        assert trainer.lr_scheduler.last_epoch == trainer.engine.step_count
+        trainer.engine.close()
+        return end
+
+    expected = run("whole", 14)
+    assert 3 < expected[1] < 13
+    for steps in (2, 3, 13):
+        run("parts", steps, resume=steps > 2 or None, seed=steps - 2)
+    assert run("parts", 14, resume=True, seed=5) == expected
+
+
 def test_trainers_own_optimizer_and_schedule(tmp_path):
     """Where the file has neither: Trainer's groups (no decay for norms) and its linear schedule; fp32; a remainder of one
     micro-batch at the end of each epoch of 24."""
@@ -254,7 +306,7 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
 
 
 def test_killed_before_a_checkpoint_was_complete(tmp_path):
-    """The step is kept, its directory lacks Trainer's own state: the checkpoint before it is still there to go on from."""
+    """The step is kept, its directory lacks Trainer's own state: the run goes on from the checkpoint before it."""
     program = textwrap.dedent(f"""
         import os, signal, sys
         from pathlib import Path
@@ -276,7 +328,7 @@ def test_killed_before_a_checkpoint_was_complete(tmp_path):
     assert not (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").exists()
     args = arguments(tmp_path / "out", max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1)
     trainer = trainer_of(args, ds_config(tmp_path / "nvme"), model=tiny_llama(seed=5))
-    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    trainer.train(resume_from_checkpoint=True)
     ours = digests(trainer.engine)
     assert trainer.engine.kept() == {"global_step4": 4, "global_step6": 6}
     trainer.engine.close()
@@ -284,6 +336,23 @@ def test_killed_before_a_checkpoint_was_complete(tmp_path):
     whole.train()
     assert ours == digests(whole.engine)
     whole.engine.close()
+
+
+def test_the_newest_complete_checkpoint(tmp_path):
+    newest = hoist_transformers.newest_complete_checkpoint
+    assert newest(str(tmp_path / "nothing")) is None and newest(str(tmp_path)) is None
+    for step in (9, 10, 11, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    assert newest(str(tmp_path)) is None
+    transformers.TrainerState(global_step=9).save_to_json(str(tmp_path / "checkpoint-9" / "trainer_state.json"))
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-9")
+    transformers.TrainerState(global_step=10).save_to_json(str(tmp_path / "checkpoint-10" / "trainer_state.json"))
+    whole = (tmp_path / "checkpoint-10" / "trainer_state.json").read_text()
+    (tmp_path / "checkpoint-11" / "trainer_state.json").write_text(whole[:len(whole) // 2])
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        trainer_of(arguments(tmp_path / "nothing"), ds_config(tmp_path / "nvme")).train(resume_from_checkpoint=True)
 
 
 def in_memory(config):
@@ -373,6 +442,8 @@ def test_what_contradicts_the_arguments_is_refused(tmp_path):
     config["optimizer"]["params"]["lr"] = 5e-5
     with pytest.raises(hoist.UsageError, match="gradient_clipping is 3.0.*max_grad_norm.*lr is 5e-05.*learning_rate"):
         trainer_of(arguments(tmp_path / "out"), config).train()
+    with pytest.raises(hoist.UsageError, match="full_eval"):
+        trainer_of(arguments(tmp_path / "out", bf16_full_eval=True), ds_config(tmp_path / "nvme"))
     with pytest.raises(hoist.UsageError, match="micro-batches"):
         trainer_of(arguments(tmp_path / "out", auto_find_batch_size=True), ds_config(tmp_path / "nvme"))
     assert not (tmp_path / "nvme").exists()

@@ -37,7 +37,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
             '"hoist": {"keep_steps": N} for the last N, 12 bytes a parameter each (and nvme_path or '
             "hoist.checkpoint_path, so that there is a store)")
     step = engine.step_count
-    tag = str(tag) if tag is not None else f"global_step{step}"
+    tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder = os.path.join(directory, tag)
     is_first = engine.rank == 0
     if is_first:

@@ -2,10 +2,7 @@
 """A PyTorch module whose parameters, gradients and optimizer states are lifted by hoist.
 
 Hooks on the modules say when weights are needed; gradients leave as soon as autograd has them. Between its uses a
-parameter shows NaN: what is up, and when, is decided here and in the extension, not by the model.
-
-A pass opens with the first call of a module and ends with the backward pass. Calls without gradients are passes of their
-own, or take part in the one that is open.
+parameter shows NaN: what is up, and when, is decided in passes.py and in the extension, not by the model.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ from hoist.torch import checkpoints, distributed, initial, program_state
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.optimizer import Optimizer
 from hoist.torch.parameters import Parameters
-from hoist.torch.units import reads_weights_in_backward, units_of
-from hoist.torch.watch import Watch
+from hoist.torch.passes import Passes
+from hoist.torch.units import units_of
 
 _log = logging.getLogger("hoist")
 
@@ -41,12 +38,9 @@ class Engine:
                  load_later: bool = False):
         self.module = model
         self.config = config
-        self._calls: list[ModuleHook] = []
-        self._micro_batch = 0
-        self._due = False
-        self._backward_seen = False
-        self._broken = False
         self._last_report: _hoist.StepReport | None = None
+        self._step_applied = False
+        self._skipped_steps = 0
         self._boundary: bool | None = None
         self._lr_scheduler = scheduler
         self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
@@ -64,7 +58,7 @@ class Engine:
         if not cut.units:
             raise _hoist.UsageError("the model has no parameters")
         self._cut = cut
-        dtype = torch.bfloat16 if config.setting("bf16.enabled") is True else None
+        dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16 if self.fp16_enabled() else None
         self._parameters = Parameters(model, cut, dtype, self._between_passes)
         param_groups, group_of = self._groups(groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
@@ -72,13 +66,14 @@ class Engine:
         defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
         training = config.training
-        self._micro_batches = int(training.gradient_accumulation_steps or 1)
-        config.micro_batches_max = max(config.micro_batches_max, self._micro_batches)
+        micro_batches = int(training.gradient_accumulation_steps or 1)
+        config.micro_batches_max = max(config.micro_batches_max, micro_batches)
         self._lift = _hoist.Lift(config, options, units, *distributed.channels_of(config))
         self._lift.know_types(torch.float32, torch.bfloat16, torch.float16)
         settled = config.check_world_size(self._lift.world_size)
         self._training = settled
 
+        self._passes = Passes(self._lift, cut, self._parameters, micro_batches, config.scales_losses, self._require_life)
         sources = self._parameters.move(self._lift)
         initial.materialize_buffers(model, initialize)
         if dtype is not None:
@@ -86,16 +81,9 @@ class Engine:
         self._bring_to_life(sources, weights, initialize, seed, resume, load_later)
         del sources
 
-        self._units_without_backward = {
-            i for i, unit in enumerate(cut.units) if not reads_weights_in_backward(unit)
-        }
-        self._watched: set[Any] = set()
-        self._watch: Watch | None = None
-        self._always_up: list[int] = []  # units that something outside of any module uses
-        self._up_in_backward: list[int] = []
         users = dict(cut.users)
-        self._root = ModuleHook(self, model, users.pop(model, []), is_root=True)
-        self._hooks = [ModuleHook(self, module, units, is_root=False) for module, units in users.items()]
+        self._hooks = [ModuleHook(self._passes, self._lift, model, users.pop(model, []), is_root=True)]
+        self._hooks += [ModuleHook(self._passes, self._lift, module, units, is_root=False) for module, units in users.items()]
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
         self._push_all_rates = groups is not None
@@ -172,111 +160,20 @@ class Engine:
     def eval(self) -> Engine:
         return self.train(False)
 
-    def _enter_outermost(self) -> None:
-        lift = self._lift
-        training = torch.is_grad_enabled() and bool(self._parameters.trainable)
-        if lift.pass_ is not None:
-            if self._backward_seen or self._broken:
-                if torch._C._current_graph_task_id() != -1:
-                    return  # a part is computed once more, for the backward pass under way
-                lift.discard()
-                self._broken = self._backward_seen = False
-            elif training and lift.pass_ != _hoist.Pass.train:
-                lift.end()
-            else:
-                return
-        if lift.pass_ is None:
-            self._begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
-        kind = lift.pass_
-        if kind not in self._watched and not torch.compiler.is_compiling():
-            self._watch = Watch(self._parameters.unit_at, lift.is_up, self._use_unannounced)
-            self._watch.__enter__()
-
-    def _begin(self, kind: _hoist.Pass) -> None:
-        self._require_life()
-        if kind == _hoist.Pass.train:
-            if self._due:
-                raise _hoist.UsageError(
-                    f"{self._micro_batches} backward pass{'es' if self._micro_batches > 1 else ''} make a step, and "
-                    "they are done: call step() (gradient_accumulation_steps in the configuration asks for more)")
-            self._lift.begin(kind, self._micro_batch, self._micro_batches)
-        else:
-            self._lift.begin(kind)
-        for unit in self._always_up:
-            self._lift.enter(unit)
-
-    def _leave_outermost(self, failed: bool) -> None:
-        lift = self._lift
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
-            self._watch = None
-            if not failed:
-                self._watched.add(lift.pass_)
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if failed:
-            if lift.pass_ is not None:
-                lift.discard()
-        elif lift.pass_ == _hoist.Pass.evaluate and not lift.all_still_up():
-            lift.end()
-
-    def _use_unannounced(self, unit: int) -> None:
-        """An operator uses weights that no hook has brought up."""
-        self._lift.share(unit)
-        name = self._cut.units[unit].name
-        if self._calls:
-            hook = self._calls[-1]
-            hook.units.append(unit)
-            hook.entered[-1].append(unit)
-            _log.info("unit '%s' is also used in %s", name, "the model's own forward()" if hook.is_root else "another module")
-        else:
-            self._always_up.append(unit)
-            _log.warning("unit '%s' is used outside of every module's forward(): it stays up through whole passes", name)
-        self._lift.enter(unit)
-
     # --- backward ----------------------------------------------------------------------------------------------------
-
-    def _backward_begins(self, *_) -> None:
-        if self._backward_seen:
-            return
-        self._backward_seen = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        if not self._backward_seen or self._lift.pass_ != _hoist.Pass.train:
-            return
-        self._backward_seen = False
-        self._lift.end_backward()
-        self._micro_batch += 1
-        self._due = self._micro_batch == self._micro_batches
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_) -> torch.Tensor:
         """`loss.backward()`: gradients of one micro-batch. A step takes the mean over its micro-batches.
 
         With scale_wrt_gas=False the program has divided the loss itself, and the step takes the sum.
         """
-        scaled = loss if scale_wrt_gas or self._micro_batches == 1 else loss * self._micro_batches
-        first = "backward" not in self._watched
-        watch = Watch(self._parameters.unit_at, self._lift.is_up, self._use_unannounced_in_backward) if first else None
-        try:
-            with watch if watch is not None else contextlib.nullcontext():
-                scaled.backward(retain_graph=retain_graph)
-        except BaseException:
-            self._lift.discard()
-            self._backward_seen = False
-            raise
-        self._watched.add("backward")
-        if self._lift.pass_ == _hoist.Pass.train:  # a loss that no part of the model has made
-            self._backward_seen = True
-            self._backward_ends()
+        divided = scale_wrt_gas or self._passes.micro_batches == 1
+        self._passes.backward(loss if divided else loss * self._passes.micro_batches, retain_graph)
         return loss
 
-    def _use_unannounced_in_backward(self, unit: int) -> None:
-        self._lift.share(unit)
-        self._lift.enter(unit)
-        self._always_up.append(unit)
-        _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays up through whole "
-                     "passes", self._cut.units[unit].name)
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """As DeepSpeed's: for a program that calls backward() itself, its loss times the loss scale of fp16."""
+        return self._passes.scale(loss)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -284,37 +181,22 @@ class Engine:
         self._boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return self._due if self._boundary is None else self._boundary
+        return self._passes.due if self._boundary is None else self._boundary
 
     def step(self, *_, **__) -> _hoist.StepReport | None:
         """One optimizer step when all its micro-batches are done; None, and nothing, before that."""
-        lift = self._lift
-        if lift.pass_ == _hoist.Pass.train:
-            if self._backward_seen or lift.has_gradients():
-                lift.discard()
-                self._backward_seen = False
-                raise _hoist.UsageError("step() after a backward pass that did not end; its gradients were dropped")
-            lift.discard()  # a forward pass whose result was not used
-        elif lift.pass_ is not None:
-            lift.end()
-        if self._boundary and 0 < self._micro_batch < self._micro_batches:
-            # Fewer micro-batches than usual, at the end of the data: the rest counts as zeros, as in DeepSpeed.
-            while self._micro_batch < self._micro_batches:
-                lift.begin(_hoist.Pass.train, self._micro_batch, self._micro_batches)
-                lift.end_backward()
-                self._micro_batch += 1
-            self._due = True
-        if not self._due:
-            if self._micro_batch == 0:
-                raise _hoist.UsageError("step() needs a backward pass before it")
+        self._step_applied = False
+        if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
         if self._push_all_rates or not self.config.has_schedule:
             self.optimizer.push_rates()
-        report = lift.step(self._commit_state(schedule_lags=True))
-        self._due = False
-        self._micro_batch = 0
+        report = self._lift.step(self._commit_state(schedule_lags=True))
+        self._passes.forget()
         self._last_report = report
-        if report.applied:
+        self._step_applied = report.applied
+        if not report.applied:
+            self._skipped_steps += 1
+        else:
             # A graph that was kept from before must not be used with the new weights: autograd checks for it.
             torch.autograd.graph.increment_version(self._parameters.trainable)
             if self._lr_scheduler is not None:
@@ -325,10 +207,7 @@ class Engine:
         return report
 
     def _drop_gradients(self) -> None:
-        if self._lift.pass_ == _hoist.Pass.train or self._due or self._micro_batch > 0:
-            self._lift.discard()
-        self._due = self._backward_seen = False
-        self._micro_batch = 0
+        self._passes.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._drop_gradients()
@@ -363,8 +242,30 @@ class Engine:
         """Whether the last step was not applied: a gradient was not finite."""
         return self._last_report is not None and not self._last_report.applied
 
+    def was_step_applied(self) -> bool:
+        """As DeepSpeed's: whether the last call of step() changed the model."""
+        return self._step_applied
+
+    @property
+    def skipped_steps(self) -> int:
+        """Since the first step of the run, also where it was resumed."""
+        return self._skipped_steps
+
+    def fp16_enabled(self) -> bool:
+        return self.config.setting("fp16.enabled") is True
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.setting("bf16.enabled") is True
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scale() == 0
+
+    def loss_scale(self) -> float:
+        """As DeepSpeed's: what the configuration says, 0 for a dynamic one. The present one is optimizer.loss_scale."""
+        return self.config.setting("fp16.loss_scale") or 0
+
     def gradient_accumulation_steps(self) -> int:
-        return self._micro_batches
+        return self._passes.micro_batches
 
     def train_batch_size(self) -> int | None:
         return self._training.train_batch_size
@@ -382,7 +283,8 @@ class Engine:
 
     @property
     def global_steps(self) -> int:
-        return self._lift.step_count
+        """Steps made, as DeepSpeed counts them: applied and skipped ones."""
+        return self._lift.step_count + self._skipped_steps
 
     @property
     def step_count(self) -> int:
@@ -399,11 +301,12 @@ class Engine:
     def _commit_state(self, schedule_lags: bool) -> bytes:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         return program_state.pack(self.state, self._lr_scheduler, rates, dict(self._parameters.persistent_buffers()),
-                                  schedule_lags=schedule_lags)
+                                  schedule_lags=schedule_lags, skipped_steps=self._skipped_steps)
 
     def _load_commit_state(self, data: bytes) -> None:
         self._saved = program_state.unpack(data)
         self.state = self._saved.get("program", {})
+        self._skipped_steps = self._saved.get("skipped_steps", 0)
         program_state.fill_buffers(self._saved.get("buffers", {}), dict(self._parameters.persistent_buffers()))
 
     def save(self, name: str = "", state: dict[str, Any] | None = None) -> _hoist.Completion:
@@ -428,8 +331,7 @@ class Engine:
             checkpoints.refuse_unknown(self, name)
         step, state = self._lift.restore(name)
         self.restored = True
-        self._due = self._backward_seen = self._broken = False
-        self._micro_batch = 0
+        self._passes.forget()
         self._last_report = None
         torch.autograd.graph.increment_version(self._parameters.trainable)
         self.optimizer.forget_rates()
@@ -474,12 +376,7 @@ class Engine:
 
     def _between_passes(self) -> None:
         self._require_life()
-        if self._backward_seen:
-            raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
-        if self._lift.pass_ == _hoist.Pass.train:
-            self._lift.discard()
-        elif self._lift.pass_ is not None:
-            self._lift.end()
+        self._passes.end_for_state()
 
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         """One parameter's master (or moment, or gradient before step()) in fp32, from whatever tier."""
@@ -509,7 +406,7 @@ class Engine:
         """Brings whole units up for reading outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`"""
         self._between_passes()
         units = {self._parameters.unit_of(n) for n in (self._parameters.names() if names is None else names)}
-        self._begin(_hoist.Pass.evaluate)
+        self._passes.begin(_hoist.Pass.evaluate)
         try:
             for unit in units:
                 self._lift.enter(unit)

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module's calls tell the engine: its weights are needed, are no longer needed, and when its backward pass begins."""
+"""What a module's calls say: its weights are needed, are no longer needed, and when its backward pass begins."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from hoist import _hoist
+from hoist.torch.passes import Passes
 from hoist.torch.units import tensors_in
-
-if TYPE_CHECKING:
-    from hoist.torch.engine import Engine
 
 
 class ModuleHook:
@@ -21,8 +20,9 @@ class ModuleHook:
     torch.compile does not look into them: a graph ends before a hook and another begins after it.
     """
 
-    def __init__(self, engine: Engine, module: nn.Module, units: list[int], is_root: bool):
-        self.engine = engine
+    def __init__(self, passes: Passes, lift: _hoist.Lift, module: nn.Module, units: list[int], is_root: bool):
+        self.passes = passes
+        self.lift = lift
         self.units = list(units)
         self.entered: list[list[int]] = []  # of calls under way, innermost last
         self.is_root = is_root
@@ -31,10 +31,10 @@ class ModuleHook:
 
     @torch.compiler.disable
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        engine, lift = self.engine, self.engine._lift
-        if not engine._calls:
-            engine._enter_outermost()
-        engine._calls.append(self)
+        passes, lift = self.passes, self.lift
+        if not passes.calls:
+            passes.enter_outermost()
+        passes.calls.append(self)
         entered: list[int] = []
         self.entered.append(entered)
         for unit in self.units:
@@ -50,25 +50,25 @@ class ModuleHook:
 
     @torch.compiler.disable
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        engine, lift = self.engine, self.engine._lift
-        if engine._calls and engine._calls[-1] is self:
-            engine._calls.pop()
-        outermost = not engine._calls
+        passes, lift = self.passes, self.lift
+        if passes.calls and passes.calls[-1] is self:
+            passes.calls.pop()
+        outermost = not passes.calls
         entered = self.entered.pop() if self.entered else []
         failed = output is None and sys.exc_info()[0] is not None
         if torch.is_grad_enabled() and not failed:
             nodes = {t.grad_fn for t in tensors_in(output) if t.grad_fn is not None}
             for unit in entered if nodes else ():
                 lift.backward_of_call(unit)
-                if unit in engine._units_without_backward:
+                if unit in passes.without_backward:
                     continue
                 hook = lift.backward_hook(unit)
                 for node in nodes:
                     node.register_prehook(hook)
             if outermost:
                 for node in nodes:
-                    node.register_prehook(engine._backward_begins)
+                    node.register_prehook(passes.backward_begins)
         for unit in entered:
             lift.leave(unit)
         if outermost:
-            engine._leave_outermost(failed)
+            passes.leave_outermost(failed)

@@ -44,6 +44,22 @@ class Optimizer(torch.optim.Optimizer):
         """Whether the last step was not applied, as accelerate's loops ask."""
         return self._engine.step_was_skipped
 
+    @property
+    def overflow(self) -> bool:
+        """The same, by the name that it has in DeepSpeed."""
+        return self._engine.step_was_skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by until the next step; 1 without fp16."""
+        return self._engine._lift.loss_scale()
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self._engine.fp16_enabled() and self._engine.dynamic_loss_scale()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that wait for a step; after a step there are none."""
         self._engine._drop_gradients()

@@ -50,8 +50,11 @@ class Parameters:
             raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}: wrap the model before it is moved; "
                                     "hoist brings weights to where they are used")
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; float32 and bfloat16 are trained here")
+        if dtype not in initial.DTYPES:
+            raise _hoist.UsageError(f"parameter '{name}' is {dtype}; float32, bfloat16 and float16 are trained here")
+        if dtype == torch.float16 and self._dtype != torch.float16 and parameter.requires_grad:
+            raise _hoist.UsageError(f"parameter '{name}' is float16, and its gradients need a loss scale: set \"fp16\": "
+                                    "{\"enabled\": true}, or build the model in float32")
         return dtype
 
     def move(self, lift: _hoist.Lift) -> dict[int, torch.Tensor]:
@@ -157,8 +160,8 @@ class Parameters:
 
     def export(self, directory: str, dtype: torch.dtype, shard_bytes_max: int) -> list[str]:
         self._between_passes()
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise _hoist.UsageError(f"weights are exported as float32 or bfloat16, not {dtype}")
+        if dtype not in initial.DTYPES:
+            raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
         return self._lift.export(directory, initial.DTYPES[dtype], shard_bytes_max)
 
     def keep_state_dicts_true(self) -> None:

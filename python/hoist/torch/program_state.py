@@ -14,10 +14,12 @@ _BUFFER_BYTES_MAX = 32 * 1024
 
 
 def pack(program: dict[str, Any], scheduler: Any, rates: list[float], buffers: dict[str, torch.Tensor], *,
-         schedule_lags: bool) -> bytes:
+         schedule_lags: bool, skipped_steps: int) -> bytes:
     """`scheduler` has its plain numbers written down, as far as it has a state_dict(). `schedule_lags`: it will be stepped
     for this commit's step, but has not been yet."""
     state: dict[str, Any] = {"program": program, "rates": rates, "schedule_lags": schedule_lags}
+    if skipped_steps > 0:
+        state["skipped_steps"] = skipped_steps
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         state["scheduler"] = {k: v for k, v in scheduler.state_dict().items() if _is_plain(v)}
     if buffers and sum(b.nbytes for b in buffers.values()) <= _BUFFER_BYTES_MAX:

@@ -12,19 +12,24 @@ included, and what contradicts the arguments is refused as Hugging Face's integr
 from __future__ import annotations
 
 import copy
+import glob
 import json
+import logging
 import os
 from typing import Any
 
 import torch
 import transformers
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import hoist.torch
 from hoist import _hoist
 
-__all__ = ["Trainer", "fill_in"]
+__all__ = ["Trainer", "fill_in", "newest_complete_checkpoint"]
+
+_log = logging.getLogger("hoist")
 
 
 def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict[str, Any]:
@@ -68,8 +73,9 @@ def fill_in(config: dict[str, Any], args: TrainingArguments, steps: int) -> dict
     if problems:
         raise _hoist.UsageError("the configuration and the arguments contradict each other (\"auto\" takes the argument's "
                                 "value): " + "; ".join(problems))
-    if config.get("bf16", {}).get("enabled") is False:
-        del config["bf16"]  # the model's own types count then
+    for section in ("bf16", "fp16"):
+        if config.get(section, {}).get("enabled") is False:
+            del config[section]  # the model's own types count then
     return config
 
 
@@ -95,9 +101,20 @@ class Trainer(transformers.Trainer):
                 (self.args.deepspeed is not None, "deepspeed", "it would start DeepSpeed; hoist_config is the file"),
                 (self.is_fsdp_enabled, "fsdp", "it moves weights itself"),
                 (self.args.auto_find_batch_size, "auto_find_batch_size", "the number of micro-batches is settled when the "
-                 "engine is made")):
+                 "engine is made"),
+                (self.args.bf16_full_eval or self.args.fp16_full_eval, "full_eval", "weights have the type that they are "
+                 "trained in")):
             if given:
                 raise _hoist.UsageError(f"{name} of TrainingArguments is not supported here: {why}")
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *positional, **arguments):
+        """As transformers' own, but True takes the newest checkpoint that is complete: one whose saving was interrupted has
+        no trainer_state.json that can be read."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_complete_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+        return super().train(resume_from_checkpoint, *positional, **arguments)
 
     def _move_model_to_device(self, model, device) -> None:
         """The engine brings weights to where they are used."""
@@ -192,13 +209,29 @@ class Trainer(transformers.Trainer):
             for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
                 if os.path.exists(os.path.join(output_dir, file)):
                     os.remove(os.path.join(output_dir, file))
-        narrow = all(p.dtype == torch.bfloat16 for p in self.model.parameters())
-        self.engine.export(output_dir, torch.bfloat16 if narrow else torch.float32)
+        types = {p.dtype for p in self.model.parameters()}
+        self.engine.export(output_dir, types.pop() if len(types) == 1 else torch.float32)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.engine is None or self.args.should_save:
             return super().save_model(output_dir, _internal_call)
         self._save(output_dir)  # reading weights is collective
+
+
+def newest_complete_checkpoint(folder: str) -> str | None:
+    """The last file that Trainer writes into a checkpoint is its own state."""
+    saved = {}
+    for path in glob.glob(os.path.join(glob.escape(folder), f"{PREFIX_CHECKPOINT_DIR}-*")):
+        step = os.path.basename(path).removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if step.isdecimal():
+            saved[int(step)] = path
+    for _, path in sorted(saved.items(), reverse=True):
+        try:
+            TrainerState.load_from_json(os.path.join(path, TRAINER_STATE_NAME))
+            return path
+        except (OSError, ValueError, TypeError) as error:
+            _log.warning("%s is incomplete, the checkpoint before it is taken: %s", path, error)
+    return None
 
 
 def _is_saved_as_named(model: torch.nn.Module) -> bool:

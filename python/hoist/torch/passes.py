@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When passes begin and end, and which micro-batch they are: what hooks say of calls and autograd of backward passes.
+
+A pass opens with the first call of a module and ends with the backward pass. Calls without gradients are passes of their
+own, or take part in the one that is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hoist import _hoist
+from hoist.torch.units import Model, reads_weights_in_backward
+from hoist.torch.watch import Watch
+
+if TYPE_CHECKING:
+    from hoist.torch.hooks import ModuleHook
+    from hoist.torch.parameters import Parameters
+
+_log = logging.getLogger("hoist")
+
+
+class Passes:
+    """`require_life` raises where the engine has no state yet; called before a pass begins."""
+
+    def __init__(self, lift: _hoist.Lift, cut: Model, parameters: Parameters, micro_batches: int, scales_losses: bool,
+                 require_life: Callable[[], None]):
+        self._lift = lift
+        self._cut = cut
+        self._parameters = parameters
+        self._require_life = require_life
+        self._scales_losses = scales_losses
+        self._is_scaled = False  # the loss whose backward pass comes next
+        self._backward_seen = False
+        self._watched: set[Any] = set()  # kinds of passes that have been looked at for uses that no hook announces
+        self._watch: Watch | None = None
+        self._always_up: list[int] = []  # units that something outside of any module uses
+        self.micro_batches = micro_batches
+        self.micro_batch = 0
+        self.due = False  # as many backward passes are done as make a step
+        self.calls: list[ModuleHook] = []  # under way, innermost last
+        self.without_backward = {i for i, unit in enumerate(cut.units) if not reads_weights_in_backward(unit)}
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def enter_outermost(self) -> None:
+        lift = self._lift
+        training = torch.is_grad_enabled() and bool(self._parameters.trainable)
+        if lift.pass_ is not None:
+            if self._backward_seen:
+                if torch._C._current_graph_task_id() != -1:
+                    return  # a part is computed once more, for the backward pass under way
+                lift.discard()
+                self._backward_seen = False
+            elif training and lift.pass_ != _hoist.Pass.train:
+                lift.end()
+            else:
+                return
+        if lift.pass_ is None:
+            self.begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
+        kind = lift.pass_
+        if kind not in self._watched and not torch.compiler.is_compiling():
+            self._watch = Watch(self._parameters.unit_at, lift.is_up, self._use_unannounced)
+            self._watch.__enter__()
+
+    def begin(self, kind: _hoist.Pass) -> None:
+        self._require_life()
+        self._is_scaled = False
+        if kind == _hoist.Pass.train:
+            if self.due:
+                raise _hoist.UsageError(
+                    f"{self.micro_batches} backward pass{'es' if self.micro_batches > 1 else ''} make a step, and "
+                    "they are done: call step() (gradient_accumulation_steps in the configuration asks for more)")
+            self._lift.begin(kind, self.micro_batch, self.micro_batches)
+        else:
+            self._lift.begin(kind)
+        for unit in self._always_up:
+            self._lift.enter(unit)
+
+    def leave_outermost(self, failed: bool) -> None:
+        lift = self._lift
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)
+            self._watch = None
+            if not failed:
+                self._watched.add(lift.pass_)
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if failed:
+            if lift.pass_ is not None:
+                lift.discard()
+        elif lift.pass_ == _hoist.Pass.evaluate and not lift.all_still_up():
+            lift.end()
+
+    def _use_unannounced(self, unit: int) -> None:
+        """An operator uses weights that no hook has brought up."""
+        self._lift.share(unit)
+        name = self._cut.units[unit].name
+        if self.calls:
+            hook = self.calls[-1]
+            hook.units.append(unit)
+            hook.entered[-1].append(unit)
+            _log.info("unit '%s' is also used in %s", name, "the model's own forward()" if hook.is_root else "another module")
+        else:
+            self._always_up.append(unit)
+            _log.warning("unit '%s' is used outside of every module's forward(): it stays up through whole passes", name)
+        self._lift.enter(unit)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward pass begins with. In fp32, since most scaled losses are beyond fp16."""
+        self._is_scaled = True
+        return loss.float() * self._lift.loss_scale() if self._scales_losses else loss
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        first = "backward" not in self._watched
+        watch = Watch(self._parameters.unit_at, self._lift.is_up, self._use_unannounced_in_backward) if first else None
+        scaled = self.scale(loss)
+        try:
+            with watch if watch is not None else contextlib.nullcontext():
+                scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            self._lift.discard()
+            self._backward_seen = False
+            raise
+        self._watched.add("backward")
+        if self._lift.pass_ == _hoist.Pass.train:  # a loss that no part of the model has made
+            self._backward_seen = True
+            self._backward_ends()
+
+    def backward_begins(self, *_) -> None:
+        if self._backward_seen:
+            return
+        if self._scales_losses and not self._is_scaled:
+            self._lift.discard()
+            raise _hoist.UsageError("a loss that the loss scale of fp16 is missing from: use engine.backward(loss), or "
+                                    "engine.scale(loss).backward()")
+        self._backward_seen = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        if not self._backward_seen or self._lift.pass_ != _hoist.Pass.train:
+            return
+        self._backward_seen = self._is_scaled = False
+        self._lift.end_backward()
+        self.micro_batch += 1
+        self.due = self.micro_batch == self.micro_batches
+
+    def _use_unannounced_in_backward(self, unit: int) -> None:
+        self._lift.share(unit)
+        self._lift.enter(unit)
+        self._always_up.append(unit)
+        _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays up through whole "
+                     "passes", self._cut.units[unit].name)
+
+    # --- between passes ----------------------------------------------------------------------------------------------
+
+    def end_for_step(self, at_boundary: bool) -> bool:
+        """Whether a step is to be made. `at_boundary`: also of fewer micro-batches than usual, as at the end of the data;
+        the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did not end."""
+        lift = self._lift
+        if lift.pass_ == _hoist.Pass.train:
+            if self._backward_seen or lift.has_gradients():
+                lift.discard()
+                self._backward_seen = False
+                raise _hoist.UsageError("step() after a backward pass that did not end; its gradients were dropped")
+            lift.discard()  # a forward pass whose result was not used
+        elif lift.pass_ is not None:
+            lift.end()
+        if at_boundary and 0 < self.micro_batch < self.micro_batches:
+            while self.micro_batch < self.micro_batches:
+                lift.begin(_hoist.Pass.train, self.micro_batch, self.micro_batches)
+                lift.end_backward()
+                self.micro_batch += 1
+            self.due = True
+        if not self.due and self.micro_batch == 0:
+            raise _hoist.UsageError("step() needs a backward pass before it")
+        return self.due
+
+    def end_for_state(self) -> None:
+        """Errors: UsageError in the middle of a backward pass."""
+        if self._backward_seen:
+            raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
+        if self._lift.pass_ == _hoist.Pass.train:
+            self._lift.discard()
+        elif self._lift.pass_ is not None:
+            self._lift.end()
+
+    def drop_gradients(self) -> None:
+        if self._lift.pass_ == _hoist.Pass.train or self.due or self.micro_batch > 0:
+            self._lift.discard()
+        self.forget()
+
+    def forget(self) -> None:
+        """The next pass is the first one of a step."""
+        self.due = self._backward_seen = self._is_scaled = False
+        self.micro_batch = 0
