@@ -183,8 +183,6 @@ def test_what_has_another_meaning_is_refused(settings):
     in_place.compile()
     with pytest.raises(hoist.UsageError, match="compiled before it was wrapped"):
         hoist.torch.wrap(in_place, settings())
-    with pytest.raises(hoist.ConfigError, match="fp16"):
-        hoist.torch.initialize(model=Gpt(), config=settings(fp16={"enabled": True}))
 
 
 def test_memory_of_the_process_is_bounded(tmp_path):

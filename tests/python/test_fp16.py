@@ -40,7 +40,7 @@ class Scale:
             else:
                 self.left -= 1
             self.last_overflow = self.step
-        elif (self.step - self.last_overflow) % self.window == 0:
+        elif (stable := self.step - self.last_overflow - 1) > 0 and stable % self.window == 0:
             self.value *= 2
             self.left = self.hysteresis
         self.step += 1
@@ -137,8 +137,7 @@ def test_half_weights_train_as_with_fp32_masters(settings, where, micro_batches)
             assert losses == pytest.approx(expected, rel=0 if step == 0 else 1e-3), step
         assert engine.optimizer.loss_scale == 2.0**13  # 30 steps of windows of 8
         apart = movement_apart(engine, reference, before)
-        print(max(apart.values()))
-        assert max(apart.values()) < 1e-2, apart
+        assert max(apart.values()) < 2e-3, apart
 
 
 def test_an_overflow_skips_the_step(settings):
@@ -172,7 +171,7 @@ def test_an_overflow_skips_the_step(settings):
     assert 4 < reference.skipped < 14
     assert rates[reference.skipped] == 1e-3 > rates[-1]
     before = {name: value for name, value in make().state_dict().items()}
-    assert max(movement_apart(engine, reference, before).values()) < 1e-2
+    assert max(movement_apart(engine, reference, before).values()) < 2e-3
     engine.close()
 
 
@@ -311,6 +310,6 @@ def test_a_scale_that_cannot_fall_any_more_ends_the_run(settings):
     stuck = {"enabled": True, "initial_scale_power": 28, "hysteresis": 1, "min_loss_scale": 2**27}
     engine = hoist.torch.wrap(make(), settings(fp16=stuck))
     train(engine, 1)
-    with pytest.raises(hoist.Error, match="loss scale"):
-        train(engine, 1)
-    engine.close()
+    for failing in (lambda: train(engine, 1), engine.close):
+        with pytest.raises(hoist.Error, match="smallest loss scale"):
+            failing()
