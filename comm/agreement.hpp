@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/agreement.hpp - finds out that ranks are about to do different things, before they hang or mix up data.
+// comm/agreement.hpp - finds out that ranks are about to do different things, before they hang or mix up data; or that
+// not all of them could do what they were to do.
 //
 // Threading  As the control plane of the communicator given.
-// Errors     CommError, the same on every rank.
+// Errors     CommError; of agree(), the same on every rank.
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
 
 #include <hoist/comm/communicator.hpp>
@@ -19,5 +22,18 @@ namespace hoist::comm {
 void agree(Communicator& communicator, std::uint64_t hash, std::string_view what);
 
 inline constexpr std::size_t kAgreementTextBytes = 112;
+
+// What kept a rank from doing its part.
+struct Problem {
+  int rank = 0;
+  std::string text;
+};
+
+// [collective] The problem of the first rank that has one, the same on every rank; nothing when none has. Of a text,
+// the first kProblemTextBytes travel. Cost: one exchange of a byte per rank; where there is a problem, another one of
+// its text.
+std::optional<Problem> first_problem(Communicator& communicator, std::optional<std::string_view> mine);
+
+inline constexpr std::size_t kProblemTextBytes = 1016;
 
 }  // namespace hoist::comm

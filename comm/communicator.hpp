@@ -5,7 +5,8 @@
 // norms, agreement and commits. Both are collective: every rank makes the same calls in the same order.
 //
 // Threading  One thread at a time per plane and communicator; duplicate() gives an independent one for another thread.
-//            Operations keep their order when they are enqueued on different streams.
+//            Operations keep their order when they are enqueued on different streams. abort() and broken() from any
+//            thread.
 // Memory     `scratch` is handed in at creation (it counts against the device budget); nothing else is allocated per
 //            call on the data plane.
 // Errors     CommError naming rank, operation and what it was about, and the ranks that stayed away; on the data plane
@@ -18,6 +19,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -87,6 +89,18 @@ class Communicator {
   // [collective] An independent communicator over the same ranks, without scratch: control plane and all_gather only.
   virtual std::unique_ptr<Communicator> duplicate() = 0;
 
+  // This rank cannot go on, for a reason of its own (its drive, its memory, its program). Calls that wait or are still
+  // to come, on this communicator and its duplicates, of all ranks, fail with a CommError that names this rank and
+  // `why`. To the others it is as if this rank had died, except that they learn it at once, and the reason with it; so
+  // what several ranks have to agree on stays safe if it survives a death. The first call counts.
+  // NCCL: through the control plane given to it; over NCCL alone (make_nccl_at) the others learn only what NCCL
+  // notices. A channel of the program's own: as its Transport does. Self: nothing. Cost: does not wait for others; MPI
+  // takes up to 100 ms to see its messages off.
+  virtual void abort(std::string_view why) noexcept = 0;
+  // Why all of this communicator's calls fail from now on, if another rank aborted or gave up and this one can know of
+  // it without waiting. For whoever waits for something else meanwhile.
+  virtual std::optional<std::string> broken() = 0;
+
  protected:
   Communicator() = default;
 };
@@ -95,8 +109,9 @@ class Communicator {
 std::unique_ptr<Communicator> make_self(const CommunicatorOptions& options = {});
 
 // Ranks that are threads of this process. Every thread calls join() once with its own rank and options; join blocks
-// until all have. A rank that threw before joining or in its own work calls abort(), which fails the others' calls with
-// its reason; a rank whose communicator is destroyed while others wait for it fails them too. Nobody hangs.
+// until all have. A rank that threw before joining calls the group's abort(), which fails the others' calls with its
+// reason, and one that has joined its communicator's; a rank whose communicator is destroyed while others wait for it
+// fails them too. Nobody hangs.
 // Each rank needs streams of its own: an operation holds its stream's worker until all ranks have come.
 class ThreadGroup {
  public:

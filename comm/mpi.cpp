@@ -2,14 +2,15 @@
 // comm/mpi.cpp - ranks that are processes of an MPI job.
 //
 // Every operation is started without blocking and polled, so that a rank that has gone away ends in a CommError after
-// the time-out instead of a hang; a roll call among the waiting says which one (detail/mpi_roll_call.hpp). After a
-// failure MPI is not called again in this process: an operation that was given up may still be pending, and progress
-// inside another call could write into memory that has been freed since.
+// the time-out instead of a hang; a roll call among the waiting says which one, and carries a rank's own failure to
+// the others (detail/mpi_roll_call.hpp). After a failure MPI is not called again in this process: an operation that was
+// given up may still be pending, and progress inside another call could write into memory that has been freed since.
 //
 // Threading  MPI_THREAD_MULTIPLE; each transport has its own duplicate of the world.
 // Memory     One list of requests per transport, reused.
 // Errors     Return codes become CommError (MPI_ERRORS_RETURN on every communicator of ours).
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -38,13 +39,16 @@ class Breakage {
   void report(const std::string& reason) {
     const std::lock_guard lock(mutex_);
     if (reason_.empty()) reason_ = reason;
+    there_ = true;
   }
+  bool there() const { return there_; }
   std::string reason() const {
     const std::lock_guard lock(mutex_);
     return reason_;
   }
 
  private:
+  std::atomic<bool> there_{false};
   mutable std::mutex mutex_;
   std::string reason_;
 };
@@ -55,10 +59,30 @@ Breakage& breakage() {
   return *instance;
 }
 
-// Of the world; made with the first transport, by all ranks together. Never destroyed.
-detail::RollCall*& roll_call() {
-  static detail::RollCall* instance = nullptr;
-  return instance;
+// Never destroyed, like what is broken.
+detail::RollCalls& roll_calls() {
+  static auto* const instance = new detail::RollCalls;
+  return *instance;
+}
+
+// Of the world; made with its first transport, by all ranks together, and kept.
+std::shared_ptr<detail::RollCall>& roll_call_of_world() {
+  static auto* const instance = new std::shared_ptr<detail::RollCall>;
+  return *instance;
+}
+
+bool may_call_mpi() {
+  int finalized = 0;
+  return MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0 && !breakage().there();
+}
+
+// Takes `communicator` over.
+std::shared_ptr<detail::RollCall> make_roll_call(MPI_Comm communicator) {
+  const std::shared_ptr<detail::RollCall> made(new detail::RollCall(communicator), [](detail::RollCall* ended) {
+    if (may_call_mpi()) delete ended;
+  });
+  roll_calls().add(made);
+  return made;
 }
 
 // An operation, and what it is about.
@@ -164,18 +188,17 @@ class Backoff {
 class MpiTransport final : public Transport {
  public:
   enum class Ownership : std::uint8_t { taken, borrowed };
-  MpiTransport(MPI_Comm communicator, const detail::MpiTransportOptions& options,
-               Ownership ownership = Ownership::taken)
-      : communicator_(communicator), ownership_(ownership), options_(options) {
+  // `roll_call`: of the same ranks; null only while that is what is being made.
+  MpiTransport(MPI_Comm communicator, std::shared_ptr<detail::RollCall> roll_call,
+               const detail::MpiTransportOptions& options, Ownership ownership = Ownership::taken)
+      : communicator_(communicator), ownership_(ownership), roll_call_(std::move(roll_call)), options_(options) {
     if (ownership_ == Ownership::taken) MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(communicator_, &rank_);
     MPI_Comm_size(communicator_, &size_);
   }
 
   ~MpiTransport() override {
-    int finalized = 0;
-    MPI_Finalized(&finalized);
-    if (finalized == 0 && ownership_ == Ownership::taken && breakage().reason().empty()) MPI_Comm_free(&communicator_);
+    if (ownership_ == Ownership::taken && may_call_mpi()) MPI_Comm_free(&communicator_);
   }
 
   int rank() const override { return rank_; }
@@ -230,7 +253,23 @@ class MpiTransport final : public Transport {
   }
 
   std::unique_ptr<Transport> duplicate() override {
-    return std::make_unique<MpiTransport>(duplicate_communicator(), options_);
+    return std::make_unique<MpiTransport>(duplicate_communicator(), roll_call_, options_);
+  }
+
+  // Messages first: once it is reported, this process calls MPI no more.
+  void abort(std::string_view why) noexcept override {
+    if (!may_call_mpi()) return;
+    try {
+      roll_calls().tell(detail::RollCall::News::failed, why);
+      breakage().report(fmt::format("{} failed: {}", roll_call_->name_of(rank_), why));
+    } catch (...) {  // no memory for the words: the others notice by waiting
+    }
+  }
+
+  std::optional<std::string> broken() override {
+    std::string reason = breakage().reason();
+    if (!reason.empty()) return reason;
+    return roll_calls().serve("none of these calls");
   }
 
   MPI_Comm duplicate_communicator() {
@@ -298,6 +337,7 @@ class MpiTransport final : public Transport {
     const Backoff backoff;
     int done = 0;
     while (true) {
+      if (breakage().there()) refuse_if_broken(doing);
       const int code = MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, statuses_.data());
       if (code == MPI_ERR_IN_STATUS) check_statuses(doing);
       check(code, doing);
@@ -311,19 +351,18 @@ class MpiTransport final : public Transport {
 
   // While it waits for longer than is usual: answers those who ask, asks, and gives up in the end.
   void look_around(const Doing& doing, Nanoseconds waited) {
-    refuse_if_broken(doing);
-    if (roll_call() == nullptr) {  // it is what is being made
+    if (const auto verdict = roll_calls().serve(doing.text())) give_up(doing, *verdict);
+    if (!roll_call_) {
       if (waited <= options_.timeout) return;
       give_up(doing, fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs",
                                  options_.timeout.count()));
     }
-    if (const auto verdict = roll_call()->serve(doing.text())) give_up(doing, *verdict);
     const Nanoseconds patience = std::min<Nanoseconds>(options_.timeout / 3, kAnswerTime);
-    if (waited > options_.timeout - patience) roll_call()->ask(patience);
+    if (waited > options_.timeout - patience) roll_call_->ask(patience);
     if (waited <= options_.timeout) return;
-    const std::string findings = roll_call()->findings(options_.timeout);
+    const std::string findings = roll_call_->findings(options_.timeout);
     // First: once it is reported, other threads of this process leave their waits, and their memory with them.
-    roll_call()->tell(findings);
+    roll_calls().tell(detail::RollCall::News::gave_up, findings);
     give_up(doing, findings);
   }
 
@@ -350,12 +389,13 @@ class MpiTransport final : public Transport {
   void refuse_if_broken(const Doing& doing) const {
     const std::string reason = breakage().reason();
     if (reason.empty()) return;
-    throw CommError(fmt::format("mpi: {} on rank {} of {} was refused, because MPI failed earlier in this process: {}",
+    throw CommError(fmt::format("mpi: {} on rank {} of {} was refused, because this process has given MPI up: {}",
                                 doing.text(), rank_, size_, reason));
   }
 
   MPI_Comm communicator_;
   const Ownership ownership_;
+  const std::shared_ptr<detail::RollCall> roll_call_;
   const detail::MpiTransportOptions options_;
   int rank_ = 0;
   int size_ = 1;
@@ -371,9 +411,9 @@ std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options
   initialize_once();
   require_announced_size();
   // Not by MPI_Comm_dup, which would wait for a dead rank without end.
-  MpiTransport world(MPI_COMM_WORLD, options, MpiTransport::Ownership::borrowed);
-  if (roll_call() == nullptr) roll_call() = new RollCall(world.duplicate_communicator());
-  return std::make_unique<MpiTransport>(world.duplicate_communicator(), options);
+  MpiTransport world(MPI_COMM_WORLD, roll_call_of_world(), options, MpiTransport::Ownership::borrowed);
+  if (!roll_call_of_world()) roll_call_of_world() = make_roll_call(world.duplicate_communicator());
+  return std::make_unique<MpiTransport>(world.duplicate_communicator(), roll_call_of_world(), options);
 }
 
 }  // namespace detail
@@ -403,8 +443,11 @@ std::unique_ptr<Communicator> make_mpi_over(MPI_Comm ranks, const CommunicatorOp
   if (ranks != MPI_COMM_NULL) MPI_Comm_test_inter(ranks, &between_groups);
   if (ranks == MPI_COMM_NULL || between_groups != 0)
     throw UsageError("make_mpi_over: needs a communicator over one group of ranks, this one among them");
-  MpiTransport given(ranks, transport_options(options), MpiTransport::Ownership::borrowed);
-  return over(std::make_unique<MpiTransport>(given.duplicate_communicator(), transport_options(options)), options);
+  MpiTransport given(ranks, nullptr, transport_options(options), MpiTransport::Ownership::borrowed);
+  auto roll_call = make_roll_call(given.duplicate_communicator());
+  return over(
+      std::make_unique<MpiTransport>(given.duplicate_communicator(), std::move(roll_call), transport_options(options)),
+      options);
 }
 
 }  // namespace hoist::comm

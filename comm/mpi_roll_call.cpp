@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <span>
 #include <thread>
 
@@ -25,6 +26,29 @@ RollCall::RollCall(MPI_Comm communicator) : communicator_(communicator) {
   MPI_Comm_rank(communicator_, &rank_);
   MPI_Comm_size(communicator_, &size_);
   answers_.resize(static_cast<std::size_t>(size_));
+  world_ranks_.resize(static_cast<std::size_t>(size_));
+  std::vector<int> ranks(static_cast<std::size_t>(size_));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  MPI_Group mine = MPI_GROUP_NULL, world = MPI_GROUP_NULL;
+  MPI_Comm_group(communicator_, &mine);
+  MPI_Comm_group(MPI_COMM_WORLD, &world);
+  MPI_Group_translate_ranks(mine, size_, ranks.data(), world, world_ranks_.data());
+  MPI_Group_free(&mine);
+  MPI_Group_free(&world);
+}
+
+std::string RollCall::name_of(int rank) const {
+  const int in_world = world_ranks_[static_cast<std::size_t>(rank)];
+  return in_world == rank ? fmt::format("rank {}", rank) : fmt::format("rank {} of MPI_COMM_WORLD", in_world);
+}
+
+RollCall::~RollCall() {
+  clear_sent();
+  if (sent_.empty()) {
+    MPI_Comm_free(&communicator_);
+  } else {  // a message that is still on its way keeps its memory, and its communicator, for good
+    static_cast<void>(new std::deque<Sent>(std::move(sent_)));
+  }
 }
 
 void RollCall::send(int peer, Kind kind, int number, std::string_view text) {
@@ -48,7 +72,8 @@ void RollCall::take(int peer, const Message& message, std::string_view waits_for
   const std::string text(message.text.data(), ::strnlen(message.text.data(), message.text.size()));
   if (message.kind == Kind::question) send(peer, Kind::answer, message.number, waits_for);
   if (message.kind == Kind::answer && message.number == question_) answers_[static_cast<std::size_t>(peer)] = text;
-  if (message.kind == Kind::verdict && !verdict_) verdict_ = fmt::format("rank {} reports: {}", peer, text);
+  if (message.kind == Kind::verdict && !verdict_) verdict_ = fmt::format("{} reports: {}", name_of(peer), text);
+  if (message.kind == Kind::failure && !verdict_) verdict_ = fmt::format("{} failed: {}", name_of(peer), text);
 }
 
 std::optional<std::string> RollCall::serve(std::string_view waits_for) {
@@ -99,15 +124,41 @@ std::string RollCall::findings(std::chrono::milliseconds timeout) const {
                      fmt::join(silent, ", "), timeout.count(), silent.size() == 1 ? "does" : "do", others);
 }
 
-void RollCall::tell(const std::string& why) {
+void RollCall::tell(News news, std::string_view why) {
   const std::lock_guard lock(mutex_);
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_) send(peer, Kind::verdict, 0, why);
+    if (peer != rank_) send(peer, news == News::failed ? Kind::failure : Kind::verdict, 0, why);
   }
   for (const TimePoint end = Clock::now() + kFarewell; !sent_.empty() && Clock::now() < end;) {
     clear_sent();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+}
+
+void RollCalls::add(const std::shared_ptr<RollCall>& roll_call) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(all_, [](const std::weak_ptr<RollCall>& one) { return one.expired(); });
+  all_.push_back(roll_call);
+}
+
+std::vector<std::shared_ptr<RollCall>> RollCalls::live() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<RollCall>> live;
+  for (const auto& weak : all_) {
+    if (auto one = weak.lock()) live.push_back(std::move(one));
+  }
+  return live;
+}
+
+std::optional<std::string> RollCalls::serve(std::string_view waits_for) {
+  for (const auto& roll_call : live()) {
+    if (auto verdict = roll_call->serve(waits_for)) return verdict;
+  }
+  return std::nullopt;
+}
+
+void RollCalls::tell(RollCall::News news, std::string_view why) {
+  for (const auto& roll_call : live()) roll_call->tell(news, why);
 }
 
 }  // namespace hoist::comm::detail

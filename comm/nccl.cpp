@@ -4,13 +4,19 @@
 // NCCL keeps the order of one communicator's operations across streams itself. It adds in the wire type and in an
 // order of its own, so bits differ from the CPU backends; they are the same from run to run at equal world size and
 // topology. A rank that dies while a kernel waits for it is noticed by the next call here or, with the time-out, on
-// the control plane.
+// the control plane. A kernel that waits for a rank that will not come ends only when this rank's communicator is
+// aborted: with several ranks, a thread asks the control plane whether another one gave up, and does so then. That has
+// not yet run on several GPUs.
 //
 // Threading  As Communicator; the CUDA device is that of the options, else the one current on the thread that makes it.
+//            One thread of its own, with several ranks.
 // Memory     In place, no scratch.
 // Errors     Every return code and NCCL's asynchronous error become CommError; afterwards the communicator is aborted.
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
@@ -62,9 +68,14 @@ class NcclCommunicator final : public Communicator {
     std::memcpy(&unique, id.data(), sizeof unique);
     const detail::CurrentDevice current(device_ordinal_);
     check("ncclCommInitRank", ncclCommInitRank(&communicator_, size, unique, rank));
+    if (size > 1) watcher_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
   }
 
   ~NcclCommunicator() override {
+    if (watcher_.joinable()) {
+      watcher_.request_stop();
+      watcher_.join();
+    }
     if (communicator_ == nullptr) return;
     if (failed_) {
       ncclCommAbort(communicator_);
@@ -80,6 +91,7 @@ class NcclCommunicator final : public Communicator {
   void all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) override {
     constexpr std::string_view kWhat = "all_gather";
     detail::check_pieces(pieces);
+    const std::lock_guard lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     std::uint64_t shard_bytes = 0;
     grouped(kWhat, [&] {
@@ -96,6 +108,7 @@ class NcclCommunicator final : public Communicator {
   void reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) override {
     constexpr std::string_view kWhat = "reduce_scatter";
     detail::check_pieces(pieces);
+    const std::lock_guard lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     std::uint64_t shard_bytes = 0;
     grouped(kWhat, [&] {
@@ -116,6 +129,7 @@ class NcclCommunicator final : public Communicator {
 
   void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
     constexpr std::string_view kWhat = "all_reduce_sum";
+    const std::lock_guard lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     check(kWhat, ncclAllReduce(values.data(), values.data(), values.size(), ncclFloat32, ncclSum, communicator_, cuda));
     check_asynchronous(kWhat);
@@ -125,6 +139,7 @@ class NcclCommunicator final : public Communicator {
   void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
     constexpr std::string_view kWhat = "broadcast";
     detail::check_root(kWhat, root, size_);
+    const std::lock_guard lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     check(kWhat, ncclBroadcast(bytes.data(), bytes.data(), bytes.size(), ncclInt8, root, communicator_, cuda));
     check_asynchronous(kWhat);
@@ -145,7 +160,39 @@ class NcclCommunicator final : public Communicator {
     return std::make_unique<NcclCommunicator>(id, rank_, size_, control_->duplicate(), options);
   }
 
+  void abort(std::string_view why) noexcept override {
+    control_->abort(why);
+    try {
+      {
+        const std::lock_guard lock(watch_mutex_);
+        if (own_failure_.empty()) own_failure_ = fmt::format("rank {} failed: {}", rank_, why);
+      }
+      wake_.notify_all();
+    } catch (...) {  // no memory for the words: the control plane has ended all the same
+    }
+  }
+  std::optional<std::string> broken() override { return control_->broken(); }
+
  private:
+  static constexpr std::chrono::milliseconds kWatchPeriod{50};
+
+  void watch(const std::stop_token& stop) {
+    while (!stop.stop_requested()) {
+      std::string why;
+      {
+        std::unique_lock lock(watch_mutex_);
+        wake_.wait_for(lock, stop, kWatchPeriod, [&] { return !own_failure_.empty(); });
+        why = own_failure_;
+      }
+      if (why.empty()) why = control_->broken().value_or("");
+      if (why.empty()) continue;
+      const std::lock_guard lock(mutex_);
+      reason_ = why;
+      ncclCommAbort(std::exchange(communicator_, nullptr));
+      return;
+    }
+  }
+
   std::uint64_t peers() const { return static_cast<std::uint64_t>(size_ - 1); }
   std::byte* own_shard(const ReducePiece& piece) const {
     return piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_elements * dtype_bytes(piece.dtype);
@@ -157,6 +204,8 @@ class NcclCommunicator final : public Communicator {
     if (native == nullptr) {
       throw UsageError(fmt::format("nccl: {} needs a stream of a CUDA device, but '{}' is none", what, stream.name()));
     }
+    if (communicator_ == nullptr)
+      throw CommError(fmt::format("nccl: {} on rank {} of {} failed: {}", what, rank_, size_, reason_));
     check_asynchronous(what);
     return native;
   }
@@ -213,8 +262,14 @@ class NcclCommunicator final : public Communicator {
   const int device_ordinal_;
   std::unique_ptr<Communicator> control_;
   Ledger* const ledger_;
+  std::mutex mutex_;  // of the communicator: a call, or its end
   ncclComm_t communicator_ = nullptr;
   bool failed_ = false;
+  std::string reason_;  // why it was aborted
+  std::mutex watch_mutex_;
+  std::condition_variable_any wake_;
+  std::string own_failure_;
+  std::jthread watcher_;
 };
 
 }  // namespace

@@ -32,6 +32,8 @@ class SelfCommunicator final : public Communicator {
   void broadcast_host(std::span<std::byte>, int root) override { detail::check_root("broadcast_host", root, 1); }
   void barrier() override {}
   std::unique_ptr<Communicator> duplicate() override { return std::make_unique<SelfCommunicator>(); }
+  void abort(std::string_view) noexcept override {}
+  std::optional<std::string> broken() override { return std::nullopt; }
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <utility>
 
@@ -96,6 +97,11 @@ class Channel {
     changed_.notify_all();
   }
 
+  std::string failure() const {
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
  private:
   void arrive(int rank, const Offer& offer, std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex_);
@@ -154,7 +160,7 @@ class Channel {
     throw CommError(fmt::format("threads: {} on rank {} of {} failed: {}", offer.name(), rank, size(), failure_));
   }
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Offer> offers_;
   std::vector<bool> here_;  // who has arrived at the meeting that is forming
@@ -203,13 +209,16 @@ struct ThreadGroup::Shared {
 
 namespace {
 
+// What a transport asks of its group, which it shares.
+struct GroupCalls {
+  std::function<std::shared_ptr<Channel>()> make_channel;
+  std::function<void(const std::string& why)> abort;
+};
+
 class ThreadTransport final : public Transport {
  public:
-  // `make_channel` outlives no one: it shares the group.
-  using MakeChannel = std::function<std::shared_ptr<Channel>()>;
-
-  ThreadTransport(std::shared_ptr<Channel> channel, int rank, std::chrono::milliseconds timeout, MakeChannel make)
-      : channel_(std::move(channel)), rank_(rank), timeout_(timeout), make_channel_(std::move(make)) {}
+  ThreadTransport(std::shared_ptr<Channel> channel, int rank, std::chrono::milliseconds timeout, GroupCalls group)
+      : channel_(std::move(channel)), rank_(rank), timeout_(timeout), group_(std::move(group)) {}
 
   // Whoever waits for this rank from now on would wait in vain.
   ~ThreadTransport() override { channel_->fail(fmt::format("rank {} has left", rank_)); }
@@ -256,13 +265,26 @@ class ThreadTransport final : public Transport {
 
   std::unique_ptr<Transport> duplicate() override {
     // Rank 0 makes the channel and the others take theirs from it.
-    std::shared_ptr<Channel> channel = rank_ == 0 ? make_channel_() : nullptr;
+    std::shared_ptr<Channel> channel = rank_ == 0 ? group_.make_channel() : nullptr;
     const Offer offer{Operation::duplicate, 0, 0, 0, &channel, {}};
     std::shared_ptr<Channel> shared;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == 0) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
     });
-    return std::make_unique<ThreadTransport>(std::move(shared), rank_, timeout_, make_channel_);
+    return std::make_unique<ThreadTransport>(std::move(shared), rank_, timeout_, group_);
+  }
+
+  void abort(std::string_view why) noexcept override {
+    try {
+      group_.abort(fmt::format("rank {} failed: {}", rank_, why));
+    } catch (...) {  // no memory for the words
+      channel_->fail("a rank failed");
+    }
+  }
+
+  std::optional<std::string> broken() override {
+    std::string failure = channel_->failure();
+    return failure.empty() ? std::nullopt : std::optional(std::move(failure));
   }
 
  private:
@@ -273,7 +295,7 @@ class ThreadTransport final : public Transport {
   std::shared_ptr<Channel> channel_;
   const int rank_;
   const std::chrono::milliseconds timeout_;
-  const MakeChannel make_channel_;
+  const GroupCalls group_;
 };
 
 }  // namespace
@@ -297,10 +319,11 @@ std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOpti
     }
     shared_->joined[static_cast<std::size_t>(rank)] = true;
   }
-  const auto make = [shared = shared_] { return shared->make_channel(); };
+  const GroupCalls calls{.make_channel = [shared = shared_] { return shared->make_channel(); },
+                         .abort = [shared = shared_](const std::string& why) { shared->abort(why); }};
   auto communicator = std::make_unique<detail::HostCommunicator>(
-      "threads", std::make_shared<ThreadTransport>(shared_->data, rank, options.timeout, make),
-      std::make_shared<ThreadTransport>(shared_->control, rank, options.timeout, make), options);
+      "threads", std::make_shared<ThreadTransport>(shared_->data, rank, options.timeout, calls),
+      std::make_shared<ThreadTransport>(shared_->control, rank, options.timeout, calls), options);
   shared_->entrance->meet(rank, Offer{Operation::join, 0, 0, 0, nullptr, {}}, options.timeout, [](int, const void*) {});
   return communicator;
 }

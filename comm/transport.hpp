@@ -13,7 +13,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include <hoist/comm/communicator.hpp>
@@ -51,6 +53,10 @@ class Transport {
   virtual void barrier() = 0;
   // Another channel over the same ranks.
   virtual std::unique_ptr<Transport> duplicate() = 0;
+  // As Communicator's, of this channel and all others over the same ranks; from any thread. A channel that has no way
+  // to tell the others leaves these as they are: the others wait for as long as its own calls do.
+  virtual void abort(std::string_view) noexcept {}
+  virtual std::optional<std::string> broken() { return std::nullopt; }
 
  protected:
   Transport() = default;

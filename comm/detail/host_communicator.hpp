@@ -35,6 +35,8 @@ class HostCommunicator final : public Communicator {
   void broadcast_host(std::span<std::byte> bytes, int root) override;
   void barrier() override;
   std::unique_ptr<Communicator> duplicate() override;
+  void abort(std::string_view why) noexcept override { control_->abort(why); }
+  std::optional<std::string> broken() override { return control_->broken(); }
 
  private:
   // Launches `work` after everything this communicator has enqueued so far, on whichever streams that was.

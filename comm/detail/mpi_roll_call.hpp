@@ -4,16 +4,20 @@
 // A collective that does not end says nothing of whom it waits for. So a rank that has waited for most of its time-out
 // asks all others, over messages of their own; whoever waits in an operation of ours answers from there and says what
 // for. Who stays silent has ended, hangs, or computes. The first that gives up tells the others why, and they stop with
-// the same reason instead of each after its own time-out.
+// the same reason instead of each after its own time-out; so does a rank that fails for a reason of its own.
 //
-// Threading  Any thread that waits; one at a time is served, the others pass.
-// Memory     Messages of 512 bytes: nothing has to be received for a send to end.
+// There is one for the world and one for each communicator that a program handed over. A process is beyond use in all
+// of them at once, so whoever waits in one serves all, and what ends one is told in all (RollCalls).
+//
+// Threading  Any thread; of those that wait, one at a time is served, the others pass.
+// Memory     Messages of 1 KiB: nothing has to be received for a send to end.
 // Errors     None: a message that cannot be sent or received is an answer that does not come.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -28,24 +32,31 @@ namespace hoist::comm::detail {
 
 class RollCall {
  public:
-  // Takes `communicator` over: of all ranks, used for nothing else.
+  // Takes `communicator` over: of all ranks that are called, used for nothing else.
   explicit RollCall(MPI_Comm communicator);
+  ~RollCall();  // pre: MPI may still be called
+  RollCall(const RollCall&) = delete;
+  RollCall& operator=(const RollCall&) = delete;
 
+  // How errors name a rank: by its number in the world, whichever communicator they are about.
+  std::string name_of(int rank) const;
   // Receives and answers what has come. Returns why another rank gave up, once one has.
   std::optional<std::string> serve(std::string_view waits_for);
   // Asks everybody, unless that was done less than `pause` ago.
   void ask(Nanoseconds pause);
   // Who has not answered since, and what the others wait for.
   std::string findings(std::chrono::milliseconds timeout) const;
-  // Tells everybody that this rank gives up, and waits a moment for the messages to be on their way.
-  void tell(const std::string& why);
+  // Tells everybody that this rank gives up waiting, or that it has failed itself; returns when the messages are on
+  // their way, or after a moment.
+  enum class News : std::uint8_t { gave_up, failed };
+  void tell(News news, std::string_view why);
 
  private:
-  enum class Kind : std::int32_t { question, answer, verdict };
+  enum class Kind : std::int32_t { question, answer, verdict, failure };
   struct Message {
     Kind kind = Kind::question;
     std::int32_t number = 0;  // of the question
-    std::array<char, 504> text{};
+    std::array<char, 1016> text{};
   };
   struct Sent {
     Message message;
@@ -59,12 +70,26 @@ class RollCall {
   MPI_Comm communicator_;
   int rank_ = 0;
   int size_ = 1;
+  std::vector<int> world_ranks_;
   mutable std::mutex mutex_;
   std::deque<Sent> sent_;  // addresses stay
   int question_ = 0;
   std::optional<TimePoint> asked_;
   std::vector<std::optional<std::string>> answers_;  // to the last question, by rank
   std::optional<std::string> verdict_;
+};
+
+// All of this process.
+class RollCalls {
+ public:
+  void add(const std::shared_ptr<RollCall>& roll_call);
+  std::optional<std::string> serve(std::string_view waits_for);
+  void tell(RollCall::News news, std::string_view why);
+
+ private:
+  std::vector<std::shared_ptr<RollCall>> live();
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<RollCall>> all_;
 };
 
 }  // namespace hoist::comm::detail

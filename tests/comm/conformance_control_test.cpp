@@ -79,4 +79,27 @@ TEST_P(Conformance, NamesTheFirstRankThatDiverged) {
   });
 }
 
+TEST_P(Conformance, TellsEveryRankTheFirstProblem) {
+  run([](Rank& rank) {
+    EXPECT_FALSE(first_problem(rank.communicator, std::nullopt));
+    for (int bad = 0; bad < rank.size(); ++bad) {
+      const std::string mine = "rank " + std::to_string(rank.rank()) + " has no room";
+      const bool has_one = rank.rank() >= bad;
+      const auto problem =
+          first_problem(rank.communicator, has_one ? std::optional<std::string_view>(mine) : std::nullopt);
+      ASSERT_TRUE(problem);
+      EXPECT_EQ(problem->rank, bad);
+      EXPECT_EQ(problem->text, "rank " + std::to_string(bad) + " has no room");
+    }
+    const std::string endless(3 * kProblemTextBytes, 'x');
+    const auto cut = first_problem(rank.communicator, endless);
+    ASSERT_TRUE(cut);
+    EXPECT_EQ(cut->text, endless.substr(0, kProblemTextBytes));
+    const auto wordless = first_problem(rank.communicator, "");
+    ASSERT_TRUE(wordless);
+    EXPECT_EQ(wordless->text, "");
+    EXPECT_FALSE(first_problem(rank.communicator, std::nullopt));  // the communicator is whole
+  });
+}
+
 }  // namespace hoist::comm::testing

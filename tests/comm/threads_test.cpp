@@ -122,6 +122,37 @@ TEST(ThreadGroupTest, AbortReachesDuplicatesAndBothPlanes) {
   std::jthread second(member, 1);
 }
 
+// As the group's abort, by a rank, in its own name.
+TEST(ThreadGroupTest, ARankThatAbortsIsNamedWithItsReason) {
+  for (const int size : {2, 3, 4}) {
+    const TimePoint start = Clock::now();
+    std::atomic<int> waiting{0}, left{0};
+    run_threads(size, {.timeout = std::chrono::minutes(10)}, [&](Rank& rank) {
+      const auto copy = rank.communicator.duplicate();
+      EXPECT_EQ(rank.communicator.broken(), std::nullopt);
+      if (rank.rank() == 1) {
+        while (waiting < size - 1) std::this_thread::yield();
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        rank.communicator.abort("read of unit 'h.3' failed");
+        rank.communicator.abort("a second reason");
+      } else {
+        const auto memory = rank.allocate(100 * static_cast<std::uint64_t>(size));
+        const GatherPiece piece{memory.data(), 100, "h.4"};
+        rank.communicator.all_gather({&piece, 1}, rank.stream);
+        ++waiting;
+        EXPECT_THAT(comm_error_of([&] { copy->barrier(); }), HasSubstr("rank 1 failed: read of unit 'h.3' failed"));
+        EXPECT_THAT(comm_error_of([&] { rank.stream.synchronize(); }),
+                    AllOf(HasSubstr("all_gather of 'h.4'"), HasSubstr("rank 1 failed: read of unit 'h.3' failed")));
+      }
+      EXPECT_THAT(comm_error_of([&] { rank.communicator.barrier(); }), HasSubstr("rank 1 failed: read of unit 'h.3'"));
+      EXPECT_THAT(rank.communicator.broken().value_or(""), HasSubstr("rank 1 failed"));
+      ++left;
+      while (left < size) std::this_thread::yield();  // nobody hears of one that left instead
+    });
+    EXPECT_LT(Clock::now() - start, std::chrono::seconds(30));
+  }
+}
+
 // A rank that unwinds takes its communicator with it: the others learn at once, not after the time-out.
 TEST(ThreadGroupTest, NoticesThatARankHasLeft) {
   const TimePoint start = Clock::now();

@@ -91,6 +91,8 @@ class Boastful final : public comm::Communicator {
   std::unique_ptr<comm::Communicator> duplicate() override {
     return std::make_unique<Boastful>(inner_->duplicate(), of_commits_, Boasts());
   }
+  void abort(std::string_view why) noexcept override { inner_->abort(why); }
+  std::optional<std::string> broken() override { return inner_->broken(); }
 
  private:
   bool boasts() const { return boasts_ && boasts_(); }

@@ -84,6 +84,8 @@ class WatchedCommunicator final : public comm::Communicator {
   std::unique_ptr<comm::Communicator> duplicate() override {
     return std::make_unique<WatchedCommunicator>(inner_->duplicate(), rank_, /*of_commits=*/true);
   }
+  void abort(std::string_view why) noexcept override { inner_->abort(why); }
+  std::optional<std::string> broken() override { return inner_->broken(); }
 
  private:
   const std::unique_ptr<comm::Communicator> inner_;
