@@ -365,14 +365,14 @@ void Store::Impl::land(const Job& job) {
   } catch (...) {
     // The others must not wait for a rank that will never come; the error that counts is this one.
     try {
-      if (job.agree && durability_ == Durability::step) job.agree(/*landed=*/false);
+      if (job.agree && durability_ == Durability::step) job.agree(std::current_exception());
     } catch (...) {
     }
     throw;
   }
   if (durability_ == Durability::none) return;
   const TraceSpan span(trace_, TraceRow::commit, "agree");
-  if (job.agree) job.agree(/*landed=*/true);
+  if (job.agree) job.agree(nullptr);
   if (job.keeps) make_room(CommitHeader(kept_.back().header));
 }
 

@@ -179,12 +179,12 @@ class Store {
                    std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
   // Starts the commit of the step under way and returns at once; a thread of the store waits for the writes, flushes,
   // writes the manifest and flushes again. `agree` (optional) then runs on that thread: the exchange with the other
-  // participants, who are told whether this one came so far; what it throws fails the commit. The extents of the step
-  // before are reused only after that.
+  // participants, who are told what kept this one from coming so far (null: nothing did); what it throws fails the
+  // commit. The extents of the step before are reused only after that.
   // Throws StoreError, and the step stays open, when a touched record was not wholly rewritten or, at the first commit,
   // a record was never written; UsageError when the caller state is too long. A step in which nothing was written may
   // be committed. Durability none: waits for writes only, agree does not run.
-  using Agree = std::function<void(bool landed)>;
+  using Agree = std::function<void(std::exception_ptr problem)>;
   Completion commit(std::span<const std::byte> caller_state, Agree agree = {});
 
   // --- keeping -------------------------------------------------------------------------------------------------------

@@ -67,13 +67,33 @@ Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
       options(options_in),
       groups{options_in.optimizer_defaults},
       table(runtime_in.world_size(), detail::gradient_sums(options_in)),
+      alarm(std::make_shared<detail::Alarm>(runtime_in)),
       scaler(options_in.loss_scale) {
   check_options(options, runtime);
 }
 
 Engine::Impl::~Impl() {
   self.reset();
+  const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth;
+  ended_by_exception = sealed && !failure && unwinding && (pass || pass_was_left);
   tear_down();
+}
+
+// The program's exception left a pass and takes the engine with it, while the others wait in that pass. They are told
+// after the step decided before it, which is whole on this rank and is not lost by an end of the program's.
+void Engine::Impl::tell_of_exception() {
+  try {
+    last_commit.wait();
+  } catch (...) {  // told where it was agreed on
+  }
+  const std::string refusal = last_refusal.empty() ? "" : fmt::format("; refused in it: {}", last_refusal);
+  alarm->raise(std::make_exception_ptr(Error("its program left a pass by an exception" + refusal)));
+}
+
+void Engine::Impl::fail(const std::exception_ptr& error) {
+  if (failure) return;
+  alarm->raise(error);
+  failure = alarm->cause_of(error);
 }
 
 // Threads first, then what they use. Errors have been delivered, or nobody wants them any more.
@@ -93,6 +113,9 @@ void Engine::Impl::tear_down() noexcept {
     if (!live.deferred) return;
     if (failure) return live.deferred->stop();
     live.deferred->finish();  // a step that was taken is not lost by an orderly end
+  });
+  attempt([&] {
+    if (ended_by_exception) tell_of_exception();
   });
   for (platform::Stream* stream : {live.streams.up.get(), live.streams.comm.get(), live.streams.down.get()}) {
     attempt([&] {
@@ -124,6 +147,10 @@ void Engine::Impl::tear_down() noexcept {
   live.memory.reset();
   live.records.reset();
   metrics.reset();
+  attempt([&] {
+    alarm->disarm();
+    alarm = std::make_shared<detail::Alarm>(runtime);
+  });
 
   place = {};
   sealed = peers_gone = false;
@@ -167,19 +194,17 @@ void Engine::Impl::together(const char* what, const std::function<void()>& part)
   } catch (...) {
     error = std::current_exception();
   }
-  const std::byte mine{static_cast<unsigned char>(error ? 1 : 0)};
-  std::vector<std::byte> all(static_cast<std::size_t>(runtime.world_size()));
+  std::optional<comm::Problem> problem;
   try {
-    runtime.communicator().exchange(std::span(&mine, 1), all);
+    problem = detail::first_problem(runtime.communicator(), error);
+    if (error) alarm->told_in_exchange();
   } catch (const CommError& lost) {
     if (!error) throw CommError(fmt::format("{} (whether all could {})", lost.what(), what));
   } catch (...) {
     if (!error) throw;
   }
   if (error) std::rethrow_exception(error);
-  const auto failed = std::find_if(all.begin(), all.end(), [](std::byte rank) { return rank != std::byte{0}; });
-  if (failed == all.end()) return;
-  throw CommError(fmt::format("rank {} could not {}; its own error says why", failed - all.begin(), what));
+  if (problem) throw CommError(fmt::format("rank {} could not {}: {}", problem->rank, what, problem->text));
 }
 
 void Engine::Impl::seal(bool create_store) {
@@ -253,9 +278,9 @@ void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_fi
         });
   }
   live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor,
-                                                     live.streams, live.stager.get(), live.deferred.get());
+                                                     live.streams, live.stager.get(), live.deferred.get(), *alarm);
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams,
-                                                       live.deferred.get());
+                                                       live.deferred.get(), *alarm);
 }
 
 // Where the unit's update is still under way, first that, then its writes.

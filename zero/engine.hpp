@@ -8,7 +8,10 @@
 //            the same order; a rank that differs is named in a CommError.
 // Memory     Device and pinned memory are laid out by initialize() or restore(); nothing is taken afterwards.
 // Errors     UsageError leaves the state unchanged. After any other error of a step or pass the engine has failed:
-//            only restore() in a new engine, or destruction, is legal.
+//            only restore() in a new engine, or destruction, is legal. The other ranks do not wait for one that has
+//            failed: they stop at once, with a CommError that names it, the unit, and its error; unless all of them
+//            learned it in an exchange, the runtimes' communicators are of no use afterwards. So do an exception that
+//            leaves a pass and then destroys the engine, and abandon().
 // Main path  gather -> (scheduler) -> store.read -> copy up -> all-gather -> lease; finish -> reduce-scatter -> copy
 //            down; step -> norm -> update -> store.write -> commit.
 #pragma once
@@ -100,6 +103,9 @@ class Engine {
   StepReport step(const StepOptions& options = {});  // [C]
   // Ends the pass under way and drops its gradients; outside of a pass, drops those of the step to come.
   void discard() noexcept;
+  // This rank's program cannot go on: the engine has failed, and those of the other ranks stop with a CommError that
+  // names this rank and `why`, instead of waiting for it until the communicator's time-out.
+  void abandon(std::string_view why) noexcept;
   void settle();  // returns when every update and commit under way is done
 
   // --- state ---------------------------------------------------------------------------------------------------------

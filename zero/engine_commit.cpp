@@ -22,23 +22,21 @@ detail::CommitState Engine::Impl::commit_state(std::span<const std::byte> progra
           .program = {program_state.begin(), program_state.end()}};
 }
 
-void Engine::Impl::agree_on_landing(bool landed) {
-  const std::byte mine{static_cast<unsigned char>(landed ? 1 : 0)};
-  std::vector<std::byte> all(static_cast<std::size_t>(runtime.world_size()));
+void Engine::Impl::agree_on_landing(const std::exception_ptr& problem) {
+  std::optional<comm::Problem> first;
   try {
-    live.commit_channel->exchange(std::span(&mine, 1), all);
+    first = detail::first_problem(*live.commit_channel, problem);
   } catch (const CommError& lost) {
     throw CommError(fmt::format("{} (whether a commit landed at all ranks)", lost.what()));
   }
-  const auto failed = std::find(all.begin(), all.end(), std::byte{0});
-  if (failed == all.end() || !landed) return;
-  throw CommError(fmt::format("rank {} could not commit the step; its own error says why", failed - all.begin()));
+  if (!first || problem) return;
+  throw CommError(fmt::format("rank {} could not commit the step: {}", first->rank, first->text));
 }
 
-void Engine::Impl::renounce_landing() noexcept {
+void Engine::Impl::renounce_landing(const std::exception_ptr& problem) noexcept {
   if (peers_gone) return;
   try {
-    agree_on_landing(/*landed=*/false);
+    agree_on_landing(problem);
   } catch (...) {  // the error that counts is this rank's own
   }
 }
@@ -46,7 +44,7 @@ void Engine::Impl::renounce_landing() noexcept {
 Completion Engine::Impl::commit(const std::string& name, const detail::CommitState& state) {
   committed_state = state;
   const Completion done =
-      live.store->commit(detail::encode(name, state), [this](bool landed) { agree_on_landing(landed); });
+      live.store->commit(detail::encode(name, state), [this](const auto& problem) { agree_on_landing(problem); });
   const auto promise = std::make_shared<Promise>();
   last_commit = promise->completion();
   // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this engine.
@@ -59,7 +57,8 @@ Completion Engine::Impl::commit(const std::string& name, const detail::CommitSta
 }
 
 Completion Engine::Impl::keep(const std::string& name, const detail::CommitState& state) {
-  last_keep = live.store->keep(name, detail::encode(name, state), [this](bool landed) { agree_on_landing(landed); });
+  last_keep =
+      live.store->keep(name, detail::encode(name, state), [this](const auto& problem) { agree_on_landing(problem); });
   return last_keep;
 }
 
@@ -169,7 +168,7 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
       if (live.deferred) live.deferred->finish();
       live.store->begin_step(step);
       if (changed) write_homes(/*with_frozen=*/true);  // else the last commit's records are this one's
-      const auto agree = [this](bool landed) { agree_on_landing(landed); };
+      const auto agree = [this](const std::exception_ptr& problem) { agree_on_landing(problem); };
       const Completion committed = live.store->commit(state, agree);
       landing = false;
       committed.wait();
@@ -179,7 +178,7 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       changed_since_save = true;
-      if (landing) renounce_landing();
+      if (landing) renounce_landing(error);
       ended->fail(error);
     }
   });

@@ -29,6 +29,8 @@ void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
     live.gradients->begin_pass(/*first=*/pass_options.micro_batch == 0, held_micro_batches);
   }
   pass = kind;
+  pass_was_left = false;
+  last_refusal.clear();
   pass_began = Clock::now();
   ++pass_serial;
   live.gatherer->begin_pass(static_cast<std::size_t>(kind));
@@ -40,6 +42,7 @@ void Engine::Impl::end_pass(bool complete) {
   if (Trace* const trace = runtime.trace(); trace != nullptr)
     trace->add(TraceRow::program, kNames[static_cast<std::size_t>(*pass)], pass_began, Clock::now());
   ended_pass = *pass;
+  pass_was_left = !complete;
   const bool train = std::exchange(pass, std::nullopt) == Pass::train;
   live.gatherer->end_pass(complete);
   agreement_due = complete;
@@ -211,7 +214,7 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
       done = commit_deferred(state, due);
     } catch (...) {
       // Nothing will land here; the other ranks learn it where they would have heard that it did.
-      if (stores_steps() && due) renounce_landing();
+      if (stores_steps() && due) renounce_landing(std::current_exception());
       fail_pending_saves(std::current_exception());
       committed->fail(std::current_exception());
       throw;
@@ -321,6 +324,13 @@ void Engine::discard() noexcept {
     if (std::exchange(impl_->micro_batches_done, 0) > 0) impl_->live.gradients->clear();
   } catch (...) {
     impl_->fail(std::current_exception());
+  }
+}
+
+void Engine::abandon(std::string_view why) noexcept {
+  try {
+    impl_->fail(std::make_exception_ptr(Error(fmt::format("its program gave up: {}", why))));
+  } catch (...) {  // no memory for the words; destruction is what is left
   }
 }
 

@@ -14,7 +14,8 @@ using platform::CopyKind;
 using platform::StreamEvent;
 
 Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-                   scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred)
+                   scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred,
+                   Alarm& alarm)
     : runtime_(runtime),
       options_(options),
       table_(table),
@@ -23,6 +24,7 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       streams_(streams),
       stager_(stager),
       deferred_(deferred),
+      alarm_(alarm),
       director_(director_options(options, table, memory.device_needs(), memory.gather_slots().size())),
       states_(table.units().size()),
       slots_(memory.gather_slots().size()) {}
@@ -121,9 +123,14 @@ void Gatherer::fetch(UnitId unit, std::byte* target, std::vector<StreamEvent> af
   transfer->target = target;
   states_[unit.index].transfer = transfer;
   transfer->submitted = executor_.enqueue([this, unit, transfer, after = std::move(after), former = std::move(former)] {
-    for (const StreamEvent& event : after) streams_.up->wait(event, WaitCause::none);
-    if (former) streams_.up->wait(former->gathered, WaitCause::none);
-    submit(unit, *transfer);
+    try {
+      for (const StreamEvent& event : after) streams_.up->wait(event, WaitCause::none);
+      if (former) streams_.up->wait(former->gathered, WaitCause::none);
+      submit(unit, *transfer);
+    } catch (...) {
+      alarm_.raise(std::current_exception(), table_.unit(unit).name);
+      throw;
+    }
   });
 }
 
@@ -136,6 +143,7 @@ void Gatherer::submit(UnitId unit, Transfer& transfer) {
   streams_.comm->wait(transfer.copied, WaitCause::none);
   all_gather(table_.unit(unit), transfer.target);
   transfer.gathered = streams_.comm->record();
+  alarm_.watch(transfer.gathered, table_.unit(unit).name);
 }
 
 void Gatherer::copy_up(UnitId id, std::byte* target) {

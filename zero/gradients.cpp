@@ -14,13 +14,14 @@ namespace hoist::detail {
 using platform::CopyKind;
 
 Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-                     Streams& streams, DeferredUpdate* deferred)
+                     Streams& streams, DeferredUpdate* deferred, Alarm& alarm)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
       executor_(executor),
       streams_(streams),
       deferred_(deferred),
+      alarm_(alarm),
       states_(table.units().size()),
       own_(table.units().size()) {
   for (std::byte* data : memory.gradient_slots()) shared_.push_back({.data = data});
@@ -107,7 +108,12 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   reduction->submitted =
       executor_.enqueue([this, id, source, reduction, ready = stream->record(),
                          how = state.summed ? optim::Accumulate::add : optim::Accumulate::overwrite] {
-        reduce(id, source, ready, how, *reduction);
+        try {
+          reduce(id, source, ready, how, *reduction);
+        } catch (...) {
+          alarm_.raise(std::current_exception(), table_.unit(id).name);
+          throw;
+        }
       });
   state.buffer->reduction = reduction;
   state.buffer->busy = false;
@@ -144,7 +150,9 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
     }
     streams_.comm->wait(ready, WaitCause::none);
     runtime_.communicator().reduce_scatter(pieces, *streams_.comm);
-    streams_.down->wait(streams_.comm->record(), WaitCause::none);
+    const platform::StreamEvent reduced = streams_.comm->record();
+    alarm_.watch(reduced, unit.name);
+    streams_.down->wait(reduced, WaitCause::none);
   } else {
     streams_.down->wait(ready, WaitCause::none);
   }

@@ -186,7 +186,8 @@ TEST_F(StoreFaultTest, AFailedCommitIsFinal) {
       (void)store_->write(RecordId{1}, region, 0, 1, buffer.span(), checksum, aio::Priority::background);
     }
     std::vector<bool> told;
-    const Completion committed = store_->commit({}, [&](bool landed) { told.push_back(landed); });
+    const Completion committed =
+        store_->commit({}, [&](const std::exception_ptr& problem) { told.push_back(problem != nullptr); });
     try {
       committed.wait();
       FAIL() << "committed in spite of the fault";
@@ -194,7 +195,7 @@ TEST_F(StoreFaultTest, AFailedCommitIsFinal) {
       EXPECT_EQ(error.where.operation, cases[i].operation);
       EXPECT_EQ(error.where.code, cases[i].fault.code);
     }
-    EXPECT_EQ(told, std::vector{false}) << "the other ranks are told, once";
+    EXPECT_EQ(told, std::vector{true}) << "the other ranks are told, once";
     EXPECT_EQ(faults_->blocks(aio::Operation::sync) - syncs_before, cases[i].syncs);
     EXPECT_THROW(store_->begin_step(step + 1), IoError);
     EXPECT_THROW(store_->commit({}), IoError);
@@ -211,7 +212,7 @@ TEST_F(StoreFaultTest, AFailedCommitIsFinal) {
 
 TEST_F(StoreFaultTest, DisagreementFailsTheCommit) {
   store_->begin_step(1);
-  const Completion committed = store_->commit({}, [](bool) { throw CommError("rank 3 is gone"); });
+  const Completion committed = store_->commit({}, [](const std::exception_ptr&) { throw CommError("rank 3 is gone"); });
   EXPECT_THROW(committed.wait(), CommError);
   EXPECT_THROW(store_->begin_step(2), CommError);
 }

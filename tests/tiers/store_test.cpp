@@ -240,7 +240,7 @@ TEST_F(StoreTest, TheNextStepBeginsAfterAllAgreed) {
   store->begin_step(1);
   write_record(*store, options_, 1, 1);
   std::atomic<bool> may_agree{false}, agreed{false};
-  const Completion committed = store->commit({}, [&](bool) {
+  const Completion committed = store->commit({}, [&](const std::exception_ptr&) {
     while (!may_agree) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     agreed = true;
   });
@@ -313,7 +313,7 @@ TEST_F(StoreTest, WithoutDurabilityRecordsAreRewrittenInPlace) {
   auto store = create();
   store->begin_step(0);
   for (const std::uint32_t record : all_records(options_)) write_record(*store, options_, record, 0);
-  store->commit({}, [](bool) { FAIL() << "nothing is agreed on"; }).wait();
+  store->commit({}, [](const std::exception_ptr&) { FAIL() << "nothing is agreed on"; }).wait();
   const auto data_bytes = std::filesystem::file_size(store->data_paths().front());
   std::uint64_t expected_bytes = 0;
   for (const StoreRecord& record : options_.records) expected_bytes += record.layout.bytes();

@@ -14,6 +14,7 @@
 #include <hoist/aio/engine.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/detail/alarm.hpp>
 #include <hoist/zero/detail/commit_state.hpp>
 #include <hoist/zero/detail/drives.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
@@ -41,8 +42,10 @@ class Engine::Impl {
   template <typename Call>
   auto enliven(Call call) -> decltype(call());
   void tear_down() noexcept;
+  void tell_of_exception();
   bool failed_in_communication() const;
-  // Runs a part that may fail on one rank alone. All ranks then throw: the one its own error, the others CommError.
+  // Runs a part that may fail on one rank alone. All ranks then throw: the one its own error, the others a CommError
+  // that holds its text.
   void together(const char* what, const std::function<void()>& part) const;
   void seal(bool create_store);  // takes memory, opens the store, starts threads
   void lay_out(bool create_store, std::uint64_t run, bool replace_first_commit);
@@ -69,7 +72,7 @@ class Engine::Impl {
   void check_agreement();                                   // all ranks made the same calls in the pass that ended
   StepReport step(const StepOptions& options);
   void await_gradients();  // until all of the step's are at home
-  double global_norm();  // of the sum over micro-batches, with the loss scale
+  double global_norm();    // of the sum over micro-batches, with the loss scale
   // What the gradients at home are to be multiplied by: they are sums over micro-batches of scaled losses' gradients.
   double gradient_mean() const { return 1.0 / micro_batches / scaler.scale(); }
   // A group's options as the schedule has them after so many steps.
@@ -79,9 +82,8 @@ class Engine::Impl {
   Completion update_later(double gradient_scale, std::span<const std::byte> program_state);
   void settle_together();  // [C] carries out what is pending; a failure is every rank's
   void await_deferred();   // carries out what the last step left pending, and books the time as part of this one
-  void fail(std::exception_ptr error) {  // the first one counts
-    if (!failure) failure = std::move(error);
-  }
+  // Ends the engine's life; the first one counts. The other ranks are told, unless an exchange has done so.
+  void fail(const std::exception_ptr& error);
   // Runs a call; any error of it but a UsageError or BudgetError ends the engine's life.
   template <typename Call>
   auto guarded(Call call) -> decltype(call());
@@ -131,10 +133,11 @@ class Engine::Impl {
   // On the update thread. Returns what is done when the step is durable; at once when it is not committed.
   Completion commit_deferred(const detail::CommitState& state, bool due);
   void fail_pending_saves(const std::exception_ptr& error);
-  // Tells the other ranks whether this one's commit landed; throws when another's did not. On the commit thread.
-  void agree_on_landing(bool landed);
+  // Tells the other ranks what kept this one's commit from landing (null: it did); throws when another's did not. On
+  // the commit thread.
+  void agree_on_landing(const std::exception_ptr& problem);
   // This rank comes to no commit where the others do: they learn it there.
-  void renounce_landing() noexcept;
+  void renounce_landing(const std::exception_ptr& problem) noexcept;
   Completion save(const std::string& name, std::span<const std::byte> caller_state);
   void require_room_for(std::span<const std::byte> program_state) const;
   void check_save(const std::string& name, std::span<const std::byte> program_state) const;
@@ -183,8 +186,13 @@ class Engine::Impl {
   bool sealed = false;
   std::atomic<bool> peers_gone{false};  // the engine failed because of other ranks: none is there to be told
   std::exception_ptr failure;
+  std::shared_ptr<detail::Alarm> alarm;  // of the life under way
+  const int exceptions_at_birth = std::uncaught_exceptions();
+  bool ended_by_exception = false;
 
-  std::optional<Pass> pass;  // under way
+  std::optional<Pass> pass;    // under way
+  bool pass_was_left = false;  // the last one, by an exception or discard()
+  std::string last_refusal;    // in it
   TimePoint pass_began{};
   std::uint64_t pass_serial = 0;
   Pass ended_pass = Pass::train;  // the last one
@@ -222,17 +230,18 @@ auto Engine::Impl::guarded(Call call) -> decltype(call()) {
   require_live();
   try {
     return call();
-  } catch (const UsageError&) {
+  } catch (const UsageError& refusal) {
+    last_refusal = refusal.what();
     throw;
-  } catch (const BudgetError&) {
+  } catch (const BudgetError& refusal) {
+    last_refusal = refusal.what();
     throw;
   } catch (const CorruptionError& error) {
     fail(std::make_exception_ptr(CorruptionError(error.where, remedy_for_damage())));
-    std::rethrow_exception(failure);
   } catch (...) {
     fail(std::current_exception());
-    throw;
   }
+  std::rethrow_exception(failure);
 }
 
 template <typename Call>

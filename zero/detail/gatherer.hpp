@@ -12,6 +12,7 @@
 
 #include <hoist/scheduler/director.hpp>
 #include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/detail/alarm.hpp>
 #include <hoist/zero/detail/deferred_update.hpp>
 #include <hoist/zero/detail/memory.hpp>
 #include <hoist/zero/detail/stager.hpp>
@@ -26,7 +27,7 @@ struct Streams {
 class Gatherer {
  public:
   Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-           scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred);
+           scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred, Alarm& alarm);
 
   void begin_pass(std::size_t kind);
   // Ends every lease that is still alive, as of the work enqueued so far on the stream it was gathered on. A complete
@@ -104,6 +105,7 @@ class Gatherer {
   Streams& streams_;
   Stager* stager_;
   DeferredUpdate* deferred_;  // null in update mode `step`
+  Alarm& alarm_;
   scheduler::Director director_;
   std::vector<UnitState> states_;
   std::vector<SlotState> slots_;

@@ -15,6 +15,7 @@
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/zero/detail/accumulator.hpp>
+#include <hoist/zero/detail/alarm.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
 #include <hoist/zero/detail/memory.hpp>
 
@@ -23,7 +24,7 @@ namespace hoist::detail {
 class Gradients {
  public:
   Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-            Streams& streams, DeferredUpdate* deferred);
+            Streams& streams, DeferredUpdate* deferred, Alarm& alarm);
 
   // The unit's gradient buffer of this pass, laid out as place() says; zeroed on `stream` when it is the first request.
   // A request on another stream than the one before makes it wait for what that one has to do so far. The stream
@@ -91,7 +92,8 @@ class Gradients {
   const Memory& memory_;
   scheduler::Executor& executor_;
   Streams& streams_;
-  DeferredUpdate* deferred_;                  // null in update mode `step`
+  DeferredUpdate* deferred_;  // null in update mode `step`
+  Alarm& alarm_;
   std::unique_ptr<Accumulator> accumulator_;  // null where steps have one micro-batch, or gradients stay on the device
   int held_ = 1;                              // micro-batches of the pass under way
   std::vector<State> states_;

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank fails for a reason of its own - its drive, its memory, its program - where the others would wait for it:
+// they stop at once with that reason, and what is on the drives afterwards is a step that all ranks have, bit by bit.
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include <gmock/gmock.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using testing::AllOf;
+using testing::AnyOf;
+using testing::HasSubstr;
+
+constexpr std::chrono::minutes kTimeout{10};
+constexpr std::chrono::seconds kAtOnce{30};  // a twentieth: updates that nobody asks for begin after 5 s
+constexpr std::uint64_t kSteps = 6;
+const ToyShape kShape{.matrices = {20000, 30001, 9973}, .norm = 97};
+
+struct Ended {
+  std::string error;            // empty: it did not fail
+  bool by_others = false;       // a CommError
+  std::int64_t committed = -1;  // the newest durable step it was told of
+};
+
+// Runs `body` on ranks that are not told of each other's errors by anything but hoist. What ends one stays in its
+// scope until its engine and runtime have gone.
+std::vector<Ended> run_ranks(int size, const ToySetup& setup, const std::function<void(int, Engine&, ToyModel&)>& body,
+                             const std::function<void(int, RuntimeOptions&)>& prepare = {}) {
+  comm::ThreadGroup group(size);
+  std::vector<Ended> ended(static_cast<std::size_t>(size));
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      Ended& mine = ended[static_cast<std::size_t>(rank)];
+      RuntimeOptions options = setup.runtime;
+      options.comm_timeout = kTimeout;
+      if (prepare) prepare(rank, options);
+      try {
+        Runtime runtime(options, [&](const comm::CommunicatorOptions& o) { return group.join(rank, o); });
+        Engine engine(runtime, setup.engine);
+        ToyModel model(engine, kShape);
+        try {
+          body(rank, engine, model);
+        } catch (...) {
+          mine.committed = static_cast<std::int64_t>(engine.committed_step().value_or(0));
+          throw;
+        }
+      } catch (const CommError& error) {
+        mine.by_others = true;
+        mine.error = error.what();
+      } catch (const std::exception& error) {
+        mine.error = error.what();
+      }
+    });
+  }
+  threads.clear();
+  return ended;
+}
+
+// All but `failed` were stopped by its failure, which is told in its words.
+void expect_told(const std::vector<Ended>& ended, int failed, const testing::Matcher<std::string>& words) {
+  for (std::size_t rank = 0; rank < ended.size(); ++rank) {
+    SCOPED_TRACE("rank " + std::to_string(rank));
+    EXPECT_THAT(ended[rank].error, words);
+    if (static_cast<int>(rank) == failed) continue;
+    EXPECT_TRUE(ended[rank].by_others);
+    EXPECT_THAT(ended[rank].error, HasSubstr("rank " + std::to_string(failed)));
+  }
+}
+
+// --- the drive ------------------------------------------------------------------------------------------------------
+
+struct DriveCase {
+  std::string name;
+  aio::Operation operation;
+  UpdateMode mode;
+  Placement parameters;
+};
+
+class FailingDrive : public testing::TestWithParam<std::tuple<DriveCase, int>> {};
+
+// Masters and moments after each step, on `size` ranks.
+std::vector<Digests> digests_by_step(int size) {
+  std::vector<Digests> all(kSteps + 1);
+  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  run_ranks(size, setup, [&](int rank, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    for (std::uint64_t step = 0; step <= kSteps; ++step) {
+      if (step > 0) model.train(step, step);
+      Digests digests = digests_of(engine, model);
+      digests.losses.clear();
+      if (rank == 0) all[step] = digests;
+    }
+  });
+  return all;
+}
+
+// The n-th block of the kind, counted from the third step on, for n by seed: in a fetch, an update or a commit, as it
+// comes.
+TEST_P(FailingDrive, StopsAllRanksAtOnceAndLosesNoDurableStep) {
+  const auto& [drive, size] = GetParam();
+  const std::vector<Digests> reference = digests_by_step(size);
+  for (const std::uint64_t seed : {1u, 2u, 3u}) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const int failing = static_cast<int>(random_bits(seed, 1) % static_cast<std::uint64_t>(size));
+    const TempDirectory directory;
+    ToySetup setup = toy_setup(drive.parameters, Placement::nvme, directory / "store");
+    setup.engine.update_mode = drive.mode;
+    setup.runtime.host_device.chaos_seed = seed % 2;
+    const auto faults = std::make_shared<Faults>(seed);
+    const TimePoint start = Clock::now();
+    const auto ended = run_ranks(
+        size, setup,
+        [&](int rank, Engine& engine, ToyModel& model) {
+          engine.initialize(model.fill());
+          model.train(1, 2);
+          if (rank == failing)
+            faults->add({.operation = drive.operation, .first = random_bits(seed, 2) % 7, .count = Faults::kForever});
+          model.train(3, kSteps);
+          engine.settle();
+        },
+        [&](int rank, RuntimeOptions& options) {
+          if (rank != failing) return;
+          options.make_aio_backend = [&](const aio::EngineOptions& io) { return make_faulty_backend(io, faults); };
+        });
+    EXPECT_LT(Clock::now() - start, kAtOnce);
+    EXPECT_GT(faults->hits(Fault::Kind::error), 0u);
+    expect_told(ended, failing, HasSubstr("Input/output error"));
+
+    // What every rank finds is one of the steps that were taken, and none that was reported durable is lost.
+    std::int64_t durable = 0;
+    for (const Ended& rank : ended) durable = std::max(durable, rank.committed);
+    const auto resumed = run_ranks(size, setup, [&](int, Engine& engine, ToyModel& model) {
+      const std::uint64_t step = engine.restore().step;
+      EXPECT_GE(static_cast<std::int64_t>(step), durable);
+      ASSERT_LE(step, kSteps);
+      EXPECT_EQ(digests_of(engine, model), reference[step]) << "step " << step;
+    });
+    for (const Ended& rank : resumed) EXPECT_EQ(rank.error, "");
+  }
+}
+
+std::vector<DriveCase> drive_cases() {
+  std::vector<DriveCase> cases;
+  for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward}) {
+    const std::string in = mode == UpdateMode::step ? "Step" : "Forward";
+    cases.push_back({"Read" + in, aio::Operation::read, mode, Placement::nvme});
+    cases.push_back({"Write" + in, aio::Operation::write, mode, Placement::nvme});
+    cases.push_back({"Sync" + in, aio::Operation::sync, mode, Placement::nvme});
+    cases.push_back({"ReadOfStates" + in, aio::Operation::read, mode, Placement::pinned});
+  }
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Operations, FailingDrive,
+                         testing::Combine(testing::ValuesIn(drive_cases()), testing::Values(2, 4)),
+                         [](const auto& one) {
+                           return std::get<0>(one.param).name + "On" + std::to_string(std::get<1>(one.param));
+                         });
+
+// --- the program ----------------------------------------------------------------------------------------------------
+
+class FailingProgram : public testing::TestWithParam<int> {
+ protected:
+  int size() const { return GetParam(); }
+  // Trains a step, then calls `fail` on the last rank, and trains on on the others.
+  std::vector<Ended> run(const std::function<void(Engine&, ToyModel&)>& fail, ToySetup setup) {
+    const TimePoint start = Clock::now();
+    const auto ended = run_ranks(size(), setup, [&](int rank, Engine& engine, ToyModel& model) {
+      engine.initialize(model.fill());
+      model.train(1, 1);
+      if (rank == size() - 1) fail(engine, model);
+      model.train(2, kSteps);
+      engine.settle();
+    });
+    EXPECT_LT(Clock::now() - start, kAtOnce);
+    return ended;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, FailingProgram, testing::Values(2, 3, 4), testing::PrintToStringParamName());
+
+// Nothing that the host calls fails: the reduction of what the kernel was to make is never started.
+TEST_P(FailingProgram, AKernelThatThrowsIsToldInItsWords) {
+  for (const bool in_backward : {false, true}) {
+    const auto fail = [&](Engine&, ToyModel& model) {
+      (in_backward ? model.in_backward : model.in_forward) = [&](std::size_t unit) {
+        if (unit == 1) model.stream().launch("kernel", [] { throw Error("illegal instruction of kernel 7"); });
+      };
+    };
+    const auto ended = run(fail, toy_setup(Placement::pinned, Placement::pinned));
+    expect_told(ended, size() - 1, HasSubstr("illegal instruction of kernel 7"));
+    for (int rank = 0; rank + 1 < size(); ++rank)
+      EXPECT_THAT(ended[static_cast<std::size_t>(rank)].error, HasSubstr("unit"));
+  }
+}
+
+TEST_P(FailingProgram, ARefusedBudgetThatEndsTheProgramIsTold) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.runtime.comm_scratch_bytes = 64 * kKiB;
+  setup.runtime.device_memory_bytes = 340 * kKiB;  // two of the three units fit
+  const auto hold_everything = [&](Engine& engine, ToyModel& model) {
+    const PassScope scope = engine.begin(Pass::train);
+    std::vector<Lease> leases;
+    for (std::size_t unit = 0; unit < kShape.matrices.size(); ++unit)
+      leases.push_back(engine.gather(model.unit(unit), model.stream()));
+    FAIL() << "there is room for all units";
+  };
+  const auto ended = run(hold_everything, setup);
+  EXPECT_THAT(ended.back().error, HasSubstr("hoist.device_memory"));
+  EXPECT_FALSE(ended.back().by_others);
+  expect_told(ended, size() - 1, HasSubstr("hoist.device_memory"));
+}
+
+// A program that goes on after a refusal has told nobody anything.
+TEST_P(FailingProgram, ARefusalThatTheProgramSurvivesIsNobodysBusiness) {
+  const auto refused = [](Engine& engine, ToyModel&) { EXPECT_THROW(engine.step(), UsageError); };
+  for (const Ended& rank : run(refused, toy_setup(Placement::pinned, Placement::pinned))) EXPECT_EQ(rank.error, "");
+}
+
+TEST_P(FailingProgram, OneThatGivesUpIsToldInItsWords) {
+  const auto give_up = [](Engine& engine, ToyModel&) {
+    engine.abandon("there is no more data");
+    engine.abandon("a second reason");
+  };
+  const auto ended = run(give_up, toy_setup(Placement::pinned, Placement::pinned));
+  expect_told(ended, size() - 1, HasSubstr("its program gave up: there is no more data"));
+}
+
+// All ranks leave a pass and drop their engines alike: the step decided before is carried out and durable.
+TEST_P(FailingProgram, AStepThatWasTakenSurvivesAnExceptionOnAllRanks) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  const auto ended = run_ranks(size(), setup, [&](int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    model.in_forward = [](std::size_t unit) {
+      if (unit == 0) throw Error("a batch that no rank can read");
+    };
+    model.pass(3);
+  });
+  // The engine of run_ranks ends while its exception is on the way.
+  for (const Ended& rank : ended) EXPECT_EQ(rank.error, "a batch that no rank can read");
+  const auto resumed =
+      run_ranks(size(), setup, [&](int, Engine& engine, ToyModel&) { EXPECT_EQ(engine.restore().step, 2u); });
+  for (const Ended& rank : resumed) EXPECT_EQ(rank.error, "");
+}
+
+// --- groups ---------------------------------------------------------------------------------------------------------
+
+// Two slices of two ranks each; the slice that is whole waits for the other one's norm.
+TEST(FailingGroup, TheWholeNormGroupIsTold) {
+  comm::ThreadGroup all(4), slice0(2), slice1(2);
+  std::vector<Ended> ended(4);
+  std::vector<std::jthread> threads;
+  const TimePoint start = Clock::now();
+  for (int rank = 0; rank < 4; ++rank) {
+    threads.emplace_back([&, rank] {
+      ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+      setup.runtime.comm_timeout = kTimeout;
+      const Runtime::Groups groups{
+          .sharding = [&](const auto& o) { return (rank / 2 == 0 ? slice0 : slice1).join(rank % 2, o); },
+          .norm = [&](const auto& o) { return all.join(rank, o); }};
+      try {
+        Runtime runtime(setup.runtime, groups);
+        Engine engine(runtime, setup.engine);
+        ToyModel model(engine, kShape);
+        engine.initialize(model.fill());
+        model.train(1, 1);
+        if (rank == 3) engine.abandon("slice 1 is out of data");
+        model.train(2, kSteps);
+      } catch (const std::exception& error) {
+        ended[static_cast<std::size_t>(rank)].error = error.what();
+      }
+    });
+  }
+  threads.clear();
+  EXPECT_LT(Clock::now() - start, kAtOnce);
+  for (const Ended& rank : ended) EXPECT_THAT(rank.error, HasSubstr("slice 1 is out of data"));
+}
+
+}  // namespace
+}  // namespace hoist::test

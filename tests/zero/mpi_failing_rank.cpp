@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Started by mpirun: rank 1 fails for a reason of its own in the third step, and the others stop at once with its
+// words. Its own program for each kind of failure, since MPI is beyond use afterwards and processes end without
+// MPI_Finalize.
+//   mpirun -np N mpi_failing_rank read|write|sync|kernel|budget
+#include <cstdio>
+#include <string>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
+
+#include "toy_ranks.hpp"
+
+using namespace hoist;
+using namespace hoist::test;
+
+namespace {
+
+constexpr int kFails = 1;
+constexpr std::chrono::minutes kTimeout{10};
+constexpr std::chrono::seconds kAtOnce{40};  // updates that nobody asks for begin after 5 s
+
+struct Ending {
+  std::string error = "none";
+  bool by_others = false;
+};
+
+aio::Operation operation_of(const std::string& mode) {
+  if (mode == "read") return aio::Operation::read;
+  return mode == "write" ? aio::Operation::write : aio::Operation::sync;
+}
+
+void fail_in(const std::string& mode, Engine& engine, ToyModel& model, Faults& faults) {
+  if (mode == "kernel") {
+    model.in_backward = [&model](std::size_t unit) {
+      if (unit == 1) model.stream().launch("kernel", [] { throw Error("illegal instruction of kernel 7"); });
+    };
+  } else if (mode == "budget") {
+    const PassScope scope = engine.begin(Pass::train);
+    std::vector<Lease> leases;
+    for (std::size_t unit = 0; unit < 4; ++unit) leases.push_back(engine.gather(model.unit(unit), model.stream()));
+  } else {
+    faults.add({.operation = operation_of(mode), .first = 1, .count = Faults::kForever});
+  }
+}
+
+const char* words_of(const std::string& mode) {
+  if (mode == "kernel") return "illegal instruction of kernel 7";
+  return mode == "budget" ? "hoist.device_memory" : "Input/output error";
+}
+
+Ending train_until_it_fails(const std::string& mode, Runtime& runtime, const EngineOptions& options, Faults& faults) {
+  Ending ending;
+  try {
+    Engine engine(runtime, options);
+    ToyModel model(engine, ToyShape{});
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    if (runtime.rank() == kFails) fail_in(mode, engine, model, faults);
+    model.train(3, 8);
+    engine.settle();
+  } catch (const CommError& error) {
+    ending = {error.what(), true};
+  } catch (const std::exception& error) {
+    ending = {error.what(), false};
+  }
+  return ending;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "read";
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme);
+  setup.runtime.communicator = CommunicatorKind::mpi;
+  setup.runtime.comm_timeout = kTimeout;
+  if (mode == "budget") {  // two of the four units fit
+    setup.runtime.comm_scratch_bytes = 64 * kKiB;
+    setup.runtime.device_memory_bytes = 640 * kKiB;
+  }
+  const auto faults = std::make_shared<Faults>(1);
+  setup.runtime.make_aio_backend = [&](const aio::EngineOptions& io) { return make_faulty_backend(io, faults); };
+  Runtime runtime(setup.runtime);
+  TempDirectory directory;
+  char name[512] = {};
+  std::snprintf(name, sizeof name, "%s", (directory / "store").c_str());
+  runtime.communicator().broadcast_host(std::as_writable_bytes(std::span(name)), 0);
+  setup.engine.store_directory = name;
+
+  const TimePoint start = Clock::now();
+  const Ending ending = train_until_it_fails(mode, runtime, setup.engine, *faults);
+  const bool soon = Clock::now() - start < kAtOnce;
+  const bool told = ending.error.find(words_of(mode)) != std::string::npos;
+  const bool named = runtime.rank() == kFails || (ending.by_others && ending.error.find("rank 1") != std::string::npos);
+  const bool right = soon && told && named;
+  fmt::print("{} on rank {}: {}\n", right ? "as expected" : "WRONG", runtime.rank(), ending.error);
+  std::fflush(stdout);
+  std::this_thread::sleep_for(std::chrono::seconds(3));  // the launcher ends the job with the first to go
+  return right ? 0 : 1;
+}
