@@ -31,28 +31,55 @@ struct AsFp32 {
   static Stored store(float value) { return value; }
 };
 
+// Inlined into a function for each instruction set. FMA is in none of them: the same bits everywhere.
 template <typename Target, typename Source>
-void scale(const ScaleArguments& a) {
+[[gnu::always_inline]] inline void scale_loop(const ScaleArguments& a) {
   auto* target = reinterpret_cast<typename Target::Stored*>(a.target);
   const auto* source = reinterpret_cast<const typename Source::Stored*>(a.source);
+  const float factor = a.scale;  // of its own: a target of floats could be the argument's
+  const std::uint64_t count = a.count;
   if (a.combine == Stream::Combine::overwrite) {
-    for (std::uint64_t i = 0; i < a.count; ++i) target[i] = Target::store(a.scale * Source::load(source[i]));
+    for (std::uint64_t i = 0; i < count; ++i) target[i] = Target::store(factor * Source::load(source[i]));
   } else {
-    for (std::uint64_t i = 0; i < a.count; ++i) {
-      target[i] = Target::store(Target::load(target[i]) + a.scale * Source::load(source[i]));
-    }
+    for (std::uint64_t i = 0; i < count; ++i)
+      target[i] = Target::store(Target::load(target[i]) + factor * Source::load(source[i]));
   }
+}
+
+template <typename Target, typename Source>
+void scale(const ScaleArguments& a) {
+  scale_loop<Target, Source>(a);
+}
+
+#if defined(__x86_64__)
+template <typename Target, typename Source>
+[[gnu::target("avx2")]] void scale_avx2(const ScaleArguments& a) {
+  scale_loop<Target, Source>(a);
+}
+
+bool has_avx2() {
+  static const bool has = __builtin_cpu_supports("avx2");
+  return has;
+}
+#endif
+
+template <typename Target, typename Source>
+void scale_from(const ScaleArguments& a) {
+#if defined(__x86_64__)
+  if (has_avx2()) return scale_avx2<Target, Source>(a);
+#endif
+  scale<Target, Source>(a);
 }
 
 template <typename Target>
 void scale_to(const ScaleArguments& a) {
   switch (a.source_dtype) {
     case DType::bf16:
-      return scale<Target, AsBf16>(a);
+      return scale_from<Target, AsBf16>(a);
     case DType::fp16:
-      return scale<Target, AsFp16>(a);
+      return scale_from<Target, AsFp16>(a);
     case DType::fp32:
-      return scale<Target, AsFp32>(a);
+      return scale_from<Target, AsFp32>(a);
   }
 }
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -94,6 +95,8 @@ class Engine:
 
     @staticmethod
     def _refuse_compiled(model: nn.Module) -> None:
+        if "torch._dynamo" not in sys.modules:
+            return
         for name, module in model.named_modules():
             if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
                 raise _hoist.UsageError(

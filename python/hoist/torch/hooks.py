@@ -26,10 +26,10 @@ class ModuleHook:
         self.units = list(units)
         self.entered: list[list[int]] = []  # of calls under way, innermost last
         self.is_root = is_root
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        # Here and not as decorators: that would import torch._dynamo, 150 MB with what it imports, beside a model in memory.
+        module.register_forward_pre_hook(torch.compiler.disable(self.before), with_kwargs=True)
+        module.register_forward_hook(torch.compiler.disable(self.after), with_kwargs=True, always_call=True)
 
-    @torch.compiler.disable
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         passes, lift = self.passes, self.lift
         if not passes.calls:
@@ -48,7 +48,6 @@ class ModuleHook:
                     tensor.register_hook(lift.input_hook(unit, tensor.grad_fn is None))
                 return
 
-    @torch.compiler.disable
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         passes, lift = self.passes, self.lift
         if passes.calls and passes.calls[-1] is self:
