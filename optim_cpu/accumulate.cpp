@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/float_environment.hpp>
 #include <hoist/optim_cpu/accumulate.hpp>
-#include <hoist/optim_cpu/detail/float_environment.hpp>
 
 // clang-format off: the first include compiles the kernels for every dynamic target, the second for the baseline.
 #undef HWY_TARGET_INCLUDE
@@ -15,7 +15,7 @@ namespace hoist::optim {
 HWY_EXPORT(accumulate_gradient_of);
 
 void accumulate_gradient(float* sums, const void* gradient, DType dtype, std::size_t count, Accumulate how) {
-  const detail::FloatEnvironment environment;
+  const FloatEnvironment environment;
   HWY_DYNAMIC_DISPATCH(accumulate_gradient_of)(sums, gradient, dtype, count, how);
 }
 

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include <hoist/core/assert.hpp>
+#include <hoist/core/float_environment.hpp>
 #include <hoist/core/units.hpp>
-#include <hoist/optim_cpu/detail/float_environment.hpp>
 #include <hoist/optim_cpu/norm.hpp>
 
 // clang-format off: the first include compiles the kernels for every dynamic target, the second for the baseline.
@@ -20,7 +20,7 @@ HWY_EXPORT(sum_of_squares_of);
 
 double sum_of_squares_chunk(const void* gradient, DType dtype, std::size_t count) {
   HOIST_ASSERT(count <= kNormChunkElements, "{} elements in one chunk", count);
-  const detail::FloatEnvironment environment;
+  const FloatEnvironment environment;
   return HWY_DYNAMIC_DISPATCH(sum_of_squares_of)(gradient, dtype, count);
 }
 

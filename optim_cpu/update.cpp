@@ -5,7 +5,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/optim_cpu/detail/float_environment.hpp>
+#include <hoist/core/float_environment.hpp>
 #include <hoist/optim_cpu/update.hpp>
 
 // clang-format off: the first include compiles the kernels for every dynamic target, the second for the baseline.
@@ -53,10 +53,10 @@ Formula formula_of(const OptimizerOptions& options) {
 
 }  // namespace
 
-UpdateCoefficients::UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double scale)
-    : formula(formula_of(options)) {
+UpdateCoefficients::UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double scale) {
+  formula = formula_of(options);
   HOIST_ASSERT(step >= 1, "steps are counted from 1");
-  const detail::FloatEnvironment environment;
+  const FloatEnvironment environment;
   const bool corrects = formula == Formula::adamw || formula == Formula::adam ? options.bias_correction : false;
   const double bias1 = corrects ? 1.0 - power(options.beta1, step) : 1.0;
   const double bias2 = corrects ? 1.0 - power(options.beta2, step) : 1.0;
@@ -82,17 +82,17 @@ UpdateCoefficients::UpdateCoefficients(const OptimizerOptions& options, std::uin
 }
 
 bool update_tile(const UpdateCoefficients& coefficients, const SplitTile& tile) {
-  const detail::FloatEnvironment environment;
+  const FloatEnvironment environment;
   return HWY_DYNAMIC_DISPATCH(update_split)(coefficients, tile);
 }
 
 bool update_tile(const UpdateCoefficients& coefficients, const WholeTile& tile) {
-  const detail::FloatEnvironment environment;
+  const FloatEnvironment environment;
   return HWY_DYNAMIC_DISPATCH(update_whole)(coefficients, tile);
 }
 
 bool update_tile(const UpdateCoefficients& coefficients, const Fp16Tile& tile) {
-  const detail::FloatEnvironment environment;
+  const FloatEnvironment environment;
   return HWY_DYNAMIC_DISPATCH(update_fp16)(coefficients, tile);
 }
 

@@ -58,43 +58,19 @@
 #include <vector>
 
 #include <hoist/core/dtype.hpp>
+#include <hoist/core/update_formula.hpp>
 #include <hoist/optim_cpu/optimizer.hpp>
 
 namespace hoist::optim {
 
-// 16 random bits for parameter `index`; two neighbours share a mixer of two multiplications ("lowbias32", C. Wellons,
-// hash-prospector).
-constexpr std::uint32_t rounding_bits(std::uint32_t key, std::uint32_t index) {
-  std::uint32_t x = (index >> 1) ^ key;
-  x = (x ^ (x >> 16)) * 0x7FEB352Du;
-  x = (x ^ (x >> 15)) * 0x846CA68Bu;
-  x ^= x >> 16;
-  return (index & 1) != 0 ? x >> 16 : x & 0xFFFFu;
-}
-
-enum class Formula : std::uint8_t { adamw, adam, adagrad, lion, momentum, sgd };
+using Formula = UpdateFormula;
+using hoist::Rounding;
+using hoist::rounding_bits;
 
 // What one update of step `step` (counted from 1) needs, derived once in double and rounded once.
 // Pre: check(options).
-struct UpdateCoefficients {
+struct UpdateCoefficients : UpdateFactors {
   UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double gradient_scale);
-
-  Formula formula;
-  float gradient_scale;          // unscale times clip factor
-  float beta1, one_minus_beta1;  // momentum: its factor, and 1 - dampening (1 in the first step)
-  float beta2, one_minus_beta2;
-  float epsilon;
-  float step_size;     // adamw, adam: learning_rate / (1 - beta1^step); adagrad: after its decay; else learning_rate
-  float root_bias2;    // sqrt(1 - beta2^step): the denominator is sqrt(v) / root_bias2 + epsilon
-  float decay_factor;  // decoupled: 1 - learning_rate * weight_decay
-  float l2;            // weight_decay added to the gradient
-  float gradient_part, moment_part;  // momentum: 0 and 1; Nesterov's: 1 and the momentum
-};
-
-// Random bits of a tile's parameters: parameter i of the tile has rounding_bits(key, first + i).
-struct Rounding {
-  std::uint32_t key = 0;    // another one each step
-  std::uint32_t first = 0;  // index of the tile's first parameter in whatever the key is for
 };
 
 // A tile whose master is split: master = join_master(weight, remainder). All arrays have `count` elements; moments that

@@ -1,92 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the CUDA device. Compiled without -use_fast_math and with -fmad=false: product and sum round separately
-// and denormals are kept, so the results are the host device's bit for bit.
+// Kernels of the CUDA device: kernel_bodies.hpp under wrappers that say which thread is which. The compile flags that
+// their bits depend on stand in CMakeLists.txt.
 #include <algorithm>
 
-#include <cuda_fp16.h>
-
 #include <hoist/platform/detail/cuda_kernels.hpp>
+#include <hoist/platform/detail/kernel_bodies.hpp>
 
 namespace hoist::platform::detail {
 
 namespace {
 
-struct AsBf16 {
-  using Stored = std::uint16_t;
-  static __device__ float load(Stored value) { return __uint_as_float(static_cast<std::uint32_t>(value) << 16); }
-  // hoist::to_bf16: halves away from zero, by integers; the hardware conversion rounds halves to even.
-  static __device__ Stored store(float value) {
-    const std::uint32_t bits = __float_as_uint(value);
-    const std::uint32_t quiet = (bits >> 16) | 0x0040u;
-    const std::uint32_t rounded = (bits + 0x8000u) >> 16;
-    return static_cast<Stored>((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);
-  }
-};
+constexpr unsigned kThreads = 256;
+constexpr std::uint64_t kBlocksMax = 4096;  // about 30 per multiprocessor of a large card; the stride does the rest
 
-struct AsFp16 {
-  using Stored = __half;
-  static __device__ float load(Stored value) { return __half2float(value); }
-  static __device__ Stored store(float value) { return __float2half_rn(value); }
-};
+// Blocks for as many threads as there is work for, and at least one.
+unsigned blocks_for(std::uint64_t threads) {
+  return static_cast<unsigned>(std::clamp((threads + kThreads - 1) / kThreads, std::uint64_t{1}, kBlocksMax));
+}
+unsigned blocks_for(const PackSpan& span, std::uint64_t count) {
+  return blocks_for(std::max(span.packs, rest_of(span, count)));
+}
 
-struct AsFp32 {
-  using Stored = float;
-  static __device__ float load(Stored value) { return value; }
-  static __device__ Stored store(float value) { return value; }
-};
+__device__ ThreadPlace place() {
+  return {static_cast<std::uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x,
+          static_cast<std::uint64_t>(gridDim.x) * blockDim.x};
+}
 
-// No __restrict__: scaling in place is allowed.
 template <typename Target, typename Source, bool kAdd>
-__global__ void scale_kernel(typename Target::Stored* target, const typename Source::Stored* source,
-                             std::uint64_t count, float scale) {
-  const std::uint64_t stride = static_cast<std::uint64_t>(gridDim.x) * blockDim.x;
-  for (std::uint64_t i = static_cast<std::uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
-    const float product = scale * Source::load(source[i]);
-    target[i] = Target::store(kAdd ? Target::load(target[i]) + product : product);
+__global__ void __launch_bounds__(kThreads) scale_kernel(ScaleArguments a, PackSpan span) {
+  scale_thread<Target, Source, kAdd>(a, span, place());
+}
+
+template <typename Source>
+__global__ void __launch_bounds__(kNormThreads) norm_kernel(NormArguments a, std::uint64_t chunks) {
+  __shared__ double lanes[kNormThreads];
+  const std::uint64_t stride = kNormChunksPerBlock * gridDim.x;
+  for (std::uint64_t first = kNormChunksPerBlock * blockIdx.x; first < chunks; first += stride) {
+    lanes[threadIdx.x] = lane_of_chunk<Source>(a, first, threadIdx.x);
+    __syncthreads();
+    finish_chunk(a, first, threadIdx.x, lanes);
+    __syncthreads();
   }
 }
 
-template <typename Target, typename Source>
-cudaError_t launch(const ScaleKernelArguments& a, cudaStream_t stream) {
-  constexpr unsigned kThreads = 256;
-  constexpr std::uint64_t kBlocksMax = 4096;  // about 30 per multiprocessor of a large card; the stride does the rest
-  const std::uint64_t wanted = (a.count + kThreads - 1) / kThreads;
-  const auto blocks = static_cast<unsigned>(std::min(wanted, kBlocksMax));
-  auto* target = static_cast<typename Target::Stored*>(a.target);
-  const auto* source = static_cast<const typename Source::Stored*>(a.source);
-  if (a.add) {
-    scale_kernel<Target, Source, true><<<blocks, kThreads, 0, stream>>>(target, source, a.count, a.scale);
-  } else {
-    scale_kernel<Target, Source, false><<<blocks, kThreads, 0, stream>>>(target, source, a.count, a.scale);
-  }
-  return cudaGetLastError();
-}
-
-template <typename Target>
-cudaError_t launch_to(const ScaleKernelArguments& a, cudaStream_t stream) {
-  switch (a.source_dtype) {
-    case KernelDType::bf16:
-      return launch<Target, AsBf16>(a, stream);
-    case KernelDType::fp16:
-      return launch<Target, AsFp16>(a, stream);
-    case KernelDType::fp32:
-      return launch<Target, AsFp32>(a, stream);
-  }
-  return cudaErrorInvalidValue;
+template <typename Masters, typename Moments, typename Gradient>
+__global__ void __launch_bounds__(kThreads) update_kernel(UpdateArguments a, PackSpan span) {
+  update_thread<Masters, Moments, Gradient>(a.factors, a.arrays, span, place());
 }
 
 }  // namespace
 
-cudaError_t launch_scale(const ScaleKernelArguments& a, cudaStream_t stream) {
-  switch (a.target_dtype) {
-    case KernelDType::bf16:
-      return launch_to<AsBf16>(a, stream);
-    case KernelDType::fp16:
-      return launch_to<AsFp16>(a, stream);
-    case KernelDType::fp32:
-      return launch_to<AsFp32>(a, stream);
-  }
-  return cudaErrorInvalidValue;
+cudaError_t launch_kernel(const ScaleArguments& a, cudaStream_t stream) {
+  const PackSpan span = pack_span(a);
+  with_scale_types(a, [&](auto target, auto source, auto add) {
+    scale_kernel<decltype(target), decltype(source), decltype(add)::value>
+        <<<blocks_for(span, a.count), kThreads, 0, stream>>>(a, span);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_kernel(const NormArguments& a, cudaStream_t stream) {
+  const std::uint64_t chunks = (a.count + kNormChunkElements - 1) / kNormChunkElements;
+  const std::uint64_t blocks = std::min((chunks + kNormChunksPerBlock - 1) / kNormChunksPerBlock, kBlocksMax);
+  with_elements(a.dtype, [&](auto source) {
+    norm_kernel<decltype(source)><<<static_cast<unsigned>(blocks), kNormThreads, 0, stream>>>(a, chunks);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_kernel(const UpdateArguments& a, cudaStream_t stream) {
+  const PackSpan span = pack_span(a.arrays);
+  with_update_types(a.arrays, [&](auto masters, auto moments, auto gradient) {
+    update_kernel<decltype(masters), decltype(moments), decltype(gradient)>
+        <<<blocks_for(span, a.arrays.count), kThreads, 0, stream>>>(a, span);
+  });
+  return cudaGetLastError();
 }
 
 }  // namespace hoist::platform::detail

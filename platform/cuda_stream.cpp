@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
-#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/platform/detail/cuda_kernels.hpp>
 #include <hoist/platform/detail/cuda_stream.hpp>
@@ -23,14 +22,6 @@ cudaMemcpyKind cuda_kind(CopyKind kind) {
       return cudaMemcpyDeviceToDevice;
   }
   return cudaMemcpyDefault;
-}
-
-constexpr KernelDType kernel_dtype(DType dtype) { return static_cast<KernelDType>(dtype); }
-static_assert(kernel_dtype(DType::bf16) == KernelDType::bf16 && kernel_dtype(DType::fp16) == KernelDType::fp16 &&
-              kernel_dtype(DType::fp32) == KernelDType::fp32);
-
-bool aligned(const std::byte* pointer, DType dtype) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % dtype_bytes(dtype) == 0;
 }
 
 }  // namespace
@@ -121,21 +112,40 @@ void CudaStream::fill(std::byte* target, std::uint8_t value, std::uint64_t bytes
   cuda_check(cudaMemsetAsync(target, value, bytes, options_.stream), "cudaMemsetAsync");
 }
 
+template <typename Arguments>
+void CudaStream::run_kernel(const Arguments& arguments, const char* name) {
+  check_arguments(arguments);
+  const CurrentCard card(options_.core->ordinal());
+  cuda_check(launch_kernel(arguments, options_.stream), name);
+}
+
 void CudaStream::scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                             std::uint64_t count, float scale, Combine combine) {
   if (count == 0) return;
-  HOIST_ASSERT(aligned(target, target_dtype) && aligned(source, source_dtype), "target {}, source {}",
-               static_cast<void*>(target), static_cast<const void*>(source));
-  const CurrentCard card(options_.core->ordinal());
-  cuda_check(launch_scale({.target = target,
-                           .target_dtype = kernel_dtype(target_dtype),
-                           .source = source,
-                           .source_dtype = kernel_dtype(source_dtype),
-                           .count = count,
-                           .scale = scale,
-                           .add = combine == Combine::add},
-                          options_.stream),
+  run_kernel(ScaleArguments{target, target_dtype, source, source_dtype, count, scale, combine == Combine::add},
              "the scale_into kernel");
+}
+
+void CudaStream::sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) {
+  if (count == 0) return;
+  run_kernel(NormArguments{partial, source, dtype, count}, "the sums_of_squares kernel");
+}
+
+void CudaStream::update(const UpdateFactors& factors, const UpdateArrays& arrays) {
+  if (arrays.count == 0) return;
+  run_kernel(UpdateArguments{factors, arrays}, "the update kernel");
+}
+
+bool CudaStream::capturing() const {
+  const CurrentCard card(options_.core->ordinal());
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t code = cudaStreamIsCapturing(options_.stream, &status);
+  if (code == cudaErrorStreamCaptureImplicit) {  // the default stream, while another one is captured in global mode
+    static_cast<void>(cudaGetLastError());
+    return true;
+  }
+  cuda_check(code, "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 void CudaStream::launch(std::string_view what, std::function<void()>) {

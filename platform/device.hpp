@@ -27,6 +27,9 @@ struct HostDeviceOptions {
   bool poison = true;
   // Delays streams at random, by this seed, so that a missing wait fails a test. 0 is off.
   std::uint64_t chaos_seed = 0;
+  // false: host code may not touch its memory, as it may not touch a card's; only streams can. Where processor and
+  // kernel have protection keys (x86 since 2017, pkeys(7)), whoever does it all the same gets a fault.
+  bool host_accessible = true;
 };
 
 struct DeviceOptions {

@@ -12,6 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/platform/detail/backends.hpp>
+#include <hoist/platform/detail/guard.hpp>
 #include <hoist/platform/detail/host_stream.hpp>
 #include <hoist/platform/detail/mapping.hpp>
 #include <hoist/platform/topology.hpp>
@@ -43,6 +44,7 @@ class HostDevice final : public Device {
  public:
   explicit HostDevice(const DeviceOptions& options) : options_(options), mapping_(mapping_options(options)) {
     if (options_.host.poison) poison(memory());
+    if (!options_.host.host_accessible) guard(memory());
   }
 
   ~HostDevice() override {
@@ -58,11 +60,12 @@ class HostDevice final : public Device {
   }
 
   std::span<std::byte> memory() override { return mapping_.bytes(); }
-  bool host_accessible() const override { return true; }
+  bool host_accessible() const override { return options_.host.host_accessible; }
 
   void released(std::span<std::byte> bytes) override {
     expect_inside(bytes);
     if (!options_.host.poison) return;
+    const GuardedAccess access;
     HOIST_ALLOW(bytes.data(), bytes.size());
     poison(bytes);
     HOIST_FORBID(bytes.data(), bytes.size());
@@ -79,6 +82,7 @@ class HostDevice final : public Device {
     return std::make_unique<HostStream>(HostStreamOptions{.name = std::move(name),
                                                           .ledger = options_.ledger,
                                                           .chaos_seed = seed == 0 ? 0 : random_bits(seed, index) | 1,
+                                                          .guarded = !options_.host.host_accessible,
                                                           .alive = &streams_alive_});
   }
 

@@ -8,15 +8,12 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/platform/detail/guard.hpp>
 #include <hoist/platform/detail/host_stream.hpp>
 
 namespace hoist::platform::detail {
 
 namespace {
-
-bool aligned(const std::byte* pointer, DType dtype) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % dtype_bytes(dtype) == 0;
-}
 
 std::string describe(const std::exception_ptr& error) {
   try {
@@ -72,9 +69,23 @@ void HostStream::fill(std::byte* target, std::uint8_t value, std::uint64_t bytes
 void HostStream::scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                             std::uint64_t count, float scale, Combine combine) {
   if (count == 0) return;
-  HOIST_ASSERT(aligned(target, target_dtype) && aligned(source, source_dtype), "target {}, source {}",
-               static_cast<void*>(target), static_cast<const void*>(source));
-  enqueue(ScaleArguments{target, target_dtype, source, source_dtype, count, scale, combine});
+  const ScaleArguments arguments{target, target_dtype, source, source_dtype, count, scale, combine == Combine::add};
+  check_arguments(arguments);
+  enqueue(arguments);
+}
+
+void HostStream::sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) {
+  if (count == 0) return;
+  const NormArguments arguments{partial, source, dtype, count};
+  check_arguments(arguments);
+  enqueue(arguments);
+}
+
+void HostStream::update(const UpdateFactors& factors, const UpdateArrays& arrays) {
+  if (arrays.count == 0) return;
+  const UpdateArguments arguments{factors, arrays};
+  check_arguments(arguments);
+  enqueue(arguments);
 }
 
 void HostStream::launch(std::string_view what, std::function<void()> work) {
@@ -104,6 +115,8 @@ void HostStream::enqueue(Operation operation) {
 }
 
 void HostStream::run() {
+  std::optional<GuardedAccess> access;
+  if (options_.guarded) access.emplace();
   std::unique_lock lock(mutex_);
   for (;;) {
     if (queue_.empty() && !closing_) {

@@ -18,6 +18,7 @@
 #include <hoist/core/completion.hpp>
 #include <hoist/core/dtype.hpp>
 #include <hoist/core/ledger.hpp>
+#include <hoist/platform/update_arrays.hpp>
 
 namespace hoist::platform {
 
@@ -67,6 +68,11 @@ class Stream {
   enum class Combine : std::uint8_t { overwrite, add };
   virtual void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                           std::uint64_t count, float scale, Combine combine) = 0;
+  // partial[c] = the sum of the squares of chunk c of `source`, in the order of core/norm_order.hpp: the bits of
+  // optim::sums_of_squares. `partial` is device memory for divide_up(count, kNormChunkElements) sums.
+  virtual void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) = 0;
+  // One optimizer update, with the bits of optim::update_tile (formulas and rounding: optim_cpu/update.hpp).
+  virtual void update(const UpdateFactors& factors, const UpdateArrays& arrays) = 0;
   // Runs `work` in stream order on the stream's worker. Host device only: a CUDA stream throws UsageError, since no
   // host function may run in its order without stalling the card.
   virtual void launch(std::string_view what, std::function<void()> work) = 0;
@@ -77,6 +83,8 @@ class Stream {
   virtual Nanoseconds idle_time() const = 0;
   // The driver's handle (cudaStream_t), null on the host device.
   virtual void* native() const = 0;
+  // Whether what is enqueued now becomes part of a CUDA graph instead of running.
+  virtual bool capturing() const = 0;
 
  protected:
   Stream() = default;

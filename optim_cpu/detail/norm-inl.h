@@ -13,14 +13,13 @@
 
 #include <hwy/highway.h>
 
+#include <hoist/core/norm_order.hpp>
 #include <hoist/optim_cpu/detail/gradient-inl.h>
 
 HWY_BEFORE_NAMESPACE();
 namespace hoist::optim::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
-
-inline constexpr std::size_t kNormLanes = 16;
 
 #if HWY_HAVE_SCALABLE || HWY_TARGET == HWY_SCALAR
 
@@ -73,10 +72,7 @@ double sum_of_squares(const void* gradient, std::size_t count) {
                 last);
     add_squares<kDtype>(last, 1, lanes);
   }
-  for (std::size_t half = kNormLanes / 2; half != 0; half /= 2) {
-    for (std::size_t k = 0; k < half; ++k) lanes[k] += lanes[k + half];
-  }
-  return lanes[0];
+  return sum_of_lanes(lanes);
 }
 
 inline double sum_of_squares_of(const void* gradient, DType dtype, std::size_t count) {

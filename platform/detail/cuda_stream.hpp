@@ -47,13 +47,18 @@ class CudaStream final : public Stream {
   void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) override;
   void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                   std::uint64_t count, float scale, Combine combine) override;
+  void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) override;
+  void update(const UpdateFactors& factors, const UpdateArrays& arrays) override;
   void launch(std::string_view what, std::function<void()> work) override;
   void synchronize() override;
   Nanoseconds idle_time() const override { return Nanoseconds{0}; }
   void* native() const override { return options_.stream; }
+  bool capturing() const override;
 
  private:
   PooledEvent mark(PooledEvent::Timing timing);
+  template <typename Arguments>
+  void run_kernel(const Arguments& arguments, const char* name);
   // Runs `enqueue` between two timing events and has the time between them booked.
   template <typename Enqueue>
   void measured(std::variant<Measure::Transfer, WaitCause> what, Enqueue enqueue);

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include <hoist/core/rng.hpp>
-#include <hoist/platform/detail/scale.hpp>
+#include <hoist/platform/detail/host_kernels.hpp>
 #include <hoist/platform/stream.hpp>
 
 namespace hoist::platform::detail {
@@ -40,6 +40,7 @@ struct HostStreamOptions {
   std::string name;
   Ledger* ledger = nullptr;
   std::uint64_t chaos_seed = 0;       // of this stream; 0 is off
+  bool guarded = false;               // the device's memory (guard.hpp)
   std::atomic<int>* alive = nullptr;  // the device's count of its streams
 };
 
@@ -55,10 +56,13 @@ class HostStream final : public Stream {
   void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) override;
   void scale_into(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                   std::uint64_t count, float scale, Combine combine) override;
+  void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) override;
+  void update(const UpdateFactors& factors, const UpdateArrays& arrays) override;
   void launch(std::string_view what, std::function<void()> work) override;
   void synchronize() override;
   Nanoseconds idle_time() const override;
   void* native() const override { return nullptr; }
+  bool capturing() const override { return false; }
 
  private:
   struct Record {
@@ -82,7 +86,8 @@ class HostStream final : public Stream {
   struct Launch {
     std::function<void()> work;
   };
-  using Operation = std::variant<std::monostate, Record, Wait, Copy, Fill, ScaleArguments, Launch>;
+  using Operation =
+      std::variant<std::monostate, Record, Wait, Copy, Fill, ScaleArguments, NormArguments, UpdateArguments, Launch>;
 
   void enqueue(Operation operation);
   void run();
@@ -91,6 +96,8 @@ class HostStream final : public Stream {
   void perform(const Copy& copy);
   void perform(const Fill& fill);
   void perform(const ScaleArguments& scale) { scale_on_host(scale); }
+  void perform(const NormArguments& norm) { sums_of_squares_on_host(norm); }
+  void perform(const UpdateArguments& update) { update_on_host(update); }
   void perform(const Launch& launch) { launch.work(); }
   void delay();
 

@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/platform/detail/guard.hpp>
 #include <hoist/platform/device.hpp>
 
 #include "device_fixture.hpp"
@@ -24,6 +25,25 @@ using ::testing::HasSubstr;
 std::unique_ptr<Device> host_device(std::uint64_t memory_bytes = 64 << 10, std::uint64_t chaos_seed = 0,
                                     Ledger* ledger = nullptr) {
   return Device::create({.memory_bytes = memory_bytes, .host = {.chaos_seed = chaos_seed}, .ledger = ledger});
+}
+
+// --- memory that is not the CPU's
+// ----------------------------------------------------------------------------------------------------------------------
+
+TEST(HostDeviceDeathTest, MemoryThatOnlyStreamsTouch) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  const auto device = Device::create({.memory_bytes = 64 << 10, .host = {.host_accessible = false}});
+  EXPECT_FALSE(device->host_accessible());
+  const auto stream = device->create_stream("up");
+  std::vector<std::byte> here(4096, std::byte{7}), back(4096);
+  stream->copy(device->memory().data(), here.data(), here.size(), CopyKind::host_to_device);
+  stream->copy(back.data(), device->memory().data(), back.size(), CopyKind::device_to_host);
+  stream->synchronize();
+  EXPECT_EQ(back, here);
+  device->released(device->memory().first(4096));  // poisons
+  device->acquired(device->memory().first(4096));
+  if (!detail::can_guard()) GTEST_SKIP() << "this processor or kernel has no protection keys";
+  EXPECT_DEATH(here[0] = device->memory()[0], "");
 }
 
 // --- creation

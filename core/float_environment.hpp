@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/detail/float_environment.hpp - the floating-point mode the kernels are defined in.
+// core/float_environment.hpp - the floating-point mode that arithmetic with promised bits is defined in.
 #pragma once
 
 #include <cstdint>
 
-namespace hoist::optim::detail {
+namespace hoist {
 
 // While alive, this thread rounds to nearest even, keeps denormals and traps nothing; then the caller's mode, sticky
 // flags included, is back. Host programs built with -ffast-math or calling into BLAS often run with flush-to-zero.
@@ -20,4 +20,4 @@ class FloatEnvironment {
   std::uint64_t saved_;
 };
 
-}  // namespace hoist::optim::detail
+}  // namespace hoist

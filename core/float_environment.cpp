@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/optim_cpu/detail/float_environment.hpp>
+#include <hoist/core/float_environment.hpp>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -7,7 +7,7 @@
 #include <cfenv>
 #endif
 
-namespace hoist::optim::detail {
+namespace hoist {
 
 #if defined(__x86_64__) || defined(__i386__)
 
@@ -35,4 +35,4 @@ FloatEnvironment::~FloatEnvironment() { std::fesetround(static_cast<int>(saved_)
 
 #endif
 
-}  // namespace hoist::optim::detail
+}  // namespace hoist

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// platform/detail/host_kernels.hpp - the kernels of the host device: one thread, the bits that a card makes.
+//
+// Each runs in a FloatEnvironment of its own: a stream's worker has inherited that of whoever made it.
+#pragma once
+
+#include <hoist/platform/detail/kernel_arguments.hpp>
+
+namespace hoist::platform::detail {
+
+void scale_on_host(const ScaleArguments& arguments);
+void sums_of_squares_on_host(const NormArguments& arguments);
+void update_on_host(const UpdateArguments& arguments);
+
+}  // namespace hoist::platform::detail
