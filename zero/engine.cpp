@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
@@ -34,9 +35,10 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "state is placed on NVMe, but no path is given; name a directory on the drive");
   refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
          "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
-  refuse(options.optimizer == Placement::device && runtime.options().device != platform::DeviceKind::host,
+  refuse(detail::homes_are_apart(runtime.options(), options) && options.parameters != Placement::device,
          "zero_optimization.offload_optimizer.device",
-         "this version updates optimizer states on the CPU only; use \"cpu\" or \"nvme\"");
+         "optimizer states on a GPU are updated there, with weights that are there, too; use \"cpu\" or \"nvme\", or "
+         "leave offload_param out");
   refuse(options.update_mode == UpdateMode::forward && options.optimizer == Placement::device, "hoist.update_mode",
          "\"forward\" is for optimizer states that are offloaded; use \"step\", or \"auto\"");
   refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
@@ -367,7 +369,7 @@ void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> progr
 void Engine::Impl::fill_homes(const Fill& fill, const FillMoment& fill_moment) {
   if (nvme_placement()) live.store->begin_step(step_count);
   detail::WalkOptions walk = step_writes();
-  walk.read = false;
+  walk.read = walk.read_apart = false;
   live.updater->walk(walk, [&](const detail::TileAccess& tile) {
     std::memset(tile.weights, 0, tile.tile->w_bytes);
     detail::begin_state(tile, groups[tile.segment->group.index]);
@@ -391,8 +393,13 @@ void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
   const detail::Unit& unit = table.unit(id);
   if (unit.frozen.tiles().empty()) return;
   const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-  std::byte* weights = live.memory->home(id).weights != nullptr ? live.memory->home(id).weights + unit.frozen_offset()
-                                                                : live.memory->staging_buffers().front().data();
+  const bool apart = live.memory->homes_apart();
+  const aio::TransferMemory scratch(apart ? bytes : 0);
+  std::byte* const home =
+      live.memory->home(id).weights != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : nullptr;
+  std::byte* const weights = apart             ? scratch.first(bytes).data()
+                             : home != nullptr ? home
+                                               : live.memory->staging_buffers().front().data();
   std::memset(weights, 0, bytes);
   const std::size_t first_segment = unit.trainable.segments().size();
   for (const tiers::Tile& tile : unit.frozen.tiles()) {
@@ -401,6 +408,7 @@ void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
     fill_segment(id, segment, tile.first_element, values, fill);
     store_masters({.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset}, values);
   }
+  if (apart) live.updater->write_home(home, {weights, bytes});
   if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();
 }
 
@@ -515,7 +523,10 @@ ModelShape Engine::shape() const {
 }
 
 void Engine::require_device_memory(std::uint64_t program_bytes) const {
-  detail::require_device_memory(impl_->runtime, detail::DeviceNeeds(impl_->options, impl_->table), program_bytes);
+  detail::require_device_memory(impl_->runtime,
+                                detail::DeviceNeeds(impl_->options, impl_->table,
+                                                    detail::homes_are_apart(impl_->runtime.options(), impl_->options)),
+                                program_bytes);
 }
 
 void Engine::initialize(const Fill& fill, std::span<const std::byte> caller_state) {

@@ -83,6 +83,7 @@ class Engine {
   RestoreReport restore(const RestoreOptions& options = {});
 
   // --- a pass --------------------------------------------------------------------------------------------------------
+  // A stream that is being captured into a CUDA graph is refused by all of these, and by Lease::release: UsageError.
   [[nodiscard]] PassScope begin(Pass pass, PassOptions options = {});  // [C]
   [[nodiscard]] Lease gather(UnitId unit, StreamRef stream);           // [C]
   GradientLease gradients(UnitId unit, StreamRef stream);              // for hand-written backward passes

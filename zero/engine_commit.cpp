@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
@@ -141,15 +142,27 @@ Completion Engine::Impl::save(const std::string& name, std::span<const std::byte
 }
 
 void Engine::Impl::write_homes(bool with_frozen) {
-  live.updater->walk(
-      {.read = false, .write_streamed = false, .write_homes = true, .waits = WaitCause::none, .in_background = true},
-      [](const TileAccess&) {});
+  live.updater->walk({.read = false,
+                      .write_streamed = false,
+                      .write_homes = true,
+                      .change_apart = false,
+                      .waits = WaitCause::none,
+                      .in_background = true},
+                     [](const TileAccess&) {});
   if (!with_frozen) return;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const UnitId id{u};
     const detail::Unit& unit = table.unit(id);
     if (unit.frozen.tiles().empty()) continue;
-    store_frozen(id, {live.memory->home(id).weights + unit.frozen_offset(), unit.frozen.region_bytes(Region::weights)});
+    const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
+    const std::byte* const home = live.memory->home(id).weights + unit.frozen_offset();
+    if (!live.memory->homes_apart()) {
+      store_frozen(id, {home, bytes});
+      continue;
+    }
+    const aio::TransferMemory scratch(bytes);
+    live.updater->read_home(home, scratch.first(bytes));
+    store_frozen(id, scratch.first(bytes)).wait();
   }
 }
 

@@ -17,6 +17,15 @@ namespace hoist {
 
 using tiers::Region;
 
+void detail::refuse_capture(StreamRef stream, std::string_view call) {
+  if (!stream->capturing()) return;
+  throw UsageError(fmt::format(
+      "{} on stream '{}', which is being captured into a CUDA graph: a replay would neither fetch anything "
+      "nor wait for what is fetched. End the capture before the call; capture only kernels between gather() "
+      "and release(), of units whose memory stays where it is (a Binding, or ZeRO stage 2)",
+      call, stream->name()));
+}
+
 // --- passes ----------------------------------------------------------------------------------------------------------
 
 void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
@@ -115,6 +124,7 @@ PassScope Engine::begin(Pass pass, PassOptions options) {
 Lease Engine::gather(UnitId unit, StreamRef stream) {
   return impl_->guarded([&] {
     if (!impl_->pass) throw UsageError("gather() outside of a pass; call begin() first");
+    detail::refuse_capture(stream, "gather()");
     if (unit.index >= impl_->table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
     impl_->live.gatherer->gather(unit, stream);
     return Lease(impl_->self, unit, stream, impl_->pass_serial);
@@ -124,6 +134,7 @@ Lease Engine::gather(UnitId unit, StreamRef stream) {
 GradientLease Engine::gradients(UnitId unit, StreamRef stream) {
   return impl_->guarded([&] {
     if (impl_->pass != Pass::train) throw UsageError("gradients are made in train passes only");
+    detail::refuse_capture(stream, "gradients()");
     if (unit.index >= impl_->table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
     if (!impl_->table.unit(unit).is_trainable()) {
       throw UsageError(fmt::format("unit '{}' is frozen: it has no gradients", impl_->table.unit(unit).name));
@@ -148,6 +159,7 @@ void Engine::accumulate(ParameterId parameter, const TensorView& gradient, Strea
 void Engine::finish(UnitId unit, StreamRef stream) {
   impl_->guarded([&] {
     if (impl_->pass != Pass::train) throw UsageError("finish() belongs to a train pass");
+    detail::refuse_capture(stream, "finish()");
     if (unit.index >= impl_->table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
     if (!impl_->table.unit(unit).is_trainable()) return;
     if (impl_->live.gradients->finished(unit)) {
@@ -194,8 +206,14 @@ std::shared_ptr<detail::StepUpdate> Engine::Impl::make_update(double gradient_sc
 
 void Engine::Impl::update_now(double gradient_scale) {
   const auto update = make_update(gradient_scale);
-  live.updater->walk(step_writes(commit_is_due()),
-                     [&](const detail::TileAccess& tile) { update->apply(tile, *live.memory); });
+  if (live.memory->homes_apart()) {
+    const TimePoint begin = Clock::now();
+    update->run_on_device(table, *live.memory, *live.streams.down);
+    runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
+  } else {
+    live.updater->walk(step_writes(commit_is_due()),
+                       [&](const detail::TileAccess& tile) { update->apply(tile, *live.memory); });
+  }
   update->check(table);
 }
 

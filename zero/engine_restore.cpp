@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
@@ -445,8 +446,12 @@ void Engine::Impl::load_homes(UnitId id) {
                           region == Region::weights ? last.w_offset + last.w_bytes : last.s_offset + last.s_bytes);
     if (bytes.empty()) return;
     const auto count = static_cast<std::uint32_t>(tiles.size());
-    live.store->read(*record, region, 0, count, bytes, aio::Priority::foreground).wait();
-    live.store->verify(*record, region, 0, count, bytes);
+    const bool apart = live.memory->homes_apart();
+    const aio::TransferMemory scratch(apart ? bytes.size() : 0);
+    const std::span<std::byte> here = apart ? scratch.first(bytes.size()) : bytes;
+    live.store->read(*record, region, 0, count, here, aio::Priority::foreground).wait();
+    live.store->verify(*record, region, 0, count, here);
+    if (apart) live.updater->write_home(target, here);
   };
   load(live.records->trainable(id), unit.trainable.tiles(), Region::weights, home.weights);
   load(live.records->trainable(id), unit.trainable.tiles().first(home.state_tiles), Region::state, home.state);

@@ -86,10 +86,16 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   const detail::UnitHome& home = live.memory->home(id);
   if (state == State::gradient) {
     const auto mean = static_cast<float>(gradient_mean());
-    const std::byte* gradient = home.gradient + segment.home_gradient_offset;
-    for (std::uint64_t i = 0; i < out.size(); ++i) {
-      out[i] = mean * detail::load_element(gradient, segment.home_gradient_dtype, first + i);
+    const std::uint64_t element_bytes = dtype_bytes(segment.home_gradient_dtype);
+    const std::byte* gradient = home.gradient + segment.home_gradient_offset + first * element_bytes;
+    std::vector<std::byte> here;
+    if (live.memory->homes_apart()) {
+      here.resize(out.size() * element_bytes);
+      live.updater->read_home(gradient, here);
+      gradient = here.data();
     }
+    for (std::uint64_t i = 0; i < out.size(); ++i)
+      out[i] = mean * detail::load_element(gradient, segment.home_gradient_dtype, i);
     return;
   }
   const tiers::RecordLayout& layout = segment.trainable ? unit.trainable : unit.frozen;
@@ -97,11 +103,18 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
                                                    : live.records->frozen(id).value_or(tiers::RecordId{});
   const std::uint64_t base = segment.trainable ? 0 : unit.frozen_offset();
   constexpr std::uint64_t kAccessElements = detail::kAccessTiles * tiers::kTileElements;
-  const aio::TransferMemory weights_scratch(home.weights == nullptr ? kAccessElements * 4 : 0);
-  const aio::TransferMemory state_scratch(
-      segment.trainable && home.state_tiles < layout.tiles().size() ? kAccessElements * tiers::kStateBytesMax : 0);
+  const bool apart = live.memory->homes_apart();
+  const aio::TransferMemory weights_scratch(home.weights == nullptr || apart ? kAccessElements * 4 : 0);
+  const aio::TransferMemory state_scratch(segment.trainable && (home.state_tiles < layout.tiles().size() || apart)
+                                              ? kAccessElements * tiers::kStateBytesMax
+                                              : 0);
   detail::read_values(layout, segment, state, first, out, [&](const detail::TileRun& run) -> const std::byte* {
     const bool weights = run.region == Region::weights;
+    if (apart) {
+      const auto here = (weights ? weights_scratch : state_scratch).first(run.length_bytes);
+      live.updater->read_home((weights ? home.weights + base : home.state) + run.offset_bytes, here);
+      return here.data();
+    }
     if (weights && home.weights != nullptr) return home.weights + base + run.offset_bytes;
     // The first tiles of a run of state may be at home, and the others not.
     const std::uint32_t at_home =
@@ -190,9 +203,11 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   const auto tiles = unit.frozen.tiles();
   const auto count = static_cast<std::uint32_t>(tiles.size());
   const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-  const aio::TransferMemory scratch(home == nullptr ? bytes : 0);
-  std::byte* weights =
-      home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : scratch.first(bytes).data();
+  const bool apart = live.memory->homes_apart();
+  const aio::TransferMemory scratch(home == nullptr || apart ? bytes : 0);
+  std::byte* const at_home = home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : nullptr;
+  std::byte* const weights = home != nullptr && !apart ? at_home : scratch.first(bytes).data();
+  if (apart) live.updater->read_home(at_home, {weights, bytes});
   if (home == nullptr) {
     live.store->read(*live.records->frozen(id), Region::weights, 0, count, {weights, bytes}, aio::Priority::foreground)
         .wait();
@@ -207,6 +222,7 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
       detail::store_value(access, State::master, range.first + i, values[element - owned.shard.first]);
     }
   }
+  if (apart) live.updater->write_home(at_home, {weights, bytes});
   if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();
 }
 

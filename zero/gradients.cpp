@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include <fmt/format.h>
 
+#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/optim_cpu/norm.hpp>
 #include <hoist/zero/detail/gradients.hpp>
@@ -221,10 +223,33 @@ void Gradients::wait() {
   }
 }
 
+// Pre: all gradients are at home, on the device.
+void Gradients::sum_on_device() {
+  auto* const sums = reinterpret_cast<double*>(memory_.device_findings());
+  std::size_t chunk = 0;
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    for (const Segment& segment : table_.units()[u].segments) {
+      if (!segment.trainable) continue;
+      streams_.down->sums_of_squares(sums + chunk, memory_.home(UnitId{u}).gradient + segment.home_gradient_offset,
+                                     segment.home_gradient_dtype, segment.shard_elements);
+      chunk += divide_up(segment.shard_elements, optim::kNormChunkElements);
+    }
+  }
+  HOIST_ASSERT(chunk == chunks_.size(), "{} of {} chunks", chunk, chunks_.size());
+  const std::span<std::byte> here = memory_.findings().first(chunk * sizeof(double));
+  streams_.down->copy(here.data(), memory_.device_findings(), here.size(), CopyKind::device_to_host);
+  streams_.down->synchronize();
+  std::memcpy(partial_sums_.data(), here.data(), here.size());
+}
+
 double Gradients::sum_of_squares() {
-  runtime_.update_pool().run(chunks_.size(), [&](std::size_t i) {
-    partial_sums_[i] = optim::sum_of_squares_chunk(chunks_[i].data, chunks_[i].dtype, chunks_[i].count);
-  });
+  if (memory_.homes_apart()) {
+    sum_on_device();
+  } else {
+    runtime_.update_pool().run(chunks_.size(), [&](std::size_t i) {
+      partial_sums_[i] = optim::sum_of_squares_chunk(chunks_[i].data, chunks_[i].dtype, chunks_[i].count);
+    });
+  }
   double total = 0;
   bool finite = true;
   for (std::size_t i = 0; i < chunks_.size();) {

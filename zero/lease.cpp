@@ -60,6 +60,7 @@ TensorView Lease::view(ParameterId parameter) const {
 
 void Lease::release(StreamRef stream) {
   if (stream_ == nullptr) throw UsageError("a lease was released twice");
+  detail::refuse_capture(stream, "release()");
   const StreamRef gathered_on = *std::exchange(stream_, nullptr);
   const auto engine = engine_.lock();
   if (!engine || !engine->impl_->in_pass(pass_)) return;

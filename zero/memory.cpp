@@ -22,8 +22,9 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
     : runtime_(runtime),
       options_(options),
       table_(table),
-      needs_(options, table),
-      pinned_needs_(options, table),
+      homes_apart_(homes_are_apart(runtime.options(), options)),
+      needs_(options, table, homes_apart_),
+      pinned_needs_(options, table, homes_apart_),
       homes_(table.units().size()) {
   take_device();
   const PinnedNeeds::Buffers buffers = choose_buffers(store_memory_bytes);
@@ -89,6 +90,7 @@ void Memory::take_pinned(const PinnedNeeds::Buffers& buffers) {
     staging_buffers_.push_back(pool_->carve(pinned_needs_.staging_buffer_bytes(), "staging buffer"));
   for (unsigned i = 0; pinned_needs_.sum_buffer_bytes() > 0 && i < PinnedNeeds::kSumBuffers; ++i)
     sum_buffers_.push_back(pool_->carve(pinned_needs_.sum_buffer_bytes(), "gradient on its way to a sum"));
+  if (homes_apart_) findings_ = pool_->carve(pinned_needs_.findings_bytes(), "sums of squares");
 }
 
 // --- device memory ---------------------------------------------------------------------------------------------------
@@ -101,6 +103,7 @@ std::byte* Memory::take_device_block(std::uint64_t bytes, const std::string& wha
 
 void Memory::take_device() {
   require_device_memory(runtime_, needs_, 0);
+  if (homes_apart_) device_findings_ = take_device_block(Findings(table_).bytes(), "sums of squares");
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     const Unit& unit = table_.units()[u];
     UnitHome& home = homes_[u];

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include <hoist/core/norm_order.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/detail/memory_needs.hpp>
 
@@ -14,9 +15,23 @@ std::uint64_t arena_bytes(std::uint64_t bytes) { return round_up(bytes, tiers::D
 
 }  // namespace
 
+bool homes_are_apart(const RuntimeOptions& runtime, const EngineOptions& options) {
+  const bool readable = runtime.device == platform::DeviceKind::host && runtime.host_device.host_accessible;
+  return options.optimizer == Placement::device && !readable;
+}
+
+Findings::Findings(const UnitTable& table) {
+  for (const Unit& unit : table.units()) {
+    for (const Segment& segment : unit.segments)
+      if (segment.trainable) sums += divide_up(segment.shard_elements, kNormChunkElements);
+  }
+}
+
 // --- device memory ---------------------------------------------------------------------------------------------------
 
-DeviceNeeds::DeviceNeeds(const EngineOptions& options, const UnitTable& table) : options_(options), table_(table) {
+DeviceNeeds::DeviceNeeds(const EngineOptions& options, const UnitTable& table, bool homes_apart)
+    : options_(options), table_(table) {
+  if (homes_apart) homes_bytes += arena_bytes(Findings(table).bytes());
   for (const Unit& unit : table.units()) {
     homes_bytes += homes_of(unit);
     if (!unit.owns_tied) gradient_bytes = std::max(gradient_bytes, arena_bytes(unit.gradient_buffer_bytes()));
@@ -77,7 +92,8 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
 
 // --- pinned memory ---------------------------------------------------------------------------------------------------
 
-PinnedNeeds::PinnedNeeds(const EngineOptions& options, const UnitTable& table) : options_(options), table_(table) {
+PinnedNeeds::PinnedNeeds(const EngineOptions& options, const UnitTable& table, bool homes_apart)
+    : options_(options), table_(table), homes_apart_(homes_apart) {
   const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction : 1;
   std::uint64_t bytes = 0, home_bytes = 0;  // of the units so far: what one rounds down, the next may take
   for (const Unit& unit : table.units()) {
@@ -98,7 +114,7 @@ std::uint64_t PinnedNeeds::state_bytes_at_home(UnitId unit) const {
 }
 
 bool PinnedNeeds::streams() const {
-  if (!weights_at_home()) return true;
+  if (!weights_at_home() || homes_apart_) return true;
   for (std::uint32_t u = 0; u < table_.units().size(); ++u)
     if (state_tiles_at_home_[u] < table_.units()[u].trainable.tiles().size()) return true;
   return false;
@@ -136,14 +152,14 @@ PinnedNeeds::PieceBytes PinnedNeeds::buffered_bytes(const Piece& piece) const {
   const auto tiles = table_.unit(piece.unit).trainable.tiles().subspan(piece.first_tile, piece.tile_count);
   PieceBytes bytes;
   for (const tiers::Tile& tile : tiles) {
-    if (!weights_at_home()) bytes.weights += tile.w_bytes;
-    if (!state_at_home(piece)) bytes.state += tile.s_bytes;
+    if (!weights_at_home() || homes_apart_) bytes.weights += tile.w_bytes;
+    if (!state_at_home(piece) || homes_apart_) bytes.state += tile.s_bytes;
   }
   return bytes;
 }
 
 std::uint64_t PinnedNeeds::update_buffer_bytes(std::uint64_t piece_tiles) const {
-  std::uint64_t most = 0;
+  std::uint64_t most = homes_apart_ ? kBlockAlignment : 0;  // frozen weights pass through them, too
   for (const Piece& piece : cut(piece_tiles)) most = std::max(most, buffered_bytes(piece).total());
   return most;
 }
@@ -165,6 +181,8 @@ std::uint64_t PinnedNeeds::sum_buffer_bytes() const {
   return most;
 }
 
+std::uint64_t PinnedNeeds::findings_bytes() const { return homes_apart_ ? Findings(table_).bytes() : 0; }
+
 // In the order in which Memory carves them.
 std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
   tiers::PinnedPlan plan;
@@ -181,6 +199,7 @@ std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
   if (sum_buffer_bytes() > 0) {
     for (unsigned i = 0; i < kSumBuffers; ++i) plan.add(sum_buffer_bytes());
   }
+  if (findings_bytes() > 0) plan.add(findings_bytes());
   return plan.bytes();
 }
 

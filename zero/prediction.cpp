@@ -125,7 +125,8 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, c
   const detail::UnitTable table = table_of(engine, model, world_size);
   Prediction out;
   out.parameter_count = table.parameter_count();
-  const detail::DeviceNeeds device(engine, table);
+  const bool apart = detail::homes_are_apart(runtime, engine);
+  const detail::DeviceNeeds device(engine, table, apart);
   predict_device(runtime, model, world_size, device, out);
 
   tiers::Store::Cost store;
@@ -134,7 +135,7 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, c
     store = tiers::Store::cost(detail::store_options(engine, table, records, /*rank=*/0));
   }
   out.nvme_bytes = store.disk_bytes;
-  predict_pinned(runtime, detail::PinnedNeeds(engine, table), store.memory_bytes, out);
+  predict_pinned(runtime, detail::PinnedNeeds(engine, table, apart), store.memory_bytes, out);
   out.step = detail::step_bytes(engine, table, fetches_of(engine, table, device, out.gather_slots));
   return out;
 }

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
@@ -48,6 +50,62 @@ void StepUpdate::apply(const TileAccess& tile, const Memory& memory) {
     case DType::fp32:
       return update(optim::WholeTile{.weight = reinterpret_cast<float*>(tile.weights)});
   }
+}
+
+void StepUpdate::enqueue(UnitId id, const Segment& segment, std::span<const tiers::Tile> tiles, const Memory& memory,
+                         platform::Stream& stream) const {
+  const UnitHome& home = memory.home(id);
+  const tiers::Tile& first = tiles.front();
+  const TileAccess access{.unit = id,
+                          .segment = &segment,
+                          .tile = &first,
+                          .weights = home.weights + first.w_offset,
+                          .state = home.state + first.s_offset};
+  const StateArrays state = access.view();
+  std::uint64_t count = 0;
+  for (const tiers::Tile& tile : tiles) count += tile.elements;
+  auto* const master = segment.dtype == DType::fp16 ? static_cast<void*>(state.master) : state.remainder;
+  stream.update(coefficients_[segment.group.index],
+                {.weights = access.weights,
+                 .weights_dtype = segment.dtype,
+                 .master = static_cast<std::byte*>(master),
+                 .moment1 = static_cast<std::byte*>(state.moment1),
+                 .moment2 = static_cast<std::byte*>(state.moment2),
+                 .moment_dtype = segment.state.moments,
+                 .gradient = home.gradient + segment.home_gradient_offset +
+                             first.first_element * dtype_bytes(segment.home_gradient_dtype),
+                 .gradient_dtype = segment.home_gradient_dtype,
+                 .count = count,
+                 .tile_elements = first.elements,
+                 .tile_stride_bytes = first.s_bytes,
+                 .rounding = rounding(access),
+                 .refused = reinterpret_cast<std::uint32_t*>(memory.device_findings()),
+                 .refused_value = id.index + 1});
+}
+
+void StepUpdate::run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream) {
+  stream.fill(memory.device_findings(), 0, sizeof(std::uint32_t));
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    const UnitId id{u};
+    const Unit& unit = table.unit(id);
+    // One launch for the full tiles of a segment, as far as their rounding has one key, and one for its short last one.
+    const auto tiles = unit.trainable.tiles();
+    for (std::size_t begin = 0, end = 0; begin < tiles.size(); begin = end) {
+      const Segment& segment = unit.segments[tiles[begin].segment];
+      const auto index = [&](std::size_t t) { return (rank_ * segment.shard_elements + tiles[t].first_element) >> 32; };
+      do {
+        ++end;
+      } while (end < tiles.size() && tiles[end].segment == tiles[begin].segment &&
+               tiles[end].elements == tiles[begin].elements && index(end) == index(begin));
+      enqueue(id, segment, tiles.subspan(begin, end - begin), memory, stream);
+    }
+  }
+  const std::span<std::byte> here = memory.findings().first(sizeof(std::uint32_t));
+  stream.copy(here.data(), memory.device_findings(), here.size(), platform::CopyKind::device_to_host);
+  stream.synchronize();
+  std::uint32_t refused = 0;
+  std::memcpy(&refused, here.data(), sizeof refused);
+  if (refused != 0) broken_ = refused - 1;
 }
 
 void StepUpdate::check(const UnitTable& table) const {

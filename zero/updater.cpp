@@ -22,6 +22,7 @@ Updater::Updater(Runtime& runtime, const UnitTable& table, const Memory& memory,
       store_(store),
       weights_written_(table.units().size()) {
   for (const auto& bytes : memory.update_buffers()) buffers_.push_back({.bytes = bytes});
+  if (memory.homes_apart()) apart_ = runtime.device().create_stream("state");
   first_piece_.resize(table.units().size() + 1);
   for (const Piece& piece : memory.pieces()) ++first_piece_[piece.unit.index + 1];
   std::partial_sum(first_piece_.begin(), first_piece_.end(), first_piece_.begin());
@@ -70,7 +71,7 @@ void Updater::run(const WalkOptions& options, const Work& work, const Next& next
         request.reset();
         piece = 0;
       }
-      if (jobs.empty()) return;
+      if (jobs.empty()) break;
       go_on(jobs.front(), options, work, updated);
       jobs.pop_front();
     }
@@ -78,6 +79,7 @@ void Updater::run(const WalkOptions& options, const Work& work, const Next& next
     abandon(jobs);
     throw;
   }
+  if (apart_) apart_->synchronize();  // whoever comes next finds the homes changed
 }
 
 void Updater::go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated) {
@@ -113,10 +115,15 @@ bool Updater::start(std::size_t index, std::byte* target, const WalkOptions& opt
   }
   const UnitHome& home = memory_.home(piece.unit);
   const Tile& first = tiles(piece).front();
-  job.weights = home.weights != nullptr ? home.weights + first.w_offset : free_bytes;
-  job.state = memory_.state_at_home(piece) ? home.state + first.s_offset : free_bytes + needed.weights;
+  const bool apart = apart_ != nullptr;
+  job.weights = home.weights != nullptr && !apart ? home.weights + first.w_offset : free_bytes;
+  job.state = memory_.state_at_home(piece) && !apart ? home.state + first.s_offset : free_bytes + needed.weights;
   jobs.push_back(std::move(job));
-  if (options.read) read(jobs.back());
+  if (apart) {
+    if (options.read_apart) jobs.back().reads.push_back(copy_apart(jobs.back(), platform::CopyKind::device_to_host));
+  } else if (options.read) {
+    read(jobs.back());
+  }
   return true;
 }
 
@@ -213,7 +220,56 @@ void Updater::write(Job& job, const WalkOptions& options) {
   if (writes_state) {
     start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
   }
+  if (apart_ && options.change_apart) started.push_back(copy_apart(job, platform::CopyKind::host_to_device));
   if (job.buffer != nullptr) job.buffer->idle = when_all(started);
+}
+
+// --- homes that are apart --------------------------------------------------------------------------------------------
+
+Completion Updater::copy_apart(const Job& job, platform::CopyKind direction) {
+  const UnitHome& home = memory_.home(job.piece.unit);
+  const Tile& first = tiles(job.piece).front();
+  const auto bytes = memory_.buffered_bytes(job.piece);
+  const auto copy = [&](std::byte* at_home, std::byte* here, std::uint64_t count) {
+    if (direction == platform::CopyKind::device_to_host) std::swap(at_home, here);
+    apart_->copy(at_home, here, count, direction);
+  };
+  copy(home.weights + first.w_offset, job.weights, bytes.weights);
+  if (bytes.state > 0) copy(home.state + first.s_offset, job.state, bytes.state);
+  return apart_->record().completion();
+}
+
+std::span<std::byte> Updater::idle_buffer() {
+  buffers_.front().idle.wait();
+  return buffers_.front().bytes;
+}
+
+void Updater::read_home(const std::byte* home, std::span<std::byte> out) {
+  if (!apart_) {
+    if (!out.empty()) std::memcpy(out.data(), home, out.size());
+    return;
+  }
+  const std::span<std::byte> buffer = idle_buffer();
+  for (std::size_t first = 0; first < out.size(); first += buffer.size()) {
+    const std::size_t count = std::min(buffer.size(), out.size() - first);
+    apart_->copy(buffer.data(), home + first, count, platform::CopyKind::device_to_host);
+    apart_->synchronize();
+    std::memcpy(out.data() + first, buffer.data(), count);
+  }
+}
+
+void Updater::write_home(std::byte* home, std::span<const std::byte> bytes) {
+  if (!apart_) {
+    if (!bytes.empty()) std::memcpy(home, bytes.data(), bytes.size());
+    return;
+  }
+  const std::span<std::byte> buffer = idle_buffer();
+  for (std::size_t first = 0; first < bytes.size(); first += buffer.size()) {
+    const std::size_t count = std::min(buffer.size(), bytes.size() - first);
+    std::memcpy(buffer.data(), bytes.data() + first, count);
+    apart_->copy(home + first, buffer.data(), count, platform::CopyKind::host_to_device);
+    apart_->synchronize();
+  }
 }
 
 }  // namespace hoist::detail

@@ -29,6 +29,63 @@ ToySetup in_memory() { return toy_setup(Placement::pinned, Placement::pinned); }
 
 // --- passes ----------------------------------------------------------------------------------------------------------
 
+// A stream that is being captured into a graph, as a card would have it. Whatever is enqueued on it fails the test.
+class CapturedStream final : public platform::Stream {
+ public:
+  std::string_view name() const override { return "captured"; }
+  bool capturing() const override { return true; }
+  platform::StreamEvent record() override { return touched<platform::StreamEvent>(); }
+  void wait(const platform::StreamEvent&, WaitCause) override { touched<int>(); }
+  void copy(std::byte*, const std::byte*, std::uint64_t, platform::CopyKind) override { touched<int>(); }
+  void fill(std::byte*, std::uint8_t, std::uint64_t) override { touched<int>(); }
+  void scale_into(std::byte*, DType, const std::byte*, DType, std::uint64_t, float, Combine) override {
+    touched<int>();
+  }
+  void sums_of_squares(double*, const std::byte*, DType, std::uint64_t) override { touched<int>(); }
+  void update(const UpdateFactors&, const platform::UpdateArrays&) override { touched<int>(); }
+  void launch(std::string_view, std::function<void()>) override { touched<int>(); }
+  void synchronize() override { touched<int>(); }
+  Nanoseconds idle_time() const override { return Nanoseconds{0}; }
+  void* native() const override { return nullptr; }
+
+ private:
+  template <typename T>
+  static T touched() {
+    ADD_FAILURE() << "work was enqueued on a captured stream";
+    return T();
+  }
+};
+
+TEST(Engine, ACapturedStreamIsRefusedAndNothingHappened) {
+  Fixture f(in_memory());
+  f.init();
+  CapturedStream captured;
+  const auto stream = f.runtime.device().create_stream("program");
+  const UnitId unit{0};
+  const auto refused = [](auto call) {
+    try {
+      call();
+      ADD_FAILURE() << "nothing was refused";
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find("CUDA graph"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("End the capture"), std::string::npos) << error.what();
+    }
+  };
+  {
+    const PassScope pass = f.engine.begin(Pass::train);
+    refused([&] { static_cast<void>(f.engine.gather(unit, captured)); });
+    Lease lease = f.engine.gather(unit, *stream);
+    refused([&] { f.engine.gradients(unit, captured); });
+    refused([&] { f.engine.finish(unit, captured); });
+    refused([&] { lease.release(captured); });
+    lease.release(*stream);  // still held until here
+    stream->synchronize();
+  }
+  f.engine.discard();
+  f.model.train(1, 3);
+  EXPECT_EQ(digests_of(f.engine, f.model), train_once(in_memory(), ToyShape{}, 3));
+}
+
 TEST(Engine, AnExceptionInAForwardDropsThePassAndNothingElse) {
   for (const std::uint64_t chaos : {0u, 5u}) {
     const TempDirectory directory;

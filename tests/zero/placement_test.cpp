@@ -28,6 +28,7 @@ struct Cell {
   std::uint64_t prefetch = 50'000'000;
   std::uint64_t reuse = 1'000'000'000;
   double pinned_fraction = 0;
+  bool host_accessible = true;
 };
 
 std::ostream& operator<<(std::ostream& out, const Cell& cell) { return out << cell.name; }
@@ -47,6 +48,7 @@ ToySetup setup_of(const Cell& cell, const std::string& directory, DType dtype) {
   setup.runtime.aio_block_bytes = cell.block_bytes;
   setup.runtime.update_threads = cell.threads;
   setup.runtime.host_device.chaos_seed = cell.chaos_seed;
+  setup.runtime.host_device.host_accessible = cell.host_accessible;
   setup.runtime.device_memory_bytes = cell.device_bytes;
   setup.engine.durability = cell.durability;
   setup.engine.sub_group_elements = cell.sub_group;
@@ -66,6 +68,7 @@ constexpr auto kNone = tiers::Durability::none;
 const std::vector<Cell>& cells() {
   static const std::vector<Cell> kCells{
       {.name = "device_device", .parameters = kDevice, .optimizer = kDevice},
+      {.name = "device_device_apart", .parameters = kDevice, .optimizer = kDevice, .host_accessible = false},
       {.name = "device_cpu", .parameters = kDevice, .optimizer = kPinned},
       {.name = "device_nvme", .parameters = kDevice},
       {.name = "cpu_device", .parameters = kPinned, .optimizer = kDevice},

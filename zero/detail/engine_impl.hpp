@@ -30,6 +30,13 @@
 
 namespace hoist {
 
+namespace detail {
+
+// UsageError, before anything has happened: what hoist enqueues is for this pass, and no replay of a graph repeats it.
+void refuse_capture(StreamRef stream, std::string_view call);
+
+}  // namespace detail
+
 class Engine::Impl {
  public:
   Impl(Runtime& runtime_in, const EngineOptions& options_in);

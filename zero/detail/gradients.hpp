@@ -86,6 +86,7 @@ class Gradients {
   void sum_at_home(UnitId unit, const std::byte* source, optim::Accumulate how, Reduction& reduction);
   const std::byte* own_shard(const Segment& segment, const std::byte* source) const;
   void list_chunks();
+  void sum_on_device();  // partial_sums_
 
   Runtime& runtime_;
   const UnitTable& table_;

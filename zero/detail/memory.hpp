@@ -8,6 +8,9 @@
 //   state         by optimizer: device | pinned | none (store); of none, the first tiles may be pinned
 //   gradient      device when the optimizer is there, else pinned
 //
+// Where the device's memory is not the CPU's to read, `homes_apart()`: nobody dereferences a home on it; steps run
+// there, and everything else goes through update buffers (Updater).
+//
 // Where weights stay on the device but are updated on the host, the host copy is their home and the device's copy is
 // refreshed after each step.
 //
@@ -28,7 +31,7 @@
 namespace hoist::detail {
 
 struct UnitHome {
-  std::byte* weights = nullptr;       // host layout, readable by the CPU; null when only the store has them
+  std::byte* weights = nullptr;       // host layout; null when only the store has them
   std::byte* state = nullptr;         // S region of the trainable record, its first state_tiles tiles
   std::uint32_t state_tiles = 0;      // the others' state only the store has
   std::byte* gradient = nullptr;      // this rank's shards
@@ -54,6 +57,10 @@ class Memory {
   std::span<std::byte> pinned() const { return pool_->memory().bytes(); }
   std::vector<std::span<std::byte>> io_slices() const { return pool_->memory().slices(); }  // to be registered
   bool gradients_on_device() const { return options_.optimizer == Placement::device; }
+  bool homes_apart() const { return homes_apart_; }
+  // Of a step on the device, and where they come down to; empty unless homes are apart.
+  std::byte* device_findings() const { return device_findings_; }
+  std::span<std::byte> findings() const { return findings_; }
   std::string describe() const;
   // Pinned memory is never given back to the system: a drive may still write to it.
   void quarantine() { pool_->quarantine(); }
@@ -73,6 +80,7 @@ class Memory {
   Runtime& runtime_;
   const EngineOptions& options_;
   const UnitTable& table_;
+  const bool homes_apart_;
   const DeviceNeeds needs_;
   const PinnedNeeds pinned_needs_;
   std::vector<UnitHome> homes_;
@@ -84,6 +92,8 @@ class Memory {
   std::vector<std::span<std::byte>> update_buffers_;
   std::vector<std::span<std::byte>> staging_buffers_;
   std::vector<std::span<std::byte>> sum_buffers_;
+  std::byte* device_findings_ = nullptr;
+  std::span<std::byte> findings_;
   std::vector<Piece> pieces_;
   std::uint64_t piece_tiles_ = 0;
 };

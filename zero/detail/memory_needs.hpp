@@ -15,16 +15,28 @@
 
 namespace hoist::detail {
 
+// Whether weights and optimizer state live in device memory that the CPU cannot read. Steps are then carried out by
+// the device; whatever else is done with that state passes through update buffers in pinned memory.
+bool homes_are_apart(const RuntimeOptions& runtime, const EngineOptions& options);
+
+// What a step on the device leaves for the host to look at: a sum of squares a chunk (core/norm_order.hpp), and behind
+// them a word for the unit whose update may not be committed.
+struct Findings {
+  explicit Findings(const UnitTable& table);
+  std::uint64_t sums = 0;
+  std::uint64_t bytes() const { return (sums + 1) * sizeof(double); }
+};
+
 // Device memory.
 class DeviceNeeds {
  public:
-  DeviceNeeds(const EngineOptions& options, const UnitTable& table);
+  DeviceNeeds(const EngineOptions& options, const UnitTable& table, bool homes_apart = false);
 
   bool has_own_memory(const Unit& unit) const;
   bool needs_device_shard(const Unit& unit) const;
   bool is_slotted(const Unit& unit) const { return !has_own_memory(unit) && !unit.options.binding; }
 
-  std::uint64_t homes_bytes = 0;     // states, resident weights and tied gradients
+  std::uint64_t homes_bytes = 0;     // states, resident weights, tied gradients and findings
   std::uint64_t slot_bytes = 0;      // one gathered unit; 0 when no unit needs a slot
   std::uint64_t gradient_bytes = 0;  // one unit's gradient, and its sums in fp32 where those are on the device
   std::uint64_t slot_count = 0;      // units that compete for slots
@@ -59,7 +71,7 @@ struct Piece {
 // Pinned memory.
 class PinnedNeeds {
  public:
-  PinnedNeeds(const EngineOptions& options, const UnitTable& table);
+  PinnedNeeds(const EngineOptions& options, const UnitTable& table, bool homes_apart = false);
 
   bool weights_at_home() const { return options_.parameters != Placement::nvme; }
   // How many of a unit's tiles, the first ones, have their state in memory rather than on NVMe, and its bytes.
@@ -82,7 +94,7 @@ class PinnedNeeds {
 
   // No piece has state in both places. Those of a unit take turns by place, so that the drive works under the others.
   std::vector<Piece> cut(std::uint64_t piece_tiles) const;
-  // Where a piece's regions lie in an update buffer: weights (when not at home in memory), then state.
+  // Where a piece's regions lie in an update buffer: weights, then state; what is at home in memory is not there.
   struct PieceBytes {
     std::uint64_t weights = 0;
     std::uint64_t state = 0;
@@ -94,12 +106,14 @@ class PinnedNeeds {
   // Gradients of one unit on their way to fp32 sums: kSumBuffers of them, where steps have several micro-batches.
   static constexpr unsigned kSumBuffers = 2;
   std::uint64_t sum_buffer_bytes() const;
+  std::uint64_t findings_bytes() const;  // where they come down to; 0 unless homes are apart
 
  private:
   bool streams() const;  // whether any update needs a buffer
 
   const EngineOptions& options_;
   const UnitTable& table_;
+  const bool homes_apart_;
   std::vector<std::uint32_t> state_tiles_at_home_;  // by unit
 };
 

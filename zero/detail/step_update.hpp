@@ -23,11 +23,16 @@ class StepUpdate {
 
   // Updates a tile from its gradient, which `memory` holds.
   void apply(const TileAccess& tile, const Memory& memory);
+  // Has the device update everything, where homes are apart, and waits for it. Pre: nothing uses the weights.
+  void run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream);
   void check(const UnitTable& table) const;
 
  private:
   // Of bf16 moments: by the parameter's place in its segment, whichever rank it belongs to.
   optim::Rounding rounding(const TileAccess& tile) const;
+  // Tiles of one segment that lie behind each other, all but the last of full length.
+  void enqueue(UnitId unit, const Segment& segment, std::span<const tiers::Tile> tiles, const Memory& memory,
+               platform::Stream& stream) const;
 
   std::uint64_t step_;
   std::uint64_t rank_;

@@ -3,7 +3,8 @@
 //
 // Works in pieces (runs of tiles) through a ring of buffers: while one piece is updated, later ones are being read and
 // earlier ones written. A tile is verified, updated and checksummed in one pass while it is in cache. State that lives
-// in memory is updated in place and, when steps are durable, written from there.
+// in memory is updated in place and, when steps are durable, written from there. State in device memory that the CPU
+// cannot read is brought into the buffers and back, by walks that are no steps: those the device carries out itself.
 //
 // Threading  One caller at a time; tiles run on the update pool.
 // Errors     IoError, CorruptionError; Error when a master or moment is not finite or too large to be committed.
@@ -45,6 +46,9 @@ struct WalkOptions {
   bool read = true;            // what lives on NVMe is read first (false: it is being made, or not looked at)
   bool write_streamed = true;  // and written again
   bool write_homes = true;     // what lives in memory is written to the store, as a commit needs it
+  // Of homes that are apart (Memory::homes_apart): what is there is looked at, and what the work makes goes back.
+  bool read_apart = true;
+  bool change_apart = true;
   WaitCause waits = WaitCause::nvme;
   bool in_background = false;  // nobody stands still meanwhile: not booked as waiting
 };
@@ -73,6 +77,11 @@ class Updater {
 
   // Time spent computing in runs in the background.
   Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
+
+  // The same bytes of a home, wherever it is; through an update buffer where homes are apart. Block.
+  // Pre: no walk is under way.
+  void read_home(const std::byte* home, std::span<std::byte> out);
+  void write_home(std::byte* home, std::span<const std::byte> bytes);
 
   // Done when the unit's weights of the last walk have reached the store.
   Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
@@ -104,6 +113,9 @@ class Updater {
   };
   Writes writes(const Piece& piece, const WalkOptions& options) const;
   void write(Job& job, const WalkOptions& options);
+  // Between a job's buffer and homes that are apart; done when the copies are.
+  Completion copy_apart(const Job& job, platform::CopyKind direction);
+  std::span<std::byte> idle_buffer();
   std::span<const tiers::Tile> tiles(const Piece& piece) const;
   void timed_wait(const Completion& completion, WaitCause cause);
 
@@ -112,6 +124,7 @@ class Updater {
   const Memory& memory_;
   const RecordMap& records_;
   tiers::Store* store_;
+  std::unique_ptr<platform::Stream> apart_;  // null unless homes are apart
   std::vector<Buffer> buffers_;
   std::uint64_t uses_ = 0;
   std::vector<std::size_t> first_piece_;  // by unit, and one past the last
