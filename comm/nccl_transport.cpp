@@ -163,12 +163,19 @@ class NcclTransport final : public Transport {
     for (std::uint64_t r = 0; r < ranks(); ++r)
       std::memcpy(staging_ + r * bytes, part.source + r * part.stride_bytes + first, bytes);
     check(kWhat, ncclGroupStart());
+    // The group is closed whatever happens in it, and the first error counts.
+    ncclResult_t failed = ncclSuccess;
+    const auto note = [&](ncclResult_t code) {
+      if (failed == ncclSuccess && code != ncclInProgress) failed = code;
+    };
     for (int r = 0; r < size_; ++r) {
       const std::uint64_t at = static_cast<std::uint64_t>(r) * bytes;
-      ncclSend(staging_ + at, bytes, ncclInt8, r, communicator_, stream_);
-      ncclRecv(received() + at, bytes, ncclInt8, r, communicator_, stream_);
+      note(ncclSend(staging_ + at, bytes, ncclInt8, r, communicator_, stream_));
+      note(ncclRecv(received() + at, bytes, ncclInt8, r, communicator_, stream_));
     }
-    check(kWhat, ncclGroupEnd());
+    const ncclResult_t ended = ncclGroupEnd();
+    check(kWhat, failed);
+    check(kWhat, ended);
     finish(kWhat);
   }
 
