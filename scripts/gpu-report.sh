@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Everything there is to know about hoist on a GPU, by one command: configures, builds, runs the whole suite and the GPU
+# tests, the latter under compute-sanitizer too, measures copies, and prints one report.
+#
+#   scripts/gpu-report.sh [--prefix DIR]... [--build DIR] [--out DIR] [--jobs N] [--keep-going]
+#
+#   --prefix DIR   distribution packages unpacked there (dpkg --extract PACKAGE.deb DIR), for machines where liburing,
+#                  hwloc, oneTBB, Highway and the rest of scripts/install-deps.sh cannot be installed; several times
+#                  for several trees
+#   --build DIR    default: build/gpu-report
+#   --out DIR      logs and the report; default: BUILD/report
+#   --keep-going   goes on after a step that failed (the report says which)
+#
+# Exit status: 0 all passed; 1 something failed; 2 wrong arguments; 77 there is no GPU, said in one line.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+prefixes=() build=$root/build/gpu-report out='' jobs=$(nproc) keep_going=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --prefix) prefixes+=("$(cd "${2:?--prefix needs a folder}" && pwd)"); shift 2 ;;
+    --build) build=${2:?--build needs a folder}; shift 2 ;;
+    --out) out=${2:?--out needs a folder}; shift 2 ;;
+    --jobs) jobs=${2:?--jobs needs a number}; shift 2 ;;
+    --keep-going) keep_going=yes; shift ;;
+    *) sed -n '3,18p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
+  esac
+done
+
+# --- is there anything to report on? ---------------------------------------------------------------------------------
+
+export PATH=$PATH:/usr/local/cuda/bin
+no_gpu() { echo "no GPU report: $1"; exit 77; }
+command -v nvidia-smi >/dev/null || no_gpu "nvidia-smi is not there, so the NVIDIA driver is not installed"
+cards=$(nvidia-smi --list-gpus 2>&1) || no_gpu "nvidia-smi finds no card ($(head -1 <<<"$cards"))"
+grep -q '^GPU ' <<<"$cards" || no_gpu "nvidia-smi lists no card ($(head -1 <<<"$cards"))"
+command -v nvcc >/dev/null || no_gpu "nvcc is not there; install the CUDA Toolkit, 12.0 or newer, and put it on the PATH"
+
+# --- packages that are unpacked instead of installed -----------------------------------------------------------------
+
+# prepend VARIABLE PATH: in front of what the variable lists already.
+prepend() {
+  if [ -d "$2" ]; then export "$1=$2${!1:+:${!1}}"; fi
+}
+for prefix in "${prefixes[@]}"; do
+  for usr in "$prefix/usr" "$prefix"; do
+    prepend PATH "$usr/bin"
+    prepend CPATH "$usr/include"
+    prepend CMAKE_PREFIX_PATH "$usr"
+    for lib in "$usr/lib" "$usr/lib/$(uname -m)-linux-gnu"; do
+      prepend LIBRARY_PATH "$lib"
+      prepend LD_LIBRARY_PATH "$lib"
+      prepend PKG_CONFIG_PATH "$lib/pkgconfig"
+    done
+    prepend PKG_CONFIG_PATH "$usr/share/pkgconfig"
+  done
+done
+
+mkdir -p "$build"
+build=$(cd "$build" && pwd)
+out=${out:-$build/report}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+report=$out/report.md
+failed=0
+
+say() { tee -a "$report" <<<"$*"; }
+
+# step NAME COMMAND...: runs it into a log, and says how it ended.
+step() {
+  local name=$1 log=$out/${1// /-}.log begin=$SECONDS
+  shift
+  echo "== $name ..." >&2
+  if "$@" >"$log" 2>&1; then
+    say "| $name | passed | $((SECONDS - begin)) s | $(summary "$log") |"
+    return
+  fi
+  failed=1
+  say "| $name | **failed** | $((SECONDS - begin)) s | $(summary "$log") |"
+  tail -n 40 "$log" >&2
+  if [ -z "$keep_going" ]; then
+    echo "stopped at '$name'; its log is $log" >&2
+    exit 1
+  fi
+}
+
+# What a log ends with that is worth a line.
+summary() {
+  grep -E 'tests passed|tests failed|ERROR SUMMARY|RACECHECK SUMMARY|\[  PASSED  \]|\[  FAILED  \] [0-9]+ test' "$1" |
+    tail -n 3 | tr -d '=' | tr '\n|' ';/' | sed 's/;$//' || true
+}
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+: >"$report"
+say "# hoist on a GPU"
+say ""
+say "$(date -u '+%F %H:%M UTC'), commit $(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)."
+say ""
+say "| | |"
+say "|---|---|"
+say "| card | $(nvidia-smi --query-gpu=name,memory.total,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv,noheader | tr '\n' ';') |"
+say "| toolkit | $(nvcc --version | grep -o 'release.*') |"
+say "| CPU | $(grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-), $(nproc) cores |"
+say "| memory | $(awk '/MemTotal/ {printf "%.0f GiB", $2 / 1048576}' /proc/meminfo), locked at most $(ulimit -l) KiB |"
+say "| system | $(uname -r), $(. /etc/os-release 2>/dev/null && echo "${PRETTY_NAME:-unknown}") |"
+say ""
+say "| step | | took | |"
+say "|---|---|---|---|"
+
+generator=()
+if command -v ninja >/dev/null; then generator=(-G Ninja); fi
+step configure cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DHOIST_WITH_CUDA=ON \
+  -DHOIST_WITH_NCCL=AUTO -DHOIST_WARNINGS_AS_ERRORS=OFF
+step build cmake --build "$build" --parallel "$jobs"
+
+# The CUDA half of every suite; the same tests run on the host device in "suite".
+gpu_tests='*/cuda:Cuda*:Nccl.*'
+programs=(platform_test zero_test comm_test)
+step "GPU tests" bash -c 'for program in "${@:2}"; do "$program" --gtest_filter="$1" || exit; done' _ "$gpu_tests" \
+  "${programs[@]/#/$build/bin/}"
+# A suite that skipped everything has shown nothing.
+if ! grep -q '\[       OK \].*/cuda' "$out/GPU-tests.log"; then
+  say "| GPU tests | **failed** | | every one was skipped |"
+  exit 1
+fi
+
+sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/compute-sanitizer/compute-sanitizer 2>/dev/null || true)
+for tool in memcheck racecheck; do
+  if [ -n "$sanitizer" ]; then
+    # NCCL's own kernels poll memory that others write, so that only ours are looked at for races.
+    step "$tool" bash -c 'for program in "${@:4}"; do "$1" --tool "$2" --error-exitcode 9 "$program" --gtest_filter="$3" || exit; done' \
+      _ "$sanitizer" "$tool" '*/cuda:Cuda*' "$build/bin/platform_test" "$build/bin/zero_test"
+  else
+    say "| $tool | not run | | compute-sanitizer is not there: install it with the CUDA Toolkit |"
+  fi
+done
+
+step suite ctest --test-dir "$build" --parallel "$jobs" --output-on-failure --label-exclude slow
+
+step copies "$build/bin/bench_cuda_copies" --json "$out/copies.json"
+say ""
+say '```'
+say "$(cat "$out/copies.log")"
+say '```'
+say ""
+say "Not in this report: hoist-gpt on the card, which this version has not."
+
+echo "report: $report" >&2
+exit "$failed"
