@@ -101,7 +101,8 @@ std::string prediction_text(const CheckReport& report) {
   text += columns(
       {{"NVMe", format_bytes(p.step.nvme_read) + " read", format_bytes(p.step.nvme_write) + " written"},
        {"host and device", format_bytes(p.step.host_to_device) + " up", format_bytes(p.step.device_to_host) + " down"},
-       {"between ranks", format_bytes(p.step.wire)}});
+       {"between ranks", format_bytes(p.step.wire),
+        p.step.wire_in_group > 0 ? format_bytes(p.step.wire_in_group) + " of it within a group" : ""}});
   if (const auto most = report.pinned_fraction_max; most && *most > report.config.engine.optimizer_pinned_fraction) {
     text +=
         fmt::format("  the pinned budget has room for more: hoist.optimizer_pinned_fraction may be {:.2f}\n", *most);
@@ -154,7 +155,8 @@ Json prediction_json(const CheckReport& report) {
               {"nvme_write", p.step.nvme_write},
               {"host_to_device", p.step.host_to_device},
               {"device_to_host", p.step.device_to_host},
-              {"wire", p.step.wire}}}};
+              {"wire", p.step.wire},
+              {"wire_in_group", p.step.wire_in_group}}}};
   json["optimizer_pinned_fraction_max"] =
       report.pinned_fraction_max ? Json(*report.pinned_fraction_max) : Json(nullptr);
   const auto seconds = least_nvme_seconds(p, report.config.measured);

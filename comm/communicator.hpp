@@ -89,6 +89,13 @@ class Communicator {
   // [collective] An independent communicator over the same ranks, without scratch: control plane and all_gather only.
   virtual std::unique_ptr<Communicator> duplicate() = 0;
 
+  // [collective] A communicator over this rank's group of `ranks` consecutive ranks: ranks 0 to ranks - 1 are one, and
+  // so on. It has no scratch: control plane and all_gather only. It shares the ledger; sent_bytes() tells it apart.
+  // Errors: UsageError when `ranks` does not divide size(), and where the program's own channels cannot be split.
+  virtual std::unique_ptr<Communicator> split(int ranks) = 0;
+  // What this rank has sent on this communicator's data plane, as the ledger counts it.
+  virtual std::uint64_t sent_bytes() const = 0;
+
   // This rank cannot go on, for a reason of its own (its drive, its memory, its program). Calls that wait or are still
   // to come, on this communicator and its duplicates, of all ranks, fail with a CommError that names this rank and
   // `why`. To the others it is as if this rank had died, except that they learn it at once, and the reason with it; so

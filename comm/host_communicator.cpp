@@ -89,6 +89,11 @@ void check_root(std::string_view what, int root, int size) {
   }
 }
 
+void check_split(int ranks, int size) {
+  if (ranks < 1 || size % ranks != 0)
+    throw UsageError(fmt::format("{} ranks cannot be cut into groups of {}", size, ranks));
+}
+
 void check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size) {
   if (all.size() != mine.size() * static_cast<std::uint64_t>(size)) {
     throw UsageError(fmt::format("exchange: {} bytes from each of {} ranks need a target of {} bytes, not {}",
@@ -110,9 +115,10 @@ void HostCommunicator::enqueue(std::string_view what, platform::Stream& stream, 
                                std::function<void(Transport&)> work) {
   // Peers pair operations by their order on the channel, so operations on two streams must not overtake each other.
   if (last_stream_ != nullptr && last_stream_ != &stream) stream.wait(last_, WaitCause::comm);
-  stream.launch(what, [data = data_, ledger = options_.ledger, sent_bytes, work = std::move(work)] {
+  stream.launch(what, [data = data_, ledger = options_.ledger, sent = sent_bytes_, sent_bytes, work = std::move(work)] {
     const TimePoint start = Clock::now();
     work(*data);
+    sent->fetch_add(sent_bytes, std::memory_order_relaxed);
     if (ledger != nullptr) ledger->count(Link::wire, sent_bytes, Clock::now() - start);
   });
   last_ = stream.record();
@@ -181,9 +187,23 @@ std::unique_ptr<Communicator> HostCommunicator::duplicate() {
   return std::make_unique<HostCommunicator>(name_, std::move(data), std::move(control), options);
 }
 
+std::unique_ptr<Communicator> HostCommunicator::split(int ranks) {
+  check_split(ranks, size());
+  std::shared_ptr<Transport> control = control_->split(ranks);
+  std::shared_ptr<Transport> data = control->duplicate();
+  CommunicatorOptions options = options_;
+  options.scratch = {};
+  return std::make_unique<HostCommunicator>(name_, std::move(data), std::move(control), options);
+}
+
 }  // namespace hoist::comm::detail
 
 namespace hoist::comm {
+
+std::unique_ptr<Transport> Transport::split(int ranks) {
+  throw UsageError(
+      fmt::format("the program's own channel over {} ranks cannot be split into groups of {}", size(), ranks));
+}
 
 std::unique_ptr<Communicator> make_over(std::string_view name, std::shared_ptr<Transport> data,
                                         std::shared_ptr<Transport> control, const CommunicatorOptions& options) {

@@ -256,6 +256,17 @@ class MpiTransport final : public Transport {
     return std::make_unique<MpiTransport>(duplicate_communicator(), roll_call_, options_);
   }
 
+  // MPI_Comm_split knows no other way than to block: the barrier sees that all ranks are there.
+  std::unique_ptr<Transport> split(int ranks) override {
+    constexpr Doing kDoing{"split"};
+    barrier();
+    MPI_Comm group = MPI_COMM_NULL;
+    check(MPI_Comm_split(communicator_, rank_ / ranks, rank_, &group), kDoing);
+    MpiTransport bare(group, nullptr, options_, Ownership::borrowed);
+    auto roll_call = make_roll_call(bare.duplicate_communicator());
+    return std::make_unique<MpiTransport>(group, std::move(roll_call), options_);
+  }
+
   // Messages first: once it is reported, this process calls MPI no more.
   void abort(std::string_view why) noexcept override {
     if (!may_call_mpi()) return;

@@ -13,6 +13,7 @@
 // Memory     In place, no scratch.
 // Errors     Every return code and NCCL's asynchronous error become CommError; afterwards the communicator is aborted.
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -160,6 +161,20 @@ class NcclCommunicator final : public Communicator {
     return std::make_unique<NcclCommunicator>(id, rank_, size_, control_->duplicate(), options);
   }
 
+  std::unique_ptr<Communicator> split(int ranks) override {
+    detail::check_split(ranks, size_);
+    std::vector<std::byte> mine(NCCL_UNIQUE_ID_BYTES), all(NCCL_UNIQUE_ID_BYTES * static_cast<std::size_t>(size_));
+    const int first = rank_ - rank_ % ranks;
+    if (rank_ == first) mine = nccl_unique_id();
+    control_->exchange(mine, all);
+    const auto id = std::span(all).subspan(NCCL_UNIQUE_ID_BYTES * static_cast<std::size_t>(first), mine.size());
+    CommunicatorOptions options;
+    options.ledger = ledger_;
+    options.device_ordinal = device_ordinal_;
+    return std::make_unique<NcclCommunicator>(id, rank_ - first, ranks, control_->split(ranks), options);
+  }
+  std::uint64_t sent_bytes() const override { return sent_bytes_.load(std::memory_order_relaxed); }
+
   void abort(std::string_view why) noexcept override {
     control_->abort(why);
     try {
@@ -254,6 +269,7 @@ class NcclCommunicator final : public Communicator {
 
   // When a kernel ran is not known on the host: bytes are counted when enqueued, without busy time.
   void count(std::uint64_t bytes) {
+    sent_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     if (ledger_ != nullptr) ledger_->count(Link::wire, bytes, Nanoseconds(0));
   }
 
@@ -262,6 +278,7 @@ class NcclCommunicator final : public Communicator {
   const int device_ordinal_;
   std::unique_ptr<Communicator> control_;
   Ledger* const ledger_;
+  std::atomic<std::uint64_t> sent_bytes_{0};
   std::mutex mutex_;  // of the communicator: a call, or its end
   ncclComm_t communicator_ = nullptr;
   bool failed_ = false;

@@ -32,6 +32,11 @@ class SelfCommunicator final : public Communicator {
   void broadcast_host(std::span<std::byte>, int root) override { detail::check_root("broadcast_host", root, 1); }
   void barrier() override {}
   std::unique_ptr<Communicator> duplicate() override { return std::make_unique<SelfCommunicator>(); }
+  std::unique_ptr<Communicator> split(int ranks) override {
+    detail::check_split(ranks, 1);
+    return duplicate();
+  }
+  std::uint64_t sent_bytes() const override { return 0; }
   void abort(std::string_view) noexcept override {}
   std::optional<std::string> broken() override { return std::nullopt; }
 };

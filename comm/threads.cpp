@@ -26,7 +26,7 @@ namespace hoist::comm {
 
 namespace {
 
-enum class Operation : std::uint8_t { join, all_gather, exchange, broadcast, barrier, duplicate };
+enum class Operation : std::uint8_t { join, all_gather, exchange, broadcast, barrier, duplicate, split };
 
 const char* operation_name(Operation operation) {
   switch (operation) {
@@ -42,6 +42,8 @@ const char* operation_name(Operation operation) {
       return "barrier";
     case Operation::duplicate:
       return "duplicate";
+    case Operation::split:
+      return "split";
   }
   return "?";
 }
@@ -177,8 +179,8 @@ class Channel {
 struct ThreadGroup::Shared {
   explicit Shared(int size) : ranks(size), joined(static_cast<std::size_t>(size), false) {}
 
-  std::shared_ptr<Channel> make_channel() {
-    auto channel = std::make_shared<Channel>(ranks);
+  std::shared_ptr<Channel> make_channel(int size) {
+    auto channel = std::make_shared<Channel>(size);
     const std::lock_guard lock(mutex);
     if (!failure.empty()) channel->fail(failure);
     std::erase_if(channels, [](const std::weak_ptr<Channel>& c) { return c.expired(); });
@@ -211,7 +213,7 @@ namespace {
 
 // What a transport asks of its group, which it shares.
 struct GroupCalls {
-  std::function<std::shared_ptr<Channel>()> make_channel;
+  std::function<std::shared_ptr<Channel>(int ranks)> make_channel;
   std::function<void(const std::string& why)> abort;
 };
 
@@ -265,13 +267,25 @@ class ThreadTransport final : public Transport {
 
   std::unique_ptr<Transport> duplicate() override {
     // Rank 0 makes the channel and the others take theirs from it.
-    std::shared_ptr<Channel> channel = rank_ == 0 ? group_.make_channel() : nullptr;
+    std::shared_ptr<Channel> channel = rank_ == 0 ? group_.make_channel(size()) : nullptr;
     const Offer offer{Operation::duplicate, 0, 0, 0, &channel, {}};
     std::shared_ptr<Channel> shared;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == 0) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
     });
     return std::make_unique<ThreadTransport>(std::move(shared), rank_, timeout_, group_);
+  }
+
+  // As duplicate(), with a channel of each group's first rank.
+  std::unique_ptr<Transport> split(int ranks) override {
+    const int first = rank_ - rank_ % ranks;
+    std::shared_ptr<Channel> channel = rank_ == first ? group_.make_channel(ranks) : nullptr;
+    const Offer offer{Operation::split, static_cast<std::uint64_t>(ranks), 0, 0, &channel, {}};
+    std::shared_ptr<Channel> shared;
+    channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
+      if (peer == first) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
+    });
+    return std::make_unique<ThreadTransport>(std::move(shared), rank_ - first, timeout_, group_);
   }
 
   void abort(std::string_view why) noexcept override {
@@ -303,9 +317,9 @@ class ThreadTransport final : public Transport {
 ThreadGroup::ThreadGroup(int size) {
   if (size < 1) throw UsageError(fmt::format("a thread group needs at least one rank, not {}", size));
   shared_ = std::make_shared<Shared>(size);
-  shared_->entrance = shared_->make_channel();
-  shared_->data = shared_->make_channel();
-  shared_->control = shared_->make_channel();
+  shared_->entrance = shared_->make_channel(size);
+  shared_->data = shared_->make_channel(size);
+  shared_->control = shared_->make_channel(size);
 }
 
 ThreadGroup::~ThreadGroup() = default;
@@ -319,7 +333,7 @@ std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOpti
     }
     shared_->joined[static_cast<std::size_t>(rank)] = true;
   }
-  const GroupCalls calls{.make_channel = [shared = shared_] { return shared->make_channel(); },
+  const GroupCalls calls{.make_channel = [shared = shared_](int ranks) { return shared->make_channel(ranks); },
                          .abort = [shared = shared_](const std::string& why) { shared->abort(why); }};
   auto communicator = std::make_unique<detail::HostCommunicator>(
       "threads", std::make_shared<ThreadTransport>(shared_->data, rank, options.timeout, calls),

@@ -53,6 +53,8 @@ class Transport {
   virtual void barrier() = 0;
   // Another channel over the same ranks.
   virtual std::unique_ptr<Transport> duplicate() = 0;
+  // A channel over this rank's group of consecutive ranks; `ranks` divides size(). UsageError where there is no way.
+  virtual std::unique_ptr<Transport> split(int ranks);
   // As Communicator's, of this channel and all others over the same ranks; from any thread. A channel that has no way
   // to tell the others leaves these as they are: the others wait for as long as its own calls do.
   virtual void abort(std::string_view) noexcept {}

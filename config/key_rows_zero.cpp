@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero_optimization with its offload sections, and aio.
+#include <algorithm>
+
 #include <hoist/config/detail/key_rows.hpp>
 
 namespace hoist::config::detail {
@@ -285,8 +287,18 @@ std::vector<KeyRow> refused_zero_rows() {
       off("zero_optimization.zero_quantized_weights", "int8 weight gathers.", kQuantized),
       off("zero_optimization.zero_quantized_nontrainable_weights", "int8 gathers of frozen weights.", kQuantized),
       off("zero_optimization.zero_quantized_gradients", "int8 gradient reductions.", kQuantized),
-      refused("zero_optimization.zero_hpz_partition_size", ValueType::integer, "1", "Ranks of a second partition.",
-              kSecondary),
+      {.path = "zero_optimization.zero_hpz_partition_size",
+       .type = ValueType::integer,
+       .default_value = "1",
+       .range = {.max = 1e6},
+       .meaning =
+           "Consecutive ranks, usually those of a machine, that keep the weights all ranks have gathered once and "
+           "gather them among themselves from then on, until the next step. Each keeps one part in so many of the "
+           "weights, in pinned memory; divides the number of ranks. 0 and 1: none.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.engine.secondary_shard_ranks = static_cast<int>(std::max<std::uint64_t>(1, as_count(v)));
+           }},
       {.path = "zero_optimization.mics_shard_size",
        .type = ValueType::integer,
        .status = KeyStatus::refused,

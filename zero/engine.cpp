@@ -41,6 +41,13 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "leave offload_param out");
   refuse(options.update_mode == UpdateMode::forward && options.optimizer == Placement::device, "hoist.update_mode",
          "\"forward\" is for optimizer states that are offloaded; use \"step\", or \"auto\"");
+  const int ranks = options.secondary_shard_ranks;
+  refuse(ranks < 1 || runtime.world_size() % ranks != 0, "zero_optimization.zero_hpz_partition_size",
+         fmt::format("{} ranks cannot be cut into groups of {}; use a number that divides them, usually the ranks of a "
+                     "machine, or 1",
+                     runtime.world_size(), ranks));
+  refuse(ranks > 1 && options.stage < 3, "zero_optimization.zero_hpz_partition_size",
+         fmt::format("stage {} keeps all weights gathered; use stage 3, or leave this key out", options.stage));
   refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
          fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
   refuse(!(options.optimizer_pinned_fraction >= 0 && options.optimizer_pinned_fraction <= 1),
@@ -144,6 +151,7 @@ void Engine::Impl::tear_down() noexcept {
   const bool drive_is_lost = live.drives && live.drives->gave_up();
   live.drives.reset();
   live.commit_channel.reset();
+  live.group.reset();
   runtime.device().unregister_host(std::exchange(live.registered, {}));
   if (drive_is_lost) live.memory->quarantine();
   live.memory.reset();
@@ -215,6 +223,8 @@ void Engine::Impl::seal(bool create_store) {
   const std::uint64_t run = create_store ? agree_on_run() : 0;
   // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed.
   const bool first_commit_is_useless = create_store && runtime.world_size() > 1 && !find_commit();
+  if (const int ranks = detail::gathering_group(options, runtime.world_size()); ranks > 1)
+    live.group = runtime.communicator().split(ranks);
   together(create_store ? "take its memory and make its store" : "take its memory and open its store",
            [&] { lay_out(create_store, run, first_commit_is_useless); });
   if (live.store) live.commit_channel = runtime.communicator().duplicate();
@@ -279,8 +289,9 @@ void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_fi
           return live.deferred ? live.deferred->deliver(unit, target) : std::nullopt;
         });
   }
-  live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor,
-                                                     live.streams, live.stager.get(), live.deferred.get(), *alarm);
+  live.gatherer =
+      std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor, live.streams,
+                                         live.stager.get(), live.deferred.get(), *alarm, live.group.get());
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams,
                                                        live.deferred.get(), *alarm);
 }
@@ -551,6 +562,8 @@ void Engine::set_learning_rate(GroupId group, double learning_rate) {
   if (!(learning_rate >= 0)) throw UsageError(fmt::format("{} is no learning rate", learning_rate));
   impl_->groups[group.index].learning_rate = learning_rate;
 }
+
+std::uint64_t Engine::wire_bytes_in_group() const { return impl_->live.group ? impl_->live.group->sent_bytes() : 0; }
 
 std::vector<std::string> Engine::describe() const {
   std::vector<std::string> lines;

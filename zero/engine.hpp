@@ -132,6 +132,8 @@ class Engine {
   // What one step must move by the byte formula for this configuration and the passes recorded so far. P5 compares
   // Ledger::totals with this.
   StepBytes formula_bytes() const;
+  // Of what Ledger counts on Link::wire: what went within this rank's group (EngineOptions::secondary_shard_ranks).
+  std::uint64_t wire_bytes_in_group() const;
   // One line per choice made: tiers, io backend, buffers, update mode. For reports.
   std::vector<std::string> describe() const;
 

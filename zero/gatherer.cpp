@@ -15,7 +15,7 @@ using platform::StreamEvent;
 
 Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
                    scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred,
-                   Alarm& alarm)
+                   Alarm& alarm, comm::Communicator* group)
     : runtime_(runtime),
       options_(options),
       table_(table),
@@ -25,11 +25,13 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       stager_(stager),
       deferred_(deferred),
       alarm_(alarm),
+      group_(group),
       director_(director_options(options, table, memory.device_needs(), memory.gather_slots().size())),
       states_(table.units().size()),
       slots_(memory.gather_slots().size()) {}
 
 void Gatherer::begin_pass(std::size_t kind) {
+  training_ = kind == static_cast<std::size_t>(Pass::train);
   const auto first = director_.begin(kind);
   // A pass that is being recorded has no order; what was staged for another kind's is given up.
   if (stager_ != nullptr) stager_->expect(director_.following() ? reads_ahead(first) : std::vector<UnitId>());
@@ -42,17 +44,24 @@ void Gatherer::end_pass(bool complete) {
   if (stager_ != nullptr) stager_->expect({});
 }
 
-bool Gatherer::is_staged_in_order(UnitId unit) const { return !states_[unit.index].valid_in_own_memory; }
+std::vector<UnitId> Gatherer::staged_in_order(std::vector<UnitId> order, bool keeps) const {
+  std::vector<bool> secondary(states_.size());
+  for (std::size_t u = 0; u < states_.size(); ++u) secondary[u] = states_[u].secondary_current;
+  std::erase_if(order, [&](UnitId unit) {
+    if (states_[unit.index].valid_in_own_memory) return true;
+    const bool has_been_kept = secondary[unit.index];
+    secondary[unit.index] = has_been_kept || (keeps && memory_.home(unit).secondary != nullptr);
+    return has_been_kept;
+  });
+  return order;
+}
 
 // The units the plan will read from NVMe in this pass, in order: those fetched at its beginning, then the others.
 std::vector<UnitId> Gatherer::reads_ahead(std::span<const scheduler::Fetch> first) const {
   std::vector<UnitId> order;
-  const auto add = [&](scheduler::Item item) {
-    if (is_staged_in_order(UnitId{item})) order.push_back(UnitId{item});
-  };
-  for (const scheduler::Fetch& f : first) add(f.item);
-  for (const scheduler::Item item : director_.upcoming_fetches()) add(item);
-  return order;
+  for (const scheduler::Fetch& f : first) order.push_back(UnitId{f.item});
+  for (const scheduler::Item item : director_.upcoming_fetches()) order.push_back(UnitId{item});
+  return staged_in_order(std::move(order), training_);
 }
 
 std::vector<UnitId> Gatherer::expected(std::size_t kind) const {
@@ -63,9 +72,7 @@ std::vector<UnitId> Gatherer::expected(std::size_t kind) const {
 
 void Gatherer::stage_for(std::size_t kind) {
   if (stager_ == nullptr) return;
-  std::vector<UnitId> order = expected(kind);
-  std::erase_if(order, [&](UnitId unit) { return !is_staged_in_order(unit); });
-  stager_->expect(std::move(order));
+  stager_->expect(staged_in_order(expected(kind), kind == static_cast<std::size_t>(Pass::train)));
 }
 
 // Runs an access past the director; the stager's expectations end with the plan they came from.
@@ -121,11 +128,15 @@ void Gatherer::vacate(UnitState& state) {
 void Gatherer::fetch(UnitId unit, std::byte* target, std::vector<StreamEvent> after, std::shared_ptr<Transfer> former) {
   auto transfer = std::make_shared<Transfer>();
   transfer->target = target;
+  transfer->source = choose_source(unit);
   states_[unit.index].transfer = transfer;
   transfer->submitted = executor_.enqueue([this, unit, transfer, after = std::move(after), former = std::move(former)] {
     try {
       for (const StreamEvent& event : after) streams_.up->wait(event, WaitCause::none);
-      if (former) streams_.up->wait(former->gathered, WaitCause::none);
+      if (former) {
+        streams_.up->wait(former->gathered, WaitCause::none);
+        streams_.up->wait(former->kept, WaitCause::none);
+      }
       submit(unit, *transfer);
     } catch (...) {
       alarm_.raise(std::current_exception(), table_.unit(unit).name);
@@ -136,13 +147,15 @@ void Gatherer::fetch(UnitId unit, std::byte* target, std::vector<StreamEvent> af
 
 // On the executor.
 void Gatherer::submit(UnitId unit, Transfer& transfer) {
-  copy_up(unit, transfer.target);
+  const bool in_group = transfer.source == Source::secondary;
+  in_group ? copy_secondary_up(unit, transfer.target) : copy_up(unit, transfer.target);
   transfer.copied = streams_.up->record();
   transfer.gathered = transfer.copied;
   if (table_.world_size() == 1) return;
   streams_.comm->wait(transfer.copied, WaitCause::none);
-  all_gather(table_.unit(unit), transfer.target);
+  in_group ? gather_in_group(table_.unit(unit), transfer.target) : all_gather(table_.unit(unit), transfer.target);
   transfer.gathered = streams_.comm->record();
+  if (transfer.source == Source::shards_and_keep) keep_secondary(unit, transfer);
   alarm_.watch(transfer.gathered, table_.unit(unit).name);
 }
 
@@ -181,6 +194,59 @@ void Gatherer::copy_segments(const Unit& unit, std::byte* target, const std::byt
     streams_.up->copy(target + segment.gathered_offset + rank * segment.shard_bytes(), source + segment.host_offset,
                       segment.shard_bytes(), kind);
   }
+}
+
+// By the program's calls alone, so that all ranks choose alike.
+Gatherer::Source Gatherer::choose_source(UnitId unit) {
+  if (memory_.home(unit).secondary == nullptr) return Source::shards;
+  UnitState& state = states_[unit.index];
+  if (state.secondary_current) return Source::secondary;
+  if (!training_) return Source::shards;  // may be the only fetch
+  state.secondary_current = true;
+  return Source::shards_and_keep;
+}
+
+template <typename Part>
+void Gatherer::for_secondary_parts(const Unit& unit, const Part& part) const {
+  const std::uint64_t shards = secondary_shard(options_, table_, unit).shards;
+  std::uint64_t offset = 0;
+  for (const Segment& segment : unit.segments) {
+    const std::uint64_t bytes = shards * segment.shard_bytes();
+    part(segment, offset, bytes);
+    offset += bytes;
+  }
+}
+
+void Gatherer::copy_secondary_up(UnitId id, std::byte* target) {
+  const std::byte* const secondary = memory_.home(id).secondary;
+  const CopyKind kind = options_.parameters == Placement::device ? CopyKind::local : CopyKind::host_to_device;
+  const auto rank = static_cast<std::uint64_t>(group_->rank());
+  streams_.up->wait(states_[id.index].secondary, WaitCause::none);
+  for_secondary_parts(table_.unit(id), [&](const Segment& segment, std::uint64_t offset, std::uint64_t bytes) {
+    streams_.up->copy(target + segment.gathered_offset + rank * bytes, secondary + offset, bytes, kind);
+  });
+}
+
+// What still reads the former secondary shard was enqueued before the copy that this unit was gathered from.
+void Gatherer::keep_secondary(UnitId id, Transfer& transfer) {
+  std::byte* const secondary = memory_.home(id).secondary;
+  const CopyKind kind = options_.parameters == Placement::device ? CopyKind::local : CopyKind::device_to_host;
+  const auto rank = static_cast<std::uint64_t>(group_->rank());
+  streams_.down->wait(transfer.gathered, WaitCause::none);
+  for_secondary_parts(table_.unit(id), [&](const Segment& segment, std::uint64_t offset, std::uint64_t bytes) {
+    streams_.down->copy(secondary + offset, transfer.target + segment.gathered_offset + rank * bytes, bytes, kind);
+  });
+  transfer.kept = streams_.down->record();
+  states_[id.index].secondary = transfer.kept;
+}
+
+void Gatherer::gather_in_group(const Unit& unit, std::byte* target) {
+  std::vector<comm::GatherPiece> pieces;
+  pieces.reserve(unit.segments.size());
+  for_secondary_parts(unit, [&](const Segment& segment, std::uint64_t, std::uint64_t bytes) {
+    pieces.push_back({target + segment.gathered_offset, bytes, unit.name});
+  });
+  group_->all_gather(pieces, *streams_.comm);
 }
 
 void Gatherer::all_gather(const Unit& unit, std::byte* target) {
@@ -231,6 +297,7 @@ void Gatherer::unbind(UnitId unit, StreamRef stream) {
   UnitState& state = states_[unit.index];
   if (std::exchange(state.bound, nullptr) == nullptr) return;
   stream->wait(state.transfer->gathered, WaitCause::none);
+  stream->wait(state.transfer->kept, WaitCause::none);
   for (const StreamEvent& event : state.uses) stream->wait(event, WaitCause::none);
   if (const auto& give_back = table_.unit(unit).options.binding.unbind) give_back(unit, stream);
 }
@@ -304,6 +371,7 @@ void Gatherer::invalidate() {
   for (UnitState& state : states_) {
     state.valid_in_own_memory = false;
     state.shard_current = false;
+    state.secondary_current = false;
   }
   if (stager_ != nullptr) stager_->invalidate();
 }

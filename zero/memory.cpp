@@ -60,7 +60,10 @@ PinnedNeeds::Buffers Memory::choose_buffers(std::uint64_t store_memory_bytes) co
                        .have_bytes = budget.limit_bytes(),
                        .need_bytes = round_up(taken + pinned_needs_.bytes(chosen), kBlockAlignment),
                        .key = budget.key(),
-                       .detail = "gradients, states kept in memory and the smallest transfer buffers"});
+                       .detail = gathering_group(options_, table_.world_size()) > 1
+                                     ? "gradients, states kept in memory, secondary shards (a larger or no "
+                                       "zero_hpz_partition_size needs less) and the smallest transfer buffers"
+                                     : "gradients, states kept in memory and the smallest transfer buffers"});
   }
   return chosen;
 }
@@ -77,6 +80,8 @@ void Memory::take_pinned(const PinnedNeeds::Buffers& buffers) {
     if (pinned_needs_.keeps_host_weights()) {
       home.weights = pool_->carve(unit.host_bytes(), unit.name).data();
     }
+    if (const std::uint64_t bytes = pinned_needs_.secondary_bytes(unit); bytes > 0)
+      home.secondary = pool_->carve(bytes, unit.name + " secondary shard").data();
     home.state_tiles = pinned_needs_.state_tiles_at_home(UnitId{u});
     if (gradients_on_device()) continue;
     if (const std::uint64_t bytes = pinned_needs_.state_bytes_at_home(UnitId{u}); bytes > 0)
@@ -110,6 +115,8 @@ void Memory::take_device() {
     if (needs_.has_own_memory(unit)) home.own_memory = take_device_block(unit.gathered_bytes, unit.name + " weights");
     if (unit.owns_tied) home.own_gradient = take_device_block(unit.gradient_buffer_bytes(), unit.name + " gradient");
     if (needs_.needs_device_shard(unit)) home.device_shard = take_device_block(unit.host_bytes(), unit.name + " shard");
+    if (on_device(options_.parameters))
+      home.secondary = take_device_block(secondary_shard(options_, table_, unit).bytes, unit.name + " secondary shard");
     if (!on_device(options_.optimizer)) continue;
     home.state = take_device_block(unit.trainable.region_bytes(Region::state), unit.name + " optimizer state");
     home.gradient = take_device_block(unit.home_gradient_bytes, unit.name + " gradient shard");

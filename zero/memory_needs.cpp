@@ -13,6 +13,14 @@ namespace {
 
 std::uint64_t arena_bytes(std::uint64_t bytes) { return round_up(bytes, tiers::DeviceArena::kAlignment); }
 
+bool has_own_memory(const EngineOptions& options, const UnitTable& table, const Unit& unit) {
+  if (unit.options.binding) return false;
+  // Below stage 3 weights are not partitioned: gathered once after each step, they stay.
+  const bool whole = options.stage < 3 || table.world_size() == 1;
+  const bool resident = options.parameters == Placement::device && whole;
+  return resident || unit.options.stable_address || unit.elements <= options.persistence_elements;
+}
+
 }  // namespace
 
 bool homes_are_apart(const RuntimeOptions& runtime, const EngineOptions& options) {
@@ -25,6 +33,21 @@ Findings::Findings(const UnitTable& table) {
     for (const Segment& segment : unit.segments)
       if (segment.trainable) sums += divide_up(segment.shard_elements, kNormChunkElements);
   }
+}
+
+// --- secondary shards ------------------------------------------------------------------------------------------------
+
+int gathering_group(const EngineOptions& options, int world_size) {
+  const int ranks = options.secondary_shard_ranks;
+  return options.stage == 3 && ranks > 1 && ranks < world_size ? ranks : 1;
+}
+
+SecondaryShard secondary_shard(const EngineOptions& options, const UnitTable& table, const Unit& unit) {
+  const int ranks = gathering_group(options, table.world_size());
+  if (ranks == 1 || has_own_memory(options, table, unit)) return {};
+  SecondaryShard shard{.shards = static_cast<std::uint64_t>(table.world_size() / ranks)};
+  for (const Segment& segment : unit.segments) shard.bytes += shard.shards * segment.shard_bytes();
+  return shard;
 }
 
 // --- device memory ---------------------------------------------------------------------------------------------------
@@ -43,13 +66,7 @@ DeviceNeeds::DeviceNeeds(const EngineOptions& options, const UnitTable& table, b
   }
 }
 
-bool DeviceNeeds::has_own_memory(const Unit& unit) const {
-  if (unit.options.binding) return false;
-  // Below stage 3 weights are not partitioned: gathered once after each step, they stay.
-  const bool whole = options_.stage < 3 || table_.world_size() == 1;
-  const bool resident = options_.parameters == Placement::device && whole;
-  return resident || unit.options.stable_address || unit.elements <= options_.persistence_elements;
-}
+bool DeviceNeeds::has_own_memory(const Unit& unit) const { return detail::has_own_memory(options_, table_, unit); }
 
 bool DeviceNeeds::needs_device_shard(const Unit& unit) const {
   return options_.parameters == Placement::device && !(table_.world_size() == 1 && has_own_memory(unit));
@@ -60,6 +77,7 @@ std::uint64_t DeviceNeeds::homes_of(const Unit& unit) const {
   if (has_own_memory(unit)) bytes += arena_bytes(unit.gathered_bytes);
   if (unit.owns_tied) bytes += arena_bytes(unit.gradient_buffer_bytes());
   if (needs_device_shard(unit)) bytes += arena_bytes(unit.host_bytes());
+  if (options_.parameters == Placement::device) bytes += arena_bytes(secondary_shard(options_, table_, unit).bytes);
   if (options_.optimizer != Placement::device) return bytes;
   return bytes + arena_bytes(unit.trainable.region_bytes(Region::state)) + arena_bytes(unit.home_gradient_bytes);
 }
@@ -111,6 +129,10 @@ std::uint64_t PinnedNeeds::state_bytes_at_home(UnitId unit) const {
   if (count == 0) return 0;
   const tiers::Tile& last = table_.unit(unit).trainable.tiles()[count - 1];
   return last.s_offset + last.s_bytes;
+}
+
+std::uint64_t PinnedNeeds::secondary_bytes(const Unit& unit) const {
+  return options_.parameters == Placement::device ? 0 : secondary_shard(options_, table_, unit).bytes;
 }
 
 bool PinnedNeeds::streams() const {
@@ -189,6 +211,7 @@ std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     const Unit& unit = table_.units()[u];
     if (keeps_host_weights()) plan.add(unit.host_bytes());
+    if (const std::uint64_t secondary = secondary_bytes(unit); secondary > 0) plan.add(secondary);
     if (options_.optimizer == Placement::device) continue;
     plan.add(state_bytes_at_home(UnitId{u}));
     plan.add(unit.home_gradient_bytes);
@@ -259,6 +282,7 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
   const bool commits_homes = writes_homes(options, /*committed=*/true);
   std::uint64_t committed_bytes = 0, between_bytes = 0;
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
+  const auto peers_in_group = static_cast<std::uint64_t>(gathering_group(options, table.world_size()) - 1);
   const std::uint64_t passes = gradient_sums(options) == GradientSums::at_home ? options.micro_batches_max : 1;
   StepBytes bytes;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
@@ -276,12 +300,20 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
     const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];
     // Deferred, the first fetch takes its weights from the update, which has read them already.
     const bool shared = defers_updates(options) && count > 0;
-    bytes.nvme_read += (weights_on_nvme ? count * weights + (shared ? 0 : trainable) : 0) + streamed;
+    // With a secondary shard, only the first fetch after an update is from the unit's home and from all ranks.
+    const SecondaryShard secondary = secondary_shard(options, table, unit);
+    const std::uint64_t in_group = secondary.bytes > 0 && count > 0 ? count - 1 : 0;
+    const std::uint64_t whole = count - in_group;
+    bytes.nvme_read += (weights_on_nvme ? whole * weights + (shared ? 0 : trainable) : 0) + streamed;
     between_bytes += (weights_on_nvme ? trainable : 0) + streamed;
     committed_bytes += commits_homes ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
-    if (!state_on_device || !weights_on_device) bytes.host_to_device += (weights_on_device ? 1 : count) * weights;
+    if (!state_on_device || !weights_on_device) bytes.host_to_device += (weights_on_device ? 1 : whole) * weights;
+    if (!weights_on_device) bytes.host_to_device += in_group * secondary.bytes;
+    if (!weights_on_device && count > 0) bytes.device_to_host += secondary.bytes;
     if (!state_on_device) bytes.device_to_host += passes * trainable;
-    bytes.wire += others * (count * weights + passes * trainable);
+    const std::uint64_t group_bytes = peers_in_group * in_group * secondary.bytes;
+    bytes.wire += others * (whole * weights + passes * trainable) + group_bytes;
+    bytes.wire_in_group += group_bytes;
   }
   bytes.nvme_write = (committed_bytes + (options.commit_every - 1) * between_bytes) / options.commit_every;
   return bytes;

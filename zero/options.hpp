@@ -127,6 +127,12 @@ struct EngineOptions {
   std::uint64_t reuse_distance_elements = 1'000'000'000;
   std::uint64_t persistence_elements = 100'000;
 
+  // Ranks of a group, of consecutive ones, that gathers a unit among itself once all ranks have gathered it (ZeRO++
+  // hpZ): every rank keeps 1/ranks of it until the weights change, in pinned memory, or on the device where weights
+  // live there. Backward then stays off the links between groups. Divides the world size; 1, or all of them: none. Key
+  // zero_hpz_partition_size.
+  int secondary_shard_ranks = 1;
+
   // One line of JSON a step (numbers of that step: norm, learning rate, bytes and waits), appended by rank 0, and
   // beside it a text file for Prometheus with the latest. Empty: none. Key "hoist.metrics".
   std::string metrics_path;

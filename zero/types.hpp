@@ -116,6 +116,7 @@ struct StepBytes {
   std::uint64_t host_to_device = 0;
   std::uint64_t device_to_host = 0;
   std::uint64_t wire = 0;
+  std::uint64_t wire_in_group = 0;  // of `wire`: within the group of EngineOptions::secondary_shard_ranks
 };
 
 }  // namespace hoist

@@ -7,6 +7,7 @@
 // Main path  reduce_scatter -> Stream::launch -> [worker] ReduceRounds -> Transport::exchange_shards -> sum.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string_view>
@@ -35,6 +36,8 @@ class HostCommunicator final : public Communicator {
   void broadcast_host(std::span<std::byte> bytes, int root) override;
   void barrier() override;
   std::unique_ptr<Communicator> duplicate() override;
+  std::unique_ptr<Communicator> split(int ranks) override;
+  std::uint64_t sent_bytes() const override { return sent_bytes_->load(std::memory_order_relaxed); }
   void abort(std::string_view why) noexcept override { control_->abort(why); }
   std::optional<std::string> broken() override { return control_->broken(); }
 
@@ -47,6 +50,7 @@ class HostCommunicator final : public Communicator {
 
   std::string_view name_;
   CommunicatorOptions options_;
+  std::shared_ptr<std::atomic<std::uint64_t>> sent_bytes_ = std::make_shared<std::atomic<std::uint64_t>>(0);
   std::shared_ptr<Transport> data_;
   std::shared_ptr<Transport> control_;
   platform::StreamEvent last_;               // end of the latest data-plane operation
@@ -60,6 +64,7 @@ void scale_own(std::span<const ReducePiece> pieces, platform::Stream& stream);
 void check_pieces(std::span<const GatherPiece> pieces);
 void check_pieces(std::span<const ReducePiece> pieces);
 void check_root(std::string_view what, int root, int size);
+void check_split(int ranks, int size);
 void check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size);
 
 }  // namespace hoist::comm::detail

@@ -114,6 +114,9 @@ void append_links(std::string& out, const RunRecord& record) {
     out += fmt::format("  {:<16}{:>12}{:>12}{:>9}{:>8.1f} s{:>16}\n", link_title(link), format_bytes(moved.bytes),
                        formula, ratio, to_seconds(moved.busy), format_bytes(apart));
   }
+  if (record.wire_in_group > 0)
+    out +=
+        fmt::format("  {:<16}{:>12} of the bytes between ranks\n", "within groups", format_bytes(record.wire_in_group));
 }
 
 void append_time(std::string& out, const RunRecord& record) {
@@ -188,6 +191,7 @@ std::string report_json(const RunRecord& record) {
     const auto& total = record.links[index(link)];
     links[link_name(link)] = {{"bytes", total.bytes}, {"busy_seconds", to_seconds(total.busy)}};
   }
+  if (record.wire_in_group > 0) links[link_name(Link::wire)]["bytes_in_group"] = record.wire_in_group;
   for (const WaitCause cause : kReportedWaits) waits[wait_cause_name(cause)] = to_seconds(record.waits[index(cause)]);
   const Json json = {
       {"device", record.device},

@@ -52,6 +52,7 @@ struct RunRecord {
   Tiers tiers;
   std::array<Ledger::LinkTotals, kLinkCount> links{};        // steps
   std::array<Ledger::LinkTotals, kLinkCount> links_apart{};  // start-up and everything else outside steps
+  std::uint64_t wire_in_group = 0;                           // of the wire's bytes (zero_hpz_partition_size)
   std::array<Nanoseconds, kWaitCauseCount> waits{};
   Nanoseconds compute{0};
   std::optional<StepBytes> formula;  // of one step

@@ -273,6 +273,7 @@ void Training::save_at_end() {
 void Training::close() {
   engine_.settle();
   take_books(record_, runtime_.ledger());
+  record_.wire_in_group = engine_.wire_bytes_in_group();
   record_.formula = engine_.formula_bytes();
   record_.compute = model_.compute_time();
   save_at_end();

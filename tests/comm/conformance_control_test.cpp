@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The control plane and agree(), on every backend.
+#include <algorithm>
 #include <array>
 #include <numeric>
 
@@ -99,6 +100,41 @@ TEST_P(Conformance, TellsEveryRankTheFirstProblem) {
     ASSERT_TRUE(wordless);
     EXPECT_EQ(wordless->text, "");
     EXPECT_FALSE(first_problem(rank.communicator, std::nullopt));  // the communicator is whole
+  });
+}
+
+// Every divisor; groups work at the same time, and each counts what is its own.
+TEST_P(Conformance, SplitsIntoGroupsOfConsecutiveRanks) {
+  run([](Rank& rank) {
+    for (int ranks = 1; ranks <= rank.size(); ++ranks) {
+      if (rank.size() % ranks != 0) {
+        EXPECT_THROW(rank.communicator.split(ranks), UsageError);
+        continue;
+      }
+      const auto group = rank.communicator.split(ranks);
+      ASSERT_EQ(group->size(), ranks);
+      ASSERT_EQ(group->rank(), rank.rank() % ranks);
+      const std::uint64_t before = rank.ledger.totals(Link::wire).bytes;
+      const auto count = static_cast<std::uint64_t>(ranks);
+      const auto memory = rank.allocate(count * 1000);
+      std::fill_n(memory.begin() + group->rank() * 1000, 1000, static_cast<std::byte>(rank.rank() + 1));
+      const GatherPiece piece{memory.data(), 1000};
+      group->all_gather({&piece, 1}, rank.stream);
+      std::vector<int> all(count);
+      const int mine = rank.rank();
+      group->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+      rank.stream.synchronize();
+      for (int peer = 0; peer < ranks; ++peer) {
+        const int in_all = rank.rank() - group->rank() + peer;
+        EXPECT_EQ(all[static_cast<std::size_t>(peer)], in_all);
+        EXPECT_EQ(memory[static_cast<std::size_t>(peer) * 1000 + 999], static_cast<std::byte>(in_all + 1));
+      }
+      EXPECT_EQ(group->sent_bytes(), (count - 1) * 1000);
+      EXPECT_EQ(rank.ledger.totals(Link::wire).bytes - before, (count - 1) * 1000);
+    }
+    EXPECT_EQ(rank.communicator.sent_bytes(), 0u);
+    EXPECT_THROW(rank.communicator.split(0), UsageError);
+    rank.communicator.barrier();
   });
 }
 

@@ -55,6 +55,7 @@ TEST(Options, AnEmptyFileIsTheDefaults) {
   EXPECT_EQ(config.engine.live_elements_max, standard.live_elements_max);
   EXPECT_EQ(config.engine.reuse_distance_elements, standard.reuse_distance_elements);
   EXPECT_EQ(config.engine.persistence_elements, standard.persistence_elements);
+  EXPECT_EQ(config.engine.secondary_shard_ranks, 1);
   EXPECT_EQ(config.engine.gradient_clipping, standard.gradient_clipping);
   const optim::OptimizerOptions& adam = config.engine.optimizer_defaults;
   EXPECT_EQ(adam.kind, standard.optimizer_defaults.kind);
@@ -75,6 +76,7 @@ TEST(Options, EverythingOnNvme) {
   EXPECT_EQ(config.engine.staging_buffer_count, 6u);
   EXPECT_EQ(config.engine.update_buffer_count, 5u);
   EXPECT_EQ(config.engine.sub_group_elements, 1'000'000'000u);
+  EXPECT_EQ(config.engine.secondary_shard_ranks, 8);
   EXPECT_EQ(config.runtime.aio_block_bytes, 262144u);
   EXPECT_EQ(config.runtime.aio_queue_depth, 32u);
   EXPECT_EQ(config.runtime.aio_threads, 1u);

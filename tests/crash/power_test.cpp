@@ -91,6 +91,8 @@ class Boastful final : public comm::Communicator {
   std::unique_ptr<comm::Communicator> duplicate() override {
     return std::make_unique<Boastful>(inner_->duplicate(), of_commits_, Boasts());
   }
+  std::unique_ptr<comm::Communicator> split(int ranks) override { return inner_->split(ranks); }
+  std::uint64_t sent_bytes() const override { return inner_->sent_bytes(); }
   void abort(std::string_view why) noexcept override { inner_->abort(why); }
   std::optional<std::string> broken() override { return inner_->broken(); }
 

@@ -1,16 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Started by mpirun: the ranks of MPI end in the bits of as many threads of one process (one rank: of `self`).
+//   mpi_test [ranks of a group that gathers among itself]
 #include <cstdio>
+#include <cstdlib>
 #include <string>
+
+#include <hoist/core/error.hpp>
 
 #include "toy_ranks.hpp"
 
 using namespace hoist;
 using namespace hoist::test;
 
-int main() {
+int main(int argc, char** argv) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme);
   setup.runtime.communicator = CommunicatorKind::mpi;
+  if (argc > 1) {
+    setup.engine.secondary_shard_ranks = std::atoi(argv[1]);
+    setup.engine.reuse_distance_elements = setup.engine.live_elements_max = 0;  // backward fetches again
+  }
   int result = 0;
   try {
     Runtime runtime(setup.runtime);
@@ -26,6 +34,7 @@ int main() {
       ToyModel model(engine, ToyShape{});
       engine.initialize(model.fill());
       model.train(1, 5);
+      if (argc > 1 && engine.wire_bytes_in_group() == 0) throw Error("no group has gathered anything");
       digests = digests_of(engine, model);
     }
     if (runtime.rank() == 0) {

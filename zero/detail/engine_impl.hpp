@@ -178,6 +178,7 @@ class Engine::Impl {
     std::unique_ptr<detail::Memory> memory;
     std::span<std::byte> registered;  // with the device
     std::unique_ptr<comm::Communicator> commit_channel;
+    std::unique_ptr<comm::Communicator> group;  // that gathers among itself; null where there is none
     std::unique_ptr<detail::Drives> drives;
     std::unique_ptr<tiers::Store> store;  // null without one
     detail::Streams streams;

@@ -27,7 +27,8 @@ struct Streams {
 class Gatherer {
  public:
   Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-           scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred, Alarm& alarm);
+           scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred, Alarm& alarm,
+           comm::Communicator* group);
 
   void begin_pass(std::size_t kind);
   // Ends every lease that is still alive, as of the work enqueued so far on the stream it was gathered on. A complete
@@ -52,12 +53,20 @@ class Gatherer {
   const scheduler::Director& director() const { return director_; }
 
  private:
+  // Where a fetch comes from: this rank's shard and all others', or the secondary shards of its group.
+  enum class Source : std::uint8_t {
+    shards,
+    shards_and_keep,  // and this rank's secondary shard is made of it
+    secondary,
+  };
   // One fetch, shared between the program's thread and the executor.
   struct Transfer {
     std::byte* target = nullptr;
+    Source source = Source::shards;
     Completion submitted;
     platform::StreamEvent copied;  // set before `submitted`
     platform::StreamEvent gathered;
+    platform::StreamEvent kept;  // the secondary shard
   };
   struct UnitState {
     std::vector<platform::Stream*> pins;      // of every live lease, the stream it was gathered on
@@ -65,6 +74,8 @@ class Gatherer {
     std::vector<platform::StreamEvent> uses;  // ends of leases since that transfer, not reached when last looked at
     scheduler::Slot slot = scheduler::kNoSlot;
     bool valid_in_own_memory = false;
+    bool secondary_current = false;    // the fetches issued so far leave the present weights' secondary shard
+    platform::StreamEvent secondary;   // where it is there; executor only
     bool shard_current = false;        // device_shard holds the present weights; executor only
     std::byte* bound = nullptr;        // memory of the embedder's
     platform::StreamEvent bound_free;  // when it may be written to
@@ -79,7 +90,9 @@ class Gatherer {
   template <typename Access>
   void direct(Access access);
   std::vector<UnitId> reads_ahead(std::span<const scheduler::Fetch> first) const;
-  bool is_staged_in_order(UnitId unit) const;
+  // Of units in the order they are fetched, those whose fetch reads the store; `keeps`: their first one leaves a
+  // secondary shard.
+  std::vector<UnitId> staged_in_order(std::vector<UnitId> order, bool keeps) const;
   void issue(std::span<const scheduler::Fetch> fetches);
   void fetch_into_slot(UnitId unit, scheduler::Slot slot);
   void vacate(UnitState& state);
@@ -87,6 +100,13 @@ class Gatherer {
              std::shared_ptr<Transfer> former);
   void submit(UnitId unit, Transfer& transfer);
   void copy_up(UnitId unit, std::byte* target);
+  Source choose_source(UnitId unit);
+  // part(segment, where it begins in the secondary shard, bytes) of each segment.
+  template <typename Part>
+  void for_secondary_parts(const Unit& unit, const Part& part) const;
+  void copy_secondary_up(UnitId unit, std::byte* target);
+  void keep_secondary(UnitId unit, Transfer& transfer);
+  void gather_in_group(const Unit& unit, std::byte* target);
   void copy_segments(const Unit& unit, std::byte* target, const std::byte* source, platform::CopyKind kind);
   void all_gather(const Unit& unit, std::byte* target);
   void pin(UnitId unit, StreamRef stream);
@@ -106,6 +126,8 @@ class Gatherer {
   Stager* stager_;
   DeferredUpdate* deferred_;  // null in update mode `step`
   Alarm& alarm_;
+  comm::Communicator* const group_;  // null where there are no groups
+  bool training_ = false;            // the pass under way
   scheduler::Director director_;
   std::vector<UnitState> states_;
   std::vector<SlotState> slots_;

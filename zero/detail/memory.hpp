@@ -35,6 +35,7 @@ struct UnitHome {
   std::byte* state = nullptr;         // S region of the trainable record, its first state_tiles tiles
   std::uint32_t state_tiles = 0;      // the others' state only the store has
   std::byte* gradient = nullptr;      // this rank's shards
+  std::byte* secondary = nullptr;     // secondary shard, where the group gathers; with the weights' placement
   std::byte* device_shard = nullptr;  // host layout, on the device: what gathers start from without crossing a link
   std::byte* own_memory = nullptr;    // gathered layout: the unit never competes for a slot
   std::byte* own_gradient = nullptr;  // gradient layout: held from the first use by a tied unit to the owner's finish

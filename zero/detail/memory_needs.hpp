@@ -27,6 +27,17 @@ struct Findings {
   std::uint64_t bytes() const { return (sums + 1) * sizeof(double); }
 };
 
+// Ranks of a group that gathers units among itself (EngineOptions::secondary_shard_ranks); 1: there are none.
+int gathering_group(const EngineOptions& options, int world_size);
+
+// What a rank keeps of a gathered unit for its group: of each segment, one after the other, the shards of as many
+// consecutive ranks as there are groups. Together the group has the unit in its gathered layout.
+struct SecondaryShard {
+  std::uint64_t bytes = 0;   // 0: the unit has none
+  std::uint64_t shards = 0;  // of each segment
+};
+SecondaryShard secondary_shard(const EngineOptions& options, const UnitTable& table, const Unit& unit);
+
 // Device memory.
 class DeviceNeeds {
  public:
@@ -77,6 +88,7 @@ class PinnedNeeds {
   // How many of a unit's tiles, the first ones, have their state in memory rather than on NVMe, and its bytes.
   std::uint32_t state_tiles_at_home(UnitId unit) const { return state_tiles_at_home_[unit.index]; }
   std::uint64_t state_bytes_at_home(UnitId unit) const;
+  std::uint64_t secondary_bytes(const Unit& unit) const;
   bool state_at_home(const Piece& piece) const {
     return piece.first_tile + piece.tile_count <= state_tiles_at_home(piece.unit);
   }
