@@ -12,11 +12,13 @@
 //    the drive, which may weigh more than the commits: 1 is the honest figure where flushes are fast. The passes do no
 //    mathematics here: the drive is the limit, which makes the ratio the worst there is.
 //
+// 3. Checksums. One store: steps that compute the checksum of every tile twice, against steps as they are. What the
+//    second computation adds is what the first costs. Beside it the processor time of a tile's in cache, as a share of
+//    such a step on the processors the update uses.
+//
 // With --compute-ms each pass takes at least so long on the device, a third of it forward: 2 alone is then measured,
 // while training goes on, from the end of a step to the end of the last of the turn, so that flushes can hide under the
 // passes. With --flush-ms each flush takes so much longer.
-//
-// Checksums: processor time of a tile's, as a share of such a step on the processors the update uses.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -34,6 +36,8 @@
 #include <hoist/core/error.hpp>
 #include <hoist/measure/statistics.hpp>
 #include <hoist/zero/engine.hpp>
+
+#include "checksum_twice.hpp"
 
 namespace {
 
@@ -217,6 +221,24 @@ Ratios with_and_without_commit(const Arguments& arguments, const std::string& st
   return ratios;
 }
 
+// One store without commits: a step with two checksums a tile, between two as they are.
+Ratios with_checksums_twice(const Arguments& arguments, const std::string& store) {
+  Training training(arguments, store, tiers::Durability::none);
+  Ratios ratios;
+  training.landed_step();
+  for (unsigned pair = 0; pair < arguments.pairs; ++pair) {
+    const double before = training.landed_step();
+    bench::set_checksum_twice(true);
+    const double twice = training.landed_step();
+    bench::set_checksum_twice(false);
+    const double after = training.landed_step();
+    const bool even = pair % 2 == 0;
+    ratios.cost.push_back(twice / (even ? before : after));
+    ratios.control.push_back(even ? before / after : after / before);
+  }
+  return ratios;
+}
+
 // Of one tile after another that is in cache, as the update has it.
 double checksum_ns_per_byte() {
   std::vector<std::byte> tile(tiers::kTileElements * 10, std::byte{0x5A});
@@ -240,11 +262,14 @@ int run(const Arguments& arguments) {
     ~Removal() { std::filesystem::remove_all(path); }
   } const removal{pattern};
 
-  Ratios one_store;
+  Ratios one_store, checksums;
   if (arguments.flush_ms == 0 && arguments.compute_ms == 0) {
     one_store = with_and_without_commit(arguments, pattern + "/one");
     one_store.print("a step with its commit / without, one store");
     std::filesystem::remove_all(pattern + "/one");
+    checksums = with_checksums_twice(arguments, pattern + "/twice");
+    checksums.print("a step with every checksum computed twice / once, one store");
+    std::filesystem::remove_all(pattern + "/twice");
   }
 
   Ratios ratios;
@@ -289,11 +314,25 @@ int run(const Arguments& arguments) {
   if (!arguments.json.empty()) {
     std::ofstream(arguments.json) << fmt::format(
         "{{\"one_store\": {}, \"step_to_none\": {}, \"flush_ms\": {}, \"compute_ms\": {}, "
-        "\"checksum_ns_per_byte\": {}, \"checksum_share\": {}}}\n",
-        one_store.cost.empty() ? "null" : one_store.json(), ratios.json(), arguments.flush_ms, arguments.compute_ms, ns,
-        share);
+        "\"checksums_twice\": {}, \"checksum_ns_per_byte\": {}, \"checksum_share\": {}}}\n",
+        one_store.cost.empty() ? "null" : one_store.json(), ratios.json(), arguments.flush_ms, arguments.compute_ms,
+        checksums.cost.empty() ? "null" : checksums.json(), ns, share);
   }
   return 0;
+}
+
+// False when there is no such option.
+bool take(Arguments& arguments, std::string_view key, const char* value) {
+  const auto number = [value] { return static_cast<unsigned>(std::atoi(value)); };
+  if (key == "--path") return arguments.path = value, true;
+  if (key == "--json") return arguments.json = value, true;
+  if (key == "--pairs") return arguments.pairs = number(), true;
+  if (key == "--layers") return arguments.layers = number(), true;
+  if (key == "--elements") return arguments.elements = std::atoll(value), true;
+  if (key == "--steps-per-turn") return arguments.steps_per_turn = number(), true;
+  if (key == "--compute-ms") return arguments.compute_ms = number(), true;
+  if (key == "--flush-ms") return arguments.flush_ms = number(), true;
+  return false;
 }
 
 }  // namespace
@@ -305,17 +344,13 @@ int main(int count, char** words) {
     if (key == "--smoke") {
       arguments.pairs = 2;
       arguments.elements = 1 << 17;
-      continue;
+    } else if (i + 1 == count || !take(arguments, key, words[i + 1])) {
+      fmt::print(stderr, "{} is not known, or has no value; the first lines of bench_durability.cpp name them all\n",
+                 key);
+      return 2;
+    } else {
+      ++i;
     }
-    const char* const value = i + 1 < count ? words[++i] : "";
-    if (key == "--path") arguments.path = value;
-    if (key == "--json") arguments.json = value;
-    if (key == "--pairs") arguments.pairs = static_cast<unsigned>(std::atoi(value));
-    if (key == "--layers") arguments.layers = static_cast<unsigned>(std::atoi(value));
-    if (key == "--elements") arguments.elements = std::atoll(value);
-    if (key == "--steps-per-turn") arguments.steps_per_turn = static_cast<unsigned>(std::atoi(value));
-    if (key == "--compute-ms") arguments.compute_ms = static_cast<unsigned>(std::atoi(value));
-    if (key == "--flush-ms") arguments.flush_ms = static_cast<unsigned>(std::atoi(value));
   }
   try {
     return run(arguments);

@@ -44,8 +44,8 @@ struct BenchOptimizerArguments {
   std::string pinned = "512MiB";
   std::string block_size = "1MiB";
   std::int64_t queue_depth = 16;
-  std::int64_t sub_group = 512 * 1024;
-  std::int64_t buffers = 4;
+  std::int64_t sub_group = 256 * 1024;
+  std::int64_t buffers = 8;
   std::string json;
   bool quiet = false;
 };
@@ -312,8 +312,8 @@ Command add_bench_optimizer(CLI::App& bench) {
   command->add_option("--pinned", arguments->pinned, "Pinned memory of that model, gradients included (512MiB)");
   command->add_option("--block-size", arguments->block_size, "Bytes of one transfer (1MiB)");
   command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight (16)");
-  command->add_option("--sub-group", arguments->sub_group, "Parameters that are updated as one piece (524288)");
-  command->add_option("--buffers", arguments->buffers, "Such pieces in memory at a time (4)");
+  command->add_option("--sub-group", arguments->sub_group, "Parameters that are updated as one piece (262144)");
+  command->add_option("--buffers", arguments->buffers, "Such pieces in memory at a time (8)");
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist bench optimizer --path /local_nvme --json optimizer.json");

@@ -17,41 +17,25 @@ namespace hoist::cli {
 
 namespace {
 
-// Layers of a model of which only the size is known.
-constexpr std::uint64_t kAssumedUnits = 32;
-
 struct CheckArguments {
   std::string config;
   std::string json;
   int world_size = 0;  // 0: not given
-  std::string parameters;
-  std::string units;
+  ModelArguments model;
   bool print_keys = false;
   bool print_schema = false;
 };
 
 void add_prediction(const CheckArguments& arguments, CheckReport& report) {
-  ModelShape model;
-  if (!arguments.units.empty()) {
-    model = read_units(arguments.units);
-    report.model = fmt::format("{} units of {}", model.units.size(), arguments.units);
-  } else if (!arguments.parameters.empty()) {
-    const auto count = parse_count(arguments.parameters);
-    if (!count)
-      throw UsageError(
-          fmt::format("--parameters {} is no count; write 350000000, 3.5e8 or 350M", arguments.parameters));
-    model = uniform_model(*count, std::min(*count, kAssumedUnits),
-                          report.config.engine.weights_dtype.value_or(DType::bf16));
-    report.model = fmt::format("taken as {} equal units; --units FILE for the real ones", model.units.size());
-  } else {
-    return;
-  }
+  if (!arguments.model.given()) return;
+  const NamedModel model = read_model(arguments.model, report.config.engine.weights_dtype.value_or(DType::bf16));
+  report.model = model.name;
   EngineOptions engine = report.config.engine;
   engine.micro_batches_max = static_cast<unsigned>(report.training.gradient_accumulation_steps.value_or(1));
   const int ranks = std::max(1, report.world_size);
-  report.prediction = predict(report.config.runtime, engine, model, ranks);
+  report.prediction = predict(report.config.runtime, engine, model.shape, ranks);
   if (engine.optimizer == Placement::nvme && report.prediction->pinned.fits())
-    report.pinned_fraction_max = largest_pinned_fraction(report.config.runtime, engine, model, ranks);
+    report.pinned_fraction_max = largest_pinned_fraction(report.config.runtime, engine, model.shape, ranks);
 }
 
 int check_config(const CheckArguments& arguments) {
@@ -83,12 +67,12 @@ int check(const CheckArguments& arguments) {
     fmt::print(stderr, "{}\n{} problem{} in {}\n", error.what(), count, count == 1 ? "" : "s", arguments.config);
     return kBadInput;
   } catch (const ConfigError& error) {  // of the units file
-    return bad_input(fmt::format("{}: {}", arguments.units, error.what()));
+    return bad_input(fmt::format("{}: {}", arguments.model.units, error.what()));
   } catch (const UsageError& error) {
     return bad_input(error.what());
   } catch (const IoError& error) {
     // A file that cannot be read is bad input; a report that cannot be written is a failure.
-    if (error.where.path != arguments.config && error.where.path != arguments.units) throw;
+    if (error.where.path != arguments.config && error.where.path != arguments.model.units) throw;
     return bad_input(error.what());
   }
 }
@@ -102,9 +86,10 @@ Command add_check(CLI::App& app) {
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file");
   command->add_option("--world,--world-size", arguments->world_size, "Check for this many ranks")
       ->check(CLI::Range(1, 1 << 24));
-  auto* parameters = command->add_option("--parameters", arguments->parameters,
+  auto* parameters = command->add_option("--parameters", arguments->model.parameters,
                                          "Say what each tier must hold for this many parameters (7e9, 350M)");
-  command->add_option("--units", arguments->units, "The same for the units in this JSON file")->excludes(parameters);
+  command->add_option("--units", arguments->model.units, "The same for the units in this JSON file")
+      ->excludes(parameters);
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");
   command->add_flag("--print-keys", arguments->print_keys, "Print the reference of all keys (Markdown) and stop");
   command->add_flag("--print-schema", arguments->print_schema, "Print the JSON Schema for editors and stop");

@@ -17,6 +17,7 @@ struct Command {
 };
 
 Command add_check(CLI::App& app);
+Command add_plan(CLI::App& app);
 Command add_completion(CLI::App& app);
 Command add_inspect(CLI::App& app);
 Command add_export(CLI::App& app);

@@ -16,8 +16,8 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", "hoist " HOIST_VERSION);
   app.require_subcommand(1);
   app.footer("Exit codes: 0 all is well, 1 it failed, 2 the input is bad.");
-  const std::array commands{add_check(app),  add_inspect(app), add_export(app),
-                            add_doctor(app), add_bench(app),   add_tune(app), add_completion(app)};
+  const std::array commands{add_check(app),  add_plan(app),  add_inspect(app), add_export(app),
+                            add_doctor(app), add_bench(app), add_tune(app),    add_completion(app)};
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

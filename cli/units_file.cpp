@@ -19,6 +19,8 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr double kCountMax = 1e15;
+// Layers of a model of which only the size is known.
+constexpr std::uint64_t kAssumedUnits = 32;
 
 [[noreturn]] void refuse(const std::string& key, const Json& value, std::string_view allowed) {
   std::string shown = value.dump(-1, ' ', true, Json::error_handler_t::replace);
@@ -143,6 +145,19 @@ ModelShape read_units(const std::string& path) {
   std::size_t index = 0;
   for (const Json& unit : root["units"]) model.units.push_back(unit_of(fmt::format("units[{}]", index++), unit, dtype));
   return model;
+}
+
+NamedModel read_model(const ModelArguments& arguments, DType dtype) {
+  if (!arguments.units.empty()) {
+    ModelShape shape = read_units(arguments.units);
+    std::string name = fmt::format("{} units of {}", shape.units.size(), arguments.units);
+    return {std::move(shape), std::move(name)};
+  }
+  const auto count = parse_count(arguments.parameters);
+  if (!count)
+    throw UsageError(fmt::format("--parameters {} is no count; write 350000000, 3.5e8 or 350M", arguments.parameters));
+  ModelShape shape = uniform_model(*count, std::min(*count, kAssumedUnits), dtype);
+  return {shape, fmt::format("taken as {} equal units; --units FILE for the real ones", shape.units.size())};
 }
 
 std::optional<std::uint64_t> parse_count(std::string_view text) {

@@ -17,6 +17,20 @@ namespace hoist::cli {
 // units. Errors: IoError; ConfigError naming the member ("units[3].parameters") and what it should be.
 ModelShape read_units(const std::string& path);
 
+// What a command was told about a model: one of the two.
+struct ModelArguments {
+  std::string parameters;
+  std::string units;
+
+  bool given() const { return !parameters.empty() || !units.empty(); }
+};
+struct NamedModel {
+  ModelShape shape;
+  std::string name;  // where the shape came from
+};
+// Of only a size equal units are made, of `dtype`. Errors: as of read_units; UsageError for a size that is none.
+NamedModel read_model(const ModelArguments& arguments, DType dtype);
+
 // "350000000", "3.5e8", "350M", "7B" -> a count; nullopt when it is none. K, M, B and T are powers of a thousand.
 std::optional<std::uint64_t> parse_count(std::string_view text);
 

@@ -83,7 +83,8 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .apply = [](Draft& d, const Value& v) { d.optimizer_paths = as_texts(v); }},
       {.path = "zero_optimization.offload_optimizer.buffer_count",
        .type = ValueType::integer,
-       .default_value = "4",
+       .default_value = "8",
+       .deepspeed_default = "4",
        .range = {.min = 3, .max = 1024},
        .meaning = "Pieces of optimizer state in flight: one read, one updated, one written, and slack.",
        .apply = [](Draft& d, const Value& v) { d.engine.update_buffer_count = as_unsigned(v); }},
@@ -119,7 +120,7 @@ std::vector<KeyRow> gather_rows() {
   return {
       {.path = "zero_optimization.sub_group_size",
        .type = ValueType::integer,
-       .default_value = "1048576",
+       .default_value = "262144",
        .deepspeed_default = "1000000000",
        .meaning =
            "Elements that are read, updated and written as one piece; rounded to whole tiles, and made smaller where "

@@ -22,7 +22,7 @@ bool is_digit(char c) { return c >= '0' && c <= '9'; }
 // Multiplier of a unit suffix, 0 when unknown.
 std::uint64_t unit_factor(std::string_view unit) {
   if (unit.empty() || unit == "b") return 1;
-  const std::size_t exponent = std::string_view("kmgt").find(unit[0]);
+  const std::size_t exponent = std::string_view("kmgtp").find(unit[0]);
   if (exponent == std::string_view::npos) return 0;
   const std::string_view rest = unit.substr(1);
   if (!rest.empty() && rest != "ib" && rest != "b") return 0;

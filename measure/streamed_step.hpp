@@ -32,9 +32,10 @@ struct StreamedStepOptions {
   std::uint64_t pinned_bytes = 512 * kMiB;
   std::uint64_t block_bytes = kMiB;
   unsigned queue_depth = 16;
-  // Read, updated and written as one piece. Four buffers of 6 MiB for AdamW: the footprint of the mixed legs is 16 MiB.
-  std::uint64_t piece_parameters = 512 * 1024;
-  unsigned buffer_count = 4;
+  // Read, updated and written as one piece. Eight buffers of 3 MiB for AdamW: the footprint of the mixed legs is 16
+  // MiB.
+  std::uint64_t piece_parameters = 256 * 1024;
+  unsigned buffer_count = 8;
   unsigned pairs = 31;
   const StopFlag* stop = nullptr;
   std::function<void(unsigned pairs_done)> progress{};

@@ -361,7 +361,7 @@ StepBytes Engine::formula_bytes() const {
   auto fetches = e.live.gatherer ? e.live.gatherer->director().fetch_counts(static_cast<std::size_t>(Pass::train))
                                  : std::vector<std::uint32_t>();
   if (fetches.empty()) fetches.assign(e.table.units().size(), 2);  // forward and backward
-  return detail::step_bytes(e.options, e.table, fetches);
+  return detail::step_phases(e.options, e.table, fetches).sum();
 }
 
 }  // namespace hoist

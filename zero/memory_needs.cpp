@@ -273,7 +273,7 @@ std::uint64_t state_bytes(const Unit& unit, std::span<const tiers::Tile> tiles) 
 
 }  // namespace
 
-StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches) {
+StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches) {
   const bool weights_on_nvme = options.parameters == Placement::nvme;
   const bool weights_on_device = options.parameters == Placement::device;
   const bool state_on_device = options.optimizer == Placement::device;
@@ -284,7 +284,7 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
   const auto peers_in_group = static_cast<std::uint64_t>(gathering_group(options, table.world_size()) - 1);
   const std::uint64_t passes = gradient_sums(options) == GradientSums::at_home ? options.micro_batches_max : 1;
-  StepBytes bytes;
+  StepPhases phases;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const Unit& unit = table.units()[u];
     std::uint64_t weights = 0, trainable = 0;
@@ -298,25 +298,33 @@ StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::
     // What stays is fetched once after each step, whatever passes there are.
     const bool stays = needs.has_own_memory(unit);
     const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];
-    // Deferred, the first fetch takes its weights from the update, which has read them already.
-    const bool shared = defers_updates(options) && count > 0;
+    const std::uint64_t forward = stays ? count : passes * std::min(fetches[u], 1u);
     // With a secondary shard, only the first fetch after an update is from the unit's home and from all ranks.
     const SecondaryShard secondary = secondary_shard(options, table, unit);
+    const auto fetch = [&](StepBytes& phase, std::uint64_t whole, std::uint64_t in_group) {
+      if (weights_on_nvme) phase.nvme_read += whole * weights;
+      if (!weights_on_device) phase.host_to_device += whole * weights + in_group * secondary.bytes;
+      const std::uint64_t group_bytes = peers_in_group * in_group * secondary.bytes;
+      phase.wire += others * whole * weights + group_bytes;
+      phase.wire_in_group += group_bytes;
+    };
     const std::uint64_t in_group = secondary.bytes > 0 && count > 0 ? count - 1 : 0;
-    const std::uint64_t whole = count - in_group;
-    bytes.nvme_read += (weights_on_nvme ? whole * weights + (shared ? 0 : trainable) : 0) + streamed;
+    const std::uint64_t forward_in_group = std::min(in_group, forward > 0 ? forward - 1 : 0);
+    const std::uint64_t backward_in_group = in_group - forward_in_group;
+    fetch(phases.forward, forward - forward_in_group, forward_in_group);
+    fetch(phases.backward, count - forward - backward_in_group, backward_in_group);
+    if (!weights_on_device && count > 0) phases.forward.device_to_host += secondary.bytes;
+    if (!state_on_device) phases.backward.device_to_host += passes * trainable;
+    phases.backward.wire += others * passes * trainable;
+    // Deferred, the first fetch takes its weights from the update, which has read them already.
+    const bool shared = defers_updates(options) && count > 0;
+    phases.update.nvme_read += (weights_on_nvme && !shared ? trainable : 0) + streamed;
+    if (!state_on_device && weights_on_device) phases.update.host_to_device += weights;
     between_bytes += (weights_on_nvme ? trainable : 0) + streamed;
     committed_bytes += commits_homes ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
-    if (!state_on_device || !weights_on_device) bytes.host_to_device += (weights_on_device ? 1 : whole) * weights;
-    if (!weights_on_device) bytes.host_to_device += in_group * secondary.bytes;
-    if (!weights_on_device && count > 0) bytes.device_to_host += secondary.bytes;
-    if (!state_on_device) bytes.device_to_host += passes * trainable;
-    const std::uint64_t group_bytes = peers_in_group * in_group * secondary.bytes;
-    bytes.wire += others * (whole * weights + passes * trainable) + group_bytes;
-    bytes.wire_in_group += group_bytes;
   }
-  bytes.nvme_write = (committed_bytes + (options.commit_every - 1) * between_bytes) / options.commit_every;
-  return bytes;
+  phases.update.nvme_write = (committed_bytes + (options.commit_every - 1) * between_bytes) / options.commit_every;
+  return phases;
 }
 
 }  // namespace hoist::detail

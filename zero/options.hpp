@@ -115,9 +115,10 @@ struct EngineOptions {
   MicroBatchOrder micro_batch_order = MicroBatchOrder::horizontal;  // key "hoist.micro_batch_order"
   UpdateMode update_mode = UpdateMode::automatic;                   // key "hoist.update_mode"
   // Elements read, updated and written as one piece; rounded to whole tiles, and made smaller (and said so) where the
-  // pinned budget is. 1 Mi: 10-12 MiB a buffer, so that a few of them stay a small, cycled footprint. DeepSpeed: 1e9.
-  std::uint64_t sub_group_elements = 1 << 20;
-  unsigned update_buffer_count = 4;   // pieces in flight, at least 3
+  // pinned budget is. 256 Ki: 2.5-3 MiB a buffer, so that the drive has enough to do while one of them is updated, and
+  // all of them stay a small, cycled footprint. DeepSpeed: 1e9.
+  std::uint64_t sub_group_elements = 256 << 10;
+  unsigned update_buffer_count = 8;   // pieces in flight, at least 3
   unsigned staging_buffer_count = 5;  // units whose weights may be on their way from NVMe
 
   // Prefetch (stage3_prefetch_bucket_size, stage3_max_live_parameters, stage3_max_reuse_distance,

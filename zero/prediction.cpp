@@ -104,6 +104,19 @@ void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& ne
   out.update_buffer_parameters = buffers.piece_tiles * tiers::kTileElements;
 }
 
+std::uint64_t update_memory_bytes(const EngineOptions& engine, const detail::UnitTable& table) {
+  if (engine.optimizer == Placement::device) return 0;
+  std::uint64_t bytes = 0;
+  for (const detail::Unit& unit : table.units()) {
+    for (const tiers::Tile& tile : unit.trainable.tiles()) {
+      const detail::Segment& segment = unit.segments[tile.segment];
+      const std::uint64_t record = dtype_bytes(segment.dtype) + segment.record().state_bytes_per_element();
+      bytes += tile.elements * (dtype_bytes(segment.home_gradient_dtype) + 2 * record);
+    }
+  }
+  return bytes;
+}
+
 }  // namespace
 
 ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units, DType dtype) {
@@ -136,7 +149,10 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, c
   }
   out.nvme_bytes = store.disk_bytes;
   predict_pinned(runtime, detail::PinnedNeeds(engine, table, apart), store.memory_bytes, out);
-  out.step = detail::step_bytes(engine, table, fetches_of(engine, table, device, out.gather_slots));
+  out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots));
+  out.step = out.phases.sum();
+  out.updates_in_forward = detail::defers_updates(engine);
+  out.update_memory_bytes = update_memory_bytes(engine, table);
   return out;
 }
 

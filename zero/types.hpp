@@ -117,6 +117,30 @@ struct StepBytes {
   std::uint64_t device_to_host = 0;
   std::uint64_t wire = 0;
   std::uint64_t wire_in_group = 0;  // of `wire`: within the group of EngineOptions::secondary_shard_ranks
+
+  StepBytes& operator+=(const StepBytes& other) {
+    nvme_read += other.nvme_read;
+    nvme_write += other.nvme_write;
+    host_to_device += other.host_to_device;
+    device_to_host += other.device_to_host;
+    wire += other.wire;
+    wire_in_group += other.wire_in_group;
+    return *this;
+  }
+};
+
+// The same by what it is for: fetches and gradients of the passes, and the update of masters and moments.
+struct StepPhases {
+  StepBytes forward;
+  StepBytes backward;
+  StepBytes update;
+
+  StepBytes sum() const {
+    StepBytes all = forward;
+    all += backward;
+    all += update;
+    return all;
+  }
 };
 
 }  // namespace hoist

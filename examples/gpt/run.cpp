@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <ctime>
 #include <memory>
 
 #include <fmt/format.h>
@@ -25,11 +26,30 @@ namespace {
 
 volatile std::sig_atomic_t stop_signal = 0;
 
-// The first signal asks for an orderly end after the step under way; the second one kills.
+// timeout(1) and shells may send the same signal twice at once: only a person asks again so much later.
+constexpr double kImpatientSeconds = 0.5;
+double first_signal_at = 0;  // of CLOCK_MONOTONIC
+
+extern "C" void on_signal(int number) {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const double seconds = static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  if (stop_signal == 0) {
+    first_signal_at = seconds;
+    stop_signal = number;
+  } else if (seconds - first_signal_at > kImpatientSeconds) {
+    ::signal(number, SIG_DFL);
+    ::raise(number);
+  }
+}
+
+// The first signal asks for an orderly end after the step under way; a second one, later, kills.
 void install_signal_handlers() {
   struct sigaction action {};
-  action.sa_handler = [](int signal) { stop_signal = signal; };
-  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+  action.sa_handler = on_signal;
+  action.sa_flags = SA_RESTART;
+  sigaddset(&action.sa_mask, SIGINT);
+  sigaddset(&action.sa_mask, SIGTERM);
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
 }

@@ -2,6 +2,7 @@
 #include "lift.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include <fmt/format.h>
@@ -54,12 +55,18 @@ Lift::~Lift() { end_engine(); }
 void Lift::close() {
   if (!engine_) return;
   if (pass_) discard();
+  std::exception_ptr failure;
   if (alive_) {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(mutex_);
-    engine_->settle();
+    try {
+      engine_->settle();
+    } catch (...) {
+      failure = std::current_exception();  // after the store was given up: whoever goes on opens it
+    }
   }
   end_engine();
+  if (failure) std::rethrow_exception(failure);
 }
 
 void Lift::initialize(const Fill& fill) {

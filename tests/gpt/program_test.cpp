@@ -302,7 +302,7 @@ TEST_F(Program, ASignalEndsTheRunAfterItsStep) {
     for (int i = 0; i < 600 && content_of(path("out")).find("step 1/") == std::string::npos; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     }
-    kill(child, signal);
+    for (int i = 0; i < 2; ++i) kill(child, signal);  // as timeout(1) does
     const Outcome outcome = finish(child);
     EXPECT_EQ(outcome.code, 0) << outcome.error;
     EXPECT_THAT(outcome.out, HasSubstr("stopped by a signal after step"));

@@ -313,3 +313,4 @@ def test_a_scale_that_cannot_fall_any_more_ends_the_run(settings):
     for failing in (lambda: train(engine, 1), engine.close):
         with pytest.raises(hoist.Error, match="smallest loss scale"):
             failing()
+    engine.close()  # everything was given back the first time

@@ -141,7 +141,7 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
 
 // What one step of training moves, by formula, when each unit is fetched fetches[unit] times: bytes per parameter of
 // each link, summed over the parameters whose state crosses it. Of several steps to a commit, their mean.
-StepBytes step_bytes(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches);
+StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches);
 
 // Whether a step writes to the store what lives in memory, beside what lives there: it does when it is committed.
 bool writes_homes(const EngineOptions& options, bool committed);

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist plan: before anything is bought or started, what a model needs of each tier, how long its steps take and what
+// limits them, for every place its weights and optimizer state can be.
+#include <cstdio>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include <hoist/config/config.hpp>
+#include <hoist/core/units.hpp>
+
+#include "commands.hpp"
+#include "output.hpp"
+#include "plan_report.hpp"
+#include "units_file.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+constexpr double kGigabyte = 1e9;
+// Where no budget is given only the least matters: enough for every buffer there could be.
+constexpr std::uint64_t kUnlimitedBytes = std::uint64_t{1} << 50;
+// Forward and backward, for each parameter and token; backward once more forward where it recomputes.
+constexpr double kFlopsPerToken = 6, kFlopsPerTokenRecomputed = 8;
+
+struct PlanArguments {
+  std::string config;
+  ModelArguments model;
+  int world_size = 1;
+  std::string device_memory, pinned_memory;
+  double nvme_read = 0, nvme_write = 0, nvme_mixed = 0;  // this and the next: GB/s of a rank
+  double host_to_device = 0, device_to_host = 0, network = 0, host_memory = 0;
+  double compute_seconds = 0;
+  double tokens = 0;  // of a rank and step
+  double tflops = 0;
+  bool recompute = false;
+  std::string endurance;
+  std::string json;
+};
+
+std::uint64_t bytes_of(const char* option, const std::string& text) {
+  if (const auto bytes = parse_bytes(text)) return *bytes;
+  throw UsageError(fmt::format("{} {} is no size; write 80GiB or 1.4PB", option, text));
+}
+
+// The configuration, or what hoist does without one, with the budgets that were given.
+Config base_of(const PlanArguments& arguments) {
+  Config config = arguments.config.empty() ? Config::parse("{}", "defaults") : Config::load(arguments.config);
+  RuntimeOptions& runtime = config.runtime;
+  if (arguments.config.empty()) runtime.device_memory_bytes = runtime.pinned_memory_bytes = kUnlimitedBytes;
+  if (!arguments.device_memory.empty())
+    runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
+  if (!arguments.pinned_memory.empty())
+    runtime.pinned_memory_bytes = bytes_of("--pinned-memory", arguments.pinned_memory);
+  return config;
+}
+
+StepSpeeds speeds_of(const PlanArguments& arguments, const MeasuredBandwidth& measured, std::uint64_t parameters) {
+  const auto given = [](double option, const std::optional<std::uint64_t>& otherwise) {
+    if (option > 0) return option * kGigabyte;
+    return otherwise ? static_cast<double>(*otherwise) : 0.0;
+  };
+  StepSpeeds speeds{.nvme_read = given(arguments.nvme_read, measured.read_bytes_per_second),
+                    .nvme_write = given(arguments.nvme_write, measured.write_bytes_per_second),
+                    .nvme_mixed = given(arguments.nvme_mixed, measured.mixed_bytes_per_second),
+                    .host_to_device = arguments.host_to_device * kGigabyte,
+                    .device_to_host = arguments.device_to_host * kGigabyte,
+                    .wire = arguments.network * kGigabyte,
+                    .host_memory = arguments.host_memory * kGigabyte,
+                    .compute_seconds = arguments.compute_seconds};
+  if (arguments.recompute) speeds.forward_share = 0.25;
+  if (arguments.tokens > 0 && arguments.tflops > 0) {
+    const double flops = arguments.recompute ? kFlopsPerTokenRecomputed : kFlopsPerToken;
+    speeds.compute_seconds = flops * static_cast<double>(parameters) * arguments.tokens / (arguments.tflops * 1e12);
+  }
+  return speeds;
+}
+
+EngineOptions placed(const Config& config, Placement parameters, Placement optimizer) {
+  EngineOptions engine = config.engine;
+  engine.micro_batches_max = static_cast<unsigned>(config.training.gradient_accumulation_steps.value_or(1));
+  engine.parameters = parameters;
+  engine.optimizer = optimizer;
+  const bool needs_store = parameters == Placement::nvme || optimizer == Placement::nvme;
+  if (needs_store && engine.store_directory.empty()) engine.store_directory = "planned";
+  if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
+  return engine;
+}
+
+PlanReport plan_of(const PlanArguments& arguments) {
+  const Config config = base_of(arguments);
+  const NamedModel model = read_model(arguments.model, config.engine.weights_dtype.value_or(DType::bf16));
+  const bool has_config = !arguments.config.empty();
+  PlanReport report{.model = model.name,
+                    .world_size = arguments.world_size,
+                    .has_device_budget = has_config || !arguments.device_memory.empty(),
+                    .has_pinned_budget = has_config || !arguments.pinned_memory.empty()};
+  if (!arguments.endurance.empty())
+    report.endurance_bytes = static_cast<double>(bytes_of("--endurance", arguments.endurance));
+  for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme}) {
+    for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
+      PlanRow row{.engine = placed(config, parameters, optimizer)};
+      row.prediction = predict(config.runtime, row.engine, model.shape, arguments.world_size);
+      report.speeds = speeds_of(arguments, config.measured, row.prediction.parameter_count);
+      row.time = predict_time(row.prediction, report.speeds);
+      row.configured = has_config && parameters == config.engine.parameters && optimizer == config.engine.optimizer;
+      report.rows.push_back(std::move(row));
+    }
+  }
+  return report;
+}
+
+int bad_input(const std::string& sentence) {
+  fmt::print(stderr, "hoist plan: {}\n", sentence);
+  return kBadInput;
+}
+
+int plan(const PlanArguments& arguments) {
+  if (!arguments.model.given()) return bad_input("how large a model? --parameters 7e9, or --units FILE");
+  if ((arguments.tokens > 0) != (arguments.tflops > 0))
+    return bad_input("--tokens and --tflops belong together: they say how long a step computes");
+  if (arguments.tokens > 0 && arguments.compute_seconds > 0)
+    return bad_input("--compute-seconds says already what --tokens and --tflops would");
+  try {
+    const PlanReport report = plan_of(arguments);
+    write_json(arguments.json, plan_json(report));
+    fmt::print("{}", plan_text(report));
+    return kOk;
+  } catch (const ConfigProblems& error) {
+    return bad_input(error.what());
+  } catch (const ConfigError& error) {
+    return bad_input(fmt::format("{}: {}", arguments.model.units, error.what()));
+  } catch (const UsageError& error) {
+    return bad_input(error.what());
+  } catch (const IoError& error) {
+    if (error.where.path != arguments.config && error.where.path != arguments.model.units) throw;
+    return bad_input(error.what());
+  }
+}
+
+}  // namespace
+
+Command add_plan(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("plan", "Say where a model's state fits, how long its steps take and why");
+  auto arguments = std::make_shared<PlanArguments>();
+  command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file (hoist's defaults, without budgets)");
+  command->add_option("--world,--world-size", arguments->world_size, "Ranks (1)")->check(CLI::Range(1, 1 << 24));
+  auto* parameters =
+      command->add_option("--parameters", arguments->model.parameters, "Parameters of the model (7e9, 350M)");
+  command->add_option("--units", arguments->model.units, "The units of the model, as for hoist check")
+      ->excludes(parameters);
+  command->add_option("--device-memory", arguments->device_memory, "Memory of a device for hoist, such as 70GiB");
+  command->add_option("--pinned-memory", arguments->pinned_memory, "Host memory of a rank for hoist");
+  const auto speed = [&](const char* name, double& value, const char* what) {
+    command->add_option(name, value, std::string(what) + ", GB/s of a rank")->check(CLI::PositiveNumber);
+  };
+  speed("--nvme-read", arguments->nvme_read, "Drives, reading (the configuration's hoist.measured)");
+  speed("--nvme-write", arguments->nvme_write, "Drives, writing");
+  speed("--nvme-mixed", arguments->nvme_mixed, "Drives, both at once, added up");
+  speed("--host-to-device", arguments->host_to_device, "Host to device");
+  speed("--device-to-host", arguments->device_to_host, "Device to host");
+  speed("--network", arguments->network, "Between ranks");
+  speed("--host-memory", arguments->host_memory, "Host memory, read and written by the update");
+  command->add_option("--compute-seconds", arguments->compute_seconds, "Of a step, when nothing is waited for")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step, for the same")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--tflops", arguments->tflops, "What a device reaches in the model's kernels, TFLOP/s")
+      ->check(CLI::PositiveNumber);
+  command->add_flag("--recompute", arguments->recompute, "Backward computes forward once more");
+  command->add_option("--endurance", arguments->endurance, "What a rank's drives may be written in their life (1.4PB)");
+  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+  command->footer(
+      "Example: hoist plan --parameters 70e9 --world 8 --device-memory 70GiB --pinned-memory 200GiB --nvme-read 12 "
+      "--nvme-write 6 --host-to-device 50 --device-to-host 50 --network 200 --host-memory 60 --tokens 16384 --tflops "
+      "400");
+  return {command, [arguments] { return plan(*arguments); }};
+}
+
+}  // namespace hoist::cli

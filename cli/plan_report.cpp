@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan_report.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/core/units.hpp>
+
+#include "output.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+using Rows = std::vector<std::vector<std::string>>;
+
+constexpr double kSecondsADay = 86400;
+
+const char* name_of(Placement placement) {
+  static constexpr const char* kNames[] = {"device", "pinned", "nvme"};
+  return kNames[static_cast<std::size_t>(placement)];
+}
+
+std::string placement_of(const PlanRow& row) {
+  return fmt::format("{} / {}", name_of(row.engine.parameters), name_of(row.engine.optimizer));
+}
+
+// A tier's need; with a budget what will be held of it, or by how much it is too small.
+std::string tier_text(const Prediction::Tier& tier, bool has_budget) {
+  if (!has_budget) return format_bytes(tier.least_bytes);
+  if (tier.fits()) return format_bytes(tier.bytes);
+  return fmt::format("{} too little", format_bytes(tier.least_bytes - tier.budget_bytes));
+}
+
+std::string seconds_text(double seconds) { return seconds > 0 ? fmt::format("{:.3g} s", seconds) : "?"; }
+
+// What a step of this row moves or computes at a speed that nobody gave.
+std::vector<std::string> not_counted(const PlanRow& row, const StepSpeeds& speeds) {
+  const Prediction& p = row.prediction;
+  std::vector<std::string> options;
+  const auto missing = [&](std::uint64_t bytes, double speed, const char* option) {
+    if (bytes > 0 && speed <= 0) options.emplace_back(option);
+  };
+  missing(p.step.nvme_read, speeds.nvme_read, "--nvme-read");
+  missing(p.step.nvme_write, speeds.nvme_write, "--nvme-write");
+  missing(p.step.host_to_device, speeds.host_to_device, "--host-to-device");
+  missing(p.step.device_to_host, speeds.device_to_host, "--device-to-host");
+  missing(p.step.wire, speeds.wire, "--network");
+  missing(p.update_memory_bytes, speeds.host_memory, "--host-memory");
+  missing(1, speeds.compute_seconds, "--compute-seconds (or --tokens and --tflops)");
+  return options;
+}
+
+std::string best_text(const PlanReport& report, const PlanRow& best) {
+  const StepTime& time = best.time;
+  std::string text = fmt::format("\nfastest that fits: weights / optimizer state on {}, {} a step, {} busiest\n",
+                                 placement_of(best), seconds_text(time.expected_seconds), resource_name(time.limit));
+  Rows rows;
+  for (std::size_t r = 0; r < kResourceCount; ++r) {
+    const double busy = time.busy_seconds[r];
+    if (busy > 0)
+      rows.push_back({resource_name(static_cast<Resource>(r)), seconds_text(busy),
+                      fmt::format("{:.0f} %", 100 * busy / time.expected_seconds)});
+  }
+  text += columns(rows);
+  const auto written = PlanReport::written_a_day(best);
+  if (written && *written > 0) {
+    text += fmt::format("  {:.3g} TB are written to the drives of a rank in a day", *written / 1e12);
+    if (report.endurance_bytes > 0) text += fmt::format(": they last {:.3g} days", report.endurance_bytes / *written);
+    text += "\n";
+  }
+  return text;
+}
+
+Json tier_json(const Prediction::Tier& tier, bool has_budget) {
+  return {{"least_bytes", tier.least_bytes},
+          {"bytes", has_budget ? Json(tier.bytes) : Json(nullptr)},
+          {"budget_bytes", has_budget ? Json(tier.budget_bytes) : Json(nullptr)},
+          {"fits", tier.fits()}};
+}
+
+Json row_json(const PlanReport& report, const PlanRow& row) {
+  const StepBytes& step = row.prediction.step;
+  Json busy = Json::object();
+  for (std::size_t r = 0; r < kResourceCount; ++r)
+    busy[resource_name(static_cast<Resource>(r))] = row.time.busy_seconds[r];
+  const auto written = PlanReport::written_a_day(row);
+  const bool wears = written && *written > 0;
+  return {{"parameters", name_of(row.engine.parameters)},
+          {"optimizer", name_of(row.engine.optimizer)},
+          {"configured", row.configured},
+          {"fits", row.fits()},
+          {"device", tier_json(row.prediction.device, report.has_device_budget)},
+          {"pinned", tier_json(row.prediction.pinned, report.has_pinned_budget)},
+          {"nvme", {{"bytes", row.prediction.nvme_bytes}}},
+          {"step",
+           {{"nvme_read", step.nvme_read},
+            {"nvme_write", step.nvme_write},
+            {"host_to_device", step.host_to_device},
+            {"device_to_host", step.device_to_host},
+            {"wire", step.wire}}},
+          {"seconds", {{"least", row.time.least_seconds}, {"expected", row.time.expected_seconds}}},
+          {"busy_seconds", busy},
+          {"limit", row.time.least_seconds > 0 ? Json(resource_name(row.time.limit)) : Json(nullptr)},
+          {"written_bytes_a_day", written ? Json(*written) : Json(nullptr)},
+          {"drive_life_days",
+           wears && report.endurance_bytes > 0 ? Json(report.endurance_bytes / *written) : Json(nullptr)},
+          {"not_counted", not_counted(row, report.speeds)}};
+}
+
+}  // namespace
+
+const PlanRow* PlanReport::best() const {
+  const PlanRow* best = nullptr;
+  const auto key = [](const PlanRow& row) { return std::pair(row.time.expected_seconds, row.prediction.nvme_bytes); };
+  for (const PlanRow& row : rows) {
+    if (row.fits() && (best == nullptr || key(row) < key(*best))) best = &row;
+  }
+  return best;
+}
+
+std::optional<double> PlanReport::written_a_day(const PlanRow& row) {
+  if (row.time.expected_seconds <= 0) return std::nullopt;
+  return static_cast<double>(row.prediction.step.nvme_write) * kSecondsADay / row.time.expected_seconds;
+}
+
+std::string plan_text(const PlanReport& report) {
+  std::string text =
+      fmt::format("{} parameters ({}) on {} rank{}; of each rank\n\n", report.rows.front().prediction.parameter_count,
+                  report.model, report.world_size, report.world_size > 1 ? "s" : "");
+  Rows rows{{"weights / state", report.has_device_budget ? "device" : "device, at least",
+             report.has_pinned_budget ? "pinned" : "pinned, at least", "NVMe", "NVMe a step", "a step", "at least",
+             "busiest", ""}};
+  const PlanRow* const best = report.best();
+  for (const PlanRow& row : report.rows) {
+    const Prediction& p = row.prediction;
+    const bool timed = row.time.least_seconds > 0;
+    rows.push_back({placement_of(row), tier_text(p.device, report.has_device_budget),
+                    tier_text(p.pinned, report.has_pinned_budget), format_bytes(p.nvme_bytes),
+                    format_bytes(p.step.nvme_read + p.step.nvme_write), seconds_text(row.time.expected_seconds),
+                    seconds_text(row.time.least_seconds), timed ? resource_name(row.time.limit) : "?",
+                    fmt::format("{}{}{}", row.fits() ? "" : "does not fit", row.configured ? " (configured)" : "",
+                                &row == best && timed ? " (fastest)" : "")});
+  }
+  text += columns(rows);
+  if (best == nullptr) {
+    text += "\nnothing fits: raise --device-memory or --pinned-memory, or take more ranks\n";
+  } else if (best->time.least_seconds > 0) {
+    text += best_text(report, *best);
+  }
+  // The row that uses most decides what is worth saying.
+  if (const auto options = not_counted(report.rows.back(), report.speeds); !options.empty())
+    text += fmt::format("\nnot counted, since no speed was given: {}\n", fmt::join(options, ", "));
+  return text;
+}
+
+Json plan_json(const PlanReport& report) {
+  Json json{{"parameters", report.rows.front().prediction.parameter_count},
+            {"model", report.model},
+            {"world_size", report.world_size},
+            {"rows", Json::array()}};
+  for (const PlanRow& row : report.rows) json["rows"].push_back(row_json(report, row));
+  const PlanRow* const best = report.best();
+  json["best"] = best == nullptr ? Json(nullptr) : Json(best - report.rows.data());
+  return json;
+}
+
+}  // namespace hoist::cli

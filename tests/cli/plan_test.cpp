@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// What `hoist plan` says of a model before anything is started.
+#include <gmock/gmock.h>
+
+#include "program.hpp"
+
+namespace hoist {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class Plan : public test::ProgramTest {
+ protected:
+  // The row of the report with this placement.
+  nlohmann::json row(const nlohmann::json& report, const char* parameters, const char* optimizer) {
+    for (const auto& row : report["rows"])
+      if (row["parameters"] == parameters && row["optimizer"] == optimizer) return row;
+    ADD_FAILURE() << "no row " << parameters << " / " << optimizer;
+    return {};
+  }
+};
+
+constexpr const char* kSpeeds =
+    " --nvme-read 6 --nvme-write 3 --host-to-device 25 --device-to-host 25 --host-memory 200 --compute-seconds 5";
+
+TEST_F(Plan, FindsTheFastestPlaceThatFits) {
+  const auto result =
+      run("plan --parameters 7e9 --device-memory 24GiB --pinned-memory 120GiB --json plan.json" + std::string(kSpeeds));
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  const auto report = json_of("plan.json");
+  ASSERT_EQ(report["rows"].size(), 9u);
+  EXPECT_EQ(report["parameters"], 7'000'000'000);
+  // 16 bytes a parameter are 104 GiB: not on the device, and weights and state fit the pinned budget.
+  EXPECT_EQ(row(report, "device", "device")["fits"], false);
+  EXPECT_EQ(row(report, "pinned", "pinned")["fits"], true);
+  const auto best = report["rows"][report["best"].get<std::size_t>()];
+  EXPECT_EQ(best["optimizer"], "pinned");
+  EXPECT_EQ(best["fits"], true);
+  EXPECT_EQ(best["limit"], "compute");
+  for (const auto& other : report["rows"])
+    if (other["fits"] == true) {
+      EXPECT_GE(other["seconds"]["expected"], best["seconds"]["expected"]);
+    }
+  EXPECT_THAT(result.output, AllOf(HasSubstr("(fastest)"), HasSubstr("too little"), HasSubstr("compute busiest")));
+  EXPECT_THAT(result.output, Not(HasSubstr("not counted")));
+}
+
+TEST_F(Plan, NamesTheLinkThatLimitsAndHowLongDrivesLast) {
+  const auto result =
+      run("plan --parameters 7e9 --device-memory 8GiB --pinned-memory 24GiB --endurance 1.4PB "
+          "--json plan.json" +
+          std::string(kSpeeds));
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  const auto report = json_of("plan.json");
+  const auto best = report["rows"][report["best"].get<std::size_t>()];
+  EXPECT_EQ(best["parameters"], "nvme");
+  EXPECT_EQ(best["optimizer"], "nvme");
+  EXPECT_EQ(best["limit"], "nvme");
+  const double written = best["step"]["nvme_write"], read = best["step"]["nvme_read"];
+  EXPECT_NEAR(written / 7e9, 12, 0.1);
+  EXPECT_NEAR(read / 7e9, 14, 0.3);  // a few units are still there when backward begins
+  EXPECT_NEAR(best["busy_seconds"]["nvme"].get<double>(), read / 6e9 + written / 3e9, 1e-6);
+  const double a_day = written * 86400 / best["seconds"]["expected"].get<double>();
+  EXPECT_NEAR(best["written_bytes_a_day"].get<double>() / a_day, 1, 1e-9);
+  EXPECT_NEAR(best["drive_life_days"].get<double>() / (1.4e15 / a_day), 1, 1e-9);
+  EXPECT_THAT(result.output, AllOf(HasSubstr("nvme busiest"), HasSubstr("TB are written"), HasSubstr("they last")));
+}
+
+TEST_F(Plan, FollowsAConfiguration) {
+  write("offload.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+            "hoist": {"device_memory": "4GiB", "pinned_memory": "8GiB", "update_mode": "step",
+                      "measured": {"read_bytes_per_second": 6000000000, "write_bytes_per_second": 3000000000}}})");
+  const auto result = run("plan offload.json --parameters 1e9 --world 2 --network 10 --json plan.json");
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  const auto configured = row(json_of("plan.json"), "pinned", "nvme");
+  EXPECT_EQ(configured["configured"], true);
+  EXPECT_EQ(configured["device"]["budget_bytes"], 4ull << 30);
+  EXPECT_NEAR(configured["step"]["nvme_read"].get<double>(), 10 * 0.5e9, 0.1e9);
+  EXPECT_NEAR(configured["busy_seconds"]["nvme"].get<double>(), 5 / 6.0 + 6 / 3.0, 0.05);
+  EXPECT_GT(configured["busy_seconds"]["wire"], 0.0);
+  EXPECT_THAT(result.output, AllOf(HasSubstr("(configured)"), HasSubstr("not counted"), HasSubstr("--host-memory")));
+  // hoist check says the same of the same configuration.
+  ASSERT_EQ(run("check offload.json --parameters 1e9 --world 2 --json check.json").exit_code, 0);
+  EXPECT_EQ(json_of("check.json")["prediction"]["step"], configured["step"]);
+  EXPECT_EQ(json_of("check.json")["prediction"]["pinned"]["bytes"], configured["pinned"]["bytes"]);
+}
+
+TEST_F(Plan, WithoutBudgetsSaysWhatIsNeeded) {
+  const auto result = run("plan --parameters 1e9 --json plan.json");
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  const auto report = json_of("plan.json");
+  EXPECT_GT(row(report, "device", "device")["device"]["least_bytes"], 14ull * 1000 * 1000 * 1000);
+  EXPECT_EQ(row(report, "device", "device")["device"]["budget_bytes"], nullptr);
+  EXPECT_EQ(row(report, "device", "device")["limit"], nullptr) << "no speed is known";
+  EXPECT_THAT(result.output, HasSubstr("at least"));
+}
+
+TEST_F(Plan, WhatFitsNowhereIsSaid) {
+  const auto result = run("plan --parameters 7e9 --device-memory 1MiB --pinned-memory 1MiB");
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(result.output, HasSubstr("nothing fits"));
+}
+
+TEST_F(Plan, RefusesWhatItCannotUse) {
+  const auto refusal = [&](const std::string& arguments) {
+    const auto result = run("plan " + arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments << result.output;
+    return result.errors;
+  };
+  EXPECT_THAT(refusal(""), HasSubstr("--parameters"));
+  EXPECT_THAT(refusal("--parameters many"), HasSubstr("is no count"));
+  EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"), HasSubstr("--device-memory lots is no size"));
+  EXPECT_THAT(refusal("--parameters 1e9 --nvme-read -1"), HasSubstr("--nvme-read"));
+  EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096"), HasSubstr("belong together"));
+  EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096 --tflops 100 --compute-seconds 1"), HasSubstr("already"));
+  EXPECT_THAT(refusal("missing.json --parameters 1e9"), HasSubstr("missing.json"));
+}
+
+}  // namespace
+}  // namespace hoist

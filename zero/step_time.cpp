@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <hoist/zero/step_time.hpp>
+
+namespace hoist {
+
+namespace {
+
+using Seconds = std::array<double, kResourceCount>;
+
+double& at(Seconds& seconds, Resource resource) { return seconds[static_cast<std::size_t>(resource)]; }
+
+double time_of(double bytes, double bytes_per_second) { return bytes_per_second > 0 ? bytes / bytes_per_second : 0; }
+
+// As much as goes both ways at once does; what is left of one direction goes alone.
+double nvme_seconds(double read, double write, const StepSpeeds& speeds) {
+  const double both = speeds.nvme_mixed > 0 ? std::min(read, write) : 0;
+  return time_of(2 * both, speeds.nvme_mixed) + time_of(read - both, speeds.nvme_read) +
+         time_of(write - both, speeds.nvme_write);
+}
+
+// Of one phase: what must be over before the next one begins, so without what is written.
+Seconds busy(const StepBytes& bytes, const StepSpeeds& speeds) {
+  Seconds seconds{};
+  at(seconds, Resource::nvme) = nvme_seconds(static_cast<double>(bytes.nvme_read), 0, speeds);
+  at(seconds, Resource::host_to_device) = time_of(static_cast<double>(bytes.host_to_device), speeds.host_to_device);
+  at(seconds, Resource::device_to_host) = time_of(static_cast<double>(bytes.device_to_host), speeds.device_to_host);
+  at(seconds, Resource::wire) = time_of(static_cast<double>(bytes.wire), speeds.wire);
+  return seconds;
+}
+
+double longest(const Seconds& seconds) { return *std::max_element(seconds.begin(), seconds.end()); }
+
+}  // namespace
+
+const char* resource_name(Resource resource) {
+  static constexpr std::array<const char*, kResourceCount> kNames{"compute",        "nvme", "host_to_device",
+                                                                  "device_to_host", "wire", "host_memory"};
+  return kNames[static_cast<std::size_t>(resource)];
+}
+
+StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
+  const StepPhases& phases = prediction.phases;
+  const double read = static_cast<double>(prediction.step.nvme_read);
+  const double written = static_cast<double>(prediction.step.nvme_write);
+  const double update = time_of(static_cast<double>(prediction.update_memory_bytes), speeds.host_memory);
+
+  StepTime time;
+  time.busy_seconds = busy(prediction.step, speeds);
+  at(time.busy_seconds, Resource::compute) = speeds.compute_seconds;
+  at(time.busy_seconds, Resource::nvme) = nvme_seconds(read, written, speeds);
+  at(time.busy_seconds, Resource::host_memory) = update;
+  time.least_seconds = longest(time.busy_seconds);
+  const auto most = std::max_element(time.busy_seconds.begin(), time.busy_seconds.end());
+  time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
+
+  StepBytes in_forward = phases.forward;
+  if (prediction.updates_in_forward) in_forward += phases.update;
+  Seconds forward = busy(in_forward, speeds), backward = busy(phases.backward, speeds);
+  at(forward, Resource::compute) = speeds.compute_seconds * speeds.forward_share;
+  at(backward, Resource::compute) = speeds.compute_seconds * (1 - speeds.forward_share);
+  double in_step = 0;
+  if (prediction.updates_in_forward) {
+    at(forward, Resource::host_memory) = update;
+  } else {
+    // step() is over when all is read, computed and written.
+    in_step = std::max({nvme_seconds(static_cast<double>(phases.update.nvme_read), written, speeds), update,
+                        time_of(static_cast<double>(phases.update.host_to_device), speeds.host_to_device)});
+  }
+  time.expected_seconds = std::max(longest(forward) + longest(backward) + in_step, time.least_seconds);
+  return time;
+}
+
+}  // namespace hoist
