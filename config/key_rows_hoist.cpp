@@ -7,9 +7,6 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kNoBackwardUpdate =
-    "clipping may still change the step then, or a gradient that is not finite veto it; use \"forward\"";
-
 std::chrono::milliseconds milliseconds_of(const Value& seconds) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(as_number(seconds)));
 }
@@ -119,16 +116,20 @@ std::vector<KeyRow> engine_rows() {
       {.path = "hoist.update_mode",
        .type = ValueType::choice,
        .default_value = "\"auto\"",
-       .choices = {"auto", "step", "forward"},
-       .refusals = {{"\"backward\"", kNoBackwardUpdate}},
+       .choices = {"auto", "step", "forward", "backward"},
        .meaning =
            "When parameters are updated; the result is the same. step: inside Engine::step. forward: under the next "
-           "pass, each unit before its weights are needed. auto: forward, unless optimizer state is on the device.",
+           "pass, each unit before its weights are needed. backward: each unit as soon as its gradient is final; "
+           "gradients then take no memory of their own (but with several micro-batches in horizontal order), weights "
+           "on NVMe are read once more a step than in forward, clipping and loss scaling are refused, and a gradient "
+           "that is not finite ends the run instead of being skipped. auto: forward, unless optimizer state is on the "
+           "device.",
        .apply =
            [](Draft& d, const Value& v) {
-             d.engine.update_mode = as_text(v) == "step"      ? UpdateMode::step
-                                    : as_text(v) == "forward" ? UpdateMode::forward
-                                                              : UpdateMode::automatic;
+             d.engine.update_mode = as_text(v) == "step"       ? UpdateMode::step
+                                    : as_text(v) == "forward"  ? UpdateMode::forward
+                                    : as_text(v) == "backward" ? UpdateMode::backward
+                                                               : UpdateMode::automatic;
            }},
       {.path = "hoist.micro_batch_order",
        .type = ValueType::choice,

@@ -60,6 +60,7 @@ class Rules {
     host_device_only();
     batch();
     formats();
+    update_mode();
     reports();
     apply_schedule(draft_, read_, notes_);
     remarks();
@@ -138,6 +139,25 @@ class Rules {
     if (draft_.engine.optimizer_pinned_fraction > 0 && draft_.engine.optimizer != Placement::nvme)
       notes_.warnings.push_back(
           "hoist.optimizer_pinned_fraction is not used: offload_optimizer.device is not \"nvme\"");
+  }
+
+  // What the engine refuses too, where a configuration says it.
+  void update_mode() {
+    constexpr std::string_view kMode = "hoist.update_mode";
+    if (draft_.engine.update_mode != UpdateMode::backward || is_wrong(kMode)) return;
+    if (draft_.engine.optimizer == Placement::device && !is_wrong(kOptimizerDevice))
+      problem(kMode,
+              fmt::format("\"backward\" is for optimizer states that are offloaded; set {} to \"cpu\" or \"nvme\"",
+                          kOptimizerDevice));
+    if (draft_.engine.gradient_clipping > 0 && !is_wrong("gradient_clipping"))
+      problem(kMode,
+              "\"backward\" updates units before the norm is known that clipping needs; set gradient_clipping to 0, or "
+              "use \"forward\"");
+    const LossScaleOptions& scale = draft_.engine.loss_scale;
+    if ((scale.dynamic || scale.scale != 1) && !is_wrong("fp16"))
+      problem(kMode,
+              "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
+              "fp16.enabled");
   }
 
   // True when a problem with `path` or a key below it is known: what follows from it is not worth saying.

@@ -59,6 +59,46 @@ void DeferredUpdate::begin(Step step) {
   changed_.notify_all();
 }
 
+void DeferredUpdate::open(const WalkOptions& walk, Updater::Work work) {
+  {
+    const std::lock_guard lock(mutex_);
+    HOIST_ASSERT(!step_ && !failure_, "a step is opened before the last one was finished");
+    step_ = Step{.walk = walk, .work = std::move(work), .expected = {}, .ended = {}};
+    open_ = true;
+  }
+  changed_.notify_all();
+}
+
+Completion DeferredUpdate::offer(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  if (failure_) return Completion::failed(failure_);
+  if (!step_ || stopping_) return Completion::failed(std::make_exception_ptr(Error("the step was dropped")));
+  UnitState& state = states_[unit.index];
+  HOIST_ASSERT(open_ && state.stage == Stage::current, "unit {} is offered twice, or to no step", unit.index);
+  state.promise.emplace();
+  state.updated = state.promise->completion();
+  state.stage = Stage::queued;
+  requests_.push_back({unit, nullptr});
+  changed_.notify_all();
+  return state.updated;
+}
+
+void DeferredUpdate::conclude(Ended ended, std::span<const UnitId> expected) {
+  const std::lock_guard lock(mutex_);
+  HOIST_ASSERT(step_ && open_, "no step is open");
+  std::ranges::stable_sort(requests_, {}, [&](const Request& request) {
+    return std::ranges::find(expected, request.unit) - expected.begin();
+  });
+  step_->ended = std::move(ended);
+  open_ = false;
+  changed_.notify_all();
+}
+
+void DeferredUpdate::check() const {
+  const std::lock_guard lock(mutex_);
+  if (failure_) std::rethrow_exception(failure_);
+}
+
 Completion DeferredUpdate::updated(UnitId unit) const {
   const std::lock_guard lock(mutex_);
   return states_[unit.index].updated;
@@ -85,6 +125,7 @@ Completion DeferredUpdate::hurry(UnitId unit) {
 
 void DeferredUpdate::finish() {
   std::unique_lock lock(mutex_);
+  HOIST_ASSERT(!open_, "a step is to be carried out that is not decided");
   enqueue_rest();
   changed_.notify_all();
   changed_.wait(lock, [&] { return !step_; });
@@ -120,29 +161,40 @@ void DeferredUpdate::carry_out() {
         step_->walk, step_->work, [this](bool wait) { return next(wait); },
         [this](UnitId unit) { unit_updated(unit); });
     const std::lock_guard lock(mutex_);
-    if (unqueued_ > 0) throw Error("the engine ended before its last step was carried out");
+    if (unqueued_ > 0 || open_) throw Error("the engine ended before its last step was carried out");
   } catch (...) {
     error = std::current_exception();
   }
   // Before anything that waits for other ranks: whoever waits here is to know at once.
   if (error) fail_pending(error);
   try {
-    step_->ended(error);
+    if (const Ended ended = conclusion()) ended(error);
   } catch (...) {
     if (!error) error = std::current_exception();
   }
   const std::lock_guard lock(mutex_);
   failure_ = error;
   step_.reset();
+  open_ = false;
   changed_.notify_all();
+}
+
+// What the step ends in; nothing when it was dropped before it was decided. One that failed early waits for that.
+DeferredUpdate::Ended DeferredUpdate::conclusion() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !open_ || stopping_; });
+  return std::move(step_->ended);
 }
 
 // What to update next; with nothing queued, waits for a request unless there is other work to go on with.
 std::optional<UpdateRequest> DeferredUpdate::next(bool wait) {
   std::unique_lock lock(mutex_);
   while (requests_.empty()) {
-    if (!wait || unqueued_ == 0 || stopping_) return std::nullopt;
-    if (!changed_.wait_for(lock, kPatience, [&] { return !requests_.empty() || stopping_; })) enqueue_rest();
+    if (!wait || stopping_ || (unqueued_ == 0 && !open_)) return std::nullopt;
+    if (open_)
+      changed_.wait(lock);
+    else if (!changed_.wait_for(lock, kPatience, [&] { return !requests_.empty() || stopping_; }))
+      enqueue_rest();
   }
   const Request request = requests_.front();
   requests_.pop_front();

@@ -39,8 +39,17 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "zero_optimization.offload_optimizer.device",
          "optimizer states on a GPU are updated there, with weights that are there, too; use \"cpu\" or \"nvme\", or "
          "leave offload_param out");
-  refuse(options.update_mode == UpdateMode::forward && options.optimizer == Placement::device, "hoist.update_mode",
-         "\"forward\" is for optimizer states that are offloaded; use \"step\", or \"auto\"");
+  const bool backward = options.update_mode == UpdateMode::backward;
+  refuse((backward || options.update_mode == UpdateMode::forward) && options.optimizer == Placement::device,
+         "hoist.update_mode",
+         fmt::format("\"{}\" is for optimizer states that are offloaded; use \"step\", or \"auto\"",
+                     backward ? "backward" : "forward"));
+  refuse(backward && options.gradient_clipping > 0, "hoist.update_mode",
+         "\"backward\" updates units before the norm is known that clipping needs; set gradient_clipping to 0, or use "
+         "\"forward\"");
+  refuse(backward && (options.loss_scale.dynamic || options.loss_scale.scale != 1), "hoist.update_mode",
+         "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
+         "fp16.enabled");
   const int ranks = options.secondary_shard_ranks;
   refuse(ranks < 1 || runtime.world_size() % ranks != 0, "zero_optimization.zero_hpz_partition_size",
          fmt::format("{} ranks cannot be cut into groups of {}; use a number that divides them, usually the ranks of a "
@@ -120,7 +129,8 @@ void Engine::Impl::tear_down() noexcept {
   attempt([&] {
     peers_gone = failed_in_communication();
     if (!live.deferred) return;
-    if (failure) return live.deferred->stop();
+    if (live.gradients) live.gradients->await_handed_on();
+    if (failure || updating) return live.deferred->stop();
     live.deferred->finish();  // a step that was taken is not lost by an orderly end
   });
   attempt([&] {
@@ -164,7 +174,8 @@ void Engine::Impl::tear_down() noexcept {
 
   place = {};
   sealed = peers_gone = false;
-  gradients_due = agreement_due = false;
+  gradients_due = agreement_due = updating = false;
+  begun_update = nullptr;
   micro_batches_done = 0;
   step_count = 0;
   committed_step = -1;
@@ -279,8 +290,10 @@ void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_fi
   live.executor = std::make_unique<scheduler::Executor>("hoist-submit");
   live.updater = std::make_unique<detail::Updater>(runtime, table, *live.memory, *live.records, live.store.get());
   const bool weights_on_nvme = options.parameters == Placement::nvme;
-  if (detail::defers_updates(options))
-    live.deferred = std::make_unique<detail::DeferredUpdate>(*live.updater, table, /*on_request=*/weights_on_nvme);
+  const UpdateMode mode = detail::update_mode(options);
+  if (mode != UpdateMode::step)
+    live.deferred = std::make_unique<detail::DeferredUpdate>(
+        *live.updater, table, /*on_request=*/weights_on_nvme && mode == UpdateMode::forward);
   if (weights_on_nvme) {
     live.stager = std::make_unique<detail::Stager>(
         *live.store, table, *live.records, live.memory->staging_buffers(),
@@ -560,6 +573,7 @@ double Engine::learning_rate(GroupId group) const {
 void Engine::set_learning_rate(GroupId group, double learning_rate) {
   if (group.index >= impl_->groups.size()) throw UsageError(fmt::format("there is no group {}", group.index));
   if (!(learning_rate >= 0)) throw UsageError(fmt::format("{} is no learning rate", learning_rate));
+  if (learning_rate != impl_->groups[group.index].learning_rate) impl_->require_undecided("set_learning_rate()");
   impl_->groups[group.index].learning_rate = learning_rate;
 }
 
@@ -573,7 +587,7 @@ std::vector<std::string> Engine::describe() const {
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
                               kPlaces[static_cast<std::size_t>(impl_->options.optimizer)],
                               fraction > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * fraction) : "",
-                              detail::defers_updates(impl_->options) ? "forward" : "step"));
+                              detail::describe_update_mode(impl_->options)));
   if (impl_->in_vertical_order()) {
     lines.push_back(
         fmt::format("vertical order: a pass holds up to {} micro-batches, their gradients added up in fp32 on "

@@ -31,6 +31,7 @@ void detail::refuse_capture(StreamRef stream, std::string_view call) {
 void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
   if (pass) throw UsageError("a pass is already under way");
   if (kind == Pass::train) check_micro_batch(pass_options);
+  require_undecided("begin()");
   check_agreement();
   if (kind == Pass::train) {
     held_micro_batches = in_vertical_order() ? pass_options.micro_batches : 1;
@@ -54,6 +55,7 @@ void Engine::Impl::end_pass(bool complete) {
   pass_was_left = !complete;
   const bool train = std::exchange(pass, std::nullopt) == Pass::train;
   live.gatherer->end_pass(complete);
+  if (!complete && updating) fail_updating("its pass was left before its end");
   agreement_due = complete;
   if (!train) return;  // gradients that wait for step() still do
   if (!complete) {
@@ -126,6 +128,7 @@ Lease Engine::gather(UnitId unit, StreamRef stream) {
     if (!impl_->pass) throw UsageError("gather() outside of a pass; call begin() first");
     detail::refuse_capture(stream, "gather()");
     if (unit.index >= impl_->table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
+    impl_->require_untouched(unit);
     impl_->live.gatherer->gather(unit, stream);
     return Lease(impl_->self, unit, stream, impl_->pass_serial);
   });
@@ -165,6 +168,7 @@ void Engine::finish(UnitId unit, StreamRef stream) {
     if (impl_->live.gradients->finished(unit)) {
       throw UsageError(fmt::format("unit '{}' was already finished in this pass", impl_->table.unit(unit).name));
     }
+    if (impl_->updates_in_backward() && impl_->completes_step() && !impl_->updating) impl_->begin_updating();
     impl_->live.gradients->finish(unit, stream);
     impl_->live.gatherer->finish(unit);
   });
@@ -197,34 +201,30 @@ GroupOptions Engine::Impl::scheduled(GroupOptions group, std::uint64_t applied_s
   return group;
 }
 
-// Of the step that `step_count` already counts.
-std::shared_ptr<detail::StepUpdate> Engine::Impl::make_update(double gradient_scale) const {
+std::shared_ptr<detail::StepUpdate> Engine::Impl::make_update(std::uint64_t step, double gradient_scale) const {
   std::vector<GroupOptions> now;
-  for (const GroupOptions& group : groups) now.push_back(scheduled(group, step_count - 1));
-  return std::make_shared<detail::StepUpdate>(step_count, now, gradient_scale, runtime.rank());
+  for (const GroupOptions& group : groups) now.push_back(scheduled(group, step - 1));
+  return std::make_shared<detail::StepUpdate>(step, now, gradient_scale, runtime.rank());
 }
 
 void Engine::Impl::update_now(double gradient_scale) {
-  const auto update = make_update(gradient_scale);
+  const auto update = make_update(step_count, gradient_scale);
   if (live.memory->homes_apart()) {
     const TimePoint begin = Clock::now();
     update->run_on_device(table, *live.memory, *live.streams.down);
     runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
   } else {
     live.updater->walk(step_writes(commit_is_due()),
-                       [&](const detail::TileAccess& tile) { update->apply(tile, *live.memory); });
+                       [&](const detail::TileAccess& tile) { update->apply(tile, live.gradients->home(tile.unit)); });
   }
   update->check(table);
 }
 
-// Returns what is done when the step is committed.
-Completion Engine::Impl::update_later(double gradient_scale, std::span<const std::byte> program_state) {
-  const auto update = make_update(gradient_scale);
-  const auto committed = std::make_shared<Promise>();
-  const Completion completion = committed->completion();
-  const bool due = commit_is_due();
-  commit_ahead = due && stores_steps();
-  const auto ended = [this, update, committed, due, state = commit_state(program_state)](std::exception_ptr error) {
+detail::DeferredUpdate::Ended Engine::Impl::end_of_step(std::shared_ptr<detail::StepUpdate> update,
+                                                        std::shared_ptr<Promise> committed,
+                                                        std::span<const std::byte> program_state) {
+  return [this, update = std::move(update), committed = std::move(committed), due = commit_is_due(),
+          state = commit_state(program_state)](std::exception_ptr error) {
     Completion done;
     try {
       if (error) std::rethrow_exception(error);
@@ -239,14 +239,23 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
     }
     done.then([committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
   };
-  detail::WalkOptions walk = step_writes(due);
+}
+
+// Returns what is done when the step is committed.
+Completion Engine::Impl::update_later(double gradient_scale, std::span<const std::byte> program_state) {
+  const auto update = make_update(step_count, gradient_scale);
+  const auto committed = std::make_shared<Promise>();
+  const Completion completion = committed->completion();
+  commit_ahead = commit_is_due() && stores_steps();
+  detail::WalkOptions walk = step_writes(commit_is_due());
   walk.waits = WaitCause::none;
   walk.in_background = true;
   const auto train = static_cast<std::size_t>(Pass::train);
-  live.deferred->begin({.walk = walk,
-                        .work = [this, update](const detail::TileAccess& tile) { update->apply(tile, *live.memory); },
-                        .expected = live.gatherer->expected(train),
-                        .ended = ended});
+  live.deferred->begin(
+      {.walk = walk,
+       .work = [this, update](const detail::TileAccess& tile) { update->apply(tile, live.gradients->home(tile.unit)); },
+       .expected = live.gatherer->expected(train),
+       .ended = end_of_step(update, committed, program_state)});
   live.gatherer->stage_for(train);
   return completion;
 }
@@ -277,6 +286,33 @@ void Engine::Impl::await_gradients() {
   runtime.ledger().waited(WaitCause::comm, std::min(Clock::now() - begin, reducing));
 }
 
+void Engine::Impl::await_inputs() {
+  if (updates_in_backward()) {
+    if (!updating) begin_updating();  // no unit has gradients
+    return together("update its units", [&] {
+      await_gradients();
+      live.deferred->check();
+    });
+  }
+  await_gradients();
+  if (live.deferred) together("carry out the last step", [&] { await_deferred(); });
+}
+
+void Engine::Impl::begin_step(double gradient_scale) {
+  if (updating) {  // its units' updates have long begun
+    ++step_count;
+    changed_since_save = true;
+    return;
+  }
+  together("apply the step", [&] {
+    last_commit.wait();  // its extents, and memory it may still be written from, are free after it
+    ++step_count;
+    changed_since_save = true;
+    if (nvme_placement()) live.store->begin_step(step_count);
+    if (!live.deferred) update_now(gradient_scale);
+  });
+}
+
 StepReport Engine::Impl::step(const StepOptions& step_options) {
   const TraceSpan span(runtime.trace(), TraceRow::program, "step");
   if (pass) throw UsageError("step() inside of a pass; end the PassScope first");
@@ -288,8 +324,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   require_room_for(step_options.caller_state);
   require_finished();
   check_agreement();
-  await_gradients();
-  if (live.deferred) together("carry out the last step", [&] { await_deferred(); });
+  await_inputs();
 
   StepReport report;
   report.learning_rate = scheduled(groups.front(), step_count).learning_rate;
@@ -297,6 +332,10 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   const double mean = gradient_mean();
   report.gradient_norm = global_norm() * mean;
   report.applied = std::isfinite(report.gradient_norm);
+  if (updating && !report.applied) {
+    fail_updating("a gradient is not finite");
+    std::rethrow_exception(failure);
+  }
   scaler.update(/*overflow=*/!report.applied);  // before the commit, which the next scale belongs to
   gradients_due = false;
   micro_batches_done = 0;
@@ -305,16 +344,12 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
       report.clip_factor = std::min(1.0, options.gradient_clipping / (report.gradient_norm + 1e-6));
     }
     live.gatherer->quiesce();
-    together("apply the step", [&] {
-      last_commit.wait();  // its extents, and memory it may still be written from, are free after it
-      ++step_count;
-      changed_since_save = true;
-      if (nvme_placement()) live.store->begin_step(step_count);
-      if (!live.deferred) update_now(report.clip_factor * mean);
-    });
+    begin_step(report.clip_factor * mean);
     uncommitted = stores_steps() && !commit_is_due();
     live.gatherer->invalidate();
-    if (live.deferred) {
+    if (updating) {
+      report.committed = conclude_updating(step_options.caller_state);
+    } else if (live.deferred) {
       report.committed = update_later(report.clip_factor * mean, step_options.caller_state);
     } else if (nvme_placement() && commit_is_due()) {
       report.committed = commit("", commit_state(step_options.caller_state));
@@ -338,6 +373,7 @@ void Engine::discard() noexcept {
   if (!impl_->sealed) return;
   try {
     if (impl_->pass) return impl_->end_pass(/*complete=*/false);
+    if (impl_->updating) impl_->fail_updating("it was discarded");
     impl_->gradients_due = false;
     if (std::exchange(impl_->micro_batches_done, 0) > 0) impl_->live.gradients->clear();
   } catch (...) {

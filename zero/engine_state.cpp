@@ -17,6 +17,7 @@ using tiers::Region;
 using tiers::Tile;
 
 void Engine::Impl::settle() {
+  require_undecided("settle()");
   if (!pass) drain();
   if (live.deferred) live.deferred->finish();
   last_commit.wait();
@@ -62,6 +63,7 @@ void Engine::Impl::read(ParameterId parameter, State state, std::uint64_t first,
     throw UsageError(
         fmt::format("the gradient of parameter '{}' was not finished in the pass", table.spec(parameter).name));
   }
+  require_undecided("read()");
   settle_together();
   const Ledger::Apart apart(runtime.ledger());
   live.gradients->wait();
@@ -87,7 +89,7 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   if (state == State::gradient) {
     const auto mean = static_cast<float>(gradient_mean());
     const std::uint64_t element_bytes = dtype_bytes(segment.home_gradient_dtype);
-    const std::byte* gradient = home.gradient + segment.home_gradient_offset + first * element_bytes;
+    const std::byte* gradient = live.gradients->home(id) + segment.home_gradient_offset + first * element_bytes;
     std::vector<std::byte> here;
     if (live.memory->homes_apart()) {
       here.resize(out.size() * element_bytes);
@@ -150,6 +152,7 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
           fmt::format("{} cannot be committed as state of parameter '{}'", value, table.spec(parameter).name));
     }
   }
+  require_undecided("write()");
   settle_together();
   const Ledger::Apart apart(runtime.ledger());
   live.gatherer->quiesce();

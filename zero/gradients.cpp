@@ -29,24 +29,29 @@ Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& mem
   for (std::byte* data : memory.gradient_slots()) shared_.push_back({.data = data});
   for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.home(UnitId{u}).own_gradient;
   if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
+  for (std::uint32_t u = 0; u < own_.size(); ++u) homes_.push_back(memory.home(UnitId{u}).gradient);
+  if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());
+  if (memory.hands_gradients_on()) arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
   list_chunks();
 }
 
 void Gradients::list_chunks() {
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    first_chunk_.push_back(chunks_.size());
     for (const Segment& segment : table_.units()[u].segments) {
       if (!segment.trainable) continue;
-      const std::byte* shard = memory_.home(UnitId{u}).gradient + segment.home_gradient_offset;
       for (std::uint64_t first = 0; first < segment.shard_elements; first += optim::kNormChunkElements) {
         const std::uint64_t count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first);
-        chunks_.push_back({.unit = u,
-                           .data = shard + first * dtype_bytes(segment.home_gradient_dtype),
-                           .dtype = segment.home_gradient_dtype,
-                           .count = count,
-                           .in_norm = segment.counts_in_norm});
+        chunks_.push_back(
+            {.unit = u,
+             .offset_bytes = segment.home_gradient_offset + first * dtype_bytes(segment.home_gradient_dtype),
+             .dtype = segment.home_gradient_dtype,
+             .count = count,
+             .in_norm = segment.counts_in_norm});
       }
     }
   }
+  first_chunk_.push_back(chunks_.size());
   partial_sums_.resize(chunks_.size());
 }
 
@@ -107,6 +112,7 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   std::byte* source = buffer(id, stream);  // zeros when the pass made no gradient for this unit
   if (held_ > 1) take_mean(table_.unit(id), source, stream);
   auto reduction = std::make_shared<Reduction>();
+  reduction->hand_on = handing_on_;
   reduction->submitted =
       executor_.enqueue([this, id, source, reduction, ready = stream->record(),
                          how = state.summed ? optim::Accumulate::add : optim::Accumulate::overwrite] {
@@ -160,11 +166,56 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
   if (deferred_ != nullptr) deferred_->hurry(id).wait();
+  if (ring_) homes_[id.index] = ring_->take(unit.home_gradient_bytes);
   if (table_.gradient_sums() == GradientSums::at_home) {
     sum_at_home(id, source, how, reduction);
   } else {
     bring_home(id, source);
     reduction.home = streams_.down->record();
+  }
+  if (reduction.hand_on) enqueue_hand_on(id, reduction);
+}
+
+// --- handing on ------------------------------------------------------------------------------------------------------
+
+void Gradients::hand_on(std::function<void()> open, HandOn hand_on) {
+  hand_on_ = std::move(hand_on);
+  handing_on_ = true;
+  arrivals_->enqueue(std::move(open));
+}
+
+// On the executor. The unit's weights are about to change: what was submitted so far may still be copying them up.
+void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
+  const auto updated = std::make_shared<Completion>();
+  reduction.handed_on = arrivals_->enqueue(
+      [this, id, updated, home = reduction.home, added = reduction.added, copied_up = streams_.up->record()] {
+        home.wait();
+        added.wait();
+        copied_up.wait();
+        *updated = hand_on_now(id);
+      });
+  if (!ring_) return;
+  const auto used = std::make_shared<Promise>();
+  const auto settle = [used](std::exception_ptr error) { error ? used->fail(error) : used->complete(); };
+  reduction.handed_on.then(
+      [updated, settle](std::exception_ptr error) { error ? settle(error) : updated->then(settle); });
+  ring_->lend(used->completion());
+}
+
+Completion Gradients::hand_on_now(UnitId id) {
+  const std::size_t begin = first_chunk_[id.index], end = first_chunk_[id.index + 1];
+  sum_chunks(begin, end);
+  const bool finite = std::ranges::all_of(std::span(partial_sums_).subspan(begin, end - begin),
+                                          [](double sum) { return std::isfinite(sum); });
+  if (!finite) return {};  // step() will say so
+  return hand_on_(id);
+}
+
+void Gradients::await_handed_on() noexcept {
+  if (!arrivals_) return;
+  try {
+    arrivals_->drain();
+  } catch (...) {  // was, or will be, thrown by wait()
   }
 }
 
@@ -176,7 +227,7 @@ void Gradients::bring_home(UnitId id, const std::byte* source) {
   const CopyKind kind = memory_.gradients_on_device() ? CopyKind::local : CopyKind::device_to_host;
   for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
-    streams_.down->copy(memory_.home(id).gradient + segment.home_gradient_offset, own_shard(segment, source),
+    streams_.down->copy(homes_[id.index] + segment.home_gradient_offset, own_shard(segment, source),
                         segment.shard_bytes(), kind);
   }
 }
@@ -186,7 +237,7 @@ void Gradients::sum_at_home(UnitId id, const std::byte* source, optim::Accumulat
   std::byte* buffer = accumulator_ ? accumulator_->acquire() : nullptr;
   for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
-    std::byte* const sums = memory_.home(id).gradient + segment.home_gradient_offset;
+    std::byte* const sums = homes_[id.index] + segment.home_gradient_offset;
     if (!accumulator_) {
       using Combine = platform::Stream::Combine;
       streams_.down->scale_into(sums, DType::fp32, own_shard(segment, source), segment.dtype, segment.shard_elements,
@@ -217,6 +268,7 @@ void Gradients::wait() {
     if (!state.reduction) continue;
     state.reduction->home.wait();
     state.reduction->added.wait();
+    state.reduction->handed_on.wait();
   }
   for (const std::vector<Buffer>* buffers : {&shared_, &own_}) {
     for (const Buffer& buffer : *buffers) buffer.dropped.wait();
@@ -242,13 +294,19 @@ void Gradients::sum_on_device() {
   std::memcpy(partial_sums_.data(), here.data(), here.size());
 }
 
+void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
+  runtime_.update_pool().run(end - begin, [&](std::size_t i) {
+    const Chunk& chunk = chunks_[begin + i];
+    partial_sums_[begin + i] =
+        optim::sum_of_squares_chunk(homes_[chunk.unit] + chunk.offset_bytes, chunk.dtype, chunk.count);
+  });
+}
+
 double Gradients::sum_of_squares() {
   if (memory_.homes_apart()) {
     sum_on_device();
-  } else {
-    runtime_.update_pool().run(chunks_.size(), [&](std::size_t i) {
-      partial_sums_[i] = optim::sum_of_squares_chunk(chunks_[i].data, chunks_[i].dtype, chunks_[i].count);
-    });
+  } else if (!handing_on_) {  // else they were summed up as they arrived
+    sum_chunks(0, chunks_.size());
   }
   double total = 0;
   bool finite = true;
@@ -272,6 +330,7 @@ void Gradients::clear() {
     }
     state = State{};
   }
+  handing_on_ = false;
 }
 
 }  // namespace hoist::detail

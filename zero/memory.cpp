@@ -86,8 +86,9 @@ void Memory::take_pinned(const PinnedNeeds::Buffers& buffers) {
     if (gradients_on_device()) continue;
     if (const std::uint64_t bytes = pinned_needs_.state_bytes_at_home(UnitId{u}); bytes > 0)
       home.state = pool_->carve(bytes, unit.name).data();
-    home.gradient = pool_->carve(unit.home_gradient_bytes, unit.name).data();
+    if (!pinned_needs_.rings_gradients()) home.gradient = pool_->carve(unit.home_gradient_bytes, unit.name).data();
   }
+  if (buffers.gradient_ring_bytes > 0) gradient_ring_ = pool_->carve(buffers.gradient_ring_bytes, "gradients");
   const std::uint64_t update_bytes = pinned_needs_.update_buffer_bytes(buffers.piece_tiles);
   for (unsigned i = 0; i < buffers.update_count; ++i)
     update_buffers_.push_back(pool_->carve(update_bytes, "update buffer"));

@@ -214,8 +214,9 @@ std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
     if (const std::uint64_t secondary = secondary_bytes(unit); secondary > 0) plan.add(secondary);
     if (options_.optimizer == Placement::device) continue;
     plan.add(state_bytes_at_home(UnitId{u}));
-    plan.add(unit.home_gradient_bytes);
+    if (!rings_gradients()) plan.add(unit.home_gradient_bytes);
   }
+  if (buffers.gradient_ring_bytes > 0) plan.add(buffers.gradient_ring_bytes);
   const std::uint64_t update_bytes = update_buffer_bytes(buffers.piece_tiles);
   for (unsigned i = 0; i < buffers.update_count; ++i) plan.add(update_bytes);
   for (unsigned i = 0; i < buffers.staging_count; ++i) plan.add(staging_buffer_bytes());
@@ -236,12 +237,34 @@ PinnedNeeds::Buffers PinnedNeeds::choose(std::uint64_t available_bytes) const {
   chosen.update_count = streams() ? std::max(options_.update_buffer_count, 3u) : 0;
   chosen.staging_count = weights_at_home() ? 0 : std::clamp(options_.staging_buffer_count, 1u, units);
 
+  std::uint64_t largest = 0, all = 0;
+  for (const Unit& unit : table_.units()) {
+    largest = std::max(largest, unit.home_gradient_bytes);
+    all += unit.home_gradient_bytes;
+  }
+  // Two gradients at least, where they fit: one comes down while the other's unit is updated.
+  if (rings_gradients()) chosen.gradient_ring_bytes = round_up(std::min(all, 2 * largest), kBlockAlignment);
+
   const auto fits = [&] { return bytes(chosen) <= available_bytes; };
   while (!fits() && chosen.staging_count > 2) --chosen.staging_count;
+  if (!fits() && rings_gradients()) chosen.gradient_ring_bytes = round_up(largest, kBlockAlignment);
   while (!fits() && chosen.piece_tiles > 1) chosen.piece_tiles = divide_up(chosen.piece_tiles, 2);
   while (!fits() && chosen.staging_count > 1) --chosen.staging_count;
   while (!fits() && chosen.update_count > 3) --chosen.update_count;
+  if (fits() && chosen.gradient_ring_bytes > 0) grow_ring(chosen, all, available_bytes);
   return chosen;
+}
+
+// As far as the budget goes: the more gradients wait for their update, the further the drive may lag behind the pass.
+void PinnedNeeds::grow_ring(Buffers& chosen, std::uint64_t all_bytes, std::uint64_t available_bytes) const {
+  std::uint64_t fits = chosen.gradient_ring_bytes / kBlockAlignment;
+  std::uint64_t too_much = divide_up(all_bytes, kBlockAlignment) + 1;
+  while (too_much - fits > 1) {
+    const std::uint64_t middle = fits + (too_much - fits) / 2;
+    chosen.gradient_ring_bytes = middle * kBlockAlignment;
+    (bytes(chosen) <= available_bytes ? fits : too_much) = middle;
+  }
+  chosen.gradient_ring_bytes = fits * kBlockAlignment;
 }
 
 // --- bytes of a step -------------------------------------------------------------------------------------------------
@@ -251,9 +274,29 @@ GradientSums gradient_sums(const EngineOptions& options) {
   return options.micro_batch_order == MicroBatchOrder::vertical ? GradientSums::on_device : GradientSums::at_home;
 }
 
-bool defers_updates(const EngineOptions& options) {
-  if (options.update_mode == UpdateMode::automatic) return options.optimizer != Placement::device;
-  return options.update_mode == UpdateMode::forward;
+bool PinnedNeeds::rings_gradients() const {
+  return options_.update_mode == UpdateMode::backward && options_.optimizer != Placement::device &&
+         gradient_sums(options_) != GradientSums::at_home;
+}
+
+UpdateMode update_mode(const EngineOptions& options) {
+  if (options.update_mode != UpdateMode::automatic) return options.update_mode;
+  return options.optimizer == Placement::device ? UpdateMode::step : UpdateMode::forward;
+}
+
+std::string describe_update_mode(const EngineOptions& options) {
+  switch (options.update_mode) {
+    case UpdateMode::step:
+      return "step";
+    case UpdateMode::forward:
+      return "forward";
+    case UpdateMode::backward:
+      return "backward";
+    case UpdateMode::automatic:
+      break;
+  }
+  return options.optimizer == Placement::device ? "step (auto: optimizer states are on the device)"
+                                                : "forward (auto: optimizer states are offloaded)";
 }
 
 bool writes_homes(const EngineOptions& options, bool committed) {
@@ -316,8 +359,8 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
     if (!weights_on_device && count > 0) phases.forward.device_to_host += secondary.bytes;
     if (!state_on_device) phases.backward.device_to_host += passes * trainable;
     phases.backward.wire += others * passes * trainable;
-    // Deferred, the first fetch takes its weights from the update, which has read them already.
-    const bool shared = defers_updates(options) && count > 0;
+    // Under the next forward, the first fetch takes its weights from the update, which has read them already.
+    const bool shared = update_mode(options) == UpdateMode::forward && count > 0;
     phases.update.nvme_read += (weights_on_nvme && !shared ? trainable : 0) + streamed;
     if (!state_on_device && weights_on_device) phases.update.host_to_device += weights;
     between_bytes += (weights_on_nvme ? trainable : 0) + streamed;

@@ -67,9 +67,15 @@ enum class Placement : std::uint8_t {
 
 // When optimizer states are updated. The result is the same, bit by bit.
 enum class UpdateMode : std::uint8_t {
-  automatic,  // forward, unless the optimizer's states are on the device
+  automatic,  // forward, unless the optimizer's states are on the device: then step
   step,       // inside step(), which returns when all is computed
   forward,    // under the next pass, each unit just before its weights are needed; step() only decides
+  // Under the pass that makes the gradients, each unit as soon as its own is final, which then takes no memory any
+  // more; what is left at step() trails into the next pass. Nothing may change or veto a step then: there is no
+  // clipping and no loss scaling; the learning rate is set before the pass's first finish(); a unit is not gathered
+  // after its finish(), and nothing but step() follows the pass. A gradient that is not finite, or a pass that is left
+  // after a finish(), ends the engine: the last commit is what to go back to.
+  backward,
 };
 
 // How the micro-batches of a step are gone through.

@@ -151,7 +151,8 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, c
   predict_pinned(runtime, detail::PinnedNeeds(engine, table, apart), store.memory_bytes, out);
   out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots));
   out.step = out.phases.sum();
-  out.updates_in_forward = detail::defers_updates(engine);
+  out.updates_in_forward = detail::update_mode(engine) == UpdateMode::forward;
+  out.updates_in_backward = detail::update_mode(engine) == UpdateMode::backward;
   out.update_memory_bytes = update_memory_bytes(engine, table);
   return out;
 }

@@ -55,14 +55,17 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
   const auto most = std::max_element(time.busy_seconds.begin(), time.busy_seconds.end());
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
 
-  StepBytes in_forward = phases.forward;
+  StepBytes in_forward = phases.forward, in_backward = phases.backward;
   if (prediction.updates_in_forward) in_forward += phases.update;
-  Seconds forward = busy(in_forward, speeds), backward = busy(phases.backward, speeds);
+  if (prediction.updates_in_backward) in_backward += phases.update;
+  Seconds forward = busy(in_forward, speeds), backward = busy(in_backward, speeds);
   at(forward, Resource::compute) = speeds.compute_seconds * speeds.forward_share;
   at(backward, Resource::compute) = speeds.compute_seconds * (1 - speeds.forward_share);
   double in_step = 0;
   if (prediction.updates_in_forward) {
     at(forward, Resource::host_memory) = update;
+  } else if (prediction.updates_in_backward) {
+    at(backward, Resource::host_memory) = update;
   } else {
     // step() is over when all is read, computed and written.
     in_step = std::max({nvme_seconds(static_cast<double>(phases.update.nvme_read), written, speeds), update,

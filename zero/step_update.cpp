@@ -26,9 +26,9 @@ optim::Rounding StepUpdate::rounding(const TileAccess& tile) const {
   return {.key = static_cast<std::uint32_t>(random_bits(key, first >> 32)), .first = static_cast<std::uint32_t>(first)};
 }
 
-void StepUpdate::apply(const TileAccess& tile, const Memory& memory) {
+void StepUpdate::apply(const TileAccess& tile, const std::byte* home_gradient) {
   const Segment& segment = *tile.segment;
-  const std::byte* gradient = memory.home(tile.unit).gradient + segment.home_gradient_offset +
+  const std::byte* gradient = home_gradient + segment.home_gradient_offset +
                               tile.tile->first_element * dtype_bytes(segment.home_gradient_dtype);
   const StateArrays state = tile.view();
   const optim::UpdateCoefficients& c = coefficients_[segment.group.index];

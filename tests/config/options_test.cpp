@@ -299,6 +299,9 @@ TEST(Options, UpdateMode) {
   EXPECT_EQ(mode("auto"), UpdateMode::automatic);
   EXPECT_EQ(mode("step"), UpdateMode::step);
   EXPECT_EQ(mode("forward"), UpdateMode::forward);
+  const Config backward = parse(R"({"gradient_clipping": 0, "hoist": {"update_mode": "backward"},
+                                    "zero_optimization": {"offload_optimizer": {"device": "cpu"}}})");
+  EXPECT_EQ(backward.engine.update_mode, UpdateMode::backward);
 }
 
 TEST(Options, ASubGroupOfZeroIsTheDefault) {

@@ -24,9 +24,8 @@ constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3)
 }  // namespace
 
 std::string CrashSetup::name() const {
-  return fmt::format("{}_{}_{}{}", parameters == Placement::nvme ? "nvme" : "memory",
-                     update_mode == UpdateMode::forward ? "forward" : "step", ranks == 1 ? "1_rank" : "2_ranks",
-                     pinned_fraction > 0 ? "_half_pinned" : "");
+  return fmt::format("{}_{}_{}{}", parameters == Placement::nvme ? "nvme" : "memory", mode_name(update_mode),
+                     ranks == 1 ? "1_rank" : "2_ranks", pinned_fraction > 0 ? "_half_pinned" : "");
 }
 
 std::vector<CrashSetup> all_crash_setups() {
@@ -41,6 +40,12 @@ std::vector<CrashSetup> all_crash_setups() {
     setups.push_back(setups[i]);
     setups.back().pinned_fraction = 0.5;
   }
+  for (const int ranks : {1, 2}) {
+    for (const Placement place : {Placement::nvme, Placement::pinned})
+      setups.push_back({place, UpdateMode::backward, ranks});
+  }
+  setups.push_back({Placement::nvme, UpdateMode::backward, 1, 0.5});
+  setups.push_back({Placement::pinned, UpdateMode::backward, 2, 0.5});
   return setups;
 }
 
@@ -65,7 +70,7 @@ std::string Campaign::train(const Life& life, KillSwitch& kills) const {
   SystemCallObserver* const before = observe_system_calls(&calls);
   std::string digests;
   on_ranks(setup_.ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-    WatchedRank watched(kills, setup_.update_mode == UpdateMode::forward);
+    WatchedRank watched(kills, setup_.update_mode != UpdateMode::step);
     if (rank == life.slow_rank) watched.manifest_delay = kSlowManifest;
     const std::string found = train_rank(
         crash_setup(setup_.parameters, setup_.update_mode, store_, setup_.pinned_fraction), join, watched, life.terms);

@@ -27,7 +27,7 @@ struct CrashSetup {
   double pinned_fraction = 0;  // of the optimizer's states
   std::string name() const;
 };
-// Parameters on NVMe and in memory, both update modes, one rank and two; and half of these with half of the optimizer's
+// Parameters on NVMe and in memory, every update mode, one rank and two; and some of these with half of the optimizer's
 // states pinned.
 std::vector<CrashSetup> all_crash_setups();
 

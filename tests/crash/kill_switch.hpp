@@ -19,7 +19,7 @@ namespace hoist::test {
 enum class Phase : std::uint8_t {
   create,          // directories, files, superblock
   initialize,      // the state of step 0 and its commit
-  forward_update,  // update mode forward: from the return of step() to the end of the next forward
+  forward_update,  // update mode forward, and backward's rest: from the return of step() to the end of the next forward
   step_update,     // update mode step: inside step()
   backward,        // from the end of the forward to step()
   reduce,          // a gradient's reduce-scatter

@@ -22,6 +22,8 @@
 #include <hoist/tests/support/lost_names.hpp>
 #include <hoist/tests/zero/toy_ranks.hpp>
 
+#include "rank_life.hpp"
+
 namespace hoist::test {
 namespace {
 
@@ -148,7 +150,8 @@ class Power : public testing::TestWithParam<PowerSetup> {
     toy.engine.keep_steps = GetParam().keeps || !from_.empty() ? 1 : 0;
     toy.engine.commit_every = GetParam().commit_every;
     toy.engine.optimizer_pinned_fraction = GetParam().pinned_fraction;
-    if (elastic_) toy.engine.gradient_clipping = 0;  // the norm's last bits depend on the partition
+    // The norm's last bits depend on the partition; and mode `backward` cannot clip.
+    if (elastic_ || GetParam().update_mode == UpdateMode::backward) toy.engine.gradient_clipping = 0;
     return toy;
   }
 
@@ -457,8 +460,8 @@ TEST_P(Power, OneFailureAtEveryOperationOfThreeSteps) {
 
 std::string name_of(const testing::TestParamInfo<PowerSetup>& c) {
   return fmt::format("{}_{}_{}{}{}", c.param.parameters == Placement::nvme ? "nvme" : "memory",
-                     c.param.update_mode == UpdateMode::forward ? "forward" : "step",
-                     c.param.ranks == 1 ? "1_rank" : "2_ranks", c.param.keeps ? "_keeps" : "",
+                     mode_name(c.param.update_mode), c.param.ranks == 1 ? "1_rank" : "2_ranks",
+                     c.param.keeps ? "_keeps" : "",
                      c.param.commit_every == 1 ? "" : fmt::format("_every_{}", c.param.commit_every)) +
          (c.param.cut_ranks == 0 ? "" : fmt::format("_to_{}_judged_by_{}", c.param.cut_ranks, c.param.judge_ranks)) +
          (c.param.pinned_fraction > 0 ? "_half_pinned" : "");
@@ -473,11 +476,15 @@ INSTANTIATE_TEST_SUITE_P(
                     PowerSetup{Placement::pinned, UpdateMode::step, 1, true},
                     PowerSetup{Placement::pinned, UpdateMode::forward, 1, true, 2},
                     PowerSetup{Placement::nvme, UpdateMode::step, 1, false, 2},
-                    PowerSetup{.parameters = Placement::nvme, .commit_every = 2, .pinned_fraction = 0.5}),
+                    PowerSetup{.parameters = Placement::nvme, .commit_every = 2, .pinned_fraction = 0.5},
+                    PowerSetup{Placement::nvme, UpdateMode::backward},
+                    PowerSetup{Placement::pinned, UpdateMode::backward, 1, true},
+                    PowerSetup{Placement::pinned, UpdateMode::backward, 1, false, 2}),
     name_of);
 INSTANTIATE_TEST_SUITE_P(TwoRanks, Power,
                          testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2},
-                                         PowerSetup{Placement::nvme, UpdateMode::forward, 2, true}),
+                                         PowerSetup{Placement::nvme, UpdateMode::forward, 2, true},
+                                         PowerSetup{Placement::nvme, UpdateMode::backward, 2}),
                          name_of);
 
 class PowerMutation : public Power {

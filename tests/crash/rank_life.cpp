@@ -66,10 +66,16 @@ const ToyShape& crash_shape() {
   return shape;
 }
 
+const char* mode_name(UpdateMode mode) {
+  if (mode == UpdateMode::backward) return "backward";
+  return mode == UpdateMode::forward ? "forward" : "step";
+}
+
 ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& store, double pinned_fraction) {
   ToySetup toy = toy_setup(parameters, Placement::nvme, store);
   toy.runtime.aio_block_bytes = 64 * kKiB;  // several blocks a piece
   toy.engine.update_mode = mode;
+  if (mode == UpdateMode::backward) toy.engine.gradient_clipping = 0;
   toy.engine.optimizer_pinned_fraction = pinned_fraction;
   return toy;
 }

@@ -34,6 +34,7 @@ struct LifeTerms {
 
 const ToyShape& crash_shape();
 // Everything a crash test's engine needs, but for its communicator. `pinned_fraction`: of the optimizer's states.
+const char* mode_name(UpdateMode mode);
 ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& store, double pinned_fraction = 0);
 
 void say(Witness& witness, const std::string& text);

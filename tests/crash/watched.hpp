@@ -22,7 +22,8 @@ namespace hoist::test {
 enum class Stage : std::uint8_t { creating, restoring, forward, backward, stepping, ended };
 
 struct WatchedRank {
-  WatchedRank(KillSwitch& kill_switch, bool updates_in_forward) : kills(kill_switch), defers(updates_in_forward) {}
+  // `defers_updates`: step() leaves work to the next forward.
+  WatchedRank(KillSwitch& kill_switch, bool defers_updates) : kills(kill_switch), defers(defers_updates) {}
   KillSwitch& kills;
   const bool defers;
   bool reshards = false;  // its restore is of another number of ranks

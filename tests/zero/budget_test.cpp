@@ -133,6 +133,7 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   setup.runtime.pinned_memory_bytes = 128 * kMiB;
   setup.engine.durability = c.durability;
   setup.engine.update_mode = c.mode;
+  if (c.mode == UpdateMode::backward) setup.engine.gradient_clipping = 0;
   setup.engine.reuse_distance_elements = 0;  // every use fetches: the formula of the page, without luck
   setup.engine.sub_group_elements = 200000;
   setup.engine.optimizer_pinned_fraction = c.pinned_fraction;
@@ -170,7 +171,14 @@ INSTANTIATE_TEST_SUITE_P(
         ByteCase{"weights_in_memory", Placement::pinned, tiers::Durability::step, UpdateMode::step, 10, 12},
         ByteCase{"weights_in_memory_forward", Placement::pinned, tiers::Durability::step, UpdateMode::forward, 10, 12},
         ByteCase{"weights_in_memory_not_durable", Placement::pinned, tiers::Durability::none, UpdateMode::forward, 10,
-                 10}),
+                 10},
+        ByteCase{"everything_on_nvme_backward", Placement::nvme, tiers::Durability::step, UpdateMode::backward, 16, 12},
+        ByteCase{"everything_not_durable_backward", Placement::nvme, tiers::Durability::none, UpdateMode::backward, 16,
+                 12},
+        ByteCase{"weights_in_memory_backward", Placement::pinned, tiers::Durability::step, UpdateMode::backward, 10,
+                 12},
+        ByteCase{"weights_in_memory_not_durable_backward", Placement::pinned, tiers::Durability::none,
+                 UpdateMode::backward, 10, 10}),
     [](const auto& c) { return std::string(c.param.name); });
 
 // A fraction f of the optimizer's states in memory: f of their reads go, and of their writes where nothing is

@@ -7,10 +7,15 @@
 // What nobody asked for is updated by finish(), or when nobody has asked for anything for a while: whoever waits for
 // the step to be committed is not left waiting for a pass that never comes.
 //
+// Update mode `backward` is the same thread with another source of work: open() begins a step before it is decided,
+// offer() hands over each unit whose gradient is final, and conclude() says that there are no more. What is left then
+// trails into the next pass.
+//
 // Threading  begin() and finish() from the program's thread, the others from any. Updates run on a thread of this
 //            object, in parallel over tiles on the update pool.
 // Errors     An update that fails fails every unit that is still pending, and finish().
 // Main path  begin(step) -> deliver(unit) or the expected order -> Updater::run -> updated(unit) -> ended.
+//            open(work) -> offer(unit) -> Updater::run -> updated(unit); conclude(ended) -> ended.
 #pragma once
 
 #include <condition_variable>
@@ -18,6 +23,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -33,16 +39,28 @@ class DeferredUpdate {
   DeferredUpdate(const DeferredUpdate&) = delete;
   DeferredUpdate& operator=(const DeferredUpdate&) = delete;
 
+  // On this object's thread, when the last unit was updated and its writes were started, or the first one failed.
+  // What it throws counts like the failure of an update.
+  using Ended = std::function<void(std::exception_ptr)>;
   struct Step {
     WalkOptions walk;
     Updater::Work work;
     std::vector<UnitId> expected;  // the order of the next pass, as far as it is known
-    // On this object's thread, when the last unit was updated and its writes were started, or the first one failed.
-    // What it throws counts like the failure of an update.
-    std::function<void(std::exception_ptr)> ended;
+    Ended ended;
   };
   // Pre: finish() returned since the last step.
   void begin(Step step);
+
+  // A step without any unit yet. Pre: as begin().
+  void open(const WalkOptions& walk, Updater::Work work);
+  // The unit's gradient is final: updates it after those offered before. Done when its tiles are computed and its
+  // writes started: the gradient is not looked at any more. Failed when the step has failed or was dropped.
+  Completion offer(UnitId unit);
+  // Nothing more will be offered. What is left is updated in the order in which the next pass will want it, as far as
+  // that is known. Pre: open(), and neither conclude() nor stop() since.
+  void conclude(Ended ended, std::span<const UnitId> expected);
+  // Throws what any update of the step failed with so far.
+  void check() const;
 
   // Done when the unit's weights are those of the last step that was begun.
   Completion updated(UnitId unit) const;
@@ -51,7 +69,7 @@ class DeferredUpdate {
   std::optional<Completion> deliver(UnitId unit, std::byte* target);
   // Updates a pending unit soon; for those who do not want its weights.
   Completion hurry(UnitId unit);
-  // Carries out all that is pending. Throws what any update failed with.
+  // Carries out all that is pending. Throws what any update failed with. Pre: no step is open.
   void finish();
   // Drops what is pending and was not started; returns when nothing runs any more. For an engine that has failed.
   void stop() noexcept;
@@ -72,6 +90,7 @@ class DeferredUpdate {
   };
   void run();
   void carry_out();
+  Ended conclusion();
   void enqueue(UnitId unit, std::byte* target);  // with the mutex held
   void enqueue_rest();                           // likewise
   std::optional<UpdateRequest> next(bool wait);
@@ -87,6 +106,7 @@ class DeferredUpdate {
   std::deque<Request> requests_;
   std::size_t unqueued_ = 0;  // pending units that nobody has asked for
   std::optional<Step> step_;  // under way
+  bool open_ = false;         // more may be offered
   std::exception_ptr failure_;
   bool stopping_ = false;
   std::thread thread_;

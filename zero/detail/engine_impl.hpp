@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/detail/engine_impl.hpp - the parts of an engine and what state it is in.
 //
-// engine.cpp builds the model and brings it to life, engine_pass.cpp runs passes and steps, engine_state.cpp reads and
-// writes state, engine_commit.cpp commits and saves it, engine_restore.cpp goes on from it.
+// engine.cpp builds the model and brings it to life, engine_pass.cpp runs passes and steps, engine_backward.cpp what of
+// a step is done in the backward pass, engine_state.cpp reads and writes state, engine_commit.cpp commits and saves it,
+// engine_restore.cpp goes on from it.
 #pragma once
 
 #include <atomic>
@@ -78,15 +79,23 @@ class Engine::Impl {
   void require_finished() const;                            // every trainable unit's gradient in the last pass
   void check_agreement();                                   // all ranks made the same calls in the pass that ended
   StepReport step(const StepOptions& options);
+  // [C] Until the gradients of this step are at home, and the step before is carried out.
+  void await_inputs();
+  // [C] Of a step that is decided, what every rank must have done before any goes on.
+  void begin_step(double gradient_scale);
   void await_gradients();  // until all of the step's are at home
   double global_norm();    // of the sum over micro-batches, with the loss scale
   // What the gradients at home are to be multiplied by: they are sums over micro-batches of scaled losses' gradients.
   double gradient_mean() const { return 1.0 / micro_batches / scaler.scale(); }
   // A group's options as the schedule has them after so many steps.
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
-  std::shared_ptr<detail::StepUpdate> make_update(double gradient_scale) const;
+  std::shared_ptr<detail::StepUpdate> make_update(std::uint64_t step, double gradient_scale) const;
   void update_now(double gradient_scale);
   Completion update_later(double gradient_scale, std::span<const std::byte> program_state);
+  // What a step ends in that is carried out later. `committed` is done when it is durable.
+  detail::DeferredUpdate::Ended end_of_step(std::shared_ptr<detail::StepUpdate> update,
+                                            std::shared_ptr<Promise> committed,
+                                            std::span<const std::byte> program_state);
   void settle_together();  // [C] carries out what is pending; a failure is every rank's
   void await_deferred();   // carries out what the last step left pending, and books the time as part of this one
   // Ends the engine's life; the first one counts. The other ranks are told, unless an exchange has done so.
@@ -94,6 +103,16 @@ class Engine::Impl {
   // Runs a call; any error of it but a UsageError or BudgetError ends the engine's life.
   template <typename Call>
   auto guarded(Call call) -> decltype(call());
+
+  // --- engine_backward.cpp: update mode `backward`
+  bool updates_in_backward() const { return options.update_mode == UpdateMode::backward; }
+  // Whether the pass under way is the one whose gradients complete a step.
+  bool completes_step() const { return pass == Pass::train && micro_batches_done + 1 == micro_batches; }
+  void begin_updating();  // at the pass's first finish(): from here on the step is decided
+  void require_undecided(const char* call) const;
+  void require_untouched(UnitId unit) const;                               // by the step under way
+  Completion conclude_updating(std::span<const std::byte> program_state);  // done when the step is committed
+  void fail_updating(const std::string& why);  // the step under way is not taken, and cannot be undone
 
   // --- engine_state.cpp
   void settle();
@@ -157,8 +176,9 @@ class Engine::Impl {
   bool is_durable() const { return !nvme_placement() || stores_steps(); }
   bool in_vertical_order() const { return detail::gradient_sums(options) == detail::GradientSums::on_device; }
   bool nvme_placement() const { return options.parameters == Placement::nvme || options.optimizer == Placement::nvme; }
-  // Whether the present step is to be committed.
-  bool commit_is_due() const { return step_count % options.commit_every == 0; }
+  // Whether the present step, or another one, is to be committed.
+  bool commit_is_due() const { return commit_is_due(step_count); }
+  bool commit_is_due(std::uint64_t step) const { return step % options.commit_every == 0; }
   detail::WalkOptions step_writes(bool committed = true) const {
     return {.write_homes = detail::writes_homes(options, committed)};
   }
@@ -209,6 +229,8 @@ class Engine::Impl {
   int micro_batches = 1;          // passes that make the step under way
   int micro_batches_done = 0;     // complete train passes since the last step
   bool gradients_due = false;     // all of them ended; step() or discard() is next
+  bool updating = false;          // units are updated already for the step under way, by this:
+  std::shared_ptr<detail::StepUpdate> begun_update;
   std::uint64_t step_count = 0;
   LossScaler scaler;  // changes in step() alone, and only after the step before has been carried out
   Completion last_commit;

@@ -5,11 +5,20 @@
 // vertical order one pass holds them all; they are added up in fp32 in the buffer, and what is reduced and comes down
 // is their mean, rounded once to the parameter's type.
 //
-// Threading  The program's thread calls everything; reductions are submitted by the executor.
+// Update mode `backward`: in the pass that completes a step, a gradient that has come home is summed up for the norm
+// and handed on at once. Unless sums at home must outlive a pass, there are no homes then: a gradient lies in a ring,
+// from its arrival to the end of its unit's update.
+//
+// Threading  The program's thread calls everything; reductions are submitted by the executor. home() of a unit whose
+//            gradient was handed on: whoever it was handed to, until its update ends. What is handed on is so on a
+//            thread of this object.
 // Errors     BudgetError when more units have unfinished gradients than there are buffers.
 // Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> home gradient.
 #pragma once
 
+#include <functional>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include <hoist/optim_cpu/update_pool.hpp>
@@ -17,6 +26,7 @@
 #include <hoist/zero/detail/accumulator.hpp>
 #include <hoist/zero/detail/alarm.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
+#include <hoist/zero/detail/gradient_ring.hpp>
 #include <hoist/zero/detail/memory.hpp>
 
 namespace hoist::detail {
@@ -43,7 +53,17 @@ class Gradients {
   // Forgets what was finished, but, unless this is the `first` micro-batch of a step, not the sums so far. `held`:
   // micro-batches that the pass holds; more than one in vertical order only.
   void begin_pass(bool first, int held);
-  // Returns when every finished gradient is at home and no dropped one is still being made. Pre: executor drained.
+  // From the next finish() on until clear(), gradients are handed on. `open` is called first, on the thread that hands
+  // on, and `hand_on` in the order of arrival; the gradient is used until what that returns is done. A gradient that is
+  // not finite is not handed on. Pre: made for update mode `backward`; all micro-batches but this one are at home.
+  using HandOn = std::function<Completion(UnitId)>;
+  void hand_on(std::function<void()> open, HandOn hand_on);
+  // Nothing more is handed on. Pre: executor drained.
+  void await_handed_on() noexcept;
+  // This rank's shards of a unit's gradient.
+  const std::byte* home(UnitId unit) const { return homes_[unit.index]; }
+  // Returns when every finished gradient is at home, and handed on, and no dropped one is still being made. Pre:
+  // executor drained.
   void wait();
   // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order; not a finite
   // number when any gradient, of whichever parameter, is none.
@@ -57,6 +77,8 @@ class Gradients {
     Completion submitted;
     platform::StreamEvent home;  // the gradient has come down, the buffer is free; set before `submitted`
     Completion added;            // to the sums of the micro-batches before it
+    bool hand_on = false;        // set by finish()
+    Completion handed_on;
   };
   struct Buffer {
     std::byte* data = nullptr;
@@ -73,7 +95,7 @@ class Gradients {
   };
   struct Chunk {
     std::uint32_t unit = 0;
-    const std::byte* data = nullptr;
+    std::uint64_t offset_bytes = 0;  // from the unit's home
     DType dtype = DType::bf16;
     std::size_t count = 0;
     bool in_norm = true;
@@ -87,6 +109,9 @@ class Gradients {
   const std::byte* own_shard(const Segment& segment, const std::byte* source) const;
   void list_chunks();
   void sum_on_device();  // partial_sums_
+  void sum_chunks(std::size_t begin, std::size_t end);
+  void enqueue_hand_on(UnitId id, Reduction& reduction);
+  Completion hand_on_now(UnitId id);
 
   Runtime& runtime_;
   const UnitTable& table_;
@@ -98,10 +123,16 @@ class Gradients {
   std::unique_ptr<Accumulator> accumulator_;  // null where steps have one micro-batch, or gradients stay on the device
   int held_ = 1;                              // micro-batches of the pass under way
   std::vector<State> states_;
-  std::vector<Buffer> shared_;  // any unit
-  std::vector<Buffer> own_;     // by unit; data is null for units that share
+  std::vector<Buffer> shared_;     // any unit
+  std::vector<Buffer> own_;        // by unit; data is null for units that share
+  std::vector<std::byte*> homes_;  // by unit; where there is a ring, of the last gradient that came down
   std::vector<Chunk> chunks_;
-  std::vector<double> partial_sums_;  // by chunk
+  std::vector<std::size_t> first_chunk_;  // by unit, and one past the last
+  std::vector<double> partial_sums_;      // by chunk
+  std::optional<GradientRing> ring_;
+  HandOn hand_on_;                                 // of the last step that handed on
+  bool handing_on_ = false;                        // the gradients that finish() takes
+  std::unique_ptr<scheduler::Executor> arrivals_;  // null unless there are such steps
 };
 
 }  // namespace hoist::detail

@@ -6,7 +6,7 @@
 //                 parameters = device     pinned             nvme
 //   weights       pinned (or device, when the optimizer is there too)   pinned   none (store)
 //   state         by optimizer: device | pinned | none (store); of none, the first tiles may be pinned
-//   gradient      device when the optimizer is there, else pinned
+//   gradient      device when the optimizer is there, else pinned; in update mode `backward` a ring for all
 //
 // Where the device's memory is not the CPU's to read, `homes_apart()`: nobody dereferences a home on it; steps run
 // there, and everything else goes through update buffers (Updater).
@@ -34,7 +34,7 @@ struct UnitHome {
   std::byte* weights = nullptr;       // host layout; null when only the store has them
   std::byte* state = nullptr;         // S region of the trainable record, its first state_tiles tiles
   std::uint32_t state_tiles = 0;      // the others' state only the store has
-  std::byte* gradient = nullptr;      // this rank's shards
+  std::byte* gradient = nullptr;      // this rank's shards; null where there is a ring
   std::byte* secondary = nullptr;     // secondary shard, where the group gathers; with the weights' placement
   std::byte* device_shard = nullptr;  // host layout, on the device: what gathers start from without crossing a link
   std::byte* own_memory = nullptr;    // gathered layout: the unit never competes for a slot
@@ -54,6 +54,8 @@ class Memory {
   const std::vector<std::span<std::byte>>& update_buffers() const { return update_buffers_; }
   const std::vector<std::span<std::byte>>& staging_buffers() const { return staging_buffers_; }
   const std::vector<std::span<std::byte>>& sum_buffers() const { return sum_buffers_; }
+  std::span<std::byte> gradient_ring() const { return gradient_ring_; }  // instead of homes, or empty
+  bool hands_gradients_on() const { return options_.update_mode == UpdateMode::backward; }
   const std::vector<Piece>& pieces() const { return pieces_; }
   std::span<std::byte> pinned() const { return pool_->memory().bytes(); }
   std::vector<std::span<std::byte>> io_slices() const { return pool_->memory().slices(); }  // to be registered
@@ -95,6 +97,7 @@ class Memory {
   std::vector<std::span<std::byte>> sum_buffers_;
   std::byte* device_findings_ = nullptr;
   std::span<std::byte> findings_;
+  std::span<std::byte> gradient_ring_;
   std::vector<Piece> pieces_;
   std::uint64_t piece_tiles_ = 0;
 };

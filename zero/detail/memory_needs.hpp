@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include <hoist/scheduler/director.hpp>
@@ -98,9 +99,10 @@ class PinnedNeeds {
     std::uint64_t piece_tiles = 1;
     unsigned update_count = 0;
     unsigned staging_count = 0;
+    std::uint64_t gradient_ring_bytes = 0;  // 0 where gradients have homes
   };
-  // What was asked for when it fits; else fewer staging buffers, then smaller pieces, then the least that makes
-  // progress, whether or not that fits.
+  // What was asked for when it fits; else fewer staging buffers, then a smaller ring, then smaller pieces, then the
+  // least that makes progress, whether or not that fits. What is left goes to the ring, up to all gradients.
   Buffers choose(std::uint64_t available_bytes) const;
   std::uint64_t bytes(const Buffers& buffers) const;
 
@@ -119,9 +121,12 @@ class PinnedNeeds {
   static constexpr unsigned kSumBuffers = 2;
   std::uint64_t sum_buffer_bytes() const;
   std::uint64_t findings_bytes() const;  // where they come down to; 0 unless homes are apart
+  // Whether gradients live in a ring: in update mode `backward`, unless sums over passes need homes.
+  bool rings_gradients() const;
 
  private:
   bool streams() const;  // whether any update needs a buffer
+  void grow_ring(Buffers& chosen, std::uint64_t all_bytes, std::uint64_t available_bytes) const;
 
   const EngineOptions& options_;
   const UnitTable& table_;
@@ -132,8 +137,9 @@ class PinnedNeeds {
 // Where the options have the gradients of several micro-batches added up.
 GradientSums gradient_sums(const EngineOptions& options);
 
-// Whether steps are carried out under the next pass (update mode `forward`).
-bool defers_updates(const EngineOptions& options);
+// The mode that steps are carried out in: `automatic` is none.
+UpdateMode update_mode(const EngineOptions& options);
+std::string describe_update_mode(const EngineOptions& options);  // and why, where it was not asked for
 
 // What the director plans with.
 scheduler::DirectorOptions director_options(const EngineOptions& options, const UnitTable& table,

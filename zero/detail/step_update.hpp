@@ -11,7 +11,6 @@
 #include <vector>
 
 #include <hoist/optim_cpu/update.hpp>
-#include <hoist/zero/detail/memory.hpp>
 #include <hoist/zero/detail/updater.hpp>
 
 namespace hoist::detail {
@@ -21,8 +20,8 @@ class StepUpdate {
   // `groups` as the schedule has them for `step`, which is counted from 1.
   StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale, int rank);
 
-  // Updates a tile from its gradient, which `memory` holds.
-  void apply(const TileAccess& tile, const Memory& memory);
+  // Updates a tile. `home_gradient`: of its unit, this rank's shards.
+  void apply(const TileAccess& tile, const std::byte* home_gradient);
   // Has the device update everything, where homes are apart, and waits for it. Pre: nothing uses the weights.
   void run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream);
   void check(const UnitTable& table) const;

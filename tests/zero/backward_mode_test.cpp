@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: Apache-2.0
+// Update mode `backward`: units are updated while the pass that made their gradients is still under way. The bits are
+// those of mode `step`; what would need an update to be undone is refused, or ends the engine and costs no commit.
+#include <atomic>
+#include <deque>
+#include <limits>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/gradient_ring.hpp>
+#include <hoist/zero/prediction.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+constexpr Placement kDevice = Placement::device, kPinned = Placement::pinned, kNvme = Placement::nvme;
+
+struct Where {
+  const char* name;
+  Placement parameters, optimizer;
+  double pinned_fraction = 0;
+};
+constexpr Where kWheres[] = {
+    {"device_pinned", kDevice, kPinned}, {"device_nvme", kDevice, kNvme},       {"pinned_pinned", kPinned, kPinned},
+    {"pinned_nvme", kPinned, kNvme},     {"nvme_pinned", kNvme, kPinned},       {"nvme_nvme", kNvme, kNvme},
+    {"nvme_half", kNvme, kNvme, 0.5},    {"pinned_third", kPinned, kNvme, 0.3}, {"device_all", kDevice, kNvme, 1}};
+
+ToySetup setup_of(const Where& where, UpdateMode mode, const std::string& directory) {
+  const bool nvme = where.parameters == kNvme || where.optimizer == kNvme;
+  ToySetup setup = toy_setup(where.parameters, where.optimizer, nvme ? directory : "");
+  setup.engine.optimizer_pinned_fraction = where.pinned_fraction;
+  setup.engine.update_mode = mode;
+  setup.engine.gradient_clipping = 0;
+  return setup;
+}
+
+ToySetup simplest() { return setup_of({"", kPinned, kPinned}, UpdateMode::step, ""); }
+
+struct Run {
+  explicit Run(const ToySetup& setup, const ToyShape& shape = {})
+      : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
+  Runtime runtime;
+  Engine engine;
+  ToyModel model;
+};
+
+class BackwardMode : public testing::TestWithParam<Where> {
+ protected:
+  bool has_store() const { return GetParam().parameters == kNvme || GetParam().optimizer == kNvme; }
+  ToySetup setup() const {
+    ToySetup setup = setup_of(GetParam(), UpdateMode::backward, directory_ / "store");
+    setup.runtime.host_device.chaos_seed = 5;
+    return setup;
+  }
+  std::unique_ptr<Run> fresh() const {
+    auto run = std::make_unique<Run>(setup());
+    run->engine.initialize(run->model.fill());
+    return run;
+  }
+  // What `steps` undisturbed steps end in.
+  static Digests expected(std::uint64_t steps, const ToyShape& shape = {}) {
+    return train_once(simplest(), shape, steps);
+  }
+  // The engine is of no more use; a new one goes on from the last commit, which `step` is, to the same bits.
+  void goes_on_from(std::unique_ptr<Run> failed, std::uint64_t step) const {
+    EXPECT_THROW(failed->engine.settle(), Error);
+    EXPECT_THROW(failed->model.pass(step + 1), Error);
+    failed.reset();
+    if (!has_store()) return;
+    Run resumed(setup());
+    ASSERT_EQ(resumed.engine.restore().step, step);
+    resumed.model.train(step + 1, step + 2);
+    Digests end = expected(step + 2);
+    end.losses = resumed.model.losses;
+    EXPECT_EQ(digests_of(resumed.engine, resumed.model), end);
+  }
+  TempDirectory directory_;
+};
+INSTANTIATE_TEST_SUITE_P(Placements, BackwardMode, testing::ValuesIn(kWheres),
+                         [](const auto& where) { return std::string(where.param.name); });
+
+// --- the same bits ---------------------------------------------------------------------------------------------------
+
+TEST_P(BackwardMode, EndsInTheBitsOfModeStepOnOneToThreeRanks) {
+  constexpr std::uint64_t kSteps = 6;
+  for (const int ranks : {1, 2, 3}) {
+    for (const DType dtype : {DType::bf16, DType::fp32}) {
+      const ToyShape shape{.dtype = dtype};
+      const TempDirectory store;
+      ToySetup backward = setup();
+      if (has_store()) backward.engine.store_directory = store / "store";
+      const auto wanted = train_on(ranks, simplest(), shape, kSteps);
+      const auto found = train_on(ranks, backward, shape, kSteps);
+      for (std::size_t rank = 0; rank < wanted.size(); ++rank)
+        EXPECT_EQ(found[rank].digests, wanted[rank].digests) << ranks << " ranks, " << dtype_name(dtype);
+    }
+  }
+}
+
+// The drive lags as far behind as it can: gradients wait for room in the ring.
+TEST_P(BackwardMode, EndsInTheSameBitsWithTheLeastPinnedMemory) {
+  for (const int ranks : {1, 2}) {
+    const TempDirectory store;
+    ToySetup least = setup();
+    if (has_store()) least.engine.store_directory = store / "store";
+    {
+      Run model_only(least);
+      const Prediction predicted = predict(least.runtime, least.engine, model_only.engine.shape(), ranks);
+      least.runtime.pinned_memory_bytes = round_up(predicted.pinned.least_bytes, kBlockAlignment);
+    }
+    const auto wanted = train_on(ranks, simplest(), {}, 5);
+    const auto found = train_on(ranks, least, {}, 5);
+    for (std::size_t rank = 0; rank < wanted.size(); ++rank) EXPECT_EQ(found[rank].digests, wanted[rank].digests);
+  }
+}
+
+TEST_P(BackwardMode, EndsInTheSameBitsWithSeveralMicroBatches) {
+  for (const bool vertical : {false, true}) {
+    for (const int held : {1, 3}) {
+      const auto train = [&](ToySetup setup) {
+        setup.engine.micro_batches_max = 3;
+        setup.engine.micro_batch_order = vertical ? MicroBatchOrder::vertical : MicroBatchOrder::horizontal;
+        Run run(setup);
+        run.engine.initialize(run.model.fill());
+        run.model.micro_batches = held;
+        run.model.vertical = vertical;
+        run.model.train(1, 4);
+        return digests_of(run.engine, run.model);
+      };
+      const TempDirectory store;
+      ToySetup backward = setup();
+      if (has_store()) backward.engine.store_directory = store / "store";
+      EXPECT_EQ(train(backward), train(simplest())) << held << (vertical ? " vertical" : " horizontal");
+    }
+  }
+}
+
+TEST_P(BackwardMode, EndsInTheSameBitsWhateverIsCommitted) {
+  if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
+  for (const bool durable : {false, true}) {
+    const TempDirectory store;
+    ToySetup s = setup();
+    s.engine.store_directory = store / "store";
+    s.engine.durability = durable ? tiers::Durability::step : tiers::Durability::none;
+    s.engine.commit_every = durable ? 3 : 1;
+    s.engine.keep_steps = durable ? 2 : 0;
+    Run run(s);
+    run.engine.initialize(run.model.fill());
+    for (std::uint64_t step = 1; step <= 7; ++step) {
+      run.model.train(step, step);
+      if (durable && step % 2 == 0) run.engine.save("step" + std::to_string(step), std::as_bytes(std::span(&step, 1)));
+    }
+    EXPECT_EQ(digests_of(run.engine, run.model), expected(7)) << (durable ? "every 3" : "none");
+  }
+}
+
+TEST_P(BackwardMode, EndsInTheSameBitsWithEveryOptimizer) {
+  using optim::OptimizerKind;
+  const optim::OptimizerOptions all[] = {{.kind = OptimizerKind::adam, .learning_rate = 1e-2},
+                                         {.kind = OptimizerKind::adagrad, .learning_rate = 1e-2},
+                                         {.kind = OptimizerKind::lion, .learning_rate = 1e-3},
+                                         {.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9},
+                                         {.kind = OptimizerKind::sgd, .learning_rate = 1e-2},
+                                         {.learning_rate = 1e-2, .moments = DType::bf16}};
+  for (const optim::OptimizerOptions& optimizer : all) {
+    const TempDirectory store;
+    ToySetup backward = setup(), step = simplest();
+    if (has_store()) backward.engine.store_directory = store / "store";
+    for (ToySetup* s : {&backward, &step}) s->engine.optimizer_defaults = optimizer;
+    EXPECT_EQ(train_once(backward, {}, 4), train_once(step, {}, 4)) << static_cast<int>(optimizer.kind);
+  }
+}
+
+TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
+  Run step(simplest());
+  step.engine.initialize(step.model.fill());
+  const auto backward = fresh();
+  for (std::uint64_t i = 1; i <= 4; ++i) {
+    for (Run* run : {&step, backward.get()}) {
+      run->engine.set_learning_rate(GroupId{0}, 1e-2 / static_cast<double>(i));
+      run->model.train(i, i);
+    }
+    const StepReport &wanted = step.model.reports.back(), &found = backward->model.reports.back();
+    EXPECT_EQ(found.gradient_norm, wanted.gradient_norm);
+    EXPECT_EQ(found.learning_rate, wanted.learning_rate);
+    EXPECT_EQ(found.step, i);
+    EXPECT_TRUE(found.applied);
+    EXPECT_EQ(found.clip_factor, 1);
+    if (i == 2) backward->engine.settle();
+    if (i != 3) continue;
+    EXPECT_EQ(backward->model.evaluate(), step.model.evaluate());
+    for (Run* run : {&step, backward.get()}) {
+      std::vector<float> values(100);
+      run->engine.read(run->model.matrix(1), State::master, 50, values);
+      for (float& value : values) value *= 2;
+      run->engine.write(run->model.matrix(1), State::master, 50, values);
+    }
+  }
+  EXPECT_EQ(digests_of(backward->engine, backward->model), digests_of(step.engine, step.model));
+}
+
+TEST_P(BackwardMode, AnOrderlyEndCarriesOutTheLastStep) {
+  if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
+  { fresh()->model.train(1, 3); }
+  Run resumed(setup());
+  EXPECT_EQ(resumed.engine.restore().step, 3u);
+  resumed.model.train(4, 5);
+  resumed.model.losses = expected(5).losses;
+  EXPECT_EQ(digests_of(resumed.engine, resumed.model), expected(5));
+}
+
+TEST_P(BackwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
+  const auto run = fresh();
+  run->model.train(1, 2);
+  run->model.reports.back().committed.wait();  // no pass follows, and nobody settles
+  if (GetParam().optimizer == kNvme) {
+    EXPECT_EQ(run->engine.committed_step(), 2u);
+  }
+}
+
+// --- what cannot be undone is refused --------------------------------------------------------------------------------
+
+TEST_P(BackwardMode, NothingButTheStepFollowsThePass) {
+  const auto run = fresh();
+  run->model.train(1, 2);
+  run->model.pass(3);
+  std::vector<float> values(10);
+  EXPECT_THROW((void)run->engine.begin(Pass::evaluate), UsageError);
+  EXPECT_THROW((void)run->engine.begin(Pass::train), UsageError);
+  EXPECT_THROW(run->engine.read(run->model.matrix(0), State::master, 0, values), UsageError);
+  EXPECT_THROW(run->engine.read(run->model.matrix(0), State::gradient, 0, values), UsageError);
+  EXPECT_THROW(run->engine.write(run->model.matrix(0), State::master, 0, values), UsageError);
+  EXPECT_THROW(run->engine.settle(), UsageError);
+  EXPECT_THROW(run->engine.save("now", {}), UsageError);
+  EXPECT_THROW(run->engine.set_learning_rate(GroupId{0}, 0.5), UsageError);
+  run->engine.set_learning_rate(GroupId{0}, run->engine.learning_rate(GroupId{0}));  // as it is
+  EXPECT_TRUE(run->engine.step().applied);                                           // none of these did any harm
+  run->engine.set_learning_rate(GroupId{0}, 0.5);
+  run->engine.set_learning_rate(GroupId{0}, 1e-2);
+  run->model.train(4, 5);
+  EXPECT_EQ(digests_of(run->engine, run->model), expected(5));
+}
+
+TEST_P(BackwardMode, AUnitIsNotGatheredAfterItsFinish) {
+  const auto run = fresh();
+  int refused = 0;
+  run->model.in_backward = [&](std::size_t unit) {
+    try {
+      (void)run->engine.gather(run->model.unit(unit), run->model.stream());
+    } catch (const UsageError& error) {
+      refused += std::string(error.what()).find("forward") != std::string::npos ? 1 : 0;
+    }
+    EXPECT_THROW(run->engine.set_learning_rate(GroupId{0}, 0.5), UsageError);
+  };
+  run->model.train(1, 4);
+  EXPECT_EQ(refused, 16);
+  EXPECT_EQ(digests_of(run->engine, run->model), expected(4));
+}
+
+TEST_P(BackwardMode, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit) {
+  auto run = fresh();
+  run->model.train(1, 2);
+  run->model.gradient_scale = std::numeric_limits<float>::infinity();
+  run->model.pass(3);
+  try {
+    run->engine.step();
+    ADD_FAILURE() << "a step without a number was taken";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("not finite"), std::string::npos) << error.what();
+  }
+  if (has_store()) {
+    EXPECT_EQ(run->engine.committed_step(), 2u);
+  }
+  run->model.gradient_scale = 1;
+  goes_on_from(std::move(run), 2);
+}
+
+TEST_P(BackwardMode, APassLeftAfterAFinishEndsTheEngineAndCostsNoCommit) {
+  auto run = fresh();
+  run->model.train(1, 2);
+  run->model.in_backward = [&](std::size_t unit) {
+    if (unit == 1) throw std::runtime_error("the program's own");
+  };
+  EXPECT_THROW(run->model.pass(3), std::runtime_error);
+  run->model.in_backward = [](std::size_t) {};
+  run->engine.discard();
+  goes_on_from(std::move(run), 2);
+}
+
+TEST_P(BackwardMode, DiscardedGradientsEndTheEngineAndCostNoCommit) {
+  auto run = fresh();
+  run->model.train(1, 2);
+  run->model.pass(3);
+  run->engine.discard();
+  goes_on_from(std::move(run), 2);
+}
+
+TEST_P(BackwardMode, APassThatIsDroppedBeforeItsFirstFinishDoesNoHarm) {
+  const auto run = fresh();
+  run->model.train(1, 3);
+  for (const std::size_t thrown_at : {0u, 2u}) {
+    run->model.in_forward = [&](std::size_t unit) {
+      if (unit == thrown_at) throw std::runtime_error("the program's own");
+    };
+    EXPECT_THROW(run->model.pass(4), std::runtime_error);
+    run->model.in_forward = [](std::size_t) {};
+    run->engine.discard();
+  }
+  run->model.train(4, 6);
+  EXPECT_EQ(digests_of(run->engine, run->model), expected(6));
+}
+
+TEST_P(BackwardMode, AnUpdateThatCannotBeCommittedIsReported) {
+  auto run = fresh();
+  run->model.train(1, 2);
+  run->engine.settle();
+  run->engine.set_learning_rate(GroupId{0}, 1e38);
+  run->model.pass(3);
+  const StepReport report = run->engine.step();
+  EXPECT_TRUE(report.applied);
+  EXPECT_THROW(run->engine.settle(), Error);
+  if (has_store()) {
+    EXPECT_THROW(report.committed.wait(), Error);
+    EXPECT_EQ(run->engine.committed_step(), 2u);
+  }
+  goes_on_from(std::move(run), 2);
+}
+
+TEST(BackwardModeOnRanks, AllHearOfAGradientThatIsNotFiniteOnOne) {
+  const TempDirectory directory;
+  const ToySetup setup = setup_of({"", kNvme, kNvme}, UpdateMode::backward, directory / "store");
+  std::atomic<int> heard{0};
+  on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, {});
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    if (rank == 1) model.gradient_scale = std::numeric_limits<float>::infinity();
+    model.pass(3);
+    try {
+      engine.step();
+    } catch (const Error&) {
+      ++heard;
+    }
+    EXPECT_EQ(engine.committed_step(), 2u);
+  });
+  EXPECT_EQ(heard, 3);
+}
+
+TEST(BackwardModeOnRanks, AFailureOnOneRankIsNamedOnTheOthers) {
+  const TempDirectory directory;
+  const ToySetup setup = setup_of({"", kNvme, kNvme}, UpdateMode::backward, directory / "store");
+  std::atomic<int> named{0};
+  on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, {});
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    if (rank == 1) engine.set_learning_rate(GroupId{0}, 1e38);  // this rank's shard alone becomes too large
+    model.pass(3);
+    const StepReport report = engine.step();
+    try {
+      report.committed.wait();
+      ADD_FAILURE() << "committed on rank " << rank;
+    } catch (const CommError& error) {
+      named += std::string(error.what()).find("rank 1") != std::string::npos ? 1 : 0;
+    } catch (const Error&) {
+      EXPECT_EQ(rank, 1);
+    }
+  });
+  EXPECT_EQ(named, 2);
+}
+
+TEST(BackwardModeOptions, AreRefusedWhereAStepCanBeChangedOrVetoed) {
+  const auto refused = [](const std::function<void(EngineOptions&)>& change) {
+    ToySetup setup = setup_of({"", kPinned, kPinned}, UpdateMode::backward, "");
+    change(setup.engine);
+    Runtime runtime(setup.runtime);
+    try {
+      Engine engine(runtime, setup.engine);
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(refused([](EngineOptions&) {}), "");
+  EXPECT_NE(refused([](EngineOptions& o) { o.gradient_clipping = 1; }).find("gradient_clipping"), std::string::npos);
+  EXPECT_NE(refused([](EngineOptions& o) { o.loss_scale = toy_loss_scale(); }).find("fp16"), std::string::npos);
+  EXPECT_NE(refused([](EngineOptions& o) { o.optimizer = o.parameters = kDevice; }).find("offloaded"),
+            std::string::npos);
+}
+
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+TEST(BackwardModeMemory, HoldsNoGradientsBeyondTheLargestUnits) {
+  const ModelShape model = uniform_model(100 * 16384 * 10, 100);  // ten tiles a unit
+  const auto least = [&](UpdateMode mode, unsigned micro_batches = 1) {
+    EngineOptions options = setup_of({"", kPinned, kNvme}, mode, "/nowhere").engine;
+    options.micro_batches_max = micro_batches;
+    return predict({}, options, model, 1).pinned.least_bytes;
+  };
+  const std::uint64_t unit = 2 * 16384 * 10;
+  EXPECT_EQ(least(UpdateMode::forward) - least(UpdateMode::backward), 99 * unit);
+  EXPECT_EQ(least(UpdateMode::forward, 2), least(UpdateMode::backward, 2));  // sums over passes have homes
+}
+
+TEST(BackwardModeMemory, ARingOfItsOwnIsNeverMoreThanAllGradients) {
+  const ModelShape model = uniform_model(100 * 16384 * 10, 100);
+  const auto held = [&](UpdateMode mode) {
+    const EngineOptions options = setup_of({"", kPinned, kNvme}, mode, "/nowhere").engine;
+    return predict({}, options, model, 1).pinned.bytes;
+  };
+  EXPECT_EQ(held(UpdateMode::forward), held(UpdateMode::backward));  // 1 GiB is plenty
+}
+
+TEST(GradientRing, KeepsPiecesApartAndWaitsForTheOldest) {
+  std::vector<std::byte> block(100);
+  detail::GradientRing ring(block);
+  std::deque<Promise> promises;
+  const auto take = [&](std::uint64_t bytes) {
+    const auto offset = static_cast<std::uint64_t>(ring.take(bytes) - block.data());
+    promises.emplace_back();
+    ring.lend(promises.back().completion());
+    return offset;
+  };
+  EXPECT_EQ(take(40), 0u);
+  EXPECT_EQ(take(40), 40u);
+  promises[0].complete();
+  EXPECT_EQ(take(30), 0u);  // 20 at the end are too few
+  EXPECT_EQ(take(10), 30u);
+  std::atomic<bool> came{false};
+  std::uint64_t fifth = 1;
+  std::thread waiting([&] {
+    fifth = take(60);
+    came = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(came);
+  promises[1].fail(std::make_exception_ptr(Error("an update")));  // 60 are free from 40 on
+  waiting.join();
+  EXPECT_EQ(fifth, 40u);
+  promises[3].complete();
+  promises[2].complete();
+  promises[4].complete();
+  EXPECT_EQ(take(100), 0u);
+  promises[5].complete();
+}
+
+}  // namespace
+}  // namespace hoist::test
