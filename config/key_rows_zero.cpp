@@ -102,8 +102,9 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .default_value = "1.0",
        .range = {.max = 1},
        .neutral = "1.0",
-       .meaning = "Share of the optimizer state that is offloaded.",
-       .note = "all of it is offloaded; use 1.0"},
+       .meaning = "DeepSpeed: share of the parameters that the CPU updates, the rest staying with the GPU.",
+       .note = "the CPU updates all of them; use 1.0 (hoist.optimizer_pinned_fraction is what divides states between "
+               "memory and NVMe)"},
       refused("zero_optimization.offload_optimizer.super_offload", ValueType::boolean, "false",
               "DeepSpeed's speculative CPU optimizer.", "updates are never speculative here; leave this key out"),
       {.path = "zero_optimization.offload_optimizer.cpuadam_cores_perc",
