@@ -120,10 +120,13 @@ std::vector<KeyRow> engine_rows() {
        .meaning =
            "When parameters are updated; the result is the same. step: inside Engine::step. forward: under the next "
            "pass, each unit before its weights are needed. backward: each unit as soon as its gradient is final; "
-           "gradients then take no memory of their own (but with several micro-batches in horizontal order), weights "
-           "on NVMe are read once more a step than in forward, clipping and loss scaling are refused, and a gradient "
-           "that is not finite ends the run instead of being skipped. auto: forward, unless optimizer state is on the "
-           "device.",
+           "pinned memory for the largest unit's gradient is then enough (for all of them with several micro-batches "
+           "in "
+           "horizontal order), weights on NVMe are read once more a step than in forward, clipping and loss scaling "
+           "are "
+           "refused, and a gradient that is not finite ends the run, where the other modes skip the step. auto: "
+           "forward, "
+           "unless optimizer state is on the device.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.update_mode = as_text(v) == "step"       ? UpdateMode::step

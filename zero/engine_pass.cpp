@@ -267,12 +267,12 @@ void Engine::Impl::settle_together() {
 
 void Engine::Impl::await_deferred() {
   const TimePoint begin = Clock::now();
-  const Nanoseconds updating_before = live.deferred->busy();
+  const Nanoseconds busy_before = live.deferred->busy();
   live.deferred->finish();
   const Nanoseconds waited = Clock::now() - begin;
-  const Nanoseconds updating = std::min(waited, live.deferred->busy() - updating_before);
-  runtime.ledger().waited(WaitCause::optimizer, updating);
-  runtime.ledger().waited(WaitCause::nvme, waited - updating);
+  const Nanoseconds busy = std::min(waited, live.deferred->busy() - busy_before);
+  runtime.ledger().waited(WaitCause::optimizer, busy);
+  runtime.ledger().waited(WaitCause::nvme, waited - busy);
 }
 
 // What of the waiting was for reductions is booked as such, as far as the communicator reports when it was busy.

@@ -40,8 +40,8 @@ ToySetup setup_of(const Where& where, UpdateMode mode, const std::string& direct
 
 ToySetup simplest() { return setup_of({"", kPinned, kPinned}, UpdateMode::step, ""); }
 
-struct Run {
-  explicit Run(const ToySetup& setup, const ToyShape& shape = {})
+struct Training {
+  explicit Training(const ToySetup& setup, const ToyShape& shape = {})
       : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
   Runtime runtime;
   Engine engine;
@@ -56,8 +56,8 @@ class BackwardMode : public testing::TestWithParam<Where> {
     setup.runtime.host_device.chaos_seed = 5;
     return setup;
   }
-  std::unique_ptr<Run> fresh() const {
-    auto run = std::make_unique<Run>(setup());
+  std::unique_ptr<Training> fresh() const {
+    auto run = std::make_unique<Training>(setup());
     run->engine.initialize(run->model.fill());
     return run;
   }
@@ -66,12 +66,12 @@ class BackwardMode : public testing::TestWithParam<Where> {
     return train_once(simplest(), shape, steps);
   }
   // The engine is of no more use; a new one goes on from the last commit, which `step` is, to the same bits.
-  void goes_on_from(std::unique_ptr<Run> failed, std::uint64_t step) const {
+  void goes_on_from(std::unique_ptr<Training> failed, std::uint64_t step) const {
     EXPECT_THROW(failed->engine.settle(), Error);
     EXPECT_THROW(failed->model.pass(step + 1), Error);
     failed.reset();
     if (!has_store()) return;
-    Run resumed(setup());
+    Training resumed(setup());
     ASSERT_EQ(resumed.engine.restore().step, step);
     resumed.model.train(step + 1, step + 2);
     Digests end = expected(step + 2);
@@ -108,7 +108,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithTheLeastPinnedMemory) {
     ToySetup least = setup();
     if (has_store()) least.engine.store_directory = store / "store";
     {
-      Run model_only(least);
+      Training model_only(least);
       const Prediction predicted = predict(least.runtime, least.engine, model_only.engine.shape(), ranks);
       least.runtime.pinned_memory_bytes = round_up(predicted.pinned.least_bytes, kBlockAlignment);
     }
@@ -124,7 +124,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithSeveralMicroBatches) {
       const auto train = [&](ToySetup setup) {
         setup.engine.micro_batches_max = 3;
         setup.engine.micro_batch_order = vertical ? MicroBatchOrder::vertical : MicroBatchOrder::horizontal;
-        Run run(setup);
+        Training run(setup);
         run.engine.initialize(run.model.fill());
         run.model.micro_batches = held;
         run.model.vertical = vertical;
@@ -148,7 +148,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWhateverIsCommitted) {
     s.engine.durability = durable ? tiers::Durability::step : tiers::Durability::none;
     s.engine.commit_every = durable ? 3 : 1;
     s.engine.keep_steps = durable ? 2 : 0;
-    Run run(s);
+    Training run(s);
     run.engine.initialize(run.model.fill());
     for (std::uint64_t step = 1; step <= 7; ++step) {
       run.model.train(step, step);
@@ -176,11 +176,11 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithEveryOptimizer) {
 }
 
 TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
-  Run step(simplest());
+  Training step(simplest());
   step.engine.initialize(step.model.fill());
   const auto backward = fresh();
   for (std::uint64_t i = 1; i <= 4; ++i) {
-    for (Run* run : {&step, backward.get()}) {
+    for (Training* run : {&step, backward.get()}) {
       run->engine.set_learning_rate(GroupId{0}, 1e-2 / static_cast<double>(i));
       run->model.train(i, i);
     }
@@ -193,7 +193,7 @@ TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
     if (i == 2) backward->engine.settle();
     if (i != 3) continue;
     EXPECT_EQ(backward->model.evaluate(), step.model.evaluate());
-    for (Run* run : {&step, backward.get()}) {
+    for (Training* run : {&step, backward.get()}) {
       std::vector<float> values(100);
       run->engine.read(run->model.matrix(1), State::master, 50, values);
       for (float& value : values) value *= 2;
@@ -206,7 +206,7 @@ TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
 TEST_P(BackwardMode, AnOrderlyEndCarriesOutTheLastStep) {
   if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
   { fresh()->model.train(1, 3); }
-  Run resumed(setup());
+  Training resumed(setup());
   EXPECT_EQ(resumed.engine.restore().step, 3u);
   resumed.model.train(4, 5);
   resumed.model.losses = expected(5).losses;
