@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What moments of bf16 do to a training curve: hoist-gpt learns one text with moments of fp32 and of bf16.
+"""What smaller optimizer state does to a training curve: hoist-gpt learns one text with state of fp32 and of each smaller
+kind.
 
-    bench/moments_curve.py --gpt build/release/bin/hoist-gpt [--text FILE] [--steps N] [--seeds N] [--json FILE]
+    bench/moments_curve.py --gpt build/release/bin/hoist-gpt [--text FILE] [--steps N] [--seeds N] [--kinds bf16,fp8+int8]
+        [--beta2 B] [--json FILE]
 
-Each seed gives other initial weights and batches; a seed's runs differ in nothing but the moments. How far apart two
-seeds end is the control: what is smaller than that nobody would see. State lives in pinned memory: where it lives changes
-no bit. Losses are means over windows of a tenth of the steps, each with the mean over the seeds of its difference from fp32.
+A kind is hoist.moments_dtype, or that and hoist.remainder_dtype: "fp8+int8". Each seed gives other initial weights and
+batches; a seed's runs differ in nothing but the state. How far apart two seeds end is the control: what is smaller than that
+nobody would see. State lives in pinned memory: where it lives changes no bit. Losses are means over windows of a tenth of the
+steps, each with the mean over the seeds of its difference from fp32, and the largest of any seed.
 """
 import argparse
 import json
@@ -27,9 +30,11 @@ CONFIG = {
 WINDOWS = 10
 
 
-def losses(args, moments, seed, directory):
+def losses(args, kind, seed, directory):
     config = json.loads(json.dumps(CONFIG))
-    config["hoist"]["moments_dtype"] = moments
+    moments, _, remainder = kind.partition("+")
+    config["hoist"] |= {"moments_dtype": moments, "remainder_dtype": remainder or "int16"}
+    config["optimizer"]["params"]["betas"][1] = args.beta2
     config_path, report = os.path.join(directory, "config.json"), os.path.join(directory, "report.json")
     with open(config_path, "w") as file:
         json.dump(config, file)
@@ -50,32 +55,37 @@ def main():
     parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kinds", default="bf16,fp8,fp8+int8", help="what is compared with fp32 (bf16,fp8,fp8+int8)")
+    parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.steps < WINDOWS or args.seeds < 2:
         parser.error(f"at least {WINDOWS} steps and 2 seeds")
 
-    curves = {"fp32": [], "bf16": []}
+    kinds = args.kinds.split(",")
+    curves = {kind: [] for kind in ["fp32"] + kinds}
     with tempfile.TemporaryDirectory() as directory:
         for seed in range(1, args.seeds + 1):
-            for moments, of_seeds in curves.items():
-                of_seeds.append(losses(args, moments, seed, directory))
+            for kind, of_seeds in curves.items():
+                of_seeds.append(losses(args, kind, seed, directory))
 
     rows = []
-    print(f"{'steps':>12} {'fp32':>8} {'bf16':>8} {'difference':>11} {'of one seed, at most':>21} {'between seeds':>14}")
+    print(f"{'steps':>12} {'fp32':>8}" + "".join(f" {kind:>10} {'at most':>8}" for kind in kinds) + f" {'between seeds':>14}")
     for w in range(WINDOWS):
-        fp32, bf16 = ([curve[w] for curve in curves[moments]] for moments in ("fp32", "bf16"))
-        differences = [b - f for f, b in zip(fp32, bf16)]
+        fp32 = [curve[w] for curve in curves["fp32"]]
         row = {"first_step": w * (args.steps // WINDOWS) + 1, "last_step": (w + 1) * (args.steps // WINDOWS),
-               "fp32": statistics.fmean(fp32), "bf16": statistics.fmean(bf16),
-               "difference": statistics.fmean(differences), "largest_difference": max(map(abs, differences)),
-               "between_seeds": max(fp32) - min(fp32)}
+               "fp32": statistics.fmean(fp32), "between_seeds": max(fp32) - min(fp32), "differences": {}}
+        text = f"{row['first_step']:>5} - {row['last_step']:>4} {row['fp32']:>8.4f}"
+        for kind in kinds:
+            differences = [curve[w] - f for curve, f in zip(curves[kind], fp32)]
+            found = {"mean": statistics.fmean(differences), "largest": max(map(abs, differences))}
+            row["differences"][kind] = found
+            text += f" {found['mean']:>+10.4f} {found['largest']:>8.4f}"
         rows.append(row)
-        print(f"{row['first_step']:>5} - {row['last_step']:>4} {row['fp32']:>8.4f} {row['bf16']:>8.4f} "
-              f"{row['difference']:>+11.4f} {row['largest_difference']:>21.4f} {row['between_seeds']:>14.4f}")
+        print(text + f" {row['between_seeds']:>14.4f}")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"steps": args.steps, "seeds": args.seeds, "windows": rows}, file, indent=1)
+            json.dump({"steps": args.steps, "seeds": args.seeds, "beta2": args.beta2, "windows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

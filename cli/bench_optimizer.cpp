@@ -57,6 +57,7 @@ struct Kernel {
 
 std::string_view master_name(const KernelCase& what) {
   if (what.master == DType::fp16) return "fp32 beside fp16";
+  if (what.master == DType::bf16 && what.optimizer.remainder == RemainderType::int8) return "24-bit split";
   return what.master == DType::fp32 ? "fp32" : "split";
 }
 
@@ -66,7 +67,7 @@ std::string title(const KernelCase& what) {
   const optim::StateForm state = optim::state_form(what.optimizer);
   if (state.state == optim::OptimizerState::momentum) text += " with momentum";
   text += fmt::format(", {} master", master_name(what));
-  if (optim::moment_count(state.state) > 0) text += fmt::format(", {} moments", dtype_name(state.moments));
+  if (optim::moment_count(state.state) > 0) text += fmt::format(", {} moments", moment_type_name(state.moments));
   text += fmt::format(", {} gradient", dtype_name(what.gradient));
   if (!what.instruction_set.empty()) text += ", " + what.instruction_set;
   if (what.checksum) text += ", checksums";
@@ -75,7 +76,10 @@ std::string title(const KernelCase& what) {
 
 std::vector<Kernel> kernels() {
   const OptimizerOptions adamw{.learning_rate = 1e-5};
-  const OptimizerOptions half_moments{.learning_rate = 1e-5, .moments = DType::bf16};
+  const OptimizerOptions half_moments{.learning_rate = 1e-5, .moments = MomentType::bf16};
+  const OptimizerOptions fp8_moments{.learning_rate = 1e-5, .moments = MomentType::fp8};
+  OptimizerOptions all_of_8_bits = fp8_moments;
+  all_of_8_bits.remainder = RemainderType::int8;
   const auto other = [](OptimizerKind kind, double momentum = 0) {
     OptimizerOptions options = optim::default_options(kind);
     options.learning_rate = 1e-5;
@@ -86,6 +90,8 @@ std::vector<Kernel> kernels() {
       {{.optimizer = adamw, .master = DType::fp32, .gradient = DType::fp32}, 0.95},
       {{.optimizer = adamw}, 0.92},
       {{.optimizer = half_moments}, 0.90},
+      {{.optimizer = fp8_moments}},
+      {{.optimizer = all_of_8_bits}},
       {{.optimizer = adamw, .checksum = true}},
       {{.optimizer = adamw, .gradient = DType::fp32}},
       {{.optimizer = adamw, .gradient = DType::fp16}},
@@ -181,7 +187,7 @@ Json kernel_json(const Kernel& kernel, const KernelResult& result) {
   const optim::StateForm state = optim::state_form(kernel.what.optimizer);
   Json json{{"optimizer", optim::optimizer_name(kernel.what.optimizer.kind)},
             {"master", master_name(kernel.what)},
-            {"moments", optim::moment_count(state.state) == 0 ? Json(nullptr) : Json(dtype_name(state.moments))},
+            {"moments", optim::moment_count(state.state) == 0 ? Json(nullptr) : Json(moment_type_name(state.moments))},
             {"gradient", dtype_name(kernel.what.gradient)},
             {"ratio_to_stream", measure::median(result.ratios)},
             {"limit", result.limit()},

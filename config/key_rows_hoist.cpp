@@ -160,17 +160,33 @@ std::vector<KeyRow> engine_rows() {
       {.path = "hoist.moments_dtype",
        .type = ValueType::choice,
        .default_value = "\"fp32\"",
-       .choices = {"fp32", "bf16"},
+       .choices = {"fp32", "bf16", "fp8"},
        .meaning = "What the optimizer's moments are kept as. bf16: half the bytes, the second moment rounded "
+                  "stochastically. fp8: little more than a quarter, in blocks that share an exponent, both rounded "
                   "stochastically (docs/optimizers.md). A store is written with one and read with the same.",
        .apply =
            [](Draft& d, const Value& v) {
-             d.engine.optimizer_defaults.moments = as_text(v) == "bf16" ? DType::bf16 : DType::fp32;
+             d.engine.optimizer_defaults.moments = as_text(v) == "bf16"  ? MomentType::bf16
+                                                   : as_text(v) == "fp8" ? MomentType::fp8
+                                                                         : MomentType::fp32;
+           }},
+      {.path = "hoist.remainder_dtype",
+       .type = ValueType::choice,
+       .default_value = "\"int16\"",
+       .choices = {"int16", "int8"},
+       .meaning =
+           "What is kept of the fp32 master beside a weight of bf16. int16: all of it. int8: masters have 24 bits, "
+           "rounded stochastically (docs/optimizers.md). Nothing to weights of fp16 and fp32, whose masters are "
+           "whole. A store is written with one and read with the same.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.engine.optimizer_defaults.remainder = as_text(v) == "int8" ? RemainderType::int8 : RemainderType::int16;
            }},
       {.path = "hoist.moments_seed",
        .type = ValueType::integer,
        .default_value = "0",
-       .meaning = "Of the stochastic rounding of moments: the same seed, the same bits, on any number of threads.",
+       .meaning = "Of the stochastic rounding of moments and masters: the same seed, the same bits, on any number of "
+                  "threads.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.rounding_seed = as_count(v); }},
       {.path = "hoist.update_threads",
        .type = ValueType::integer,

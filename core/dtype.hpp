@@ -36,13 +36,35 @@ struct SplitMaster {
 
 constexpr SplitMaster split_master(float master) {
   const auto b = std::bit_cast<std::uint32_t>(master);
-  return {bf16{static_cast<std::uint16_t>((b + 0x8000u) >> 16)}, static_cast<std::int16_t>(static_cast<std::uint16_t>(b))};
+  return {bf16{static_cast<std::uint16_t>((b + 0x8000u) >> 16)},
+          static_cast<std::int16_t>(static_cast<std::uint16_t>(b))};
 }
 
 constexpr float join_master(bf16 weight, std::int16_t remainder) {
   const auto high = static_cast<std::uint32_t>(weight.bits) << 16;
   return std::bit_cast<float>(high + static_cast<std::uint32_t>(static_cast<std::int32_t>(remainder)));
 }
+
+// A master of 24 bits: what is beside the weight are the upper 8 bits of the remainder, and the master's last 8 are
+// zero.
+constexpr float join_master(bf16 weight, std::int8_t remainder) {
+  return join_master(weight, static_cast<std::int16_t>(remainder * 256));
+}
+// How the moments of an optimizer are kept. fp8: 8 bits each, in blocks of kMomentBlock that share an exponent of 8
+// bits (optim_cpu/block_fp8.hpp).
+enum class MomentType : std::uint8_t { fp32 = 0, bf16 = 1, fp8 = 2 };
+std::string_view moment_type_name(MomentType type);
+inline constexpr std::uint64_t kMomentBlock = 8;
+// Of one moment of `elements` parameters, a multiple of kMomentBlock.
+constexpr std::uint64_t moment_bytes(MomentType type, std::uint64_t elements) {
+  if (type == MomentType::fp8) return elements + elements / kMomentBlock;
+  return elements * (type == MomentType::fp32 ? 4 : 2);
+}
+
+// What is kept of the fp32 master beside a bf16 weight: all of it, or 8 bits less.
+enum class RemainderType : std::uint8_t { int16 = 0, int8 = 1 };
+std::string_view remainder_type_name(RemainderType type);
+constexpr std::uint64_t remainder_bytes(RemainderType type) { return type == RemainderType::int16 ? 2 : 1; }
 
 // The same rounding where no remainder is kept: gradients and activations. NaN stays NaN (a payload in the low half
 // alone would round into infinity or past it).
@@ -56,6 +78,13 @@ constexpr bf16 to_bf16(float value) {
 inline constexpr std::uint32_t kMasterLimitBits = 0x7F7F8000u;
 constexpr bool master_is_committable(float master) {
   return (std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu) < kMasterLimitBits;
+}
+
+// To the nearest master of 24 bits, halves away from zero; at the very end of what may be committed, down.
+constexpr float to_master24(float master) {
+  const auto b = std::bit_cast<std::uint32_t>(master);
+  const std::uint32_t nearest = (b + 0x80u) & ~0xFFu;
+  return std::bit_cast<float>((nearest & 0x7FFFFFFFu) < kMasterLimitBits ? nearest : b & ~0xFFu);
 }
 
 // The same of masters beside fp16 weights: from 65520 on they round to infinity.

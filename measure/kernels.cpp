@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <limits>
+#include <span>
 #include <thread>
 
 #include <fmt/format.h>
@@ -14,6 +15,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/stream.hpp>
+#include <hoist/optim_cpu/block_fp8.hpp>
 #include <hoist/optim_cpu/update.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/platform/host_memory.hpp>
@@ -52,7 +54,7 @@ class State {
       : what_(what),
         count_(count),
         moments_(optim::moment_count(optim::state_of(what.optimizer))),
-        memory_({.bytes = count * bytes_per_parameter(what) + 8 * kGap, .touch_threads = threads}) {
+        memory_({.bytes = count * bytes_per_parameter(what) + 10 * kGap, .touch_threads = threads}) {
     std::byte* at = memory_.bytes().data();
     const auto take = [&](std::size_t width) {
       std::byte* const array = at;
@@ -61,18 +63,26 @@ class State {
     };
     arrays_.count = count;
     arrays_.master[0] = take(what.master == DType::bf16 ? 2 : 4);
-    if (what.master == DType::bf16) arrays_.master[1] = take(2);
+    arrays_.remainder_bytes = remainder_bytes(what.optimizer.remainder);
+    if (what.master == DType::bf16) arrays_.master[1] = take(arrays_.remainder_bytes);
     if (what.master == DType::fp16) arrays_.weight = take(2);
     arrays_.moment_count = moments_;
-    arrays_.moment_bytes = dtype_bytes(optim::state_form(what.optimizer).moments);
-    for (unsigned i = 0; i < moments_; ++i) arrays_.moments[i] = take(arrays_.moment_bytes);
+    const MomentType type = optim::state_form(what.optimizer).moments;
+    arrays_.moment_bytes = type == MomentType::fp8 ? 1 : moment_bytes(type, 1);
+    for (unsigned i = 0; i < moments_; ++i) {
+      arrays_.moments[i] = take(arrays_.moment_bytes);
+      if (arrays_.moment_bytes == 1) arrays_.scales[i] = reinterpret_cast<std::uint8_t*>(take(1));
+    }
     arrays_.gradient_bytes = dtype_bytes(what.gradient);
     arrays_.gradient = take(arrays_.gradient_bytes);
   }
 
   static std::size_t bytes_per_parameter(const KernelCase& what) {
-    return 4 + (what.master == DType::fp16 ? 2 : 0) + optim::state_form(what.optimizer).moment_bytes() +
-           dtype_bytes(what.gradient);
+    const optim::StateForm form = optim::state_form(what.optimizer);
+    const unsigned moments = optim::moment_count(form.state);
+    // Of fp8: a byte for the element, and one of which an eighth is needed.
+    const std::size_t moment = form.moments == MomentType::fp8 ? 2 : moment_bytes(form.moments, 1);
+    return 4 + (what.master == DType::fp16 ? 2 : 0) + moments * moment + dtype_bytes(what.gradient);
   }
 
   void fill(std::size_t first, std::size_t count) {
@@ -82,16 +92,19 @@ class State {
         static_cast<float*>(arrays_.master[0])[i] = master;
         if (arrays_.weight != nullptr) static_cast<std::uint16_t*>(arrays_.weight)[i] = 0;  // its page is there
       } else {
-        const SplitMaster split = split_master(master);
+        const SplitMaster split = split_master(arrays_.remainder_bytes == 1 ? to_master24(master) : master);
         static_cast<bf16*>(arrays_.master[0])[i] = split.weight;
-        static_cast<std::int16_t*>(arrays_.master[1])[i] = split.remainder;
+        if (arrays_.remainder_bytes == 1)
+          static_cast<std::int8_t*>(arrays_.master[1])[i] = static_cast<std::int8_t>(split.remainder / 256);
+        if (arrays_.remainder_bytes == 2) static_cast<std::int16_t*>(arrays_.master[1])[i] = split.remainder;
       }
       for (unsigned m = 0; m < moments_; ++m) {
-        const bool is_second = m == 1 || !optim::has_moment1(optim::state_of(what_.optimizer));
+        const bool is_second = is_second_moment(m);
         const auto moment =
             static_cast<float>(is_second ? 1e-6 * random_uniform(3, i) : 1e-3 * (random_uniform(2, i) - 0.5));
         if (arrays_.moment_bytes == 2) static_cast<bf16*>(arrays_.moments[m])[i] = to_bf16(moment);
         if (arrays_.moment_bytes == 4) static_cast<float*>(arrays_.moments[m])[i] = moment;
+        if (arrays_.moment_bytes == 1) put_fp8(m, i, moment);
       }
       put_gradient(i, static_cast<float>(1e-3 * (random_uniform(4, i) - 0.5)));
     }
@@ -104,9 +117,11 @@ class State {
         array = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(array))) + first * width;
     };
     advance(part.master[0], part.is_split() ? 2 : 4);
-    advance(part.master[1], 2);
+    advance(part.master[1], part.remainder_bytes);
     advance(part.weight, 2);
     for (void*& moment : part.moments) advance(moment, part.moment_bytes);
+    for (std::uint8_t*& scales : part.scales)
+      if (scales != nullptr) scales += first / kMomentBlock;
     advance(part.gradient, part.gradient_bytes);
     part.count = count;
     return part;
@@ -117,18 +132,25 @@ class State {
     const bool has_first = optim::has_moment1(optim::state_of(what_.optimizer));
     void* const moment1 = has_first ? a.moments[0] : nullptr;
     void* const moment2 = has_first ? a.moments[1] : a.moments[0];
-    const DType moment_dtype = optim::state_form(what_.optimizer).moments;
+    std::uint8_t* const scale1 = has_first ? a.scales[0] : nullptr;
+    std::uint8_t* const scale2 = has_first ? a.scales[1] : a.scales[0];
+    const MomentType moment_type = optim::state_form(what_.optimizer).moments;
+    const bool has_master24 = a.remainder_bytes == 1;
     const optim::Rounding rounding{.key = 1, .first = static_cast<std::uint32_t>(first)};
     if (a.is_split()) {
-      return optim::update_tile(c, optim::SplitTile{.weight = static_cast<bf16*>(a.master[0]),
-                                                    .remainder = static_cast<std::int16_t*>(a.master[1]),
-                                                    .moment1 = moment1,
-                                                    .moment2 = moment2,
-                                                    .gradient = a.gradient,
-                                                    .gradient_dtype = what_.gradient,
-                                                    .count = count,
-                                                    .moment_dtype = moment_dtype,
-                                                    .rounding = rounding});
+      return optim::update_tile(
+          c, optim::SplitTile{.weight = static_cast<bf16*>(a.master[0]),
+                              .remainder = has_master24 ? nullptr : static_cast<std::int16_t*>(a.master[1]),
+                              .moment1 = moment1,
+                              .moment2 = moment2,
+                              .gradient = a.gradient,
+                              .gradient_dtype = what_.gradient,
+                              .count = count,
+                              .moment_type = moment_type,
+                              .rounding = rounding,
+                              .scale1 = scale1,
+                              .scale2 = scale2,
+                              .remainder8 = has_master24 ? static_cast<std::int8_t*>(a.master[1]) : nullptr});
     }
     if (a.weight != nullptr) {
       return optim::update_tile(c, optim::Fp16Tile{.weight = static_cast<std::uint16_t*>(a.weight),
@@ -138,8 +160,10 @@ class State {
                                                    .gradient = a.gradient,
                                                    .gradient_dtype = what_.gradient,
                                                    .count = count,
-                                                   .moment_dtype = moment_dtype,
-                                                   .rounding = rounding});
+                                                   .moment_type = moment_type,
+                                                   .rounding = rounding,
+                                                   .scale1 = scale1,
+                                                   .scale2 = scale2});
     }
     return optim::update_tile(c, optim::WholeTile{.weight = static_cast<float*>(a.master[0]),
                                                   .moment1 = moment1,
@@ -147,8 +171,10 @@ class State {
                                                   .gradient = a.gradient,
                                                   .gradient_dtype = what_.gradient,
                                                   .count = count,
-                                                  .moment_dtype = moment_dtype,
-                                                  .rounding = rounding});
+                                                  .moment_type = moment_type,
+                                                  .rounding = rounding,
+                                                  .scale1 = scale1,
+                                                  .scale2 = scale2});
   }
 
   // Of what a step writes, while it is in cache.
@@ -159,16 +185,31 @@ class State {
       if (array != nullptr) sum = hoist::checksum({static_cast<const std::byte*>(array), count * width}, sum);
     };
     add(a.master[0], a.is_split() ? 2 : 4);
-    add(a.master[1], 2);
+    add(a.master[1], a.remainder_bytes);
     add(a.weight, 2);
     for (unsigned i = 0; i < a.moment_count; ++i) add(a.moments[i], a.moment_bytes);
+    for (const std::uint8_t* scales : a.scales)
+      if (scales != nullptr) sum = hoist::checksum(std::as_bytes(std::span(scales, count / kMomentBlock)), sum);
     return sum;
   }
 
-  std::size_t traffic_bytes() const { return arrays_.traffic_bytes(); }
+  double traffic_bytes() const { return arrays_.traffic_bytes(); }
 
  private:
   static constexpr std::size_t kGap = 4096 + 192;  // arrays at one offset within a page would evict each other
+
+  bool is_second_moment(unsigned m) const { return m == 1 || !optim::has_moment1(optim::state_of(what_.optimizer)); }
+
+  // One block of an exponent of its own, the same for all: about that of an ordinary largest element.
+  void put_fp8(unsigned m, std::size_t i, float value) {
+    const bool second = is_second_moment(m);
+    const std::array<float, 2> beside{second ? 1e-6f : 5e-4f, value};
+    std::array<std::uint8_t, 2> codes{};
+    (void)optim::encode_block(beside, std::span(optim::kAllNearest).first<2>(),
+                              second ? optim::Moment::second : optim::Moment::first, codes.data(),
+                              arrays_.scales[m][i / kMomentBlock]);
+    static_cast<std::uint8_t*>(arrays_.moments[m])[i] = codes[1];
+  }
 
   void put_gradient(std::size_t i, float value) {
     void* const gradient = const_cast<void*>(arrays_.gradient);
@@ -275,7 +316,7 @@ class Comparison {
 }  // namespace
 
 double KernelResult::gigabytes_per_second() const {
-  return static_cast<double>(parameters * traffic_bytes) / median(update_seconds) / 1e9;
+  return static_cast<double>(parameters) * traffic_bytes / median(update_seconds) / 1e9;
 }
 
 const char* KernelResult::limit() const { return in_cache_ratio < 1 && median(ratios) < 1 ? "arithmetic" : "memory"; }

@@ -45,7 +45,7 @@ struct KernelResult {
   std::string instruction_set;
   std::uint64_t parameters = 0;
   unsigned threads = 0;
-  std::uint64_t traffic_bytes = 0;     // a parameter: read and written
+  double traffic_bytes = 0;            // a parameter: read and written
   std::vector<double> ratios;          // speed of the update / of the stream, one for each round
   std::vector<double> control_ratios;  // stream / stream
   std::vector<double> update_seconds;

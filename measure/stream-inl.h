@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
@@ -57,7 +58,16 @@ HWY_INLINE std::byte* fetched(void* array, std::size_t i) {
   return at;
 }
 
-enum class Master { split, whole, beside_weight };
+// Scales of a block.
+HWY_INLINE void rewrite_scales(std::uint8_t* scales, std::size_t i, WordVector nothing) {
+  static_assert(kStreamBlock / kMomentBlock == sizeof(std::uint64_t));
+  std::uint64_t bytes;
+  std::memcpy(&bytes, scales + i / kMomentBlock, sizeof bytes);
+  bytes ^= hn::GetLane(nothing);
+  std::memcpy(scales + i / kMomentBlock, &bytes, sizeof bytes);
+}
+
+enum class Master { split, split24, whole, beside_weight };
 
 // Bytes a parameter: kMoment of each moment, kGradient of the gradient.
 template <bool kPrefetch, Master kMaster, unsigned kMoments, std::size_t kMoment, std::size_t kGradient>
@@ -67,12 +77,15 @@ unsigned stream_arrays(const StreamArrays& all, std::uint32_t zero) {
   WordVector sum = nothing;
   constexpr std::size_t n = kStreamBlock;
   for (std::size_t i = 0; i < a.count; i += n) {
-    constexpr std::size_t kWidth = kMaster == Master::split ? 2 : 4;
+    constexpr std::size_t kWidth = kMaster == Master::split || kMaster == Master::split24 ? 2 : 4;
     rewrite<n * kWidth>(fetched<n * kWidth, kPrefetch>(a.master[0], i), nothing);
     if constexpr (kMaster == Master::split) rewrite<n * 2>(fetched<n * 2, kPrefetch>(a.master[1], i), nothing);
+    if constexpr (kMaster == Master::split24) rewrite<n>(fetched<n, kPrefetch>(a.master[1], i), nothing);
     if constexpr (kMaster == Master::beside_weight) overwrite<n * 2>(fetched<n * 2, kPrefetch>(a.weight, i), nothing);
     if constexpr (kMoments > 0) rewrite<n * kMoment>(fetched<n * kMoment, kPrefetch>(a.moments[0], i), nothing);
     if constexpr (kMoments > 1) rewrite<n * kMoment>(fetched<n * kMoment, kPrefetch>(a.moments[1], i), nothing);
+    if constexpr (kMoments > 0 && kMoment == 1) rewrite_scales(a.scales[0], i, nothing);
+    if constexpr (kMoments > 1 && kMoment == 1) rewrite_scales(a.scales[1], i, nothing);
     sum = read<n * kGradient>(fetched<n * kGradient, kPrefetch>(const_cast<void*>(a.gradient), i), sum);
   }
   return hn::GetLane(sum);
@@ -87,6 +100,10 @@ unsigned by_gradient(const StreamArrays& a, std::uint32_t zero) {
 template <bool kPrefetch, Master kMaster>
 unsigned by_moments(const StreamArrays& a, std::uint32_t zero) {
   if (a.moment_count == 0) return by_gradient<kPrefetch, kMaster, 0, 4>(a, zero);
+  if (a.moment_bytes == 1) {
+    return a.moment_count == 1 ? by_gradient<kPrefetch, kMaster, 1, 1>(a, zero)
+                               : by_gradient<kPrefetch, kMaster, 2, 1>(a, zero);
+  }
   if (a.moment_bytes == 2) {
     return a.moment_count == 1 ? by_gradient<kPrefetch, kMaster, 1, 2>(a, zero)
                                : by_gradient<kPrefetch, kMaster, 2, 2>(a, zero);
@@ -98,7 +115,9 @@ unsigned by_moments(const StreamArrays& a, std::uint32_t zero) {
 template <bool kPrefetch>
 unsigned by_master(const StreamArrays& a, std::uint32_t zero) {
   if (a.weight != nullptr) return by_moments<kPrefetch, Master::beside_weight>(a, zero);
-  return a.is_split() ? by_moments<kPrefetch, Master::split>(a, zero) : by_moments<kPrefetch, Master::whole>(a, zero);
+  if (!a.is_split()) return by_moments<kPrefetch, Master::whole>(a, zero);
+  return a.remainder_bytes == 2 ? by_moments<kPrefetch, Master::split>(a, zero)
+                                : by_moments<kPrefetch, Master::split24>(a, zero);
 }
 
 inline unsigned any_stream(const StreamArrays& a, bool prefetch, std::uint32_t zero) {

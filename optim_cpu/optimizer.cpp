@@ -60,8 +60,6 @@ void check(const OptimizerOptions& options) {
   require(std::isfinite(options.dampening), "dampening", options.dampening, "a finite number");
   require_positive_or_zero("learning rate decay", options.learning_rate_decay);
   require_positive_or_zero("initial accumulator value", options.initial_accumulator);
-  if (options.moments == DType::fp16)
-    throw UsageError("moments of fp16 would overflow and vanish; they are fp32 or bf16");
   const bool plain_momentum = options.momentum > 0 && options.dampening == 0;
   if (options.kind == OptimizerKind::sgd && options.nesterov && !plain_momentum)
     throw UsageError("Nesterov's momentum needs a momentum above 0 and no dampening");
@@ -85,7 +83,9 @@ OptimizerState state_of(const OptimizerOptions& options) {
 // What keeps no moment keeps none of any type.
 StateForm state_form(const OptimizerOptions& options) {
   const OptimizerState state = state_of(options);
-  return {.state = state, .moments = state == OptimizerState::none ? DType::fp32 : options.moments};
+  return {.state = state,
+          .moments = state == OptimizerState::none ? MomentType::fp32 : options.moments,
+          .remainder = options.remainder};
 }
 
 std::string_view state_name(OptimizerState state) {

@@ -31,14 +31,15 @@ struct OptimizerOptions {
   double beta2 = 0.999;   // adamw, adam, lion
   double epsilon = 1e-8;  // adamw, adam, adagrad
   double weight_decay = 0.01;
-  bool bias_correction = true;      // adamw, adam
-  double momentum = 0;              // sgd; with 0 no moment is kept
-  double dampening = 0;             // sgd with momentum
-  bool nesterov = false;            // sgd with momentum and no dampening
-  double learning_rate_decay = 0;   // adagrad
-  double initial_accumulator = 0;   // adagrad: what the sum of squares begins with
-  DType moments = DType::fp32;      // or bf16: half the bytes (update.hpp says how they are rounded)
-  std::uint64_t rounding_seed = 0;  // of bf16 moments
+  bool bias_correction = true;                     // adamw, adam
+  double momentum = 0;                             // sgd; with 0 no moment is kept
+  double dampening = 0;                            // sgd with momentum
+  bool nesterov = false;                           // sgd with momentum and no dampening
+  double learning_rate_decay = 0;                  // adagrad
+  double initial_accumulator = 0;                  // adagrad: what the sum of squares begins with
+  MomentType moments = MomentType::fp32;           // update.hpp says how the others are rounded
+  RemainderType remainder = RemainderType::int16;  // beside bf16 weights. int8: masters of 24 bits
+  std::uint64_t rounding_seed = 0;                 // of bf16 and fp8 moments, and of masters of 24 bits
 };
 
 // PyTorch's defaults (Lion's: its paper's), which differ from kind to kind.
@@ -74,9 +75,9 @@ constexpr unsigned moment_count(OptimizerState state) {
 // How it is kept.
 struct StateForm {
   OptimizerState state = OptimizerState::adam;
-  DType moments = DType::fp32;
+  MomentType moments = MomentType::fp32;
+  RemainderType remainder = RemainderType::int16;  // of bf16 weights
 
-  constexpr std::uint64_t moment_bytes() const { return moment_count(state) * dtype_bytes(moments); }
   friend constexpr bool operator==(const StateForm&, const StateForm&) = default;
 };
 StateForm state_form(const OptimizerOptions& options);

@@ -10,10 +10,10 @@
 
 // clang-format off: the first include compiles the kernels for every dynamic target, the second for the baseline.
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "hoist/optim_cpu/detail/update-inl.h"
+#define HWY_TARGET_INCLUDE "hoist/optim_cpu/detail/packed-inl.h"
 #include <hwy/foreach_target.h>
 
-#include <hoist/optim_cpu/detail/update-inl.h>
+#include <hoist/optim_cpu/detail/packed-inl.h>
 // clang-format on
 
 namespace hoist::optim {

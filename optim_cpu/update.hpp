@@ -37,6 +37,11 @@
 // bits are a pure function of a key and the parameter's index (rounding_bits), and so the same for every tiling and
 // thread.
 //
+// Moments of fp8 (block_fp8.hpp) and the 8-bit remainder of a master of 24 bits are decoded exactly, updated in fp32 by
+// the formulas above, and rounded stochastically when they are stored, each to one of the two numbers beside it, so
+// that on average they go wherever fp32 ones would: 32 random bits an element (rounding_word), 16 of them for v, 8 for
+// m and 8 for p. The weight is then the new master of 24 bits, rounded to bf16 as ever.
+//
 // Weights of fp16 are written from the new p, rounded to nearest even; from 65520 on that is infinity, and the tile is
 // not to be committed.
 //
@@ -67,24 +72,41 @@ using Formula = UpdateFormula;
 using hoist::Rounding;
 using hoist::rounding_bits;
 
+// 32 random bits for parameter `index`, other ones than rounding_bits'.
+constexpr std::uint32_t rounding_word(std::uint32_t key, std::uint32_t index) {
+  std::uint32_t x = index ^ (key + 0x9E3779B9u);
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+// What of a rounding word is added where: to the 19 bits that a moment of fp8 drops (block_fp8.hpp), with half a unit
+// of the last random bit so that none is favoured, and to the 8 that a master of 24 bits drops.
+constexpr std::uint32_t added_to_moment1(std::uint32_t word) { return (word >> 24) << 11 | 1u << 10; }
+constexpr std::uint32_t added_to_moment2(std::uint32_t word) { return (word & 0xFFFFu) << 3 | 1u << 2; }
+constexpr std::uint32_t added_to_master24(std::uint32_t word) { return word >> 16 & 0xFFu; }
+
 // What one update of step `step` (counted from 1) needs, derived once in double and rounded once.
 // Pre: check(options).
 struct UpdateCoefficients : UpdateFactors {
   UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double gradient_scale);
 };
 
-// A tile whose master is split: master = join_master(weight, remainder). All arrays have `count` elements; moments that
-// the formula has not are not looked at.
+// A tile whose master is split: master = join_master(weight, remainder). All arrays have `count` elements, those of
+// scales one for each kMomentBlock begun; moments that the formula has not are not looked at. Blocks are counted from
+// the tile's first element.
 struct SplitTile {
-  bf16* weight = nullptr;  // read and written
-  std::int16_t* remainder = nullptr;
-  void* moment1 = nullptr;  // of `moment_dtype`
+  bf16* weight = nullptr;             // read and written
+  std::int16_t* remainder = nullptr;  // or remainder8
+  void* moment1 = nullptr;            // of `moment_type`; fp8: codes, std::uint8_t
   void* moment2 = nullptr;
   const void* gradient = nullptr;  // of `gradient_dtype`
   DType gradient_dtype = DType::bf16;
   std::size_t count = 0;
-  DType moment_dtype = DType::fp32;  // or bf16
-  Rounding rounding{};               // of bf16 moments
+  MomentType moment_type = MomentType::fp32;
+  Rounding rounding{};             // of bf16 and fp8 moments, and of masters of 24 bits
+  std::uint8_t* scale1 = nullptr;  // of fp8 moments
+  std::uint8_t* scale2 = nullptr;
+  std::int8_t* remainder8 = nullptr;  // in the place of `remainder`: a master of 24 bits
 };
 
 // A tile whose weights are fp16, beside whole masters: fp16 has fewer exponent bits than a master, which can therefore
@@ -97,8 +119,10 @@ struct Fp16Tile {
   const void* gradient = nullptr;
   DType gradient_dtype = DType::fp16;
   std::size_t count = 0;
-  DType moment_dtype = DType::fp32;
+  MomentType moment_type = MomentType::fp32;
   Rounding rounding{};
+  std::uint8_t* scale1 = nullptr;
+  std::uint8_t* scale2 = nullptr;
 };
 
 // A tile whose weights are fp32: they are the master.
@@ -109,8 +133,10 @@ struct WholeTile {
   const void* gradient = nullptr;
   DType gradient_dtype = DType::fp32;
   std::size_t count = 0;
-  DType moment_dtype = DType::fp32;
+  MomentType moment_type = MomentType::fp32;
   Rounding rounding{};
+  std::uint8_t* scale1 = nullptr;
+  std::uint8_t* scale2 = nullptr;
 };
 
 // Returns false when a master or moment came out that may not be committed (core/dtype.hpp master_is_committable, or

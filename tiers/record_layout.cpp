@@ -11,8 +11,7 @@ namespace hoist::tiers {
 RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(segments.begin(), segments.end()) {
   for (std::uint32_t index = 0; index < segments_.size(); ++index) {
     const RecordSegment& segment = segments_[index];
-    HOIST_ASSERT(segment.moment_count <= 2 && segment.moment_dtype != DType::fp16, "segment {}: {} moments of {}",
-                 index, segment.moment_count, dtype_name(segment.moment_dtype));
+    HOIST_ASSERT(segment.moment_count <= 2, "segment {}: {} moments", index, segment.moment_count);
     HOIST_ASSERT(segment.shard_elements % kShardMultiple == 0, "segment {}: {} elements", index,
                  segment.shard_elements);
     segment_w_offsets_.push_back(w_bytes_);
@@ -24,7 +23,7 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
       tile.w_offset = w_bytes_;
       tile.w_bytes = round_up(tile.elements * dtype_bytes(segment.dtype), kBlockAlignment);
       tile.s_offset = s_bytes_;
-      tile.s_bytes = round_up(tile.elements * segment.state_bytes_per_element(), kBlockAlignment);
+      tile.s_bytes = round_up(segment.state_bytes(tile.elements), kBlockAlignment);
       w_bytes_ += tile.w_bytes;
       s_bytes_ += tile.s_bytes;
       tiles_.push_back(tile);
@@ -36,12 +35,20 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
 
 StateTileView view_state_tile(const RecordSegment& segment, std::uint64_t elements, std::byte* tile) {
   StateTileView view;
-  if (segment.dtype == DType::bf16) view.remainder = reinterpret_cast<std::int16_t*>(tile);
+  if (segment.dtype == DType::bf16) {
+    if (segment.remainder == RemainderType::int16) view.remainder = reinterpret_cast<std::int16_t*>(tile);
+    if (segment.remainder == RemainderType::int8) view.remainder8 = reinterpret_cast<std::int8_t*>(tile);
+  }
   if (segment.dtype == DType::fp16) view.master = reinterpret_cast<float*>(tile);
   tile += elements * segment.master_bytes_per_element();
+  const bool has_scales = segment.moment_type == MomentType::fp8;
   for (unsigned i = 0; i < segment.moment_count; ++i) {
     view.moments[i] = tile;
-    tile += elements * dtype_bytes(segment.moment_dtype);
+    tile += has_scales ? elements : moment_bytes(segment.moment_type, elements);
+  }
+  for (unsigned i = 0; has_scales && i < segment.moment_count; ++i) {
+    view.scales[i] = reinterpret_cast<std::uint8_t*>(tile);
+    tile += elements / kMomentBlock;
   }
   return view;
 }

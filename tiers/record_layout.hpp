@@ -11,7 +11,8 @@
 //   fp32       4 bytes per element   [moments], 8 bytes per element with two moments of fp32
 //   frozen     as above              none
 //
-// A segment's optimizer decides how many moments there are, 0 to 2, and of which type: fp32 or bf16.
+// A segment's optimizer decides how many moments there are, 0 to 2, and of which type: fp32, bf16 or fp8, whose scales,
+// a byte for each kMomentBlock elements, lie behind all moments. It also decides whether the remainder is an int8.
 //
 // Segments follow each other; the last tile of a segment is short and padded with zeros to 4 KiB in both regions, so
 // every tile starts and ends on a 4 KiB boundary and tiles of a segment are contiguous.
@@ -33,7 +34,9 @@ inline constexpr std::uint64_t kTileElements = 16384;  // 160 KiB of S: half an 
 inline constexpr std::uint64_t kStateBytesMax = 12;
 
 // Elements per shard are a multiple of this, so the arrays inside an S tile keep 64-byte alignment.
+// Arrays of bytes keep it in full tiles only. No block of moments of fp8 is cut by a shard or a tile.
 inline constexpr std::uint64_t kShardMultiple = 32;
+static_assert(kShardMultiple % kMomentBlock == 0);
 
 enum class Region : std::uint8_t { weights = 0, state = 1 };
 
@@ -42,12 +45,16 @@ struct RecordSegment {
   bool trainable = true;
   std::uint64_t shard_elements = 0;  // a multiple of kShardMultiple
   unsigned moment_count = 2;         // of a trainable segment
-  DType moment_dtype = DType::fp32;
+  MomentType moment_type = MomentType::fp32;
+  RemainderType remainder = RemainderType::int16;  // of bf16 weights
 
-  // Of the master, beside its weight: the half that bf16 leaves out, all of it beside fp16, nothing of fp32.
-  std::uint64_t master_bytes_per_element() const { return dtype == DType::bf16 ? 2 : dtype == DType::fp16 ? 4 : 0; }
-  std::uint64_t state_bytes_per_element() const {
-    return trainable ? master_bytes_per_element() + moment_count * dtype_bytes(moment_dtype) : 0;
+  // Of the master, beside its weight: what bf16 leaves out, all of it beside fp16, nothing of fp32.
+  std::uint64_t master_bytes_per_element() const {
+    return dtype == DType::bf16 ? remainder_bytes(remainder) : dtype == DType::fp16 ? 4 : 0;
+  }
+  // Of so many elements, a multiple of kShardMultiple.
+  std::uint64_t state_bytes(std::uint64_t elements) const {
+    return trainable ? elements * master_bytes_per_element() + moment_count * moment_bytes(moment_type, elements) : 0;
   }
 };
 
@@ -80,9 +87,11 @@ class RecordLayout {
 
 // The arrays inside one S tile.
 struct StateTileView {
-  std::int16_t* remainder = nullptr;  // of bf16 segments
-  float* master = nullptr;            // of fp16 segments
-  std::array<void*, 2> moments{};     // of RecordSegment::moment_dtype; null from moment_count on
+  std::int16_t* remainder = nullptr;  // of bf16 segments, or remainder8
+  std::int8_t* remainder8 = nullptr;
+  float* master = nullptr;                // of fp16 segments
+  std::array<void*, 2> moments{};         // of RecordSegment::moment_type; null from moment_count on
+  std::array<std::uint8_t*, 2> scales{};  // of moments of fp8
 };
 StateTileView view_state_tile(const RecordSegment& segment, std::uint64_t elements, std::byte* tile);
 

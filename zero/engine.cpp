@@ -25,6 +25,17 @@ void refuse(bool wrong, const char* key, const std::string& problem) {
   if (wrong) throw ConfigError(key, problem);
 }
 
+// A device that carries out steps itself has kernels for state of 16 and 32 bits.
+void refuse_state_of_8_bits(const optim::OptimizerOptions& group, const EngineOptions& options,
+                            const Runtime& runtime) {
+  const bool on_device = detail::homes_are_apart(runtime.options(), options);
+  constexpr std::string_view kProblem =
+      "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them to "
+      "\"cpu\" or \"nvme\"";
+  refuse(on_device && group.moments == MomentType::fp8, "hoist.moments_dtype", std::string(kProblem));
+  refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
+}
+
 void check_options(const EngineOptions& options, const Runtime& runtime) {
   refuse(options.stage < 0 || options.stage > 3, "zero_optimization.stage",
          fmt::format("there is no stage {}: 0 to 3", options.stage));
@@ -39,6 +50,7 @@ void check_options(const EngineOptions& options, const Runtime& runtime) {
          "zero_optimization.offload_optimizer.device",
          "optimizer states on a GPU are updated there, with weights that are there, too; use \"cpu\" or \"nvme\", or "
          "leave offload_param out");
+  refuse_state_of_8_bits(options.optimizer_defaults, options, runtime);
   const bool backward = options.update_mode == UpdateMode::backward;
   refuse((backward || options.update_mode == UpdateMode::forward) && options.optimizer == Placement::device,
          "hoist.update_mode",
@@ -357,11 +369,12 @@ void store_masters(const detail::TileAccess& access, std::span<const float> valu
     return;
   }
   auto* weights = reinterpret_cast<bf16*>(access.weights);
-  std::int16_t* remainders = access.state != nullptr ? access.view().remainder : nullptr;
+  const detail::StateArrays state = access.state != nullptr ? access.view() : detail::StateArrays{};
   for (std::size_t i = 0; i < values.size(); ++i) {
-    const SplitMaster split = split_master(values[i]);
+    const SplitMaster split = split_master(state.remainder8 != nullptr ? to_master24(values[i]) : values[i]);
     weights[i] = split.weight;
-    if (remainders != nullptr) remainders[i] = split.remainder;
+    if (state.remainder != nullptr) state.remainder[i] = split.remainder;
+    if (state.remainder8 != nullptr) state.remainder8[i] = static_cast<std::int8_t>(split.remainder / 256);
   }
 }
 
@@ -407,7 +420,7 @@ void Engine::Impl::fill_homes(const Fill& fill, const FillMoment& fill_moment) {
                    [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
                      fill_moment(parameter, state, first, out);
                    });
-      for (std::uint64_t i = 0; i < values.size(); ++i) detail::store_value(tile, state, i, values[i]);
+      detail::store_values(tile, state, 0, values);
     }
   });
   for (std::uint32_t u = 0; u < table.units().size(); ++u) initialize_frozen(UnitId{u}, fill);
@@ -481,6 +494,7 @@ Engine::~Engine() = default;
 GroupId Engine::add_group(const GroupOptions& options) {
   impl_->require_open_model();
   optim::check(options);
+  refuse_state_of_8_bits(options, impl_->options, impl_->runtime);
   impl_->groups.push_back(options);
   return {static_cast<std::uint32_t>(impl_->groups.size() - 1)};
 }

@@ -190,10 +190,9 @@ void Engine::Impl::write_trainable(ParameterId parameter, State state, const Own
       [&](const TileAccess& tile) {
         if (tile.segment != &table.segment_of(parameter)) return;
         const ElementRange range = detail::overlap(*tile.tile, owned.shard.first, owned.shard.count);
-        for (std::uint64_t i = 0; i < range.count; ++i) {
-          detail::store_value(tile, state, range.first + i,
-                              values[tile.tile->first_element + range.first + i - owned.shard.first]);
-        }
+        if (range.count == 0) return;
+        const std::uint64_t first = tile.tile->first_element + range.first - owned.shard.first;
+        detail::store_values(tile, state, range.first, values.subspan(first, range.count));
       },
       p.unit);
 }
@@ -220,10 +219,9 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
     if (tile.segment != segment.record_segment) continue;
     const ElementRange range = detail::overlap(tile, owned.shard.first, owned.shard.count);
     const TileAccess access{.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset};
-    for (std::uint64_t i = 0; i < range.count; ++i) {
-      const std::uint64_t element = tile.first_element + range.first + i;
-      detail::store_value(access, State::master, range.first + i, values[element - owned.shard.first]);
-    }
+    if (range.count == 0) continue;
+    const std::uint64_t first = tile.first_element + range.first - owned.shard.first;
+    detail::store_values(access, State::master, range.first, values.subspan(first, range.count));
   }
   if (apart) live.updater->write_home(at_home, {weights, bytes});
   if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();

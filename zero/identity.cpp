@@ -13,6 +13,12 @@
 
 namespace hoist::detail {
 
+namespace {
+
+constexpr std::string_view kShortRemainder = " remainder int8";
+
+}  // namespace
+
 std::string UnitTable::identity() const {
   std::string text;
   for (const Unit& unit : units_) {
@@ -22,10 +28,11 @@ std::string UnitTable::identity() const {
       text += fmt::format("{} | {} | {} | [{}] | {} | segment {} at {}", unit.name, spec.name, dtype_name(spec.dtype),
                           fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen", parameter.segment,
                           parameter.first_element);
-      // Adam's two moments of fp32 go without saying.
+      // Adam's two moments of fp32 and remainders of 16 bits go without saying.
       const optim::StateForm& state = unit.segments[parameter.segment].state;
       if (spec.trainable && state != optim::StateForm{})
-        text += fmt::format(" | {} {}", optim::state_name(state.state), dtype_name(state.moments));
+        text += fmt::format(" | {} {}{}", optim::state_name(state.state), moment_type_name(state.moments),
+                            state.remainder == RemainderType::int8 ? kShortRemainder : "");
       text += '\n';
     }
   }
@@ -73,10 +80,13 @@ struct Line {
 std::optional<optim::StateForm> read_state(std::string_view text) {
   if (text.empty()) return optim::StateForm{};
   const std::string_view name = take_until(text, " ");
+  const bool is_short = text.ends_with(kShortRemainder);
+  if (is_short) text.remove_suffix(kShortRemainder.size());
   for (const optim::OptimizerState state : optim::kOptimizerStates) {
-    for (const DType moments : {DType::fp32, DType::bf16}) {
-      if (name == optim::state_name(state) && text == dtype_name(moments))
-        return optim::StateForm{.state = state, .moments = moments};
+    for (const MomentType moments : {MomentType::fp32, MomentType::bf16, MomentType::fp8}) {
+      if (name == optim::state_name(state) && text == moment_type_name(moments))
+        return optim::StateForm{
+            .state = state, .moments = moments, .remainder = is_short ? RemainderType::int8 : RemainderType::int16};
     }
   }
   return std::nullopt;

@@ -306,11 +306,14 @@ bool writes_homes(const EngineOptions& options, bool committed) {
 
 namespace {
 
-// Of the elements alone, without what fills tiles up.
+// Of the elements alone, without what fills the last tile of a segment up. Full tiles are whole pages, but for those of
+// one moment of fp8, which move the page's rest with every step.
 std::uint64_t state_bytes(const Unit& unit, std::span<const tiers::Tile> tiles) {
   std::uint64_t bytes = 0;
-  for (const tiers::Tile& tile : tiles)
-    bytes += tile.elements * unit.segments[tile.segment].record().state_bytes_per_element();
+  for (const tiers::Tile& tile : tiles) {
+    const bool full = tile.elements == tiers::kTileElements;
+    bytes += full ? tile.s_bytes : unit.segments[tile.segment].record().state_bytes(tile.elements);
+  }
   return bytes;
 }
 

@@ -38,13 +38,17 @@ void StepUpdate::apply(const TileAccess& tile, const std::byte* home_gradient) {
     arrays.gradient = gradient;
     arrays.gradient_dtype = segment.home_gradient_dtype;
     arrays.count = tile.tile->elements;
-    arrays.moment_dtype = segment.state.moments;
+    arrays.moment_type = segment.state.moments;
+    arrays.scale1 = state.scale1;
+    arrays.scale2 = state.scale2;
     arrays.rounding = rounding(tile);
     if (!optim::update_tile(c, arrays)) broken_ = tile.unit.index;
   };
   switch (segment.dtype) {
     case DType::bf16:
-      return update(optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights), .remainder = state.remainder});
+      return update(optim::SplitTile{.weight = reinterpret_cast<bf16*>(tile.weights),
+                                     .remainder = state.remainder,
+                                     .remainder8 = state.remainder8});
     case DType::fp16:
       return update(optim::Fp16Tile{.weight = reinterpret_cast<std::uint16_t*>(tile.weights), .master = state.master});
     case DType::fp32:
@@ -71,7 +75,7 @@ void StepUpdate::enqueue(UnitId id, const Segment& segment, std::span<const tier
                  .master = static_cast<std::byte*>(master),
                  .moment1 = static_cast<std::byte*>(state.moment1),
                  .moment2 = static_cast<std::byte*>(state.moment2),
-                 .moment_dtype = segment.state.moments,
+                 .moment_dtype = segment.state.moments == MomentType::bf16 ? DType::bf16 : DType::fp32,
                  .gradient = home.gradient + segment.home_gradient_offset +
                              first.first_element * dtype_bytes(segment.home_gradient_dtype),
                  .gradient_dtype = segment.home_gradient_dtype,

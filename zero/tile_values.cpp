@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <vector>
 
 #include <hoist/core/assert.hpp>
+#include <hoist/optim_cpu/block_fp8.hpp>
 #include <hoist/zero/detail/tile_values.hpp>
 
 namespace hoist::detail {
@@ -13,19 +16,100 @@ using tiers::Tile;
 StateArrays TileAccess::view() const {
   const tiers::StateTileView arrays = tiers::view_state_tile(segment->record(), tile->elements, state);
   const bool has_first = segment->has(State::moment1);
+  const bool has_second = segment->has(State::moment2);
+  const std::size_t second = has_first ? 1 : 0;
   return {.remainder = arrays.remainder,
+          .remainder8 = arrays.remainder8,
           .master = arrays.master,
           .moment1 = has_first ? arrays.moments[0] : nullptr,
-          .moment2 = segment->has(State::moment2) ? arrays.moments[has_first ? 1 : 0] : nullptr};
+          .moment2 = has_second ? arrays.moments[second] : nullptr,
+          .scale1 = has_first ? arrays.scales[0] : nullptr,
+          .scale2 = has_second ? arrays.scales[second] : nullptr};
 }
 
 namespace {
 
-void* moment_of(const TileAccess& tile, State state) {
+// One moment's arrays.
+struct MomentArrays {
+  void* values = nullptr;
+  std::uint8_t* scales = nullptr;  // of fp8
+  optim::Moment moment = optim::Moment::first;
+};
+MomentArrays moment_of(const TileAccess& tile, State state) {
   const StateArrays arrays = tile.view();
-  void* const moment = state == State::moment1 ? arrays.moment1 : arrays.moment2;
-  HOIST_ASSERT(moment != nullptr, "segment without moment {}", state == State::moment1 ? 1 : 2);
-  return moment;
+  const bool first = state == State::moment1;
+  void* const values = first ? arrays.moment1 : arrays.moment2;
+  HOIST_ASSERT(values != nullptr, "segment without moment {}", first ? 1 : 2);
+  return {.values = values,
+          .scales = first ? arrays.scale1 : arrays.scale2,
+          .moment = first ? optim::Moment::first : optim::Moment::second};
+}
+
+float load_moment(const MomentArrays& arrays, MomentType type, std::uint64_t element) {
+  switch (type) {
+    case MomentType::bf16:
+      return to_float(static_cast<const bf16*>(arrays.values)[element]);
+    case MomentType::fp8:
+      return optim::decode_moment(static_cast<const std::uint8_t*>(arrays.values)[element],
+                                  arrays.scales[element / kMomentBlock], arrays.moment);
+    case MomentType::fp32:
+      break;
+  }
+  return static_cast<const float*>(arrays.values)[element];
+}
+
+// Block by block, since its elements share an exponent.
+void store_fp8(const MomentArrays& arrays, std::uint64_t first, std::span<const float> values) {
+  auto* const codes = static_cast<std::uint8_t*>(arrays.values);
+  while (!values.empty()) {
+    const std::uint64_t block = first / kMomentBlock;
+    const std::uint64_t begin = block * kMomentBlock;
+    const std::uint64_t count = std::min<std::uint64_t>(values.size(), begin + kMomentBlock - first);
+    std::array<float, kMomentBlock> whole{};
+    for (std::uint64_t i = 0; i < kMomentBlock; ++i)
+      whole[i] = optim::decode_moment(codes[begin + i], arrays.scales[block], arrays.moment);
+    std::ranges::copy(values.first(count), whole.begin() + static_cast<std::ptrdiff_t>(first - begin));
+    if (!optim::encode_block(whole, optim::kAllNearest, arrays.moment, codes + begin, arrays.scales[block])) {
+      // The nearest is infinite; down it is not.
+      constexpr std::array<std::uint32_t, kMomentBlock> kDown{};
+      (void)optim::encode_block(whole, kDown, arrays.moment, codes + begin, arrays.scales[block]);
+    }
+    first += count;
+    values = values.subspan(count);
+  }
+}
+
+void store_moment(const TileAccess& tile, State state, std::uint64_t first, std::span<const float> values) {
+  const MomentArrays arrays = moment_of(tile, state);
+  switch (tile.segment->state.moments) {
+    case MomentType::fp32:
+      std::ranges::copy(values, static_cast<float*>(arrays.values) + first);
+      return;
+    case MomentType::bf16:
+      std::ranges::transform(values, static_cast<bf16*>(arrays.values) + first, to_bf16);
+      return;
+    case MomentType::fp8:
+      return store_fp8(arrays, first, values);
+  }
+}
+
+void store_master(const TileAccess& tile, std::uint64_t element, float value) {
+  const StateArrays arrays = tile.state != nullptr ? tile.view() : StateArrays{};
+  switch (tile.segment->dtype) {
+    case DType::fp32:
+      reinterpret_cast<float*>(tile.weights)[element] = value;
+      return;
+    case DType::fp16:
+      reinterpret_cast<std::uint16_t*>(tile.weights)[element] = float_to_fp16(value);
+      if (arrays.master != nullptr) arrays.master[element] = value;
+      return;
+    case DType::bf16:
+      const SplitMaster split = split_master(arrays.remainder8 != nullptr ? to_master24(value) : value);
+      reinterpret_cast<bf16*>(tile.weights)[element] = split.weight;
+      if (arrays.remainder != nullptr) arrays.remainder[element] = split.remainder;
+      if (arrays.remainder8 != nullptr) arrays.remainder8[element] = static_cast<std::int8_t>(split.remainder / 256);
+      return;
+  }
 }
 
 }  // namespace
@@ -43,42 +127,27 @@ float load_element(const std::byte* elements, DType dtype, std::uint64_t index) 
 }
 
 float load_value(const TileAccess& tile, State state, std::uint64_t element) {
-  if (state != State::master)
-    return load_element(static_cast<const std::byte*>(moment_of(tile, state)), tile.segment->state.moments, element);
+  if (state != State::master) return load_moment(moment_of(tile, state), tile.segment->state.moments, element);
   const DType dtype = tile.segment->dtype;
   if (tile.state == nullptr || dtype == DType::fp32) return load_element(tile.weights, dtype, element);
-  const StateArrays state_arrays = tile.view();
-  return dtype == DType::fp16
-             ? state_arrays.master[element]
-             : join_master(reinterpret_cast<const bf16*>(tile.weights)[element], state_arrays.remainder[element]);
+  const StateArrays arrays = tile.view();
+  if (dtype == DType::fp16) return arrays.master[element];
+  const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[element];
+  return arrays.remainder8 != nullptr ? join_master(weight, arrays.remainder8[element])
+                                      : join_master(weight, arrays.remainder[element]);
 }
 
-void store_value(const TileAccess& tile, State state, std::uint64_t element, float value) {
-  if (state != State::master) {
-    void* const moment = moment_of(tile, state);
-    if (tile.segment->state.moments == DType::bf16) {
-      static_cast<bf16*>(moment)[element] = to_bf16(value);
-    } else {
-      static_cast<float*>(moment)[element] = value;
-    }
-  } else if (tile.segment->dtype == DType::fp32) {
-    reinterpret_cast<float*>(tile.weights)[element] = value;
-  } else if (tile.segment->dtype == DType::fp16) {
-    reinterpret_cast<std::uint16_t*>(tile.weights)[element] = float_to_fp16(value);
-    if (tile.state != nullptr) tile.view().master[element] = value;
-  } else {
-    const SplitMaster split = split_master(value);
-    reinterpret_cast<bf16*>(tile.weights)[element] = split.weight;
-    if (tile.state != nullptr) tile.view().remainder[element] = split.remainder;
-  }
+void store_values(const TileAccess& tile, State state, std::uint64_t first, std::span<const float> values) {
+  if (state != State::master) return store_moment(tile, state, first, values);
+  for (std::uint64_t i = 0; i < values.size(); ++i) store_master(tile, first + i, values[i]);
 }
 
 void begin_state(const TileAccess& tile, const GroupOptions& group) {
   if (tile.tile->s_bytes == 0) return;  // there may be no memory for it
   std::memset(tile.state, 0, tile.tile->s_bytes);
   if (group.kind != optim::OptimizerKind::adagrad || group.initial_accumulator == 0) return;
-  const auto value = static_cast<float>(group.initial_accumulator);
-  for (std::uint64_t i = 0; i < tile.tile->elements; ++i) store_value(tile, State::moment2, i, value);
+  const std::vector<float> values(tile.tile->elements, static_cast<float>(group.initial_accumulator));
+  store_values(tile, State::moment2, 0, values);
 }
 
 ElementRange overlap(const Tile& tile, std::uint64_t first, std::uint64_t count) {

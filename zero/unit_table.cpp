@@ -72,11 +72,13 @@ UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, Un
       if (std::any_of(unit.segments.begin(), unit.segments.end(),
                       [&](const Segment& s) { return same_segment(s, spec); }))
         continue;
+      optim::StateForm state = groups[spec.group.index];
+      if (spec.dtype != DType::bf16) state.remainder = RemainderType::int16;  // there is none
       unit.segments.push_back({.dtype = spec.dtype,
                                .trainable = spec.trainable,
                                .group = spec.group,
                                .counts_in_norm = spec.counts_in_norm,
-                               .state = groups[spec.group.index]});
+                               .state = state});
     }
   }
   for (const ParameterSpec& spec : specs) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/detail/update-inl.h - the update kernels. Compiled once per instruction set by update.cpp.
+// optim_cpu/detail/update-inl.h - the update kernels for state of fp32 and bf16; packed-inl.h is about that of 8 bits.
+// Compiled once per instruction set by update.cpp.
 #if defined(HOIST_OPTIM_UPDATE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HOIST_OPTIM_UPDATE_INL_H_
 #undef HOIST_OPTIM_UPDATE_INL_H_
@@ -164,9 +165,12 @@ HWY_INLINE WordVector random_halves(const Rounding& rounding, std::size_t i) {
   return hn::IfThenElse(is_odd, hn::ShiftRight<16>(x), hn::And(x, hn::Set(words, 0xFFFFu)));
 }
 
-template <DType kMoments>
+template <MomentType kMoments>
+inline constexpr DType kElementOf = kMoments == MomentType::bf16 ? DType::bf16 : DType::fp32;
+
+template <MomentType kMoments>
 HWY_INLINE FloatVector load_moment(const void* moment, std::size_t i) {
-  return load_floats<kMoments>(Floats(), moment, i);
+  return load_floats<kElementOf<kMoments>>(Floats(), moment, i);
 }
 
 // `added`: what is added to the half that falls away.
@@ -177,27 +181,27 @@ HWY_INLINE void store_bf16(FloatVector value, WordVector added, void* moment, st
   hn::StoreU(hn::TruncateTo(halves, high), halves, static_cast<std::uint16_t*>(moment) + i);
 }
 
-template <DType kMoments>
+template <MomentType kMoments>
 HWY_INLINE void store_moment1(FloatVector value, void* moment, std::size_t i) {
   value = without_denormals(value);
-  if constexpr (kMoments == DType::fp32) return hn::StoreU(value, Floats(), static_cast<float*>(moment) + i);
-  if constexpr (kMoments == DType::bf16) store_bf16(value, hn::Set(Words(), 0x8000u), moment, i);
+  if constexpr (kMoments == MomentType::fp32) return hn::StoreU(value, Floats(), static_cast<float*>(moment) + i);
+  if constexpr (kMoments == MomentType::bf16) store_bf16(value, hn::Set(Words(), 0x8000u), moment, i);
 }
 
-template <DType kMoments>
+template <MomentType kMoments>
 HWY_INLINE void store_moment2(FloatVector value, const Rounding& rounding, void* moment, std::size_t i) {
   value = without_denormals(value);
-  if constexpr (kMoments == DType::fp32) return hn::StoreU(value, Floats(), static_cast<float*>(moment) + i);
-  if constexpr (kMoments == DType::bf16) store_bf16(value, random_halves(rounding, i), moment, i);
+  if constexpr (kMoments == MomentType::fp32) return hn::StoreU(value, Floats(), static_cast<float*>(moment) + i);
+  if constexpr (kMoments == MomentType::bf16) store_bf16(value, random_halves(rounding, i), moment, i);
 }
 
 // A moment of bf16 must not round to infinity either; a master's limit keeps half a step away from it, this a whole
 // one.
-template <DType kMoments>
-inline constexpr std::uint32_t kMomentLimitBits = kMoments == DType::fp32 ? kInfinityBits : 0x7F7F0000u;
+template <MomentType kMoments>
+inline constexpr std::uint32_t kMomentLimitBits = kMoments == MomentType::fp32 ? kInfinityBits : 0x7F7F0000u;
 
 // `refused` collects lanes that may not be committed in its top bits.
-template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
+template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std::size_t i, WordVector& refused) {
   const Floats d;
   Numbers n;
@@ -223,10 +227,10 @@ HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std
 // one word, so a vector of words is split into its even elements and its odd ones by a shift and a mask, which cost
 // less than to widen and narrow, and put together in the same way. Each element goes through the same arithmetic.
 
-template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
+template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 inline constexpr bool kGoesByPairs = HWY_TARGET != HWY_SCALAR&& std::is_same_v<Tile, SplitTile>&& kGradient !=
                                          DType::fp32 &&
-                                     (kMoments == DType::bf16 || !(has_moment1(kFormula) || has_moment2(kFormula)));
+                                     (kMoments == MomentType::bf16 || !(has_moment1(kFormula) || has_moment2(kFormula)));
 
 inline constexpr std::uint32_t kHighHalf = 0xFFFF0000u;
 
@@ -304,7 +308,7 @@ HWY_INLINE void update_pairs(const UpdateCoefficients& c, const SplitTile& tile,
   if constexpr (has_moment1(kFormula)) {
     const auto half = hn::Set(words, 0x8000u);
     store_moments(even.moment1, odd.moment1, half, half, tile.moment1, i);
-    refused = hn::Or(refused, either_reaches(even.moment1, odd.moment1, kMomentLimitBits<DType::bf16>));
+    refused = hn::Or(refused, either_reaches(even.moment1, odd.moment1, kMomentLimitBits<MomentType::bf16>));
   }
   if constexpr (has_moment2(kFormula)) {
     // first + i may wrap only from one pair to the next, as both are even.
@@ -313,7 +317,7 @@ HWY_INLINE void update_pairs(const UpdateCoefficients& c, const SplitTile& tile,
     const auto random = mixed_pairs(tile.rounding, hn::ShiftRight<1>(index));
     store_moments(even.moment2, odd.moment2, hn::And(random, hn::Set(words, 0xFFFFu)), hn::ShiftRight<16>(random),
                   tile.moment2, i);
-    refused = hn::Or(refused, either_reaches(even.moment2, odd.moment2, kMomentLimitBits<DType::bf16>));
+    refused = hn::Or(refused, either_reaches(even.moment2, odd.moment2, kMomentLimitBits<MomentType::bf16>));
   }
 }
 
@@ -340,11 +344,11 @@ HWY_INLINE void prefetch_array(const void* elements, std::size_t i) {
   if constexpr (kDtype == DType::fp32) hwy::Prefetch(at + 64);
 }
 
-template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
+template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 HWY_INLINE void prefetch_block(const Tile& tile, std::size_t i) {
   prefetch_master(tile, i);
-  if constexpr (has_moment1(kFormula)) prefetch_array<kMoments>(tile.moment1, i);
-  if constexpr (has_moment2(kFormula)) prefetch_array<kMoments>(tile.moment2, i);
+  if constexpr (has_moment1(kFormula)) prefetch_array<kElementOf<kMoments>>(tile.moment1, i);
+  if constexpr (has_moment2(kFormula)) prefetch_array<kElementOf<kMoments>>(tile.moment2, i);
   prefetch_array<kGradient>(tile.gradient, i);
 }
 
@@ -390,7 +394,7 @@ HWY_INLINE void copy_element(const void* from, std::size_t i, void* to, std::siz
   std::copy_n(static_cast<const std::byte*>(from) + i * kBytes, kBytes, static_cast<std::byte*>(to) + j * kBytes);
 }
 
-template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
+template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 HWY_INLINE void update_tail(const UpdateCoefficients& c, const Tile& tile, std::size_t first, WordVector& refused) {
   TailBuffer buffer;
   Tile tail;
@@ -403,19 +407,19 @@ HWY_INLINE void update_tail(const UpdateCoefficients& c, const Tile& tile, std::
   for (std::size_t j = 0; j < lanes; ++j) {
     const std::size_t i = std::min(first + j, tile.count - 1);
     copy_master(tile, i, tail, j);
-    if constexpr (has_moment1(kFormula)) copy_element<kMoments>(tile.moment1, i, tail.moment1, j);
-    if constexpr (has_moment2(kFormula)) copy_element<kMoments>(tile.moment2, i, tail.moment2, j);
+    if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment1, i, tail.moment1, j);
+    if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment2, i, tail.moment2, j);
     copy_element<kGradient>(tile.gradient, i, buffer.gradient, j);
   }
   update_vector<kFormula, kMoments, kGradient>(c, tail, 0, refused);
   for (std::size_t j = 0; first + j < tile.count; ++j) {
     copy_master(tail, j, tile, first + j);
-    if constexpr (has_moment1(kFormula)) copy_element<kMoments>(tail.moment1, j, tile.moment1, first + j);
-    if constexpr (has_moment2(kFormula)) copy_element<kMoments>(tail.moment2, j, tile.moment2, first + j);
+    if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment1, j, tile.moment1, first + j);
+    if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment2, j, tile.moment2, first + j);
   }
 }
 
-template <Formula kFormula, DType kMoments, DType kGradient, class Tile>
+template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
 bool update_whole_or_split(const UpdateCoefficients& coefficients, const Tile& whole_tile) {
   // Copies whose address is never given away, or every store could be a store into them.
   const UpdateCoefficients c = coefficients;
@@ -441,7 +445,7 @@ bool update_whole_or_split(const UpdateCoefficients& coefficients, const Tile& w
   return hn::AllFalse(signed_words, hn::Lt(hn::BitCast(signed_words, refused), hn::Zero(signed_words)));
 }
 
-template <Formula kFormula, DType kMoments, class Tile>
+template <Formula kFormula, MomentType kMoments, class Tile>
 bool update_by_gradient(const UpdateCoefficients& c, const Tile& tile) {
   switch (tile.gradient_dtype) {
     case DType::bf16:
@@ -457,9 +461,9 @@ bool update_by_gradient(const UpdateCoefficients& c, const Tile& tile) {
 template <Formula kFormula, class Tile>
 bool update_by_dtype(const UpdateCoefficients& c, const Tile& tile) {
   if constexpr (has_moment1(kFormula) || has_moment2(kFormula)) {
-    if (tile.moment_dtype == DType::bf16) return update_by_gradient<kFormula, DType::bf16>(c, tile);
+    if (tile.moment_type == MomentType::bf16) return update_by_gradient<kFormula, MomentType::bf16>(c, tile);
   }
-  return update_by_gradient<kFormula, DType::fp32>(c, tile);
+  return update_by_gradient<kFormula, MomentType::fp32>(c, tile);
 }
 
 template <class Tile>
@@ -480,10 +484,6 @@ bool update_by_formula(const UpdateCoefficients& c, const Tile& tile) {
   }
   return false;
 }
-
-inline bool update_split(const UpdateCoefficients& c, const SplitTile& tile) { return update_by_formula(c, tile); }
-inline bool update_whole(const UpdateCoefficients& c, const WholeTile& tile) { return update_by_formula(c, tile); }
-inline bool update_fp16(const UpdateCoefficients& c, const Fp16Tile& tile) { return update_by_formula(c, tile); }
 
 inline const char* instruction_set() { return hwy::TargetName(HWY_TARGET); }
 

@@ -201,9 +201,18 @@ TEST(Options, EveryOptimizerHasItsOwnDefaults) {
 
 TEST(Options, MomentsMayBeHalf) {
   const auto half = parse(R"({"hoist": {"moments_dtype": "bf16", "moments_seed": 7}})").engine.optimizer_defaults;
-  EXPECT_EQ(half.moments, DType::bf16);
+  EXPECT_EQ(half.moments, MomentType::bf16);
   EXPECT_EQ(half.rounding_seed, 7u);
-  EXPECT_EQ(parse("{}").engine.optimizer_defaults.moments, DType::fp32);
+  EXPECT_EQ(parse("{}").engine.optimizer_defaults.moments, MomentType::fp32);
+}
+
+TEST(Options, StateMayHaveEightBits) {
+  const auto moments = parse(R"({"hoist": {"moments_dtype": "fp8"}})").engine.optimizer_defaults;
+  EXPECT_EQ(moments.moments, MomentType::fp8);
+  EXPECT_EQ(moments.remainder, RemainderType::int16);
+  const auto master = parse(R"({"hoist": {"remainder_dtype": "int8"}})").engine.optimizer_defaults;
+  EXPECT_EQ(master.moments, MomentType::fp32);
+  EXPECT_EQ(master.remainder, RemainderType::int8);
 }
 
 TEST(Options, Fp16IsWeightsAndALossScale) {

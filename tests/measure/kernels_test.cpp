@@ -20,24 +20,26 @@ struct Shape {
   bool split;
   unsigned moments;
   std::size_t moment_bytes, gradient_bytes;
-  bool weight = false;  // of fp16, beside a master that is not split
+  bool weight = false;      // of fp16, beside a master that is not split
+  bool remainder8 = false;  // of a split one
 };
 
 std::vector<Shape> shapes() {
   std::vector<Shape> all;
   for (const bool split : {true, false})
     for (const unsigned moments : {0u, 1u, 2u})
-      for (const std::size_t moment_bytes : {2u, 4u})
+      for (const std::size_t moment_bytes : {1u, 2u, 4u})
         for (const std::size_t gradient_bytes : {2u, 4u}) {
           all.push_back({split, moments, moment_bytes, gradient_bytes});
           if (!split) all.push_back({split, moments, moment_bytes, gradient_bytes, true});
+          if (split) all.push_back({split, moments, moment_bytes, gradient_bytes, false, true});
         }
   return all;
 }
 
 // Every array between guards, none aligned to more than its element.
 struct Arrays {
-  explicit Arrays(const Shape& shape, std::size_t count) : bytes(5, Bytes(kGuard + 4 * count + 8 * kAhead)) {
+  explicit Arrays(const Shape& shape, std::size_t count) : bytes(7, Bytes(kGuard + 4 * count + 8 * kAhead)) {
     for (std::size_t a = 0; a < bytes.size(); ++a)
       for (std::size_t i = 0; i < bytes[a].size(); ++i) bytes[a][i] = static_cast<unsigned char>(7 * i + a);
     view.count = count;
@@ -45,6 +47,9 @@ struct Arrays {
     if (shape.split) view.master[1] = bytes[1].data() + kGuard;
     if (shape.weight) view.weight = bytes[1].data() + kGuard;
     for (unsigned i = 0; i < shape.moments; ++i) view.moments[i] = bytes[2 + i].data() + kGuard;
+    if (shape.remainder8) view.remainder_bytes = 1;
+    for (unsigned i = 0; shape.moment_bytes == 1 && i < shape.moments; ++i)
+      view.scales[i] = bytes[5 + i].data() + kGuard;
     view.moment_count = shape.moments;
     view.moment_bytes = shape.moment_bytes;
     view.gradient = bytes[4].data() + kGuard;
@@ -80,11 +85,13 @@ TEST(Stream, ChangesNothingAndReadsEveryGradient) {
 }
 
 TEST(Stream, TrafficIsWhatAnUpdateMoves) {
-  EXPECT_EQ(Arrays({true, 2, 4, 2}, kStreamBlock).view.traffic_bytes(), 26u);
-  EXPECT_EQ(Arrays({false, 2, 4, 4}, kStreamBlock).view.traffic_bytes(), 28u);
-  EXPECT_EQ(Arrays({true, 2, 2, 2}, kStreamBlock).view.traffic_bytes(), 18u);
-  EXPECT_EQ(Arrays({true, 0, 4, 2}, kStreamBlock).view.traffic_bytes(), 10u);
-  EXPECT_EQ(Arrays({false, 2, 4, 2, true}, kStreamBlock).view.traffic_bytes(), 28u);
+  EXPECT_EQ(Arrays({true, 2, 4, 2}, kStreamBlock).view.traffic_bytes(), 26);
+  EXPECT_EQ(Arrays({false, 2, 4, 4}, kStreamBlock).view.traffic_bytes(), 28);
+  EXPECT_EQ(Arrays({true, 2, 2, 2}, kStreamBlock).view.traffic_bytes(), 18);
+  EXPECT_EQ(Arrays({true, 0, 4, 2}, kStreamBlock).view.traffic_bytes(), 10);
+  EXPECT_EQ(Arrays({true, 2, 1, 2}, kStreamBlock).view.traffic_bytes(), 14.5);
+  EXPECT_EQ(Arrays({true, 2, 1, 2, false, true}, kStreamBlock).view.traffic_bytes(), 12.5);
+  EXPECT_EQ(Arrays({false, 2, 4, 2, true}, kStreamBlock).view.traffic_bytes(), 28);
 }
 
 TEST(Kernels, EveryOptimizerIsMeasured) {
@@ -101,6 +108,17 @@ TEST(Kernels, EveryOptimizerIsMeasured) {
         EXPECT_GT(result.in_cache_ratio, 0);
         EXPECT_GT(result.gigabytes_per_second(), 0);
       }
+    }
+  }
+}
+
+TEST(Kernels, StateOfEightBitsIsMeasured) {
+  for (const DType master : {DType::bf16, DType::fp16, DType::fp32}) {
+    for (const MomentType moments : {MomentType::bf16, MomentType::fp8}) {
+      const KernelResult result =
+          compare_kernel({.optimizer = {.moments = moments, .remainder = RemainderType::int8}, .master = master},
+                         {.state_bytes = 2'000'000, .pairs = 2, .threads = 2});
+      EXPECT_GT(result.gigabytes_per_second(), 0);
     }
   }
 }

@@ -25,7 +25,7 @@ struct HalfTile {
     SplitTile tile = wide.split();
     tile.moment1 = moment1.data();
     tile.moment2 = moment2.data();
-    tile.moment_dtype = DType::bf16;
+    tile.moment_type = MomentType::bf16;
     tile.rounding = rounding;
     return tile;
   }
@@ -33,7 +33,7 @@ struct HalfTile {
     WholeTile tile = wide.whole();
     tile.moment1 = moment1.data();
     tile.moment2 = moment2.data();
-    tile.moment_dtype = DType::bf16;
+    tile.moment_type = MomentType::bf16;
     tile.rounding = rounding;
     return tile;
   }

@@ -12,7 +12,7 @@ namespace {
 
 // A tile's state with fp16 weights, whose moments are fp32 or bf16.
 struct WithFp16 {
-  WithFp16(std::size_t count, DType gradient_dtype, DType moments_in, std::size_t offset = 0)
+  WithFp16(std::size_t count, DType gradient_dtype, MomentType moments_in, std::size_t offset = 0)
       : state(count, gradient_dtype, offset),
         weight(count, offset),
         narrow1(count, offset),
@@ -23,7 +23,7 @@ struct WithFp16 {
 
   // The bf16 moments hold what the state's say; those of the state, too.
   void adopt() {
-    if (moments != DType::bf16) return;
+    if (moments != MomentType::bf16) return;
     for (std::size_t i = 0; i < state.count(); ++i) {
       narrow1[i] = to_bf16(state.moment1[i]);
       narrow2[i] = to_bf16(state.moment2[i]);
@@ -31,8 +31,8 @@ struct WithFp16 {
       state.moment2[i] = to_float(narrow2[i]);
     }
   }
-  void* moment1() { return moments == DType::bf16 ? static_cast<void*>(narrow1.data()) : state.moment1.data(); }
-  void* moment2() { return moments == DType::bf16 ? static_cast<void*>(narrow2.data()) : state.moment2.data(); }
+  void* moment1() { return moments == MomentType::bf16 ? static_cast<void*>(narrow1.data()) : state.moment1.data(); }
+  void* moment2() { return moments == MomentType::bf16 ? static_cast<void*>(narrow2.data()) : state.moment2.data(); }
   Fp16Tile tile(Rounding rounding = {}) {
     return {.weight = weight.data(),
             .master = state.master_array.data(),
@@ -41,7 +41,7 @@ struct WithFp16 {
             .gradient = state.gradient.data(),
             .gradient_dtype = state.gradient_dtype,
             .count = state.count(),
-            .moment_dtype = moments,
+            .moment_type = moments,
             .rounding = rounding};
   }
   // The same masters as weights of fp32.
@@ -49,7 +49,7 @@ struct WithFp16 {
     WholeTile tile = state.whole();
     tile.moment1 = moment1();
     tile.moment2 = moment2();
-    tile.moment_dtype = moments;
+    tile.moment_type = moments;
     tile.rounding = rounding;
     return tile;
   }
@@ -63,13 +63,13 @@ struct WithFp16 {
   Tile state;
   Guarded<std::uint16_t> weight;
   Guarded<bf16> narrow1, narrow2;
-  DType moments;
+  MomentType moments;
 };
 
-class Fp16Weights : public ::testing::TestWithParam<std::tuple<NamedOptions, DType, DType>> {};
+class Fp16Weights : public ::testing::TestWithParam<std::tuple<NamedOptions, DType, MomentType>> {};
 INSTANTIATE_TEST_SUITE_P(All, Fp16Weights,
                          ::testing::Combine(::testing::ValuesIn(every_optimizer()), ::testing::ValuesIn(kDTypes),
-                                            ::testing::Values(DType::fp32, DType::bf16)));
+                                            ::testing::Values(MomentType::fp32, MomentType::bf16)));
 
 // Every instruction set, at every count up to past two of the widest vectors, unaligned, over several steps. fp32
 // weights are compared with the scalar text of the formulas elsewhere (DocumentedOrder, Bits).
@@ -116,7 +116,7 @@ TEST_P(Fp16Weights, DoNotDependOnTiles) {
     WithFp16 all(kCount, g, m);
     fill_ordinary(all.state, rng);
     all.adopt();
-    const std::size_t moment_bytes = dtype_bytes(m);
+    const std::size_t moment_bytes = m == MomentType::bf16 ? 2 : 4;
     for (std::size_t first = 0; first < kCount; first += tile_count) {
       Fp16Tile part = all.tile({.key = 77, .first = static_cast<std::uint32_t>(first)});
       part.weight += first;
@@ -139,7 +139,7 @@ TEST_P(Fp16Weights, DoNotDependOnTiles) {
 // Weights of these masters, which an update with a learning rate of zero leaves as they are.
 std::vector<std::uint16_t> rounded(const std::vector<float>& masters) {
   const OptimizerOptions still{.kind = OptimizerKind::lion, .learning_rate = 0};
-  WithFp16 tile(masters.size(), DType::fp16, DType::fp32);
+  WithFp16 tile(masters.size(), DType::fp16, MomentType::fp32);
   for (std::size_t i = 0; i < masters.size(); ++i) tile.state.master_array[i] = masters[i];
   (void)update_tile(UpdateCoefficients(still, 1, 1.0), tile.tile());
   return {tile.weight.data(), tile.weight.data() + masters.size()};
@@ -204,7 +204,7 @@ TEST(Fp16Committable, AWeightThatWouldBeInfiniteIsRefusedExactly) {
     const Forced forced(name);
     for (std::size_t bad = 0; bad < 83; ++bad) {
       for (const std::uint32_t sign : {0u, 0x80000000u}) {
-        WithFp16 tile(83, DType::fp16, DType::fp32);  // zero gradients and moments leave masters as they are
+        WithFp16 tile(83, DType::fp16, MomentType::fp32);  // zero gradients and moments leave masters as they are
         tile.state.master_array[bad] = std::bit_cast<float>(sign | (kFp16MasterLimitBits - 1));
         ASSERT_TRUE(update_tile(coefficients, tile.tile())) << name << " element " << bad;
         EXPECT_EQ(tile.weight[bad], 0x7BFF | (sign >> 16));
@@ -227,7 +227,7 @@ TEST(Fp16Committable, WhatIsNotFiniteIsRefused) {
     for (const auto& name : supported_instruction_sets()) {
       const Forced forced(name);
       for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
-        WithFp16 tile(45, DType::fp16, DType::fp32);
+        WithFp16 tile(45, DType::fp16, MomentType::fp32);
         ASSERT_TRUE(update_tile(c, tile.tile())) << optimizer;
         tile.state.set_gradient(37, bad);
         EXPECT_FALSE(update_tile(c, tile.tile())) << optimizer << ", " << name << ": " << bad;

@@ -392,7 +392,7 @@ class State {
         tile.gradient = gradient_.data() + first * dtype_bytes(shape_.gradient);
         tile.gradient_dtype = shape_.gradient;
         tile.count = std::min<std::size_t>(tile_, shape_.count - first);
-        tile.moment_dtype = shape_.moments;
+        tile.moment_type = shape_.moments == DType::bf16 ? MomentType::bf16 : MomentType::fp32;
         tile.rounding = {rounding.key, static_cast<std::uint32_t>(rounding.first + first)};
         committable &= optim::update_tile(c, tile);
       };

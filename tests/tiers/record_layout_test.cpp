@@ -11,7 +11,14 @@
 namespace hoist::tiers {
 namespace {
 
-std::uint64_t master_bytes(DType dtype) { return dtype == DType::bf16 ? 2 : dtype == DType::fp16 ? 4 : 0; }
+std::uint64_t master_bytes(DType dtype, RemainderType remainder = RemainderType::int16) {
+  if (dtype == DType::bf16) return remainder == RemainderType::int8 ? 1 : 2;
+  return dtype == DType::fp16 ? 4 : 0;
+}
+// Of 8 elements.
+std::uint64_t moment_bytes_of_8(MomentType type) {
+  return type == MomentType::fp32 ? 32 : type == MomentType::bf16 ? 16 : 9;
+}
 
 // The promises of record_layout.hpp, checked tile by tile.
 void expect_partition(const std::vector<RecordSegment>& segments) {
@@ -34,9 +41,9 @@ void expect_partition(const std::vector<RecordSegment>& segments) {
       EXPECT_EQ(tile.w_offset, w_end);
       EXPECT_EQ(tile.s_offset, s_end);
       const std::uint64_t w_used = tile.elements * (expected.dtype == DType::fp32 ? 4 : 2);
-      const std::uint64_t moment_bytes = expected.moment_count * (expected.moment_dtype == DType::fp32 ? 4 : 2);
+      const std::uint64_t moments = expected.moment_count * moment_bytes_of_8(expected.moment_type);
       const std::uint64_t s_used =
-          expected.trainable ? tile.elements * (master_bytes(expected.dtype) + moment_bytes) : 0;
+          expected.trainable ? tile.elements / 8 * (8 * master_bytes(expected.dtype, expected.remainder) + moments) : 0;
       EXPECT_GE(tile.w_bytes, w_used);
       EXPECT_LT(tile.w_bytes, w_used + kBlockAlignment);
       EXPECT_GE(tile.s_bytes, s_used);
@@ -65,6 +72,9 @@ TEST(RecordLayout, FullTilesHaveNoPadding) {
   const RecordLayout fp16(std::array{RecordSegment{DType::fp16, true, 3 * kTileElements}});
   EXPECT_EQ(fp16.region_bytes(Region::weights), 3 * kTileElements * 2);
   EXPECT_EQ(fp16.region_bytes(Region::state), 3 * kTileElements * kStateBytesMax);
+  const RecordLayout small(std::array{RecordSegment{
+      .shard_elements = 3 * kTileElements, .moment_type = MomentType::fp8, .remainder = RemainderType::int8}});
+  EXPECT_EQ(small.region_bytes(Region::state), 3 * kTileElements * 13 / 4);
 }
 
 TEST(RecordLayout, EverySizeOfOneSegmentUpToThreeTiles) {
@@ -86,7 +96,8 @@ TEST(RecordLayout, RandomListsOfSegments) {
       segment.dtype = std::array{DType::bf16, DType::fp16, DType::fp32}[rng.below(3)];
       segment.trainable = rng.below(3) != 0;
       segment.moment_count = static_cast<unsigned>(rng.below(3));
-      segment.moment_dtype = rng.below(2) == 0 ? DType::bf16 : DType::fp32;
+      segment.moment_type = std::array{MomentType::bf16, MomentType::fp32, MomentType::fp8}[rng.below(3)];
+      segment.remainder = rng.below(2) == 0 ? RemainderType::int16 : RemainderType::int8;
       const std::uint64_t kinds[] = {0, 1, rng.below(64), kTileElements / kShardMultiple, rng.below(4096)};
       segment.shard_elements = kinds[rng.below(5)] * kShardMultiple;
     }
@@ -109,21 +120,41 @@ TEST(RecordLayout, StateTileHoldsMasterOrRemainderThenMoments) {
   for (std::uint64_t elements : {kShardMultiple, std::uint64_t{96}, kTileElements}) {
     alignas(64) static std::byte tile[kTileElements * kStateBytesMax];
     for (const unsigned count : {0u, 1u, 2u}) {
-      for (const DType moments : {DType::fp32, DType::bf16}) {
+      for (const MomentType moments : {MomentType::fp32, MomentType::bf16}) {
         for (const DType dtype : {DType::fp32, DType::fp16, DType::bf16}) {
           const RecordSegment segment{
-              .dtype = dtype, .shard_elements = elements, .moment_count = count, .moment_dtype = moments};
+              .dtype = dtype, .shard_elements = elements, .moment_count = count, .moment_type = moments};
           const StateTileView view = view_state_tile(segment, elements, tile);
           const std::uint64_t first = master_bytes(dtype) * elements;
           EXPECT_EQ(reinterpret_cast<std::byte*>(view.remainder), dtype == DType::bf16 ? tile : nullptr);
           EXPECT_EQ(reinterpret_cast<std::byte*>(view.master), dtype == DType::fp16 ? tile : nullptr);
           for (unsigned i = 0; i < 2; ++i) {
-            std::byte* const expected = i < count ? tile + first + i * elements * dtype_bytes(moments) : nullptr;
+            std::byte* const expected = i < count ? tile + first + i * moment_bytes(moments, elements) : nullptr;
             EXPECT_EQ(view.moments[i], expected);
             EXPECT_EQ(reinterpret_cast<std::uintptr_t>(view.moments[i]) % 64, 0u);
           }
         }
       }
+    }
+  }
+}
+
+TEST(RecordLayout, AStateTileOfBytesHasItsScalesBehindIt) {
+  alignas(64) static std::byte tile[kTileElements * kStateBytesMax];
+  for (const std::uint64_t n : {kShardMultiple, std::uint64_t{96}, kTileElements}) {
+    for (const bool is_short : {false, true}) {
+      const RecordSegment segment{.shard_elements = n,
+                                  .moment_type = MomentType::fp8,
+                                  .remainder = is_short ? RemainderType::int8 : RemainderType::int16};
+      const StateTileView view = view_state_tile(segment, n, tile);
+      EXPECT_EQ(reinterpret_cast<std::byte*>(view.remainder), is_short ? nullptr : tile);
+      EXPECT_EQ(reinterpret_cast<std::byte*>(view.remainder8), is_short ? tile : nullptr);
+      std::byte* const moments = tile + n * (is_short ? 1 : 2);
+      for (unsigned i = 0; i < 2; ++i) {
+        EXPECT_EQ(view.moments[i], moments + i * n);
+        EXPECT_EQ(reinterpret_cast<std::byte*>(view.scales[i]), moments + 2 * n + i * n / 8);
+      }
+      EXPECT_EQ(moments + 2 * n + 2 * n / 8, tile + segment.state_bytes(n));
     }
   }
 }

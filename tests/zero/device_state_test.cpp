@@ -37,10 +37,11 @@ ToySetup simplest(const ToySetup& like) {
 TEST(DeviceState, StepsOfEveryOptimizerGiveTheBitsOfTheCpus) {
   const std::array<std::pair<optim::OptimizerOptions, GroupOptions>, 6> choices{{
       {{.learning_rate = 1e-2}, {.learning_rate = 2e-2, .weight_decay = 0}},
-      {{.learning_rate = 1e-2, .moments = DType::bf16}, {.moments = DType::bf16, .rounding_seed = 3}},
+      {{.learning_rate = 1e-2, .moments = MomentType::bf16}, {.moments = MomentType::bf16, .rounding_seed = 3}},
       {{.kind = OptimizerKind::adagrad, .learning_rate = 1e-2, .initial_accumulator = 0.5},
        {.kind = OptimizerKind::lion}},
-      {{.kind = OptimizerKind::lion, .learning_rate = 1e-3, .moments = DType::bf16}, {.kind = OptimizerKind::adam}},
+      {{.kind = OptimizerKind::lion, .learning_rate = 1e-3, .moments = MomentType::bf16},
+       {.kind = OptimizerKind::adam}},
       {{.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9, .nesterov = true},
        {.kind = OptimizerKind::adagrad}},
       {{.kind = OptimizerKind::sgd, .learning_rate = 1e-2}, {.kind = OptimizerKind::sgd}},
@@ -211,6 +212,22 @@ TEST(DeviceState, AStateThatCannotBeCommittedIsNamed) {
     EXPECT_NE(std::string(error.what()).find("unit 'unit"), std::string::npos) << error.what();
   }
   EXPECT_THROW(p.model.pass(9), Error);
+}
+
+TEST(DeviceState, OfEightBitsIsRefused) {
+  ToySetup setup = apart();
+  const GroupOptions moments{.moments = MomentType::fp8}, master{.remainder = RemainderType::int8};
+  for (const GroupOptions& group : {moments, master}) {
+    setup.engine.optimizer_defaults = group;
+    Runtime runtime(setup.runtime);
+    EXPECT_THROW(Engine(runtime, setup.engine), ConfigError);
+  }
+  setup.engine.optimizer_defaults = {};
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  EXPECT_THROW(engine.add_group(moments), ConfigError);
+  EXPECT_THROW(engine.add_group(master), ConfigError);
+  EXPECT_NO_THROW(engine.add_group({}));
 }
 
 TEST(DeviceState, WithOffloadedWeightsIsRefused) {

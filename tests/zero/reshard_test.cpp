@@ -103,6 +103,16 @@ TEST_P(ReshardTest, OneFourThreeOne) {
   EXPECT_EQ(stored.world_size(), 1);
 }
 
+// Moments pass through fp32 on their way, and come out of it as they were, exponents of their blocks included.
+TEST_P(ReshardTest, StateOfEightBits) {
+  setup_.engine.optimizer_defaults.moments = MomentType::fp8;
+  setup_.engine.optimizer_defaults.remainder = RemainderType::int8;
+  begin_with(1, 3);
+  continue_with(4, 5);
+  continue_with(3, 8);
+  continue_with(1, 9);
+}
+
 TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
   on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
     engine.initialize(model.fill());

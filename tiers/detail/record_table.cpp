@@ -43,7 +43,11 @@ std::uint64_t geometry_checksum(std::span<const StoreRecord> records) {
     for (const RecordSegment& segment : record.layout.segments()) {
       words.push_back(static_cast<std::uint64_t>(segment.dtype));
       // 1 for the common form, two moments of fp32.
-      const std::uint64_t moments = 16 * segment.moment_count + dtype_bytes(segment.moment_dtype);
+      const std::uint64_t short_master = segment.remainder == RemainderType::int8 ? 256 : 0;
+      const std::uint64_t moment_width = segment.moment_type == MomentType::fp32   ? 4
+                                         : segment.moment_type == MomentType::bf16 ? 2
+                                                                                   : 1;
+      const std::uint64_t moments = short_master + 16 * segment.moment_count + moment_width;
       words.push_back(!segment.trainable ? 0 : moments == 16 * 2 + 4 ? 1 : moments);
       words.push_back(segment.shard_elements);
     }

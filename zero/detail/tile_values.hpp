@@ -21,7 +21,9 @@ float load_element(const std::byte* elements, DType dtype, std::uint64_t index);
 
 // A value of a tile: `master` is the fp32 value whatever the weights' type. Pre: the segment has the moment.
 float load_value(const TileAccess& tile, State state, std::uint64_t element);
-void store_value(const TileAccess& tile, State state, std::uint64_t element, float value);
+// Values of elements [first, first + values.size()) of a tile, to the nearest that its type can hold. In a block of
+// moments of fp8 others may move where its range ends; what was loaded comes back as it was.
+void store_values(const TileAccess& tile, State state, std::uint64_t first, std::span<const float> values);
 // The state in which training begins: everything zero but what the optimizer's sum of squares begins with.
 void begin_state(const TileAccess& tile, const GroupOptions& group);
 

@@ -46,7 +46,8 @@ struct Segment {
             .trainable = trainable,
             .shard_elements = shard_elements,
             .moment_count = optim::moment_count(state.state),
-            .moment_dtype = state.moments};
+            .moment_type = state.moments,
+            .remainder = state.remainder};
   }
   bool has(State moment) const;  // whether the optimizer keeps this moment
 };

@@ -24,10 +24,13 @@ namespace hoist::detail {
 
 // The arrays of a tile's state. Null: what the weights' type has not, and moments that the optimizer does not keep.
 struct StateArrays {
-  std::int16_t* remainder = nullptr;  // of bf16 weights
-  float* master = nullptr;            // beside fp16 weights
-  void* moment1 = nullptr;            // of Segment::state.moments
+  std::int16_t* remainder = nullptr;  // of bf16 weights, or remainder8
+  std::int8_t* remainder8 = nullptr;
+  float* master = nullptr;  // beside fp16 weights
+  void* moment1 = nullptr;  // of Segment::state.moments
   void* moment2 = nullptr;
+  std::uint8_t* scale1 = nullptr;  // of moments of fp8
+  std::uint8_t* scale2 = nullptr;
 };
 
 // One tile's weights and state, readable and writable, wherever they are at the moment.

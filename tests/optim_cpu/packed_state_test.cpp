@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: Apache-2.0
+// State of 8 bits: the arithmetic is that of fp32, and what is stored is rounded as update.hpp and block_fp8.hpp say.
+#include <cmath>
+#include <limits>
+
+#include <hoist/optim_cpu/block_fp8.hpp>
+
+#include "tiles.hpp"
+
+namespace hoist::optim::test {
+namespace {
+
+// What of a tile's state has 8 bits.
+struct Form {
+  const char* name;
+  DType weights;
+  MomentType moments;
+  RemainderType remainder = RemainderType::int16;
+};
+std::ostream& operator<<(std::ostream& out, const Form& form) { return out << form.name; }
+constexpr Form kForms[] = {
+    {"all", DType::bf16, MomentType::fp8, RemainderType::int8},
+    {"moments", DType::bf16, MomentType::fp8},
+    {"moments_of_fp16", DType::fp16, MomentType::fp8},
+    {"moments_of_fp32", DType::fp32, MomentType::fp8},
+    {"remainder", DType::bf16, MomentType::fp32, RemainderType::int8},
+    {"remainder_beside_bf16", DType::bf16, MomentType::bf16, RemainderType::int8},
+};
+
+constexpr std::size_t block_count(std::size_t elements) { return (elements + kMomentBlock - 1) / kMomentBlock; }
+
+// A tile of which some state has 8 bits. `wide` holds the gradient and, exactly, what the state says.
+struct PackedTile {
+  PackedTile(const Form& form_in, std::size_t count, DType gradient_dtype, std::size_t offset = 0)
+      : form(form_in),
+        wide(count, gradient_dtype, offset),
+        fp16_weight(count, offset),
+        remainder(count, offset),
+        codes1(count, offset),
+        codes2(count, offset),
+        scales1(block_count(count), offset),
+        scales2(block_count(count), offset),
+        narrow1(count, offset),
+        narrow2(count, offset) {}
+
+  std::size_t count() const { return wide.count(); }
+  bool has_fp8() const { return form.moments == MomentType::fp8; }
+  bool has_master24() const { return form.remainder == RemainderType::int8; }
+
+  // Rounds the wide state to what this form can hold, and takes it.
+  void adopt() {
+    for (std::size_t i = 0; i < count(); ++i) {
+      wide.set_master(i, has_master24() ? to_master24(wide.master_array[i]) : wide.master_array[i]);
+      remainder[i] = static_cast<std::int8_t>(wide.remainder[i] / 256);
+      if (form.moments == MomentType::bf16) {
+        narrow1[i] = to_bf16(wide.moment1[i]);
+        narrow2[i] = to_bf16(wide.moment2[i]);
+        wide.moment1[i] = to_float(narrow1[i]);
+        wide.moment2[i] = to_float(narrow2[i]);
+      }
+    }
+    if (!has_fp8()) return;
+    for (std::size_t first = 0; first < count(); first += kMomentBlock) {
+      const std::size_t in_block = std::min<std::size_t>(kMomentBlock, count() - first);
+      const std::size_t block = first / kMomentBlock;
+      ASSERT_TRUE(
+          encode_block({&wide.moment1[first], in_block}, kAllNearest, Moment::first, &codes1[first], scales1[block]));
+      ASSERT_TRUE(
+          encode_block({&wide.moment2[first], in_block}, kAllNearest, Moment::second, &codes2[first], scales2[block]));
+      for (std::size_t i = first; i < first + in_block; ++i) {
+        wide.moment1[i] = moment1(i);
+        wide.moment2[i] = moment2(i);
+      }
+    }
+  }
+  float moment1(std::size_t i) const { return decode_moment(codes1[i], scales1[i / kMomentBlock], Moment::first); }
+  float moment2(std::size_t i) const { return decode_moment(codes2[i], scales2[i / kMomentBlock], Moment::second); }
+  float master(std::size_t i) const {
+    if (form.weights != DType::bf16) return wide.master_array[i];
+    return has_master24() ? join_master(wide.weight[i], remainder[i]) : wide.split_value(i);
+  }
+
+  // Elements [first, first + some) as a tile of their own. Pre: `first` is that of a block.
+  bool update(const UpdateCoefficients& c, Rounding rounding, std::size_t first, std::size_t some) {
+    const auto with_state = [&](auto tile) {
+      tile.moment_type = form.moments;
+      tile.moment1 = has_fp8()                          ? static_cast<void*>(codes1.data() + first)
+                     : form.moments == MomentType::bf16 ? static_cast<void*>(narrow1.data() + first)
+                                                        : static_cast<void*>(wide.moment1.data() + first);
+      tile.moment2 = has_fp8()                          ? static_cast<void*>(codes2.data() + first)
+                     : form.moments == MomentType::bf16 ? static_cast<void*>(narrow2.data() + first)
+                                                        : static_cast<void*>(wide.moment2.data() + first);
+      tile.scale1 = scales1.data() + first / kMomentBlock;
+      tile.scale2 = scales2.data() + first / kMomentBlock;
+      tile.gradient = wide.gradient.data() + first * dtype_bytes(wide.gradient_dtype);
+      tile.gradient_dtype = wide.gradient_dtype;
+      tile.count = some;
+      tile.rounding = {.key = rounding.key, .first = static_cast<std::uint32_t>(rounding.first + first)};
+      return update_tile(c, tile);
+    };
+    if (form.weights == DType::fp32) return with_state(WholeTile{.weight = wide.master_array.data() + first});
+    if (form.weights == DType::fp16)
+      return with_state(Fp16Tile{.weight = fp16_weight.data() + first, .master = wide.master_array.data() + first});
+    SplitTile tile{.weight = wide.weight.data() + first};
+    if (has_master24()) tile.remainder8 = remainder.data() + first;
+    if (!has_master24()) tile.remainder = wide.remainder.data() + first;
+    return with_state(tile);
+  }
+  bool update(const UpdateCoefficients& c, Rounding rounding) { return update(c, rounding, 0, count()); }
+
+  bool intact() const {
+    return wide.intact() && fp16_weight.intact() && remainder.intact() && codes1.intact() && codes2.intact() &&
+           scales1.intact() && scales2.intact() && narrow1.intact() && narrow2.intact();
+  }
+  bool same_state(const PackedTile& other) const {
+    return wide.same_state(other.wide) && fp16_weight.same_bytes(other.fp16_weight) &&
+           remainder.same_bytes(other.remainder) && codes1.same_bytes(other.codes1) &&
+           codes2.same_bytes(other.codes2) && scales1.same_bytes(other.scales1) && scales2.same_bytes(other.scales2) &&
+           narrow1.same_bytes(other.narrow1) && narrow2.same_bytes(other.narrow2);
+  }
+
+  Form form;
+  Tile wide;
+  Guarded<std::uint16_t> fp16_weight;
+  Guarded<std::int8_t> remainder;
+  Guarded<std::uint8_t> codes1, codes2, scales1, scales2;
+  Guarded<bf16> narrow1, narrow2;
+};
+
+// --- against the scalar text
+// ------------------------------------------------------------------------------------------
+
+// The fp32 update of what a packed tile says.
+Tile updated_wide(PackedTile& packed, const UpdateCoefficients& c, Rounding rounding) {
+  Tile wide(packed.count(), packed.wide.gradient_dtype);
+  for (std::size_t i = 0; i < packed.count(); ++i) {
+    wide.set_master(i, packed.wide.master_array[i]);
+    wide.moment1[i] = packed.wide.moment1[i];
+    wide.moment2[i] = packed.wide.moment2[i];
+    wide.set_gradient(i, packed.wide.gradient_value(i));
+  }
+  if (packed.form.moments != MomentType::bf16) {
+    (void)update_tile(c, wide.whole());
+    return wide;
+  }
+  PackedTile narrow({"", DType::fp32, MomentType::bf16}, packed.count(), packed.wide.gradient_dtype);
+  for (std::size_t i = 0; i < packed.count(); ++i) {
+    narrow.narrow1[i] = packed.narrow1[i];
+    narrow.narrow2[i] = packed.narrow2[i];
+    narrow.wide.set_master(i, packed.wide.master_array[i]);
+    narrow.wide.set_gradient(i, packed.wide.gradient_value(i));
+  }
+  (void)narrow.update(c, rounding);
+  for (std::size_t i = 0; i < packed.count(); ++i) {
+    wide.set_master(i, narrow.wide.master_array[i]);
+    wide.moment1[i] = to_float(narrow.narrow1[i]);
+    wide.moment2[i] = to_float(narrow.narrow2[i]);
+  }
+  return wide;
+}
+
+void expect_master(const PackedTile& tile, std::size_t i, float master, std::uint32_t word) {
+  if (std::isnan(master)) return;
+  auto bits = std::bit_cast<std::uint32_t>(master);
+  if (tile.has_master24()) bits = (bits + added_to_master24(word)) & ~0xFFu;
+  ASSERT_EQ(std::bit_cast<std::uint32_t>(tile.master(i)), bits) << "master of element " << i;
+  if (tile.form.weights == DType::bf16) {
+    ASSERT_EQ(tile.wide.weight[i], split_master(std::bit_cast<float>(bits)).weight) << "weight of element " << i;
+  }
+  if (tile.form.weights == DType::fp16) {
+    ASSERT_EQ(tile.fp16_weight[i], float_to_fp16(master)) << "weight of element " << i;
+  }
+}
+
+void expect_block(const Guarded<float>& values, const PackedTile& tile, std::size_t first, Rounding rounding,
+                  Moment moment) {
+  const std::size_t in_block = std::min<std::size_t>(kMomentBlock, tile.count() - first);
+  std::array<std::uint32_t, kMomentBlock> added{};
+  for (std::size_t i = 0; i < in_block; ++i) {
+    if (std::isnan(values[first + i])) return;
+    const std::uint32_t word = rounding_word(rounding.key, rounding.first + static_cast<std::uint32_t>(first + i));
+    added[i] = moment == Moment::first ? added_to_moment1(word) : added_to_moment2(word);
+  }
+  std::array<std::uint8_t, kMomentBlock> codes{};
+  std::uint8_t scale = 0;
+  if (!encode_block({&values[first], in_block}, added, moment, codes.data(), scale)) return;
+  const auto& tile_codes = moment == Moment::first ? tile.codes1 : tile.codes2;
+  const auto& tile_scales = moment == Moment::first ? tile.scales1 : tile.scales2;
+  ASSERT_EQ(tile_scales[first / kMomentBlock], scale) << "scale of the block at " << first;
+  for (std::size_t i = 0; i < in_block; ++i)
+    ASSERT_EQ(tile_codes[first + i], codes[i]) << "element " << first + i << ", " << values[first + i];
+}
+
+class PackedState : public ::testing::TestWithParam<std::tuple<NamedOptions, DType, Form>> {};
+INSTANTIATE_TEST_SUITE_P(All, PackedState,
+                         ::testing::Combine(::testing::ValuesIn(every_optimizer()), ::testing::ValuesIn(kDTypes),
+                                            ::testing::ValuesIn(kForms)));
+
+// Every instruction set, at every count up to past two of the widest vectors and around a stretch, unaligned.
+TEST_P(PackedState, IsTheFp32StateRounded) {
+  const auto& [optimizer, gradient, form] = GetParam();
+  const UpdateCoefficients c(optimizer.options, 3, 0.5);
+  for (const auto& name : supported_instruction_sets()) {
+    const Forced forced(name);
+    for (std::size_t count = 0; count < 1050; count += count < 70 ? 1 : count == 505 ? 15 : count > 600 ? 200 : 29) {
+      SCOPED_TRACE(name + " count " + std::to_string(count));
+      const Rounding rounding{.key = 0x9E3779B9u, .first = 0xFFFFFFF0u + static_cast<std::uint32_t>(count % 3)};
+      Rng rng(count + 1);
+      PackedTile tile(form, count, gradient, count % 5);
+      count % 2 == 0 ? fill_ordinary(tile.wide, rng) : fill_extreme(tile.wide, rng);
+      tile.adopt();
+      const Tile expected = updated_wide(tile, c, rounding);
+      (void)tile.update(c, rounding);
+      ASSERT_TRUE(tile.intact());
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::uint32_t word = rounding_word(rounding.key, rounding.first + static_cast<std::uint32_t>(i));
+        ASSERT_NO_FATAL_FAILURE(expect_master(tile, i, expected.master_array[i], word));
+      }
+      for (std::size_t first = 0; tile.has_fp8() && first < count; first += kMomentBlock) {
+        if (keeps_moment1(optimizer.options)) {
+          ASSERT_NO_FATAL_FAILURE(expect_block(expected.moment1, tile, first, rounding, Moment::first));
+        }
+        if (keeps_moment2(optimizer.options)) {
+          ASSERT_NO_FATAL_FAILURE(expect_block(expected.moment2, tile, first, rounding, Moment::second));
+        }
+      }
+    }
+  }
+}
+
+// However a range is cut into tiles, between blocks, it ends in the same bits.
+TEST_P(PackedState, DoesNotDependOnTiles) {
+  const auto& [optimizer, gradient, form] = GetParam();
+  const UpdateCoefficients c(optimizer.options, 3, 0.5);
+  constexpr std::size_t kCount = 1400;
+  const auto updated = [&, &g = gradient, &f = form](std::size_t tile_count) {
+    Rng rng(8);
+    PackedTile tile(f, kCount, g);
+    fill_ordinary(tile.wide, rng);
+    tile.adopt();
+    for (std::size_t first = 0; first < kCount; first += tile_count)
+      EXPECT_TRUE(tile.update(c, {.key = 77}, first, std::min(tile_count, kCount - first)));
+    return tile;
+  };
+  const PackedTile expected = updated(kCount);
+  for (const std::size_t tile_count : {8u, 24u, 512u, 520u, 1392u})
+    EXPECT_TRUE(updated(tile_count).same_state(expected)) << tile_count;
+}
+
+// --- limits
+// -------------------------------------------------------------------------------------------------------------
+
+TEST(PackedStateLimits, WhatCannotBeCommittedIsRefusedWhereverItIs) {
+  const OptimizerOptions adamw{.weight_decay = 0};
+  // Its first moment becomes the gradient.
+  const OptimizerOptions lion{.kind = OptimizerKind::lion, .learning_rate = 1e-4, .beta2 = 0, .weight_decay = 0};
+  struct Case {
+    const char* name;
+    OptimizerOptions options;
+    float gradient;
+    bool sound;
+  };
+  const Case cases[] = {{"fine", adamw, 1.0f, true},
+                        {"a gradient that is no number", adamw, std::numeric_limits<float>::quiet_NaN(), false},
+                        {"an infinite second moment", adamw, 3e38f, false},
+                        {"a large first moment", lion, 0x1.Ep127f, true},
+                        {"a first moment that rounds to infinity", lion, std::numeric_limits<float>::max(), false}};
+  constexpr std::size_t kCount = 45;
+  for (const auto& name : supported_instruction_sets()) {
+    const Forced forced(name);
+    for (const Case& one : cases) {
+      for (std::size_t bad = 0; bad < kCount; ++bad) {
+        PackedTile tile(kForms[0], kCount, DType::fp32);
+        Rng rng(bad);
+        fill_ordinary(tile.wide, rng);
+        tile.wide.set_gradient(bad, one.gradient);
+        tile.adopt();
+        EXPECT_EQ(tile.update(UpdateCoefficients(one.options, 1, 1.0), {}), one.sound)
+            << one.name << " at " << bad << ", " << name;
+      }
+    }
+  }
+}
+
+// A master that the random bits round to the limit.
+TEST(PackedStateLimits, AMasterRoundedToTheLimitIsRefused) {
+  OptimizerOptions options{.kind = OptimizerKind::sgd, .learning_rate = 1, .weight_decay = 0};
+  unsigned refused = 0;
+  for (std::uint32_t key = 0; key < 64; ++key) {
+    PackedTile tile(kForms[0], 8, DType::fp32);
+    tile.wide.set_master(3, std::bit_cast<float>(kMasterLimitBits - 0x100));
+    tile.adopt();
+    // To half a step of 24 bits below the limit.
+    const float goal = std::bit_cast<float>(kMasterLimitBits - 0x80);
+    tile.wide.set_gradient(3, tile.wide.master_array[3] - goal);
+    const bool sound = tile.update(UpdateCoefficients(options, 1, 1.0), {.key = key});
+    EXPECT_EQ(sound, (added_to_master24(rounding_word(key, 3)) < 0x80));
+    refused += sound ? 0 : 1;
+  }
+  EXPECT_GT(refused, 0u);
+  EXPECT_LT(refused, 64u);
+}
+
+// --- averages
+// --------------------------------------------------------------------------------------------------------------
+
+// What stochastic rounding is for: a second moment over a thousand steps changes by a sixtieth of a step at a time.
+TEST(PackedStateAverage, SecondMomentFollowsASmallChange) {
+  constexpr std::size_t kCount = 4096;
+  OptimizerOptions options{.weight_decay = 0};
+  PackedTile tile(kForms[0], kCount, DType::fp32);
+  const float gradient = 0.01f;
+  const float goal = gradient * gradient;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    tile.wide.moment2[i] = 2 * goal;
+    tile.wide.set_gradient(i, gradient);
+  }
+  tile.adopt();
+  const double start = static_cast<double>(tile.moment2(0));
+  constexpr std::uint64_t kSteps = 3000;
+  for (std::uint64_t step = 1; step <= kSteps; ++step)
+    ASSERT_TRUE(
+        tile.update(UpdateCoefficients(options, step, 1.0), {.key = static_cast<std::uint32_t>(step) * 0x9E3779B9u}));
+  double mean = 0, square = 0;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    const auto v = static_cast<double>(tile.moment2(i));
+    mean += v / kCount;
+    square += v * v / kCount;
+  }
+  const auto g2 = static_cast<double>(goal);
+  const double expected = g2 + (start - g2) * std::pow(0.999, static_cast<double>(kSteps));
+  EXPECT_NEAR(mean / expected, 1, 0.01);
+  // An unbiased walk between two neighbours: no wider than a step.
+  EXPECT_LT(std::sqrt(square - mean * mean) / mean, 1.0 / 16);
+  // To nearest it would have stood still from the first step on.
+  const std::array<float, 1> once{2 * goal * 0.999f + 0.001f * goal}, before{2 * goal};
+  std::uint8_t code_once = 0, code_before = 0, scale = 0;
+  ASSERT_TRUE(encode_block(once, kAllNearest, Moment::second, &code_once, scale));
+  ASSERT_TRUE(encode_block(before, kAllNearest, Moment::second, &code_before, scale));
+  EXPECT_EQ(code_once, code_before);
+}
+
+// Gradients that change their sign and size: the average of squares neither drifts nor scatters beyond what the format
+// makes of it, for elements as large as their block's largest and for some a hundredth of it.
+TEST(PackedStateAverage, SecondMomentOfNoiseHasItsMeanInEveryPartOfABlock) {
+  constexpr std::size_t kCount = 4096;
+  OptimizerOptions options{.learning_rate = 0, .beta2 = 0.99, .weight_decay = 0};
+  PackedTile tile(kForms[0], kCount, DType::fp32);
+  const auto scale_of = [](std::size_t i) { return i % 8 == 7 ? 1e-2 : i % 8 == 6 ? 1e-3 : 1.0; };
+  Rng rng(11);
+  double mean[3] = {};
+  constexpr std::uint64_t kSteps = 1500, kFirst = 1000;
+  for (std::uint64_t step = 1; step <= kSteps; ++step) {
+    for (std::size_t i = 0; i < kCount; ++i)
+      tile.wide.set_gradient(i, static_cast<float>(scale_of(i) * std::sqrt(12.0) * (rng.uniform() - 0.5)));
+    ASSERT_TRUE(
+        tile.update(UpdateCoefficients(options, step, 1.0), {.key = static_cast<std::uint32_t>(step) * 0x9E3779B9u}));
+    if (step <= kFirst) continue;
+    for (std::size_t i = 0; i < kCount; ++i) {
+      const std::size_t kind = i % 8 == 7 ? 1 : i % 8 == 6 ? 2 : 0;
+      mean[kind] += static_cast<double>(tile.moment2(i)) / (scale_of(i) * scale_of(i)) /
+                    static_cast<double>((kind == 0 ? kCount / 8 * 6 : kCount / 8) * (kSteps - kFirst));
+    }
+  }
+  EXPECT_NEAR(mean[0], 1, 0.01);
+  EXPECT_NEAR(mean[1], 1, 0.02);
+  // A thousandth of the largest is beyond the range: held as the least number there is, a few times too large.
+  EXPECT_GT(mean[2], 1);
+  EXPECT_LT(mean[2], 16);
+}
+
+// A first moment rounded to nearest would stop where a tenth of what is missing is less than half a step.
+TEST(PackedStateAverage, FirstMomentReachesASteadyGradient) {
+  constexpr std::size_t kCount = 4096;
+  OptimizerOptions options{.learning_rate = 0, .beta1 = 0.99, .weight_decay = 0};
+  PackedTile tile(kForms[0], kCount, DType::fp32);
+  for (std::size_t i = 0; i < kCount; ++i) tile.wide.set_gradient(i, -0.011f);
+  for (std::uint64_t step = 1; step <= 1000; ++step)
+    ASSERT_TRUE(
+        tile.update(UpdateCoefficients(options, step, 1.0), {.key = static_cast<std::uint32_t>(step) * 0x9E3779B9u}));
+  double mean = 0;
+  for (std::size_t i = 0; i < kCount; ++i) mean += static_cast<double>(tile.moment1(i)) / kCount;
+  EXPECT_NEAR(mean / -0.011, 1, 0.003);
+}
+
+// Updates far below a step of 24 bits add up.
+TEST(PackedStateAverage, MasterFollowsUpdatesBelowItsStep) {
+  constexpr std::size_t kCount = 4096;
+  OptimizerOptions options{.kind = OptimizerKind::sgd, .learning_rate = 1, .weight_decay = 0};
+  PackedTile tile(kForms[0], kCount, DType::fp32);
+  const float update = 0x1.0p-20f;  // a step at 1 is 2^-15
+  for (std::size_t i = 0; i < kCount; ++i) {
+    tile.wide.set_master(i, 1.0f);
+    tile.wide.set_gradient(i, -update);
+  }
+  tile.adopt();
+  constexpr std::uint64_t kSteps = 2000;
+  for (std::uint64_t step = 1; step <= kSteps; ++step)
+    ASSERT_TRUE(
+        tile.update(UpdateCoefficients(options, step, 1.0), {.key = static_cast<std::uint32_t>(step) * 0x9E3779B9u}));
+  double mean = 0;
+  for (std::size_t i = 0; i < kCount; ++i) mean += static_cast<double>(tile.master(i)) / kCount;
+  EXPECT_NEAR((mean - 1) / (kSteps * static_cast<double>(update)), 1, 0.01);
+  EXPECT_EQ(to_master24(1.0f + update), 1.0f);
+}
+
+// The random words of neighbours and of neighbouring keys are even and uncorrelated enough, in each of their parts.
+TEST(RoundingWord, IsEvenOverIndicesAndKeys) {
+  for (const bool over_keys : {false, true}) {
+    for (const int part : {0, 1, 2}) {
+      constexpr std::uint32_t kWords = 1u << 18;
+      double sum = 0, product = 0, before = 0;
+      for (std::uint32_t i = 0; i < kWords; ++i) {
+        const std::uint32_t word = over_keys ? rounding_word(i, 5) : rounding_word(5, i);
+        const double x = (part == 0   ? added_to_moment1(word) / 524288.0
+                          : part == 1 ? added_to_moment2(word) / 524288.0
+                                      : (added_to_master24(word) + 0.5) / 256.0) -
+                         0.5;
+        sum += x;
+        product += x * before;
+        before = x;
+      }
+      const double sigma = std::sqrt(kWords / 12.0);
+      EXPECT_LT(std::fabs(sum), 5 * sigma);
+      EXPECT_LT(std::fabs(product), 5 * std::sqrt(static_cast<double>(kWords)) / 12);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hoist::optim::test
