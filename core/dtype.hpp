@@ -47,7 +47,7 @@ constexpr float join_master(bf16 weight, std::int16_t remainder) {
 
 // A master of 24 bits: what is beside the weight are the upper 8 bits of the remainder, and the master's last 8 are
 // zero.
-constexpr float join_master(bf16 weight, std::int8_t remainder) {
+constexpr float join_master24(bf16 weight, std::int8_t remainder) {
   return join_master(weight, static_cast<std::int16_t>(remainder * 256));
 }
 // How the moments of an optimizer are kept. fp8: 8 bits each, in blocks of kMomentBlock that share an exponent of 8

@@ -133,7 +133,7 @@ float load_value(const TileAccess& tile, State state, std::uint64_t element) {
   const StateArrays arrays = tile.view();
   if (dtype == DType::fp16) return arrays.master[element];
   const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[element];
-  return arrays.remainder8 != nullptr ? join_master(weight, arrays.remainder8[element])
+  return arrays.remainder8 != nullptr ? join_master24(weight, arrays.remainder8[element])
                                       : join_master(weight, arrays.remainder[element]);
 }
 

@@ -200,7 +200,7 @@ TEST(Master24, IsTheNearest) {
     const float kept = to_master24(master);
     const SplitMaster split = split_master(kept);
     ASSERT_EQ(split.remainder % 256, 0);
-    ASSERT_EQ(join_master(split.weight, static_cast<std::int8_t>(split.remainder / 256)), kept);
+    ASSERT_EQ(join_master24(split.weight, static_cast<std::int8_t>(split.remainder / 256)), kept);
     ASSERT_EQ(to_master24(kept), kept);
     const auto distance = static_cast<std::int64_t>(std::bit_cast<std::uint32_t>(kept) & 0x7FFFFFFFu) -
                           static_cast<std::int64_t>(std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu);

@@ -77,7 +77,7 @@ struct PackedTile {
   float moment2(std::size_t i) const { return decode_moment(codes2[i], scales2[i / kMomentBlock], Moment::second); }
   float master(std::size_t i) const {
     if (form.weights != DType::bf16) return wide.master_array[i];
-    return has_master24() ? join_master(wide.weight[i], remainder[i]) : wide.split_value(i);
+    return has_master24() ? join_master24(wide.weight[i], remainder[i]) : wide.split_value(i);
   }
 
   // Elements [first, first + some) as a tile of their own. Pre: `first` is that of a block.
