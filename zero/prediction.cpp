@@ -110,8 +110,9 @@ std::uint64_t update_memory_bytes(const EngineOptions& engine, const detail::Uni
   for (const detail::Unit& unit : table.units()) {
     for (const tiers::Tile& tile : unit.trainable.tiles()) {
       const detail::Segment& segment = unit.segments[tile.segment];
-      const std::uint64_t record = dtype_bytes(segment.dtype) + segment.record().state_bytes_per_element();
-      bytes += tile.elements * (dtype_bytes(segment.home_gradient_dtype) + 2 * record);
+      const std::uint64_t record =
+          tile.elements * dtype_bytes(segment.dtype) + segment.record().state_bytes(tile.elements);
+      bytes += tile.elements * dtype_bytes(segment.home_gradient_dtype) + 2 * record;
     }
   }
   return bytes;
