@@ -160,12 +160,14 @@ TEST_P(BackwardMode, EndsInTheSameBitsWhateverIsCommitted) {
 
 TEST_P(BackwardMode, EndsInTheSameBitsWithEveryOptimizer) {
   using optim::OptimizerKind;
-  const optim::OptimizerOptions all[] = {{.kind = OptimizerKind::adam, .learning_rate = 1e-2},
-                                         {.kind = OptimizerKind::adagrad, .learning_rate = 1e-2},
-                                         {.kind = OptimizerKind::lion, .learning_rate = 1e-3},
-                                         {.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9},
-                                         {.kind = OptimizerKind::sgd, .learning_rate = 1e-2},
-                                         {.learning_rate = 1e-2, .moments = DType::bf16}};
+  const optim::OptimizerOptions all[] = {
+      {.kind = OptimizerKind::adam, .learning_rate = 1e-2},
+      {.kind = OptimizerKind::adagrad, .learning_rate = 1e-2},
+      {.kind = OptimizerKind::lion, .learning_rate = 1e-3},
+      {.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9},
+      {.kind = OptimizerKind::sgd, .learning_rate = 1e-2},
+      {.learning_rate = 1e-2, .moments = MomentType::bf16},
+      {.learning_rate = 1e-2, .moments = MomentType::fp8, .remainder = RemainderType::int8}};
   for (const optim::OptimizerOptions& optimizer : all) {
     const TempDirectory store;
     ToySetup backward = setup(), step = simplest();
