@@ -145,18 +145,9 @@ Json tier_json(const Prediction::Tier& tier) {
 
 Json prediction_json(const CheckReport& report) {
   const Prediction& p = *report.prediction;
-  Json json{{"parameters", p.parameter_count},
-            {"model", report.model},
-            {"device", tier_json(p.device)},
-            {"pinned", tier_json(p.pinned)},
-            {"nvme", {{"bytes", p.nvme_bytes}}},
-            {"step",
-             {{"nvme_read", p.step.nvme_read},
-              {"nvme_write", p.step.nvme_write},
-              {"host_to_device", p.step.host_to_device},
-              {"device_to_host", p.step.device_to_host},
-              {"wire", p.step.wire},
-              {"wire_in_group", p.step.wire_in_group}}}};
+  Json json{{"parameters", p.parameter_count},   {"model", report.model},
+            {"device", tier_json(p.device)},     {"pinned", tier_json(p.pinned)},
+            {"nvme", {{"bytes", p.nvme_bytes}}}, {"step", step_json(p.step)}};
   json["optimizer_pinned_fraction_max"] =
       report.pinned_fraction_max ? Json(*report.pinned_fraction_max) : Json(nullptr);
   const auto seconds = least_nvme_seconds(p, report.config.measured);
@@ -177,6 +168,15 @@ Json placement_json(const EngineOptions& engine) {
 }
 
 }  // namespace
+
+Json step_json(const StepBytes& step) {
+  return {{"nvme_read", step.nvme_read},
+          {"nvme_write", step.nvme_write},
+          {"host_to_device", step.host_to_device},
+          {"device_to_host", step.device_to_host},
+          {"wire", step.wire},
+          {"wire_in_group", step.wire_in_group}};
+}
 
 std::string accepted_text(const CheckReport& report) {
   const Config& config = report.config;

@@ -23,6 +23,7 @@ struct CheckReport {
   std::string model;  // where its shape came from
 };
 
+nlohmann::ordered_json step_json(const StepBytes& step);
 std::string accepted_text(const CheckReport& report);
 nlohmann::ordered_json accepted_json(const CheckReport& report);
 nlohmann::ordered_json refused_json(const std::string& origin, const ConfigProblems& error);

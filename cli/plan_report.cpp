@@ -6,6 +6,7 @@
 
 #include <hoist/core/units.hpp>
 
+#include "check_report.hpp"
 #include "output.hpp"
 
 namespace hoist::cli {
@@ -81,7 +82,6 @@ Json tier_json(const Prediction::Tier& tier, bool has_budget) {
 }
 
 Json row_json(const PlanReport& report, const PlanRow& row) {
-  const StepBytes& step = row.prediction.step;
   Json busy = Json::object();
   for (std::size_t r = 0; r < kResourceCount; ++r)
     busy[resource_name(static_cast<Resource>(r))] = row.time.busy_seconds[r];
@@ -94,12 +94,7 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
           {"device", tier_json(row.prediction.device, report.has_device_budget)},
           {"pinned", tier_json(row.prediction.pinned, report.has_pinned_budget)},
           {"nvme", {{"bytes", row.prediction.nvme_bytes}}},
-          {"step",
-           {{"nvme_read", step.nvme_read},
-            {"nvme_write", step.nvme_write},
-            {"host_to_device", step.host_to_device},
-            {"device_to_host", step.device_to_host},
-            {"wire", step.wire}}},
+          {"step", step_json(row.prediction.step)},
           {"seconds", {{"least", row.time.least_seconds}, {"expected", row.time.expected_seconds}}},
           {"busy_seconds", busy},
           {"limit", row.time.least_seconds > 0 ? Json(resource_name(row.time.limit)) : Json(nullptr)},

@@ -102,6 +102,7 @@ void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& ne
   out.staging_buffers = buffers.staging_count;
   out.update_buffers = buffers.update_count;
   out.update_buffer_parameters = buffers.piece_tiles * tiers::kTileElements;
+  out.trailing_bytes = buffers.update_count * needs.update_buffer_bytes(buffers.piece_tiles);
 }
 
 std::uint64_t update_memory_bytes(const EngineOptions& engine, const detail::UnitTable& table) {
@@ -152,8 +153,9 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, c
   predict_pinned(runtime, detail::PinnedNeeds(engine, table, apart), store.memory_bytes, out);
   out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots));
   out.step = out.phases.sum();
-  out.updates_in_forward = detail::update_mode(engine) == UpdateMode::forward;
-  out.updates_in_backward = detail::update_mode(engine) == UpdateMode::backward;
+  // State at home is written from there.
+  if (engine.optimizer != Placement::nvme) out.trailing_bytes = out.step.nvme_write;
+  out.update_mode = detail::update_mode(engine);
   out.update_memory_bytes = update_memory_bytes(engine, table);
   return out;
 }

@@ -45,11 +45,12 @@ struct Prediction {
   };
   Tier device;
   Tier pinned;
-  std::uint64_t nvme_bytes = 0;      // reserved in the store's directories
-  StepBytes step;                    // per training step
-  StepPhases phases;                 // the same, by what it is for
-  bool updates_in_forward = false;   // the update is carried out under the next forward pass, not in step()
-  bool updates_in_backward = false;  // likewise under the backward pass that makes the gradients
+  std::uint64_t nvme_bytes = 0;               // reserved in the store's directories
+  StepBytes step;                             // per training step
+  StepPhases phases;                          // the same, by what it is for
+  UpdateMode update_mode = UpdateMode::step;  // when the update is carried out
+  // Of what a step writes, the most that can wait in memory while the program goes on.
+  std::uint64_t trailing_bytes = 0;
   // What the update on the host reads and writes in memory: gradient, weights and state. 0: it is done on the device.
   std::uint64_t update_memory_bytes = 0;
   std::uint64_t parameter_count = 0;

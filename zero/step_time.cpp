@@ -20,10 +20,11 @@ double nvme_seconds(double read, double write, const StepSpeeds& speeds) {
          time_of(write - both, speeds.nvme_write);
 }
 
-// Of one phase: what must be over before the next one begins, so without what is written.
+// Of one phase: what must be over before the next one begins.
 Seconds busy(const StepBytes& bytes, const StepSpeeds& speeds) {
   Seconds seconds{};
-  at(seconds, Resource::nvme) = nvme_seconds(static_cast<double>(bytes.nvme_read), 0, speeds);
+  at(seconds, Resource::nvme) =
+      nvme_seconds(static_cast<double>(bytes.nvme_read), static_cast<double>(bytes.nvme_write), speeds);
   at(seconds, Resource::host_to_device) = time_of(static_cast<double>(bytes.host_to_device), speeds.host_to_device);
   at(seconds, Resource::device_to_host) = time_of(static_cast<double>(bytes.device_to_host), speeds.device_to_host);
   at(seconds, Resource::wire) = time_of(static_cast<double>(bytes.wire), speeds.wire);
@@ -55,16 +56,19 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
   const auto most = std::max_element(time.busy_seconds.begin(), time.busy_seconds.end());
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
 
+  // A pass that updates reads on only as buffers are written out: what they do not hold is written before it ends.
+  StepBytes update_in_pass = phases.update;
+  update_in_pass.nvme_write -= std::min(update_in_pass.nvme_write, prediction.trailing_bytes);
   StepBytes in_forward = phases.forward, in_backward = phases.backward;
-  if (prediction.updates_in_forward) in_forward += phases.update;
-  if (prediction.updates_in_backward) in_backward += phases.update;
+  if (prediction.update_mode == UpdateMode::forward) in_forward += update_in_pass;
+  if (prediction.update_mode == UpdateMode::backward) in_backward += update_in_pass;
   Seconds forward = busy(in_forward, speeds), backward = busy(in_backward, speeds);
   at(forward, Resource::compute) = speeds.compute_seconds * speeds.forward_share;
   at(backward, Resource::compute) = speeds.compute_seconds * (1 - speeds.forward_share);
   double in_step = 0;
-  if (prediction.updates_in_forward) {
+  if (prediction.update_mode == UpdateMode::forward) {
     at(forward, Resource::host_memory) = update;
-  } else if (prediction.updates_in_backward) {
+  } else if (prediction.update_mode == UpdateMode::backward) {
     at(backward, Resource::host_memory) = update;
   } else {
     // step() is over when all is read, computed and written.

@@ -48,14 +48,21 @@ TEST(StepTime, TheBusiestResourceIsTheLeast) {
   EXPECT_DOUBLE_EQ(time.least_seconds, 1000);
 }
 
-TEST(StepTime, AnUpdateInStepComesAfterBackwardAndOneInForwardHidesThere) {
+TEST(StepTime, AnUpdateInStepComesAfterBackwardAndOthersHideUnderPasses) {
   Prediction p = some_prediction();
   const StepSpeeds speeds{.nvme_read = 10, .nvme_write = 10, .host_memory = 100, .compute_seconds = 300};
   // 100 of forward, 200 of backward, then (1000 + 1200) / 10 for the update.
   EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 100 + 200 + 220);
-  p.updates_in_forward = true;
+  p.update_mode = UpdateMode::forward;
+  p.trailing_bytes = 1200;
   // Forward now reads for 110 seconds; writing goes on under backward.
   EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 110 + 200);
+  p.trailing_bytes = 200;
+  // Buffers hold a sixth of it; the rest is written in forward, which takes (1100 + 1000) / 10.
+  EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 210 + 200);
+  p.update_mode = UpdateMode::backward;
+  // Backward reads and writes for (1100 + 1000) / 10.
+  EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 100 + 210);
 }
 
 // Moves so many bytes a second, one block after another, whichever way.
@@ -110,6 +117,7 @@ Outcome train(Nanoseconds compute, UpdateMode mode, Placement parameters) {
   };
   EngineOptions options{.parameters = parameters, .optimizer = Placement::nvme, .store_directory = directory / "store"};
   options.update_mode = mode;
+  if (mode == UpdateMode::backward) options.gradient_clipping = 0;  // as it has to be
   options.persistence_elements = 0;
   options.reuse_distance_elements = 0;
   options.sub_group_elements = kElements;
@@ -159,7 +167,7 @@ Outcome train(Nanoseconds compute, UpdateMode mode, Placement parameters) {
   stream->synchronize();
   const auto explained_by_now = [&] { return to_seconds(waited() + Nanoseconds(kernel_ns)); };
   Outcome outcome{.seconds = 1e9};
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < 8; ++i) {
     const double explained = explained_by_now();
     const TimePoint begin = Clock::now();
     step();
@@ -190,7 +198,9 @@ INSTANTIATE_TEST_SUITE_P(Cells, StepTimeOf,
                                          Cell{"compute_forward", 400, UpdateMode::forward, Placement::nvme},
                                          Cell{"compute_step", 400, UpdateMode::step, Placement::nvme},
                                          Cell{"even_step", 120, UpdateMode::step, Placement::pinned},
-                                         Cell{"even_forward", 120, UpdateMode::forward, Placement::pinned}),
+                                         Cell{"even_forward", 120, UpdateMode::forward, Placement::pinned},
+                                         Cell{"even_backward", 120, UpdateMode::backward, Placement::pinned},
+                                         Cell{"compute_backward", 400, UpdateMode::backward, Placement::nvme}),
                          [](const auto& cell) { return std::string(cell.param.name); });
 
 TEST_P(StepTimeOf, ARealStepIsWhatWasPredicted) {
@@ -202,7 +212,8 @@ TEST_P(StepTimeOf, ARealStepIsWhatWasPredicted) {
   // The bound cannot be beaten but by a clock's grain; the expectation leaves out how phases begin.
   EXPECT_GE(real.seconds, 0.98 * real.predicted.least_seconds);
   EXPECT_LE(real.seconds, 1.25 * real.predicted.expected_seconds + 0.02);
-  EXPECT_GE(real.seconds, 0.9 * real.predicted.expected_seconds);
+  // step() begins to read while backward's last kernels run, which the expectation leaves out, too.
+  EXPECT_GE(real.seconds, 0.8 * real.predicted.expected_seconds);
   EXPECT_GE(real.explained, 0.99);
   EXPECT_LE(real.explained, 1.02) << "something is explained twice";
 }
