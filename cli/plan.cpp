@@ -85,6 +85,7 @@ EngineOptions placed(const Config& config, Placement parameters, Placement optim
   const bool needs_store = parameters == Placement::nvme || optimizer == Placement::nvme;
   if (needs_store && engine.store_directory.empty()) engine.store_directory = "planned";
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
+  if (optimizer == Placement::device) engine.update_mode = UpdateMode::automatic;  // the others are for offloaded state
   return engine;
 }
 

@@ -248,11 +248,12 @@ void Engine::Impl::seal(bool create_store) {
   const bool first_commit_is_useless = create_store && runtime.world_size() > 1 && !find_commit();
   if (const int ranks = detail::gathering_group(options, runtime.world_size()); ranks > 1)
     live.group = runtime.communicator().split(ranks);
-  together(create_store ? "take its memory and make its store" : "take its memory and open its store",
-           [&] { lay_out(create_store, run, first_commit_is_useless); });
+  together(create_store ? "take its memory and make its store" : "take its memory and open its store", [&] {
+    if (runtime.rank() == 0 && !options.metrics_path.empty())
+      metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
+    lay_out(create_store, run, first_commit_is_useless);
+  });
   if (live.store) live.commit_channel = runtime.communicator().duplicate();
-  if (runtime.rank() == 0 && !options.metrics_path.empty())
-    metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
   sealed = true;
 }
 

@@ -61,6 +61,8 @@ void Engine::Impl::require_untouched(UnitId id) const {
 }
 
 void Engine::Impl::fail_updating(const std::string& why) {
+  // The step before this one may still be landing, which telling the others of a failure would break off.
+  live.gradients->await_opened();
   fail(std::make_exception_ptr(
       Error(fmt::format("step {} cannot be taken: {}, and units were updated for it already (hoist.update_mode "
                         "\"backward\"). Nothing of it was committed: restore the last commit, in a new engine; "

@@ -168,7 +168,10 @@ void Engine::finish(UnitId unit, StreamRef stream) {
     if (impl_->live.gradients->finished(unit)) {
       throw UsageError(fmt::format("unit '{}' was already finished in this pass", impl_->table.unit(unit).name));
     }
-    if (impl_->updates_in_backward() && impl_->completes_step() && !impl_->updating) impl_->begin_updating();
+    if (impl_->updates_in_backward() && impl_->completes_step() && !impl_->updating) {
+      impl_->live.gradients->buffer(unit, stream);  // a budget that refuses it does so before the step is begun
+      impl_->begin_updating();
+    }
     impl_->live.gradients->finish(unit, stream);
     impl_->live.gatherer->finish(unit);
   });

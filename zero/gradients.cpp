@@ -181,7 +181,14 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
 void Gradients::hand_on(std::function<void()> open, HandOn hand_on) {
   hand_on_ = std::move(hand_on);
   handing_on_ = true;
-  arrivals_->enqueue(std::move(open));
+  opened_ = arrivals_->enqueue(std::move(open));
+}
+
+void Gradients::await_opened() noexcept {
+  try {
+    opened_.wait();
+  } catch (...) {  // thrown where it counts
+  }
 }
 
 // On the executor. The unit's weights are about to change: what was submitted so far may still be copying them up.

@@ -360,12 +360,12 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
     fetch(phases.forward, forward - forward_in_group, forward_in_group);
     fetch(phases.backward, count - forward - backward_in_group, backward_in_group);
     if (!weights_on_device && count > 0) phases.forward.device_to_host += secondary.bytes;
+    if (!state_on_device && weights_on_device) phases.forward.host_to_device += weights;  // once after each update
     if (!state_on_device) phases.backward.device_to_host += passes * trainable;
     phases.backward.wire += others * passes * trainable;
     // Under the next forward, the first fetch takes its weights from the update, which has read them already.
     const bool shared = update_mode(options) == UpdateMode::forward && count > 0;
     phases.update.nvme_read += (weights_on_nvme && !shared ? trainable : 0) + streamed;
-    if (!state_on_device && weights_on_device) phases.update.host_to_device += weights;
     between_bytes += (weights_on_nvme ? trainable : 0) + streamed;
     committed_bytes += commits_homes ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
   }

@@ -72,8 +72,7 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
     at(backward, Resource::host_memory) = update;
   } else {
     // step() is over when all is read, computed and written.
-    in_step = std::max({nvme_seconds(static_cast<double>(phases.update.nvme_read), written, speeds), update,
-                        time_of(static_cast<double>(phases.update.host_to_device), speeds.host_to_device)});
+    in_step = std::max(nvme_seconds(static_cast<double>(phases.update.nvme_read), written, speeds), update);
   }
   time.expected_seconds = std::max(longest(forward) + longest(backward) + in_step, time.least_seconds);
   return time;

@@ -58,6 +58,8 @@ class Gradients {
   // not finite is not handed on. Pre: made for update mode `backward`; all micro-batches but this one are at home.
   using HandOn = std::function<Completion(UnitId)>;
   void hand_on(std::function<void()> open, HandOn hand_on);
+  // Returns when the last `open` has ended, with or without an error.
+  void await_opened() noexcept;
   // Nothing more is handed on. Pre: executor drained.
   void await_handed_on() noexcept;
   // This rank's shards of a unit's gradient.
@@ -132,6 +134,7 @@ class Gradients {
   std::optional<GradientRing> ring_;
   HandOn hand_on_;                                 // of the last step that handed on
   bool handing_on_ = false;                        // the gradients that finish() takes
+  Completion opened_;                              // of the last `open`
   std::unique_ptr<scheduler::Executor> arrivals_;  // null unless there are such steps
 };
 
