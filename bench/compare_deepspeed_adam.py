@@ -39,16 +39,16 @@ class Shim:
         self.library = ctypes.CDLL(path)
         self.library.shim_pool.restype = ctypes.c_void_p
         self.library.shim_update.argtypes = ([ctypes.c_void_p, ctypes.POINTER(Optimizer), ctypes.c_uint64,
-                                              ctypes.c_double] + [ctypes.c_void_p] * 5 + [ctypes.c_int, ctypes.c_size_t])
+                                              ctypes.c_double] + [ctypes.c_void_p] * 6 + [ctypes.c_int, ctypes.c_size_t])
         self.pool = self.library.shim_pool(threads)
 
-    def update(self, optimizer, step, weight, gradient, moment1=None, moment2=None, remainder=None, scale=1.0):
+    def update(self, optimizer, step, weight, gradient, moment1=None, moment2=None, remainder=None, master=None, scale=1.0):
         def address(tensor):
             return None if tensor is None else tensor.data_ptr()
         dtype = BF16 if gradient.dtype == torch.bfloat16 else FP32
         sound = self.library.shim_update(self.pool, ctypes.byref(optimizer), step, scale, address(weight),
-                                         address(remainder), address(moment1), address(moment2), address(gradient),
-                                         dtype, weight.numel())
+                                         address(remainder), address(master), address(moment1), address(moment2),
+                                         address(gradient), dtype, weight.numel())
         assert sound, "a state came out that may not be committed"
 
 
@@ -211,13 +211,16 @@ def speed(shim, count, pairs):
     weight = 0.1 * torch.randn(count)
     gradient = 1e-3 * torch.randn(count)
     moment1, moment2 = torch.zeros(count), torch.zeros(count)
-    half = torch.empty(count, dtype=torch.bfloat16)
+    bf16, fp16 = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.float16)
     half_gradient = gradient.to(torch.bfloat16)
     high, remainder = split(weight)
     steps = iter(range(1, 1 << 30))
 
     def plain():
         shim.update(ours, next(steps), weight, gradient, moment1, moment2)
+
+    def same_arrays():
+        shim.update(ours, next(steps), fp16, gradient, moment1, moment2, master=weight, scale=0.999)
 
     def mixed():
         shim.update(ours, next(steps), high, half_gradient, moment1, moment2, remainder, scale=0.999)
@@ -233,13 +236,14 @@ def speed(shim, count, pairs):
         def their_plain():
             update(next(steps), weight, gradient, moment1, moment2)
 
-        def their_mixed():  # what a trainer with bf16 weights needs of them: unscale and clip, update, weights out
+        def their_mixed(weights_out):  # what a trainer needs of them: unscale and clip, update, weights out
             gradient.mul_(0.999)
             update(next(steps), weight, gradient, moment1, moment2)
-            half.copy_(weight)
+            weights_out.copy_(weight)
 
-        comparisons = [("fp32", plain, their_plain, 1.0), ("mixed precision, bf16 gradient, split master", mixed,
-                                                           their_mixed, 1.9)]
+        comparisons = [("fp32", plain, their_plain, 1.0),
+                       ("mixed precision, the same fp32 arrays, fp16 weights", same_arrays, lambda: their_mixed(fp16), 1.7),
+                       ("mixed precision, bf16 gradient, split master", mixed, lambda: their_mixed(bf16), 1.9)]
         for what, mine, their, target in comparisons:
             ratios, control = alternate(mine, their, pairs)
             gradient.normal_(0, 1e-3)

@@ -35,11 +35,11 @@ struct ShimOptimizer {
 void* shim_pool(unsigned threads) { return new UpdatePool({.threads = threads}); }
 void shim_pool_end(void* pool) { delete static_cast<UpdatePool*>(pool); }
 
-// `weight` is fp32 and `remainder` null (whole), or bf16 with the remainder of the fp32 master (split).
-// `gradient_dtype` is DType's number. Moments that the optimizer has not may be null.
+// `weight` is fp32 (whole), bf16 with the remainder of its fp32 master (split), or fp16 beside its fp32 master; the
+// other two of the three are null. `gradient_dtype` is DType's number. Moments that the optimizer has not may be null.
 int shim_update(void* pool, const ShimOptimizer* optimizer, std::uint64_t step, double gradient_scale, void* weight,
-                std::int16_t* remainder, float* moment1, float* moment2, const void* gradient, int gradient_dtype,
-                std::size_t count) {
+                std::int16_t* remainder, float* master, float* moment1, float* moment2, const void* gradient,
+                int gradient_dtype, std::size_t count) {
   const OptimizerOptions options{.kind = static_cast<OptimizerKind>(optimizer->kind),
                                  .learning_rate = optimizer->learning_rate,
                                  .beta1 = optimizer->beta1,
@@ -55,23 +55,21 @@ int shim_update(void* pool, const ShimOptimizer* optimizer, std::uint64_t step, 
   std::atomic<bool> committable{true};
   static_cast<UpdatePool*>(pool)->run((count + kTile - 1) / kTile, [&](std::size_t k) {
     const std::size_t first = k * kTile;
-    const std::size_t elements = std::min(kTile, count - first);
     const auto at = [&](float* array) { return array == nullptr ? nullptr : array + first; };
-    const auto* g = static_cast<const std::byte*>(gradient) + first * dtype_bytes(dtype);
-    const bool sound = remainder == nullptr
-                           ? update_tile(coefficients, WholeTile{.weight = static_cast<float*>(weight) + first,
-                                                                 .moment1 = at(moment1),
-                                                                 .moment2 = at(moment2),
-                                                                 .gradient = g,
-                                                                 .gradient_dtype = dtype,
-                                                                 .count = elements})
-                           : update_tile(coefficients, SplitTile{.weight = static_cast<bf16*>(weight) + first,
-                                                                 .remainder = remainder + first,
-                                                                 .moment1 = at(moment1),
-                                                                 .moment2 = at(moment2),
-                                                                 .gradient = g,
-                                                                 .gradient_dtype = dtype,
-                                                                 .count = elements});
+    const auto update = [&](auto tile) {
+      tile.moment1 = at(moment1);
+      tile.moment2 = at(moment2);
+      tile.gradient = static_cast<const std::byte*>(gradient) + first * dtype_bytes(dtype);
+      tile.gradient_dtype = dtype;
+      tile.count = std::min(kTile, count - first);
+      return update_tile(coefficients, tile);
+    };
+    const bool sound =
+        remainder != nullptr
+            ? update(SplitTile{.weight = static_cast<bf16*>(weight) + first, .remainder = remainder + first})
+        : master != nullptr
+            ? update(Fp16Tile{.weight = static_cast<std::uint16_t*>(weight) + first, .master = master + first})
+            : update(WholeTile{.weight = static_cast<float*>(weight) + first});
     if (!sound) committable = false;
   });
   return committable ? 1 : 0;

@@ -28,8 +28,9 @@ const char* placement_name(Placement placement) {
 
 std::string optimizer_place(const EngineOptions& engine) {
   const std::string place = placement_name(engine.optimizer);
-  if (engine.optimizer != Placement::nvme || engine.optimizer_pinned_fraction == 0) return place;
-  return fmt::format("{}, {:.4g} % of it in pinned memory", place, 100 * engine.optimizer_pinned_fraction);
+  if (engine.optimizer != Placement::nvme || engine.optimizer_pinned_fraction == 0.0) return place;
+  if (!engine.optimizer_pinned_fraction) return place + ", as much of it in pinned memory as there is room for";
+  return fmt::format("{}, {:.4g} % of it in pinned memory", place, 100 * *engine.optimizer_pinned_fraction);
 }
 
 std::string commits_text(const EngineOptions& engine) {
@@ -103,9 +104,11 @@ std::string prediction_text(const CheckReport& report) {
        {"host and device", format_bytes(p.step.host_to_device) + " up", format_bytes(p.step.device_to_host) + " down"},
        {"between ranks", format_bytes(p.step.wire),
         p.step.wire_in_group > 0 ? format_bytes(p.step.wire_in_group) + " of it within a group" : ""}});
-  if (const auto most = report.pinned_fraction_max; most && *most > report.config.engine.optimizer_pinned_fraction) {
-    text +=
-        fmt::format("  the pinned budget has room for more: hoist.optimizer_pinned_fraction may be {:.2f}\n", *most);
+  if (!report.config.engine.optimizer_pinned_fraction) {
+    text += fmt::format("  hoist.optimizer_pinned_fraction \"auto\" is {:.2f}\n", p.pinned_fraction);
+  } else if (report.pinned_fraction_max && *report.pinned_fraction_max > p.pinned_fraction) {
+    text += fmt::format("  the pinned budget has room for more: hoist.optimizer_pinned_fraction may be {:.2f}\n",
+                        *report.pinned_fraction_max);
   }
   if (const auto seconds = least_nvme_seconds(p, report.config.measured); seconds && *seconds > 0) {
     text += fmt::format(
@@ -148,6 +151,7 @@ Json prediction_json(const CheckReport& report) {
   Json json{{"parameters", p.parameter_count},   {"model", report.model},
             {"device", tier_json(p.device)},     {"pinned", tier_json(p.pinned)},
             {"nvme", {{"bytes", p.nvme_bytes}}}, {"step", step_json(p.step)}};
+  json["optimizer_pinned_fraction"] = p.pinned_fraction;
   json["optimizer_pinned_fraction_max"] =
       report.pinned_fraction_max ? Json(*report.pinned_fraction_max) : Json(nullptr);
   const auto seconds = least_nvme_seconds(p, report.config.measured);
@@ -159,7 +163,8 @@ Json placement_json(const EngineOptions& engine) {
   static constexpr const char* kPlacements[] = {"device", "pinned", "nvme"};
   return {{"parameters", kPlacements[static_cast<std::size_t>(engine.parameters)]},
           {"optimizer", kPlacements[static_cast<std::size_t>(engine.optimizer)]},
-          {"optimizer_pinned_fraction", engine.optimizer_pinned_fraction},
+          {"optimizer_pinned_fraction",
+           engine.optimizer_pinned_fraction ? Json(*engine.optimizer_pinned_fraction) : Json("auto")},
           {"store", engine.store_directory},
           {"stripes", engine.stripe_directories},
           {"durability", engine.durability == tiers::Durability::step ? "step" : "none"},

@@ -44,11 +44,14 @@ std::uint64_t bytes_of(const char* option, const std::string& text) {
   throw UsageError(fmt::format("{} {} is no size; write 80GiB or 1.4PB", option, text));
 }
 
-// The configuration, or what hoist does without one, with the budgets that were given.
+// The configuration, or what hoist does on a GPU without one, with the budgets that were given.
 Config base_of(const PlanArguments& arguments) {
   Config config = arguments.config.empty() ? Config::parse("{}", "defaults") : Config::load(arguments.config);
   RuntimeOptions& runtime = config.runtime;
-  if (arguments.config.empty()) runtime.device_memory_bytes = runtime.pinned_memory_bytes = kUnlimitedBytes;
+  if (arguments.config.empty()) {
+    runtime.device = platform::DeviceKind::cuda;
+    runtime.device_memory_bytes = runtime.pinned_memory_bytes = kUnlimitedBytes;
+  }
   if (!arguments.device_memory.empty())
     runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
   if (!arguments.pinned_memory.empty())
@@ -89,6 +92,15 @@ EngineOptions placed(const Config& config, Placement parameters, Placement optim
   return engine;
 }
 
+std::string refusal_of(const EngineOptions& engine, const RuntimeOptions& runtime, int world_size) {
+  try {
+    check(engine, runtime, world_size);
+    return "";
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+}
+
 PlanReport plan_of(const PlanArguments& arguments) {
   const Config config = base_of(arguments);
   const NamedModel model = read_model(arguments.model, config.engine.weights_dtype.value_or(DType::bf16));
@@ -102,6 +114,7 @@ PlanReport plan_of(const PlanArguments& arguments) {
   for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme}) {
     for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
       PlanRow row{.engine = placed(config, parameters, optimizer)};
+      row.refusal = refusal_of(row.engine, config.runtime, arguments.world_size);
       row.prediction = predict(config.runtime, row.engine, model.shape, arguments.world_size);
       report.speeds = speeds_of(arguments, config.measured, row.prediction.parameter_count);
       row.time = predict_time(row.prediction, report.speeds);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plan_report.hpp"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -32,6 +34,28 @@ std::string tier_text(const Prediction::Tier& tier, bool has_budget) {
   if (!has_budget) return format_bytes(tier.least_bytes);
   if (tier.fits()) return format_bytes(tier.bytes);
   return fmt::format("{} too little", format_bytes(tier.least_bytes - tier.budget_bytes));
+}
+
+std::string verdict(const PlanRow& row, bool fastest) {
+  const char* const problem = !row.refusal.empty() ? "refused" : row.fits() ? "" : "does not fit";
+  return fmt::format("{}{}{}", problem, row.configured ? " (configured)" : "", fastest ? " (fastest)" : "");
+}
+
+// Each reason once, with the rows it is of.
+std::string refusals_text(const PlanReport& report) {
+  std::string text;
+  std::vector<std::string> reasons;
+  for (const PlanRow& row : report.rows) {
+    if (!row.refusal.empty() && std::ranges::find(reasons, row.refusal) == reasons.end())
+      reasons.push_back(row.refusal);
+  }
+  for (const std::string& reason : reasons) {
+    std::vector<std::string> places;
+    for (const PlanRow& row : report.rows)
+      if (row.refusal == reason) places.push_back(placement_of(row));
+    text += fmt::format("\nrefused, {}: {}\n", fmt::join(places, ", "), reason);
+  }
+  return text;
 }
 
 std::string seconds_text(double seconds) { return seconds > 0 ? fmt::format("{:.3g} s", seconds) : "?"; }
@@ -91,6 +115,7 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
           {"optimizer", name_of(row.engine.optimizer)},
           {"configured", row.configured},
           {"fits", row.fits()},
+          {"refusal", row.refusal.empty() ? Json(nullptr) : Json(row.refusal)},
           {"device", tier_json(row.prediction.device, report.has_device_budget)},
           {"pinned", tier_json(row.prediction.pinned, report.has_pinned_budget)},
           {"nvme", {{"bytes", row.prediction.nvme_bytes}}},
@@ -135,10 +160,9 @@ std::string plan_text(const PlanReport& report) {
                     tier_text(p.pinned, report.has_pinned_budget), format_bytes(p.nvme_bytes),
                     format_bytes(p.step.nvme_read + p.step.nvme_write), seconds_text(row.time.expected_seconds),
                     seconds_text(row.time.least_seconds), timed ? resource_name(row.time.limit) : "?",
-                    fmt::format("{}{}{}", row.fits() ? "" : "does not fit", row.configured ? " (configured)" : "",
-                                &row == best && timed ? " (fastest)" : "")});
+                    verdict(row, &row == best && timed)});
   }
-  text += columns(rows);
+  text += columns(rows) + refusals_text(report);
   if (best == nullptr) {
     text += "\nnothing fits: raise --device-memory or --pinned-memory, or take more ranks\n";
   } else if (best->time.least_seconds > 0) {

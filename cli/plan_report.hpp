@@ -17,8 +17,9 @@ struct PlanRow {
   Prediction prediction;
   StepTime time;
   bool configured = false;  // the configuration's own placement
+  std::string refusal;      // why no engine would take these options, whatever the budgets; empty: it would
 
-  bool fits() const { return prediction.device.fits() && prediction.pinned.fits(); }
+  bool fits() const { return refusal.empty() && prediction.device.fits() && prediction.pinned.fits(); }
 };
 
 struct PlanReport {

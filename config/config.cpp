@@ -130,6 +130,12 @@ TrainingOptions Config::check_world_size(int world_size) const {
   };
   if (world_size < 1) throw UsageError(fmt::format("a world size of {} is not possible; it is at least 1", world_size));
 
+  if (const int group = std::max(1, engine.secondary_shard_ranks); group < world_size && world_size % group != 0) {
+    refuse("zero_optimization.zero_hpz_partition_size",
+           fmt::format("{} ranks cannot be cut into groups of {}; use a number that divides them, or 1", world_size,
+                       group));
+  }
+
   TrainingOptions result = training;
   const auto world = static_cast<std::uint64_t>(world_size);
   // Two of the three sizes imply the third; with less than that, a step is one micro-batch.

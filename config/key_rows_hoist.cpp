@@ -153,10 +153,15 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::number,
        .default_value = "0.0",
        .range = {.max = 1},
+       .choices = {"auto"},
        .meaning = "With offload_optimizer on nvme: the share of optimizer state that lives in pinned memory all the "
-                  "same. It is "
-                  "not read, and written with commits only; the result is the same.",
-       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_pinned_fraction = as_number(v); }},
+                  "same. It is not read, and written with commits only; the result is the same. auto: as much as "
+                  "hoist.pinned_memory has room for beside everything else.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             const auto* share = std::get_if<double>(&v);
+             d.engine.optimizer_pinned_fraction = share == nullptr ? std::nullopt : std::optional(*share);
+           }},
       {.path = "hoist.moments_dtype",
        .type = ValueType::choice,
        .default_value = "\"fp32\"",

@@ -296,7 +296,7 @@ std::vector<KeyRow> refused_zero_rows() {
        .meaning =
            "Consecutive ranks, usually those of a machine, that keep the weights all ranks have gathered once and "
            "gather them among themselves from then on, until the next step. Each keeps one part in so many of the "
-           "weights, in pinned memory; divides the number of ranks. 0 and 1: none.",
+           "weights, in pinned memory; divides the number of ranks. 0, 1, or as many as all: none.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.secondary_shard_ranks = static_cast<int>(std::max<std::uint64_t>(1, as_count(v)));

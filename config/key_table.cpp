@@ -151,7 +151,8 @@ std::string allowed_text(const KeyRow& row) {
       if (row.range.min == row.range.max) return fmt::format("the integer {:g}", row.range.min);
       [[fallthrough]];
     case ValueType::number:
-      return std::string(value_type_name(row.type)) + range_text(row);
+      return std::string(value_type_name(row.type)) + range_text(row) +
+             (row.choices.empty() ? "" : fmt::format(", or \"{}\"", fmt::join(row.choices, "\", \"")));
     case ValueType::bytes:
       return "a byte count" + range_text(row) + ", as a number or like \"8GiB\"";
     case ValueType::number_pair:

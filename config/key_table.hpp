@@ -23,7 +23,7 @@ struct Draft;
 enum class ValueType : std::uint8_t {
   boolean,
   integer,  // an integral float such as 5e8 counts
-  number,   // finite
+  number,   // finite; or one of KeyRow::choices, where there are any
   bytes,    // an integer, or a string such as "8GiB"
   string,
   choice,       // one of KeyRow::choices

@@ -136,7 +136,7 @@ class Rules {
   }
 
   void pinned_fraction() {
-    if (draft_.engine.optimizer_pinned_fraction > 0 && draft_.engine.optimizer != Placement::nvme)
+    if (draft_.engine.optimizer_pinned_fraction != 0.0 && draft_.engine.optimizer != Placement::nvme)
       notes_.warnings.push_back(
           "hoist.optimizer_pinned_fraction is not used: offload_optimizer.device is not \"nvme\"");
   }

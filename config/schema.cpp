@@ -57,6 +57,7 @@ Json any_value_of(const KeyRow& row) {
     case ValueType::integer:
       return ranged("integer", row.range);
     case ValueType::number:
+      if (!row.choices.empty()) return {{"anyOf", {ranged("number", row.range), spellings(row.choices)}}};
       return ranged("number", row.range);
     case ValueType::bytes:
       return {{"anyOf",

@@ -83,11 +83,6 @@ Checked check_bytes(const KeyRow& row, const JsonNode& node) {
   return Value(*value);
 }
 
-Checked check_number(const KeyRow& row, const JsonNode& node) {
-  if (!is_number(node) || !in_range(row.range, node.scalar.get<double>())) return not_allowed(row, node);
-  return Value(node.scalar.get<double>());
-}
-
 Checked check_choice(const KeyRow& row, const JsonNode& node) {
   if (!is_string(node)) return not_allowed(row, node);
   const auto& text = node.scalar.get_ref<const std::string&>();
@@ -95,6 +90,12 @@ Checked check_choice(const KeyRow& row, const JsonNode& node) {
     if (same_text(choice, text)) return Value(std::string(choice));
   }
   return not_allowed(row, node);
+}
+
+Checked check_number(const KeyRow& row, const JsonNode& node) {
+  if (is_string(node) && !row.choices.empty()) return check_choice(row, node);
+  if (!is_number(node) || !in_range(row.range, node.scalar.get<double>())) return not_allowed(row, node);
+  return Value(node.scalar.get<double>());
 }
 
 Checked check_cadence(const KeyRow& row, const JsonNode& node) {

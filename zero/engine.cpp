@@ -19,79 +19,6 @@ namespace hoist {
 
 using tiers::Region;
 
-namespace {
-
-void refuse(bool wrong, const char* key, const std::string& problem) {
-  if (wrong) throw ConfigError(key, problem);
-}
-
-// A device that carries out steps itself has kernels for state of 16 and 32 bits.
-void refuse_state_of_8_bits(const optim::OptimizerOptions& group, const EngineOptions& options,
-                            const Runtime& runtime) {
-  const bool on_device = detail::homes_are_apart(runtime.options(), options);
-  constexpr std::string_view kProblem =
-      "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them to "
-      "\"cpu\" or \"nvme\"";
-  refuse(on_device && group.moments == MomentType::fp8, "hoist.moments_dtype", std::string(kProblem));
-  refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
-}
-
-void check_options(const EngineOptions& options, const Runtime& runtime) {
-  refuse(options.stage < 0 || options.stage > 3, "zero_optimization.stage",
-         fmt::format("there is no stage {}: 0 to 3", options.stage));
-  refuse(options.stage < 3 && options.parameters != Placement::device, "zero_optimization.offload_param.device",
-         fmt::format("stage {} keeps all weights on the device; use stage 3 to offload them", options.stage));
-  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  refuse(nvme && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
-         "state is placed on NVMe, but no path is given; name a directory on the drive");
-  refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
-         "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
-  refuse(detail::homes_are_apart(runtime.options(), options) && options.parameters != Placement::device,
-         "zero_optimization.offload_optimizer.device",
-         "optimizer states on a GPU are updated there, with weights that are there, too; use \"cpu\" or \"nvme\", or "
-         "leave offload_param out");
-  refuse_state_of_8_bits(options.optimizer_defaults, options, runtime);
-  const bool backward = options.update_mode == UpdateMode::backward;
-  refuse((backward || options.update_mode == UpdateMode::forward) && options.optimizer == Placement::device,
-         "hoist.update_mode",
-         fmt::format("\"{}\" is for optimizer states that are offloaded; use \"step\", or \"auto\"",
-                     backward ? "backward" : "forward"));
-  refuse(backward && options.gradient_clipping > 0, "hoist.update_mode",
-         "\"backward\" updates units before the norm is known that clipping needs; set gradient_clipping to 0, or use "
-         "\"forward\"");
-  refuse(backward && (options.loss_scale.dynamic || options.loss_scale.scale != 1), "hoist.update_mode",
-         "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
-         "fp16.enabled");
-  const int ranks = options.secondary_shard_ranks;
-  refuse(ranks < 1 || runtime.world_size() % ranks != 0, "zero_optimization.zero_hpz_partition_size",
-         fmt::format("{} ranks cannot be cut into groups of {}; use a number that divides them, usually the ranks of a "
-                     "machine, or 1",
-                     runtime.world_size(), ranks));
-  refuse(ranks > 1 && options.stage < 3, "zero_optimization.zero_hpz_partition_size",
-         fmt::format("stage {} keeps all weights gathered; use stage 3, or leave this key out", options.stage));
-  refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
-         fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
-  refuse(!(options.optimizer_pinned_fraction >= 0 && options.optimizer_pinned_fraction <= 1),
-         "hoist.optimizer_pinned_fraction", "a fraction is from 0 to 1");
-  refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
-  refuse(options.keep_steps > tiers::kKeptStepsMax, "hoist.keep_steps",
-         fmt::format("at most {} steps can be kept", tiers::kKeptStepsMax));
-  refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
-         "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
-  refuse(options.keep_steps > 0 && nvme && options.durability == tiers::Durability::none, "hoist.keep_steps",
-         "a store of durability \"none\" keeps nothing; use \"step\"");
-  refuse(options.micro_batches_max < 1, "gradient_accumulation_steps", "at least 1");
-  refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
-         "at least 1 buffer is needed");
-  refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
-  check(options.learning_rate_schedule);
-  check(options.loss_scale);
-  optim::check(options.optimizer_defaults);
-  refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
-}
-
-}  // namespace
-
 Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
     : runtime(runtime_in),
       options(options_in),
@@ -99,7 +26,7 @@ Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
       table(runtime_in.world_size(), detail::gradient_sums(options_in)),
       alarm(std::make_shared<detail::Alarm>(runtime_in)),
       scaler(options_in.loss_scale) {
-  check_options(options, runtime);
+  check(options, runtime.options(), runtime.world_size());
 }
 
 Engine::Impl::~Impl() {
@@ -262,9 +189,10 @@ void Engine::Impl::require_weights_dtype() const {
   if (options.weights_dtype != DType::fp16) return;
   const bool has_fp16 = std::ranges::any_of(
       table.specs(), [](const ParameterSpec& spec) { return spec.trainable && spec.dtype == DType::fp16; });
-  refuse(!has_fp16, "fp16.enabled",
-         "no trainable parameter of the program is fp16: declare its matrices so (ParameterSpec::dtype) and multiply "
-         "its loss by Engine::loss_scale(), or remove the section fp16");
+  if (has_fp16) return;
+  throw ConfigError("fp16.enabled",
+                    "no trainable parameter of the program is fp16: declare its matrices so (ParameterSpec::dtype) and "
+                    "multiply its loss by Engine::loss_scale(), or remove the section fp16");
 }
 
 std::uint64_t Engine::Impl::agree_on_run() const {
@@ -275,12 +203,20 @@ std::uint64_t Engine::Impl::agree_on_run() const {
   return all.front();
 }
 
+double Engine::Impl::affordable_pinned_fraction(std::uint64_t store_memory_bytes) const {
+  const tiers::Budget& budget = runtime.pinned_budget();
+  const std::uint64_t taken = budget.held_bytes() + store_memory_bytes;
+  return detail::largest_pinned_fraction(options, table, detail::homes_are_apart(runtime.options(), options),
+                                         budget.limit_bytes() > taken ? budget.limit_bytes() - taken : 0);
+}
+
 void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_first_commit) {
   live.records = std::make_unique<detail::RecordMap>(table);
   const bool with_store = !options.store_directory.empty();
   tiers::StoreOptions store =
       detail::store_options(options, table, *live.records, runtime.rank(), place, runtime.trace());
   const std::uint64_t store_memory = with_store ? tiers::Store::cost(store).memory_bytes : 0;
+  if (!options.optimizer_pinned_fraction) options.optimizer_pinned_fraction = affordable_pinned_fraction(store_memory);
   live.memory = std::make_unique<detail::Memory>(runtime, options, table, store_memory);
 
   if (const std::span<std::byte> pinned = live.memory->pinned(); !pinned.empty()) {
@@ -494,8 +430,7 @@ Engine::~Engine() = default;
 
 GroupId Engine::add_group(const GroupOptions& options) {
   impl_->require_open_model();
-  optim::check(options);
-  refuse_state_of_8_bits(options, impl_->options, impl_->runtime);
+  check(options, impl_->options, impl_->runtime.options());
   impl_->groups.push_back(options);
   return {static_cast<std::uint32_t>(impl_->groups.size() - 1)};
 }
@@ -597,7 +532,8 @@ std::uint64_t Engine::wire_bytes_in_group() const { return impl_->live.group ? i
 std::vector<std::string> Engine::describe() const {
   std::vector<std::string> lines;
   constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
-  const double fraction = impl_->options.optimizer == Placement::nvme ? impl_->options.optimizer_pinned_fraction : 0;
+  const double fraction =
+      impl_->options.optimizer == Placement::nvme ? impl_->options.optimizer_pinned_fraction.value_or(0) : 0;
   lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}, update mode {}",
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
                               kPlaces[static_cast<std::size_t>(impl_->options.optimizer)],

@@ -112,7 +112,7 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
 
 PinnedNeeds::PinnedNeeds(const EngineOptions& options, const UnitTable& table, bool homes_apart)
     : options_(options), table_(table), homes_apart_(homes_apart) {
-  const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction : 1;
+  const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 1;
   std::uint64_t bytes = 0, home_bytes = 0;  // of the units so far: what one rounds down, the next may take
   for (const Unit& unit : table.units()) {
     const auto tiles = unit.trainable.tiles();
@@ -267,11 +267,45 @@ void PinnedNeeds::grow_ring(Buffers& chosen, std::uint64_t all_bytes, std::uint6
   chosen.gradient_ring_bytes = fits * kBlockAlignment;
 }
 
+double largest_pinned_fraction(EngineOptions options, const UnitTable& table, bool homes_apart,
+                               std::uint64_t available_bytes) {
+  const auto buffers = [&](double fraction) {
+    options.optimizer_pinned_fraction = fraction;
+    const PinnedNeeds needs(options, table, homes_apart);
+    const PinnedNeeds::Buffers chosen = needs.choose(available_bytes);
+    return needs.bytes(chosen) <= available_bytes ? std::optional(chosen) : std::nullopt;
+  };
+  const auto asked = buffers(options.optimizer_pinned_fraction.value_or(0));
+  if (!asked) return 0;
+  std::uint64_t largest_gradient = 0;
+  for (const Unit& unit : table.units()) largest_gradient = std::max(largest_gradient, unit.home_gradient_bytes);
+  const std::uint64_t least_ring = std::min(asked->gradient_ring_bytes, 2 * largest_gradient);
+  const auto fits = [&](unsigned hundredths) {
+    const auto chosen = buffers(hundredths / 100.0);
+    if (!chosen || chosen->staging_count != asked->staging_count || chosen->gradient_ring_bytes < least_ring)
+      return false;
+    // With all of it in memory there may be nothing left to buffer.
+    return chosen->update_count == 0 ||
+           (chosen->update_count == asked->update_count && chosen->piece_tiles == asked->piece_tiles);
+  };
+  if (fits(100)) return 1;
+  unsigned most = 0, too_much = 100;
+  while (too_much - most > 1) {
+    const unsigned middle = (most + too_much) / 2;
+    (fits(middle) ? most : too_much) = middle;
+  }
+  return most / 100.0;
+}
+
 // --- bytes of a step -------------------------------------------------------------------------------------------------
 
 GradientSums gradient_sums(const EngineOptions& options) {
   if (options.micro_batches_max <= 1) return GradientSums::none;
   return options.micro_batch_order == MicroBatchOrder::vertical ? GradientSums::on_device : GradientSums::at_home;
+}
+
+unsigned passes_of_a_step(const EngineOptions& options) {
+  return gradient_sums(options) == GradientSums::at_home ? options.micro_batches_max : 1;
 }
 
 bool PinnedNeeds::rings_gradients() const {
@@ -329,7 +363,7 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
   std::uint64_t committed_bytes = 0, between_bytes = 0;
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
   const auto peers_in_group = static_cast<std::uint64_t>(gathering_group(options, table.world_size()) - 1);
-  const std::uint64_t passes = gradient_sums(options) == GradientSums::at_home ? options.micro_batches_max : 1;
+  const std::uint64_t passes = passes_of_a_step(options);
   StepPhases phases;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const Unit& unit = table.units()[u];

@@ -95,8 +95,9 @@ struct EngineOptions {
 
   // With the optimizer on NVMe, the share of its states that lives in pinned memory nevertheless, from 0 to 1: the
   // first tiles of every unit's record, so that every unit's update finds the same mix. They are not read, and written
-  // with commits only. Key "hoist.optimizer_pinned_fraction".
-  double optimizer_pinned_fraction = 0;
+  // with commits only. Empty: as much as the pinned budget has room for beside the buffers that are asked for below, in
+  // hundredths; each rank by its own budget. Key "hoist.optimizer_pinned_fraction", where "auto" is empty.
+  std::optional<double> optimizer_pinned_fraction = 0.0;
 
   // The store of records: where NVMe placements live, and what commits go to. Empty: none (no NVMe placement then,
   // and nothing can be saved).
@@ -136,7 +137,7 @@ struct EngineOptions {
 
   // Ranks of a group, of consecutive ones, that gathers a unit among itself once all ranks have gathered it (ZeRO++
   // hpZ): every rank keeps 1/ranks of it until the weights change, in pinned memory, or on the device where weights
-  // live there. Backward then stays off the links between groups. Divides the world size; 1, or all of them: none. Key
+  // live there. Backward then stays off the links between groups. Divides the world size; 1, or no fewer than that: none. Key
   // zero_hpz_partition_size.
   int secondary_shard_ranks = 1;
 
@@ -152,5 +153,10 @@ struct EngineOptions {
   optim::OptimizerOptions optimizer_defaults{};   // of group 0
   LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
 };
+
+// What no engine of so many ranks would be built with, whatever the model: ConfigError with the key and the remedy.
+void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size);
+// Likewise of one parameter group.
+void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime);
 
 }  // namespace hoist

@@ -91,18 +91,27 @@ void predict_device(const RuntimeOptions& runtime, const ModelShape& model, int 
   out.gradient_buffers = buffers.gradients;
 }
 
+std::uint64_t pinned_bytes_beside(const RuntimeOptions& runtime, std::uint64_t store_memory_bytes) {
+  const std::uint64_t budget = runtime.pinned_memory_bytes;
+  return budget > store_memory_bytes ? budget - store_memory_bytes : 0;
+}
+
 void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& needs, std::uint64_t store_memory_bytes,
                     Prediction& out) {
   out.pinned.budget_bytes = runtime.pinned_memory_bytes;
   out.pinned.least_bytes = store_memory_bytes + needs.bytes(needs.choose(0));
-  const std::uint64_t available =
-      out.pinned.budget_bytes > store_memory_bytes ? out.pinned.budget_bytes - store_memory_bytes : 0;
-  const detail::PinnedNeeds::Buffers buffers = needs.choose(available);
+  const detail::PinnedNeeds::Buffers buffers = needs.choose(pinned_bytes_beside(runtime, store_memory_bytes));
   out.pinned.bytes = store_memory_bytes + needs.bytes(buffers);
   out.staging_buffers = buffers.staging_count;
   out.update_buffers = buffers.update_count;
   out.update_buffer_parameters = buffers.piece_tiles * tiers::kTileElements;
   out.trailing_bytes = buffers.update_count * needs.update_buffer_bytes(buffers.piece_tiles);
+}
+
+tiers::Store::Cost store_cost(const EngineOptions& engine, const detail::UnitTable& table) {
+  if (engine.store_directory.empty()) return {};
+  const detail::RecordMap records(table);
+  return tiers::Store::cost(detail::store_options(engine, table, records, /*rank=*/0));
 }
 
 std::uint64_t update_memory_bytes(const EngineOptions& engine, const detail::UnitTable& table) {
@@ -135,26 +144,29 @@ ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units, DType dt
   return model;
 }
 
-Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
+Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, const ModelShape& model,
                    int world_size) {
-  const detail::UnitTable table = table_of(engine, model, world_size);
+  const detail::UnitTable table = table_of(options, model, world_size);
+  const bool apart = detail::homes_are_apart(runtime, options);
+  const tiers::Store::Cost store = store_cost(options, table);
+  EngineOptions engine = options;
+  if (!engine.optimizer_pinned_fraction) {
+    engine.optimizer_pinned_fraction =
+        detail::largest_pinned_fraction(engine, table, apart, pinned_bytes_beside(runtime, store.memory_bytes));
+  }
+
   Prediction out;
   out.parameter_count = table.parameter_count();
-  const bool apart = detail::homes_are_apart(runtime, engine);
   const detail::DeviceNeeds device(engine, table, apart);
   predict_device(runtime, model, world_size, device, out);
-
-  tiers::Store::Cost store;
-  if (!engine.store_directory.empty()) {
-    const detail::RecordMap records(table);
-    store = tiers::Store::cost(detail::store_options(engine, table, records, /*rank=*/0));
-  }
   out.nvme_bytes = store.disk_bytes;
+  out.pinned_fraction = *engine.optimizer_pinned_fraction;
   predict_pinned(runtime, detail::PinnedNeeds(engine, table, apart), store.memory_bytes, out);
   out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots));
   out.step = out.phases.sum();
   // State at home is written from there.
   if (engine.optimizer != Placement::nvme) out.trailing_bytes = out.step.nvme_write;
+  out.passes = detail::passes_of_a_step(engine);
   out.update_mode = detail::update_mode(engine);
   out.update_memory_bytes = update_memory_bytes(engine, table);
   return out;
@@ -162,23 +174,11 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, c
 
 double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
                                int world_size) {
-  const Prediction asked = predict(runtime, engine, model, world_size);
-  const auto fits = [&](unsigned hundredths) {
-    EngineOptions options = engine;
-    options.optimizer_pinned_fraction = hundredths / 100.0;
-    const Prediction p = predict(runtime, options, model, world_size);
-    const bool same_updates =
-        p.update_buffers == asked.update_buffers && p.update_buffer_parameters == asked.update_buffer_parameters;
-    // With all of it in memory there may be nothing left to buffer.
-    return p.pinned.fits() && p.staging_buffers == asked.staging_buffers && (same_updates || p.update_buffers == 0);
-  };
-  if (fits(100)) return 1;
-  unsigned most = 0, too_much = 100;
-  while (too_much - most > 1) {
-    const unsigned middle = (most + too_much) / 2;
-    (fits(middle) ? most : too_much) = middle;
-  }
-  return std::max(most / 100.0, engine.optimizer_pinned_fraction);
+  const detail::UnitTable table = table_of(engine, model, world_size);
+  const std::uint64_t available = pinned_bytes_beside(runtime, store_cost(engine, table).memory_bytes);
+  const double most =
+      detail::largest_pinned_fraction(engine, table, detail::homes_are_apart(runtime, engine), available);
+  return std::max(most, engine.optimizer_pinned_fraction.value_or(0));
 }
 
 }  // namespace hoist

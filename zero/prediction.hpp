@@ -48,12 +48,14 @@ struct Prediction {
   std::uint64_t nvme_bytes = 0;               // reserved in the store's directories
   StepBytes step;                             // per training step
   StepPhases phases;                          // the same, by what it is for
+  unsigned passes = 1;                        // that a step is made of: of several micro-batches in horizontal order
   UpdateMode update_mode = UpdateMode::step;  // when the update is carried out
   // Of what a step writes, the most that can wait in memory while the program goes on.
   std::uint64_t trailing_bytes = 0;
   // What the update on the host reads and writes in memory: gradient, weights and state. 0: it is done on the device.
   std::uint64_t update_memory_bytes = 0;
   std::uint64_t parameter_count = 0;
+  double pinned_fraction = 0;  // EngineOptions::optimizer_pinned_fraction, found where it is empty
 
   std::uint64_t gather_slots = 0;
   std::uint64_t gradient_buffers = 0;

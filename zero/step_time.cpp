@@ -59,22 +59,25 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
   // A pass that updates reads on only as buffers are written out: what they do not hold is written before it ends.
   StepBytes update_in_pass = phases.update;
   update_in_pass.nvme_write -= std::min(update_in_pass.nvme_write, prediction.trailing_bytes);
-  StepBytes in_forward = phases.forward, in_backward = phases.backward;
-  if (prediction.update_mode == UpdateMode::forward) in_forward += update_in_pass;
-  if (prediction.update_mode == UpdateMode::backward) in_backward += update_in_pass;
+  const StepBytes in_forward = phases.forward / prediction.passes, in_backward = phases.backward / prediction.passes;
   Seconds forward = busy(in_forward, speeds), backward = busy(in_backward, speeds);
-  at(forward, Resource::compute) = speeds.compute_seconds * speeds.forward_share;
-  at(backward, Resource::compute) = speeds.compute_seconds * (1 - speeds.forward_share);
-  double in_step = 0;
-  if (prediction.update_mode == UpdateMode::forward) {
-    at(forward, Resource::host_memory) = update;
-  } else if (prediction.update_mode == UpdateMode::backward) {
-    at(backward, Resource::host_memory) = update;
-  } else {
+  const double compute = speeds.compute_seconds / prediction.passes;
+  at(forward, Resource::compute) = compute * speeds.forward_share;
+  at(backward, Resource::compute) = compute * (1 - speeds.forward_share);
+  double passes = prediction.passes * (longest(forward) + longest(backward));
+  if (prediction.update_mode == UpdateMode::step) {
     // step() is over when all is read, computed and written.
-    in_step = std::max(nvme_seconds(static_cast<double>(phases.update.nvme_read), written, speeds), update);
+    passes += std::max(nvme_seconds(static_cast<double>(phases.update.nvme_read), written, speeds), update);
+  } else {
+    // Of several passes it is under the first one's forward, or the last one's backward.
+    const bool first = prediction.update_mode == UpdateMode::forward;
+    update_in_pass += first ? in_forward : in_backward;
+    Seconds updating = busy(update_in_pass, speeds);
+    at(updating, Resource::compute) = at(first ? forward : backward, Resource::compute);
+    at(updating, Resource::host_memory) = update;
+    passes += longest(updating) - longest(first ? forward : backward);
   }
-  time.expected_seconds = std::max(longest(forward) + longest(backward) + in_step, time.least_seconds);
+  time.expected_seconds = std::max(passes, time.least_seconds);
   return time;
 }
 

@@ -127,6 +127,14 @@ struct StepBytes {
     wire_in_group += other.wire_in_group;
     return *this;
   }
+  StepBytes operator/(std::uint64_t parts) const {
+    return {.nvme_read = nvme_read / parts,
+            .nvme_write = nvme_write / parts,
+            .host_to_device = host_to_device / parts,
+            .device_to_host = device_to_host / parts,
+            .wire = wire / parts,
+            .wire_in_group = wire_in_group / parts};
+  }
 };
 
 // The same by what it is for: fetches and gradients of the passes, and the update of masters and moments.

@@ -52,6 +52,14 @@ TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
   std::ostringstream sentence;
   sentence << "hoist.optimizer_pinned_fraction may be " << most;
   EXPECT_THAT(result.output, HasSubstr(sentence.str()));
+
+  write("open.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
+                         "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+                         "hoist": {"pinned_memory": "1GiB", "optimizer_pinned_fraction": "auto"}})");
+  const auto open = run("check open.json --parameters 100M --json open-report.json");
+  EXPECT_EQ(open.exit_code, 0) << open.errors;
+  EXPECT_EQ(json_of("open-report.json")["placement"]["optimizer_pinned_fraction"], "auto");
+  EXPECT_EQ(json_of("open-report.json")["prediction"]["optimizer_pinned_fraction"], most);
 }
 
 TEST_F(Check, RefusesModelsItCannotRead) {

@@ -104,6 +104,24 @@ TEST_F(Plan, WhatFitsNowhereIsSaid) {
   EXPECT_THAT(result.output, HasSubstr("nothing fits"));
 }
 
+TEST_F(Plan, MarksPlacesThatNoEngineWouldTake) {
+  auto result = run("plan --parameters 1e9 --json plan.json" + std::string(kSpeeds));
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  auto report = json_of("plan.json");
+  EXPECT_EQ(row(report, "device", "device")["refusal"], nullptr);
+  EXPECT_EQ(row(report, "pinned", "device")["fits"], false);
+  EXPECT_THAT(row(report, "pinned", "device")["refusal"], HasSubstr("updated there"));
+  EXPECT_THAT(result.output, HasSubstr("refused, pinned / device, nvme / device: zero_optimization"));
+
+  // Three ranks are not cut into groups of two, wherever the state is.
+  write("groups.json", R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})");
+  result = run("plan groups.json --parameters 1e6 --world 3 --json plan.json");
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  report = json_of("plan.json");
+  EXPECT_EQ(report["best"], nullptr);
+  for (const auto& each : report["rows"]) EXPECT_THAT(each["refusal"], HasSubstr("groups of 2")) << each;
+}
+
 TEST_F(Plan, RefusesWhatItCannotUse) {
   const auto refusal = [&](const std::string& arguments) {
     const auto result = run("plan " + arguments);

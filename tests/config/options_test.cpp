@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a configuration becomes: the options structs, rule by rule.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -355,6 +356,29 @@ TEST(Options, SettingsKnowWhereTheyCameFrom) {
     }
   }
   EXPECT_EQ(found, 3);
+}
+
+TEST(WorldSize, IsCutIntoWholeGroups) {
+  const Config config = parse(R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}})");
+  for (const int ranks : {1, 3, 4, 8}) EXPECT_NO_THROW(config.check_world_size(ranks));  // below 4: one group
+  try {
+    config.check_world_size(6);
+    ADD_FAILURE() << "6 ranks in groups of 4";
+  } catch (const ConfigProblems& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("zero_hpz_partition_size"));
+  }
+}
+
+TEST(PinnedFraction, IsANumberOrLeftOpen) {
+  const auto of = [](const char* value) {
+    return parse(fmt::format(R"({{"hoist": {{"optimizer_pinned_fraction": {}}}}})", value))
+        .engine.optimizer_pinned_fraction;
+  };
+  EXPECT_EQ(of("0.25"), 0.25);
+  EXPECT_EQ(of("\"auto\""), std::nullopt);
+  EXPECT_EQ(parse("{}").engine.optimizer_pinned_fraction, 0.0);
+  for (const char* wrong : {"1.5", "-0.1", "\"most\"", "true", "\"0.5\""})
+    EXPECT_THROW(of(wrong), ConfigProblems) << wrong;
 }
 
 TEST(WorldSize, TwoOfThreeImplyTheThird) {

@@ -65,6 +65,19 @@ TEST(StepTime, AnUpdateInStepComesAfterBackwardAndOthersHideUnderPasses) {
   EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 100 + 210);
 }
 
+TEST(StepTime, AnUpdateIsUnderOneOfSeveralPasses) {
+  Prediction p = some_prediction();
+  p.passes = 4;
+  const StepSpeeds speeds{.nvme_read = 10, .nvme_write = 10, .host_memory = 100, .compute_seconds = 300};
+  EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 4 * (25 + 50) + 220);
+  p.update_mode = UpdateMode::forward;
+  p.trailing_bytes = 1200;
+  // A pass reads for a quarter of 100 bytes, the first one for the update's 1000 as well: 102.5 seconds instead of 25.
+  EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 102.5 + 50 + 3 * (25 + 50));
+  p.update_mode = UpdateMode::backward;
+  EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 25 + 102.5 + 3 * (25 + 50));
+}
+
 // Moves so many bytes a second, one block after another, whichever way.
 class DriveOfKnownSpeed final : public aio::Backend {
  public:

@@ -56,6 +56,8 @@ class Engine::Impl {
   // that holds its text.
   void together(const char* what, const std::function<void()>& part) const;
   void seal(bool create_store);  // takes memory, opens the store, starts threads
+  // What `optimizer_pinned_fraction` is where it is left open.
+  double affordable_pinned_fraction(std::uint64_t store_memory_bytes) const;
   void lay_out(bool create_store, std::uint64_t run, bool replace_first_commit);
   // [C] A random number that all ranks share: it joins the stores that are made together.
   std::uint64_t agree_on_run() const;
@@ -186,7 +188,7 @@ class Engine::Impl {
 
   std::shared_ptr<Engine> self;  // owns nothing: leases and scopes see by it whether the engine is still there
   Runtime& runtime;
-  const EngineOptions options;
+  EngineOptions options;  // as given; lay_out() finds a pinned fraction that was left to it
   std::vector<GroupOptions> groups;
   detail::UnitTable table;
 

@@ -134,8 +134,14 @@ class PinnedNeeds {
   std::vector<std::uint32_t> state_tiles_at_home_;  // by unit
 };
 
+// The largest share of the optimizer's states, in hundredths, that fits `available_bytes` of pinned memory beside the
+// buffers that there are with the share asked for; of a gradient ring, beside room for two gradients.
+double largest_pinned_fraction(EngineOptions options, const UnitTable& table, bool homes_apart,
+                               std::uint64_t available_bytes);
+
 // Where the options have the gradients of several micro-batches added up.
 GradientSums gradient_sums(const EngineOptions& options);
+unsigned passes_of_a_step(const EngineOptions& options);
 
 // The mode that steps are carried out in: `automatic` is none.
 UpdateMode update_mode(const EngineOptions& options);

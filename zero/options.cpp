@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <string>
+#include <string_view>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/zero/options.hpp>
+
+namespace hoist {
+
+namespace {
+
+void refuse(bool wrong, const char* key, const std::string& problem) {
+  if (wrong) throw ConfigError(key, problem);
+}
+
+}  // namespace
+
+// A device that carries out steps itself has kernels for state of 16 and 32 bits.
+void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime) {
+  optim::check(group);
+  const bool on_device = detail::homes_are_apart(runtime, options);
+  constexpr std::string_view kProblem =
+      "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them to "
+      "\"cpu\" or \"nvme\"";
+  refuse(on_device && group.moments == MomentType::fp8, "hoist.moments_dtype", std::string(kProblem));
+  refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
+}
+
+void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {
+  refuse(options.stage < 0 || options.stage > 3, "zero_optimization.stage",
+         fmt::format("there is no stage {}: 0 to 3", options.stage));
+  refuse(options.stage < 3 && options.parameters != Placement::device, "zero_optimization.offload_param.device",
+         fmt::format("stage {} keeps all weights on the device; use stage 3 to offload them", options.stage));
+  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  refuse(nvme && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
+         "state is placed on NVMe, but no path is given; name a directory on the drive");
+  refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
+         "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
+  refuse(detail::homes_are_apart(runtime, options) && options.parameters != Placement::device,
+         "zero_optimization.offload_optimizer.device",
+         "optimizer states on a GPU are updated there, with weights that are there, too; use \"cpu\" or \"nvme\", or "
+         "leave offload_param out");
+  const bool backward = options.update_mode == UpdateMode::backward;
+  refuse((backward || options.update_mode == UpdateMode::forward) && options.optimizer == Placement::device,
+         "hoist.update_mode",
+         fmt::format("\"{}\" is for optimizer states that are offloaded; use \"step\", or \"auto\"",
+                     backward ? "backward" : "forward"));
+  refuse(backward && options.gradient_clipping > 0, "hoist.update_mode",
+         "\"backward\" updates units before the norm is known that clipping needs; set gradient_clipping to 0, or use "
+         "\"forward\"");
+  refuse(backward && (options.loss_scale.dynamic || options.loss_scale.scale != 1), "hoist.update_mode",
+         "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
+         "fp16.enabled");
+  const int ranks = options.secondary_shard_ranks;
+  refuse(ranks < 1 || (ranks < world_size && world_size % ranks != 0), "zero_optimization.zero_hpz_partition_size",
+         fmt::format("{} ranks cannot be cut into groups of {}; use a number that divides them, usually the ranks of a "
+                     "machine, or 1",
+                     world_size, ranks));
+  refuse(ranks > 1 && options.stage < 3, "zero_optimization.zero_hpz_partition_size",
+         fmt::format("stage {} keeps all weights gathered; use stage 3, or leave this key out", options.stage));
+  refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
+         fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
+  const double pinned_fraction = options.optimizer_pinned_fraction.value_or(0);
+  refuse(!(pinned_fraction >= 0 && pinned_fraction <= 1), "hoist.optimizer_pinned_fraction",
+         "a fraction is from 0 to 1");
+  refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
+  refuse(options.keep_steps > tiers::kKeptStepsMax, "hoist.keep_steps",
+         fmt::format("at most {} steps can be kept", tiers::kKeptStepsMax));
+  refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
+         "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
+  refuse(options.keep_steps > 0 && nvme && options.durability == tiers::Durability::none, "hoist.keep_steps",
+         "a store of durability \"none\" keeps nothing; use \"step\"");
+  refuse(options.micro_batches_max < 1, "gradient_accumulation_steps", "at least 1");
+  refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
+         "at least 1 buffer is needed");
+  refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
+  check(options.learning_rate_schedule);
+  check(options.loss_scale);
+  check(options.optimizer_defaults, options, runtime);
+  refuse(!(options.gradient_clipping >= 0), "gradient_clipping", "must be 0 (none) or positive");
+}
+
+}  // namespace hoist
