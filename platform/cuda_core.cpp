@@ -8,12 +8,9 @@
 #include <hoist/core/error.hpp>
 #include <hoist/platform/detail/cuda_core.hpp>
 
-namespace hoist::platform::detail {
+namespace hoist::platform {
 
 namespace {
-
-// How late a completion may be. The kernel's default timer slack is as long: a shorter sleep would gain nothing.
-constexpr std::chrono::microseconds kPollInterval{50};
 
 std::string remedy(cudaError_t code) {
   switch (code) {
@@ -55,6 +52,35 @@ bool has_context(int ordinal) {
   return reinterpret_cast<GetState>(function)(ordinal, &flags, &active) == CUDA_SUCCESS && active != 0;
 }
 
+}  // namespace
+
+void cuda_check(cudaError_t code, const char* call) {
+  if (code == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // the error is ours now; the next call of anybody else must not see it
+  throw DeviceError(call, static_cast<int>(code), cudaGetErrorString(code), remedy(code));
+}
+
+CurrentCard::CurrentCard(int ordinal) {
+  int current = -1;
+  cuda_check(cudaGetDevice(&current), "cudaGetDevice");
+  if (current == ordinal) return;
+  cuda_check(cudaSetDevice(ordinal), "cudaSetDevice");
+  // Selecting a card creates a context on it. A thread that never chose a card reports card 0; "restoring" that would
+  // take memory on card 0 for every rank of the machine.
+  if (has_context(current)) previous_ = current;
+}
+
+CurrentCard::~CurrentCard() {
+  if (previous_ >= 0) static_cast<void>(cudaSetDevice(previous_));
+}
+
+namespace detail {
+
+namespace {
+
+// How late a completion may be. The kernel's default timer slack is as long: a shorter sleep would gain nothing.
+constexpr std::chrono::microseconds kPollInterval{50};
+
 cudaError_t query(cudaEvent_t event) {
   const cudaError_t code = cudaEventQuery(event);
   if (code != cudaSuccess) static_cast<void>(cudaGetLastError());  // "not ready" is remembered, too
@@ -71,12 +97,6 @@ void settle(Promise& promise, cudaError_t code, const char* call) {
 
 }  // namespace
 
-void cuda_check(cudaError_t code, const char* call) {
-  if (code == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // the error is ours now; the next call of anybody else must not see it
-  throw DeviceError(call, static_cast<int>(code), cudaGetErrorString(code), remedy(code));
-}
-
 std::exception_ptr cuda_error(cudaError_t code, const char* call) {
   try {
     cuda_check(code, call);
@@ -84,20 +104,6 @@ std::exception_ptr cuda_error(cudaError_t code, const char* call) {
     return std::current_exception();
   }
   return nullptr;
-}
-
-CurrentCard::CurrentCard(int ordinal) {
-  int current = -1;
-  cuda_check(cudaGetDevice(&current), "cudaGetDevice");
-  if (current == ordinal) return;
-  cuda_check(cudaSetDevice(ordinal), "cudaSetDevice");
-  // Selecting a card creates a context on it. A thread that never chose a card reports card 0; "restoring" that would
-  // take memory on card 0 for every rank of the machine.
-  if (has_context(current)) previous_ = current;
-}
-
-CurrentCard::~CurrentCard() {
-  if (previous_ >= 0) static_cast<void>(cudaSetDevice(previous_));
 }
 
 PooledEvent::PooledEvent(std::shared_ptr<CudaCore> core, Timing timing)
@@ -250,4 +256,6 @@ void CudaCore::book(const Measure& measure) const {
   }
 }
 
-}  // namespace hoist::platform::detail
+}  // namespace detail
+
+}  // namespace hoist::platform

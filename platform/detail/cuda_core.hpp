@@ -23,24 +23,11 @@
 
 #include <hoist/core/completion.hpp>
 #include <hoist/core/ledger.hpp>
+#include <hoist/platform/cuda_check.hpp>
 
 namespace hoist::platform::detail {
 
-// Throws DeviceError unless `code` is success. `call` names the CUDA function.
-void cuda_check(cudaError_t code, const char* call);
 std::exception_ptr cuda_error(cudaError_t code, const char* call);
-
-// Makes the card current for a scope. An embedding program's choice is restored.
-class CurrentCard {
- public:
-  explicit CurrentCard(int ordinal);
-  ~CurrentCard();
-  CurrentCard(const CurrentCard&) = delete;
-  CurrentCard& operator=(const CurrentCard&) = delete;
-
- private:
-  int previous_ = -1;  // negative: nothing to restore
-};
 
 class CudaCore;
 

@@ -6,7 +6,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include <hoist/platform/detail/elements.hpp>
+#include <hoist/platform/elements.hpp>
 #include <hoist/platform/update_arrays.hpp>
 
 namespace hoist::platform::detail {

@@ -9,8 +9,8 @@
 
 #include <hoist/core/norm_order.hpp>
 #include <hoist/core/update_formula.hpp>
-#include <hoist/platform/detail/elements.hpp>
 #include <hoist/platform/detail/kernel_arguments.hpp>
+#include <hoist/platform/elements.hpp>
 
 namespace hoist::platform::detail {
 

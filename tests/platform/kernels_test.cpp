@@ -115,7 +115,7 @@ void emulate(const Launch& launch, const Body& body) {
 }
 
 void emulate_scale(const detail::ScaleArguments& a, const Launch& launch) {
-  const detail::PackSpan span = detail::pack_span(a);
+  const PackSpan span = detail::pack_span(a);
   detail::with_scale_types(a, [&](auto target, auto source, auto add) {
     emulate(launch, [&](const ThreadPlace& place) {
       detail::scale_thread<decltype(target), decltype(source), decltype(add)::value>(a, span, place);
@@ -124,7 +124,7 @@ void emulate_scale(const detail::ScaleArguments& a, const Launch& launch) {
 }
 
 void emulate_update(const UpdateFactors& factors, const UpdateArrays& arrays, const Launch& launch) {
-  const detail::PackSpan span = detail::pack_span(arrays);
+  const PackSpan span = detail::pack_span(arrays);
   detail::with_update_types(arrays, [&](auto masters, auto moments, auto gradient) {
     emulate(launch, [&](const ThreadPlace& place) {
       detail::update_thread<decltype(masters), decltype(moments), decltype(gradient)>(factors, arrays, span, place);
@@ -160,9 +160,9 @@ TEST(PackSpan, CoversEveryElementOnceWhereverArraysBegin) {
           for (std::uint64_t count = 0; count < 40; ++count) {
             const detail::ArrayStart first{memory.data() + a * a_bytes, a_bytes};
             const detail::ArrayStart second{memory.data() + b * b_bytes, b_bytes};
-            const detail::PackSpan span = detail::pack_span({first, second, {}}, count);
+            const PackSpan span = detail::pack_span({first, second, {}}, count);
             std::vector<int> covered(count);
-            for (std::uint64_t p = 0; p < span.packs * detail::kPackElements; ++p) ++covered[span.head + p];
+            for (std::uint64_t p = 0; p < span.packs * kPackElements; ++p) ++covered[span.head + p];
             for (std::uint64_t k = 0; k < rest_of(span, count); ++k) ++covered[rest_element(span, k)];
             ASSERT_EQ(std::count(covered.begin(), covered.end(), 1), static_cast<std::ptrdiff_t>(count))
                 << a << " x " << a_bytes << ", " << b << " x " << b_bytes << ", " << count << " elements";

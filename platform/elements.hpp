@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/elements.hpp - the number types of device memory: one element, and eight of them in accesses of 16
+// platform/elements.hpp - the number types of device memory: one element, and eight of them in accesses of 16
 // bytes. Read by the C++ compiler and by nvcc.
 #pragma once
 
@@ -15,7 +15,7 @@
 #include <hoist/core/assert.hpp>
 #endif
 
-namespace hoist::platform::detail {
+namespace hoist::platform {
 
 struct AsBf16 {
   using Stored = std::uint16_t;
@@ -166,4 +166,4 @@ HOIST_HOST_DEVICE inline std::uint64_t rest_element(const PackSpan& span, std::u
   return k < span.head ? k : k + span.packs * kPackElements;
 }
 
-}  // namespace hoist::platform::detail
+}  // namespace hoist::platform
