@@ -3,11 +3,18 @@
 
 #include <cstdio>
 #include <limits>
+#include <map>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
 namespace hoist::gpt {
+
+namespace {
+
+const char* device_name(platform::DeviceKind kind) { return kind == platform::DeviceKind::cuda ? "cuda" : "host"; }
+
+}  // namespace
 
 std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) {
   Arguments a;
@@ -48,6 +55,21 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")
       ->check(count)
       ->type_name("N");
+  app.add_option("--device", a.device, "Where the model is computed: host or cuda [hoist.device of FILE]")
+      ->transform(CLI::Transformer(std::map<std::string, platform::DeviceKind>{{"host", platform::DeviceKind::host},
+                                                                               {"cuda", platform::DeviceKind::cuda}})
+                      .description(""))
+      ->type_name("D");
+  app.add_option(
+         "--activations", a.activations,
+         "What backward finds of a block: recompute (its input, the rest is computed again), keep (everything), "
+         "stash (its input, in pinned memory)")
+      ->transform(CLI::Transformer(std::map<std::string, ActivationPolicy>{{"recompute", ActivationPolicy::recompute},
+                                                                           {"keep", ActivationPolicy::keep},
+                                                                           {"stash", ActivationPolicy::stash}})
+                      .description(""))
+      ->default_str("recompute")
+      ->type_name("A");
   app.add_option("--threads", a.threads, "Threads of the model's kernels; 0: every CPU")
       ->check(CLI::Range(0u, 4096u))
       ->type_name("N");
@@ -82,8 +104,18 @@ void check_shape(const Arguments& a) {
   if (!a.from.empty() && !a.resume) throw InputError("--from names the step to continue from: it needs --resume");
 }
 
+RuntimeOptions runtime_options(const Arguments& a, const Config& config) {
+  RuntimeOptions options = config.runtime;
+  options.device = a.device.value_or(options.device);
+  return options;
+}
+
 Settled settle(const Arguments& a, const Config& config, int world_size) {
   Settled settled;
+  if (a.device && *a.device != config.runtime.device) {
+    settled.notes.push_back(fmt::format("--device {} wins over hoist.device {} of {}", device_name(*a.device),
+                                        device_name(config.runtime.device), config.origin()));
+  }
   TrainingOptions file = config.training;
   if (!a.batch) file = config.check_world_size(world_size);
   const std::optional<std::uint64_t> micro = file.train_micro_batch_size_per_gpu;

@@ -12,6 +12,7 @@
 
 #include <hoist/config/config.hpp>
 
+#include "model.hpp"
 #include "text.hpp"
 
 namespace hoist::gpt {
@@ -34,9 +35,11 @@ struct Arguments {
   std::string report;  // empty: none
   std::string units;   // empty: train; else only describe the model there, for hoist check
   bool resume = false;
-  std::string from;                     // a kept step to resume from; empty: the newest commit
-  std::uint64_t save_every = 0;         // steps; 0: never
-  std::string init;                     // safetensors to begin from; empty: random
+  std::string from;                            // a kept step to resume from; empty: the newest commit
+  std::uint64_t save_every = 0;                // steps; 0: never
+  std::string init;                            // safetensors to begin from; empty: random
+  std::optional<platform::DeviceKind> device;  // else the file's hoist.device
+  ActivationPolicy activations = ActivationPolicy::recompute;
   unsigned threads = 0;                 // of the kernels; 0: every CPU
   std::optional<double> learning_rate;  // else the file's
   std::uint64_t warmup = 0;             // steps over which the learning rate rises to its value
@@ -48,7 +51,7 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv);
 // Errors: InputError.
 void check_shape(const Arguments& arguments);
 
-// The batch sizes and learning rate in effect: the command line wins over the file, and `notes` says so.
+// The device, batch sizes and learning rate in effect: the command line wins over the file, and `notes` says so.
 struct Settled {
   int batch = 8;
   int micro_batches = 1;
@@ -58,5 +61,7 @@ struct Settled {
 };
 // Errors: ConfigProblems, InputError.
 Settled settle(const Arguments& arguments, const Config& config, int world_size);
+// The file's, on the device in effect.
+RuntimeOptions runtime_options(const Arguments& arguments, const Config& config);
 
 }  // namespace hoist::gpt

@@ -9,11 +9,13 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist::gpt {
 namespace {
 
 constexpr float kInitialDeviation = 0.02f;
+constexpr std::uint64_t kBufferAlignment = 256;  // what products on a card like best
 
 Matrix matrix(const TensorView& view) { return {view.data, view.dtype, view.shape[0], view.shape[1]}; }
 GradientMatrix gradient_matrix(const TensorView& view) { return {view.data, view.dtype, view.shape[0], view.shape[1]}; }
@@ -31,47 +33,53 @@ struct Model::Block {
   ParameterId down_weight{}, down_bias{};  // [width, 4 * width]
 };
 
-struct Model::Kept {
-  std::vector<float*> inputs;  // [layers + 1][rows, width]: what each block, and the head, was given
-  float* gradient = nullptr;   // [rows, width]: of the residual stream
-  double loss = 0;             // written by the stream's worker, read after synchronize()
-};
-
-// Sizes are in floats per row of activations unless said otherwise.
-struct Model::Workspace {
-  std::vector<Kept> kept;          // by micro-batch of the pass
-  float* normed = nullptr;         // width
-  float* qkv = nullptr;            // 3 * width
-  float* mixed = nullptr;          // width: attention's output
-  float* middle = nullptr;         // width: after attention and its residual
-  float* hidden = nullptr;         // 4 * width: before GELU
-  float* wide = nullptr;           // 4 * width: after GELU; on the way back its gradient, then that of qkv
-  float* gradient_part = nullptr;  // width: of one branch
-  float* mean1 = nullptr;          // 1, as are the next three
+struct Model::BlockActivations {
+  void* qkv = nullptr;        // [rows, 3 * width]
+  void* attention = nullptr;  // what attention keeps
+  void* mixed = nullptr;      // [rows, width]: attention's output
+  void* middle = nullptr;     // [rows, width]: after attention and its residual
+  void* hidden = nullptr;     // [rows, 4 * width]: before GELU
+  float* mean1 = nullptr;     // [rows], as are the next three
   float* inverse_dev1 = nullptr;
   float* mean2 = nullptr;
   float* inverse_dev2 = nullptr;
-  float* row_loss = nullptr;       // 1
-  float* logits = nullptr;         // kVocabulary
-  float* probabilities = nullptr;  // [batch, heads, context, context]
-  float* attention_scratch = nullptr;
-  float* panel = nullptr;  // one weight matrix
+};
+
+struct Model::Kept {
+  std::vector<BlockActivations> blocks;  // [layers]; computed again: every layer's are the same memory
+  void* gradient = nullptr;              // [rows, width]: of the residual stream
+  const std::uint8_t* tokens = nullptr;  // that the pass under way begins with
+};
+
+// Sizes are in values per row of activations unless said otherwise.
+struct Model::Workspace {
+  std::vector<Kept> kept;          // by micro-batch of the pass
+  std::vector<std::byte*> inputs;  // width each: what BlockInputs divides
+  void* normed = nullptr;          // width
+  void* wide = nullptr;            // 4 * width: after GELU; on the way back its gradient, then that of qkv
+  void* gradient_part = nullptr;   // width: of one branch
+  float* mean = nullptr;           // 1: of the head's norm, as the next one
+  float* inverse_dev = nullptr;
+  float* row_loss = nullptr;          // 1
+  float* logits = nullptr;            // kVocabulary
+  void* logits_gradient = nullptr;    // kVocabulary; the logits' memory where activations are fp32
+  void* attention_scratch = nullptr;  // bytes as the operations say
+  std::byte* operations = nullptr;    // theirs
 };
 
 Model::Model(Runtime& runtime, Engine& engine, const ModelOptions& options, const GroupOptions& defaults)
-    : runtime_(runtime), engine_(engine), options_(options), pool_({.threads = options.threads}) {
-  if (runtime.device().kind() != platform::DeviceKind::host) {
-    throw UsageError(
-        "hoist-gpt computes with CPU kernels and needs the host device: set \"hoist\": {\"device\": "
-        "\"host\"} in the configuration (its CUDA kernels come later)");
-  }
-  use_own_threads();
+    : runtime_(runtime), engine_(engine), options_(options) {
+  stream_ = runtime.device().create_stream("compute");
+  operations_ = options.make_operations ? options.make_operations(runtime, *stream_, operations_options())
+                                        : Operations::create(runtime, *stream_, operations_options());
   declare(defaults);
   carve(nullptr, device_bytes_);
   engine.require_device_memory(device_bytes_);
   memory_ = runtime.device_arena().allocate(device_bytes_, "hoist-gpt's activations and work buffers");
   work_ = std::make_unique<Workspace>(carve(memory_.data(), device_bytes_));
-  stream_ = runtime.device().create_stream("compute");
+  operations_->use_workspace(work_->operations);
+  inputs_ = std::make_unique<BlockInputs>(runtime, input_options());
+  inputs_->use_buffers(work_->inputs);
 }
 
 Model::~Model() = default;
@@ -153,39 +161,79 @@ Model::Block Model::declare_block(int layer) {
 // Called once with a null base to learn the bytes, and once to place the buffers.
 Model::Workspace Model::carve(std::byte* base, std::uint64_t& bytes) const {
   bytes = 0;
-  const auto take = [&](Index count) {
+  const auto take_bytes = [&](std::uint64_t count) {
     std::byte* at = base == nullptr ? nullptr : base + bytes;
-    bytes += (static_cast<std::uint64_t>(count) * sizeof(float) + 63) / 64 * 64;
-    return reinterpret_cast<float*>(at);
+    bytes += round_up(count, kBufferAlignment);
+    return at;
   };
-  const Index n = rows();
+  const auto take = [&](Index values) -> void* { return take_bytes(activation_bytes_of(values)); };
+  const auto floats = [&](Index values) {
+    return reinterpret_cast<float*>(take_bytes(static_cast<std::uint64_t>(rows() * values) * sizeof(float)));
+  };
   const Index d = options_.width;
+  const auto take_block = [&] {
+    return BlockActivations{.qkv = take(3 * d),
+                            .attention = take_bytes(operations_->attention_kept_bytes()),
+                            .mixed = take(d),
+                            .middle = take(d),
+                            .hidden = take(4 * d),
+                            .mean1 = floats(1),
+                            .inverse_dev1 = floats(1),
+                            .mean2 = floats(1),
+                            .inverse_dev2 = floats(1)};
+  };
   Workspace w;
+  for (std::size_t i = 0; i < BlockInputs::buffer_count(input_options()); ++i)
+    w.inputs.push_back(static_cast<std::byte*>(take(d)));
   w.kept.resize(static_cast<std::size_t>(options_.held_micro_batches));
+  const auto layers = static_cast<std::size_t>(options_.layers);
+  const bool keep = options_.activations == ActivationPolicy::keep;
+  const BlockActivations shared = keep ? BlockActivations() : take_block();
   for (Kept& kept : w.kept) {
-    for (int layer = 0; layer <= options_.layers; ++layer) kept.inputs.push_back(take(n * d));
-    kept.gradient = take(n * d);
+    kept.gradient = take(d);
+    kept.blocks.assign(layers, shared);
+    if (keep) std::generate(kept.blocks.begin(), kept.blocks.end(), take_block);
   }
-  w.normed = take(n * d);
-  w.qkv = take(n * 3 * d);
-  w.mixed = take(n * d);
-  w.middle = take(n * d);
-  w.hidden = take(n * 4 * d);
-  w.wide = take(n * 4 * d);
-  w.gradient_part = take(n * d);
-  for (float** vector : {&w.mean1, &w.inverse_dev1, &w.mean2, &w.inverse_dev2, &w.row_loss}) *vector = take(n);
-  w.logits = take(n * kVocabulary);
-  w.probabilities = take(attention_shape().probability_count());
-  w.attention_scratch = take(attention_shape().probability_count());
-  w.panel = take(std::max({4 * d * d, kVocabulary * d, options_.context * d}));
+  w.normed = take(d);
+  w.wide = take(4 * d);
+  w.gradient_part = take(d);
+  for (float** vector : {&w.mean, &w.inverse_dev, &w.row_loss}) *vector = floats(1);
+  w.logits = floats(kVocabulary);
+  w.logits_gradient = operations_->activation_dtype() == DType::fp32 ? w.logits : take(kVocabulary);
+  w.attention_scratch = take_bytes(operations_->attention_scratch_bytes());
+  w.operations = take_bytes(operations_->workspace_bytes());
   return w;
 }
 
-AttentionShape Model::attention_shape() const {
-  return {.batch = options_.batch,
-          .context = options_.context,
-          .heads = options_.heads,
-          .head_width = options_.width / options_.heads};
+std::uint64_t Model::activation_bytes_of(Index values_per_row) const {
+  return static_cast<std::uint64_t>(rows() * values_per_row) * dtype_bytes(operations_->activation_dtype());
+}
+
+OperationsOptions Model::operations_options() const {
+  return {.attention = {.batch = options_.batch,
+                        .context = options_.context,
+                        .heads = options_.heads,
+                        .head_width = options_.width / options_.heads},
+          .hidden = 4 * options_.width,
+          .vocabulary = kVocabulary,
+          .held_micro_batches = static_cast<std::size_t>(options_.held_micro_batches),
+          .matrix_dtype = options_.matrix_dtype,
+          .threads = options_.threads};
+}
+
+BlockInputsOptions Model::input_options() const {
+  return {.layers = static_cast<std::size_t>(options_.layers),
+          .held_micro_batches = static_cast<std::size_t>(options_.held_micro_batches),
+          .item_bytes = activation_bytes_of(options_.width),
+          .stash = options_.activations == ActivationPolicy::stash};
+}
+
+// A parameter of a matrix is in one product forward and in two backward, each a multiplication and an addition; the
+// embedding's rows are looked up, but the tied head multiplies by the tokens'. Attention: two products of context *
+// width forward, half of each below the diagonal, and twice that backward.
+double Model::flops_per_token() const {
+  const double d = options_.width, layers = options_.layers, context = options_.context;
+  return 6 * (layers * 12 * d * d + kVocabulary * d) + 3 * layers * 2 * context * d;
 }
 
 Fill Model::initial_values() const {
@@ -244,17 +292,20 @@ double Model::run(std::span<const Batch> micro_batches, Pass pass, PassOptions o
     }
   } const catch_up{*stream_};
 
+  const std::size_t count = micro_batches.size();
+  const bool returns = pass == Pass::train;
+  inputs_->begin(count, returns ? BlockInputs::Return::comes_back : BlockInputs::Return::never);
   embed(micro_batches);
-  for (int layer = 0; layer < options_.layers; ++layer) block_forward(layer, micro_batches.size());
+  for (int layer = 0; layer < options_.layers; ++layer) block_forward(layer, count);
   head(micro_batches, pass);
-  if (pass == Pass::train) {
-    for (int layer = options_.layers - 1; layer >= 0; --layer) block_backward(layer, micro_batches.size());
-    embed_backward(micro_batches);
+  if (returns) {
+    for (int layer = options_.layers - 1; layer >= 0; --layer) block_backward(layer, count);
+    embed_backward(count);
+    stashed_bytes_ += inputs_->stashed_bytes(count);
   }
   stream_->synchronize();
   double loss = 0;
-  for (std::size_t m = 0; m < micro_batches.size(); ++m)
-    loss += work_->kept[m].loss / static_cast<double>(micro_batches.size());
+  for (std::size_t m = 0; m < count; ++m) loss += operations_->loss(m) / static_cast<double>(count);
   return loss;
 }
 
@@ -266,34 +317,32 @@ void Model::check(const Batch& batch) const {
   }
 }
 
-void Model::enqueue(const char* what, std::function<void()> work) {
-  stream_->launch(what, [this, work = std::move(work)] {
-    const TimePoint begin = Clock::now();
-    work();
-    compute_time_ += Clock::now() - begin;
-  });
-}
-
 void Model::embed(std::span<const Batch> micro_batches) {
   Lease lease = engine_.gather(embed_, *stream_);
   const Matrix token_weight = matrix(lease.view(token_embedding_));
   const Matrix position_weight = matrix(lease.view(position_embedding_));
   for (std::size_t m = 0; m < micro_batches.size(); ++m) {
-    enqueue("embed", [this, m, tokens = micro_batches[m].inputs.data(), token_weight, position_weight] {
-      embedding_forward(pool_, embedding_shape(), tokens, token_weight, position_weight, work_->kept[m].inputs[0]);
+    const std::uint8_t* tokens = operations_->tokens_on_device(Operations::Tokens::inputs, m, micro_batches[m].inputs);
+    work_->kept[m].tokens = tokens;
+    void* const x = inputs_->output_for(0, m, *stream_);
+    operations_->run("embed", [this, tokens, token_weight, position_weight, x] {
+      operations_->embedding_forward(
+          {.tokens = tokens, .token_weight = token_weight, .position_weight = position_weight, .x = x});
     });
   }
   lease.release(*stream_);
 }
 
-void Model::embed_backward(std::span<const Batch> micro_batches) {
+void Model::embed_backward(std::size_t count) {
   const GradientLease gradients = engine_.gradients(embed_, *stream_);
   const GradientMatrix token_gradient = gradient_matrix(gradients.view(token_embedding_));
   const GradientMatrix position_gradient = gradient_matrix(gradients.view(position_embedding_));
-  for (std::size_t m = 0; m < micro_batches.size(); ++m) {
-    enqueue("embed backward", [this, m, tokens = micro_batches[m].inputs.data(), token_gradient, position_gradient] {
-      embedding_backward(pool_, embedding_shape(), tokens, work_->kept[m].gradient, token_gradient, position_gradient,
-                         work_->panel);
+  for (std::size_t m = 0; m < count; ++m) {
+    operations_->run("embed backward", [this, m, token_gradient, position_gradient] {
+      operations_->embedding_backward({.tokens = work_->kept[m].tokens,
+                                       .dx = work_->kept[m].gradient,
+                                       .token_gradient = token_gradient,
+                                       .position_gradient = position_gradient});
     });
   }
   engine_.finish(embed_, *stream_);
@@ -347,33 +396,38 @@ void Model::block_forward(int layer, std::size_t count) {
   Lease lease = engine_.gather(block.unit, *stream_);
   const BlockWeights weights(block, lease);
   for (std::size_t m = 0; m < count; ++m) {
-    enqueue("block", [this, index, m, weights] {
-      const Workspace& w = *work_;
-      compute_to_hidden(w.kept[m].inputs[index], weights);
-      gelu_forward(pool_, w.hidden, rows() * weights.up.rows, w.wide);
-      linear_forward(pool_, {.rows = rows(),
-                             .x = w.wide,
-                             .weight = weights.down,
-                             .bias = weights.down_bias,
-                             .residual = w.middle,
-                             .panel = w.panel,
-                             .y = w.kept[m].inputs[index + 1]});
+    const void* const input = inputs_->forward_input(index, m);
+    void* const output = inputs_->output_for(index + 1, m, *stream_);
+    operations_->run("block", [this, index, m, weights, input, output] {
+      const BlockActivations& kept = work_->kept[m].blocks[index];
+      compute_to_wide(input, kept, weights);
+      operations_->linear_forward(
+          {.x = work_->wide, .weight = weights.down, .bias = weights.down_bias, .residual = kept.middle, .y = output});
     });
+    inputs_->leave(index, m, *stream_);
   }
   lease.release(*stream_);
 }
 
 void Model::block_backward(int layer, std::size_t count) {
   const Block& block = blocks_[static_cast<std::size_t>(layer)];
+  const auto index = static_cast<std::size_t>(layer);
   Lease lease = engine_.gather(block.unit, *stream_);
   const BlockWeights weights(block, lease);
   const BlockGradients gradients(block, engine_.gradients(block.unit, *stream_));
   for (std::size_t m = 0; m < count; ++m) {
-    enqueue("block backward", [this, index = static_cast<std::size_t>(layer), m, weights, gradients] {
+    const void* const input = inputs_->bring(index, m, *stream_);
+    operations_->run("block backward", [this, index, m, weights, gradients, input] {
       const Kept& kept = work_->kept[m];
-      compute_to_hidden(kept.inputs[index], weights);
-      feed_forward_backward(kept.gradient, weights, gradients);
-      attention_branch_backward(kept.inputs[index], kept.gradient, weights, gradients);
+      const BlockActivations& activations = kept.blocks[index];
+      if (options_.activations == ActivationPolicy::keep) {
+        second_norm(activations, weights);
+        operations_->gelu_forward(activations.hidden, work_->wide);
+      } else {
+        compute_to_wide(input, activations, weights);
+      }
+      feed_forward_backward(kept.gradient, activations, weights, gradients);
+      attention_branch_backward(input, kept.gradient, activations, weights, gradients);
     });
   }
   lease.release(*stream_);
@@ -381,116 +435,82 @@ void Model::block_backward(int layer, std::size_t count) {
 }
 
 // The block up to GELU: everything its backward pass needs, and all but one of the products of its forward pass.
-void Model::compute_to_hidden(const float* input, const BlockWeights& weights) {
+void Model::compute_to_wide(const void* input, const BlockActivations& block, const BlockWeights& weights) {
   const Workspace& w = *work_;
-  first_norm(input, weights);
-  linear_forward(
-      pool_,
-      {.rows = rows(), .x = w.normed, .weight = weights.qkv, .bias = weights.qkv_bias, .panel = w.panel, .y = w.qkv});
-  attention_forward(pool_, attention_shape(), w.qkv, w.probabilities, w.mixed);
-  linear_forward(pool_, {.rows = rows(),
-                         .x = w.mixed,
-                         .weight = weights.out,
-                         .bias = weights.out_bias,
-                         .residual = input,
-                         .panel = w.panel,
-                         .y = w.middle});
-  layer_norm_forward(pool_, {.rows = rows(),
-                             .width = options_.width,
-                             .x = w.middle,
-                             .weight = weights.norm2_weight,
-                             .bias = weights.norm2_bias,
-                             .mean = w.mean2,
-                             .inverse_dev = w.inverse_dev2,
-                             .y = w.normed});
-  linear_forward(
-      pool_,
-      {.rows = rows(), .x = w.normed, .weight = weights.up, .bias = weights.up_bias, .panel = w.panel, .y = w.hidden});
+  first_norm(input, block, weights);
+  operations_->linear_forward({.x = w.normed, .weight = weights.qkv, .bias = weights.qkv_bias, .y = block.qkv});
+  operations_->attention_forward(block.qkv, block.attention, block.mixed);
+  operations_->linear_forward(
+      {.x = block.mixed, .weight = weights.out, .bias = weights.out_bias, .residual = input, .y = block.middle});
+  second_norm(block, weights);
+  operations_->linear_forward(
+      {.x = w.normed, .weight = weights.up, .bias = weights.up_bias, .y = block.hidden, .gelu = w.wide});
 }
 
-void Model::first_norm(const float* input, const BlockWeights& weights) {
-  const Workspace& w = *work_;
-  layer_norm_forward(pool_, {.rows = rows(),
-                             .width = options_.width,
-                             .x = input,
-                             .weight = weights.norm1_weight,
-                             .bias = weights.norm1_bias,
-                             .mean = w.mean1,
-                             .inverse_dev = w.inverse_dev1,
-                             .y = w.normed});
+void Model::first_norm(const void* input, const BlockActivations& block, const BlockWeights& weights) {
+  operations_->layer_norm_forward({.x = input,
+                                   .weight = weights.norm1_weight,
+                                   .bias = weights.norm1_bias,
+                                   .mean = block.mean1,
+                                   .inverse_dev = block.inverse_dev1,
+                                   .y = work_->normed});
+}
+
+void Model::second_norm(const BlockActivations& block, const BlockWeights& weights) {
+  operations_->layer_norm_forward({.x = block.middle,
+                                   .weight = weights.norm2_weight,
+                                   .bias = weights.norm2_bias,
+                                   .mean = block.mean2,
+                                   .inverse_dev = block.inverse_dev2,
+                                   .y = work_->normed});
 }
 
 // Takes the gradient from the block's output to the stream between attention and feed-forward.
-void Model::feed_forward_backward(float* gradient, const BlockWeights& weights, const BlockGradients& gradients) {
+void Model::feed_forward_backward(void* gradient, const BlockActivations& block, const BlockWeights& weights,
+                                  const BlockGradients& gradients) {
   const Workspace& w = *work_;
-  const Index hidden_count = rows() * weights.up.rows;
-  gelu_forward(pool_, w.hidden, hidden_count, w.wide);
-  linear_backward_weight(pool_, {.rows = rows(),
-                                 .dy = gradient,
-                                 .x = w.wide,
-                                 .gradient = gradients.down,
-                                 .bias_gradient = gradients.down_bias,
-                                 .panel = w.panel});
-  linear_backward_input(pool_,
-                        {.rows = rows(), .dy = gradient, .weight = weights.down, .panel = w.panel, .dx = w.wide});
-  gelu_backward(pool_, w.hidden, w.wide, hidden_count, w.wide);
-  linear_backward_weight(pool_, {.rows = rows(),
-                                 .dy = w.wide,
-                                 .x = w.normed,
-                                 .gradient = gradients.up,
-                                 .bias_gradient = gradients.up_bias,
-                                 .panel = w.panel});
-  linear_backward_input(pool_,
-                        {.rows = rows(), .dy = w.wide, .weight = weights.up, .panel = w.panel, .dx = w.gradient_part});
-  layer_norm_backward(pool_, {.rows = rows(),
-                              .width = options_.width,
-                              .dy = w.gradient_part,
-                              .x = w.middle,
-                              .weight = weights.norm2_weight,
-                              .mean = w.mean2,
-                              .inverse_dev = w.inverse_dev2,
-                              .dx = gradient,
-                              .weight_gradient = gradients.norm2_weight,
-                              .bias_gradient = gradients.norm2_bias});
+  operations_->linear_backward_weight(
+      {.dy = gradient, .x = w.wide, .gradient = gradients.down, .bias_gradient = gradients.down_bias});
+  operations_->linear_backward_input(gradient, weights.down, w.wide);
+  operations_->gelu_backward(block.hidden, w.wide, w.wide);
+  operations_->linear_backward_weight(
+      {.dy = w.wide, .x = w.normed, .gradient = gradients.up, .bias_gradient = gradients.up_bias});
+  operations_->linear_backward_input(w.wide, weights.up, w.gradient_part);
+  operations_->layer_norm_backward({.dy = w.gradient_part,
+                                    .x = block.middle,
+                                    .weight = weights.norm2_weight,
+                                    .mean = block.mean2,
+                                    .inverse_dev = block.inverse_dev2,
+                                    .dx = gradient,
+                                    .weight_gradient = gradients.norm2_weight,
+                                    .bias_gradient = gradients.norm2_bias});
 }
 
 // Takes the gradient the rest of the way to the block's input.
-void Model::attention_branch_backward(const float* input, float* gradient, const BlockWeights& weights,
-                                      const BlockGradients& gradients) {
+void Model::attention_branch_backward(const void* input, void* gradient, const BlockActivations& block,
+                                      const BlockWeights& weights, const BlockGradients& gradients) {
   const Workspace& w = *work_;
-  linear_backward_weight(pool_, {.rows = rows(),
-                                 .dy = gradient,
-                                 .x = w.mixed,
-                                 .gradient = gradients.out,
-                                 .bias_gradient = gradients.out_bias,
-                                 .panel = w.panel});
-  linear_backward_input(
-      pool_, {.rows = rows(), .dy = gradient, .weight = weights.out, .panel = w.panel, .dx = w.gradient_part});
-  attention_backward(pool_, attention_shape(),
-                     {.qkv = w.qkv,
-                      .probabilities = w.probabilities,
-                      .dy = w.gradient_part,
-                      .scratch = w.attention_scratch,
-                      .dqkv = w.wide});
-  first_norm(input, weights);  // its output made room for the second norm's
-  linear_backward_weight(pool_, {.rows = rows(),
-                                 .dy = w.wide,
-                                 .x = w.normed,
-                                 .gradient = gradients.qkv,
-                                 .bias_gradient = gradients.qkv_bias,
-                                 .panel = w.panel});
-  linear_backward_input(pool_,
-                        {.rows = rows(), .dy = w.wide, .weight = weights.qkv, .panel = w.panel, .dx = w.gradient_part});
-  layer_norm_backward(pool_, {.rows = rows(),
-                              .width = options_.width,
-                              .dy = w.gradient_part,
-                              .x = input,
-                              .weight = weights.norm1_weight,
-                              .mean = w.mean1,
-                              .inverse_dev = w.inverse_dev1,
-                              .dx = gradient,
-                              .weight_gradient = gradients.norm1_weight,
-                              .bias_gradient = gradients.norm1_bias});
+  operations_->linear_backward_weight(
+      {.dy = gradient, .x = block.mixed, .gradient = gradients.out, .bias_gradient = gradients.out_bias});
+  operations_->linear_backward_input(gradient, weights.out, w.gradient_part);
+  operations_->attention_backward({.qkv = block.qkv,
+                                   .kept = block.attention,
+                                   .y = block.mixed,
+                                   .dy = w.gradient_part,
+                                   .scratch = w.attention_scratch,
+                                   .dqkv = w.wide});
+  first_norm(input, block, weights);  // its output made room for the second norm's
+  operations_->linear_backward_weight(
+      {.dy = w.wide, .x = w.normed, .gradient = gradients.qkv, .bias_gradient = gradients.qkv_bias});
+  operations_->linear_backward_input(w.wide, weights.qkv, w.gradient_part);
+  operations_->layer_norm_backward({.dy = w.gradient_part,
+                                    .x = input,
+                                    .weight = weights.norm1_weight,
+                                    .mean = block.mean1,
+                                    .inverse_dev = block.inverse_dev1,
+                                    .dx = gradient,
+                                    .weight_gradient = gradients.norm1_weight,
+                                    .bias_gradient = gradients.norm1_bias});
 }
 
 // --- the head ------------------------------------------------------------------------------------------------------
@@ -520,47 +540,53 @@ void Model::head(std::span<const Batch> micro_batches, Pass pass) {
                  gradient_matrix(tied.view(token_embedding_))};
   }
   for (std::size_t m = 0; m < micro_batches.size(); ++m) {
-    enqueue("head", [this, m, targets = micro_batches[m].targets.data(), weights, loss_scale] {
-      head_forward(work_->kept[m], targets, weights, loss_scale);
+    const std::uint8_t* targets =
+        operations_->tokens_on_device(Operations::Tokens::targets, m, micro_batches[m].targets);
+    const void* const input = inputs_->forward_input(static_cast<std::size_t>(options_.layers), m);
+    operations_->run("head", [this, m, targets, input, weights, loss_scale] {
+      const Workspace& w = *work_;
+      head_norm(input, weights);
+      operations_->logits_forward(w.normed, weights.tokens, w.logits);
+      operations_->cross_entropy({.micro_batch = m,
+                                  .targets = targets,
+                                  .logits = w.logits,
+                                  .gradient = w.logits_gradient,
+                                  .row_loss = w.row_loss,
+                                  .loss_scale = loss_scale});
     });
     if (pass != Pass::train) continue;
-    enqueue("head backward", [this, m, weights, gradients] { head_backward(work_->kept[m], weights, gradients); });
+    operations_->run("head backward", [this, m, input, weights, gradients] {
+      head_backward(input, work_->kept[m].gradient, weights, gradients);
+    });
   }
+  operations_->fetch_losses();
   lease.release(*stream_);
   if (pass == Pass::train) engine_.finish(head_, *stream_);
 }
 
-void Model::head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeights& weights, float loss_scale) {
-  const Workspace& w = *work_;
-  layer_norm_forward(pool_, {.rows = rows(),
-                             .width = options_.width,
-                             .x = kept.inputs.back(),
-                             .weight = weights.norm_weight,
-                             .bias = weights.norm_bias,
-                             .mean = w.mean1,
-                             .inverse_dev = w.inverse_dev1,
-                             .y = w.normed});
-  linear_forward(pool_, {.rows = rows(), .x = w.normed, .weight = weights.tokens, .panel = w.panel, .y = w.logits});
-  kept.loss = cross_entropy(pool_, rows(), kVocabulary, targets, w.logits, w.row_loss, loss_scale);
+void Model::head_norm(const void* input, const HeadWeights& weights) {
+  operations_->layer_norm_forward({.x = input,
+                                   .weight = weights.norm_weight,
+                                   .bias = weights.norm_bias,
+                                   .mean = work_->mean,
+                                   .inverse_dev = work_->inverse_dev,
+                                   .y = work_->normed});
 }
 
-void Model::head_backward(const Kept& kept, const HeadWeights& weights, const HeadGradients& gradients) {
+void Model::head_backward(const void* input, void* gradient, const HeadWeights& weights,
+                          const HeadGradients& gradients) {
   const Workspace& w = *work_;
-  linear_backward_weight(
-      pool_, {.rows = rows(), .dy = w.logits, .x = w.normed, .gradient = gradients.tokens, .panel = w.panel});
-  linear_backward_input(
-      pool_, {.rows = rows(), .dy = w.logits, .weight = weights.tokens, .panel = w.panel, .dx = w.gradient_part});
-  std::fill_n(kept.gradient, rows() * options_.width, 0.0f);  // nothing flows past the head
-  layer_norm_backward(pool_, {.rows = rows(),
-                              .width = options_.width,
-                              .dy = w.gradient_part,
-                              .x = kept.inputs.back(),
-                              .weight = weights.norm_weight,
-                              .mean = w.mean1,
-                              .inverse_dev = w.inverse_dev1,
-                              .dx = kept.gradient,
-                              .weight_gradient = gradients.norm_weight,
-                              .bias_gradient = gradients.norm_bias});
+  operations_->linear_backward_weight({.dy = w.logits_gradient, .x = w.normed, .gradient = gradients.tokens});
+  operations_->linear_backward_input(w.logits_gradient, weights.tokens, w.gradient_part);
+  operations_->zero(gradient, rows() * options_.width);  // nothing flows past the head
+  operations_->layer_norm_backward({.dy = w.gradient_part,
+                                    .x = input,
+                                    .weight = weights.norm_weight,
+                                    .mean = w.mean,
+                                    .inverse_dev = w.inverse_dev,
+                                    .dx = gradient,
+                                    .weight_gradient = gradients.norm_weight,
+                                    .bias_gradient = gradients.norm_bias});
 }
 
 }  // namespace hoist::gpt

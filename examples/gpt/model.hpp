@@ -5,13 +5,11 @@
 // embedding). Matrices are bf16, or fp16 with a scaled loss, with weight decay, norms and biases fp32 without: two
 // segments, two groups.
 //
-// Threading  One thread. It only enqueues: kernels run in order on the stream's worker, and the host runs ahead.
-// Memory     One block of the device arena, taken at construction: the input of every block is kept, for each
-// micro-batch
-//            that a pass holds; everything else is one block's worth of one micro-batch, because the backward pass
-//            computes a block again under the lease it needs anyway.
+// Threading  One thread. It only enqueues: kernels run in order on the compute stream, and the host runs ahead.
+// Memory     One block of the device arena, taken at construction. What of a pass is kept for its way back is a choice
+//            (ActivationPolicy); everything else is one block's worth of one micro-batch.
 // Main path  train -> (gather, enqueue per micro-batch, release) per unit -> the same backwards, with gradients and
-//            finish.
+//            finish. Mathematics: Operations.
 #pragma once
 
 #include <functional>
@@ -21,10 +19,18 @@
 
 #include <hoist/zero/engine.hpp>
 
-#include "kernels.hpp"
+#include "block_inputs.hpp"
+#include "operations.hpp"
 #include "text.hpp"
 
 namespace hoist::gpt {
+
+// What the way back finds of a block. The result is the same, bit by bit.
+enum class ActivationPolicy : std::uint8_t {
+  recompute,  // its input; the rest is computed again under the lease that it needs anyway
+  keep,       // everything: most device memory, and a third fewer operations
+  stash,      // as recompute, but inputs wait in pinned memory: least device memory
+};
 
 struct ModelOptions {
   int layers = 2;
@@ -36,6 +42,9 @@ struct ModelOptions {
   std::uint64_t seed = 1;            // of the initial weights
   unsigned threads = 0;              // of the kernels; 0: every CPU the process may use
   DType matrix_dtype = DType::bf16;  // or fp16; fp32 lets a test compare with finite differences
+  ActivationPolicy activations = ActivationPolicy::recompute;
+  // Instead of Operations::create. Tests.
+  std::function<std::unique_ptr<Operations>(Runtime&, platform::Stream&, const OperationsOptions&)> make_operations{};
 };
 
 class Model {
@@ -44,7 +53,8 @@ class Model {
 
   // Declares units and groups on `engine`; `defaults` is the optimizer setting of group 0. Call before
   // engine.initialize(initial_values()) or engine.restore().
-  // Errors: UsageError on a CUDA device (these kernels are CPU code), BudgetError when activations do not fit.
+  // Errors: UsageError for a shape that the device's operations cannot compute, BudgetError when activations do not
+  // fit.
   Model(Runtime& runtime, Engine& engine, const ModelOptions& options, const GroupOptions& defaults);
   ~Model();
   Model(const Model&) = delete;
@@ -68,7 +78,11 @@ class Model {
   std::uint64_t device_bytes() const { return device_bytes_; }  // of activations and work buffers
   std::uint64_t activation_bytes() const { return memory_.bytes().size(); }
   // Time kernels have run.
-  Nanoseconds compute_time() const { return compute_time_; }
+  Nanoseconds compute_time() const { return operations_->compute_time(); }
+  // Of activations, moved down and again moved up since construction (ActivationPolicy::stash).
+  std::uint64_t stashed_bytes() const { return stashed_bytes_; }
+  // Multiplications and additions of a token's products, forward and backward, what is computed twice counted once.
+  double flops_per_token() const;
 
  private:
   class UnitBuilder;
@@ -77,8 +91,9 @@ class Model {
   struct BlockGradients;
   struct HeadWeights;
   struct HeadGradients;
-  struct Workspace;  // pointers into memory_
-  struct Kept;       // of them, what each micro-batch keeps
+  struct BlockActivations;  // what the way back needs of a block
+  struct Workspace;         // pointers into memory_
+  struct Kept;              // of them, what each micro-batch keeps
 
   void declare(const GroupOptions& defaults);
   Block declare_block(int layer);
@@ -88,24 +103,26 @@ class Model {
 
   // On the caller's thread: gather, enqueue for each micro-batch, release.
   void embed(std::span<const Batch> micro_batches);
-  void embed_backward(std::span<const Batch> micro_batches);
+  void embed_backward(std::size_t count);
   void block_forward(int layer, std::size_t count);
   void block_backward(int layer, std::size_t count);
   void head(std::span<const Batch> micro_batches, Pass pass);
-  void enqueue(const char* what, std::function<void()> work);
 
-  // On the stream's worker: kernels between buffers of the workspace.
-  void compute_to_hidden(const float* input, const BlockWeights& weights);
-  void first_norm(const float* input, const BlockWeights& weights);
-  void feed_forward_backward(float* gradient, const BlockWeights& weights, const BlockGradients& gradients);
-  void attention_branch_backward(const float* input, float* gradient, const BlockWeights& weights,
-                                 const BlockGradients& gradients);
-  void head_forward(Kept& kept, const std::uint8_t* targets, const HeadWeights& weights, float loss_scale);
-  void head_backward(const Kept& kept, const HeadWeights& weights, const HeadGradients& gradients);
+  // In Operations::run(): between buffers of the workspace.
+  void compute_to_wide(const void* input, const BlockActivations& block, const BlockWeights& weights);
+  void first_norm(const void* input, const BlockActivations& block, const BlockWeights& weights);
+  void second_norm(const BlockActivations& block, const BlockWeights& weights);
+  void feed_forward_backward(void* gradient, const BlockActivations& block, const BlockWeights& weights,
+                             const BlockGradients& gradients);
+  void attention_branch_backward(const void* input, void* gradient, const BlockActivations& block,
+                                 const BlockWeights& weights, const BlockGradients& gradients);
+  void head_norm(const void* input, const HeadWeights& weights);
+  void head_backward(const void* input, void* gradient, const HeadWeights& weights, const HeadGradients& gradients);
 
   Index rows() const { return static_cast<Index>(options_.batch) * options_.context; }
-  AttentionShape attention_shape() const;
-  EmbeddingShape embedding_shape() const { return {.batch = options_.batch, .context = options_.context}; }
+  OperationsOptions operations_options() const;
+  BlockInputsOptions input_options() const;
+  std::uint64_t activation_bytes_of(Index values_per_row) const;
 
   Runtime& runtime_;
   Engine& engine_;
@@ -114,12 +131,13 @@ class Model {
   UnitId embed_{}, head_{};
   ParameterId token_embedding_{}, position_embedding_{}, norm_weight_{}, norm_bias_{};
   std::vector<Block> blocks_;
-  UpdatePool pool_;
   std::uint64_t device_bytes_ = 0;
+  std::uint64_t stashed_bytes_ = 0;
   tiers::DeviceBlock memory_;
   std::unique_ptr<Workspace> work_;
-  Nanoseconds compute_time_{0};               // written by the stream's worker, read after synchronize()
-  std::unique_ptr<platform::Stream> stream_;  // last: its worker ends before what it uses
+  std::unique_ptr<Operations> operations_;
+  std::unique_ptr<platform::Stream> stream_;  // its work ends before what it uses
+  std::unique_ptr<BlockInputs> inputs_;       // and their copies before the stream that they wait for
 };
 
 }  // namespace hoist::gpt

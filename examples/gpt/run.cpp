@@ -63,7 +63,8 @@ ModelOptions model_options(const Arguments& a, const Config& config, const Settl
           .held_micro_batches = settled.vertical ? settled.micro_batches : 1,
           .seed = a.seed,
           .threads = a.threads,
-          .matrix_dtype = config.engine.weights_dtype.value_or(DType::bf16)};
+          .matrix_dtype = config.engine.weights_dtype.value_or(DType::bf16),
+          .activations = a.activations};
 }
 
 EngineOptions engine_options(const Config& config, const Settled& settled) {
@@ -79,7 +80,7 @@ class Training {
       : arguments_(arguments),
         text_(Text::load(arguments.text, arguments.context)),
         config_(Config::load(arguments.config)),
-        runtime_(config_.runtime),
+        runtime_(runtime_options(arguments, config_)),
         settled_(settle(arguments, config_, runtime_.world_size())),
         engine_(runtime_, engine_options(config_, settled_)),
         model_(runtime_, engine_, model_options(arguments, config_, settled_), config_.engine.optimizer_defaults) {
@@ -108,6 +109,7 @@ class Training {
   void introduce();
   RunState state_at(std::uint64_t step) const;
   double learning_rate_at(std::uint64_t step) const;
+  std::uint64_t tokens_per_step() const;
   StepRecord one_step();
   Batch micro_batch(int index) const;
   double train_micro_batches();
@@ -188,6 +190,8 @@ void Training::introduce() {
   record_.device = runtime_.device().description();
   record_.parameters = engine_.parameter_count();
   record_.world_size = runtime_.world_size();
+  record_.tokens_per_step = tokens_per_step();
+  record_.flops_per_token = model_.flops_per_token();
   say(fmt::format("{} parameters in {} blocks, {} bytes of text, {} x {} bytes a step on {} rank{}, {}",
                   record_.parameters, arguments_.layers, text_.byte_count(), settled_.batch, arguments_.context,
                   record_.world_size, record_.world_size == 1 ? "" : "s", record_.device));
@@ -213,14 +217,16 @@ double Training::learning_rate_at(std::uint64_t step) const {
   return settled_.learning_rate * static_cast<double>(step + 1) / static_cast<double>(arguments_.warmup);
 }
 
+std::uint64_t Training::tokens_per_step() const {
+  return static_cast<std::uint64_t>(settled_.batch) * static_cast<std::uint64_t>(arguments_.context) *
+         static_cast<std::uint64_t>(runtime_.world_size()) * static_cast<std::uint64_t>(settled_.micro_batches);
+}
+
 void Training::train() {
-  Progress progress(
-      {.first_step = step_,
-       .last_step = arguments_.steps,
-       .tokens_per_step = static_cast<std::uint64_t>(settled_.batch) * static_cast<std::uint64_t>(arguments_.context) *
-                          static_cast<std::uint64_t>(runtime_.world_size()) *
-                          static_cast<std::uint64_t>(settled_.micro_batches),
-       .rewrite = isatty(STDOUT_FILENO) == 1});
+  Progress progress({.first_step = step_,
+                     .last_step = arguments_.steps,
+                     .tokens_per_step = tokens_per_step(),
+                     .rewrite = isatty(STDOUT_FILENO) == 1});
   if (step_ >= arguments_.steps) say(fmt::format("step {} is done already; nothing to train", step_));
   while (step_ < arguments_.steps && !stopping_) {
     record_.steps.push_back(one_step());
@@ -295,6 +301,7 @@ void Training::close() {
   take_books(record_, runtime_.ledger());
   record_.wire_in_group = engine_.wire_bytes_in_group();
   record_.formula = engine_.formula_bytes();
+  record_.stashed_bytes = model_.stashed_bytes();
   record_.compute = model_.compute_time();
   save_at_end();
   record_.committed_step = engine_.committed_step();
@@ -311,11 +318,12 @@ void Training::close() {
   if (report_) report_->write(report_json(record_));
 }
 
-// What a person can put right at the command line, in the file, or with a directory's permissions and space.
+// What a person can put right at the command line, in the file, by another device, or with a directory's permissions
+// and space.
 bool is_bad_input(const std::exception& error) {
   if (dynamic_cast<const InputError*>(&error) != nullptr || dynamic_cast<const UsageError*>(&error) != nullptr ||
       dynamic_cast<const ConfigError*>(&error) != nullptr || dynamic_cast<const BudgetError*>(&error) != nullptr ||
-      dynamic_cast<const StoreError*>(&error) != nullptr ||
+      dynamic_cast<const DeviceError*>(&error) != nullptr || dynamic_cast<const StoreError*>(&error) != nullptr ||
       dynamic_cast<const interchange::SafetensorsError*>(&error) != nullptr) {
     return true;
   }

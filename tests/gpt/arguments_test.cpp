@@ -36,7 +36,8 @@ TEST(Arguments, EveryOption) {
                               "--layers",  "3",        "--width",  "48",        "--heads", "4",
                               "--context", "16",       "--batch",  "2",         "--seed",  "18446744073709551615",
                               "--report",  "r.json",   "--resume", "--threads", "2",       "--learning-rate",
-                              "5e-4",      "--warmup", "9"});
+                              "5e-4",      "--warmup", "9",        "--device",  "cuda",    "--activations",
+                              "stash"});
   EXPECT_EQ(a.config, "c.json");
   EXPECT_EQ(a.text, "t");
   EXPECT_EQ(a.steps, 7u);
@@ -51,6 +52,16 @@ TEST(Arguments, EveryOption) {
   EXPECT_EQ(a.threads, 2u);
   EXPECT_EQ(a.learning_rate, 5e-4);
   EXPECT_EQ(a.warmup, 9u);
+  EXPECT_EQ(a.device, platform::DeviceKind::cuda);
+  EXPECT_EQ(a.activations, ActivationPolicy::stash);
+}
+
+TEST(Arguments, TheFilesDeviceHoldsWhereNoneIsNamed) {
+  const Arguments a = parsed({"--config", "c.json", "--text", "t", "--steps", "7"});
+  EXPECT_FALSE(a.device.has_value());
+  EXPECT_EQ(a.activations, ActivationPolicy::recompute);
+  EXPECT_EQ(parsed({"--config", "c.json", "--text", "t", "--steps", "7", "--activations", "keep"}).activations,
+            ActivationPolicy::keep);
 }
 
 TEST(Arguments, RefusesInOneLine) {
@@ -110,6 +121,10 @@ TEST(Settle, TheCommandLineWinsAndSaysSoOnce) {
   EXPECT_THAT(settled.notes, ElementsAre("--batch 3 wins over train_micro_batch_size_per_gpu 6 of f.json",
                                          "--learning-rate 0.5 wins over optimizer.params.lr 0.25 of f.json"));
   EXPECT_THAT(settle({.batch = 6, .learning_rate = 0.25}, config, 1).notes, IsEmpty());
+  EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::host}, config, 1).notes, IsEmpty());
+  EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::cuda}, config, 1).notes,
+              ElementsAre("--device cuda wins over hoist.device host of f.json"));
+  EXPECT_EQ(runtime_options({.device = platform::DeviceKind::cuda}, config).device, platform::DeviceKind::cuda);
 }
 
 TEST(Settle, TheBatchOfAllRanksIsDivided) {

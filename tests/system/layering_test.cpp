@@ -23,8 +23,9 @@ const std::vector<std::set<std::string>> kRows{
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only rooms that may include them.
 const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
-    // A bench compares with what a program without hoist would call.
-    {std::regex("cuda.*|cublas.*"), {"platform", "comm", "bench"}},
+    // A bench compares with what a program without hoist would call; an example has kernels of its own.
+    {std::regex("cuda.*"), {"platform", "comm", "bench", "examples"}},
+    {std::regex("cublas.*"), {"examples"}},
     {std::regex("nccl.*"), {"comm"}},
     {std::regex("mpi\\.h"), {"comm"}},
     {std::regex("liburing.*"), {"aio"}},
