@@ -52,3 +52,8 @@ __all__ = [
     "Engine", "Error", "GroupId", "IoError", "Lease", "OptimizerOptions", "ParameterId", "ParameterSpec", "Pass",
     "SafetensorsError", "State", "StepBytes", "StepReport", "StoreError", "UnitId", "UsageError",
 ]
+
+# As they are imported, and printed.
+for _error in [value for value in globals().values() if isinstance(value, type) and issubclass(value, Error)]:
+    _error.__module__ = __name__
+del _error

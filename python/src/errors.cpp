@@ -27,7 +27,7 @@ struct Types {
 Types* types = nullptr;
 
 nb::object make_type(nb::module_& module, const char* name, const char* doc, const nb::object& bases) {
-  const std::string full = std::string("hoist.") + name;
+  const std::string full = nb::cast<std::string>(module.attr("__name__")) + "." + name;
   nb::object type = nb::steal(PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), nullptr));
   if (!type.is_valid()) nb::raise_python_error();
   module.attr(name) = type;
