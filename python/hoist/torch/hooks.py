@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
+from hoist.torch.graphs import outside_of_graphs
 from hoist.torch.passes import Passes
 from hoist.torch.units import tensors_in
 
@@ -26,10 +27,10 @@ class ModuleHook:
         self.units = list(units)
         self.entered: list[list[int]] = []  # of calls under way, innermost last
         self.is_root = is_root
-        # Here and not as decorators: that would import torch._dynamo, 150 MB with what it imports, beside a model in memory.
-        module.register_forward_pre_hook(torch.compiler.disable(self.before), with_kwargs=True)
-        module.register_forward_hook(torch.compiler.disable(self.after), with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
+    @outside_of_graphs
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         passes, lift = self.passes, self.lift
         if not passes.calls:
@@ -48,6 +49,7 @@ class ModuleHook:
                     tensor.register_hook(lift.input_hook(unit, tensor.grad_fn is None))
                 return
 
+    @outside_of_graphs
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         passes, lift = self.passes, self.lift
         if passes.calls and passes.calls[-1] is self:

@@ -18,6 +18,11 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(param_groups, {})
         self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's, undecorated: the decorator imports torch._dynamo (graphs.py says why not)."""
+        inherited = torch.optim.Optimizer.add_param_group
+        getattr(inherited, "__wrapped__", inherited)(self, param_group)
+
     def adopt(self, param_groups: list[dict[str, Any]]) -> None:
         """Follows the groups of another optimizer, whose schedulers then set the rates here."""
         self.param_groups = param_groups

@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hoist.torch.graphs import outside_of_graphs
+
 
 class Watch(TorchDispatchMode):
     """Calls `missing(unit)` before an operator gets a tensor of a unit that is not up."""
@@ -24,6 +26,11 @@ class Watch(TorchDispatchMode):
         self._is_up = is_up
         self._missing = missing
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch's own way would import torch._dynamo
+
+    @outside_of_graphs
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for value in tree_leaves((args, kwargs)):

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a step is Python: calls for each unit, none for each tensor."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import hoist.torch
+from models import batches, loss_of
+
+PACKAGE = str(pathlib.Path(hoist.torch.__file__).parent.parent)
+VOCABULARY, WIDTH = 97, 16
+
+
+class Layer(nn.Module):
+    """Of as many tensors as wanted, in one module: no call of a module tells them apart."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.shifts = nn.ParameterList(nn.Parameter(torch.randn(WIDTH) * 0.02) for _ in range(tensors))
+
+    def forward(self, x):
+        for shift in self.shifts:
+            x = x + shift
+        return x
+
+
+def model_of(tensors, layers=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Layer(tensors) for _ in range(layers)),
+                         nn.Linear(WIDTH, VOCABULARY))
+
+
+def python_calls(engine):
+    """Of the package, in one step."""
+    counted = Counter()
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            counted[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
+
+    inputs, targets = next(batches(1))
+    sys.setprofile(count)
+    try:
+        engine.backward(loss_of(engine(inputs), targets))
+        engine.step()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_no_python_for_a_tensor(settings, tmp_path, changes):
+    counts = []
+    for tensors in (1, 40):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / str(tensors))}
+        config = settings(zero_optimization={"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}, **changes)
+        with hoist.torch.wrap(model_of(tensors), config) as engine:
+            for _ in range(3):  # the first pass of a kind is looked at more closely
+                python_calls(engine)
+            counts.append(python_calls(engine))
+    assert counts[0] == counts[1]
+    assert counts[0]["ModuleHook.before" if sys.version_info >= (3, 11) else "before"] >= 6
+
+
+def test_a_program_that_compiles_nothing_does_without_the_compiler(settings):
+    """torch._dynamo is not imported; hooks stay outside of graphs all the same (test_training.py)."""
+    program = """
+import json, sys
+import hoist.torch
+sys.path.insert(0, sys.argv[2])
+from models import Gpt, batches, loss_of
+with hoist.torch.wrap(Gpt(), json.loads(sys.argv[1])) as engine:
+    for inputs, targets in batches(2):
+        engine.backward(loss_of(engine(inputs), targets))
+        assert engine.step().applied
+    engine.state_dict()
+assert "torch._dynamo" not in sys.modules
+"""
+    ended = subprocess.run([sys.executable, "-c", program, json.dumps(settings()), str(pathlib.Path(__file__).parent)],
+                           capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
