@@ -6,7 +6,12 @@
 Both read ds_config.json; the key "hoist" is taken out for DeepSpeed, which does not know it. Every run is a process of its
 own and begins with an empty directory. The first two steps of a run are left out: buffers are made, the order of layers is
 learnt. OpenMP's threads wait asleep in both (OMP_WAIT_POLICY=PASSIVE, unless the caller has set it): awake, they take the
-processors from whoever moves data. At the end a run of each is killed after a step, and started again.
+processors from whoever moves data. Every pair also has a second run of hoist, whose ratio to the first is the control, and
+a program that moves the bytes of hoist's step and computes nothing (drive.py). At the end a run of each is killed after a
+step, and started again.
+
+    --keep-activations      without torch.utils.checkpoint
+    --hoist '{"moments_dtype": "bf16"}'      over what stands under "hoist" in the file
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ WARM_UP = 2
 def run(engine: str, arguments, directory: str, *extra: str, kill_after: int | None = None):
     """(first line, lines of steps, the end of what it said when it failed)."""
     config = json.load(open(os.path.join(HERE, "ds_config.json")))
+    config["hoist"] |= json.loads(arguments.hoist)
     for part in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][part]["nvme_path"] = directory
     path = directory + ".json"
@@ -35,6 +41,8 @@ def run(engine: str, arguments, directory: str, *extra: str, kill_after: int | N
     command = [sys.executable, os.path.join(HERE, "train.py"), "--engine", engine, "--config", path,
                "--steps", str(arguments.steps), "--layers", str(arguments.layers), "--width", str(arguments.width),
                "--batch", str(arguments.batch), *extra]
+    if arguments.keep_activations:
+        command.append("--keep-activations")
     head, steps = {}, []
     environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     with open(directory + ".log", "w+") as log, \
@@ -62,6 +70,14 @@ def fresh(directory: str) -> str:
     return directory
 
 
+def drive_alone(arguments, steps: list[dict]) -> list[float]:
+    """Seconds of moving what one step moves, with nothing else to do."""
+    read, written = (statistics.median(step[key] for step in steps[WARM_UP:]) for key in ("read", "written"))
+    ended = subprocess.run([sys.executable, os.path.join(HERE, "drive.py"), "--directory", arguments.directory, "--read",
+                            str(read), "--written", str(written)], capture_output=True, text=True, check=True)
+    return [json.loads(line)["seconds"] for line in ended.stdout.splitlines()]
+
+
 def summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
 
@@ -74,23 +90,35 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--keep-activations", action="store_true")
+    parser.add_argument("--hoist", default="{}")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    result: dict = {"engines": {}, "losses": {}}
+    result: dict = {"engines": {}, "losses": {}, "ratios": {"deepspeed": [], "control": []}, "drive": []}
     seen: dict[str, dict[str, list[float]]] = {}
     parameters = 0
     for pair in range(arguments.pairs):
-        for engine in ("hoist", "deepspeed") if pair % 2 == 0 else ("deepspeed", "hoist"):
+        seconds: dict[str, float] = {}
+        for name in ("hoist", "deepspeed", "control") if pair % 2 == 0 else ("control", "deepspeed", "hoist"):
+            engine = "hoist" if name == "control" else name
             directory = fresh(os.path.join(arguments.directory, "compare-" + engine))
             head, steps, error = run(engine, arguments, directory)
             if error:
                 result["engines"].setdefault(engine, {})["error"] = error
+                continue
+            seconds[name] = statistics.median(step["seconds"] for step in steps[WARM_UP:])
+            if name == "control":
                 continue
             parameters = head["parameters"]
             into = seen.setdefault(engine, {"seconds": [], "read": [], "written": [], "peak_rss": []})
             for key in into:
                 into[key] += [step[key] for step in steps[WARM_UP:]] if key != "peak_rss" else [steps[-1][key]]
             result["losses"][engine] = [step["loss"] for step in steps]
+            if engine == "hoist":
+                result["drive"] += drive_alone(arguments, steps)
+        for name, ratios in result["ratios"].items():
+            if name in seconds and "hoist" in seconds:
+                ratios.append(seconds["hoist"] / seconds[name])
     for engine, values in seen.items():
         result["engines"][engine] = {key: summary(v) for key, v in values.items()}
     for engine in seen:
@@ -130,6 +158,11 @@ def print_table(result: dict) -> None:
 
     print("| median of steps (range) | hoist | DeepSpeed | hoist / DeepSpeed |\n|---|---|---|---|")
     row("time of a step", "seconds", 1, "s")
+    for name, ratios in result["ratios"].items():
+        about = "hoist / DeepSpeed" if name == "deepspeed" else "hoist / hoist, the control"
+        print(f"| its ratio, pair by pair: {about} | | | {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) |")
+    drive = summary(result["drive"])
+    print(f"| the drive alone, for hoist's bytes | {drive['median']:.2f} s ({drive['min']:.2f}-{drive['max']:.2f}) | | |")
     row("NVMe read a step, per parameter", "read", result["parameters"], "B")
     row("NVMe written a step, per parameter", "written", result["parameters"], "B")
     row("peak memory of the process", "peak_rss", 2**20, "MiB")

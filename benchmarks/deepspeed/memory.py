@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the resident memory of compare.py's hoist run consists of, as it grows.
 
-    python benchmarks/deepspeed/memory.py --directory /local_nvme
+    python benchmarks/deepspeed/memory.py --directory /local_nvme [--keep-activations]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def resident() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", required=True)
+    parser.add_argument("--keep-activations", action="store_true", help="without torch.utils.checkpoint")
     arguments = parser.parse_args()
     print("| | resident | more | peak |\n|---|---|---|---|")
     before = 0.0
@@ -43,7 +44,7 @@ def main() -> None:
     row("import hoist.torch")
     from train import batch_of, build
 
-    model = build(8, 512, 128)
+    model = build(8, 512, 128, not arguments.keep_activations)
     row("the model, as it is built")
     with open(os.path.join(HERE, "ds_config.json")) as file:
         config = json.load(file)
@@ -64,10 +65,11 @@ def main() -> None:
     engine.close()
     shutil.rmtree(store)
 
-    program = ("from memory import resident; import torch; before = resident()['VmRSS']; import torch._dynamo; "
-               "print(resident()['VmRSS'] - before)")
-    alone = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, check=True)
-    print(f"torch._dynamo with what it imports, part of \"wrapped\": {float(alone.stdout):.0f} MiB")
+    print(f"torch._dynamo is {'there' if 'torch._dynamo' in sys.modules else 'not there'}")
+    for program in ("import torch", "import torch, torch._dynamo"):
+        text = f"from memory import resident; {program}; print(resident()['VmRSS'])"
+        alone = subprocess.run([sys.executable, "-c", text], cwd=HERE, capture_output=True, text=True, check=True)
+        print(f"a process that does nothing but `{program}`: {float(alone.stdout):.0f} MiB")
 
 
 if __name__ == "__main__":

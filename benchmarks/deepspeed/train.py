@@ -22,7 +22,7 @@ SINGLE = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE":
 VOCABULARY = 256
 
 
-def build(layers: int, width: int, context: int):
+def build(layers: int, width: int, context: int, recompute: bool = True):
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -52,7 +52,7 @@ def build(layers: int, width: int, context: int):
         def forward(self, tokens):
             x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
             for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
             return self.head(self.norm(x))
 
     torch.manual_seed(0)
@@ -128,12 +128,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--keep-activations", action="store_true")
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     import torch
     import torch.nn.functional as F
 
-    model = build(arguments.layers, arguments.width, arguments.context)
+    model = build(arguments.layers, arguments.width, arguments.context, not arguments.keep_activations)
     parameters = sum(p.numel() for p in model.parameters())
     with open(arguments.config) as file:
         config = json.load(file)
