@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 
 #include <hoist/core/error.hpp>
 
@@ -94,6 +95,24 @@ class Channel final : public comm::Transport {
     return copy;
   }
 
+  std::unique_ptr<Transport> split(int ranks) override {
+    std::unique_ptr<Transport> group;
+    call("split", [&] { group = std::make_unique<Channel>(channel_.attr("split")(ranks)); });
+    return group;
+  }
+
+  void abort(std::string_view why) noexcept override {
+    ask([&] { channel_.attr("abort")(nb::str(why.data(), why.size())); });
+  }
+
+  std::optional<std::string> broken() override {
+    std::optional<std::string> reason;
+    ask([&] {
+      if (const nb::object why = channel_.attr("why")(); !why.is_none()) reason = nb::cast<std::string>(why);
+    });
+    return reason;
+  }
+
  private:
   // In the order in which every rank of a pair adds them: by that messages find each other.
   struct Messages {
@@ -113,6 +132,19 @@ class Channel final : public comm::Transport {
 
   void exchange(const Messages& messages) {
     if (nb::len(messages.sends) > 0) channel_.attr("exchange")(messages.sends, messages.receives);
+  }
+
+  // From any thread, while another one is in a call.
+  template <typename Question>
+  void ask(const Question& question) noexcept {
+    if (!nb::is_alive()) return;
+    const nb::gil_scoped_acquire acquire;
+    try {
+      question();
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("a channel that is asked");
+    } catch (...) {  // no memory for the words: the others notice by waiting
+    }
   }
 
   // A channel that failed once refuses everything after.

@@ -2,12 +2,11 @@
 // python/src/channel.hpp - ranks that are PyTorch's: a Transport whose calls are made by Python
 // (hoist.torch.distributed).
 //
-// The object has rank, size, exchange(sends, receives), broadcast(tensor, root), barrier(), duplicate() and close();
-// sends and receives are lists of (rank, tensor of bytes).
+// The object has rank, size, exchange(sends, receives), broadcast(tensor, root), barrier(), duplicate(), split(ranks),
+// abort(why), why() and close(); sends and receives are lists of (rank, tensor of bytes).
 //
-// Threading  Any thread, one at a time: the GIL is taken for each call, and PyTorch lets go of it while it waits.
-// Whoever
-//            waits for a collective in C++ must not hold it.
+// Threading  Any thread, one at a time, but for abort() and why(): the GIL is taken for each call, and PyTorch lets go
+//            of it while it waits. Whoever waits for a collective in C++ must not hold it.
 // Memory     Tensors are views of the caller's memory, and gone when a call returns.
 // Errors     CommError with the Python exception's text, rank and operation.
 #pragma once

@@ -69,6 +69,12 @@ void Lift::close() {
   if (failure) std::rethrow_exception(failure);
 }
 
+void Lift::abandon(const std::string& why) noexcept {
+  if (!engine_) return;
+  if (pass_) discard();
+  end_engine(&why);
+}
+
 void Lift::initialize(const Fill& fill) {
   const nb::gil_scoped_release release;
   const std::lock_guard lock(mutex_);
@@ -97,7 +103,7 @@ RestoreReport Lift::restore(const std::string& from) {
   return report;
 }
 
-void Lift::end_engine() noexcept {
+void Lift::end_engine(const std::string* why_for_others) noexcept {
   if (!runtime_) return;
   alive_ = false;
   pass_.reset();
@@ -109,7 +115,8 @@ void Lift::end_engine() noexcept {
   for (Unit& unit : units_) unit.lease.reset();
   scope_.reset();
   stream_.reset();
-  engine_.reset();
+  engine_.reset();  // the step that was decided is carried out, and committed with the others
+  if (why_for_others != nullptr) runtime_->communicator().abort(*why_for_others);
   runtime_.reset();
   for (const Unit& unit : units_) {
     if (unit.window->is_open()) windows_->close(*unit.window);  // its gather failed; nothing writes to it any more

@@ -62,6 +62,9 @@ class Lift {
 
   // Carries out the last step, and ends: the store is free for others. Windows stay, and show NaN.
   void close();
+  // The same for a program that cannot go on, while other ranks may wait for it: once the step that was decided has
+  // been carried out, they stop with a CommError that names this rank and `why`.
+  void abandon(const std::string& why) noexcept;
 
   // [C] Brings it to life. restore() may follow either: the engine then ends, and a new one continues from the commit
   // or kept step; whatever made the old one fail is left behind with it.
@@ -141,7 +144,7 @@ class Lift {
   void finish(Unit& unit);
   void end_use(Unit& unit);
   void forget_pass();
-  void end_engine() noexcept;
+  void end_engine(const std::string* why_for_others = nullptr) noexcept;
   DType type_of_gradient(nb::handle gradient, ParameterId parameter) const;
 
   LiftOptions options_;

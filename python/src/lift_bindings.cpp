@@ -210,6 +210,7 @@ nb::dict books(Lift& lift) {
                          runtime.device_budget().peak_bytes() + lift.windows().peak_bytes());
   tiers["pinned"] = tier(runtime.pinned_budget().limit_bytes(), runtime.pinned_budget().peak_bytes());
   result["links"] = links;
+  result["wire_in_group"] = lift.engine().wire_bytes_in_group();
   result["links_apart"] = apart;
   result["wait_seconds"] = waits;
   result["tiers"] = tiers;
@@ -290,6 +291,9 @@ void bind_lift(nb::module_& module) {
           },
           "unit"_a, "The unit's window, as bytes: where its weights appear while it is up.")
       .def("close", &Lift::close)
+      .def(
+          "abandon", [](Lift& lift, const std::string& why) { lift.abandon(why); }, "why"_a,
+          "For a program that ends by an error while other ranks may wait for it.")
       .def("know_types", &Lift::know_types, "fp32"_a, "bf16"_a, "fp16"_a)
       .def(
           "place",
@@ -332,7 +336,7 @@ void bind_lift(nb::module_& module) {
           "pass_"_a, "micro_batch"_a = 0, "micro_batches"_a = 1)
       .def("end", &Lift::end)
       .def("discard", &Lift::discard)
-      .def_prop_ro("pass_", &Lift::pass)
+      .def_prop_ro("current_pass", &Lift::pass)
       .def("all_still_up", &Lift::all_still_up)
       .def("has_gradients", &Lift::has_gradients)
       .def("is_up", &Lift::is_up, "unit"_a)

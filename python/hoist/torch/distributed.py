@@ -1,50 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that torch.distributed started: what the engine exchanges with the others goes through its process groups.
+"""Ranks that torch.distributed started: what the engine exchanges with the others goes through groups of gloo.
 
-Weights and gradients pass as CPU memory, so the groups are gloo's, whatever the program's own group is made of. Every
-channel is a group of its own: the engine's threads do not take turns.
+Weights and gradients pass as CPU memory, so the groups are gloo's, whatever the program's own group is made of. They are not
+the program's: each channel has connections of its own, made through the store that torch.distributed was initialized with,
+so that the engine's threads do not take turns, and so that a rank can hang up.
+
+A rank that fails writes why into that store, and closes its connections: the waits of the others end at once, and they look
+there for the reason. They hang up in their turn; so whoever waits for one of them, and not for the rank that failed, hears
+of it too.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import itertools
 import os
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hoist import _hoist
 
+# Every rank makes the same engines in the same order, and so gives them the same names.
+_numbers = itertools.count()
+_gave_reasons: list[Ranks] = []
 
-class Channel:
-    """What the extension expects of a channel; messages between two ranks arrive in the order sent."""
+
+class Ranks:
+    """Those of one engine: where they find each other, and why they do not go on.
+
+    Threading: any.
+    """
 
     def __init__(self, timeout: timedelta):
-        self._timeout = timeout
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self.rank = dist.get_rank(self._group)
-        self.size = dist.get_world_size(self._group)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.timeout = timeout
+        self.store = dist.PrefixStore(f"hoist/{next(_numbers)}", dist.distributed_c10d._get_default_store())
+        self.failed = False
+        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._why: str | None = None
+
+    def add(self, channel: Channel) -> None:
+        with self._lock:
+            self._channels.add(channel)
+
+    def fail(self, why: str) -> str:
+        """Tells the others why this rank does not go on, and hangs up. Returns the reason that was given first, whoever gave
+        it."""
+        with self._lock:
+            if self._why is None:
+                self._why = self._reason_in_store() or why
+                with contextlib.suppress(RuntimeError):  # whoever held the store has ended
+                    if self._why == why:
+                        self.store.set("why", why)
+                        _gave_reasons.append(self)
+                    self.store.add("heard", 1)
+            self.failed = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.hang_up()
+        return self._why
+
+    def lost(self, problem: str) -> str:
+        """What a call that failed is to say: another rank's reason, if there is one."""
+        mine = f"rank {self.rank} gave up: {problem}"
+        why = self.fail(mine)
+        return problem if why == mine else why
+
+    def why(self) -> str | None:
+        """Why nothing goes on, as far as this rank can know without waiting."""
+        return self._why or self._reason_in_store()
+
+    def all_have_heard(self) -> bool:
+        try:
+            return self.store.add("heard", 0) >= self.size
+        except RuntimeError:
+            return True  # nobody can any more
+
+    def _reason_in_store(self) -> str | None:
+        with contextlib.suppress(RuntimeError):
+            if self.store.check(["why"]):
+                return self.store.get("why").decode()
+        return None
+
+
+class Channel:
+    """What the extension expects of a channel; messages between two ranks arrive in the order sent.
+
+    Threading: one call at a time; abort() and why() meanwhile, from any thread.
+    """
+
+    def __init__(self, ranks: Ranks, name: str, members: range):
+        self._ranks = ranks
+        self._name = name
+        self._members = members
+        self._made = 0  # channels out of this one
+        self._lock = threading.Lock()
+        self._in_use = False
+        self.rank, self.size = ranks.rank - members.start, len(members)
+        try:
+            self._group: Any = dist.distributed_c10d.ProcessGroupGloo(
+                dist.PrefixStore(name, ranks.store), self.rank, self.size, ranks.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(f"not all ranks were met: {ranks.lost(str(error))}") from None
+        ranks.add(self)
 
     def exchange(self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
-        # Receives first: what comes early then finds its place.
-        work = [dist.irecv(tensor, group_src=rank, group=self._group) for rank, tensor in receives]
-        work += [dist.isend(tensor, group_dst=rank, group=self._group) for rank, tensor in sends]
-        for each in work:
-            each.wait(self._timeout)
+        def start(group):
+            # Receives first: what comes early then finds its place.
+            work = [(f" (from rank {self._members[rank]})", group.recv([tensor], rank, 0)) for rank, tensor in receives]
+            return work + [(f" (to rank {self._members[rank]})", group.send([tensor], rank, 0)) for rank, tensor in sends]
+        self._call(start)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        dist.broadcast(tensor, group_src=root, group=self._group)
+        self._call(lambda group: [("", group.broadcast(tensor, root))])
 
     def barrier(self) -> None:
-        dist.barrier(group=self._group)
+        self._call(lambda group: [("", group.barrier())])
 
     def duplicate(self) -> Channel:
-        return Channel(self._timeout)
+        self._made += 1
+        return Channel(self._ranks, f"{self._name}/{self._made}", self._members)
+
+    def split(self, count: int) -> Channel:
+        """Over this rank's group of so many consecutive ranks."""
+        self._made += 1
+        first = self._members.start + self.rank - self.rank % count
+        return Channel(self._ranks, f"{self._name}/{self._made}/from-{first}", range(first, first + count))
+
+    def abort(self, why: str) -> None:
+        self._ranks.fail(f"rank {self._ranks.rank} failed: {why}")
+
+    def why(self) -> str | None:
+        return self._ranks.why()
 
     def close(self) -> None:
-        if dist.is_initialized():  # else the program has ended all groups already
-            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def hang_up(self) -> None:
+        """Closes the connections. A call under way keeps them until it ends, or fails since others hung up."""
+        with self._lock:
+            if self._in_use:
+                return
+            group, self._group = self._group, None
+        del group  # not under the lock: it waits for gloo's threads
+
+    def _call(self, start: Callable[[Any], list[tuple[str, Any]]]) -> None:
+        with self._lock:
+            group = self._group
+            self._in_use = group is not None
+        if group is None:
+            raise RuntimeError(self._ranks.why() or "the channel was closed")
+        problem, peer, work = None, "", []
+        try:
+            work = start(group)
+            while work:
+                peer, each = work.pop(0)
+                each.wait(self._ranks.timeout)
+        except RuntimeError as error:
+            problem = f"{error}{peer}"
+        each = group = None  # connections live for as long as these do
+        work.clear()
+        with self._lock:
+            self._in_use = False
+        if problem is not None:
+            raise RuntimeError(self._ranks.lost(problem))
+        if self._ranks.failed:
+            self.hang_up()
+
+
+@atexit.register
+def _stay_for_a_moment() -> None:
+    """Rank 0's process often holds the store: until the others have read there why it ended."""
+    until = time.monotonic() + 3
+    for ranks in _gave_reasons:
+        while ranks.rank == 0 and not ranks.all_have_heard() and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def launched_size() -> int:
@@ -73,4 +212,11 @@ def channels_of(config: _hoist.Config) -> tuple[Callable[[], Channel] | None, in
     if size == 1:
         return None, 0
     timeout = timedelta(seconds=config.comm_timeout_seconds)
-    return lambda: Channel(timeout), size
+
+    def make() -> Channel:
+        ranks = Ranks(timeout)
+        try:
+            return Channel(ranks, "ranks", range(size))
+        except RuntimeError as error:
+            raise _hoist.CommError(f"torch.distributed: on rank {ranks.rank} of {size} {error}") from None
+    return make, size

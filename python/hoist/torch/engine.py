@@ -25,7 +25,7 @@ from hoist.torch import checkpoints, distributed, initial, program_state
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.optimizer import Optimizer
 from hoist.torch.parameters import Parameters
-from hoist.torch.passes import Passes
+from hoist.torch.passes import Passes, text_of
 from hoist.torch.units import units_of
 
 _log = logging.getLogger("hoist")
@@ -89,7 +89,7 @@ class Engine:
         self.optimizer = Optimizer(self, param_groups)
         self._push_all_rates = groups is not None
         self._continue_schedule()
-        atexit.register(_close_quietly, weakref.ref(self._lift))
+        atexit.register(_close_quietly, weakref.ref(self._lift), weakref.ref(self._passes))
 
     # --- construction ------------------------------------------------------------------------------------------------
 
@@ -418,13 +418,24 @@ class Engine:
             self._lift.end()
 
     def close(self) -> None:
-        """Commits the last step and gives everything back. The module's parameters stay, without values."""
+        """Commits the last step and gives everything back. The module's parameters stay, without values.
+
+        On several ranks, after a pass that an exception ended: the others, who may wait in it, stop with a CommError.
+        """
+        if self._passes.left_by:
+            self._abandon(self._passes.left_by)
         self._lift.close()
+
+    def _abandon(self, why: str) -> None:
+        if self._lift.is_open and self.world_size > 1:
+            self._lift.abandon(why)
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        if error is not None and not _is_orderly(error):
+            self._abandon(text_of(error))
         self.close()
 
     def compile_units(self, **options) -> None:
@@ -453,11 +464,19 @@ class Engine:
         return self._lift.digest(state)
 
 
-def _close_quietly(lift: weakref.ref) -> None:
-    """At the end of the program: what the last step decided is carried out and committed."""
+def _is_orderly(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and not error.code
+
+
+def _close_quietly(lift: weakref.ref, passes: weakref.ref) -> None:
+    """At the end of the program: what the last step decided is carried out and committed. Other ranks are told of an end by an
+    exception: they would wait for this one."""
     if (alive := lift()) is None:
         return
+    why = getattr(passes(), "left_by", "") or text_of(getattr(sys, "last_value", None))
     try:
+        if why and alive.is_open and alive.world_size > 1:
+            alive.abandon(why)
         alive.close()
     except _hoist.Error as error:
         _log.error("the last step was not committed: %s", error)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from hoist.torch.parameters import Parameters
 
 _log = logging.getLogger("hoist")
+
+
+def text_of(error: BaseException | None) -> str:
+    """As the last line of a traceback; nothing of no error."""
+    return "" if error is None else "".join(traceback.format_exception_only(error)).strip()
 
 
 class Passes:
@@ -43,6 +50,7 @@ class Passes:
         self.micro_batches = micro_batches
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
+        self.left_by = ""  # what ended the last pass before its time
         self.calls: list[ModuleHook] = []  # under way, innermost last
         self.without_backward = {i for i, unit in enumerate(cut.units) if not reads_weights_in_backward(unit)}
 
@@ -51,19 +59,19 @@ class Passes:
     def enter_outermost(self) -> None:
         lift = self._lift
         training = torch.is_grad_enabled() and bool(self._parameters.trainable)
-        if lift.pass_ is not None:
+        if lift.current_pass is not None:
             if self._backward_seen:
                 if torch._C._current_graph_task_id() != -1:
                     return  # a part is computed once more, for the backward pass under way
                 lift.discard()
                 self._backward_seen = False
-            elif training and lift.pass_ != _hoist.Pass.train:
+            elif training and lift.current_pass != _hoist.Pass.train:
                 lift.end()
             else:
                 return
-        if lift.pass_ is None:
+        if lift.current_pass is None:
             self.begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
-        kind = lift.pass_
+        kind = lift.current_pass
         if kind not in self._watched and not torch.compiler.is_compiling():
             self._watch = Watch(self._parameters.unit_at, lift.is_up, self._use_unannounced)
             self._watch.__enter__()
@@ -71,6 +79,7 @@ class Passes:
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_life()
         self._is_scaled = False
+        self.left_by = ""
         if kind == _hoist.Pass.train:
             if self.due:
                 raise _hoist.UsageError(
@@ -88,13 +97,14 @@ class Passes:
             self._watch.__exit__(None, None, None)
             self._watch = None
             if not failed:
-                self._watched.add(lift.pass_)
+                self._watched.add(lift.current_pass)
         if torch._C._current_graph_task_id() != -1:
             return
         if failed:
-            if lift.pass_ is not None:
+            if lift.current_pass is not None:
+                self.left_by = text_of(sys.exc_info()[1])
                 lift.discard()
-        elif lift.pass_ == _hoist.Pass.evaluate and not lift.all_still_up():
+        elif lift.current_pass == _hoist.Pass.evaluate and not lift.all_still_up():
             lift.end()
 
     def _use_unannounced(self, unit: int) -> None:
@@ -125,12 +135,13 @@ class Passes:
         try:
             with watch if watch is not None else contextlib.nullcontext():
                 scaled.backward(retain_graph=retain_graph)
-        except BaseException:
+        except BaseException as error:
+            self.left_by = text_of(error)
             self._lift.discard()
             self._backward_seen = False
             raise
         self._watched.add("backward")
-        if self._lift.pass_ == _hoist.Pass.train:  # a loss that no part of the model has made
+        if self._lift.current_pass == _hoist.Pass.train:  # a loss that no part of the model has made
             self._backward_seen = True
             self._backward_ends()
 
@@ -145,7 +156,7 @@ class Passes:
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        if not self._backward_seen or self._lift.pass_ != _hoist.Pass.train:
+        if not self._backward_seen or self._lift.current_pass != _hoist.Pass.train:
             return
         self._backward_seen = self._is_scaled = False
         self._lift.end_backward()
@@ -165,13 +176,13 @@ class Passes:
         """Whether a step is to be made. `at_boundary`: also of fewer micro-batches than usual, as at the end of the data;
         the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did not end."""
         lift = self._lift
-        if lift.pass_ == _hoist.Pass.train:
+        if lift.current_pass == _hoist.Pass.train:
             if self._backward_seen or lift.has_gradients():
                 lift.discard()
                 self._backward_seen = False
                 raise _hoist.UsageError("step() after a backward pass that did not end; its gradients were dropped")
             lift.discard()  # a forward pass whose result was not used
-        elif lift.pass_ is not None:
+        elif lift.current_pass is not None:
             lift.end()
         if at_boundary and 0 < self.micro_batch < self.micro_batches:
             while self.micro_batch < self.micro_batches:
@@ -187,13 +198,13 @@ class Passes:
         """Errors: UsageError in the middle of a backward pass."""
         if self._backward_seen:
             raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
-        if self._lift.pass_ == _hoist.Pass.train:
+        if self._lift.current_pass == _hoist.Pass.train:
             self._lift.discard()
-        elif self._lift.pass_ is not None:
+        elif self._lift.current_pass is not None:
             self._lift.end()
 
     def drop_gradients(self) -> None:
-        if self._lift.pass_ == _hoist.Pass.train or self.due or self.micro_batch > 0:
+        if self._lift.current_pass == _hoist.Pass.train or self.due or self.micro_batch > 0:
             self._lift.discard()
         self.forget()
 
