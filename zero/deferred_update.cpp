@@ -69,18 +69,50 @@ void DeferredUpdate::open(const WalkOptions& walk, Updater::Work work) {
   changed_.notify_all();
 }
 
-Completion DeferredUpdate::offer(UnitId unit) {
+void DeferredUpdate::announce(UnitId unit) {
   const std::lock_guard lock(mutex_);
-  if (failure_) return Completion::failed(failure_);
-  if (!step_ || stopping_) return Completion::failed(std::make_exception_ptr(Error("the step was dropped")));
   UnitState& state = states_[unit.index];
-  HOIST_ASSERT(open_ && state.stage == Stage::current, "unit {} is offered twice, or to no step", unit.index);
+  if (failure_) {
+    state.updated = Completion::failed(failure_);
+    return;
+  }
+  HOIST_ASSERT(state.stage == Stage::current, "unit {} is announced twice, or before its last update", unit.index);
+  state.stage = Stage::announced;
+  state.hurried = false;
   state.promise.emplace();
   state.updated = state.promise->completion();
-  state.stage = Stage::queued;
-  requests_.push_back({unit, nullptr});
-  changed_.notify_all();
-  return state.updated;
+}
+
+Completion DeferredUpdate::offer(UnitId unit) {
+  std::exception_ptr refusal;
+  {
+    const std::lock_guard lock(mutex_);
+    UnitState& state = states_[unit.index];
+    refusal = failure_;
+    if (!refusal && (!step_ || stopping_)) refusal = std::make_exception_ptr(Error("the step was dropped"));
+    if (!refusal) {
+      HOIST_ASSERT(open_ && state.stage == Stage::announced, "unit {} is offered unannounced, or to no step",
+                   unit.index);
+      state.stage = Stage::queued;
+      requests_.insert(state.hurried ? requests_.begin() : requests_.end(), {unit, nullptr});
+      changed_.notify_all();
+      return state.updated;
+    }
+  }
+  withdraw(unit, refusal);
+  return Completion::failed(refusal);
+}
+
+void DeferredUpdate::withdraw(UnitId unit, const std::exception_ptr& error) {
+  std::optional<Promise> promise;
+  {
+    const std::lock_guard lock(mutex_);
+    UnitState& state = states_[unit.index];
+    if (state.stage != Stage::announced) return;  // the step failed first
+    state.stage = Stage::current;
+    promise = std::exchange(state.promise, std::nullopt);
+  }
+  error ? promise->fail(error) : promise->complete();
 }
 
 void DeferredUpdate::conclude(Ended ended, std::span<const UnitId> expected) {
@@ -117,6 +149,8 @@ Completion DeferredUpdate::hurry(UnitId unit) {
   if (states_[unit.index].stage == Stage::pending) {
     enqueue(unit, nullptr);
     changed_.notify_all();
+  } else if (states_[unit.index].stage == Stage::announced) {
+    states_[unit.index].hurried = true;
   } else if (const auto queued = std::ranges::find(requests_, unit, &Request::unit); queued != requests_.end()) {
     std::rotate(requests_.begin(), queued, queued + 1);  // out of the expected order
   }

@@ -24,7 +24,15 @@ void Engine::Impl::begin_updating() {
         walk, [this, update](const detail::TileAccess& tile) { update->apply(tile, live.gradients->home(tile.unit)); });
   };
   updating = true;
-  live.gradients->hand_on(open, [this](UnitId unit) { return live.deferred->offer(unit); });
+  live.gradients->hand_on(
+      {.open = open,
+       .announce =
+           [this](UnitId unit) {
+             live.deferred->announce(unit);
+             if (live.stager) live.stager->outdate(unit);
+           },
+       .take = [this](UnitId unit) { return live.deferred->offer(unit); },
+       .withdraw = [this](UnitId unit, const auto& error) { live.deferred->withdraw(unit, error); }});
 }
 
 Completion Engine::Impl::conclude_updating(std::span<const std::byte> program_state) {

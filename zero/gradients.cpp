@@ -178,10 +178,10 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
 
 // --- handing on ------------------------------------------------------------------------------------------------------
 
-void Gradients::hand_on(std::function<void()> open, HandOn hand_on) {
-  hand_on_ = std::move(hand_on);
+void Gradients::hand_on(Recipient recipient) {
+  recipient_ = std::move(recipient);
   handing_on_ = true;
-  opened_ = arrivals_->enqueue(std::move(open));
+  opened_ = arrivals_->enqueue(recipient_.open);
 }
 
 void Gradients::await_opened() noexcept {
@@ -191,8 +191,10 @@ void Gradients::await_opened() noexcept {
   }
 }
 
-// On the executor. The unit's weights are about to change: what was submitted so far may still be copying them up.
+// On the executor. The unit's weights are about to change: what was submitted so far may still be copying them up, and
+// what comes next waits for the new ones.
 void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
+  recipient_.announce(id);
   const auto updated = std::make_shared<Completion>();
   reduction.handed_on = arrivals_->enqueue(
       [this, id, updated, home = reduction.home, added = reduction.added, copied_up = streams_.up->record()] {
@@ -201,6 +203,9 @@ void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
         copied_up.wait();
         *updated = hand_on_now(id);
       });
+  reduction.handed_on.then([withdraw = recipient_.withdraw, id](std::exception_ptr error) {
+    if (error) withdraw(id, error);
+  });
   if (!ring_) return;
   const auto used = std::make_shared<Promise>();
   const auto settle = [used](std::exception_ptr error) { error ? used->fail(error) : used->complete(); };
@@ -214,8 +219,9 @@ Completion Gradients::hand_on_now(UnitId id) {
   sum_chunks(begin, end);
   const bool finite = std::ranges::all_of(std::span(partial_sums_).subspan(begin, end - begin),
                                           [](double sum) { return std::isfinite(sum); });
-  if (!finite) return {};  // step() will say so
-  return hand_on_(id);
+  if (finite) return recipient_.take(id);
+  recipient_.withdraw(id, nullptr);  // step() will say so
+  return {};
 }
 
 void Gradients::await_handed_on() noexcept {

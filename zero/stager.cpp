@@ -54,6 +54,13 @@ void Stager::invalidate() {
   for (Buffer& buffer : buffers_) buffer.use = Use::free;
 }
 
+void Stager::outdate(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  for (Buffer& buffer : buffers_)
+    if (buffer.use == Use::staged && buffer.unit == unit) buffer.use = Use::free;
+  start_reads();
+}
+
 void Stager::await_copies(std::unique_lock<std::mutex>& lock) {
   changed_.wait(lock, [&] {
     return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& b) { return b.use == Use::taken; });

@@ -263,6 +263,36 @@ TEST_P(BackwardMode, AUnitIsNotGatheredAfterItsFinish) {
   EXPECT_EQ(digests_of(run->engine, run->model), expected(4));
 }
 
+// Before the last micro-batch units may be gathered after their finish. The plan of the last one then fetches them, too,
+// while they are being updated; some were read ahead before that.
+TEST_P(BackwardMode, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
+  ToyShape shape;
+  shape.tied = false;
+  const auto train = [&](ToySetup setup) {
+    setup.engine.micro_batches_max = 2;
+    setup.engine.reuse_distance_elements = 0;
+    setup.engine.prefetch_elements = 60000;  // the last unit is fetched once more as unit 1 is finished
+    setup.engine.staging_buffer_count = 4;
+    Training run(setup, shape);
+    run.engine.initialize(run.model.fill());
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      run.model.in_backward = [&](std::size_t unit) {
+        if (unit > 0) return;
+        for (const std::size_t again : {3u, 2u, 1u, 0u})
+          run.engine.gather(run.model.unit(again), run.model.stream()).release(run.model.stream());
+      };
+      run.model.pass(step, {.micro_batch = 0, .micro_batches = 2});
+      run.model.in_backward = [](std::size_t unit) {  // long enough for an update
+        if (unit > 1) std::this_thread::sleep_for(std::chrono::milliseconds(60));
+      };
+      run.model.pass(step, {.micro_batch = 1, .micro_batches = 2});
+      EXPECT_TRUE(run.engine.step().applied);
+    }
+    return digests_of(run.engine, run.model);
+  };
+  EXPECT_EQ(train(setup()), train(simplest()));
+}
+
 TEST_P(BackwardMode, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit) {
   auto run = fresh();
   run->model.train(1, 2);

@@ -9,13 +9,13 @@
 //
 // Update mode `backward` is the same thread with another source of work: open() begins a step before it is decided,
 // offer() hands over each unit whose gradient is final, and conclude() says that there are no more. What is left then
-// trails into the next pass.
+// trails into the next pass. A unit is announced before it is offered: whoever wants its weights from then on waits.
 //
 // Threading  begin() and finish() from the program's thread, the others from any. Updates run on a thread of this
 //            object, in parallel over tiles on the update pool.
 // Errors     An update that fails fails every unit that is still pending, and finish().
 // Main path  begin(step) -> deliver(unit) or the expected order -> Updater::run -> updated(unit) -> ended.
-//            open(work) -> offer(unit) -> Updater::run -> updated(unit); conclude(ended) -> ended.
+//            open(work), announce(unit) -> offer(unit) -> Updater::run -> updated(unit); conclude(ended) -> ended.
 #pragma once
 
 #include <condition_variable>
@@ -53,9 +53,14 @@ class DeferredUpdate {
 
   // A step without any unit yet. Pre: as begin().
   void open(const WalkOptions& walk, Updater::Work work);
+  // The unit will be offered, or withdrawn: updated(unit) waits for that. Pre: its last update is done.
+  void announce(UnitId unit);
   // The unit's gradient is final: updates it after those offered before. Done when its tiles are computed and its
   // writes started: the gradient is not looked at any more. Failed when the step has failed or was dropped.
+  // Pre: announced, and the step is open.
   Completion offer(UnitId unit);
+  // An announced unit is not offered, because of an error or (null) because it stays as it is.
+  void withdraw(UnitId unit, const std::exception_ptr& error);
   // Nothing more will be offered. What is left is updated in the order in which the next pass will want it, as far as
   // that is known. Pre: open(), and neither conclude() nor stop() since.
   void conclude(Ended ended, std::span<const UnitId> expected);
@@ -78,9 +83,10 @@ class DeferredUpdate {
   Nanoseconds busy() const { return updater_.busy(); }
 
  private:
-  enum class Stage : std::uint8_t { current, pending, queued };
+  enum class Stage : std::uint8_t { current, announced, pending, queued };
   struct UnitState {
     Stage stage = Stage::current;
+    bool hurried = false;            // while announced
     std::optional<Promise> promise;  // while not current
     Completion updated;
   };

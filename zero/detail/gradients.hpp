@@ -53,11 +53,21 @@ class Gradients {
   // Forgets what was finished, but, unless this is the `first` micro-batch of a step, not the sums so far. `held`:
   // micro-batches that the pass holds; more than one in vertical order only.
   void begin_pass(bool first, int held);
-  // From the next finish() on until clear(), gradients are handed on. `open` is called first, on the thread that hands
-  // on, and `hand_on` in the order of arrival; the gradient is used until what that returns is done. A gradient that is
-  // not finite is not handed on. Pre: made for update mode `backward`; all micro-batches but this one are at home.
-  using HandOn = std::function<Completion(UnitId)>;
-  void hand_on(std::function<void()> open, HandOn hand_on);
+  // Who gets gradients as they arrive.
+  struct Recipient {
+    // First of all. Like what follows but for announce(), on the thread that hands on.
+    std::function<void()> open;
+    // On the executor, between what was submitted before the unit's reduction and what comes after it: the unit will
+    // be taken, or withdrawn.
+    std::function<void(UnitId)> announce;
+    // In the order of arrival; the gradient is used until what this returns is done.
+    std::function<Completion(UnitId)> take;
+    // The gradient did not arrive, or (null) is not finite.
+    std::function<void(UnitId, std::exception_ptr)> withdraw;
+  };
+  // From the next finish() on until clear(), gradients are handed on. Pre: made for update mode `backward`; all
+  // micro-batches but this one are at home.
+  void hand_on(Recipient recipient);
   // Returns when the last `open` has ended, with or without an error.
   void await_opened() noexcept;
   // Nothing more is handed on. Pre: executor drained.
@@ -132,7 +142,7 @@ class Gradients {
   std::vector<std::size_t> first_chunk_;  // by unit, and one past the last
   std::vector<double> partial_sums_;      // by chunk
   std::optional<GradientRing> ring_;
-  HandOn hand_on_;                                 // of the last step that handed on
+  Recipient recipient_;                            // of the last step that handed on
   bool handing_on_ = false;                        // the gradients that finish() takes
   Completion opened_;                              // of the last `open`
   std::unique_ptr<scheduler::Executor> arrivals_;  // null unless there are such steps

@@ -2,8 +2,8 @@
 // zero/detail/stager.hpp - weights on their way from NVMe: a few pinned buffers, read ahead in the planned order. Where
 // a unit's update is still to come, the buffer is filled by the update instead.
 //
-// Threading  expect() and invalidate() come from the program's thread, take() from the executor, hand_back() from
-//            whichever thread saw the copy finish. One mutex.
+// Threading  expect() and invalidate() come from the program's thread, take() and outdate() from the executor,
+//            hand_back() from whichever thread saw the copy finish. One mutex.
 // Errors     take() throws what the read failed with, or CorruptionError.
 // Main path  expect(order) -> reads start while buffers are free -> take(unit) waits and verifies -> copy up ->
 //            hand_back(buffer) -> the next read starts.
@@ -36,6 +36,9 @@ class Stager {
   void expect(std::vector<UnitId> order);
   // Nothing staged is valid any more: the store has newer weights. Waits until buffers under copy are handed back.
   void invalidate();
+  // The unit's weights are about to change: what is staged of it will not do. From here on, written(unit) waits for the
+  // new ones. Not while the unit is being taken.
+  void outdate(UnitId unit);
 
   // The unit's weights in host layout, verified. Blocks for the read.
   std::byte* take(UnitId unit);
