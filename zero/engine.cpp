@@ -119,7 +119,7 @@ void Engine::Impl::tear_down() noexcept {
   step_count = 0;
   committed_step = -1;
   last_commit = {};
-  committed_state = {};
+  step_state = {};
   scaler = LossScaler(options.loss_scale);
   counted_io = {};
   uncommitted = commit_ahead = false;
@@ -333,8 +333,9 @@ void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> progr
     seal(/*create_store=*/true);
     const Ledger::Apart apart(runtime.ledger());
     together("make its initial state", [&] { fill_homes(checked); });
+    step_state = commit_state(program_state);
     if (!nvme_placement()) return;
-    commit("", commit_state(program_state));
+    commit("", step_state);
     last_commit.wait();
     book_io();
   });

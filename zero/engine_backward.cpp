@@ -35,12 +35,12 @@ void Engine::Impl::begin_updating() {
        .withdraw = [this](UnitId unit, const auto& error) { live.deferred->withdraw(unit, error); }});
 }
 
-Completion Engine::Impl::conclude_updating(std::span<const std::byte> program_state) {
+Completion Engine::Impl::conclude_updating() {
   const auto committed = std::make_shared<Promise>();
   const Completion completion = committed->completion();
   const auto train = static_cast<std::size_t>(Pass::train);
   commit_ahead = commit_is_due() && stores_steps();
-  live.deferred->conclude(end_of_step(std::exchange(begun_update, nullptr), committed, program_state),
+  live.deferred->conclude(end_of_step(std::exchange(begun_update, nullptr), committed),
                           live.gatherer->expected(train));
   updating = false;
   live.gatherer->stage_for(train);

@@ -43,7 +43,6 @@ void Engine::Impl::renounce_landing(const std::exception_ptr& problem) noexcept 
 }
 
 Completion Engine::Impl::commit(const std::string& name, const detail::CommitState& state) {
-  committed_state = state;
   const Completion done =
       live.store->commit(detail::encode(name, state), [this](const auto& problem) { agree_on_landing(problem); });
   const auto promise = std::make_shared<Promise>();
@@ -131,7 +130,8 @@ Completion Engine::Impl::save(const std::string& name, std::span<const std::byte
       live.store->begin_step(step_count);
       if (std::exchange(uncommitted, false)) write_homes(/*with_frozen=*/false);
     });
-    commit(name, commit_state(program_state));
+    step_state = commit_state(program_state);
+    commit(name, step_state);
     if (!keeps) return last_commit;
   }
   const std::lock_guard lock(saves_mutex);
@@ -173,9 +173,9 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
   const auto ended = std::make_shared<Promise>();
   last_commit = ended->completion();
   const Completion completion = last_commit;
-  committed_state = commit_state(program_state);
+  step_state = commit_state(program_state);
   const bool changed = changed_since_save.exchange(false);
-  saver = std::thread([this, name, ended, changed, state = detail::encode(name, committed_state), step = step_count] {
+  saver = std::thread([this, name, ended, changed, state = detail::encode(name, step_state), step = step_count] {
     bool landing = true;  // the other ranks are still to be told
     try {
       if (live.deferred) live.deferred->finish();

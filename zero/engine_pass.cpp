@@ -224,10 +224,9 @@ void Engine::Impl::update_now(double gradient_scale) {
 }
 
 detail::DeferredUpdate::Ended Engine::Impl::end_of_step(std::shared_ptr<detail::StepUpdate> update,
-                                                        std::shared_ptr<Promise> committed,
-                                                        std::span<const std::byte> program_state) {
+                                                        std::shared_ptr<Promise> committed) {
   return [this, update = std::move(update), committed = std::move(committed), due = commit_is_due(),
-          state = commit_state(program_state)](std::exception_ptr error) {
+          state = step_state](std::exception_ptr error) {
     Completion done;
     try {
       if (error) std::rethrow_exception(error);
@@ -245,7 +244,7 @@ detail::DeferredUpdate::Ended Engine::Impl::end_of_step(std::shared_ptr<detail::
 }
 
 // Returns what is done when the step is committed.
-Completion Engine::Impl::update_later(double gradient_scale, std::span<const std::byte> program_state) {
+Completion Engine::Impl::update_later(double gradient_scale) {
   const auto update = make_update(step_count, gradient_scale);
   const auto committed = std::make_shared<Promise>();
   const Completion completion = committed->completion();
@@ -258,7 +257,7 @@ Completion Engine::Impl::update_later(double gradient_scale, std::span<const std
       {.walk = walk,
        .work = [this, update](const detail::TileAccess& tile) { update->apply(tile, live.gradients->home(tile.unit)); },
        .expected = live.gatherer->expected(train),
-       .ended = end_of_step(update, committed, program_state)});
+       .ended = end_of_step(update, committed)});
   live.gatherer->stage_for(train);
   return completion;
 }
@@ -351,12 +350,13 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
     begin_step(report.clip_factor * mean);
     uncommitted = stores_steps() && !commit_is_due();
     live.gatherer->invalidate();
+    step_state = commit_state(step_options.caller_state);
     if (updating) {
-      report.committed = conclude_updating(step_options.caller_state);
+      report.committed = conclude_updating();
     } else if (live.deferred) {
-      report.committed = update_later(report.clip_factor * mean, step_options.caller_state);
+      report.committed = update_later(report.clip_factor * mean);
     } else if (nvme_placement() && commit_is_due()) {
-      report.committed = commit("", commit_state(step_options.caller_state));
+      report.committed = commit("", step_state);
     }
   } else {
     report.committed = last_commit;

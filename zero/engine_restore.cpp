@@ -266,7 +266,7 @@ RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
     committed_step = static_cast<std::int64_t>(step_count);
     remove_older_places();
     book_io();
-    return RestoreReport{.step = step_count, .caller_state = committed_state.program, .world_size = source->world_size};
+    return RestoreReport{.step = step_count, .caller_state = step_state.program, .world_size = source->world_size};
   });
 }
 
@@ -291,9 +291,9 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
     }
     auto state = detail::decode(live.store->caller_state());
     if (!state) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
-    committed_state = std::move(*state);
+    step_state = std::move(*state);
   });
-  if (committed_state.scaler) scaler.restore(*committed_state.scaler);
+  if (step_state.scaler) scaler.restore(*step_state.scaler);
   step_count = chosen.step;
 }
 
@@ -319,9 +319,9 @@ void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_o
     stored = std::make_unique<StoredModel>(directory, which);
     const auto state = stored->caller_state(runtime.rank() < stored->world_size() ? runtime.rank() : 0);
     require_room_for(state);
-    committed_state = {.scaler = stored->loss_scaler(), .program = {state.begin(), state.end()}};
+    step_state = {.scaler = stored->loss_scaler(), .program = {state.begin(), state.end()}};
   });
-  if (committed_state.scaler) scaler.restore(*committed_state.scaler);
+  if (step_state.scaler) scaler.restore(*step_state.scaler);
   remove_unfinished_places(source.place.order);
   place = detail::new_place(agree_on_places().front().order + 1, runtime.world_size());
   step_count = chosen.step;
@@ -339,7 +339,8 @@ void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_o
     stored.reset();
   });
   if (!nvme_placement()) return;  // the next save() will be the new store's first commit
-  commit("", commit_state(std::vector<std::byte>(committed_state.program)));
+  step_state = commit_state(step_state.program);
+  commit("", step_state);
   last_commit.wait();
 }
 

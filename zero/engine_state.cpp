@@ -175,8 +175,7 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
     }
   }
   if (nvme_placement()) {
-    const detail::CommitState unchanged = committed_state;
-    commit("", unchanged).wait();
+    commit("", step_state).wait();
   }
   live.gatherer->invalidate();
   book_io();

@@ -81,8 +81,9 @@ enum class State : std::uint8_t { master, moment1, moment2, gradient };
 using Fill = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;
 
 struct StepOptions {
-  // Kept in the commit of this step and given back by restore(): data position, random state, schedules. At most
-  // EngineOptions::caller_state_bytes_max; equal on all ranks or not, each rank gets its own back.
+  // Kept in the commit of this step and given back by restore(): data position, random state, schedules. Worth giving
+  // between commits, too: a write() commits the step it finds. At most EngineOptions::caller_state_bytes_max; equal on
+  // all ranks or not, each rank gets its own back.
   std::span<const std::byte> caller_state{};
 };
 

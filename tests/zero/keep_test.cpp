@@ -3,6 +3,7 @@
 // committed step and training on ends in the bits of a run that was never interrupted.
 #include <array>
 #include <atomic>
+#include <cstring>
 #include <map>
 
 #include <gmock/gmock.h>
@@ -184,8 +185,13 @@ TEST_P(KeepTest, WritesBetweenCommitsCommitWhatWasTrained) {
     model.train(6, 6);
   });
   on_engines([&](int, Engine& engine, ToyModel& model) {
-    const std::uint64_t step = engine.restore().step;
-    if (step != 5) return;  // step 6 was a commit
+    const RestoreReport report = engine.restore();
+    // What the program gave to that step, not to the last one that was due to be committed.
+    std::uint64_t state = 0;
+    ASSERT_EQ(report.caller_state.size(), sizeof state);
+    std::memcpy(&state, report.caller_state.data(), sizeof state);
+    EXPECT_EQ(state, report.step);
+    if (report.step != 5) return;  // step 6 was a commit
     Digests found = digests_of(engine, model);
     found.losses = written.losses;
     EXPECT_EQ(found, written);

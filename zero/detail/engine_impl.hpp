@@ -93,11 +93,10 @@ class Engine::Impl {
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
   std::shared_ptr<detail::StepUpdate> make_update(std::uint64_t step, double gradient_scale) const;
   void update_now(double gradient_scale);
-  Completion update_later(double gradient_scale, std::span<const std::byte> program_state);
+  Completion update_later(double gradient_scale);
   // What a step ends in that is carried out later. `committed` is done when it is durable.
   detail::DeferredUpdate::Ended end_of_step(std::shared_ptr<detail::StepUpdate> update,
-                                            std::shared_ptr<Promise> committed,
-                                            std::span<const std::byte> program_state);
+                                            std::shared_ptr<Promise> committed);
   void settle_together();  // [C] carries out what is pending; a failure is every rank's
   void await_deferred();   // carries out what the last step left pending, and books the time as part of this one
   // Ends the engine's life; the first one counts. The other ranks are told, unless an exchange has done so.
@@ -113,7 +112,7 @@ class Engine::Impl {
   void begin_updating();  // at the pass's first finish(): from here on the step is decided
   void require_undecided(const char* call) const;
   void require_untouched(UnitId unit) const;                               // by the step under way
-  Completion conclude_updating(std::span<const std::byte> program_state);  // done when the step is committed
+  Completion conclude_updating();  // done when the step is committed
   void fail_updating(const std::string& why);  // the step under way is not taken, and cannot be undone
 
   // --- engine_state.cpp
@@ -252,7 +251,9 @@ class Engine::Impl {
   std::atomic<bool> changed_since_save{true};  // of state that lives in memory
   std::thread saver;                           // writes state that lives in memory; last_commit is its end
   std::atomic<std::int64_t> committed_step{-1};
-  detail::CommitState committed_state;  // of the last commit
+  // What a commit of the present step keeps beside the records: as of the last step that was applied, or of the save()
+  // that committed it.
+  detail::CommitState step_state;
   aio::Engine::Stats counted_io{};      // what the ledger has already been told
   void book_io();
 };
