@@ -74,6 +74,11 @@ void Alarm::told_in_exchange() noexcept {
   sharding_knows_ = true;
 }
 
+void Alarm::told_in_norm() noexcept {
+  const std::lock_guard lock(mutex_);
+  sharding_knows_ = norm_knows_ = true;
+}
+
 void Alarm::disarm() noexcept {
   const std::lock_guard lock(mutex_);
   runtime_ = nullptr;

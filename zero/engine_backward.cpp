@@ -40,8 +40,7 @@ Completion Engine::Impl::conclude_updating() {
   const Completion completion = committed->completion();
   const auto train = static_cast<std::size_t>(Pass::train);
   commit_ahead = commit_is_due() && stores_steps();
-  live.deferred->conclude(end_of_step(std::exchange(begun_update, nullptr), committed),
-                          live.gatherer->expected(train));
+  live.deferred->conclude(end_of_step(std::exchange(begun_update, nullptr), committed), live.gatherer->expected(train));
   updating = false;
   live.gatherer->stage_for(train);
   return completion;

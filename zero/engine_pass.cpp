@@ -335,7 +335,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   report.gradient_norm = global_norm() * mean;
   report.applied = std::isfinite(report.gradient_norm);
   if (updating && !report.applied) {
-    alarm->told_in_exchange();  // by the norm
+    alarm->told_in_norm();
     fail_updating("a gradient is not finite");
     std::rethrow_exception(failure);
   }

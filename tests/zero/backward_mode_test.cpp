@@ -263,8 +263,8 @@ TEST_P(BackwardMode, AUnitIsNotGatheredAfterItsFinish) {
   EXPECT_EQ(digests_of(run->engine, run->model), expected(4));
 }
 
-// Before the last micro-batch units may be gathered after their finish. The plan of the last one then fetches them, too,
-// while they are being updated; some were read ahead before that.
+// Before the last micro-batch units may be gathered after their finish. The plan of the last one then fetches them,
+// too, while they are being updated; some were read ahead before that.
 TEST_P(BackwardMode, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
   ToyShape shape;
   shape.tied = false;

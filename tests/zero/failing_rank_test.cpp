@@ -2,6 +2,7 @@
 // One rank fails for a reason of its own - its drive, its memory, its program - where the others would wait for it:
 // they stop at once with that reason, and what is on the drives afterwards is a step that all ranks have, bit by bit.
 #include <atomic>
+#include <limits>
 #include <mutex>
 #include <thread>
 
@@ -256,16 +257,14 @@ TEST_P(FailingProgram, AStepThatWasTakenSurvivesAnExceptionOnAllRanks) {
 
 // --- groups ---------------------------------------------------------------------------------------------------------
 
-// Two slices of two ranks each; the slice that is whole waits for the other one's norm.
-TEST(FailingGroup, TheWholeNormGroupIsTold) {
+// Two slices of two ranks each, in one norm group.
+std::vector<Ended> run_slices(ToySetup setup, const std::function<void(int, Runtime&, Engine&, ToyModel&)>& body) {
   comm::ThreadGroup all(4), slice0(2), slice1(2);
   std::vector<Ended> ended(4);
   std::vector<std::jthread> threads;
-  const TimePoint start = Clock::now();
+  setup.runtime.comm_timeout = kTimeout;
   for (int rank = 0; rank < 4; ++rank) {
     threads.emplace_back([&, rank] {
-      ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
-      setup.runtime.comm_timeout = kTimeout;
       const Runtime::Groups groups{
           .sharding = [&](const auto& o) { return (rank / 2 == 0 ? slice0 : slice1).join(rank % 2, o); },
           .norm = [&](const auto& o) { return all.join(rank, o); }};
@@ -273,18 +272,52 @@ TEST(FailingGroup, TheWholeNormGroupIsTold) {
         Runtime runtime(setup.runtime, groups);
         Engine engine(runtime, setup.engine);
         ToyModel model(engine, kShape);
-        engine.initialize(model.fill());
-        model.train(1, 1);
-        if (rank == 3) engine.abandon("slice 1 is out of data");
-        model.train(2, kSteps);
+        body(rank, runtime, engine, model);
       } catch (const std::exception& error) {
         ended[static_cast<std::size_t>(rank)].error = error.what();
       }
     });
   }
   threads.clear();
+  return ended;
+}
+
+// The slice that is whole waits for the other one's norm.
+TEST(FailingGroup, TheWholeNormGroupIsTold) {
+  const TimePoint start = Clock::now();
+  const auto ended = run_slices(toy_setup(Placement::pinned, Placement::pinned),
+                                [](int rank, Runtime&, Engine& engine, ToyModel& model) {
+                                  engine.initialize(model.fill());
+                                  model.train(1, 1);
+                                  if (rank == 3) engine.abandon("slice 1 is out of data");
+                                  model.train(2, kSteps);
+                                });
   EXPECT_LT(Clock::now() - start, kAtOnce);
   for (const Ended& rank : ended) EXPECT_THAT(rank.error, HasSubstr("slice 1 is out of data"));
+}
+
+// All of them learn it from the norm, so that nobody has to be told by breaking off what others may still wait in.
+TEST(FailingGroup, AStepThatCannotBeTakenIsOneDecisionOfTheNormGroup) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.engine.update_mode = UpdateMode::backward;
+  setup.engine.gradient_clipping = 0;
+  const auto ended = run_slices(setup, [](int rank, Runtime& runtime, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    if (rank == 2) model.gradient_scale = std::numeric_limits<float>::infinity();
+    model.pass(3);
+    try {
+      engine.step();
+      ADD_FAILURE() << "a step without a number was taken on rank " << rank;
+    } catch (const CommError&) {
+      throw;
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("a gradient is not finite"));
+    }
+    runtime.communicator().barrier();
+    runtime.norm_group().barrier();
+  });
+  for (const Ended& rank : ended) EXPECT_EQ(rank.error, "");
 }
 
 }  // namespace

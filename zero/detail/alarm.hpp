@@ -43,6 +43,8 @@ class Alarm : public std::enable_shared_from_this<Alarm> {
   void watch(const platform::StreamEvent& event, const std::string& unit);
   // The sharding group has been told in an exchange of its own. What is raised afterwards goes to the norm group only.
   void told_in_exchange() noexcept;
+  // The whole norm group has: nobody is left to be told, and its communicators stay of use.
+  void told_in_norm() noexcept;
   // Nothing is told any more: the runtime may go.
   void disarm() noexcept;
 

@@ -111,8 +111,8 @@ class Engine::Impl {
   bool completes_step() const { return pass == Pass::train && micro_batches_done + 1 == micro_batches; }
   void begin_updating();  // at the pass's first finish(): from here on the step is decided
   void require_undecided(const char* call) const;
-  void require_untouched(UnitId unit) const;                               // by the step under way
-  Completion conclude_updating();  // done when the step is committed
+  void require_untouched(UnitId unit) const;   // by the step under way
+  Completion conclude_updating();              // done when the step is committed
   void fail_updating(const std::string& why);  // the step under way is not taken, and cannot be undone
 
   // --- engine_state.cpp
@@ -254,7 +254,7 @@ class Engine::Impl {
   // What a commit of the present step keeps beside the records: as of the last step that was applied, or of the save()
   // that committed it.
   detail::CommitState step_state;
-  aio::Engine::Stats counted_io{};      // what the ledger has already been told
+  aio::Engine::Stats counted_io{};  // what the ledger has already been told
   void book_io();
 };
 
