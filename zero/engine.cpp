@@ -328,7 +328,7 @@ void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> progr
     }
   };
   enliven([&] {
-    require_room_for(program_state);
+    together("keep its program's state", [&] { require_room_for(program_state); });
     refuse_resharded();
     seal(/*create_store=*/true);
     const Ledger::Apart apart(runtime.ledger());

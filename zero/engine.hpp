@@ -65,7 +65,7 @@ class Engine {
   // --- bringing it to life -------------------------------------------------------------------------------------------
   // [C] Fresh state from `fill`; commit 0, with `caller_state`, when something lives on NVMe. Refuses an existing store
   // that holds a commit. When this or restore() throws, on any rank, the engine is as before and either may be called
-  // again.
+  // again, unless the others had to be told (see Errors): what one rank is refused, or fails with, is mostly exchanged.
   void initialize(const Fill& fill, std::span<const std::byte> caller_state = {});
   // [C] The newest commit that every rank has, if any. Changes nothing.
   std::optional<std::uint64_t> find_commit();

@@ -170,7 +170,7 @@ std::optional<Engine::Impl::Source> Engine::Impl::find_source(const std::optiona
     if (!source.commits.empty()) return source;
     // Of the first one, create() knows as much. A newer one that was only being made gives way to the one before it.
     if (!strict || !source.came_further || where.name.empty()) continue;
-    throw StoreError(fmt::format(
+    throw detail::CommonStoreError(fmt::format(
         "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, "
         "or out of sight (`hoist inspect` says which); bring them back, or move the directory away to go "
         "back to the store before it",
@@ -202,7 +202,7 @@ void Engine::Impl::refuse_resharded() const {
   const auto source = find_source(std::nullopt);
   if (!source || (source->place.name.empty() && source->world_size == runtime.world_size()))
     return;  // create() sees it
-  throw StoreError(
+  throw detail::CommonStoreError(
       fmt::format("the store in {} holds step {} of a run of {} ranks; resume with --resume, or remove the directory",
                   source->place.in(options.store_directory), source->commits.front().step, source->world_size));
 }
@@ -226,13 +226,13 @@ Engine::Impl::CommonCommit Engine::Impl::choose_commit(const std::string& from) 
   return from.empty() ? common.front() : *std::ranges::max_element(common, {}, &CommonCommit::kept_serial);
 }
 
-StoreError Engine::Impl::nothing_to_restore(const std::string& from) const {
+detail::CommonStoreError Engine::Impl::nothing_to_restore(const std::string& from) const {
   std::string kept;
   for (const KeptStep& step : find_kept())
     kept += fmt::format("{}'{}' (step {})", kept.empty() ? "it keeps " : ", ", step.name, step.step);
   if (!from.empty())
-    return StoreError(fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
-                                  kept.empty() ? ", nor any other" : "; " + kept));
+    return detail::CommonStoreError(fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
+                                                kept.empty() ? ", nor any other" : "; " + kept));
   std::string why;
   for (const detail::StorePlace& where : agree_on_places()) {
     const int ranks = agree_on_source(where, std::nullopt).world_size;
@@ -242,8 +242,8 @@ StoreError Engine::Impl::nothing_to_restore(const std::string& from) const {
           "start {} ranks, or bring the files together",
           where.in(options.store_directory), ranks, runtime.world_size(), ranks);
   }
-  return StoreError(fmt::format("{} holds no commit that every rank has{}{}", options.store_directory,
-                                kept.empty() ? "" : "; " + kept, why));
+  return detail::CommonStoreError(fmt::format("{} holds no commit that every rank has{}{}", options.store_directory,
+                                              kept.empty() ? "" : "; " + kept, why));
 }
 
 RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
@@ -300,7 +300,7 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
 // Into a new store, so that the old one is whole until this one is committed everywhere.
 void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_options) {
   if (nvme_placement() && !stores_steps())
-    throw StoreError(
+    throw detail::CommonStoreError(
         fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
                     "\"none\", which nothing outlives; use \"step\"",
                     source.place.in(options.store_directory), source.world_size));

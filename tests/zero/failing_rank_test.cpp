@@ -255,6 +255,95 @@ TEST_P(FailingProgram, AStepThatWasTakenSurvivesAnExceptionOnAllRanks) {
   for (const Ended& rank : resumed) EXPECT_EQ(rank.error, "");
 }
 
+// --- the start ------------------------------------------------------------------------------------------------------
+
+// A communicator that has no memory for another one.
+class ShortOfMemory final : public comm::Communicator {
+ public:
+  explicit ShortOfMemory(std::unique_ptr<comm::Communicator> inner) : inner_(std::move(inner)) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string_view name() const override { return inner_->name(); }
+  void all_gather(std::span<const comm::GatherPiece> pieces, platform::Stream& stream) override {
+    inner_->all_gather(pieces, stream);
+  }
+  void reduce_scatter(std::span<const comm::ReducePiece> pieces, platform::Stream& stream) override {
+    inner_->reduce_scatter(pieces, stream);
+  }
+  void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
+    inner_->all_reduce_sum(values, stream);
+  }
+  void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
+    inner_->broadcast(bytes, root, stream);
+  }
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override { inner_->exchange(mine, all); }
+  void broadcast_host(std::span<std::byte> bytes, int root) override { inner_->broadcast_host(bytes, root); }
+  void barrier() override { inner_->barrier(); }
+  std::unique_ptr<comm::Communicator> duplicate() override { throw Error("no memory for a second channel"); }
+  std::unique_ptr<comm::Communicator> split(int ranks) override { return inner_->split(ranks); }
+  std::uint64_t sent_bytes() const override { return inner_->sent_bytes(); }
+  void abort(std::string_view why) noexcept override { inner_->abort(why); }
+  std::optional<std::string> broken() override { return inner_->broken(); }
+
+ private:
+  const std::unique_ptr<comm::Communicator> inner_;
+};
+
+class FailingStart : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Calls, FailingStart, testing::Bool(),
+                         [](const auto& fresh) { return fresh.param ? "Initialize" : "Restore"; });
+
+// Where ranks do not exchange whether they came through.
+TEST_P(FailingStart, IsToldToAllRanks) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  if (!GetParam()) train_then(3, setup, kShape, 1, [](int, Engine&, const ToyModel&) {});
+  setup.runtime.comm_timeout = std::chrono::seconds(5);
+  std::vector<Ended> ended(3);
+  on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Ended& mine = ended[static_cast<std::size_t>(rank)];
+    Runtime runtime(setup.runtime, [&](const comm::CommunicatorOptions& o) -> std::unique_ptr<comm::Communicator> {
+      auto communicator = join(o);
+      if (rank == 1) return std::make_unique<ShortOfMemory>(std::move(communicator));
+      return communicator;
+    });
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, kShape);
+    try {
+      GetParam() ? engine.initialize(model.fill()) : static_cast<void>(engine.restore());
+    } catch (const CommError& error) {
+      mine.by_others = true;
+      mine.error = error.what();
+    } catch (const Error& error) {
+      mine.error = error.what();
+    }
+  });
+  expect_told(ended, 1, HasSubstr("no memory for a second channel"));
+}
+
+// Exchanged, so that all of them may try again.
+TEST(FailingStartOfOne, ACallerStateThatOneRankHasNoRoomForIsRefusedByAll) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.engine.caller_state_bytes_max = 100;
+  setup.runtime.comm_timeout = std::chrono::seconds(5);
+  on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, kShape);
+    const std::vector<std::byte> state(rank == 1 ? 101 : 100);
+    try {
+      engine.initialize(model.fill(), state);
+      ADD_FAILURE() << "initialized rank " << rank;
+    } catch (const UsageError&) {
+      EXPECT_EQ(rank, 1);
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 1"), HasSubstr("101 bytes")));
+    }
+    engine.initialize(model.fill());
+    model.train(1, 2);
+  });
+}
+
 // --- groups ---------------------------------------------------------------------------------------------------------
 
 // Two slices of two ranks each, in one norm group.

@@ -36,6 +36,12 @@ namespace detail {
 // UsageError, before anything has happened: what hoist enqueues is for this pass, and no replay of a graph repeats it.
 void refuse_capture(StreamRef stream, std::string_view call);
 
+// A StoreError that every rank throws: of what all of them told each other.
+class CommonStoreError : public StoreError {
+ public:
+  using StoreError::StoreError;
+};
+
 }  // namespace detail
 
 class Engine::Impl {
@@ -46,7 +52,8 @@ class Engine::Impl {
   // --- engine.cpp
   void require_open_model() const;  // initialize() or restore() has not happened yet
   void require_live() const;        // it has, and nothing failed since
-  // Runs what brings the engine to life; when it throws, the engine is as it was before.
+  // Runs what brings the engine to life; when it throws, the engine is as it was before. The other ranks are told of an
+  // error that they may not have.
   template <typename Call>
   auto enliven(Call call) -> decltype(call());
   void tear_down() noexcept;
@@ -146,7 +153,7 @@ class Engine::Impl {
   std::vector<CommonCommit> agree_on_commits(std::span<const tiers::CommitHeader> commits,
                                              std::uint64_t store_number) const;
   CommonCommit choose_commit(const std::string& from) const;
-  StoreError nothing_to_restore(const std::string& from) const;
+  detail::CommonStoreError nothing_to_restore(const std::string& from) const;
   void forget_what_others_lack();         // of kept steps, after a restore
   std::string remedy_for_damage() const;  // which kept steps there are to go back to
 
@@ -280,10 +287,23 @@ auto Engine::Impl::guarded(Call call) -> decltype(call()) {
 template <typename Call>
 auto Engine::Impl::enliven(Call call) -> decltype(call()) {
   require_open_model();
+  const auto give_up = [&](bool all_know) {
+    if (!all_know) alarm->raise(std::current_exception());
+    tear_down();
+  };
   try {
     return call();
+  } catch (const UsageError&) {
+    give_up(/*all_know=*/true);
+    throw;
+  } catch (const ConfigError&) {
+    give_up(/*all_know=*/true);
+    throw;
+  } catch (const detail::CommonStoreError&) {
+    give_up(/*all_know=*/true);
+    throw;
   } catch (...) {
-    tear_down();
+    give_up(/*all_know=*/false);
     throw;
   }
 }
