@@ -5,8 +5,10 @@
 // order of its own, so bits differ from the CPU backends; they are the same from run to run at equal world size and
 // topology. A rank that dies while a kernel waits for it is noticed by the next call here or, with the time-out, on
 // the control plane. A kernel that waits for a rank that will not come ends only when this rank's communicator is
-// aborted: with several ranks, a thread asks the control plane whether another one gave up, and does so then. That has
-// not yet run on several GPUs.
+// aborted: with several ranks, a thread asks the control plane whether another one gave up, and does so then. NCCL
+// wants one thread at a time in a communicator, that one included. So communicators do not block: a call that NCCL has
+// only begun is polled, and gives the communicator up itself when it is told to meanwhile. That has not yet run on
+// several GPUs.
 //
 // Threading  As Communicator; the CUDA device is that of the options, else the one current on the thread that makes it.
 //            One thread of its own, with several ranks.
@@ -16,6 +18,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -68,8 +71,16 @@ class NcclCommunicator final : public Communicator {
     ncclUniqueId unique{};
     std::memcpy(&unique, id.data(), sizeof unique);
     const detail::CurrentDevice current(device_ordinal_);
-    check("ncclCommInitRank", ncclCommInitRank(&communicator_, size, unique, rank));
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
     if (size > 1) watcher_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
+    const std::lock_guard lock(mutex_);
+    try {
+      settle("ncclCommInitRank", ncclCommInitRankConfig(&communicator_, size, unique, rank, &config));
+    } catch (...) {
+      give_up();
+      throw;
+    }
   }
 
   ~NcclCommunicator() override {
@@ -78,8 +89,8 @@ class NcclCommunicator final : public Communicator {
       watcher_.join();
     }
     if (communicator_ == nullptr) return;
-    if (failed_) {
-      ncclCommAbort(communicator_);
+    if (failed_ || !finalize()) {
+      give_up();
     } else {
       ncclCommDestroy(communicator_);
     }
@@ -95,12 +106,12 @@ class NcclCommunicator final : public Communicator {
     const std::lock_guard lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     std::uint64_t shard_bytes = 0;
-    grouped(kWhat, [&] {
+    grouped(kWhat, [&](const Note& note) {
       for (const GatherPiece& piece : pieces) {
         if (piece.shard_bytes == 0) continue;
         shard_bytes += piece.shard_bytes;
         const std::byte* const own = piece.data + static_cast<std::uint64_t>(rank_) * piece.shard_bytes;
-        check(kWhat, ncclAllGather(own, piece.data, piece.shard_bytes, ncclInt8, communicator_, cuda));
+        note(ncclAllGather(own, piece.data, piece.shard_bytes, ncclInt8, communicator_, cuda));
       }
     });
     count(peers() * shard_bytes);
@@ -112,11 +123,11 @@ class NcclCommunicator final : public Communicator {
     const std::lock_guard lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     std::uint64_t shard_bytes = 0;
-    grouped(kWhat, [&] {
+    grouped(kWhat, [&](const Note& note) {
       for (const ReducePiece& piece : pieces) {
         if (piece.shard_elements == 0) continue;
         shard_bytes += piece.shard_elements * dtype_bytes(piece.dtype);
-        reduce_one(piece, cuda);
+        reduce_one(piece, cuda, note);
       }
     });
     for (const ReducePiece& piece : pieces) {
@@ -132,8 +143,8 @@ class NcclCommunicator final : public Communicator {
     constexpr std::string_view kWhat = "all_reduce_sum";
     const std::lock_guard lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
-    check(kWhat, ncclAllReduce(values.data(), values.data(), values.size(), ncclFloat32, ncclSum, communicator_, cuda));
-    check_asynchronous(kWhat);
+    settle(kWhat,
+           ncclAllReduce(values.data(), values.data(), values.size(), ncclFloat32, ncclSum, communicator_, cuda));
     count(2 * peers() * values.size_bytes() / static_cast<std::uint64_t>(size_));  // a ring's share
   }
 
@@ -142,8 +153,7 @@ class NcclCommunicator final : public Communicator {
     detail::check_root(kWhat, root, size_);
     const std::lock_guard lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
-    check(kWhat, ncclBroadcast(bytes.data(), bytes.data(), bytes.size(), ncclInt8, root, communicator_, cuda));
-    check_asynchronous(kWhat);
+    settle(kWhat, ncclBroadcast(bytes.data(), bytes.data(), bytes.size(), ncclInt8, root, communicator_, cuda));
     if (root == rank_ && size_ > 1) count(bytes.size());
   }
 
@@ -178,10 +188,7 @@ class NcclCommunicator final : public Communicator {
   void abort(std::string_view why) noexcept override {
     control_->abort(why);
     try {
-      {
-        const std::lock_guard lock(watch_mutex_);
-        if (own_failure_.empty()) own_failure_ = fmt::format("rank {} failed: {}", rank_, why);
-      }
+      end(fmt::format("rank {} failed: {}", rank_, why));
       wake_.notify_all();
     } catch (...) {  // no memory for the words: the control plane has ended all the same
     }
@@ -190,21 +197,54 @@ class NcclCommunicator final : public Communicator {
 
  private:
   static constexpr std::chrono::milliseconds kWatchPeriod{50};
+  static constexpr std::chrono::microseconds kPollInterval{20};
 
+  // Waits for the mutex no longer than a call takes to notice `ending_`.
   void watch(const std::stop_token& stop) {
     while (!stop.stop_requested()) {
-      std::string why;
       {
         std::unique_lock lock(watch_mutex_);
-        wake_.wait_for(lock, stop, kWatchPeriod, [&] { return !own_failure_.empty(); });
-        why = own_failure_;
+        wake_.wait_for(lock, stop, kWatchPeriod, [&] { return ending_.load(); });
       }
-      if (why.empty()) why = control_->broken().value_or("");
-      if (why.empty()) continue;
+      if (!ending_) {
+        const std::optional<std::string> why = control_->broken();
+        if (!why) continue;
+        end(*why);
+      }
       const std::lock_guard lock(mutex_);
-      reason_ = why;
-      ncclCommAbort(std::exchange(communicator_, nullptr));
-      return;
+      return give_up();
+    }
+  }
+
+  // The communicator is of no more use: whoever holds the mutex, or comes next, gives it up. The first reason counts.
+  void end(std::string why) {
+    const std::lock_guard lock(watch_mutex_);
+    if (ending_) return;
+    reason_ = std::move(why);
+    ending_ = true;
+  }
+  std::string reason() {
+    const std::lock_guard lock(watch_mutex_);
+    return reason_;
+  }
+
+  // With the mutex held, or before and after all calls. Kernels that wait for others end.
+  void give_up() {
+    if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
+  }
+
+  // Lets what was enqueued come to its end; false when it will not, because another rank has gone.
+  bool finalize() noexcept {
+    try {
+      ncclResult_t state = ncclCommFinalize(communicator_);
+      while (state == ncclInProgress && !control_->broken()) {
+        std::this_thread::sleep_for(kPollInterval);
+        if (const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &state); asked != ncclSuccess)
+          state = asked;
+      }
+      return state == ncclSuccess;
+    } catch (...) {  // no memory for another rank's reason
+      return false;
     }
   }
 
@@ -219,40 +259,40 @@ class NcclCommunicator final : public Communicator {
     if (native == nullptr) {
       throw UsageError(fmt::format("nccl: {} needs a stream of a CUDA device, but '{}' is none", what, stream.name()));
     }
-    if (communicator_ == nullptr)
-      throw CommError(fmt::format("nccl: {} on rank {} of {} failed: {}", what, rank_, size_, reason_));
-    check_asynchronous(what);
+    if (communicator_ == nullptr) throw_ended(what);
+    settle(what, ncclSuccess);
     return native;
   }
 
-  // One launch for all of `body`. A group that was opened is always closed, else this thread's next one nests in it.
+  // One launch for all of `body`, which notes what its calls return. A group that was opened is always closed, else
+  // this thread's next one nests in it.
+  using Note = std::function<void(ncclResult_t)>;
   template <typename Body>
   void grouped(std::string_view what, const Body& body) {
     check(what, ncclGroupStart());
-    try {
-      body();
-    } catch (...) {
-      ncclGroupEnd();
-      throw;
-    }
-    check(what, ncclGroupEnd());
-    check_asynchronous(what);
+    ncclResult_t failed = ncclSuccess;  // the first
+    body([&failed](ncclResult_t code) {
+      if (failed == ncclSuccess && code != ncclInProgress) failed = code;
+    });
+    const ncclResult_t ended = ncclGroupEnd();
+    check(what, failed);
+    settle(what, ended);
   }
 
-  void reduce_one(const ReducePiece& piece, cudaStream_t cuda) {
-    constexpr std::string_view kWhat = "reduce_scatter";
+  void reduce_one(const ReducePiece& piece, cudaStream_t cuda, const Note& note) {
     const ncclDataType_t type = nccl_type(piece.dtype);
     const detail::ScaleSplit scale = detail::split_scale(piece.dtype, piece.scale);
     ncclRedOp_t operation = ncclSum;
     if (scale.before_sum != 1.0f) {
       // The factor is read at once, in the type of the data.
       std::uint32_t factor = detail::encode_scale(piece.dtype, scale.before_sum);
-      check(kWhat, ncclRedOpCreatePreMulSum(&operation, &factor, type, ncclScalarHostImmediate, communicator_));
+      const ncclResult_t made =
+          ncclRedOpCreatePreMulSum(&operation, &factor, type, ncclScalarHostImmediate, communicator_);
+      note(made);
+      if (made != ncclSuccess && made != ncclInProgress) return;
     }
-    const ncclResult_t started =
-        ncclReduceScatter(piece.data, own_shard(piece), piece.shard_elements, type, operation, communicator_, cuda);
-    if (operation != ncclSum) check(kWhat, ncclRedOpDestroy(operation, communicator_));
-    check(kWhat, started);
+    note(ncclReduceScatter(piece.data, own_shard(piece), piece.shard_elements, type, operation, communicator_, cuda));
+    if (operation != ncclSum) note(ncclRedOpDestroy(operation, communicator_));
   }
 
   void check(std::string_view what, ncclResult_t code) {
@@ -261,10 +301,22 @@ class NcclCommunicator final : public Communicator {
     throw_nccl(what, rank_, size_, code, communicator_);
   }
 
-  void check_asynchronous(std::string_view what) {
-    ncclResult_t state = ncclSuccess;
-    check(what, ncclCommGetAsyncError(communicator_, &state));
-    check(what, state);
+  // Returns when NCCL has taken what it may have only begun; throws, too, what it noticed on its own, or when the
+  // communicator ends meanwhile.
+  void settle(std::string_view what, ncclResult_t code) {
+    for (bool asked = false; code == ncclInProgress || (code == ncclSuccess && !asked); asked = true) {
+      if (asked) std::this_thread::sleep_for(kPollInterval);
+      if (ending_) {
+        give_up();
+        throw_ended(what);
+      }
+      check(what, ncclCommGetAsyncError(communicator_, &code));
+    }
+    check(what, code);
+  }
+
+  [[noreturn]] void throw_ended(std::string_view what) {
+    throw CommError(fmt::format("nccl: {} on rank {} of {} failed: {}", what, rank_, size_, reason()));
   }
 
   // When a kernel ran is not known on the host: bytes are counted when enqueued, without busy time.
@@ -282,10 +334,10 @@ class NcclCommunicator final : public Communicator {
   std::mutex mutex_;  // of the communicator: a call, or its end
   ncclComm_t communicator_ = nullptr;
   bool failed_ = false;
-  std::string reason_;  // why it was aborted
   std::mutex watch_mutex_;
   std::condition_variable_any wake_;
-  std::string own_failure_;
+  std::string reason_;               // why it is aborted; under watch_mutex_
+  std::atomic<bool> ending_{false};  // set under watch_mutex_
   std::jthread watcher_;
 };
 

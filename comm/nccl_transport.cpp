@@ -49,10 +49,14 @@ class NcclTransport final : public Transport {
       : rank_(rank), size_(size), device_ordinal_(device_ordinal), timeout_(timeout) {}
 
   ~NcclTransport() override {
-    const CurrentDevice current(device_ordinal_);
-    if (communicator_ != nullptr) ncclCommAbort(communicator_);  // nothing is in flight; does not wait for others
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
-    if (staging_ != nullptr) cudaFreeHost(staging_);
+    if (communicator_ == nullptr && stream_ == nullptr && staging_ == nullptr) return;
+    try {
+      const CurrentDevice current(device_ordinal_);
+      if (communicator_ != nullptr) ncclCommAbort(communicator_);  // nothing is in flight; does not wait for others
+      if (stream_ != nullptr) cudaStreamDestroy(stream_);
+      if (staging_ != nullptr) cudaFreeHost(staging_);
+    } catch (const CommError&) {  // the device is lost, and all that was on it
+    }
   }
 
   void connect(const std::string& endpoint) {
@@ -232,13 +236,12 @@ class NcclTransport final : public Transport {
 }  // namespace
 
 CurrentDevice::CurrentDevice(int ordinal) {
-  if (ordinal < 0 || cudaGetDevice(&previous_) != cudaSuccess) return;
-  if (const cudaError_t code = cudaSetDevice(ordinal); code != cudaSuccess)
-    throw CommError(fmt::format("nccl: CUDA device {}: {}", ordinal, cudaGetErrorString(code)));
-}
-
-CurrentDevice::~CurrentDevice() {
-  if (previous_ >= 0) static_cast<void>(cudaSetDevice(previous_));
+  if (ordinal < 0) return;
+  try {
+    card_.emplace(ordinal);
+  } catch (const DeviceError& error) {
+    throw CommError(fmt::format("nccl: CUDA device {}: {}", ordinal, error.what()));
+  }
 }
 
 std::unique_ptr<Transport> make_nccl_transport(const NcclRendezvous& rendezvous) {

@@ -4,22 +4,22 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <hoist/comm/transport.hpp>
+#include <hoist/platform/cuda_check.hpp>
 
 namespace hoist::comm::detail {
 
 // Makes a CUDA device the calling thread's current one for a while; a negative ordinal leaves things as they are.
+// Errors: CommError.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int ordinal);
-  ~CurrentDevice();
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
 
  private:
-  int previous_ = -1;
+  std::optional<platform::CurrentCard> card_;
 };
 
 struct NcclRendezvous {

@@ -108,11 +108,13 @@ TEST(Nccl, RefusesWrongArguments) {
 TEST(Nccl, WithoutAGpuTheErrorIsNcclsOwn) {
   if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
   if (why_no_gpu().empty()) GTEST_SKIP() << "there is a GPU";
-  try {
-    make_nccl(nccl_unique_id(), 0, 1, make_self());
-    ADD_FAILURE() << "a communicator without a GPU";
-  } catch (const CommError& error) {
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
+  for (const int ordinal : {-1, 0}) {
+    try {
+      make_nccl(nccl_unique_id(), 0, 1, make_self(), {.device_ordinal = ordinal});
+      ADD_FAILURE() << "a communicator without a GPU";
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
+    }
   }
 }
 
@@ -131,11 +133,13 @@ TEST(Nccl, RanksThatKnowTheEndpointNeedNotHandOutTheId) {
 TEST(Nccl, AtAnEndpointWithoutAGpuTheErrorIsNcclsOwn) {
   if (!have_nccl()) GTEST_SKIP() << "this build has no NCCL";
   if (why_no_gpu().empty()) GTEST_SKIP() << "there is a GPU";
-  try {
-    make_nccl_at("127.0.0.1:29513", 0, 1);
-    ADD_FAILURE() << "a communicator without a GPU";
-  } catch (const CommError& error) {
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
+  for (const int ordinal : {-1, 0}) {
+    try {
+      make_nccl_at("127.0.0.1:29513", 0, 1, {.device_ordinal = ordinal});
+      ADD_FAILURE() << "a communicator without a GPU";
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("nccl:"));
+    }
   }
   EXPECT_EQ(std::getenv("NCCL_COMM_ID"), nullptr) << "left behind";
   EXPECT_THROW(make_nccl_at("127.0.0.1:29513", 2, 2), UsageError);
