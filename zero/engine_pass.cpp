@@ -12,6 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
+#include <hoist/zero/detail/waits.hpp>
 
 namespace hoist {
 
@@ -268,24 +269,26 @@ void Engine::Impl::settle_together() {
 }
 
 void Engine::Impl::await_deferred() {
-  const TimePoint begin = Clock::now();
-  const Nanoseconds busy_before = live.deferred->busy();
+  const detail::UpdateWait wait(live.deferred.get());
   live.deferred->finish();
-  const Nanoseconds waited = Clock::now() - begin;
-  const Nanoseconds busy = std::min(waited, live.deferred->busy() - busy_before);
-  runtime.ledger().waited(WaitCause::optimizer, busy);
-  runtime.ledger().waited(WaitCause::nvme, waited - busy);
+  wait.book(runtime.ledger(), wait.elapsed());
 }
 
-// What of the waiting was for reductions is booked as such, as far as the communicator reports when it was busy.
+// While the program's kernels run nobody waits. What comes then is for reductions, as far as the communicator reports
+// when it was busy; in update mode `backward` the rest is for updates, that gradients may come down into the ring, and
+// for the step before, which this one's first update waits for.
 void Engine::Impl::await_gradients() {
-  const TimePoint begin = Clock::now();
+  live.gradients->await_made();
+  const detail::UpdateWait wait(live.deferred.get());
   const Nanoseconds reducing_before = runtime.ledger().totals(Link::wire).busy;
   drain();
   live.gradients->wait();
-  if (runtime.world_size() == 1) return;
-  const Nanoseconds reducing = runtime.ledger().totals(Link::wire).busy - reducing_before;
-  runtime.ledger().waited(WaitCause::comm, std::min(Clock::now() - begin, reducing));
+  Nanoseconds reducing{0};
+  if (runtime.world_size() > 1) {
+    reducing = std::min(wait.elapsed(), runtime.ledger().totals(Link::wire).busy - reducing_before);
+    runtime.ledger().waited(WaitCause::comm, reducing);
+  }
+  if (updates_in_backward()) wait.book(runtime.ledger(), wait.elapsed() - reducing);
 }
 
 void Engine::Impl::await_inputs() {
@@ -307,7 +310,9 @@ void Engine::Impl::begin_step(double gradient_scale) {
     return;
   }
   together("apply the step", [&] {
+    const detail::UpdateWait wait(nullptr);
     last_commit.wait();  // its extents, and memory it may still be written from, are free after it
+    wait.book(runtime.ledger(), wait.elapsed());
     ++step_count;
     changed_since_save = true;
     if (nvme_placement()) live.store->begin_step(step_count);

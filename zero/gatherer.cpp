@@ -7,6 +7,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
+#include <hoist/zero/detail/waits.hpp>
 
 namespace hoist::detail {
 
@@ -306,18 +307,7 @@ void Gatherer::unbind(UnitId unit, StreamRef stream) {
 // for the copy and the all-gather.
 void Gatherer::await(UnitState& state, StreamRef stream) {
   Transfer& transfer = *state.transfer;
-  if (!transfer.submitted.done()) {
-    const Nanoseconds idle_before = stream->idle_time();
-    const Nanoseconds updating_before = deferred_ == nullptr ? Nanoseconds(0) : deferred_->busy();
-    transfer.submitted.wait();
-    const Nanoseconds idle = stream->idle_time() - idle_before;
-    const Nanoseconds updating =
-        deferred_ == nullptr ? Nanoseconds(0) : std::min(idle, deferred_->busy() - updating_before);
-    if (updating.count() > 0) runtime_.ledger().waited(WaitCause::optimizer, updating);
-    runtime_.ledger().waited(WaitCause::nvme, idle - updating);
-  } else {
-    transfer.submitted.wait();  // rethrows
-  }
+  await_submitted(transfer.submitted, stream, deferred_, runtime_.ledger());
   stream->wait(transfer.copied, WaitCause::host_to_device);
   if (table_.world_size() > 1) stream->wait(transfer.gathered, WaitCause::comm);
 }

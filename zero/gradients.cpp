@@ -10,6 +10,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/optim_cpu/norm.hpp>
 #include <hoist/zero/detail/gradients.hpp>
+#include <hoist/zero/detail/waits.hpp>
 
 namespace hoist::detail {
 
@@ -66,7 +67,7 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
     state.buffer = &acquire(unit);
     state.buffer->busy = true;
     if (state.buffer->reduction) {
-      state.buffer->reduction->submitted.wait();
+      await_submitted(state.buffer->reduction->submitted, stream, deferred_, runtime_.ledger());
       stream->wait(state.buffer->reduction->home, WaitCause::none);
     }
     stream->wait(state.buffer->dropped, WaitCause::none);
@@ -113,8 +114,9 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   if (held_ > 1) take_mean(table_.unit(id), source, stream);
   auto reduction = std::make_shared<Reduction>();
   reduction->hand_on = handing_on_;
+  last_made_ = stream->record();
   reduction->submitted =
-      executor_.enqueue([this, id, source, reduction, ready = stream->record(),
+      executor_.enqueue([this, id, source, reduction, ready = last_made_,
                          how = state.summed ? optim::Accumulate::add : optim::Accumulate::overwrite] {
         try {
           reduce(id, source, ready, how, *reduction);
@@ -273,6 +275,13 @@ void Gradients::begin_pass(bool first, int held) {
     state = State{};
     state.summed = summed;
     state.reduction = summed ? reduction : nullptr;
+  }
+}
+
+void Gradients::await_made() noexcept {
+  try {
+    last_made_.wait();
+  } catch (...) {  // its reduction fails with it
   }
 }
 

@@ -74,6 +74,8 @@ class Gradients {
   void await_handed_on() noexcept;
   // This rank's shards of a unit's gradient.
   const std::byte* home(UnitId unit) const { return homes_[unit.index]; }
+  // Returns when the device has made the last gradient that was finished, or failed to.
+  void await_made() noexcept;
   // Returns when every finished gradient is at home, and handed on, and no dropped one is still being made. Pre:
   // executor drained.
   void wait();
@@ -141,6 +143,7 @@ class Gradients {
   std::vector<Chunk> chunks_;
   std::vector<std::size_t> first_chunk_;  // by unit, and one past the last
   std::vector<double> partial_sums_;      // by chunk
+  platform::StreamEvent last_made_;       // of the last finish()
   std::optional<GradientRing> ring_;
   Recipient recipient_;                            // of the last step that handed on
   bool handing_on_ = false;                        // the gradients that finish() takes
