@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <utility>
 
 #include <hoist/core/norm_order.hpp>
 #include <hoist/tiers/device_arena.hpp>
@@ -227,38 +228,64 @@ std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
   return plan.bytes();
 }
 
-PinnedNeeds::Buffers PinnedNeeds::choose(std::uint64_t available_bytes) const {
-  std::uint64_t tiles_max = 1;
-  for (const Unit& unit : table_.units()) tiles_max = std::max(tiles_max, std::uint64_t{unit.trainable.tiles().size()});
-  const auto units = static_cast<unsigned>(table_.units().size());
-
-  Buffers chosen;
-  chosen.piece_tiles = std::clamp(options_.sub_group_elements / tiers::kTileElements, std::uint64_t{1}, tiles_max);
-  chosen.update_count = streams() ? std::max(options_.update_buffer_count, 3u) : 0;
-  chosen.staging_count = weights_at_home() ? 0 : std::clamp(options_.staging_buffer_count, 1u, units);
-
+std::uint64_t PinnedNeeds::ring_bytes(unsigned gradients) const {
+  if (!rings_gradients()) return 0;
   std::uint64_t largest = 0, all = 0;
   for (const Unit& unit : table_.units()) {
     largest = std::max(largest, unit.home_gradient_bytes);
     all += unit.home_gradient_bytes;
   }
-  // Two gradients at least, where they fit: one comes down while the other's unit is updated.
-  if (rings_gradients()) chosen.gradient_ring_bytes = round_up(std::min(all, 2 * largest), kBlockAlignment);
+  return round_up(std::min(all, gradients * largest), kBlockAlignment);
+}
 
+PinnedNeeds::Buffers PinnedNeeds::wanted() const {
+  std::uint64_t tiles_max = 1;
+  for (const Unit& unit : table_.units()) tiles_max = std::max(tiles_max, std::uint64_t{unit.trainable.tiles().size()});
+  const auto units = static_cast<unsigned>(table_.units().size());
+  return {.piece_tiles = std::clamp(options_.sub_group_elements / tiers::kTileElements, std::uint64_t{1}, tiles_max),
+          .update_count = streams() ? std::max(options_.update_buffer_count, 3u) : 0,
+          .staging_count = weights_at_home() ? 0 : std::clamp(options_.staging_buffer_count, 1u, units),
+          .gradient_ring_bytes = ring_bytes(kRingGradients)};
+}
+
+// In the order of what a byte brings. Update buffers of one tile are small, and the drive is idle without them. With a
+// second staging buffer a unit is read while the one before it is copied up. Larger pieces keep the drive's queue full.
+// With two gradients in the ring, one comes down while the other's unit is updated. More staging buffers only bridge
+// what is uneven.
+PinnedNeeds::Buffers PinnedNeeds::choose(std::uint64_t available_bytes) const {
+  const Buffers most = wanted();
+  Buffers chosen{.piece_tiles = 1,
+                 .update_count = std::min(most.update_count, 3u),
+                 .staging_count = std::min(most.staging_count, 1u),
+                 .gradient_ring_bytes = ring_bytes(1)};
   const auto fits = [&] { return bytes(chosen) <= available_bytes; };
-  while (!fits() && chosen.staging_count > 2) --chosen.staging_count;
-  if (!fits() && rings_gradients()) chosen.gradient_ring_bytes = round_up(largest, kBlockAlignment);
-  while (!fits() && chosen.piece_tiles > 1) chosen.piece_tiles = divide_up(chosen.piece_tiles, 2);
-  while (!fits() && chosen.staging_count > 1) --chosen.staging_count;
-  while (!fits() && chosen.update_count > 3) --chosen.update_count;
-  if (fits() && chosen.gradient_ring_bytes > 0) grow_ring(chosen, all, available_bytes);
+  if (!fits()) return chosen;
+  const auto raise = [&](auto& count, auto to) {
+    const auto before = std::exchange(count, to);
+    if (fits()) return true;
+    count = before;
+    return false;
+  };
+  const auto raise_staging = [&](unsigned end) {
+    while (chosen.staging_count < std::min(end, most.staging_count) &&
+           raise(chosen.staging_count, chosen.staging_count + 1)) {
+    }
+  };
+  while (chosen.update_count < most.update_count && raise(chosen.update_count, chosen.update_count + 1)) {
+  }
+  raise_staging(2);
+  for (std::uint64_t tiles = most.piece_tiles; tiles > 1; tiles = divide_up(tiles, 2))
+    if (raise(chosen.piece_tiles, tiles)) break;
+  raise(chosen.gradient_ring_bytes, most.gradient_ring_bytes);
+  raise_staging(most.staging_count);
+  if (rings_gradients()) grow_ring(chosen, available_bytes);
   return chosen;
 }
 
 // As far as the budget goes: the more gradients wait for their update, the further the drive may lag behind the pass.
-void PinnedNeeds::grow_ring(Buffers& chosen, std::uint64_t all_bytes, std::uint64_t available_bytes) const {
+void PinnedNeeds::grow_ring(Buffers& chosen, std::uint64_t available_bytes) const {
   std::uint64_t fits = chosen.gradient_ring_bytes / kBlockAlignment;
-  std::uint64_t too_much = divide_up(all_bytes, kBlockAlignment) + 1;
+  std::uint64_t too_much = ring_bytes(static_cast<unsigned>(table_.units().size())) / kBlockAlignment + 1;
   while (too_much - fits > 1) {
     const std::uint64_t middle = fits + (too_much - fits) / 2;
     chosen.gradient_ring_bytes = middle * kBlockAlignment;

@@ -105,6 +105,7 @@ void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& ne
   out.staging_buffers = buffers.staging_count;
   out.update_buffers = buffers.update_count;
   out.update_buffer_parameters = buffers.piece_tiles * tiers::kTileElements;
+  out.gradient_ring_bytes = buffers.gradient_ring_bytes;
   out.trailing_bytes = buffers.update_count * needs.update_buffer_bytes(buffers.piece_tiles);
 }
 

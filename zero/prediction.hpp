@@ -62,11 +62,14 @@ struct Prediction {
   unsigned staging_buffers = 0;
   unsigned update_buffers = 0;
   std::uint64_t update_buffer_parameters = 0;
+  // In update mode `backward`: what gradients share that wait for their unit's update. 0 where they have homes.
+  std::uint64_t gradient_ring_bytes = 0;
 };
 Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model, int world_size);
 
 // The largest EngineOptions::optimizer_pinned_fraction, in hundredths, that fits the pinned budget beside the buffers
-// that `engine` gets; at least the one it asks for.
+// that `engine` gets; at least the one it asks for. Of a ring of gradients, which otherwise takes what is left, room
+// for two of the largest stays.
 double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
                                int world_size);
 

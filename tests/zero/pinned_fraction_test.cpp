@@ -191,6 +191,68 @@ TEST(PinnedFraction, LeftOpenItIsTheLargest) {
   }
 }
 
+// The ring of update mode `backward` takes what is left of the budget: a larger fraction is not to be had by making it
+// smaller than two gradients.
+TEST(PinnedFraction, TheLargestThatIsNamedLeavesTheGradientRingRoomForTwo) {
+  const ModelShape model = uniform_model(40 * 10 * tiers::kTileElements, 40);
+  const std::uint64_t two_bytes = 2 * 2 * 10 * tiers::kTileElements;
+  for (const std::uint64_t budget : {8 * kMiB, 12 * kMiB, 20 * kMiB, 40 * kMiB}) {
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, "/nowhere");
+    setup.engine.update_mode = UpdateMode::backward;
+    setup.runtime.pinned_memory_bytes = budget;
+    const Prediction plain = predict(setup.runtime, setup.engine, model, 1);
+    ASSERT_GE(plain.gradient_ring_bytes, two_bytes);
+    setup.engine.optimizer_pinned_fraction = largest_pinned_fraction(setup.runtime, setup.engine, model, 1);
+    const Prediction named = predict(setup.runtime, setup.engine, model, 1);
+    EXPECT_TRUE(named.pinned.fits());
+    EXPECT_GE(named.gradient_ring_bytes, two_bytes) << "of " << budget;
+    EXPECT_EQ(named.staging_buffers, plain.staging_buffers);
+  }
+}
+
+// Whatever the budget is, no kind of buffer is kept small that it has room for.
+TEST(PinnedBuffers, AreAsManyAsTheBudgetHolds) {
+  const detail::UnitTable table = uneven_table();
+  for (const UpdateMode mode : {UpdateMode::forward, UpdateMode::backward}) {
+    EngineOptions options = options_with(0);
+    options.update_mode = mode;
+    const PinnedNeeds needs(options, table);
+    const PinnedNeeds::Buffers most = needs.wanted();
+    const std::uint64_t least_bytes = needs.bytes(needs.choose(0));
+    const std::uint64_t most_bytes = needs.bytes(most);
+    ASSERT_LT(least_bytes, most_bytes);
+    EXPECT_EQ(needs.choose(0).update_count, 3u);
+    EXPECT_EQ(needs.choose(0).staging_count, 1u);
+    for (std::uint64_t budget = least_bytes; budget < most_bytes; budget += (most_bytes - least_bytes) / 97) {
+      const PinnedNeeds::Buffers chosen = needs.choose(budget);
+      ASSERT_LE(needs.bytes(chosen), budget);
+      const auto could_be = [&](const auto& more) {
+        PinnedNeeds::Buffers larger = chosen;
+        more(larger);
+        return needs.bytes(larger) <= budget;
+      };
+      using Buffers = PinnedNeeds::Buffers;
+      SCOPED_TRACE("of " + std::to_string(budget) + " bytes");
+      if (chosen.update_count < most.update_count) {
+        EXPECT_FALSE(could_be([](Buffers& b) { ++b.update_count; }));
+      }
+      if (chosen.staging_count < most.staging_count) {
+        EXPECT_FALSE(could_be([](Buffers& b) { ++b.staging_count; }));
+      }
+      if (chosen.piece_tiles < most.piece_tiles) {
+        EXPECT_FALSE(could_be([&](Buffers& b) { b.piece_tiles = std::min(2 * b.piece_tiles, most.piece_tiles); }));
+      }
+      if (chosen.gradient_ring_bytes < most.gradient_ring_bytes) {
+        EXPECT_FALSE(could_be([](Buffers& b) { b.gradient_ring_bytes += kBlockAlignment; }));
+      }
+    }
+    const PinnedNeeds::Buffers all = needs.choose(most_bytes);
+    EXPECT_EQ(all.update_count, most.update_count);
+    EXPECT_EQ(all.staging_count, most.staging_count);
+    EXPECT_EQ(all.piece_tiles, most.piece_tiles);
+  }
+}
+
 // The store is the same whatever was in memory: runs may differ in it, and read what another wrote.
 TEST(PinnedFraction, MayChangeFromRunToRun) {
   const TempDirectory directory;

@@ -101,9 +101,11 @@ class PinnedNeeds {
     unsigned staging_count = 0;
     std::uint64_t gradient_ring_bytes = 0;  // 0 where gradients have homes
   };
-  // What was asked for when it fits; else fewer staging buffers, then a smaller ring, then smaller pieces, then the
-  // least that makes progress, whether or not that fits. What is left goes to the ring, up to all gradients.
+  // What is asked for, as far as it fits: the least that makes progress, whether or not that fits, and then more of
+  // each kind until none has room for more (of a piece: for twice as much). What is left goes to the ring, up to all
+  // gradients.
   Buffers choose(std::uint64_t available_bytes) const;
+  Buffers wanted() const;  // what is asked for; of the ring, kRingGradients
   std::uint64_t bytes(const Buffers& buffers) const;
 
   // No piece has state in both places. Those of a unit take turns by place, so that the drive works under the others.
@@ -121,12 +123,16 @@ class PinnedNeeds {
   static constexpr unsigned kSumBuffers = 2;
   std::uint64_t sum_buffer_bytes() const;
   std::uint64_t findings_bytes() const;  // where they come down to; 0 unless homes are apart
+  // The largest gradients that a ring is wanted to hold at least; with more of them the drive may lag further behind.
+  static constexpr unsigned kRingGradients = 2;
   // Whether gradients live in a ring: in update mode `backward`, unless sums over passes need homes.
   bool rings_gradients() const;
 
  private:
   bool streams() const;  // whether any update needs a buffer
-  void grow_ring(Buffers& chosen, std::uint64_t all_bytes, std::uint64_t available_bytes) const;
+  // Of a ring for so many of the largest gradients, or for all; 0 where there is none.
+  std::uint64_t ring_bytes(unsigned gradients) const;
+  void grow_ring(Buffers& chosen, std::uint64_t available_bytes) const;
 
   const EngineOptions& options_;
   const UnitTable& table_;
