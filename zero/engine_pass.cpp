@@ -44,7 +44,7 @@ void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
   last_refusal.clear();
   pass_began = Clock::now();
   ++pass_serial;
-  live.gatherer->begin_pass(static_cast<std::size_t>(kind));
+  live.gatherer->begin_pass(static_cast<std::size_t>(kind), /*last=*/completes_step());
 }
 
 void Engine::Impl::end_pass(bool complete) {

@@ -31,8 +31,10 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       states_(table.units().size()),
       slots_(memory.gather_slots().size()) {}
 
-void Gatherer::begin_pass(std::size_t kind) {
+void Gatherer::begin_pass(std::size_t kind, bool last) {
   training_ = kind == static_cast<std::size_t>(Pass::train);
+  last_ = last;
+  planned_fetches_ = director_.fetch_counts(kind);
   const auto first = director_.begin(kind);
   // A pass that is being recorded has no order; what was staged for another kind's is given up.
   if (stager_ != nullptr) stager_->expect(director_.following() ? reads_ahead(first) : std::vector<UnitId>());
@@ -197,12 +199,17 @@ void Gatherer::copy_segments(const Unit& unit, std::byte* target, const std::byt
   }
 }
 
+// Before the weights change, as far as is known: a unit that stays gathered needs no secondary shard.
+bool Gatherer::is_fetched_again(UnitId unit) const {
+  return !last_ || !director_.following() || planned_fetches_[unit.index] > 1;
+}
+
 // By the program's calls alone, so that all ranks choose alike.
 Gatherer::Source Gatherer::choose_source(UnitId unit) {
   if (memory_.home(unit).secondary == nullptr) return Source::shards;
   UnitState& state = states_[unit.index];
   if (state.secondary_current) return Source::secondary;
-  if (!training_) return Source::shards;  // may be the only fetch
+  if (!training_ || !is_fetched_again(unit)) return Source::shards;
   state.secondary_current = true;
   return Source::shards_and_keep;
 }

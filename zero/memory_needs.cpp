@@ -420,7 +420,7 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
     const std::uint64_t backward_in_group = in_group - forward_in_group;
     fetch(phases.forward, forward - forward_in_group, forward_in_group);
     fetch(phases.backward, count - forward - backward_in_group, backward_in_group);
-    if (!weights_on_device && count > 0) phases.forward.device_to_host += secondary.bytes;
+    if (!weights_on_device && in_group > 0) phases.forward.device_to_host += secondary.bytes;
     if (!state_on_device && weights_on_device) phases.forward.host_to_device += weights;  // once after each update
     if (!state_on_device) phases.backward.device_to_host += passes * trainable;
     phases.backward.wire += others * passes * trainable;

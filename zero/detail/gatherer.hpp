@@ -30,7 +30,8 @@ class Gatherer {
            scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred, Alarm& alarm,
            comm::Communicator* group);
 
-  void begin_pass(std::size_t kind);
+  // `last`: the weights may change after this pass.
+  void begin_pass(std::size_t kind, bool last);
   // Ends every lease that is still alive, as of the work enqueued so far on the stream it was gathered on. A complete
   // pass becomes the plan of its kind.
   void end_pass(bool complete);
@@ -100,6 +101,7 @@ class Gatherer {
              std::shared_ptr<Transfer> former);
   void submit(UnitId unit, Transfer& transfer);
   void copy_up(UnitId unit, std::byte* target);
+  bool is_fetched_again(UnitId unit) const;
   Source choose_source(UnitId unit);
   // part(segment, where it begins in the secondary shard, bytes) of each segment.
   template <typename Part>
@@ -126,8 +128,10 @@ class Gatherer {
   Stager* stager_;
   DeferredUpdate* deferred_;  // null in update mode `step`
   Alarm& alarm_;
-  comm::Communicator* const group_;  // null where there are no groups
-  bool training_ = false;            // the pass under way
+  comm::Communicator* const group_;             // null where there are no groups
+  bool training_ = false;                       // the pass under way
+  bool last_ = false;                           // likewise
+  std::vector<std::uint32_t> planned_fetches_;  // of each unit in it; empty while it is recorded
   scheduler::Director director_;
   std::vector<UnitState> states_;
   std::vector<SlotState> slots_;
