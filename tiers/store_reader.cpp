@@ -79,6 +79,11 @@ class StoreReader::Impl {
 
   std::span<const std::byte> caller_state() const { return caller_state_; }
 
+  std::uint64_t memory_bytes() const {
+    return sizeof *this + caller_state_.size() + superblock_.layout.size() +
+           detail::RecordTable::memory_bytes(table_.records(), Durability::step, superblock_.extents_per_record);
+  }
+
  private:
   void load(const CommitHeader& commit) {
     const aio::File manifest(paths_.manifest, {.mode = aio::OpenMode::read_only});
@@ -129,5 +134,7 @@ std::vector<CorruptionError> StoreReader::check(RecordId record, Region region, 
 }
 
 std::span<const std::byte> StoreReader::caller_state() const { return impl_->caller_state(); }
+
+std::uint64_t StoreReader::memory_bytes() const { return impl_->memory_bytes(); }
 
 }  // namespace hoist::tiers

@@ -36,6 +36,7 @@ class StoreReader {
   std::vector<CorruptionError> check(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                                      std::span<std::byte> target);
   std::span<const std::byte> caller_state() const;
+  std::uint64_t memory_bytes() const;  // what it keeps, for whoever has a budget
 
  private:
   class Impl;

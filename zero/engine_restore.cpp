@@ -297,6 +297,23 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
   step_count = chosen.step;
 }
 
+tiers::Budget::Hold Engine::Impl::hold_for_reading(std::uint64_t bytes) const {
+  tiers::Budget& budget = runtime.pinned_budget();
+  const detail::PinnedNeeds needs(options, table, detail::homes_are_apart(runtime.options(), options));
+  const tiers::StoreOptions store =
+      detail::store_options(options, table, detail::RecordMap(table), runtime.rank(), place, nullptr);
+  const std::uint64_t least_bytes = needs.bytes(needs.choose(0)) + tiers::Store::cost(store).memory_bytes;
+  const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
+  constexpr const char* kWhat = "the tables of the store that is taken over";
+  if (need_bytes > budget.limit_bytes())
+    throw BudgetError({.tier = budget.tier(),
+                       .have_bytes = budget.limit_bytes(),
+                       .need_bytes = need_bytes,
+                       .key = budget.key(),
+                       .detail = fmt::format("what the engine needs at least and, until it runs, {}", kWhat)});
+  return budget.take(bytes, kWhat);
+}
+
 // Into a new store, so that the old one is whole until this one is committed everywhere.
 void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_options) {
   if (nvme_placement() && !stores_steps())
@@ -309,6 +326,7 @@ void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_o
                                   : *std::ranges::max_element(source.commits, {}, &CommonCommit::kept_serial);
   const std::string directory = source.place.in(options.store_directory);
   std::unique_ptr<StoredModel> stored;
+  tiers::Budget::Hold reading;
   together("open the store it goes on from", [&] {
     const std::string layout = look_at_one_store(directory).layout;
     if (layout != table.identity())
@@ -317,6 +335,7 @@ void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_o
     StoredModelOptions which{.from = restore_options.from, .below = false};
     if (which.from.empty()) which.step = chosen.step;
     stored = std::make_unique<StoredModel>(directory, which);
+    reading = hold_for_reading(stored->memory_bytes());
     const auto state = stored->caller_state(runtime.rank() < stored->world_size() ? runtime.rank() : 0);
     require_room_for(state);
     step_state = {.scaler = stored->loss_scaler(), .program = {state.begin(), state.end()}};
@@ -338,6 +357,7 @@ void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_o
                read);
     stored.reset();
   });
+  reading = {};
   if (!nvme_placement()) return;  // the next save() will be the new store's first commit
   step_state = commit_state(step_state.program);
   commit("", step_state);

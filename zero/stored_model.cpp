@@ -173,6 +173,12 @@ class StoredModel::Impl {
     });
   }
 
+  std::uint64_t memory_bytes() const {
+    std::uint64_t bytes = weights_.span().size() + state_.span().size();
+    for (const auto& reader : readers_) bytes += reader->memory_bytes();
+    return bytes;
+  }
+
   std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
     std::uint64_t total = 0, done = 0;
     for (const tiers::StoreRecord& record : records_.records()) total += record.layout.bytes();
@@ -319,6 +325,7 @@ void StoredModel::read(std::size_t parameter, State state, std::uint64_t first_e
 void StoredModel::read_weights(std::size_t parameter, std::uint64_t first_element, std::span<std::byte> out) {
   impl_->read_weights(parameter, first_element, out);
 }
+std::uint64_t StoredModel::memory_bytes() const { return impl_->memory_bytes(); }
 std::vector<CorruptionError> StoredModel::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
   return impl_->verify(progress);
 }

@@ -92,6 +92,9 @@ class StoredModel {
   // The weights themselves, in the parameter's dtype. Pre: out.size() is a multiple of its bytes.
   void read_weights(std::size_t parameter, std::uint64_t first_element, std::span<std::byte> out);
 
+  // What it keeps in memory as long as it lives: the tables of all ranks' files, and what it reads into.
+  std::uint64_t memory_bytes() const;
+
   // Reads and verifies every tile of the commit, on every rank. `progress` is called with bytes done and bytes in all.
   std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});
 

@@ -113,6 +113,40 @@ TEST_P(ReshardTest, StateOfEightBits) {
   continue_with(1, 9);
 }
 
+// What the old store is read with is of the pinned budget while it is, and given back; too small a one is refused with
+// the number that works.
+TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
+  begin_with(3, 2);
+  const std::uint64_t reading_bytes = StoredModel(setup_.engine.store_directory).memory_bytes();
+  std::uint64_t plain_bytes = 0;
+  {
+    ToySetup plain = setup_;
+    Runtime runtime(plain.runtime);
+    Engine engine(runtime, plain.engine);
+    const ToyModel model(engine, ToyShape{});
+    plain_bytes = predict(plain.runtime, plain.engine, engine.shape(), 2).pinned.least_bytes;
+  }
+  const auto resume = [&](std::uint64_t budget) {
+    setup_.runtime.pinned_memory_bytes = budget;
+    std::uint64_t need_bytes = 0;
+    on_engines(2, [&](int rank, Engine& engine, ToyModel&) {
+      const tiers::Budget& pinned = engine.runtime().pinned_budget();
+      try {
+        EXPECT_EQ(engine.restore().step, 2u);
+        EXPECT_EQ(pinned.peak_bytes() - pinned.held_bytes(), reading_bytes);
+      } catch (const BudgetError& error) {
+        EXPECT_EQ(error.need.key, "hoist.pinned_memory");
+        if (rank == 0) need_bytes = error.need.need_bytes;
+      }
+    });
+    return need_bytes;
+  };
+  const std::uint64_t need_bytes = resume(round_up(plain_bytes, kBlockAlignment));
+  EXPECT_GE(need_bytes, plain_bytes + reading_bytes);
+  EXPECT_EQ(resume(need_bytes - kBlockAlignment), need_bytes);
+  EXPECT_EQ(resume(need_bytes), 0u);
+}
+
 TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
   on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
     engine.initialize(model.fill());

@@ -145,6 +145,8 @@ class Engine::Impl {
   RestoreReport restore(const RestoreOptions& restore_options);
   void restore_in_place(const RestoreOptions& restore_options);
   void reshard(const Source& source, const RestoreOptions& restore_options);
+  // Beside what the engine needs at least, of the pinned budget.
+  tiers::Budget::Hold hold_for_reading(std::uint64_t bytes) const;
   void remove_unfinished_places(std::uint64_t after) const;
   void remove_older_places() const;
   std::vector<std::string> drive_directories() const;
