@@ -13,7 +13,7 @@ namespace hoist {
 void Engine::Impl::begin_updating() {
   const std::uint64_t step = step_count + 1;
   begun_update = make_update(step, gradient_mean());
-  detail::WalkOptions walk = step_writes(commit_is_due(step));
+  detail::WalkOptions walk = walk_of_update(step);
   walk.waits = WaitCause::none;
   walk.in_background = true;
   const auto open = [this, step, walk, update = begun_update] {

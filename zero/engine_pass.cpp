@@ -211,6 +211,12 @@ std::shared_ptr<detail::StepUpdate> Engine::Impl::make_update(std::uint64_t step
   return std::make_shared<detail::StepUpdate>(step, now, gradient_scale, runtime.rank());
 }
 
+detail::WalkOptions Engine::Impl::walk_of_update(std::uint64_t step) const {
+  detail::WalkOptions walk = step_writes(commit_is_due(step));
+  walk.makes_weights = true;
+  return walk;
+}
+
 void Engine::Impl::update_now(double gradient_scale) {
   const auto update = make_update(step_count, gradient_scale);
   if (live.memory->homes_apart()) {
@@ -218,7 +224,7 @@ void Engine::Impl::update_now(double gradient_scale) {
     update->run_on_device(table, *live.memory, *live.streams.down);
     runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
   } else {
-    live.updater->walk(step_writes(commit_is_due()),
+    live.updater->walk(walk_of_update(step_count),
                        [&](const detail::TileAccess& tile) { update->apply(tile, live.gradients->home(tile.unit)); });
   }
   update->check(table);
@@ -250,7 +256,7 @@ Completion Engine::Impl::update_later(double gradient_scale) {
   const auto committed = std::make_shared<Promise>();
   const Completion completion = committed->completion();
   commit_ahead = commit_is_due() && stores_steps();
-  detail::WalkOptions walk = step_writes(commit_is_due());
+  detail::WalkOptions walk = walk_of_update(step_count);
   walk.waits = WaitCause::none;
   walk.in_background = true;
   const auto train = static_cast<std::size_t>(Pass::train);

@@ -394,10 +394,12 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
   StepPhases phases;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const Unit& unit = table.units()[u];
-    std::uint64_t weights = 0, trainable = 0;
+    std::uint64_t weights = 0, trainable = 0, made = 0;  // of the trainable ones, what an update does not read
     for (const Segment& segment : unit.segments) {
       weights += segment.shard_bytes();
-      if (segment.trainable) trainable += segment.shard_bytes();
+      if (!segment.trainable) continue;
+      trainable += segment.shard_bytes();
+      if (segment.update_makes_weights()) made += segment.shard_bytes();
     }
     const auto tiles = unit.trainable.tiles();
     const std::uint64_t state = state_bytes(unit, tiles);
@@ -424,9 +426,10 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
     if (!state_on_device && weights_on_device) phases.forward.host_to_device += weights;  // once after each update
     if (!state_on_device) phases.backward.device_to_host += passes * trainable;
     phases.backward.wire += others * passes * trainable;
-    // Under the next forward, the first fetch takes its weights from the update, which has read them already.
+    // Under the next forward, the first fetch takes its weights from the update, which has read, or made, them already.
     const bool shared = update_mode(options) == UpdateMode::forward && count > 0;
-    phases.update.nvme_read += (weights_on_nvme && !shared ? trainable : 0) + streamed;
+    if (weights_on_nvme && shared) phases.forward.nvme_read -= made;
+    phases.update.nvme_read += (weights_on_nvme && !shared ? trainable - made : 0) + streamed;
     between_bytes += (weights_on_nvme ? trainable : 0) + streamed;
     committed_bytes += commits_homes ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
   }

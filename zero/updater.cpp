@@ -122,7 +122,7 @@ bool Updater::start(std::size_t index, std::byte* target, const WalkOptions& opt
   if (apart) {
     if (options.read_apart) jobs.back().reads.push_back(copy_apart(jobs.back(), platform::CopyKind::device_to_host));
   } else if (options.read) {
-    read(jobs.back());
+    read(jobs.back(), options);
   }
   return true;
 }
@@ -147,22 +147,35 @@ Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, WaitCause caus
   return &oldest;
 }
 
-void Updater::read(Job& job) {
-  const UnitHome& home = memory_.home(job.piece.unit);
-  const tiers::RecordId record = *records_.trainable(job.piece.unit);
-  const auto bytes = memory_.buffered_bytes(job.piece);
-  const auto start_read = [&](Region region, std::byte* target, std::uint64_t count) {
-    job.reads.push_back(store_->read(record, region, job.piece.first_tile, job.piece.tile_count, {target, count},
-                                     aio::Priority::foreground));
-  };
-  if (bytes.state > 0) {
-    start_read(Region::state, job.state, bytes.state);
+void Updater::read(Job& job, const WalkOptions& options) {
+  if (const std::uint64_t bytes = memory_.buffered_bytes(job.piece).state; bytes > 0) {
+    job.reads.push_back(store_->read(*records_.trainable(job.piece.unit), Region::state, job.piece.first_tile,
+                                     job.piece.tile_count, {job.state, bytes}, aio::Priority::foreground));
     job.state_read = true;
   }
-  if (home.weights == nullptr) {
-    start_read(Region::weights, job.weights, bytes.weights);
-    job.weights_read = true;
+  if (memory_.home(job.piece.unit).weights == nullptr) read_weights(job, options);
+}
+
+// Runs of tiles whose weights the work looks at.
+void Updater::read_weights(Job& job, const WalkOptions& options) {
+  const auto piece_tiles = tiles(job.piece);
+  const std::uint64_t base = piece_tiles.front().w_offset;
+  job.weights_read = true;
+  for (std::size_t first = 0, end = 0; first < piece_tiles.size(); first = end) {
+    const bool made = makes_weights(job, piece_tiles[first], options);
+    for (end = first; end < piece_tiles.size() && makes_weights(job, piece_tiles[end], options) == made;) ++end;
+    if (made) continue;
+    const Tile& last = piece_tiles[end - 1];
+    const std::uint64_t begin_bytes = piece_tiles[first].w_offset - base;
+    job.reads.push_back(store_->read(
+        *records_.trainable(job.piece.unit), Region::weights, job.piece.first_tile + static_cast<std::uint32_t>(first),
+        static_cast<std::uint32_t>(end - first),
+        {job.weights + begin_bytes, last.w_offset + last.w_bytes - base - begin_bytes}, aio::Priority::foreground));
   }
+}
+
+bool Updater::makes_weights(const Job& job, const Tile& tile, const WalkOptions& options) const {
+  return options.makes_weights && table_.unit(job.piece.unit).segments[tile.segment].update_makes_weights();
 }
 
 void Updater::update(Job& job, const WalkOptions& options, const Work& work) {
@@ -177,7 +190,12 @@ void Updater::update(Job& job, const WalkOptions& options, const Work& work) {
     const auto index = job.piece.first_tile + static_cast<std::uint32_t>(i);
     const std::span<std::byte> weights(job.weights + (tile.w_offset - first.w_offset), tile.w_bytes);
     const std::span<std::byte> state(job.state + (tile.s_offset - first.s_offset), tile.s_bytes);
-    if (job.weights_read) store_->verify(*record, Region::weights, index, 1, weights);
+    const bool made = makes_weights(job, tile, options);
+    if (job.weights_read && !made) store_->verify(*record, Region::weights, index, 1, weights);
+    if (job.weights_read && made) {  // what fills the tile up is stored with it
+      const std::uint64_t used = tile.elements * dtype_bytes(unit.segments[tile.segment].dtype);
+      std::ranges::fill(weights.subspan(used), std::byte{0});
+    }
     if (job.state_read) store_->verify(*record, Region::state, index, 1, state);
     work({.unit = job.piece.unit,
           .segment = &unit.segments[tile.segment],

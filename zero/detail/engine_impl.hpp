@@ -192,6 +192,7 @@ class Engine::Impl {
   detail::WalkOptions step_writes(bool committed = true) const {
     return {.write_homes = detail::writes_homes(options, committed)};
   }
+  detail::WalkOptions walk_of_update(std::uint64_t step) const;
   bool stores_frozen() const { return options.parameters == Placement::nvme || step_writes().write_homes; }
 
   std::shared_ptr<Engine> self;  // owns nothing: leases and scopes see by it whether the engine is still there

@@ -49,6 +49,8 @@ struct Segment {
             .moment_type = state.moments,
             .remainder = state.remainder};
   }
+  // Of the masters alone, whatever they were.
+  bool update_makes_weights() const { return dtype == DType::fp16; }
   bool has(State moment) const;  // whether the optimizer keeps this moment
 };
 

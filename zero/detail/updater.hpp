@@ -54,6 +54,8 @@ struct WalkOptions {
   bool change_apart = true;
   WaitCause waits = WaitCause::nvme;
   bool in_background = false;  // nobody stands still meanwhile: not booked as waiting
+  // The work makes weights where Segment::update_makes_weights(): they are not read, and all of them are written.
+  bool makes_weights = false;
 };
 
 // A unit to be updated, and where to leave a copy of its new trainable weights (host layout), unless null.
@@ -103,13 +105,15 @@ class Updater {
     std::byte* target = nullptr;  // of a copy of the unit's weights
     bool ends_unit = false;
     std::vector<Completion> reads;
-    bool weights_read = false, state_read = false;
+    bool weights_read = false, state_read = false;  // but weights that are made
   };
   void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
   void abandon(std::deque<Job>& jobs) noexcept;
   bool start(std::size_t piece, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs);
   Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
-  void read(Job& job);
+  void read(Job& job, const WalkOptions& options);
+  void read_weights(Job& job, const WalkOptions& options);
+  bool makes_weights(const Job& job, const tiers::Tile& tile, const WalkOptions& options) const;
   void update(Job& job, const WalkOptions& options, const Work& work);
   struct Writes {
     bool weights = false, state = false;
