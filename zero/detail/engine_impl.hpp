@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/detail/engine_impl.hpp - the parts of an engine and what state it is in.
 //
-// engine.cpp builds the model and brings it to life, engine_pass.cpp runs passes and steps, engine_backward.cpp what of
-// a step is done in the backward pass, engine_state.cpp reads and writes state, engine_commit.cpp commits and saves it,
-// engine_restore.cpp goes on from it.
+// engine.cpp builds the model, brings it to life and takes it down, engine_initialize.cpp fills it with fresh state,
+// engine_pass.cpp runs passes and steps, engine_backward.cpp what of a step is done in the backward pass,
+// engine_state.cpp reads and writes state, engine_commit.cpp commits and saves it, engine_restore.cpp goes on from it.
 #pragma once
 
 #include <atomic>
@@ -70,6 +70,9 @@ class Engine::Impl {
   std::uint64_t agree_on_run() const;
   void require_weights_dtype() const;  // there are parameters that the loss scale is for
   Completion newest_weights_written(UnitId unit) const;
+  void drain();  // executor and streams
+
+  // --- engine_initialize.cpp
   void initialize(const Fill& fill, std::span<const std::byte> program_state);
   // Values of a moment, as Fill gives masters.
   using FillMoment = std::function<void(ParameterId, State, std::uint64_t first_element, std::span<float> out)>;
@@ -78,7 +81,6 @@ class Engine::Impl {
   Completion store_frozen(UnitId unit, std::span<const std::byte> weights);
   void fill_segment(UnitId unit, const detail::Segment& segment, std::uint64_t first, std::span<float> values,
                     const Fill& fill) const;
-  void drain();  // executor and streams
 
   // --- engine_pass.cpp
   bool in_pass(std::uint64_t serial) const { return pass && pass_serial == serial; }
