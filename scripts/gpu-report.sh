@@ -1,30 +1,36 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Everything there is to know about hoist on a GPU, by one command: configures, builds, runs the whole suite and the GPU
-# tests, the latter under compute-sanitizer too, measures copies, and prints one report.
+# tests, the latter under compute-sanitizer too, measures copies and hoist-gpt with its state in every place, and prints
+# one report.
 #
-#   scripts/gpu-report.sh [--prefix DIR]... [--build DIR] [--out DIR] [--jobs N] [--keep-going]
+#   scripts/gpu-report.sh [--prefix DIR]... [--build DIR] [--out DIR] [--disk DIR] [--jobs N] [--keep-going]
+#                         [--gpt "OPTION..."]
 #
 #   --prefix DIR   distribution packages unpacked there (dpkg --extract PACKAGE.deb DIR), for machines where liburing,
 #                  hwloc, oneTBB, Highway and the rest of scripts/install-deps.sh cannot be installed; several times
 #                  for several trees
 #   --build DIR    default: build/gpu-report
 #   --out DIR      logs and the report; default: BUILD/report
+#   --disk DIR     where hoist-gpt's state lives when it is on a disk; default: the report's folder
+#   --gpt OPTIONS  for bench/gpu_placements.py: the model, budgets, the card's peak (--help lists them)
 #   --keep-going   goes on after a step that failed (the report says which)
 #
 # Exit status: 0 all passed; 1 something failed; 2 wrong arguments; 77 there is no GPU, said in one line.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-prefixes=() build=$root/build/gpu-report out='' jobs=$(nproc) keep_going=
+prefixes=() build=$root/build/gpu-report out='' disk='' gpt=() jobs=$(nproc) keep_going=
 while [ $# -gt 0 ]; do
   case $1 in
     --prefix) prefixes+=("$(cd "${2:?--prefix needs a folder}" && pwd)"); shift 2 ;;
     --build) build=${2:?--build needs a folder}; shift 2 ;;
     --out) out=${2:?--out needs a folder}; shift 2 ;;
+    --disk) disk=${2:?--disk needs a folder}; shift 2 ;;
+    --gpt) read -r -a gpt <<<"${2?--gpt needs options}"; shift 2 ;;
     --jobs) jobs=${2:?--jobs needs a number}; shift 2 ;;
     --keep-going) keep_going=yes; shift ;;
-    *) sed -n '3,18p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
+    *) sed -n '3,19p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
   esac
 done
 
@@ -117,7 +123,7 @@ step build cmake --build "$build" --parallel "$jobs"
 
 # The CUDA half of every suite; the same tests run on the host device in "suite".
 gpu_tests='*/cuda:Cuda*:Nccl.*'
-programs=(platform_test zero_test comm_test)
+programs=(platform_test tiers_memory_test zero_test comm_test gpt_test)
 step "GPU tests" bash -c 'for program in "${@:2}"; do "$program" --gtest_filter="$1" || exit; done' _ "$gpu_tests" \
   "${programs[@]/#/$build/bin/}"
 # A suite that skipped everything has shown nothing.
@@ -131,7 +137,7 @@ for tool in memcheck racecheck; do
   if [ -n "$sanitizer" ]; then
     # NCCL's own kernels poll memory that others write, so that only ours are looked at for races.
     step "$tool" bash -c 'for program in "${@:4}"; do "$1" --tool "$2" --error-exitcode 9 "$program" --gtest_filter="$3" || exit; done' \
-      _ "$sanitizer" "$tool" '*/cuda:Cuda*' "$build/bin/platform_test" "$build/bin/zero_test"
+      _ "$sanitizer" "$tool" '*/cuda:Cuda*' "$build/bin/platform_test" "$build/bin/zero_test" "$build/bin/gpt_test"
   else
     say "| $tool | not run | | compute-sanitizer is not there: install it with the CUDA Toolkit |"
   fi
@@ -144,8 +150,18 @@ say ""
 say '```'
 say "$(cat "$out/copies.log")"
 say '```'
-say ""
-say "Not in this report: hoist-gpt on the card, which this version has not."
+
+# Placements of hoist-gpt: time, utilisation, links, waiting and peaks; the largest model of a budget.
+disk=${disk:-$out}
+mkdir -p "$disk"
+if command -v python3 >/dev/null; then
+  step placements python3 "$root/bench/gpu_placements.py" --bin "$build/bin" --path "$disk" --text "$root/LICENSE" --largest \
+    --json "$out/placements.json" "${gpt[@]}"
+  say ""
+  say "$(cat "$out/placements.log")"
+else
+  say "| placements | not run | | python3 is not there |"
+fi
 
 echo "report: $report" >&2
 exit "$failed"

@@ -12,6 +12,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/platform/elements.hpp>
 
+#include "card/column_major.hpp"
 #include "emulated_card.hpp"
 #include "kernels.hpp"
 
@@ -426,6 +427,46 @@ TEST_P(CardKernels, Embedding) {
   emulate(OneHot{.rows = rows, .classes = vocabulary, .tokens = tokens.data(), .out = one_hot.data()}, dtype());
   for (std::uint64_t i = 0; i < rows * vocabulary; ++i)
     ASSERT_EQ(one_hot.floats()[at(i)], tokens[at(i / vocabulary)] == i % vocabulary ? 1.0f : 0.0f);
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+// What a library that thinks in columns is told, carried out by the definition of such a product.
+TEST(ByColumns, IsTheProductByRows) {
+  for (const bool transposed_a : {false, true}) {
+    for (const bool transposed_b : {false, true}) {
+      const std::uint64_t m = 3, n = 5, k = 4;
+      Floats a(at(m * k)), b(at(k * n)), expected(at(m * n)), found(at(m * n));
+      for (std::size_t i = 0; i < a.size(); ++i) a[i] = static_cast<float>(i + 1);
+      for (std::size_t i = 0; i < b.size(); ++i) b[i] = static_cast<float>(i * i + 1);
+      const Product product{.m = m,
+                            .n = n,
+                            .k = k,
+                            .a = a.data(),
+                            .b = b.data(),
+                            .transposed_a = transposed_a,
+                            .transposed_b = transposed_b};
+      for (std::uint64_t i = 0; i < m; ++i)
+        for (std::uint64_t j = 0; j < n; ++j)
+          for (std::uint64_t x = 0; x < k; ++x)
+            expected[at(i * n + j)] +=
+                a[at(transposed_a ? x * m + i : i * k + x)] * b[at(transposed_b ? j * k + x : x * n + j)];
+      const ColumnMajorProduct by = by_columns(product);
+      ASSERT_EQ(by.first.rows * by.first.columns, b.size());
+      ASSERT_EQ(by.second.rows * by.second.columns, a.size());
+      const auto element = [](const ColumnMajor& matrix, const Floats& values, std::uint64_t row,
+                              std::uint64_t column) {
+        return matrix.transposed ? values[at(row * matrix.rows + column)] : values[at(column * matrix.rows + row)];
+      };
+      const std::uint64_t inner = by.first.transposed ? by.first.rows : by.first.columns;
+      ASSERT_EQ(by.second.transposed ? by.second.columns : by.second.rows, inner);
+      for (std::uint64_t row = 0; row < by.result.rows; ++row)
+        for (std::uint64_t column = 0; column < by.result.columns; ++column)
+          for (std::uint64_t x = 0; x < inner; ++x)
+            found[at(column * by.result.rows + row)] += element(by.first, b, row, x) * element(by.second, a, x, column);
+      EXPECT_EQ(found, expected) << transposed_a << transposed_b;
+    }
+  }
 }
 
 }  // namespace

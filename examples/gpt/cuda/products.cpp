@@ -6,6 +6,8 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 
+#include "../card/column_major.hpp"
+
 namespace hoist::gpt::card {
 namespace {
 
@@ -48,21 +50,21 @@ class Preference {
 
 }  // namespace
 
-// cuBLASLt thinks in columns: the row-major product d = op(a) op(b) is the column-major d' = op(b)' op(a)', so that b
-// is its first operand, and a row-major matrix read by columns is its own transpose already.
 struct Products::Plan {
-  Plan(const CublasLt& lt, cublasLtHandle_t handle, const Shape& shape) : lt_(lt) {
+  Plan(const CublasLt& lt, cublasLtHandle_t handle, const Product& product) : lt_(lt) {
+    const ColumnMajorProduct by = by_columns(product);
     lt.check(lt.desc_create(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescCreate");
-    set(CUBLASLT_MATMUL_DESC_TRANSA, shape.transposed_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, shape.transposed_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-    const auto layout = [&](cublasLtMatrixLayout_t& made, DType dtype, std::uint64_t rows, std::uint64_t columns) {
-      lt.check(lt.layout_create(&made, cuda_type(dtype), rows, columns, static_cast<std::int64_t>(rows)),
+    set(CUBLASLT_MATMUL_DESC_TRANSA, by.first.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, by.second.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+    const auto layout = [&](cublasLtMatrixLayout_t& made, DType dtype, const ColumnMajor& matrix) {
+      lt.check(lt.layout_create(&made, cuda_type(dtype), matrix.rows, matrix.columns,
+                                static_cast<std::int64_t>(matrix.rows)),
                "cublasLtMatrixLayoutCreate");
     };
-    layout(first, shape.dtype, shape.transposed_b ? shape.k : shape.n, shape.transposed_b ? shape.n : shape.k);
-    layout(second, shape.dtype, shape.transposed_a ? shape.m : shape.k, shape.transposed_a ? shape.k : shape.m);
-    layout(result, shape.d_dtype, shape.n, shape.m);
-    choose(handle, shape);
+    layout(first, product.dtype, by.first);
+    layout(second, product.dtype, by.second);
+    layout(result, product.d_dtype, by.result);
+    choose(handle, product);
   }
   ~Plan() {  // fails only for what was never made
     static_cast<void>(lt_.layout_destroy(result));
@@ -82,7 +84,7 @@ struct Products::Plan {
     lt_.check(lt_.desc_set(desc, attribute, &operation, sizeof operation), "cublasLtMatmulDescSetAttribute");
   }
 
-  void choose(cublasLtHandle_t handle, const Shape& shape) {
+  void choose(cublasLtHandle_t handle, const Product& product) {
     Preference wish(lt_);
     wish.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::uint64_t{kWorkspaceBytes});
     // Parts of a sum go to the workspace and are added up in order, or there are none.
@@ -96,8 +98,9 @@ struct Products::Plan {
     lt_.check(lt_.heuristic(handle, desc, first, second, result, result, wish.get(), 1, &suggested, &count),
               "cublasLtMatmulAlgoGetHeuristic");
     if (count == 0) {
-      throw DeviceError(fmt::format("choosing how to multiply {} x {} by {} x {}", shape.m, shape.k, shape.k, shape.n),
-                        0, "cuBLASLt suggests nothing", "choose another --width or --batch, or the host device");
+      throw DeviceError(
+          fmt::format("choosing how to multiply {} x {} by {} x {}", product.m, product.k, product.k, product.n), 0,
+          "cuBLASLt suggests nothing", "choose another --width or --batch, or the host device");
     }
     lt_.check(suggested.state, "cublasLtMatmulAlgoGetHeuristic");
     algorithm = suggested.algo;
@@ -113,15 +116,15 @@ Products::~Products() {
   static_cast<void>(lt_.destroy(handle_));
 }
 
-const Products::Plan& Products::plan_for(const Shape& shape) {
-  std::unique_ptr<Plan>& plan = plans_[shape];
-  if (!plan) plan = std::make_unique<Plan>(lt_, handle_, shape);
+const Products::Plan& Products::plan_for(const Product& p) {
+  std::unique_ptr<Plan>& plan = plans_[{p.m, p.n, p.k, p.transposed_a, p.transposed_b, p.add, p.dtype, p.d_dtype}];
+  if (!plan) plan = std::make_unique<Plan>(lt_, handle_, p);
   return *plan;
 }
 
 void Products::multiply(const Product& p, cudaStream_t stream) {
   HOIST_ASSERT(aligned(p.a) && aligned(p.b) && aligned(p.d), "operands at {}, {} and {}", p.a, p.b, p.d);
-  const Plan& plan = plan_for({p.m, p.n, p.k, p.transposed_a, p.transposed_b, p.add, p.dtype, p.d_dtype});
+  const Plan& plan = plan_for(p);
   const float one = 1, added = p.add ? 1.0f : 0.0f;
   lt_.check(lt_.matmul(handle_, plan.desc, &one, p.b, plan.first, p.a, plan.second, &added, p.d, plan.result, p.d,
                        plan.result, &plan.algorithm, workspace_.data(), workspace_.size(), stream),

@@ -45,7 +45,7 @@ class Products {
     friend auto operator<=>(const Shape&, const Shape&) = default;
   };
   struct Plan;
-  const Plan& plan_for(const Shape& shape);
+  const Plan& plan_for(const Product& product);
 
   const CublasLt& lt_;
   cublasLtHandle_t handle_ = nullptr;
