@@ -6,7 +6,7 @@
 
 #include "host_operations.hpp"
 #ifdef HOIST_GPT_CUDA
-#include "cuda/card.hpp"
+#include "cuda/cuda_card.hpp"
 #endif
 
 namespace hoist::gpt {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The model on the operations of a card against the model on the host's: on a card, and on the emulation of one, which
 // runs the text of its kernels.
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <memory>
@@ -117,9 +118,12 @@ TEST_P(CardModel, LossesAreTheHosts) {
     Trainer card(runtime_on(GetParam()), in_memory(dtype), small_model(GetParam(), dtype));
     const std::vector<double> expected = host.steps(10), found = card.steps(10);
     EXPECT_LT(expected.back(), 0.8 * expected.front()) << "there is nothing to compare";
-    for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(found[i], expected[i], 0.01 * expected[i]) << i;
-    RecordProperty(std::string("loss_difference_") + std::string(dtype_name(dtype)),
-                   std::to_string(std::abs(found.back() - expected.back())));
+    double largest = 0;
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_NEAR(found[i], expected[i], 0.01 * expected[i]) << i;
+      largest = std::max(largest, std::abs(found[i] - expected[i]));
+    }
+    RecordProperty("loss_difference_" + std::string(dtype_name(dtype)), std::to_string(largest));
   }
 }
 

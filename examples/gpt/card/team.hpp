@@ -12,6 +12,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include <hoist/platform/elements.hpp>
 
@@ -53,7 +54,7 @@ inline constexpr float kLnOf2 = 0.693147181f;
 template <typename As>
 HOIST_ON_CARD std::uint32_t pack_pair(float low, float high);
 
-#ifdef __CUDA_ARCH__
+#ifdef __CUDACC__
 template <>
 __device__ __forceinline__ std::uint32_t pack_pair<platform::AsBf16>(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -64,7 +65,7 @@ __device__ __forceinline__ std::uint32_t pack_pair<platform::AsFp16>(float low, 
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
-#elif !defined(__CUDACC__)
+#else
 template <>
 inline std::uint32_t pack_pair<platform::AsBf16>(float low, float high) {
   const auto nearest_even = [](float value) -> std::uint32_t {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// examples/gpt/cuda/card.hpp - the operations of hoist-gpt on a CUDA card.
+// examples/gpt/cuda/cuda_card.hpp - the operations of hoist-gpt on a CUDA card.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "card.hpp"
+#include "cuda_card.hpp"
 
 #include <deque>
 #include <utility>
