@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """hoist: training state on three tiers (GPU, pinned host memory, NVMe).
 
-`hoist.torch` trains PyTorch models; `hoist.aio` and `hoist.optim` are the storage engine and the optimizers on their
-own. What stands here is the engine as C++ programs see it, the configuration, and the errors.
+`hoist.torch` trains PyTorch models; `hoist.aio`, `hoist.store` and `hoist.optim` are the storage engine, stores and the
+optimizers on their own. What stands here is the engine as C++ programs see it, the configuration, and the errors.
 """
 
 import ctypes

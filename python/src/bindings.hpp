@@ -12,5 +12,6 @@ void bind_engine(nanobind::module_& module);  // Runtime, Engine, Lease, and the
 void bind_lift(nanobind::module_& module);    // what hoist.torch is built on
 void bind_aio(nanobind::module_& module);
 void bind_optim(nanobind::module_& module);
+void bind_stored(nanobind::module_& module);
 
 }  // namespace hoist::python

@@ -12,4 +12,5 @@ NB_MODULE(_hoist, module) {
   hoist::python::bind_lift(module);
   hoist::python::bind_aio(module);
   hoist::python::bind_optim(module);
+  hoist::python::bind_stored(module);
 }

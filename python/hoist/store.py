@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store on NVMe, read without the program that trained it.
+
+    with hoist.store.open("/local_nvme") as stored:             # nvme_path, or its subdirectory hoist
+        stored.step, list(stored)
+        stored["blocks.0.up.weight"]                            # in the parameter's own type
+        stored.read("blocks.0.up.weight", hoist.State.moment1)  # fp32
+
+Tensors are put together from all ranks' parts, and every byte was verified. Nothing on disk is changed; a store that is being
+trained from is refused, but for `steps`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hoist import _hoist
+
+__all__ = ["Stored", "Steps", "open", "steps"]
+
+_DTYPES = {_hoist.DType.fp32: torch.float32, _hoist.DType.bf16: torch.bfloat16, _hoist.DType.fp16: torch.float16}
+
+
+class Steps:
+    """What can be opened: `commits`, newest first, and `kept` steps by name, oldest first."""
+
+    def __init__(self, commits: list[int], kept: dict[str, int]):
+        self.commits = commits
+        self.kept = kept
+
+
+def steps(directory: str | os.PathLike) -> Steps:
+    """Of a store in use as well."""
+    commits, kept = _hoist.steps_in_store(_find(directory))
+    return Steps([step for step, _ in commits], {name: step for step, name in kept})
+
+
+def open(directory: str | os.PathLike, step: int | None = None, kept: str = "") -> Stored:
+    """The newest commit, that of a step, or a step that was kept under a name."""
+    return Stored(_hoist.StoredModel(_find(directory), step, kept))
+
+
+class Stored(Mapping[str, torch.Tensor]):
+    """Weights by name, each read when it is asked for."""
+
+    def __init__(self, model: _hoist.StoredModel):
+        self._model = model
+        self.parameters: dict[str, _hoist.StoredParameter] = {p.name: p for p in model.parameters}
+        self._index = {name: index for index, name in enumerate(self.parameters)}
+
+    @property
+    def step(self) -> int:
+        return self._model.step
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that wrote it."""
+        return self._model.world_size
+
+    @property
+    def program_state(self) -> dict[str, Any]:
+        """engine.state of hoist.torch, as it was committed."""
+        state = self._model.caller_state()
+        return json.loads(state).get("program", {}) if state else {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        values = torch.empty(parameter.shape, dtype=_DTYPES[parameter.dtype])
+        self._model.read_weights(self._index[name], 0, values.view(-1).view(torch.uint8).numpy())
+        return values
+
+    def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
+        """A parameter's master, or one of its moments, in fp32."""
+        values = torch.empty(self.parameters[name].shape)
+        self._model.read(self._index[name], state, 0, values.view(-1).numpy())
+        return values
+
+    def verify(self) -> list[str]:
+        """Reads everything: what is not as it was written."""
+        return self._model.verify()
+
+    def close(self) -> None:
+        """Gives the store back, so that it can be trained from."""
+        self._model.close()
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _find(directory: str | os.PathLike) -> str:
+    path = os.fspath(directory)
+    below = os.path.join(path, "hoist")
+    return below if not _hoist.has_store(path) and _hoist.has_store(below) else path

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// A store read without the program that trained it: what hoist.store is built on.
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+#include "bindings.hpp"
+
+namespace hoist::python {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Floats = nb::ndarray<float, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
+using Bytes = nb::ndarray<std::uint8_t, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
+
+// A StoredModel that any thread of Python may ask, and that can be given up before Python collects it.
+class Stored {
+ public:
+  Stored(const std::string& directory, std::optional<std::uint64_t> step, const std::string& kept)
+      : model_(std::make_unique<StoredModel>(directory, StoredModelOptions{.step = step, .from = kept})) {}
+
+  void close() {
+    const std::lock_guard lock(mutex_);
+    model_.reset();
+  }
+  template <typename Question>
+  auto ask(const Question& question) {
+    const std::lock_guard lock(mutex_);
+    if (!model_) throw UsageError("the store was closed");
+    return question(*model_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unique_ptr<StoredModel> model_;
+};
+
+std::vector<std::pair<std::uint64_t, std::string>> steps_of(const std::vector<tiers::CommitHeader>& commits) {
+  std::vector<std::pair<std::uint64_t, std::string>> steps;
+  for (const tiers::CommitHeader& commit : commits) steps.emplace_back(commit.step, commit.name);
+  return steps;
+}
+
+nb::bytes caller_state(Stored& stored, int rank) {
+  std::vector<std::byte> state;
+  {
+    const nb::gil_scoped_release release;
+    stored.ask([&](StoredModel& model) {
+      if (rank < 0 || rank >= model.world_size()) throw UsageError("the store has no such rank");
+      const std::span<const std::byte> bytes = model.caller_state(rank);
+      state.assign(bytes.begin(), bytes.end());
+    });
+  }
+  return nb::bytes(state.data(), state.size());
+}
+
+// What is not as it was written, in words.
+std::vector<std::string> verify(Stored& stored) {
+  return stored.ask([](StoredModel& model) {
+    std::vector<std::string> damage;
+    for (const CorruptionError& error : model.verify()) damage.emplace_back(error.what());
+    return damage;
+  });
+}
+
+}  // namespace
+
+void bind_stored(nb::module_& module) {
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<StoredParameter>(module, "StoredParameter")
+      .def_ro("name", &StoredParameter::name)
+      .def_ro("unit", &StoredParameter::unit)
+      .def_ro("shape", &StoredParameter::shape)
+      .def_ro("dtype", &StoredParameter::dtype)
+      .def_ro("trainable", &StoredParameter::trainable);
+
+  module.def("has_store", &has_store, "directory"_a, no_gil);
+  module.def(
+      "steps_in_store",
+      [](const std::string& directory) {
+        const StoreSummary store = look_at_store(directory);
+        return std::make_pair(steps_of(store.commits), steps_of(store.kept));
+      },
+      "directory"_a, no_gil,
+      "(commits that every rank has, newest first; steps kept under a name, oldest first), each as (step, name). Also "
+      "of "
+      "a store in use.");
+
+  nb::class_<Stored>(module, "StoredModel", "One commit of a store, read without the program that trained it.")
+      .def(nb::init<const std::string&, std::optional<std::uint64_t>, const std::string&>(), "directory"_a,
+           "step"_a = nb::none(), "kept"_a = "", no_gil)
+      .def("close", &Stored::close, no_gil)
+      .def_prop_ro("step", [](Stored& s) { return s.ask([](StoredModel& model) { return model.step(); }); })
+      .def_prop_ro("world_size", [](Stored& s) { return s.ask([](StoredModel& model) { return model.world_size(); }); })
+      .def_prop_ro("parameters",
+                   [](Stored& s) {
+                     return s.ask([](StoredModel& model) {
+                       return std::vector(model.parameters().begin(), model.parameters().end());
+                     });
+                   })
+      .def("caller_state", &caller_state, "rank"_a = 0, "As the program gave it to step() or save().")
+      .def(
+          "read",
+          [](Stored& s, std::size_t parameter, State state, std::uint64_t first, const Floats& out) {
+            const nb::gil_scoped_release release;
+            s.ask([&](StoredModel& model) { model.read(parameter, state, first, {out.data(), out.size()}); });
+          },
+          "parameter"_a, "state"_a, "first_element"_a, "out"_a)
+      .def(
+          "read_weights",
+          [](Stored& s, std::size_t parameter, std::uint64_t first, const Bytes& out) {
+            const nb::gil_scoped_release release;
+            s.ask([&](StoredModel& model) {
+              model.read_weights(parameter, first, std::as_writable_bytes(std::span(out.data(), out.size())));
+            });
+          },
+          "parameter"_a, "first_element"_a, "out"_a)
+      .def("verify", &verify, no_gil, "Reads every tile of every rank: what is not as it was written, in words.");
+}
+
+}  // namespace hoist::python

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hoist.store: what a run has left on NVMe, without its program."""
+
+import pytest
+import torch
+
+import hoist
+import hoist.store
+import hoist.torch
+from models import Gpt, batches, freeze_base, loss_of
+from test_checkpoints import write
+
+
+def train(engine, steps, first=0):
+    for index, (inputs, targets) in enumerate(batches(first + steps)):
+        if index >= first:
+            engine.backward(loss_of(engine(inputs), targets))
+            engine.step()
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}],
+                         ids=["fp32", "bf16", "fp16"])
+def test_what_was_trained_is_read(settings, tmp_path, changes):
+    config = settings(**changes)
+    config["hoist"]["keep_steps"] = 1
+    torch.manual_seed(0)
+    with hoist.torch.wrap(freeze_base(Gpt()), config) as engine:
+        train(engine, 2)
+        engine.state["epoch"] = 7
+        engine.save("two").wait()
+        at_two = engine.state_dict()
+        train(engine, 1, first=2)
+        engine.settle()
+        weights, masters = engine.state_dict(), engine.state_dict(torch.float32)
+        moments = {name: engine.read(name, hoist.State.moment1) for name in masters if ".a." in name}
+        with pytest.raises(hoist.StoreError):
+            hoist.store.open(tmp_path / "store")  # a trainer holds it
+        seen = hoist.store.steps(tmp_path / "store")
+        assert seen.commits[0] == 3 and seen.kept == {"two": 2}
+
+    with hoist.store.open(tmp_path / "store") as stored:
+        assert stored.step == 3 and stored.world_size == 1 and stored.program_state == {"epoch": 7}
+        assert set(stored) == set(masters) - {"head.weight"} and len(stored) == len(stored.parameters)
+        for name in stored:
+            assert stored[name].dtype == weights[name].dtype and torch.equal(stored[name], weights[name]), name
+            assert torch.equal(stored.read(name), masters[name]), name
+        assert moments
+        for name, values in moments.items():
+            assert stored.parameters[name].trainable
+            assert torch.equal(stored.read(name, hoist.State.moment1), values), name
+        with pytest.raises(hoist.UsageError):
+            stored.read("blocks.0.qkv.base.weight", hoist.State.moment1)  # frozen
+        with pytest.raises(KeyError):
+            stored["nothing"]
+        assert stored.verify() == []
+    with pytest.raises(hoist.UsageError, match="closed"):
+        stored.read("token.weight")
+    with hoist.store.open(tmp_path / "store", kept="two") as stored:
+        assert stored.step == 2
+        assert all(torch.equal(stored[name], at_two[name]) for name in stored)
+        other = Gpt()
+        freeze_base(other).to(stored["token.weight"].dtype)
+        missing = other.load_state_dict(dict(stored), strict=False)
+        assert missing.missing_keys == ["head.weight"] and not missing.unexpected_keys
+
+
+def test_damage_is_found_and_no_wrong_byte_is_read(settings, tmp_path):
+    torch.manual_seed(0)
+    with hoist.torch.wrap(Gpt(), settings()) as engine:
+        train(engine, 2)
+    (data,) = (tmp_path / "store").rglob("rank-00000.data")
+    write(data, bytes(byte ^ 0x5A for byte in data.read_bytes()))
+    with hoist.store.open(tmp_path / "store") as stored:
+        damage = stored.verify()
+        assert damage and any("blocks.1" in text for text in damage)
+        with pytest.raises(hoist.CorruptionError) as error:
+            stored["blocks.1.up.weight"]
+        assert error.value.unit == "blocks.1"
+
+
+def test_where_there_is_none(tmp_path):
+    with pytest.raises(hoist.StoreError):
+        hoist.store.open(tmp_path)
