@@ -1,6 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/detail/packed-inl.h - state of 8 bits: unpacked to fp32 a stretch at a time, updated by the kernels of
-// update-inl.h while it is in L1, and packed again. Compiled once per instruction set by update.cpp.
+// optim_cpu/detail/packed-inl.h - state of 8 bits: decoded, updated and encoded in registers, in one pass. Compiled
+// once per instruction set by update.cpp.
+//
+// A step of the loop takes the elements of two vectors, the even ones in one and the odd ones in the other: arrays of 8
+// and 16 bits are taken apart and put together by shifts, and beside each other again, in 16 bits each, a block of
+// moments is one 128-bit block of lanes.
+//
+//   words     | e0    | e2    | e4    | e6    | e8 ...    | e1    | e3    | e5    | e7    | e9 ...
+//   halves    | e0 e1 | e2 e3 | e4 e5 | e6 e7 | e8 ...
+//              `------- a block of 8 --------'
+//
+// The text that defines the bits is block_fp8.hpp's; tests hold every instruction set to it.
 #if defined(HOIST_OPTIM_PACKED_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HOIST_OPTIM_PACKED_INL_H_
 #undef HOIST_OPTIM_PACKED_INL_H_
@@ -9,8 +19,10 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include <hwy/cache_control.h>
@@ -25,367 +37,625 @@ namespace hoist::optim::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-// A block is one vector, or a few narrower ones.
-using BlockFloats = hn::CappedTag<float, kMomentBlock>;
-using BlockWords = hn::RebindToUnsigned<BlockFloats>;
-using BlockInts = hn::RebindToSigned<BlockFloats>;
-using BlockBytes = hn::Rebind<std::uint8_t, BlockFloats>;
-using BlockWordVector = hn::Vec<BlockWords>;
+// A split tile whose remainder is remainder8.
+struct Split24Tile : SplitTile {};
 
-// Parameters unpacked at a time: three arrays of fp32, 6 KiB of L1.
-inline constexpr std::size_t kStretch = 512;
-static_assert(kStretch % kMomentBlock == 0);
+template <MomentType kMoments>
+inline constexpr std::size_t kMomentBytes = kMoments == MomentType::fp8 ? 1 : dtype_bytes(kElementOf<kMoments>);
 
-// What is packed, and the arrays it is unpacked into. Null: nothing.
-struct Packed {
-  std::uint8_t* moment1 = nullptr;
-  std::uint8_t* scale1 = nullptr;
-  std::uint8_t* moment2 = nullptr;
-  std::uint8_t* scale2 = nullptr;
-  bf16* weight = nullptr;
-  std::int8_t* remainder = nullptr;
-};
-struct Unpacked {
-  HWY_ALIGN float moment1[kStretch];
-  HWY_ALIGN float moment2[kStretch];
-  HWY_ALIGN float master[kStretch];
-};
+template <MomentType kMoments, class Tile>
+inline constexpr bool kRoundsAtRandom = kMoments == MomentType::fp8 || std::is_same_v<Tile, Split24Tile>;
 
-// --- one block ------------------------------------------------------------------------------------------------------
+template <class Visit>
+HWY_INLINE void visit_master(Split24Tile& tile, const Visit& visit) {
+  visit(tile.weight);
+  visit(tile.remainder8);
+}
+template <class Visit>
+HWY_INLINE void visit_master(SplitTile& tile, const Visit& visit) {
+  visit(tile.weight);
+  visit(tile.remainder);
+}
+template <class Visit>
+HWY_INLINE void visit_master(WholeTile& tile, const Visit& visit) {
+  visit(tile.weight);
+}
+template <class Visit>
+HWY_INLINE void visit_master(Fp16Tile& tile, const Visit& visit) {
+  visit(tile.weight);
+  visit(tile.master);
+}
 
-// decode_moment of a block.
-template <Moment kMoment>
-HWY_INLINE void decode_block(const std::uint8_t* codes, std::uint8_t scale, float* values) {
-  const BlockFloats d;
-  const BlockWords words;
-  const auto zero_exponent = hn::Set(words, (scale + fp8::kLeastExponent - fp8::top(kMoment)) << 23);
-  const auto least = hn::Set(words, fp8::kLeastNormal);
-  const auto one = hn::BitCast(d, hn::Add(hn::ShiftLeft<fp8::kDroppedBits>(least), zero_exponent));
-  for (std::size_t j = 0; j < kMomentBlock; j += hn::Lanes(d)) {
-    const auto code = hn::PromoteTo(words, hn::LoadU(BlockBytes(), codes + j));
-    const auto magnitude = kMoment == Moment::first ? hn::And(code, hn::Set(words, 0x7Fu)) : code;
-    const auto is_normal = hn::Gt(hn::BitCast(BlockInts(), magnitude), hn::Set(BlockInts(), fp8::kLeastNormal - 1));
-    const auto normal = hn::Add(hn::ShiftLeft<fp8::kDroppedBits>(magnitude), zero_exponent);
-    const auto with_one = hn::Add(hn::ShiftLeft<fp8::kDroppedBits>(hn::Add(magnitude, least)), zero_exponent);
-    const auto below = hn::BitCast(words, hn::Sub(hn::BitCast(d, with_one), one));
-    auto bits = hn::IfThenElse(hn::RebindMask(words, is_normal), normal, below);
-    if constexpr (kMoment == Moment::first)
-      bits = hn::Or(bits, hn::ShiftLeft<24>(hn::And(code, hn::Set(words, 0x80u))));
-    hn::StoreU(hn::BitCast(d, bits), d, values + j);
+#if HWY_TARGET == HWY_SCALAR
+
+// --- one element at a time -------------------------------------------------------------------------------------------
+
+HWY_INLINE FloatVector load_master(const Split24Tile& tile, std::size_t i) {
+  return hn::Set(Floats(), join_master24(tile.weight[i], tile.remainder8[i]));
+}
+
+// False when it may not be committed.
+template <class Tile>
+HWY_INLINE bool store_rounded(FloatVector master, std::uint32_t, const Tile& tile, std::size_t i) {
+  store_master(master, tile, i);
+  return (std::bit_cast<std::uint32_t>(hn::GetLane(master)) & 0x7FFFFFFFu) < kMasterLimitOf<Tile>;
+}
+HWY_INLINE bool store_rounded(FloatVector master, std::uint32_t word, const Split24Tile& tile, std::size_t i) {
+  const auto exact = std::bit_cast<std::uint32_t>(hn::GetLane(master));
+  const SplitMaster split = split_master(std::bit_cast<float>((exact + added_to_master24(word)) & ~0xFFu));
+  tile.weight[i] = split.weight;
+  tile.remainder8[i] = static_cast<std::int8_t>(split.remainder / 256);
+  return (exact & 0x7FFFFFFFu) + added_to_master24(word) < kMasterLimitBits;
+}
+
+template <MomentType kMoments>
+HWY_INLINE FloatVector load_moment_of(const void* moment, const std::uint8_t* scales, std::size_t i, Moment which) {
+  if constexpr (kMoments == MomentType::fp8) {
+    const auto code = static_cast<const std::uint8_t*>(moment)[i];
+    return hn::Set(Floats(), decode_moment(code, scales[i / kMomentBlock], which));
+  } else {
+    return load_moment<kMoments>(moment, i);
   }
 }
 
-// rounding_word of elements [index, index + Lanes).
-HWY_INLINE BlockWordVector rounding_words(const Rounding& rounding, std::size_t i) {
-  const BlockWords words;
-  const auto index = hn::Iota(words, static_cast<std::uint32_t>(rounding.first + i));
-  auto x = hn::Xor(index, hn::Set(words, rounding.key + 0x9E3779B9u));
+HWY_INLINE FloatVector load_gradient(const void* gradient, DType dtype, std::size_t i) {
+  if (dtype == DType::bf16) return load_floats<DType::bf16>(Floats(), gradient, i);
+  if (dtype == DType::fp16) return load_floats<DType::fp16>(Floats(), gradient, i);
+  return load_floats<DType::fp32>(Floats(), gradient, i);
+}
+
+struct BlockOfMoments {
+  float values[kMomentBlock];
+  std::uint32_t added[kMomentBlock];
+
+  void put(std::size_t k, FloatVector value, std::uint32_t added_bits) {
+    values[k] = hn::GetLane(without_denormals(value));
+    added[k] = added_bits;
+  }
+  bool encode(std::size_t count, Moment which, void* codes, std::size_t first, std::uint8_t* scales) const {
+    return encode_block({values, count}, {added, count}, which, static_cast<std::uint8_t*>(codes) + first,
+                        scales[first / kMomentBlock]);
+  }
+};
+
+// Elements [first, first + count), a block or the beginning of one. False when they may not be committed.
+template <Formula kFormula, MomentType kMoments, class Tile>
+bool update_block(const UpdateCoefficients& c, const Tile& tile, std::size_t first, std::size_t count) {
+  BlockOfMoments moment1, moment2;
+  WordVector refused = hn::Zero(Words());
+  bool sound = true;
+  for (std::size_t k = 0; k < count; ++k) {
+    const std::size_t i = first + k;
+    const std::uint32_t word = rounding_word(tile.rounding.key, static_cast<std::uint32_t>(tile.rounding.first + i));
+    Numbers n;
+    n.master = load_master(tile, i);
+    n.gradient = load_gradient(tile.gradient, tile.gradient_dtype, i);
+    if constexpr (has_moment1(kFormula))
+      n.moment1 = load_moment_of<kMoments>(tile.moment1, tile.scale1, i, Moment::first);
+    if constexpr (has_moment2(kFormula))
+      n.moment2 = load_moment_of<kMoments>(tile.moment2, tile.scale2, i, Moment::second);
+    apply<kFormula>(c, n);
+    sound &= store_rounded(n.master, word, tile, i);
+    if constexpr (kMoments == MomentType::fp8) {
+      if constexpr (has_moment1(kFormula)) moment1.put(k, n.moment1, added_to_moment1(word));
+      if constexpr (has_moment2(kFormula)) moment2.put(k, n.moment2, added_to_moment2(word));
+    } else {
+      if constexpr (has_moment1(kFormula)) {
+        store_moment1<kMoments>(n.moment1, tile.moment1, i);
+        refused = hn::Or(refused, reaches(n.moment1, kMomentLimitBits<kMoments>));
+      }
+      if constexpr (has_moment2(kFormula)) {
+        store_moment2<kMoments>(n.moment2, tile.rounding, tile.moment2, i);
+        refused = hn::Or(refused, reaches(n.moment2, kMomentLimitBits<kMoments>));
+      }
+    }
+  }
+  if constexpr (kMoments == MomentType::fp8) {
+    if constexpr (has_moment1(kFormula))
+      sound &= moment1.encode(count, Moment::first, tile.moment1, first, tile.scale1);
+    if constexpr (has_moment2(kFormula))
+      sound &= moment2.encode(count, Moment::second, tile.moment2, first, tile.scale2);
+  }
+  return sound && (hn::GetLane(refused) & 0x80000000u) == 0;
+}
+
+template <Formula kFormula, MomentType kMoments, class Tile>
+bool update_packed(const UpdateCoefficients& c, const Tile& tile) {
+  bool sound = true;
+  for (std::size_t i = 0; i < tile.count; i += kMomentBlock)
+    sound &= update_block<kFormula, kMoments>(c, tile, i, std::min<std::size_t>(kMomentBlock, tile.count - i));
+  return sound;
+}
+
+#else
+
+using Halves = hn::Repartition<std::uint16_t, Floats>;
+using SignedHalves = hn::Repartition<std::int16_t, Floats>;
+using Bytes = hn::Repartition<std::uint8_t, Floats>;
+using HalfVector = hn::Vec<Halves>;
+using HalvesOfWords = hn::Rebind<std::uint16_t, Floats>;  // one for each word
+
+// Elements of a step, and of what is prefetched at a time: 64 bytes of the narrowest arrays.
+inline constexpr std::size_t kStep = 2 * kLanesMax;
+inline constexpr std::size_t kLine = std::max<std::size_t>(64, kStep);
+static_assert(kStep % kMomentBlock == 0);
+
+struct WordPair {
+  WordVector even, odd;
+};
+
+// The lower halves of the words of `even` beside the upper halves of those of `odd`: in the order of the elements.
+HWY_INLINE HalfVector side_by_side(WordVector even, WordVector odd) {
+  return hn::OddEven(hn::BitCast(Halves(), odd), hn::BitCast(Halves(), even));
+}
+HWY_INLINE HalfVector upper_halves(WordVector even, WordVector odd) {
+  return side_by_side(hn::ShiftRight<16>(even), odd);
+}
+
+HWY_INLINE WordVector magnitude_of(FloatVector value) {
+  return hn::And(hn::BitCast(Words(), value), hn::Set(Words(), 0x7FFFFFFFu));
+}
+
+// --- random bits -----------------------------------------------------------------------------------------------------
+
+HWY_INLINE WordVector rounding_word_of(std::uint32_t key, WordVector index) {
+  const Words words;
+  auto x = hn::Xor(index, hn::Set(words, key + 0x9E3779B9u));
   x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(words, 0x7FEB352Du));
   x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), hn::Set(words, 0x846CA68Bu));
   return hn::Xor(x, hn::ShiftRight<16>(x));
 }
 
+// rounding_word of the elements of a step from element i of a tile on.
+HWY_INLINE WordPair rounding_words(const Rounding& rounding, std::size_t i) {
+  const Words words;
+  const auto first = hn::Set(words, static_cast<std::uint32_t>(rounding.first + i));
+  const auto even = hn::Add(first, hn::ShiftLeft<1>(hn::Iota(words, 0u)));
+  const auto odd = hn::Add(even, hn::Set(words, 1u));
+  return {rounding_word_of(rounding.key, even), rounding_word_of(rounding.key, odd)};
+}
+
+// random_halves of the same.
+HWY_INLINE WordPair random_halves_of_pairs(const Rounding& rounding, std::size_t i) {
+  const Words words;
+  const auto low_half = hn::Set(words, 0xFFFFu);
+  const auto first = hn::Set(words, static_cast<std::uint32_t>(rounding.first + i));
+  const auto even = hn::Add(first, hn::ShiftLeft<1>(hn::Iota(words, 0u)));
+  const auto random = mixed_pairs(rounding, hn::ShiftRight<1>(even));
+  if (rounding.first % 2 == 0) return {hn::And(random, low_half), hn::ShiftRight<16>(random)};
+  const auto next = mixed_pairs(rounding, hn::ShiftRight<1>(hn::Add(even, hn::Set(words, 1u))));
+  return {hn::ShiftRight<16>(random), hn::And(next, low_half)};
+}
+
 template <Moment kMoment>
-HWY_INLINE BlockWordVector added_to_moment(BlockWordVector word) {
-  const BlockWords words;
+HWY_INLINE WordVector added_to_moment(WordVector word) {
+  const Words words;
   if constexpr (kMoment == Moment::first) {
-    return hn::Or(hn::ShiftLeft<11>(hn::ShiftRight<24>(word)), hn::Set(words, 1u << 10));
+    return hn::OrAnd(hn::Set(words, 1u << 10), hn::ShiftRight<13>(word), hn::Set(words, 0xFFu << 11));
   } else {
-    return hn::Or(hn::ShiftLeft<3>(hn::And(word, hn::Set(words, 0xFFFFu))), hn::Set(words, 1u << 2));
+    return hn::OrAnd(hn::Set(words, 1u << 2), hn::ShiftLeft<3>(word), hn::Set(words, 0xFFFFu << 3));
   }
 }
 
-// encode_block of a whole block of which `random` are the rounding words.
+// --- moments of fp8: decoding ----------------------------------------------------------------------------------------
+
+// Two to the exponent of each block of a step, in every word of its block.
+HWY_INLINE FloatVector powers_of(const std::uint8_t* scales) {
+  const Words words;
+  const Bytes bytes;
+  auto table = hn::Zero(bytes);
+  if constexpr (kLanesMax <= 16) {
+    std::uint32_t all = 0;
+    std::memcpy(&all, scales, kLanesMax / 4);
+    table = hn::BitCast(bytes, hn::Set(words, all));
+  } else {
+    HWY_ALIGN std::uint8_t all[16] = {};
+    std::memcpy(all, scales, hn::Lanes(words) / 4);
+    table = hn::LoadDup128(bytes, all);
+  }
+  // Byte k of the table to the top of the words of 128-bit block k, nothing elsewhere.
+  const auto block = hn::ShiftRight<2>(hn::Iota(words, 0u));
+  const auto index = hn::Or(hn::ShiftLeft<24>(block), hn::Set(words, 0x00808080u));
+  const auto scale = hn::BitCast(words, hn::TableLookupBytesOr0(table, hn::BitCast(bytes, index)));
+  return hn::BitCast(Floats(), hn::Add(hn::ShiftRight<1>(scale), hn::Set(words, fp8::kLeastExponent << 23)));
+}
+
+// decode_moment of codes whose lowest bit is the lowest of kFractionBits in fp32; other bits are not looked at.
 template <Moment kMoment>
-HWY_INLINE bool encode_block(const float* values, const std::uint32_t* random, std::uint8_t* codes,
-                             std::uint8_t& scale) {
-  const BlockWords words;
-  const BlockInts ints;
-  const std::size_t lanes = hn::Lanes(words);
-  const auto magnitude_of = [&](std::size_t j) HWY_ATTR {
-    return hn::And(hn::BitCast(words, hn::LoadU(BlockFloats(), values + j)), hn::Set(words, 0x7FFFFFFFu));
-  };
-  const auto rounded_of = [&](BlockWordVector magnitude, std::size_t j) HWY_ATTR {
-    const auto added = added_to_moment<kMoment>(hn::LoadU(words, random + j));
-    return hn::ShiftRight<fp8::kDroppedBits>(hn::Add(magnitude, added));
-  };
-  auto largest = hn::Zero(ints);
-  for (std::size_t j = 0; j < kMomentBlock; j += lanes)
-    largest = hn::Max(largest, hn::BitCast(ints, rounded_of(magnitude_of(j), j)));
-  const auto most = static_cast<std::uint32_t>(hn::GetLane(hn::MaxOfLanes(ints, largest)));
-  const std::uint32_t exponent = std::max(most >> fp8::kFractionBits, fp8::kLeastExponent);
-  const std::uint32_t zero_exponent = exponent - fp8::top(kMoment);
-  scale = static_cast<std::uint8_t>(exponent - fp8::kLeastExponent);
+HWY_INLINE FloatVector decoded(WordVector codes, FloatVector power) {
+  const Floats d;
+  const Words words;
+  constexpr std::uint32_t kMask = (kMoment == Moment::first ? 0x7Fu : 0xFFu) << fp8::kDroppedBits;
+  constexpr std::uint32_t kZeroExponent = (127 - fp8::top(kMoment)) << 23;
+  static_assert((kMask & kZeroExponent) == 0);
+  const auto value = hn::BitCast(d, hn::OrAnd(hn::Set(words, kZeroExponent), codes, hn::Set(words, kMask)));
+  // With the smallest exponent a number has no 1 before its fraction, which counts twice: 2 x - 2. Others are less
+  // than that, and all of it is exact.
+  const auto two = hn::BitCast(d, hn::Set(words, kZeroExponent + (1u << 23)));
+  const auto below = hn::MulSub(value, hn::Set(d, 2.0f), two);
+  return hn::Mul(hn::Min(value, below), power);
+}
 
-  const auto offset = hn::Set(words, zero_exponent << fp8::kFractionBits);
-  // Takes the exponent of a small element's value in steps, 16 bits behind them, from its own; the result is below
-  // 2^20.
-  const auto in_steps = hn::Set(ints, static_cast<std::int32_t>(zero_exponent - 146) * (1 << 23));
-  for (std::size_t j = 0; j < kMomentBlock; j += lanes) {
-    const auto magnitude = magnitude_of(j);
-    const auto normal = hn::Sub(rounded_of(magnitude, j), offset);
-    const auto is_normal = hn::Gt(hn::BitCast(ints, normal), hn::Set(ints, fp8::kLeastNormal - 1));
-    const auto small = hn::Min(hn::Max(hn::Sub(hn::BitCast(ints, magnitude), in_steps), hn::Set(ints, 0x00800000)),
-                               hn::Set(ints, 0x4A000000));
-    const auto fixed = hn::BitCast(words, hn::ConvertTo(ints, hn::BitCast(BlockFloats(), small)));
-    const auto random_part =
-        hn::ShiftRight<fp8::kDroppedBits - 16>(added_to_moment<kMoment>(hn::LoadU(words, random + j)));
-    auto below = hn::ShiftRight<16>(hn::Add(fixed, random_part));
-    if constexpr (kMoment == Moment::second)
-      below = hn::BitCast(words, hn::Max(hn::BitCast(ints, below), hn::Set(ints, 1)));
-    auto code = hn::IfThenElse(hn::RebindMask(words, is_normal), normal, below);
-    code = hn::IfThenZeroElse(hn::Eq(magnitude, hn::Zero(words)), code);
-    if constexpr (kMoment == Moment::first) {
-      const auto bits = hn::BitCast(words, hn::LoadU(BlockFloats(), values + j));
-      code = hn::Or(code, hn::And(hn::ShiftRight<24>(bits), hn::Set(words, 0x80u)));
+HWY_INLINE FloatVector with_sign_bit(FloatVector value, WordVector sign) {
+  const Words words;
+  return hn::BitCast(Floats(), hn::OrAnd(hn::BitCast(words, value), sign, hn::Set(words, 0x80000000u)));
+}
+
+template <Moment kMoment>
+HWY_INLINE void load_blocks(const void* codes, const std::uint8_t* scales, std::size_t i, FloatVector& even,
+                            FloatVector& odd) {
+  const Words words;
+  const HalvesOfWords halves;
+  const auto* pairs = reinterpret_cast<const std::uint16_t*>(static_cast<const std::uint8_t*>(codes) + i);
+  const auto pair = hn::PromoteTo(words, hn::LoadU(halves, pairs));  // an even code below an odd one
+  const auto power = powers_of(scales + i / kMomentBlock);
+  even = decoded<kMoment>(hn::ShiftLeft<fp8::kDroppedBits>(pair), power);
+  odd = decoded<kMoment>(hn::ShiftLeft<fp8::kDroppedBits - 8>(pair), power);
+  if constexpr (kMoment == Moment::first) {
+    even = with_sign_bit(even, hn::ShiftLeft<24>(pair));
+    odd = with_sign_bit(odd, hn::ShiftLeft<16>(pair));
+  }
+}
+
+// --- moments of fp8: encoding ----------------------------------------------------------------------------------------
+
+// The byte of each block's scale from the bits of its power of two, which are in every word of the block.
+HWY_INLINE void store_scales(WordVector power, std::uint8_t* scales) {
+  const Words words;
+  const auto scale = hn::Sub(hn::ShiftRight<23>(power), hn::Set(words, fp8::kLeastExponent));
+  const auto fourth =
+      hn::And(hn::ShiftLeft<2>(hn::Iota(words, 0u)), hn::Set(words, static_cast<std::uint32_t>(hn::Lanes(words) - 1)));
+  const auto first_words = hn::TableLookupLanes(scale, hn::IndicesFromVec(words, fourth));
+  const auto blocks = hn::LowerHalf(hn::LowerHalf(first_words));
+  const hn::Rebind<std::uint8_t, hn::DFromV<decltype(blocks)>> bytes;
+  hn::StoreU(hn::TruncateTo(bytes, blocks), bytes, scales);
+}
+
+// The code, in its upper half, of a number below the least exponent of its block: what encode_block's `fixed` is,
+// rounded. `unit` has its last bit at 2^-16 of a step, so that adding it cuts the rest off; to the nearest, which is
+// then taken back where it is more than the number.
+HWY_INLINE WordVector code_below(WordVector magnitude, FloatVector unit, WordVector added) {
+  const Floats d;
+  const Words words;
+  const auto number = hn::BitCast(d, magnitude);
+  const auto sum = hn::Add(number, unit);
+  const auto is_more = hn::RebindMask(words, hn::Gt(hn::Sub(sum, unit), number));
+  const auto nearest = hn::Sub(hn::BitCast(words, sum), hn::BitCast(words, unit));
+  const auto fixed = hn::IfThenElse(is_more, hn::Sub(nearest, hn::Set(words, 1u)), nearest);
+  return hn::Add(fixed, hn::ShiftRight<fp8::kDroppedBits - 16>(added));
+}
+
+// encode_block of all blocks of a step; a moment below 2^-126 counts as +0. `largest` takes note of what the scales are
+// chosen by: below kInfinityBits they are sound.
+template <Moment kMoment>
+HWY_INLINE void store_blocks(FloatVector even, FloatVector odd, const WordPair& random, void* codes,
+                             std::uint8_t* scales, std::size_t i, WordVector& largest) {
+  const Floats d;
+  const Words words;
+  const SignedWords signed_words;
+  const Halves halves;
+  const SignedHalves signed_halves;
+  const auto even_bits = hn::BitCast(words, even), odd_bits = hn::BitCast(words, odd);
+  // Second moments have no sign, unless they are no numbers; then neither is the master.
+  const auto even_magnitude = kMoment == Moment::first ? magnitude_of(even) : even_bits;
+  const auto odd_magnitude = kMoment == Moment::first ? magnitude_of(odd) : odd_bits;
+  const auto even_added = added_to_moment<kMoment>(random.even), odd_added = added_to_moment<kMoment>(random.odd);
+  const auto even_rounded = hn::Add(even_magnitude, even_added), odd_rounded = hn::Add(odd_magnitude, odd_added);
+
+  auto most = hn::Max(even_rounded, odd_rounded);
+  most = hn::Max(most, hn::Shuffle1032(most));
+  most = hn::Max(most, hn::Shuffle2301(most));
+  largest = hn::Max(largest, most);
+  const auto power = hn::And(hn::Max(most, hn::Set(words, fp8::kLeastExponent << 23)), hn::Set(words, 0xFF800000u));
+  store_scales(power, scales + i / kMomentBlock);
+
+  // Codes of numbers within the exponents of the block; less than kLeastNormal says that they are not.
+  const auto zero_exponent = hn::Sub(power, hn::Set(words, fp8::top(kMoment) << 23));
+  const auto shifted_even =
+      hn::ShiftRight<fp8::kDroppedBits>(hn::BitCast(signed_words, hn::Sub(even_rounded, zero_exponent)));
+  const auto shifted_odd =
+      hn::ShiftRight<fp8::kDroppedBits - 16>(hn::BitCast(signed_words, hn::Sub(odd_rounded, zero_exponent)));
+  auto code = side_by_side(hn::BitCast(words, shifted_even), hn::BitCast(words, shifted_odd));
+  const auto is_normal =
+      hn::RebindMask(halves, hn::Gt(hn::BitCast(signed_halves, code),
+                                    hn::Set(signed_halves, static_cast<std::int16_t>(fp8::kLeastNormal - 1))));
+  // Few blocks have second moments 2^14 times smaller than their largest.
+  if (kMoment == Moment::first || HWY_UNLIKELY(!hn::AllTrue(halves, is_normal))) {
+    const auto unit = hn::BitCast(d, hn::Add(zero_exponent, hn::Set(words, 4u << 23)));
+    auto below = upper_halves(code_below(even_magnitude, unit, even_added), code_below(odd_magnitude, unit, odd_added));
+    if constexpr (kMoment == Moment::second) {
+      const auto one = hn::Set(signed_halves, std::int16_t{1});
+      below = hn::BitCast(halves, hn::Max(hn::BitCast(signed_halves, below), one));
     }
-    hn::StoreU(hn::TruncateTo(BlockBytes(), code), BlockBytes(), codes + j);
+    code = hn::IfThenElse(is_normal, code, below);
+    const auto tops = upper_halves(even_bits, odd_bits);
+    if constexpr (kMoment == Moment::first)
+      code = hn::OrAnd(code, hn::ShiftRight<8>(tops), hn::Set(halves, std::uint16_t{0x80}));
+    const auto exponents = hn::And(tops, hn::Set(halves, std::uint16_t{0x7F80}));
+    code = hn::IfThenZeroElse(hn::Eq(exponents, hn::Zero(halves)), code);
   }
-  return exponent < fp8::kInfiniteExponent;
+  const hn::Rebind<std::uint8_t, Halves> bytes;
+  hn::StoreU(hn::TruncateTo(bytes, code), bytes, static_cast<std::uint8_t*>(codes) + i);
 }
 
-HWY_INLINE void join_masters24(const bf16* weight, const std::int8_t* remainder, float* masters) {
-  const BlockFloats d;
-  const BlockWords words;
-  const BlockInts ints;
-  const hn::Rebind<std::uint16_t, BlockFloats> halves;
-  const hn::Rebind<std::int8_t, BlockFloats> bytes;
-  for (std::size_t j = 0; j < kMomentBlock; j += hn::Lanes(d)) {
-    const auto high = hn::ShiftLeft<16>(hn::PromoteTo(words, hn::LoadU(halves, &weight[j].bits)));
-    const auto low = hn::ShiftLeft<8>(hn::PromoteTo(ints, hn::LoadU(bytes, remainder + j)));
-    hn::StoreU(hn::BitCast(d, hn::Add(high, hn::BitCast(words, low))), d, masters + j);
-  }
+// --- masters, gradients and wider moments, two vectors at a time -----------------------------------------------------
+
+HWY_INLINE void load_masters(const Split24Tile& tile, std::size_t i, FloatVector& even, FloatVector& odd) {
+  const Floats d;
+  const Words words;
+  const SignedWords signed_words;
+  const hn::Rebind<std::int16_t, Floats> signed_halves;
+  const auto high = load_words(tile.weight, i);
+  // Two remainders in the lower half of each word; the odd one is the upper of them, sign and all.
+  const auto low =
+      hn::PromoteTo(signed_words, hn::LoadU(signed_halves, reinterpret_cast<const std::int16_t*>(tile.remainder8 + i)));
+  const auto even_low = hn::ShiftRight<16>(hn::ShiftLeft<24>(low));
+  const auto odd_low = hn::And(low, hn::Set(signed_words, -256));
+  even = hn::BitCast(d, hn::Add(hn::ShiftLeft<16>(high), hn::BitCast(words, even_low)));
+  odd = hn::BitCast(d, hn::Add(high_half(high), hn::BitCast(words, odd_low)));
+}
+HWY_INLINE void load_masters(const WholeTile& tile, std::size_t i, FloatVector& even, FloatVector& odd) {
+  hn::LoadInterleaved2(Floats(), tile.weight + i, even, odd);
+}
+HWY_INLINE void load_masters(const Fp16Tile& tile, std::size_t i, FloatVector& even, FloatVector& odd) {
+  hn::LoadInterleaved2(Floats(), tile.master + i, even, odd);
 }
 
-// False when one came out that may not be committed.
-HWY_INLINE bool split_masters24(const float* masters, const std::uint32_t* random, bf16* weight,
-                                std::int8_t* remainder) {
-  const BlockWords words;
-  const BlockInts ints;
-  const hn::Rebind<std::uint16_t, BlockFloats> halves;
-  const hn::Rebind<std::uint8_t, BlockFloats> bytes;
-  auto refused = hn::Zero(words);
-  for (std::size_t j = 0; j < kMomentBlock; j += hn::Lanes(words)) {
-    const auto exact = hn::BitCast(words, hn::LoadU(BlockFloats(), masters + j));
-    const auto added = hn::And(hn::ShiftRight<16>(hn::LoadU(words, random + j)), hn::Set(words, 0xFFu));
-    const auto rounded = hn::Add(exact, added);  // its last 8 bits count no more
-    const auto kept = hn::And(rounded, hn::Set(words, 0xFFFFFF00u));
-    const auto high = hn::ShiftRight<16>(hn::Add(kept, hn::Set(words, 0x8000u)));
-    hn::StoreU(hn::TruncateTo(halves, high), halves, &weight[j].bits);
-    hn::StoreU(hn::TruncateTo(bytes, hn::And(hn::ShiftRight<8>(kept), hn::Set(words, 0xFFu))), bytes,
-               reinterpret_cast<std::uint8_t*>(remainder + j));
-    const auto magnitude = hn::And(kept, hn::Set(words, 0x7FFFFFFFu));
-    refused = hn::Or(refused, hn::Add(magnitude, hn::Set(words, 0x80000000u - kMasterLimitBits)));
-  }
-  return hn::AllFalse(ints, hn::Lt(hn::BitCast(ints, refused), hn::Zero(ints)));
+HWY_INLINE void store_masters(FloatVector even, FloatVector odd, const WholeTile& tile, std::size_t i) {
+  hn::StoreInterleaved2(even, odd, Floats(), tile.weight + i);
+}
+HWY_INLINE void store_masters(FloatVector even, FloatVector odd, const Fp16Tile& tile, std::size_t i) {
+  const Floats d;
+  hn::StoreInterleaved2(even, odd, d, tile.master + i);
+  store_words(hn::Or(fp16_of_floats(d, even), hn::ShiftLeft<16>(fp16_of_floats(d, odd))), tile.weight, i);
 }
 
-// --- a stretch -------------------------------------------------------------------------------------------------------
-
-// The block at element i of `packed` is that at element k of `values`.
-HWY_INLINE void unpack_block(const Packed& packed, std::size_t i, Unpacked& values, std::size_t k) {
-  const std::size_t block = i / kMomentBlock;
-  if (packed.moment1 != nullptr)
-    decode_block<Moment::first>(packed.moment1 + i, packed.scale1[block], values.moment1 + k);
-  if (packed.moment2 != nullptr)
-    decode_block<Moment::second>(packed.moment2 + i, packed.scale2[block], values.moment2 + k);
-  if (packed.remainder != nullptr) join_masters24(packed.weight + i, packed.remainder + i, values.master + k);
-}
-
-HWY_INLINE bool pack_block(const Unpacked& values, std::size_t k, const Rounding& rounding, const Packed& packed,
-                           std::size_t i) {
-  HWY_ALIGN std::uint32_t random[kMomentBlock];
-  for (std::size_t j = 0; j < kMomentBlock; j += hn::Lanes(BlockWords()))
-    hn::StoreU(rounding_words(rounding, k + j), BlockWords(), random + j);
-  const std::size_t block = i / kMomentBlock;
-  bool sound = true;
-  if (packed.moment1 != nullptr)
-    sound &= encode_block<Moment::first>(values.moment1 + k, random, packed.moment1 + i, packed.scale1[block]);
-  if (packed.moment2 != nullptr)
-    sound &= encode_block<Moment::second>(values.moment2 + k, random, packed.moment2 + i, packed.scale2[block]);
-  if (packed.remainder != nullptr)
-    sound &= split_masters24(values.master + k, random, packed.weight + i, packed.remainder + i);
-  return sound;
-}
-
-// A block of its own memory for the elements behind a tile's last whole block: zeros fill it up.
-struct LastBlock {
-  std::uint8_t moment1[kMomentBlock] = {};
-  std::uint8_t moment2[kMomentBlock] = {};
-  bf16 weight[kMomentBlock] = {};
-  std::int8_t remainder[kMomentBlock] = {};
-
-  Packed arrays(const Packed& packed, std::size_t block) {
-    return {.moment1 = packed.moment1 != nullptr ? moment1 : nullptr,
-            .scale1 = packed.moment1 != nullptr ? packed.scale1 + block : nullptr,
-            .moment2 = packed.moment2 != nullptr ? moment2 : nullptr,
-            .scale2 = packed.moment2 != nullptr ? packed.scale2 + block : nullptr,
-            .weight = packed.remainder != nullptr ? weight : nullptr,
-            .remainder = packed.remainder != nullptr ? remainder : nullptr};
-  }
+// The largest magnitudes (bits) that came out, for what may not be committed.
+struct Largest {
+  WordVector even_master, odd_master, moment;
 };
-template <typename T>
-HWY_INLINE void copy_some(const T* from, std::size_t count, T* to) {
-  if (from != nullptr && to != nullptr) std::copy_n(from, count, to);
+HWY_INLINE Largest none() { return {hn::Zero(Words()), hn::Zero(Words()), hn::Zero(Words())}; }
+
+template <class Tile>
+HWY_INLINE void put_masters(FloatVector even, FloatVector odd, const WordPair&, const Tile& tile, std::size_t i,
+                            Largest& largest) {
+  store_masters(even, odd, tile, i);
+  largest.even_master = hn::Max(largest.even_master, magnitude_of(even));
+  largest.odd_master = hn::Max(largest.odd_master, magnitude_of(odd));
 }
-HWY_INLINE Packed beyond(Packed packed, std::size_t i) {
-  const auto advance = [i](auto*& array, std::size_t elements) {
-    if (array != nullptr) array += i / elements;
+HWY_INLINE void put_masters(FloatVector even, FloatVector odd, const WordPair& random, const Split24Tile& tile,
+                            std::size_t i, Largest& largest) {
+  const Words words;
+  const HalvesOfWords halves;
+  const auto last_byte = hn::Set(words, 0xFFu);
+  const auto even_added = hn::And(hn::ShiftRight<16>(random.even), last_byte);
+  const auto odd_added = hn::And(hn::ShiftRight<16>(random.odd), last_byte);
+  // The last 8 bits of the sums count no more.
+  const auto even_sum = hn::Add(hn::BitCast(words, even), even_added);
+  const auto odd_sum = hn::Add(hn::BitCast(words, odd), odd_added);
+  const auto half = hn::Set(words, 0x8000u);
+  store_words(hn::BitCast(words, upper_halves(hn::Add(even_sum, half), hn::Add(odd_sum, half))), tile.weight, i);
+  const auto remainders = hn::IfVecThenElse(last_byte, hn::ShiftRight<8>(even_sum), odd_sum);
+  hn::StoreU(hn::TruncateTo(halves, remainders), halves, reinterpret_cast<std::uint16_t*>(tile.remainder8 + i));
+  // A sum could leave a NaN behind; that of the magnitude cannot.
+  largest.even_master = hn::Max(largest.even_master, hn::Add(magnitude_of(even), even_added));
+  largest.odd_master = hn::Max(largest.odd_master, hn::Add(magnitude_of(odd), odd_added));
+}
+
+template <DType kDtype>
+HWY_INLINE void load_two(const void* elements, std::size_t i, FloatVector& even, FloatVector& odd) {
+  if constexpr (kDtype == DType::fp32) {
+    hn::LoadInterleaved2(Floats(), static_cast<const float*>(elements) + i, even, odd);
+  } else {
+    load_pairs<kDtype>(elements, i, even, odd);
+  }
+}
+
+// Not a kernel for each dtype: that the branch goes one way is known to the processor soon enough.
+HWY_INLINE void load_gradients(const void* gradient, DType dtype, std::size_t i, FloatVector& even, FloatVector& odd) {
+  if (dtype == DType::bf16) return load_two<DType::bf16>(gradient, i, even, odd);
+  if (dtype == DType::fp16) return load_two<DType::fp16>(gradient, i, even, odd);
+  load_two<DType::fp32>(gradient, i, even, odd);
+}
+
+template <MomentType kMoments, Moment kMoment>
+HWY_INLINE void load_moments(const void* moment, const std::uint8_t* scales, std::size_t i, FloatVector& even,
+                             FloatVector& odd) {
+  if constexpr (kMoments == MomentType::fp8) {
+    load_blocks<kMoment>(moment, scales, i, even, odd);
+  } else {
+    load_two<kElementOf<kMoments>>(moment, i, even, odd);
+  }
+}
+
+template <MomentType kMoments, Moment kMoment>
+HWY_INLINE void put_moments(FloatVector even, FloatVector odd, const Rounding& rounding, const WordPair& random,
+                            void* moment, std::uint8_t* scales, std::size_t i, Largest& largest) {
+  if constexpr (kMoments == MomentType::fp8) {
+    store_blocks<kMoment>(even, odd, random, moment, scales, i, largest.moment);
+  } else {
+    largest.moment = hn::Max(largest.moment, hn::Max(magnitude_of(even), magnitude_of(odd)));
+    if constexpr (kMoments == MomentType::fp32) {
+      hn::StoreInterleaved2(without_denormals(even), without_denormals(odd), Floats(), static_cast<float*>(moment) + i);
+    } else if constexpr (kMoment == Moment::first) {
+      const auto half = hn::Set(Words(), 0x8000u);
+      store_moments(even, odd, half, half, moment, i);
+    } else {
+      const WordPair added = random_halves_of_pairs(rounding, i);
+      store_moments(even, odd, added.even, added.odd, moment, i);
+    }
+  }
+}
+
+// --- a step, and a tile ----------------------------------------------------------------------------------------------
+
+template <Formula kFormula, MomentType kMoments, class Tile>
+HWY_INLINE void update_step(const UpdateCoefficients& c, const Tile& tile, std::size_t i, Largest& largest) {
+  Numbers even, odd;
+  load_masters(tile, i, even.master, odd.master);
+  load_gradients(tile.gradient, tile.gradient_dtype, i, even.gradient, odd.gradient);
+  if constexpr (has_moment1(kFormula))
+    load_moments<kMoments, Moment::first>(tile.moment1, tile.scale1, i, even.moment1, odd.moment1);
+  if constexpr (has_moment2(kFormula))
+    load_moments<kMoments, Moment::second>(tile.moment2, tile.scale2, i, even.moment2, odd.moment2);
+  apply<kFormula>(c, even);
+  apply<kFormula>(c, odd);
+  WordPair random;
+  if constexpr (kRoundsAtRandom<kMoments, Tile>) random = rounding_words(tile.rounding, i);
+  put_masters(even.master, odd.master, random, tile, i, largest);
+  if constexpr (has_moment1(kFormula)) {
+    put_moments<kMoments, Moment::first>(even.moment1, odd.moment1, tile.rounding, random, tile.moment1, tile.scale1, i,
+                                         largest);
+  }
+  if constexpr (has_moment2(kFormula)) {
+    put_moments<kMoments, Moment::second>(even.moment2, odd.moment2, tile.rounding, random, tile.moment2, tile.scale2,
+                                          i, largest);
+  }
+}
+
+// kLine elements from element i on; of an array of b bytes an element these are b lines, where kLine is 64.
+template <std::size_t kBytes>
+HWY_INLINE void prefetch_elements(const void* array, std::size_t i) {
+  const auto* at = static_cast<const std::byte*>(array) + i * kBytes;
+  for (std::size_t b = 0; b < kLine * kBytes; b += 64) hwy::Prefetch(at + b);
+}
+HWY_INLINE void prefetch_scales(const std::uint8_t* scales, std::size_t i) {
+  if (i / kMomentBlock % 64 < kLine / kMomentBlock) hwy::Prefetch(scales + i / kMomentBlock + 64);
+}
+
+template <Formula kFormula, MomentType kMoments, class Tile>
+HWY_INLINE void prefetch_step(Tile tile, std::size_t i) {
+  const std::size_t ahead = i + kPrefetchAhead;
+  visit_master(tile, [&](auto* array) HWY_ATTR { prefetch_elements<sizeof(*array)>(array, ahead); });
+  if constexpr (has_moment1(kFormula)) prefetch_elements<kMomentBytes<kMoments>>(tile.moment1, ahead);
+  if constexpr (has_moment2(kFormula)) prefetch_elements<kMomentBytes<kMoments>>(tile.moment2, ahead);
+  if constexpr (kMoments == MomentType::fp8 && has_moment1(kFormula)) prefetch_scales(tile.scale1, i);
+  if constexpr (kMoments == MomentType::fp8 && has_moment2(kFormula)) prefetch_scales(tile.scale2, i);
+  tile.gradient_dtype == DType::fp32 ? prefetch_elements<4>(tile.gradient, ahead)
+                                     : prefetch_elements<2>(tile.gradient, ahead);
+}
+
+// The last elements of a tile, fewer than kLine, in memory of their own that zeros fill up: they leave moments of zero
+// behind, which change no scale. What is returned is of the real ones.
+template <Formula kFormula, MomentType kMoments, class Tile>
+HWY_NOINLINE Largest update_last(const UpdateCoefficients& c, const Tile& tile, std::size_t first) {
+  struct Copy {
+    std::byte* original;
+    const std::byte* copy;
+    std::size_t bytes;
   };
-  advance(packed.moment1, 1);
-  advance(packed.moment2, 1);
-  advance(packed.weight, 1);
-  advance(packed.remainder, 1);
-  advance(packed.scale1, kMomentBlock);
-  advance(packed.scale2, kMomentBlock);
-  return packed;
-}
-HWY_INLINE void copy_packed(const Packed& from, std::size_t count, const Packed& to) {
-  copy_some(from.moment1, count, to.moment1);
-  copy_some(from.moment2, count, to.moment2);
-  copy_some(from.weight, count, to.weight);
-  copy_some(from.remainder, count, to.remainder);
+  constexpr std::size_t kArrays = 7, kArrayBytes = 4 * kLine;
+  HWY_ALIGN std::byte memory[kArrays * kArrayBytes] = {};
+  std::array<Copy, kArrays> copies{};
+  std::size_t taken = 0;
+  const std::size_t count = tile.count - first;
+  // Points `array`, of which `begin` bytes are not ours, at a copy of the next ones.
+  const auto take = [&](auto*& array, std::size_t begin, std::size_t bytes) {
+    using Element = std::remove_reference_t<decltype(array)>;
+    auto* const original = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(array))) + begin;
+    std::byte* const copy = memory + taken * kArrayBytes;
+    std::memcpy(copy, original, bytes);
+    copies[taken++] = {original, copy, bytes};
+    array = static_cast<Element>(static_cast<void*>(copy));
+  };
+  Tile last = tile;
+  take(last.gradient, first * dtype_bytes(tile.gradient_dtype), count * dtype_bytes(tile.gradient_dtype));
+  visit_master(last, [&](auto*& array) { take(array, first * sizeof(*array), count * sizeof(*array)); });
+  const auto take_moment = [&](void*& moment, std::uint8_t*& scales) {
+    take(moment, first * kMomentBytes<kMoments>, count * kMomentBytes<kMoments>);
+    if (kMoments == MomentType::fp8) take(scales, first / kMomentBlock, (count + kMomentBlock - 1) / kMomentBlock);
+  };
+  if constexpr (has_moment1(kFormula)) take_moment(last.moment1, last.scale1);
+  if constexpr (has_moment2(kFormula)) take_moment(last.moment2, last.scale2);
+  last.rounding.first += static_cast<std::uint32_t>(first);
+
+  const Words words;
+  const std::size_t step = 2 * hn::Lanes(words);
+  Largest all = none();
+  for (std::size_t j = 0; j < count; j += step) {
+    Largest largest = none();
+    update_step<kFormula, kMoments>(c, last, j, largest);
+    // Without an epsilon a master beside moments of zero ends as no number.
+    const std::size_t real = std::min(step, count - j);
+    const auto even = hn::IfThenElseZero(hn::FirstN(words, (real + 1) / 2), largest.even_master);
+    const auto odd = hn::IfThenElseZero(hn::FirstN(words, real / 2), largest.odd_master);
+    all = {hn::Max(all.even_master, even), hn::Max(all.odd_master, odd), hn::Max(all.moment, largest.moment)};
+  }
+  for (std::size_t k = 1; k < taken; ++k) std::memcpy(copies[k].original, copies[k].copy, copies[k].bytes);
+  return all;
 }
 
-HWY_INLINE void unpack(const Packed& packed, std::size_t count, Unpacked& values) {
-  std::size_t i = 0;
-  for (; i + kMomentBlock <= count; i += kMomentBlock) unpack_block(packed, i, values, i);
-  if (i == count) return;
-  LastBlock last;
-  const Packed arrays = last.arrays(packed, i / kMomentBlock);
-  copy_packed(beyond(packed, i), count - i, arrays);
-  unpack_block(arrays, 0, values, i);
+template <MomentType kMoments, class Tile>
+HWY_INLINE bool is_sound(const Largest& largest) {
+  const Words words;
+  const auto master = hn::Max(largest.even_master, largest.odd_master);
+  const auto fine = hn::And(hn::Lt(master, hn::Set(words, kMasterLimitOf<Tile>)),
+                            hn::Lt(largest.moment, hn::Set(words, kMomentLimitBits<kMoments>)));
+  return hn::AllTrue(words, fine);
 }
 
-HWY_INLINE bool pack(Unpacked& values, const Rounding& rounding, std::size_t count, const Packed& packed) {
-  bool sound = true;
+template <Formula kFormula, MomentType kMoments, class Tile>
+bool update_packed(const UpdateCoefficients& coefficients, const Tile& packed) {
+  // Copies whose address is never given away, or every store could be a store into them.
+  const UpdateCoefficients c = coefficients;
+  const Tile tile = packed;
+  const std::size_t step = 2 * hn::Lanes(Floats());
+  Largest largest = none();
   std::size_t i = 0;
-  for (; i + kMomentBlock <= count; i += kMomentBlock) sound &= pack_block(values, i, rounding, packed, i);
-  if (i == count) return sound;
-  for (float* const array : {values.moment1, values.moment2, values.master})
-    std::fill(array + count, array + i + kMomentBlock, 0.0f);
-  LastBlock last;
-  const Packed arrays = last.arrays(packed, i / kMomentBlock);
-  sound &= pack_block(values, i, rounding, arrays, 0);
-  copy_packed(arrays, count - i, beyond(packed, i));
+  for (; i + kLine <= tile.count; i += kLine) {
+    prefetch_step<kFormula, kMoments>(tile, i);
+    for (std::size_t j = 0; j < kLine; j += step) update_step<kFormula, kMoments>(c, tile, i + j, largest);
+  }
+  bool sound = is_sound<kMoments, Tile>(largest);
+  if (i < tile.count) sound &= is_sound<kMoments, Tile>(update_last<kFormula, kMoments>(coefficients, packed, i));
   return sound;
 }
 
-// --- a tile ----------------------------------------------------------------------------------------------------------
+#endif  // HWY_TARGET == HWY_SCALAR
 
-HWY_INLINE const std::int8_t* remainder8_of(const SplitTile& tile) { return tile.remainder8; }
-template <class Tile>
-HWY_INLINE const std::int8_t* remainder8_of(const Tile&) {
-  return nullptr;
-}
-template <class Tile>
-HWY_INLINE bool is_packed(const Tile& tile) {
-  return tile.moment_type == MomentType::fp8 || remainder8_of(tile) != nullptr;
-}
+// --- which kernel ----------------------------------------------------------------------------------------------------
 
-HWY_INLINE void advance_master(SplitTile& tile, std::size_t i) {
-  tile.weight += i;
-  if (tile.remainder != nullptr) tile.remainder += i;
-  if (tile.remainder8 != nullptr) tile.remainder8 += i;
-}
-HWY_INLINE void advance_master(WholeTile& tile, std::size_t i) { tile.weight += i; }
-HWY_INLINE void advance_master(Fp16Tile& tile, std::size_t i) {
-  tile.weight += i;
-  tile.master += i;
-}
-
-HWY_INLINE void* advanced(void* array, std::size_t bytes) {
-  return array == nullptr ? nullptr : static_cast<std::byte*>(array) + bytes;
-}
-
-// Elements [first, first + count) of a tile. Pre: first is a multiple of kStretch.
-template <class Tile>
-HWY_INLINE Tile part(Tile tile, std::size_t first, std::size_t count) {
-  advance_master(tile, first);
-  const std::size_t width = tile.moment_type == MomentType::fp32 ? 4 : tile.moment_type == MomentType::bf16 ? 2 : 1;
-  tile.moment1 = advanced(tile.moment1, width * first);
-  tile.moment2 = advanced(tile.moment2, width * first);
-  if (tile.scale1 != nullptr) tile.scale1 += first / kMomentBlock;
-  if (tile.scale2 != nullptr) tile.scale2 += first / kMomentBlock;
-  tile.gradient = static_cast<const std::byte*>(tile.gradient) + first * dtype_bytes(tile.gradient_dtype);
-  tile.rounding.first += static_cast<std::uint32_t>(first);
-  tile.count = count;
-  return tile;
-}
-
-template <class Tile>
-HWY_INLINE Packed packed_arrays(const Tile& tile, Formula formula) {
-  Packed packed;
-  if (tile.moment_type == MomentType::fp8 && has_moment1(formula)) {
-    packed.moment1 = static_cast<std::uint8_t*>(tile.moment1);
-    packed.scale1 = tile.scale1;
+template <MomentType kMoments, class Tile>
+bool packed_by_formula(const UpdateCoefficients& c, const Tile& tile) {
+  switch (c.formula) {
+    case Formula::adamw:
+      return update_packed<Formula::adamw, kMoments>(c, tile);
+    case Formula::adam:
+      return update_packed<Formula::adam, kMoments>(c, tile);
+    case Formula::adagrad:
+      return update_packed<Formula::adagrad, kMoments>(c, tile);
+    case Formula::lion:
+      return update_packed<Formula::lion, kMoments>(c, tile);
+    case Formula::momentum:
+      return update_packed<Formula::momentum, kMoments>(c, tile);
+    case Formula::sgd:
+      return update_packed<Formula::sgd, MomentType::fp32>(c, tile);
   }
-  if (tile.moment_type == MomentType::fp8 && has_moment2(formula)) {
-    packed.moment2 = static_cast<std::uint8_t*>(tile.moment2);
-    packed.scale2 = tile.scale2;
-  }
-  if constexpr (std::is_same_v<Tile, SplitTile>) {
-    if (tile.remainder8 != nullptr) {
-      packed.weight = tile.weight;
-      packed.remainder = tile.remainder8;
-    }
-  }
-  return packed;
+  return false;
 }
 
-// The next stretch of every packed array; gradients, and what is not packed, are fetched by the kernels themselves.
-HWY_INLINE void prefetch_packed(const Packed& packed) {
-  for (std::size_t line = 0; line < kStretch; line += 64) {
-    if (packed.moment1 != nullptr) hwy::Prefetch(packed.moment1 + kStretch + line);
-    if (packed.moment2 != nullptr) hwy::Prefetch(packed.moment2 + kStretch + line);
-    if (packed.remainder != nullptr) {
-      hwy::Prefetch(packed.remainder + kStretch + line);
-      hwy::Prefetch(packed.weight + kStretch + line);
-      hwy::Prefetch(packed.weight + kStretch + line + 32);
-    }
-  }
-  if (packed.scale1 != nullptr) hwy::Prefetch(packed.scale1 + kStretch / kMomentBlock);
-  if (packed.scale2 != nullptr) hwy::Prefetch(packed.scale2 + kStretch / kMomentBlock);
-}
-
-template <class Tile>
-bool update_stretch(const UpdateCoefficients& c, Tile tile, Unpacked& values) {
-  const Packed packed = packed_arrays(tile, c.formula);
-  prefetch_packed(packed);
-  unpack(packed, tile.count, values);
-  if (tile.moment_type == MomentType::fp8) {
-    tile.moment_type = MomentType::fp32;
-    tile.moment1 = values.moment1;
-    tile.moment2 = values.moment2;
-  }
-  bool sound = true;
-  if (packed.remainder != nullptr) {
-    const WholeTile whole{.weight = values.master,
-                          .moment1 = tile.moment1,
-                          .moment2 = tile.moment2,
-                          .gradient = tile.gradient,
-                          .gradient_dtype = tile.gradient_dtype,
-                          .count = tile.count,
-                          .moment_type = tile.moment_type,
-                          .rounding = tile.rounding};
-    sound = update_by_formula(c, whole);
-  } else {
-    sound = update_by_formula(c, tile);
-  }
-  return pack(values, tile.rounding, tile.count, packed) && sound;
-}
-
+// Tiles whose master is not packed.
 template <class Tile>
 bool update_any(const UpdateCoefficients& c, const Tile& tile) {
-  if (!is_packed(tile)) return update_by_formula(c, tile);
-  Unpacked values;
-  bool sound = true;
-  for (std::size_t first = 0; first < tile.count; first += kStretch)
-    sound &= update_stretch(c, part(tile, first, std::min(kStretch, tile.count - first)), values);
-  return sound;
+  if (tile.moment_type == MomentType::fp8) return packed_by_formula<MomentType::fp8>(c, tile);
+  return update_by_formula(c, tile);
 }
 
-inline bool update_split(const UpdateCoefficients& c, const SplitTile& tile) { return update_any(c, tile); }
+inline bool update_split24(const UpdateCoefficients& c, const Split24Tile& tile) {
+  switch (tile.moment_type) {
+    case MomentType::fp32:
+      return packed_by_formula<MomentType::fp32>(c, tile);
+    case MomentType::bf16:
+      return packed_by_formula<MomentType::bf16>(c, tile);
+    case MomentType::fp8:
+      return packed_by_formula<MomentType::fp8>(c, tile);
+  }
+  return false;
+}
+
+inline bool update_split(const UpdateCoefficients& c, const SplitTile& tile) {
+  return tile.remainder8 != nullptr ? update_split24(c, Split24Tile{tile}) : update_any(c, tile);
+}
 inline bool update_whole(const UpdateCoefficients& c, const WholeTile& tile) { return update_any(c, tile); }
 inline bool update_fp16(const UpdateCoefficients& c, const Fp16Tile& tile) { return update_any(c, tile); }
 

@@ -198,7 +198,7 @@ HWY_INLINE void store_moment2(FloatVector value, const Rounding& rounding, void*
 // A moment of bf16 must not round to infinity either; a master's limit keeps half a step away from it, this a whole
 // one.
 template <MomentType kMoments>
-inline constexpr std::uint32_t kMomentLimitBits = kMoments == MomentType::fp32 ? kInfinityBits : 0x7F7F0000u;
+inline constexpr std::uint32_t kMomentLimitBits = kMoments == MomentType::bf16 ? 0x7F7F0000u : kInfinityBits;
 
 // `refused` collects lanes that may not be committed in its top bits.
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>

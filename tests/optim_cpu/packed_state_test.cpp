@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // State of 8 bits: the arithmetic is that of fp32, and what is stored is rounded as update.hpp and block_fp8.hpp say.
 #include <cmath>
+#include <cstring>
+#include <iterator>
 #include <limits>
+#include <span>
 
+#include <hoist/core/checksum.hpp>
 #include <hoist/optim_cpu/block_fp8.hpp>
 
 #include "tiles.hpp"
@@ -206,7 +210,7 @@ TEST_P(PackedState, IsTheFp32StateRounded) {
       SCOPED_TRACE(name + " count " + std::to_string(count));
       const Rounding rounding{.key = 0x9E3779B9u, .first = 0xFFFFFFF0u + static_cast<std::uint32_t>(count % 3)};
       Rng rng(count + 1);
-      PackedTile tile(form, count, gradient, count % 5);
+      PackedTile tile(form, count, gradient, count % 17);
       count % 2 == 0 ? fill_ordinary(tile.wide, rng) : fill_extreme(tile.wide, rng);
       tile.adopt();
       const Tile expected = updated_wide(tile, c, rounding);
@@ -247,6 +251,103 @@ TEST_P(PackedState, DoesNotDependOnTiles) {
     EXPECT_TRUE(updated(tile_count).same_state(expected)) << tile_count;
 }
 
+// --- the bits that stores hold
+// ------------------------------------------------------------------------------------------
+
+std::uint64_t digest_of(const PackedTile& tile) {
+  std::uint64_t digest = 0;
+  const auto add = [&](const auto& array) {
+    digest = checksum(std::as_bytes(std::span(array.data(), array.size())), digest);
+  };
+  add(tile.wide.weight);
+  add(tile.wide.remainder);
+  add(tile.wide.master_array);
+  add(tile.wide.moment1);
+  add(tile.wide.moment2);
+  add(tile.fp16_weight);
+  add(tile.remainder);
+  add(tile.codes1);
+  add(tile.codes2);
+  add(tile.scales1);
+  add(tile.scales2);
+  add(tile.narrow1);
+  add(tile.narrow2);
+  return digest;
+}
+
+// Twenty steps of ordinary numbers and one of numbers of every scale, by every optimizer.
+std::uint64_t digest_of_training(const Form& form) {
+  std::uint64_t digest = 0;
+  const auto add = [&](const PackedTile& tile) {
+    const std::uint64_t one = digest_of(tile);
+    digest = checksum(std::as_bytes(std::span(&one, 1)), digest);
+  };
+  for (const NamedOptions& optimizer : every_optimizer()) {
+    for (const DType gradient : kDTypes) {
+      Rng rng(12);
+      PackedTile ordinary(form, 1037, gradient), extreme(form, 1037, gradient);
+      fill_ordinary(ordinary.wide, rng);
+      ordinary.adopt();
+      for (std::uint32_t step = 1; step <= 20; ++step) {
+        EXPECT_TRUE(ordinary.update(UpdateCoefficients(optimizer.options, step, 0.5), {.key = step * 0x9E3779B9u}));
+        new_gradients(ordinary.wide, rng);
+      }
+      add(ordinary);
+      fill_extreme(extreme.wide, rng);
+      extreme.adopt();
+      (void)extreme.update(UpdateCoefficients(optimizer.options, 2, 0.5), {.key = 3});
+      add(extreme);
+    }
+  }
+  return digest;
+}
+
+// What was computed before is what is computed now, on every instruction set: stores go on with the same bits.
+TEST(PackedStateBits, AreTheOnesThatStoresHold) {
+  constexpr std::uint64_t kDigests[] = {9401035021273779464u, 1830085733835440984u, 3735280224708674723u,
+                                        5765183602993576476u, 6258294433089273417u, 15747968856535396891u};
+  for (std::size_t i = 0; i < std::size(kForms); ++i) {
+    for (const auto& name : supported_instruction_sets()) {
+      const Forced forced(name);
+      EXPECT_EQ(digest_of_training(kForms[i]), kDigests[i]) << kForms[i] << ", " << name << std::hex;
+    }
+  }
+}
+
+// Lion with beta2 = 0 stores the gradient as its moment: any number beside any other, where rounding turns.
+TEST(PackedStateBits, EveryThresholdOfRoundingIsTheScalarTexts) {
+  const UpdateCoefficients c({.kind = OptimizerKind::lion, .learning_rate = 1e-4, .beta2 = 0, .weight_decay = 0}, 1, 1);
+  constexpr std::size_t kCount = 4096;
+  for (const auto& name : supported_instruction_sets()) {
+    const Forced forced(name);
+    for (std::uint32_t round = 0; round < 40; ++round) {
+      SCOPED_TRACE(name + " round " + std::to_string(round));
+      Rng rng(round);
+      PackedTile tile({"", DType::fp32, MomentType::fp8}, kCount, DType::fp32);
+      Guarded<float> values(kCount);
+      for (std::size_t i = 0; i < kCount; ++i) {
+        // Beside a largest with an exponent that is the block's: multiples of 2^-20 of the least exponent, where the
+        // random bits begin to count, and what lies a bit beside them.
+        const int exponent = static_cast<int>(i / kMomentBlock % 190) - 80;
+        const int bits = static_cast<int>(rng.below(25));
+        const auto multiple = static_cast<double>(rng.below(std::uint64_t{1} << bits));
+        auto value = static_cast<float>(std::ldexp(multiple, exponent - 6 - 20));
+        if (i % kMomentBlock == 3) value = static_cast<float>(std::ldexp(1 + rng.uniform(), exponent));
+        const auto beside = static_cast<std::uint32_t>(rng.below(3));
+        if (value > 0) value = std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) + beside - 1);
+        values[i] = rng.below(2) == 0 ? value : -value;
+        tile.wide.set_gradient(i, values[i]);
+        if (std::abs(values[i]) < 0x1.0p-126f) values[i] = 0;
+      }
+      tile.adopt();
+      const Rounding rounding{.key = round * 0x85EBCA6Bu, .first = round};
+      EXPECT_TRUE(tile.update(c, rounding));
+      for (std::size_t first = 0; first < kCount; first += kMomentBlock)
+        ASSERT_NO_FATAL_FAILURE(expect_block(values, tile, first, rounding, Moment::first));
+    }
+  }
+}
+
 // --- limits
 // -------------------------------------------------------------------------------------------------------------
 
@@ -277,6 +378,48 @@ TEST(PackedStateLimits, WhatCannotBeCommittedIsRefusedWhereverItIs) {
         tile.adopt();
         EXPECT_EQ(tile.update(UpdateCoefficients(one.options, 1, 1.0), {}), one.sound)
             << one.name << " at " << bad << ", " << name;
+      }
+    }
+  }
+}
+
+// NaN of every payload, those too that a sum of integers would carry over: whatever is in a gradient's memory.
+TEST(PackedStateLimits, NoNaNIsOverlooked) {
+  constexpr std::size_t kCount = 71;
+  for (const auto& name : supported_instruction_sets()) {
+    const Forced forced(name);
+    for (const Form& form : kForms) {
+      for (const auto& [optimizer, options] : every_optimizer()) {
+        for (const std::uint32_t bits : {0xFFFFFFFFu, 0x7FFFFFFFu, 0x7FFFFF80u, 0x7F800001u, 0xFFC00000u}) {
+          for (const std::size_t bad : {0u, 1u, 40u, 64u, 69u, 70u}) {
+            PackedTile tile(form, kCount, DType::fp32);
+            Rng rng(bad);
+            fill_ordinary(tile.wide, rng);
+            tile.adopt();
+            std::memcpy(tile.wide.gradient.data() + 4 * bad, &bits, 4);
+            EXPECT_FALSE(tile.update(UpdateCoefficients(options, 1, 1.0), {.key = 1}))
+                << optimizer << ", " << form << ", " << name << ", element " << bad << " " << std::hex << bits;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Lanes behind a tile's end are zeros; without an epsilon that would be zero divided by zero.
+TEST(PackedStateLimits, WhatIsBehindTheEndIsNotRefused) {
+  const UpdateCoefficients c({.epsilon = 0, .weight_decay = 0}, 1, 1.0);
+  for (const auto& name : supported_instruction_sets()) {
+    const Forced forced(name);
+    for (const Form& form : kForms) {
+      for (std::size_t count = 1; count < 70; ++count) {
+        PackedTile tile(form, count, DType::fp32);
+        Rng rng(count);
+        fill_ordinary(tile.wide, rng);
+        for (std::size_t i = 0; i < count; ++i) tile.wide.set_gradient(i, 1e-3f);
+        tile.adopt();
+        EXPECT_TRUE(tile.update(c, {.key = 1})) << form << ", " << name << ", " << count;
+        ASSERT_TRUE(tile.intact());
       }
     }
   }
