@@ -74,40 +74,70 @@ std::string title(const KernelCase& what) {
   return text;
 }
 
-std::vector<Kernel> kernels() {
-  const OptimizerOptions adamw{.learning_rate = 1e-5};
-  const OptimizerOptions half_moments{.learning_rate = 1e-5, .moments = MomentType::bf16};
-  const OptimizerOptions fp8_moments{.learning_rate = 1e-5, .moments = MomentType::fp8};
-  OptimizerOptions all_of_8_bits = fp8_moments;
-  all_of_8_bits.remainder = RemainderType::int8;
-  const auto other = [](OptimizerKind kind, double momentum = 0) {
-    OptimizerOptions options = optim::default_options(kind);
-    options.learning_rate = 1e-5;
-    options.momentum = momentum;
-    return options;
-  };
-  std::vector<Kernel> all{
-      {{.optimizer = adamw, .master = DType::fp32, .gradient = DType::fp32}, 0.95},
-      {{.optimizer = adamw}, 0.92},
-      {{.optimizer = half_moments}, 0.90},
-      {{.optimizer = fp8_moments}},
-      {{.optimizer = all_of_8_bits}},
-      {{.optimizer = adamw, .checksum = true}},
-      {{.optimizer = adamw, .gradient = DType::fp32}},
-      {{.optimizer = adamw, .gradient = DType::fp16}},
-      {{.optimizer = adamw, .master = DType::fp16, .gradient = DType::fp16}},
-      {{.optimizer = half_moments, .master = DType::fp16, .gradient = DType::fp16}},
-      {{.optimizer = other(OptimizerKind::adam)}},
-      {{.optimizer = other(OptimizerKind::adagrad)}},
-      {{.optimizer = other(OptimizerKind::lion)}},
-      {{.optimizer = other(OptimizerKind::sgd, 0.9)}},
-      {{.optimizer = other(OptimizerKind::sgd)}},
-  };
-  const auto sets = optim::supported_instruction_sets();
-  if (std::ranges::find(sets, "AVX2") != sets.end() && sets.front() != "AVX2") {
-    all.push_back({{.optimizer = adamw, .master = DType::fp32, .gradient = DType::fp32, .instruction_set = "AVX2"}});
-    all.push_back({{.optimizer = adamw, .instruction_set = "AVX2"}});
+OptimizerOptions bench_options(OptimizerKind kind, MomentType moments, RemainderType remainder = RemainderType::int16) {
+  OptimizerOptions options = optim::default_options(kind);
+  options.learning_rate = 1e-5;
+  options.moments = moments;
+  options.remainder = remainder;
+  return options;
+}
+
+// Every form of master and moments that AdamW's state can have, each with the gradient that comes with its weights.
+std::vector<KernelCase> adamw_forms(const std::string& instruction_set) {
+  std::vector<KernelCase> all;
+  for (const DType master : {DType::fp32, DType::bf16, DType::fp16}) {
+    for (const RemainderType remainder : {RemainderType::int16, RemainderType::int8}) {
+      if (master != DType::bf16 && remainder == RemainderType::int8) continue;
+      for (const MomentType moments : {MomentType::fp32, MomentType::bf16, MomentType::fp8}) {
+        all.push_back({.optimizer = bench_options(OptimizerKind::adamw, moments, remainder),
+                       .master = master,
+                       .gradient = master,
+                       .instruction_set = instruction_set});
+      }
+    }
   }
+  return all;
+}
+
+// Beside a split master and a bf16 gradient; the last one with a master of 24 bits.
+std::vector<KernelCase> other_forms(OptimizerKind kind, double momentum = 0) {
+  std::vector<KernelCase> all;
+  const bool keeps = kind != OptimizerKind::sgd || momentum != 0;
+  for (const MomentType moments : {MomentType::fp32, MomentType::bf16, MomentType::fp8})
+    if (keeps || moments == MomentType::fp32) all.push_back({.optimizer = bench_options(kind, moments)});
+  all.push_back({.optimizer = bench_options(kind, keeps ? MomentType::fp8 : MomentType::fp32, RemainderType::int8)});
+  for (KernelCase& one : all) one.optimizer.momentum = momentum;
+  return all;
+}
+
+// What the update of AdamW is held to: of the stream, without checksums. 0: nothing.
+double target_of(const KernelCase& what) {
+  const OptimizerOptions& options = what.optimizer;
+  if (options.kind != OptimizerKind::adamw || what.checksum || !what.instruction_set.empty()) return 0;
+  if (options.moments == MomentType::fp8 || options.remainder == RemainderType::int8) return 0;
+  if (what.master == DType::fp32 && what.gradient == DType::fp32 && options.moments == MomentType::fp32) return 0.95;
+  if (what.master != DType::bf16 || what.gradient != DType::bf16) return 0;
+  return options.moments == MomentType::fp32 ? 0.92 : 0.90;
+}
+
+std::vector<Kernel> kernels() {
+  std::vector<KernelCase> cases = adamw_forms("");
+  const auto add = [&](const std::vector<KernelCase>& more) { cases.insert(cases.end(), more.begin(), more.end()); };
+  const OptimizerOptions adamw = bench_options(OptimizerKind::adamw, MomentType::fp32);
+  const OptimizerOptions all_of_8_bits = bench_options(OptimizerKind::adamw, MomentType::fp8, RemainderType::int8);
+  add({{.optimizer = adamw, .gradient = DType::fp32},
+       {.optimizer = adamw, .gradient = DType::fp16},
+       {.optimizer = adamw, .checksum = true},
+       {.optimizer = all_of_8_bits, .checksum = true}});
+  add(other_forms(OptimizerKind::adam));
+  add(other_forms(OptimizerKind::adagrad));
+  add(other_forms(OptimizerKind::lion));
+  add(other_forms(OptimizerKind::sgd, 0.9));
+  add(other_forms(OptimizerKind::sgd));
+  const auto sets = optim::supported_instruction_sets();
+  if (std::ranges::find(sets, "AVX2") != sets.end() && sets.front() != "AVX2") add(adamw_forms("AVX2"));
+  std::vector<Kernel> all;
+  for (const KernelCase& one : cases) all.push_back({one, target_of(one)});
   return all;
 }
 
@@ -194,6 +224,7 @@ Json kernel_json(const Kernel& kernel, const KernelResult& result) {
             {"interval", interval_json(result.ratios)},
             {"control_interval", interval_json(result.control_ratios)},
             {"in_cache_ratio", result.in_cache_ratio},
+            {"division_ratio", result.division_ratio == 0 ? Json(nullptr) : Json(result.division_ratio)},
             {"target", kernel.target == 0 ? Json(nullptr) : Json(kernel.target)},
             {"holds", kernel.target == 0 ? Json(nullptr) : Json(reaches(result, kernel.target))}};
   json["momentum"] = kernel.what.optimizer.momentum;
@@ -243,14 +274,15 @@ std::string to_text(const BenchOptimizerReport& report) {
   std::string text;
   if (!report.kernels.empty()) {
     std::vector<std::vector<std::string>> rows{
-        {"", "of the stream [95 %]", "control", "in cache", "limit", "GB/s", "wanted"}};
+        {"", "of the stream [95 %]", "control", "in cache", "division", "limit", "GB/s", "wanted"}};
     for (std::size_t i = 0; i < report.kernels.size(); ++i) {
       const KernelResult& result = report.results[i];
       const double target = report.kernels[i].target;
       const Interval control = measure::median_interval(result.control_ratios);
       rows.push_back({title(report.kernels[i].what), range_text(result.ratios),
                       fmt::format("[{:.3f}, {:.3f}]", control.low, control.high),
-                      fmt::format("{:.2f}", result.in_cache_ratio), result.limit(),
+                      fmt::format("{:.2f}", result.in_cache_ratio),
+                      result.division_ratio == 0 ? "" : fmt::format("{:.2f}", result.division_ratio), result.limit(),
                       fmt::format("{:.1f}", result.gigabytes_per_second()),
                       target == 0 ? "" : fmt::format("{:.2f}{}", target, reaches(result, target) ? "" : ", missed")});
     }

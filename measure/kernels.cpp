@@ -13,6 +13,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/measure/division.hpp>
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/stream.hpp>
 #include <hoist/optim_cpu/block_fp8.hpp>
@@ -273,6 +274,22 @@ class Comparison {
     return best * static_cast<double>(tiles_) / static_cast<double>(rounds * pool_.threads());
   }
 
+  // The same of their divisions and square roots; 0 where there are none.
+  double divisions() {
+    const DivisionWork work = division_work(UpdateCoefficients(what_.optimizer, 1, 1.0).formula);
+    if (work.divisions + work.roots == 0) return 0;
+    constexpr std::size_t kCount = 64 * kTile;
+    double best = std::numeric_limits<double>::max();
+    for (int i = 0; i < 5; ++i) {
+      best = std::min(best, seconds_of([&] {
+                        pool_.run(pool_.threads(), [&](std::size_t) {
+                          if (divide(work, kCount) == 0) sink_ = 0;
+                        });
+                      }));
+    }
+    return best * static_cast<double>(tiles_ * kTile) / static_cast<double>(kCount * pool_.threads());
+  }
+
   bool committable() const { return committable_; }
   void describe(KernelResult& result) const {
     result.instruction_set = optim::active_instruction_set();
@@ -319,7 +336,10 @@ double KernelResult::gigabytes_per_second() const {
   return static_cast<double>(parameters) * traffic_bytes / median(update_seconds) / 1e9;
 }
 
-const char* KernelResult::limit() const { return in_cache_ratio < 1 && median(ratios) < 1 ? "arithmetic" : "memory"; }
+const char* KernelResult::limit() const {
+  if (in_cache_ratio >= 1 || median(ratios) >= 1) return "memory";
+  return division_ratio > 0 && in_cache_ratio / division_ratio > 0.8 ? "division" : "instructions";
+}
 
 KernelResult compare_kernel(const KernelCase& what, const KernelOptions& options) {
   const InstructionSet instruction_set(what.instruction_set);
@@ -342,6 +362,8 @@ KernelResult compare_kernel(const KernelCase& what, const KernelOptions& options
     if (options.progress) options.progress(round + 1);
   }
   result.in_cache_ratio = median(stream_seconds) / comparison.update_in_cache();
+  if (const double seconds = comparison.divisions(); seconds > 0)
+    result.division_ratio = median(stream_seconds) / seconds;
   if (!comparison.committable())
     throw Error(fmt::format("{} produced state that may not be committed", optim::optimizer_name(what.optimizer.kind)));
   return result;

@@ -3,8 +3,9 @@
 //
 // Each round runs three legs on the same arrays, in an order that changes from round to round: the update, and twice
 // the best stream kernel of the same traffic (plain or prefetching, chosen first). What counts is the ratio of the
-// rounds; the second stream leg against the first is the control that says how much of it is noise. Beside it the same
-// update on tiles that stay in a core's cache: what arithmetic alone would allow, and so which of the two is the limit.
+// rounds; the second stream leg against the first is the control that says how much of it is noise. Beside it two other
+// limits: the same update on tiles that stay in a core's cache, which is what arithmetic alone would allow, and the
+// divisions and square roots of that arithmetic without the rest of it.
 //
 // Threading  Blocks its caller; the legs run on a pool of their own.
 // Memory     The arrays: KernelOptions::state_bytes on huge pages where there are any.
@@ -51,9 +52,12 @@ struct KernelResult {
   std::vector<double> update_seconds;
   bool stream_prefetches = false;
   double in_cache_ratio = 0;  // speed of the update in cache / of the stream
+  double division_ratio = 0;  // speed of its divisions and square roots alone / of the stream; 0: it has none
 
   double gigabytes_per_second() const;
-  // "arithmetic" when the update is slower than the stream, and would be in cache, too; else "memory".
+  // What binds: "memory" unless the update is slower than the stream and would be in cache, too. Then "division", where
+  // that alone takes most of the time that the update takes in cache, or else "instructions": how many of them a core
+  // gets through.
   const char* limit() const;
 };
 

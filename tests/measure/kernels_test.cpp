@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The limit that updates are measured against, and the measurement itself on arrays too small to mean anything.
+#include <cmath>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <hoist/measure/division.hpp>
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/stream.hpp>
 #include <hoist/measure/streamed_step.hpp>
@@ -106,6 +109,8 @@ TEST(Kernels, EveryOptimizerIsMeasured) {
         EXPECT_EQ(result.ratios.size(), 2u);
         EXPECT_EQ(result.control_ratios.size(), 2u);
         EXPECT_GT(result.in_cache_ratio, 0);
+        const bool divides = kind != OptimizerKind::lion && kind != OptimizerKind::sgd;
+        EXPECT_EQ(result.division_ratio > 0, divides);
         EXPECT_GT(result.gigabytes_per_second(), 0);
       }
     }
@@ -121,6 +126,34 @@ TEST(Kernels, StateOfEightBitsIsMeasured) {
       EXPECT_GT(result.gigabytes_per_second(), 0);
     }
   }
+}
+
+TEST(Kernels, TheLimitIsNamed) {
+  KernelResult result;
+  const auto limit = [&](double ratio, double in_cache, double division) {
+    result.ratios = {ratio};
+    result.in_cache_ratio = in_cache;
+    result.division_ratio = division;
+    return std::string(result.limit());
+  };
+  EXPECT_EQ(limit(1.01, 0.9, 0.9), "memory");
+  EXPECT_EQ(limit(0.9, 1.3, 1.4), "memory");
+  EXPECT_EQ(limit(0.6, 0.7, 0.75), "division");
+  EXPECT_EQ(limit(0.6, 0.7, 2.0), "instructions");
+  EXPECT_EQ(limit(0.6, 0.7, 0), "instructions");
+}
+
+// Twice as many numbers are twice the work: nothing is left out by the compiler.
+TEST(Division, IsDone) {
+  constexpr std::size_t kCount = 1 << 16;
+  for (const UpdateFormula formula : {UpdateFormula::adamw, UpdateFormula::adagrad}) {
+    const DivisionWork work = division_work(formula);
+    // Towards the square of 1.7 / 1.3, or the cube root of the square of 1.7, from eight numbers.
+    const double towards = work.divisions == 2 ? 1.7 / 1.3 * 1.7 / 1.3 : std::cbrt(1.7 * 1.7);
+    EXPECT_NEAR(static_cast<double>(divide(work, kCount)), 8 * towards, 1e-4);
+    EXPECT_GT(std::abs(static_cast<double>(divide(work, 1)) - 8 * towards), 1e-2);
+  }
+  EXPECT_EQ(divide(division_work(UpdateFormula::lion), kCount), 0.0f);
 }
 
 TEST(StreamedStep, MovesWhatTheFormulaSaysAndLeavesNothing) {
