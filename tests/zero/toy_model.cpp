@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "toy_model.hpp"
 
+#include <algorithm>
 #include <ostream>
 
-#include <hoist/core/rng.hpp>
+#include "toy_kernels.hpp"
 
 namespace hoist::test {
 
@@ -48,27 +49,22 @@ ToyModel::ToyModel(Engine& engine, const ToyShape& shape)
 
 Fill ToyModel::fill() const {
   return [seed = shape_.seed](ParameterId parameter, std::uint64_t first, std::span<float> out) {
-    for (std::size_t i = 0; i < out.size(); ++i) {
-      out[i] = static_cast<float>(0.2 * random_normal(seed + 1000 * parameter.index, first + i));
-    }
+    std::vector<float> values(out.size());
+    fill_normal(seed + 1000 * parameter.index, first, values);
+    std::ranges::copy(values, out.begin());
   };
 }
 
 namespace {
 
-float element(const TensorView& view, std::uint64_t i) {
-  if (view.dtype == DType::fp16) return fp16_to_float(static_cast<const std::uint16_t*>(view.data)[i]);
-  return view.dtype == DType::fp32 ? static_cast<const float*>(view.data)[i]
-                                   : to_float(static_cast<const bf16*>(view.data)[i]);
+std::uint64_t byte_count(const TensorView& view) { return view.element_count() * dtype_bytes(view.dtype); }
+
+std::vector<std::byte> copy_of(const TensorView& view) {
+  const auto* const data = static_cast<const std::byte*>(view.data);
+  return {data, data + byte_count(view)};
 }
 
 constexpr std::uint64_t kMicroBatchStride = 10'000;  // every micro-batch of a step has gradients of its own
-
-double weighted_sum(const TensorView& view) {
-  double sum = 0;
-  for (std::uint64_t i = 0; i < view.element_count(); ++i) sum += element(view, i) * static_cast<double>(i % 7 + 1);
-  return sum;
-}
 
 }  // namespace
 
@@ -79,7 +75,7 @@ void ToyModel::forward(std::size_t index, double* sum) {
   if (unit.frozen) views.push_back(lease.view(*unit.frozen));
   if (shape_.tied && index + 1 == units_.size() && index > 0) views.push_back(lease.view(units_.front().matrix));
   stream_->launch("forward", [views, sum] {
-    for (const TensorView& view : views) *sum += weighted_sum(view);
+    for (const TensorView& view : views) *sum += weighted_sum(copy_of(view), view.dtype);
   });
   lease.release(*stream_);
   in_forward(index);
@@ -90,19 +86,9 @@ void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradie
   const std::uint64_t seed = shape_.seed + 77 * parameter.index + 1'000'003 * step +
                              7919 * static_cast<std::uint64_t>(equal_gradients ? 0 : engine_.runtime().rank());
   stream_->launch("backward", [weights, gradient, seed, scale = gradient_scale * engine_.loss_scale()] {
-    for (std::uint64_t i = 0; i < weights.element_count(); ++i) {
-      const float value =
-          scale * (0.05f * element(weights, i) + static_cast<float>(0.02 * (random_uniform(seed, i) - 0.5)));
-      if (gradient.dtype == DType::fp32) {
-        static_cast<float*>(gradient.data)[i] += value;
-      } else if (gradient.dtype == DType::fp16) {
-        auto* target = static_cast<std::uint16_t*>(gradient.data);
-        target[i] = float_to_fp16(fp16_to_float(target[i]) + value);
-      } else {
-        auto* target = static_cast<bf16*>(gradient.data);
-        target[i] = to_bf16(to_float(target[i]) + value);
-      }
-    }
+    std::vector<std::byte> sum = copy_of(gradient);
+    add_gradient(copy_of(weights), weights.dtype, sum, gradient.dtype, seed, scale);
+    std::ranges::copy(sum, static_cast<std::byte*>(gradient.data));
   });
 }
 
