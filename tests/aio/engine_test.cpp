@@ -175,6 +175,7 @@ using GatedEngineDeath = GatedEngine;
 
 TEST_F(GatedEngineDeath, MisalignmentIsABug) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
+  directory_.hold_those_of_children();
   EXPECT_DEATH(static_cast<void>(make_engine().read(file_, 512, memory_.part(0, 4096), Priority::foreground)),
                "misaligned transfer: offset 512");
   EXPECT_DEATH(static_cast<void>(make_engine().read(file_, 0, memory_.part(0, 5000), Priority::foreground)),
@@ -185,6 +186,7 @@ TEST_F(GatedEngineDeath, MisalignmentIsABug) {
 
 TEST_F(GatedEngineDeath, ABackendThatReportsMoreThanWasAskedIsABug) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
+  directory_.hold_those_of_children();
   EXPECT_DEATH(
       {
         Engine engine = make_engine();

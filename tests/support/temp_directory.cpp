@@ -6,7 +6,23 @@
 
 namespace hoist::test {
 
-TempDirectory::TempDirectory() : TempDirectory(std::filesystem::current_path()) {}
+namespace {
+
+constexpr const char* kParentVariable = "HOIST_TEST_DIRECTORY";
+
+std::filesystem::path default_parent() {
+  const char* const parent = std::getenv(kParentVariable);
+  return parent == nullptr ? std::filesystem::current_path() : std::filesystem::path(parent);
+}
+
+}  // namespace
+
+TempDirectory::TempDirectory() : TempDirectory(default_parent()) {}
+
+void TempDirectory::hold_those_of_children() {
+  ::setenv(kParentVariable, path_.c_str(), /*overwrite=*/1);
+  holds_those_of_children_ = true;
+}
 
 TempDirectory::TempDirectory(const std::filesystem::path& parent) {
   std::string pattern = (parent / "hoist-test-XXXXXX").string();
@@ -15,6 +31,7 @@ TempDirectory::TempDirectory(const std::filesystem::path& parent) {
 }
 
 TempDirectory::~TempDirectory() {
+  if (holds_those_of_children_) ::unsetenv(kParentVariable);
   std::error_code ignored;
   std::filesystem::remove_all(path_, ignored);
 }

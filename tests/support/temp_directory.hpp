@@ -18,12 +18,17 @@ class TempDirectory {
   TempDirectory(const TempDirectory&) = delete;
   TempDirectory& operator=(const TempDirectory&) = delete;
 
+  // Processes that are started from here on make theirs inside this one, until it goes: a death test's child runs its
+  // fixture anew and dies without removing anything.
+  void hold_those_of_children();
+
   const std::filesystem::path& path() const { return path_; }
   // The path of something inside.
   std::string operator/(const std::string& name) const { return (path_ / name).string(); }
 
  private:
   std::filesystem::path path_;
+  bool holds_those_of_children_ = false;
 };
 
 }  // namespace hoist::test

@@ -393,6 +393,7 @@ TEST_F(StoreOpenTest, WhatFailsHalfWayIsUndone) {
 
 TEST_F(StoreOpenTest, AReservationThatFailsIsUndone) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
+  directory_.hold_those_of_children();
   // In another process: the limit cannot be raised again. 77: it did not fail, or left something.
   const auto create_with_a_limit = [&] {
     std::signal(SIGXFSZ, SIG_IGN);

@@ -84,9 +84,9 @@ int main(int argc, char** argv) {
   const auto faults = std::make_shared<Faults>(1);
   setup.runtime.make_aio_backend = [&](const aio::EngineOptions& io) { return make_faulty_backend(io, faults); };
   Runtime runtime(setup.runtime);
-  TempDirectory directory;
+  std::optional<TempDirectory> directory(std::in_place);
   char name[512] = {};
-  std::snprintf(name, sizeof name, "%s", (directory / "store").c_str());
+  std::snprintf(name, sizeof name, "%s", (*directory / "store").c_str());
   runtime.communicator().broadcast_host(std::as_writable_bytes(std::span(name)), 0);
   setup.engine.store_directory = name;
 
@@ -98,6 +98,9 @@ int main(int argc, char** argv) {
   const bool right = soon && told && named;
   fmt::print("{} on rank {}: {}\n", right ? "as expected" : "WRONG", runtime.rank(), ending.error);
   std::fflush(stdout);
-  std::this_thread::sleep_for(std::chrono::seconds(3));  // the launcher ends the job with the first to go
+  // The launcher ends the job with the first to go: none does before all have said theirs and removed their files.
+  std::this_thread::sleep_for(std::chrono::seconds(2));
+  directory.reset();
+  std::this_thread::sleep_for(std::chrono::seconds(1));
   return right ? 0 : 1;
 }
