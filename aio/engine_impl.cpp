@@ -50,8 +50,9 @@ const char* remedy_of(Operation operation, int code) {
     case EIO:
       return "check the drive's health (dmesg, smartctl)";
     case ENOSPC:
-    case EDQUOT:
       return "free space on this drive";
+    case EDQUOT:
+      return "raise the quota, or free space under it";
     case EAGAIN:
       return "the system stayed short of resources through every retry; lower the queue depth";
     case EINVAL:

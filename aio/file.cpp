@@ -8,9 +8,11 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <linux/magic.h>
 #include <spdlog/spdlog.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <unistd.h>
@@ -44,6 +46,11 @@ const char* open_remedy(int code) {
     default:
       return "";
   }
+}
+
+const char* reserve_remedy(int code) {
+  if (code == ENOSPC) return "free space on this drive, or choose another directory";
+  return code == EDQUOT ? "raise the quota, or choose another directory" : "";
 }
 
 int open_flags(OpenMode mode) {
@@ -102,6 +109,19 @@ void say_buffered_once(int descriptor, const std::string& path, dev_t device) {
       "is {}. For a drive's own speed choose a directory on ext4 or xfs.",
       path, is_memory(descriptor) ? "tmpfs" : "no O_DIRECT",
       is_memory(descriptor) ? "memory and no drive" : "the page cache and copying to and from it");
+}
+
+// btrfs writes every block to a new place, for which there may be no room, and through memory: unless the file is
+// marked while it is empty. What is lost is its checksums. Where the mark is refused, it is as before.
+void let_blocks_stay(int descriptor) {
+  struct statfs system {};
+  struct stat info {};
+  if (::fstatfs(descriptor, &system) != 0 || system.f_type != BTRFS_SUPER_MAGIC) return;
+  if (::fstat(descriptor, &info) != 0 || info.st_size != 0) return;
+  int flags = 0;  // the kernel takes an int, whatever the request's name says
+  if (::ioctl(descriptor, FS_IOC_GETFLAGS, &flags) != 0) return;
+  flags |= FS_NOCOW_FL;
+  [[maybe_unused]] const int marked = ::ioctl(descriptor, FS_IOC_SETFLAGS, &flags);
 }
 
 std::uint64_t next_file_id() {
@@ -182,6 +202,7 @@ void File::open(const FileOptions& options) {
 
 void File::reserve(std::uint64_t bytes) const {
   if (bytes == 0) return;  // fallocate refuses it
+  let_blocks_stay(descriptor_);
   int code = 0;
   do {
     code = ::fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
@@ -192,8 +213,7 @@ void File::reserve(std::uint64_t bytes) const {
     if (::fstat(descriptor_, &info) == 0 && info.st_size == 0) code = write_zeros(descriptor_, bytes);
   }
   if (code == 0) return;
-  throw IoError({"reserve", path_, 0, bytes, code},
-                code == ENOSPC || code == EDQUOT ? "free space on this drive, or choose another directory" : "");
+  throw IoError({"reserve", path_, 0, bytes, code}, reserve_remedy(code));
 }
 
 void File::start_over(std::uint64_t bytes) {

@@ -25,8 +25,9 @@ enum class OpenMode : std::uint8_t {
 
 struct FileOptions {
   OpenMode mode = OpenMode::read_write;
-  // Reserves this many bytes (fallocate; zeros are written where the file system has none). When they cannot be had,
-  // the error is thrown and a file that was just created is removed. 0: none.
+  // Reserves this many bytes (fallocate; zeros are written where the file system has none; on btrfs, an empty file is
+  // marked to be rewritten in place). When they cannot be had, the error is thrown and a file that was just created is
+  // removed. 0: none.
   std::uint64_t reserve_bytes = 0;
   // O_DIRECT where the file system has it; is_direct() says what was had. Where it has not (tmpfs), transfers work
   // through memory, and the log says once what is then measured.

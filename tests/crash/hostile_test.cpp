@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// File systems that fill up, fail or vanish under a training, drives that stop answering, and two processes that want
-// one store: an error that says what happened, the last commit intact, and never a hang.
+// File systems that fail or vanish under a training, drives that stop answering, and two processes that want one
+// store: an error that says what happened, the last commit intact, and never a hang. (Space: space_test.cpp.)
 //
 // The file systems are real ones in files, which needs the right to mount; without it these tests are skipped.
+#include "hostile.hpp"
+
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
@@ -27,178 +29,11 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
-#include <hoist/tests/zero/toy_model.hpp>
+
+#include "volumes.hpp"
 
 namespace hoist::test {
 namespace {
-
-constexpr std::uint64_t kSteps = 40;
-const ToyShape kShape{.matrices = {9000, 70000, 20000}, .norm = 40};
-
-bool run(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
-
-// An ext4 in a sparse file on a tmpfs that is too small for it: space that was promised and is not there, as on a thin
-// volume.
-class ThinVolume {
- public:
-  ThinVolume(const TempDirectory& directory, const char* real_size)
-      : backing_(directory / "backing"), mount_(directory / "mounted") {
-    std::filesystem::create_directories(backing_);
-    std::filesystem::create_directories(mount_);
-    backed_ = run(fmt::format("mount -t tmpfs -o size={} hoist-test {}", real_size, backing_));
-    mounted_ = backed_ && run(fmt::format("truncate -s 64M {}/image", backing_)) &&
-               run(fmt::format("mkfs.ext4 -q -F -m 0 -E nodiscard {}/image", backing_)) && mount();
-  }
-  ~ThinVolume() {
-    unmount();
-    if (backed_) run(fmt::format("umount {0} || umount -l {0}", backing_));
-  }
-  ThinVolume(const ThinVolume&) = delete;
-  ThinVolume& operator=(const ThinVolume&) = delete;
-
-  bool mounted() const { return mounted_; }
-  const std::string& path() const { return mount_; }
-  std::string store() const { return mount_ + "/store"; }
-  bool grow(const char* real_size) const {
-    return run(fmt::format("mount -o remount,size={} {}", real_size, backing_));
-  }
-  bool mount() { return mounted_ = run(fmt::format("mount -o loop,errors=remount-ro {}/image {}", backing_, mount_)); }
-  void unmount() {
-    if (mounted_) run(fmt::format("umount {0} || umount -l {0}", mount_));
-    mounted_ = false;
-  }
-  bool detach() {
-    mounted_ = false;
-    return run(fmt::format("umount -l {}", mount_));
-  }
-  // The device behind the mount, as /sys/fs/ext4 names it.
-  std::string device_name() const {
-    std::ifstream mounts("/proc/mounts");
-    for (std::string device, place, rest; mounts >> device >> place && std::getline(mounts, rest);) {
-      if (place == mount_) return device.substr(device.rfind('/') + 1);
-    }
-    return {};
-  }
-
- private:
-  const std::string backing_, mount_;
-  bool backed_ = false, mounted_ = false;
-};
-
-class Hostile : public testing::Test {
- protected:
-  static ToySetup toy(const std::string& store) {
-    ToySetup toy = toy_setup(Placement::nvme, Placement::nvme, store);
-    toy.engine.lock_timeout = std::chrono::seconds(10);
-    return toy;
-  }
-
-  static std::string expected() {
-    static const std::string digest = [] {
-      Digests d = train_once(toy_setup(Placement::pinned, Placement::pinned), kShape, kSteps);
-      return d.master + d.moment1 + d.moment2;
-    }();
-    return digest;
-  }
-
-  struct Life {
-    std::string error;            // what ended it; empty: it trained to the end
-    std::int64_t committed = -1;  // the newest that was reported durable
-  };
-  // Trains to the last step from what is there; `between` is called after each step, and before the first.
-  static Life train(
-      const ToySetup& setup, const std::function<void(std::uint64_t)>& between = [](std::uint64_t) {}) {
-    Life life;
-    std::atomic<std::int64_t> committed{-1};
-    try {
-      Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, kShape);
-      std::uint64_t first = 1;
-      if (engine.find_commit()) {
-        first = engine.restore().step + 1;
-      } else {
-        engine.initialize(model.fill());
-      }
-      committed = static_cast<std::int64_t>(first) - 1;
-      between(first - 1);
-      for (std::uint64_t step = first; step <= kSteps; ++step) {
-        model.pass(step);
-        engine.step({.caller_state = std::as_bytes(std::span(&step, 1))})
-            .committed.then([&committed, step](std::exception_ptr error) {
-              if (!error) committed = static_cast<std::int64_t>(step);
-            });
-        between(step);
-      }
-      engine.settle();
-      model.losses.clear();
-      const Digests d = digests_of(engine, model);
-      EXPECT_EQ(d.master + d.moment1 + d.moment2, expected());
-    } catch (const Error& error) {
-      life.error = error.what();
-    }
-    life.committed = committed;
-    return life;
-  }
-
-  // What was durable is there, and training on from it ends in the right bits.
-  static void expect_intact(const ToySetup& setup, std::int64_t committed) {
-    {
-      Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, kShape);
-      const auto found = engine.find_commit();
-      ASSERT_TRUE(found);
-      EXPECT_GE(static_cast<std::int64_t>(*found), committed);
-    }
-    EXPECT_EQ(train(setup).error, "");
-  }
-
-  const TempDirectory directory_;
-};
-
-#define HOIST_NEEDS_MOUNTED(volume) \
-  if (!(volume).mounted()) GTEST_SKIP() << "no file system can be mounted here (needs root, mkfs.ext4, loop devices)"
-
-TEST_F(Hostile, AThinVolumeThatFillsUpLeavesTheLastCommit) {
-  ThinVolume volume(directory_, "2m");
-  HOIST_NEEDS_MOUNTED(volume);
-  const ToySetup setup = toy(volume.store());
-  const Life life = train(setup);
-  ASSERT_NE(life.error, "") << "the volume was large enough";
-  RecordProperty("error", life.error);
-  EXPECT_NE(life.error.find(volume.path()), std::string::npos) << life.error;
-  volume.unmount();
-  ASSERT_TRUE(volume.grow("64m"));
-  ASSERT_TRUE(volume.mount());
-  if (life.committed >= 0) {
-    expect_intact(setup, life.committed);
-  } else {
-    EXPECT_EQ(train(setup).error, "");
-  }
-}
-
-// Not before the store was made, but in the middle of a training.
-TEST_F(Hostile, AThinVolumeThatFillsUpLaterLeavesTheLastCommit) {
-  ThinVolume volume(directory_, "64m");
-  HOIST_NEEDS_MOUNTED(volume);
-  const ToySetup setup = toy(volume.store());
-  // Only the first extents have been written when it happens: step 0 is complete, and step 1 finds no room.
-  const Life life = train(setup, [&](std::uint64_t step) {
-    if (step != 0) return;
-    std::ofstream filler(directory_ / "backing/filler", std::ios::binary);
-    const std::vector<char> bytes(1 << 20, 'x');
-    while (filler.write(bytes.data(), static_cast<std::streamsize>(bytes.size())).flush()) {
-    }
-  });
-  ASSERT_NE(life.error, "");
-  EXPECT_GE(life.committed, 0);
-  EXPECT_NE(life.error.find(volume.path()), std::string::npos) << life.error;
-  volume.unmount();
-  std::filesystem::remove(directory_ / "backing/filler");
-  ASSERT_TRUE(volume.mount());
-  expect_intact(setup, life.committed);
-}
 
 // As after `umount -f` of a network drive, or when a controller is gone: every operation fails from one moment on.
 TEST_F(Hostile, AFileSystemThatIsShutDownLeavesTheLastCommit) {
