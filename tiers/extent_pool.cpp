@@ -47,6 +47,13 @@ ExtentPool::LengthClass& ExtentPool::length_class(std::uint64_t length_bytes) {
   return *found;
 }
 
+std::uint32_t ExtentPool::extent_at(std::uint64_t offset_bytes) const {
+  HOIST_ASSERT(offset_bytes < data_bytes_, "byte {} of {}", offset_bytes, data_bytes_);
+  // An extent without bytes begins where the next one does, and comes before it.
+  const auto next = std::ranges::upper_bound(extents_, offset_bytes, {}, &Extent::offset_bytes);
+  return static_cast<std::uint32_t>(next - extents_.begin()) - 1;
+}
+
 std::uint32_t ExtentPool::take(std::uint64_t length_bytes) {
   std::vector<std::uint32_t>& heap = length_class(length_bytes).free;
   HOIST_ASSERT(!heap.empty(), "every extent of {} bytes is in use", length_bytes);

@@ -33,6 +33,8 @@ class ExtentPool {
 
   std::uint32_t extent_count() const { return static_cast<std::uint32_t>(extents_.size()); }
   const Extent& extent(std::uint32_t index) const { return extents_[index]; }
+  // Which one holds this byte of the data file. Pre: offset_bytes < data_bytes().
+  std::uint32_t extent_at(std::uint64_t offset_bytes) const;
   // Length of the data file.
   std::uint64_t data_bytes() const { return data_bytes_; }
   std::uint64_t memory_bytes() const;

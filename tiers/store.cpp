@@ -151,8 +151,28 @@ void Store::Impl::adopt(const CommitHeader& commit) {
 
 void Store::Impl::list_kept() {
   std::ranges::sort(kept_, {}, [](const Kept& kept) { return kept.header.kept_serial; });
-  kept_headers_.clear();
-  for (const Kept& kept : kept_) kept_headers_.push_back(kept.header);
+  kept_listed_ = kept_;
+}
+
+std::vector<CommitHeader> Store::Impl::kept() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<CommitHeader> headers;
+  for (const Kept& kept : kept_listed_) headers.push_back(kept.header);
+  return headers;
+}
+
+std::vector<CommitHeader> Store::Impl::kept_apart_from(const CorruptionError::Where& damage) const {
+  const std::lock_guard lock(mutex_);
+  const std::vector<std::string> paths = data_paths();
+  const auto drive = std::ranges::find(paths, damage.path);
+  std::vector<CommitHeader> headers;
+  if (drive == paths.end()) return headers;
+  const std::uint32_t extent = table_.extent_at(
+      files_.data->layout().logical_offset(static_cast<unsigned>(drive - paths.begin()), damage.offset_bytes));
+  for (const Kept& kept : kept_listed_) {
+    if (std::ranges::find(kept.extents, extent) == kept.extents.end()) headers.push_back(kept.header);
+  }
+  return headers;
 }
 
 void Store::Impl::hold_kept() {
@@ -464,6 +484,9 @@ Completion Store::keep(const std::string& name, std::span<const std::byte> calle
 void Store::forget(std::uint64_t kept_serial) { impl_->forget(kept_serial); }
 std::span<const CommitHeader> Store::abandoned() const { return impl_->abandoned(); }
 std::vector<CommitHeader> Store::kept() const { return impl_->kept(); }
+std::vector<CommitHeader> Store::kept_apart_from(const CorruptionError::Where& damage) const {
+  return impl_->kept_apart_from(damage);
+}
 std::uint32_t Store::kept_steps_max() const { return impl_->kept_steps_max(); }
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }
 std::uint64_t Store::store_number() const { return impl_->store_number(); }

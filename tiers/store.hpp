@@ -21,6 +21,7 @@
 #include <vector>
 
 #include <hoist/aio/engine.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/strong_id.hpp>
 #include <hoist/core/trace.hpp>
 #include <hoist/tiers/record_layout.hpp>
@@ -141,6 +142,8 @@ class Store {
   std::span<const CommitHeader> abandoned() const;
   // Steps kept under a name, oldest first. A keep() under way is not among them yet.
   std::vector<CommitHeader> kept() const;
+  // Those of kept() that this damage, found by verify(), leaves alone: their tile of that name lies elsewhere.
+  std::vector<CommitHeader> kept_apart_from(const CorruptionError::Where& damage) const;
   // What open() found that cannot be used, as Found::damage. For a warning.
   std::span<const std::string> damage() const;
   // Makes the given commit, or kept step, the current state. Its first durable act is a manifest of the next

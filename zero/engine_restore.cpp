@@ -287,7 +287,7 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
     try {
       for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
     } catch (const CorruptionError& error) {
-      throw CorruptionError(error.where, remedy_for_damage());
+      throw CorruptionError(error.where, remedy_for(error.where));
     }
     auto state = detail::decode(live.store->caller_state());
     if (!state) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
@@ -445,14 +445,16 @@ void Engine::Impl::forget_what_others_lack() {
   });
 }
 
-std::string Engine::Impl::remedy_for_damage() const {
-  if (!live.store) return {};
+std::string Engine::Impl::remedy_for(const CorruptionError::Where& damage) const {
+  if (!live.store || live.store->kept().empty()) return {};
   std::vector<std::string> names;
-  for (const CommitHeader& kept : live.store->kept())
+  for (const CommitHeader& kept : live.store->kept_apart_from(damage))
     names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
-  if (names.empty()) return {};
-  return fmt::format("kept steps to go back to: {}; `hoist inspect --verify` says which of them are whole",
-                     fmt::join(names, ", "));
+  if (names.empty()) return "every kept step holds the same bytes: none of them is whole";
+  return fmt::format(
+      "kept steps that do not hold these bytes: {}; when `hoist inspect --verify` has found one whole, go back to it "
+      "with --resume --from NAME",
+      fmt::join(names, ", "));
 }
 
 // State that lives in memory comes back from the store, verified.

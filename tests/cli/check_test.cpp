@@ -39,6 +39,23 @@ TEST_F(Check, SaysWhatEachTierMustHold) {
   EXPECT_THAT(run("check good.json --parameters 7B").output, HasSubstr("7000000000 parameters"));
 }
 
+TEST_F(Check, EachStepThatIsKeptTakesTwelveBytesAParameter) {
+  const auto nvme_bytes = [&](int kept) {
+    write("keeping.json", R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+                              "hoist": {"keep_steps": )" +
+                              std::to_string(kept) + "}}");
+    const auto result = run("check keeping.json --parameters 100M --json report.json");
+    EXPECT_EQ(result.exit_code, 0) << result.errors;
+    if (kept > 0) {
+      EXPECT_THAT(result.output, HasSubstr("of saved steps, " + std::to_string(kept) + " stay"));
+    }
+    return json_of("report.json")["prediction"]["nvme"]["bytes"].get<double>();
+  };
+  const double without = nvme_bytes(0);
+  EXPECT_NEAR((nvme_bytes(1) - without) / 100e6, 12, 0.1);
+  EXPECT_NEAR((nvme_bytes(3) - without) / 100e6, 36, 0.3);
+}
+
 TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
   write("nvme.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
                          "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},

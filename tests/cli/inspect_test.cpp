@@ -116,6 +116,43 @@ TEST_F(Inspect, VerifyListsAllDamage) {
   EXPECT_EQ(units.size(), 4u);
 }
 
+TEST_F(Inspect, KeptStepsAreShownAndEachIsVerified) {
+  {
+    test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+    setup.engine.keep_steps = 2;
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    test::ToyModel model(engine, {.frozen = false});
+    engine.initialize(model.fill());
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      model.train(step, step);
+      if (step < 3) engine.save("kept " + std::to_string(step), {}).wait();
+    }
+  }
+  const auto verified = [&](int exit_code) {
+    const auto result = run("inspect store --verify --json report.json");
+    EXPECT_EQ(result.exit_code, exit_code) << result.errors;
+    EXPECT_THAT(result.output, HasSubstr("kept 1 (step 1), kept 2 (step 2); room for 2"));
+    return json_of("report.json");
+  };
+  auto report = verified(0);
+  EXPECT_EQ(report["kept_steps_max"], 2);
+  ASSERT_EQ(report["kept"].size(), 2u);
+  EXPECT_EQ(report["kept"][1], (nlohmann::json{{"name", "kept 2"}, {"step", 2}}));
+  EXPECT_EQ(report["verification"]["step"], 3);
+  for (const std::uint64_t step : {1u, 2u}) {
+    const auto kept = report["verification_of_kept"]["kept " + std::to_string(step)];
+    EXPECT_EQ(kept["step"], step);
+    EXPECT_TRUE(kept["damage"].empty());
+  }
+  // Step 0 took the first extents, 1 the second, 2 the first that were free again: those of step 0.
+  damage("store/rank-00000.data", 5);
+  report = verified(1);
+  EXPECT_TRUE(report["verification"]["damage"].empty());
+  EXPECT_TRUE(report["verification_of_kept"]["kept 1"]["damage"].empty());
+  EXPECT_EQ(report["verification_of_kept"]["kept 2"]["damage"].size(), 1u);
+}
+
 TEST_F(Inspect, AStoreInUseIsInspectedButNotVerified) {
   const test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
   Runtime runtime(setup.runtime);

@@ -25,6 +25,13 @@ TEST(ExtentPool, CutsTheFileIntoOneExtentAfterAnother) {
     end += pool.extent(index).length_bytes;
   }
   EXPECT_EQ(pool.data_bytes(), end);
+  for (std::uint64_t offset = 0; offset < end; offset += k4) {
+    for (const std::uint64_t byte : {offset, offset + k4 - 1}) {
+      const Extent& found = pool.extent(pool.extent_at(byte));
+      EXPECT_LE(found.offset_bytes, byte);
+      EXPECT_LT(byte, found.offset_bytes + found.length_bytes);
+    }
+  }
 }
 
 TEST(ExtentPool, TakesTheLowestFreeExtentOfThatLength) {

@@ -81,6 +81,7 @@ class RecordTable {
   // Replaces everything by what a commit says; returns what is wrong with it, or nothing. Kept steps hold nothing then.
   [[nodiscard]] std::string load(const SlotImage& image);
 
+  std::uint32_t extent_at(std::uint64_t offset_bytes) const { return pool_.extent_at(offset_bytes); }
   // Extents that a kept step needs, one for each record: they are not reused until they are let go.
   std::vector<std::uint32_t> committed_extents() const;
   [[nodiscard]] std::string hold(std::span<const std::uint32_t> extents);  // returns what is wrong with them

@@ -61,10 +61,8 @@ class Store::Impl {
 
   std::span<const CommitHeader> commits() const { return commits_; }
   std::span<const CommitHeader> abandoned() const { return abandoned_; }
-  std::vector<CommitHeader> kept() const {
-    const std::lock_guard lock(mutex_);
-    return kept_headers_;
-  }
+  std::vector<CommitHeader> kept() const;
+  std::vector<CommitHeader> kept_apart_from(const CorruptionError::Where& damage) const;
   std::uint32_t kept_steps_max() const { return superblock_.kept_steps_max; }
   std::span<const std::string> damage() const { return damage_; }
   std::span<const std::byte> caller_state() const { return caller_state_; }
@@ -96,7 +94,7 @@ class Store::Impl {
   void make_room(const CommitHeader& newest);
   void give_up(std::vector<Kept>::iterator kept);
   void blank_slot(std::uint32_t slot);
-  void list_kept();                        // into kept_headers_
+  void list_kept();                        // into kept_listed_
   void hold_kept();                        // after a load
   void continue_step(std::uint64_t step);  // with the mutex held
   std::uint32_t free_kept_slot() const;
@@ -116,8 +114,8 @@ class Store::Impl {
   std::vector<std::byte> caller_state_;
   std::vector<SlotCheck> slots_;  // as they were found
   std::vector<CommitHeader> commits_, abandoned_;
-  std::vector<Kept> kept_;  // oldest first; the commit thread's while a job is under way
-  std::vector<CommitHeader> kept_headers_;
+  std::vector<Kept> kept_;         // oldest first; the commit thread's while a job is under way
+  std::vector<Kept> kept_listed_;  // for kept(): without what a job has not finished
   std::vector<std::string> damage_;
   std::vector<std::string> directories_to_flush_;       // by the first commit
   std::vector<detail::LabelledDrive> labels_to_write_;  // by the first commit, before its manifest

@@ -158,8 +158,8 @@ class Engine::Impl {
                                              std::uint64_t store_number) const;
   CommonCommit choose_commit(const std::string& from) const;
   detail::CommonStoreError nothing_to_restore(const std::string& from) const;
-  void forget_what_others_lack();         // of kept steps, after a restore
-  std::string remedy_for_damage() const;  // which kept steps there are to go back to
+  void forget_what_others_lack();                                      // of kept steps, after a restore
+  std::string remedy_for(const CorruptionError::Where& damage) const;  // which kept steps it leaves alone
 
   // --- engine_commit.cpp
   static std::uint64_t name_digest(const std::string& name);
@@ -282,7 +282,7 @@ auto Engine::Impl::guarded(Call call) -> decltype(call()) {
     last_refusal = refusal.what();
     throw;
   } catch (const CorruptionError& error) {
-    fail(std::make_exception_ptr(CorruptionError(error.where, remedy_for_damage())));
+    fail(std::make_exception_ptr(CorruptionError(error.where, remedy_for(error.where))));
   } catch (...) {
     fail(std::current_exception());
   }
