@@ -5,7 +5,9 @@
 
 #include <gtest/gtest.h>
 
+#include <hoist/core/checksum.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/store_format.hpp>
 
 namespace hoist::tiers {
@@ -196,6 +198,43 @@ TEST(StoreFormat, DurabilityNoneHasNoSlots) {
   EXPECT_EQ(s.slot_bytes(), 0u);
   EXPECT_EQ(s.manifest_bytes(), s.superblock_bytes());
   EXPECT_EQ(check_slot({}, s).state, SlotCheck::State::blank);
+}
+
+// The numbers of docs/format.md: stores of every form that was ever written are known again.
+TEST(StoreFormat, TheGeometryOfEveryFormHasItsNumber) {
+  struct Form {
+    RecordSegment segment;
+    std::uint64_t dtype, number;
+  };
+  const auto bf16 = [](unsigned moments, MomentType type, RemainderType remainder) {
+    return RecordSegment{DType::bf16, true, 64, moments, type, remainder};
+  };
+  const std::vector<Form> forms{{{DType::bf16, false, 32}, 0, 0},
+                                {{DType::bf16, true, 32}, 0, 1},
+                                {{DType::fp16, true, 96}, 1, 1},
+                                {{DType::fp32, true, 32, 1, MomentType::bf16}, 2, 16 + 2},
+                                {{DType::fp32, true, 32, 0}, 2, 4},
+                                {bf16(1, MomentType::fp32, RemainderType::int16), 0, 16 + 4},
+                                {bf16(2, MomentType::bf16, RemainderType::int16), 0, 32 + 2},
+                                {bf16(2, MomentType::fp8, RemainderType::int16), 0, 32 + 1},
+                                {bf16(2, MomentType::fp32, RemainderType::int8), 0, 256 + 32 + 4},
+                                {bf16(2, MomentType::fp8, RemainderType::int8), 0, 256 + 32 + 1},
+                                {bf16(0, MomentType::fp32, RemainderType::int8), 0, 256 + 4}};
+  std::vector<StoreRecord> records;
+  std::vector<std::uint64_t> words;
+  for (const Form& form : forms) {  // each alone, and beside the first
+    for (const bool beside : {false, true}) {
+      std::vector<RecordSegment> segments{form.segment};
+      words.push_back(beside ? 2 : 1);
+      words.insert(words.end(), {form.dtype, form.number, form.segment.shard_elements});
+      if (beside) {
+        segments.push_back(forms[0].segment);
+        words.insert(words.end(), {0, 0, 32});
+      }
+      records.push_back({"unit", RecordLayout(segments)});
+    }
+  }
+  EXPECT_EQ(detail::geometry_checksum(records), checksum(std::as_bytes(std::span(words))));
 }
 
 TEST(StoreFormat, FirstDifferenceShowsBothLines) {

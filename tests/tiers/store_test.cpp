@@ -343,10 +343,21 @@ TEST_F(StoreTest, WithoutDurabilityRecordsAreRewrittenInPlace) {
 }
 
 TEST_F(StoreTest, CostIsWhatTheFilesTake) {
-  for (const Durability durability : {Durability::step, Durability::none}) {
-    options_.durability = durability;
-    options_.directory = directory_ / (durability == Durability::step ? "step" : "none");
+  struct Case {
+    const char* name;
+    Durability durability;
+    std::uint32_t kept_steps_max, copies;
+  };
+  std::uint64_t record_bytes = 0;
+  for (const StoreRecord& record : options_.records) record_bytes += record.layout.bytes();
+  for (const Case& c : {Case{"step", Durability::step, 0, 2}, Case{"kept", Durability::step, 3, 5},
+                        Case{"none", Durability::none, 0, 1}}) {
+    options_.durability = c.durability;
+    options_.kept_steps_max = c.kept_steps_max;
+    options_.directory = directory_ / c.name;
     const Store::Cost cost = Store::cost(options_);
+    EXPECT_GE(cost.disk_bytes, c.copies * record_bytes);
+    EXPECT_LT(cost.disk_bytes, c.copies * record_bytes + 64 * kKiB) << "and a manifest";
     const auto store = create();
     std::uint64_t disk_bytes = 0;
     for (const auto& entry : std::filesystem::directory_iterator(options_.directory))
@@ -361,6 +372,7 @@ using StoreDeathTest = StoreTest;
 
 TEST_F(StoreDeathTest, MisuseIsABug) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
+  directory_.hold_those_of_children();
   const auto store = create();
   const Buffer buffer(64 * kKiB);
   EXPECT_DEATH(store->read(RecordId{1}, Region::weights, 0, 1, buffer.span().first(4096), aio::Priority::foreground),
