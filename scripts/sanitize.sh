@@ -14,6 +14,6 @@ status=0
 ctest --preset "$preset" --parallel "$(nproc)" || status=$?
 if [ "$preset" = asan ]; then
   # Open MPI itself leaves memory behind.
-  ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/asan --label-regex mpi --output-on-failure || status=$?
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 ctest --test-dir build/asan --label-regex mpi --output-on-failure || status=$?
 fi
 exit "$status"

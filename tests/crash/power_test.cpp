@@ -574,6 +574,7 @@ TEST_P(PowerResharding, CutAtEveryOperation) {
 
 TEST_P(PowerResharding, WhenTheOldStoreGoesBeforeAllHaveCommittedTheJudgeObjects) {
   if (GetParam().cut_ranks == 1) GTEST_SKIP() << "there is one rank";
+  if (GetParam().cut_ranks > 2) GTEST_SKIP() << "two ranks show it, and sooner";
   EXPECT_NE(found({.no_first_barrier = true, .slow_manifest = true}), "");
 }
 
