@@ -28,7 +28,7 @@ namespace hoist::gpt {
 // What the way back finds of a block. The result is the same, bit by bit.
 enum class ActivationPolicy : std::uint8_t {
   recompute,  // its input; the rest is computed again under the lease that it needs anyway
-  keep,       // everything: most device memory, and of 11 products of a layer, forward and backward, 9
+  keep,       // everything: most device memory, 18 % fewer operations (8 of 44 width^2 a layer are the second time)
   stash,      // as recompute, but inputs wait in pinned memory: least device memory
 };
 
