@@ -348,6 +348,36 @@ TEST(PackedStateBits, EveryThresholdOfRoundingIsTheScalarTexts) {
   }
 }
 
+#if defined(__x86_64__)
+
+TEST(PackedStateBits, AHostsFloatModeChangesNothing) {
+  const auto updated = [](const Form& form, OptimizerOptions options, unsigned mode) {
+    Rng rng(31);
+    PackedTile tile(form, 1000, DType::fp32);
+    fill_extreme(tile.wide, rng);
+    tile.adopt();
+    options.weight_decay = 1e-40;  // a denormal coefficient
+    const HostMode host(mode);
+    (void)tile.update(UpdateCoefficients(options, 2, 0.7), {.key = 9});
+    EXPECT_EQ(_mm_getcsr(), mode) << "the caller's mode was not put back";
+    return tile;
+  };
+  for (const Form& form : kForms) {
+    for (const auto& [optimizer, options] : every_optimizer()) {
+      for (const auto& name : supported_instruction_sets()) {
+        const Forced forced(name);
+        const PackedTile expected = updated(form, options, kDefaultMode);
+        for (const unsigned mode : kHostModes) {
+          EXPECT_TRUE(updated(form, options, mode).same_state(expected))
+              << optimizer << ", " << form << ", " << name << ", MXCSR " << mode;
+        }
+      }
+    }
+  }
+}
+
+#endif
+
 // --- limits
 // -------------------------------------------------------------------------------------------------------------
 

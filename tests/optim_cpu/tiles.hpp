@@ -13,6 +13,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <gtest/gtest.h>
 
 #include <hoist/core/dtype.hpp>
@@ -194,5 +198,27 @@ class Forced {
   Forced(const Forced&) = delete;
   Forced& operator=(const Forced&) = delete;
 };
+
+#if defined(__x86_64__)
+
+// What a host program may have made of its float mode: MXCSR.
+inline constexpr unsigned kDefaultMode = 0x1F80;
+inline constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040, kRoundUp = 0x4000;
+inline constexpr unsigned kHostModes[] = {kDefaultMode | kFlushToZero, kDefaultMode | kDenormalsAreZero,
+                                          kDefaultMode | kFlushToZero | kDenormalsAreZero, kDefaultMode | kRoundUp,
+                                          0u /* traps on */};
+
+class HostMode {
+ public:
+  explicit HostMode(unsigned mxcsr) : saved_(_mm_getcsr()) { _mm_setcsr(mxcsr); }
+  ~HostMode() { _mm_setcsr(saved_); }
+  HostMode(const HostMode&) = delete;
+  HostMode& operator=(const HostMode&) = delete;
+
+ private:
+  unsigned saved_;
+};
+
+#endif
 
 }  // namespace hoist::optim::test
