@@ -131,6 +131,11 @@ void DeferredUpdate::check() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
+bool DeferredUpdate::idle() const {
+  const std::lock_guard lock(mutex_);
+  return !step_;
+}
+
 Completion DeferredUpdate::updated(UnitId unit) const {
   const std::lock_guard lock(mutex_);
   return states_[unit.index].updated;

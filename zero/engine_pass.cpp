@@ -41,6 +41,7 @@ void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
   }
   pass = kind;
   pass_was_left = false;
+  reading_ahead = false;
   last_refusal.clear();
   pass_began = Clock::now();
   ++pass_serial;
@@ -175,6 +176,7 @@ void Engine::finish(UnitId unit, StreamRef stream) {
     }
     impl_->live.gradients->finish(unit, stream);
     impl_->live.gatherer->finish(unit);
+    impl_->read_ahead();
   });
 }
 
@@ -215,6 +217,18 @@ detail::WalkOptions Engine::Impl::walk_of_update(std::uint64_t step) const {
   detail::WalkOptions walk = step_writes(commit_is_due(step));
   walk.makes_weights = true;
   return walk;
+}
+
+void Engine::Impl::read_ahead() {
+  if (reading_ahead || !completes_step() || updates_in_backward() || !nvme_placement()) return;
+  if (live.deferred && !live.deferred->idle()) return;
+  std::vector<UnitId> order;
+  if (live.deferred) {
+    order = live.gatherer->expected(static_cast<std::size_t>(Pass::train));
+  } else {
+    for (std::uint32_t u = 0; u < table.units().size(); ++u) order.push_back(UnitId{u});
+  }
+  reading_ahead = live.updater->read_ahead(walk_of_update(step_count + 1), order);
 }
 
 void Engine::Impl::update_now(double gradient_scale) {

@@ -32,6 +32,8 @@ Updater::Updater(Runtime& runtime, const UnitTable& table, const Memory& memory,
   checksums_s_.resize(tiles_max);
 }
 
+Updater::~Updater() { abandon(ahead_); }
+
 std::span<const Tile> Updater::tiles(const Piece& piece) const {
   return table_.unit(piece.unit).trainable.tiles().subspan(piece.first_tile, piece.tile_count);
 }
@@ -58,6 +60,7 @@ void Updater::run(const WalkOptions& options, const Work& work, const Next& next
   std::deque<Job> jobs;  // started, oldest first
   std::optional<UpdateRequest> request;
   std::size_t piece = 0;  // the next of the request's
+  if (!options.makes_weights) abandon(ahead_);
   try {
     while (true) {
       // Read ahead as far as buffers are free; when nothing is started at all, wait for one.
@@ -77,6 +80,7 @@ void Updater::run(const WalkOptions& options, const Work& work, const Next& next
     }
   } catch (...) {
     abandon(jobs);
+    abandon(ahead_);
     throw;
   }
   if (apart_) apart_->synchronize();  // whoever comes next finds the homes changed
@@ -99,27 +103,43 @@ void Updater::abandon(std::deque<Job>& jobs) noexcept {
       }
     }
   }
+  jobs.clear();
+}
+
+bool Updater::ends_unit(std::size_t index) const {
+  return index + 1 == first_piece_[memory_.pieces()[index].unit.index + 1];
+}
+
+// `buffer` may be null where the piece needs none.
+Updater::Job Updater::job_of(std::size_t index, Buffer* buffer) const {
+  const Piece& piece = memory_.pieces()[index];
+  const UnitHome& home = memory_.home(piece.unit);
+  const Tile& first = tiles(piece).front();
+  const bool apart = apart_ != nullptr;
+  std::byte* const bytes = buffer == nullptr ? nullptr : buffer->bytes.data();
+  Job job{.piece = piece, .buffer = buffer, .ends_unit = ends_unit(index)};
+  job.weights = home.weights != nullptr && !apart ? home.weights + first.w_offset : bytes;
+  job.state = memory_.state_at_home(piece) && !apart ? home.state + first.s_offset
+                                                     : bytes + memory_.buffered_bytes(piece).weights;
+  return job;
 }
 
 bool Updater::start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs) {
   const Piece& piece = memory_.pieces()[index];
-  // What lives in memory needs no reading ahead, but must not hold up the reading of what comes after it.
-  const auto needed = memory_.buffered_bytes(piece);
-  if (needed.total() == 0 && jobs.size() > buffers_.size()) return false;
-  Job job{.piece = piece, .target = target, .ends_unit = index + 1 == first_piece_[piece.unit.index + 1]};
-  std::byte* free_bytes = nullptr;
-  if (needed.total() > 0) {
-    job.buffer = buffer_for(jobs, options.waits);
-    if (job.buffer == nullptr) return false;
-    free_bytes = job.buffer->bytes.data();
+  if (const auto read = read_already(piece); read != ahead_.end()) {
+    jobs.push_back(std::move(*read));
+    jobs.back().target = target;
+    ahead_.erase(read);
+    return true;
   }
-  const UnitHome& home = memory_.home(piece.unit);
-  const Tile& first = tiles(piece).front();
-  const bool apart = apart_ != nullptr;
-  job.weights = home.weights != nullptr && !apart ? home.weights + first.w_offset : free_bytes;
-  job.state = memory_.state_at_home(piece) && !apart ? home.state + first.s_offset : free_bytes + needed.weights;
-  jobs.push_back(std::move(job));
-  if (apart) {
+  // What lives in memory needs no reading ahead, but must not hold up the reading of what comes after it.
+  const bool needs_buffer = memory_.buffered_bytes(piece).total() > 0;
+  if (!needs_buffer && jobs.size() > buffers_.size()) return false;
+  Buffer* const buffer = needs_buffer ? buffer_for(jobs, options.waits) : nullptr;
+  if (needs_buffer && buffer == nullptr) return false;
+  jobs.push_back(job_of(index, buffer));
+  jobs.back().target = target;
+  if (apart_) {
     if (options.read_apart) jobs.back().reads.push_back(copy_apart(jobs.back(), platform::CopyKind::device_to_host));
   } else if (options.read) {
     read(jobs.back(), options);
@@ -127,30 +147,70 @@ bool Updater::start(std::size_t index, std::byte* target, const WalkOptions& opt
   return true;
 }
 
-// A buffer that no job holds and no write uses; else, when there is no job to go on with, the one written out of first.
-Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, WaitCause cause) {
-  const auto held = [&](const Buffer& buffer) {
-    return std::any_of(jobs.begin(), jobs.end(), [&](const Job& job) { return job.buffer == &buffer; });
-  };
+bool Updater::held(const Buffer& buffer, const std::deque<Job>& jobs) const {
+  const auto holds = [&](const Job& job) { return job.buffer == &buffer; };
+  return std::ranges::any_of(jobs, holds) || std::ranges::any_of(ahead_, holds);
+}
+
+// One that no job holds and no write uses.
+Updater::Buffer* Updater::idle_buffer(const std::deque<Job>& jobs) {
   for (Buffer& buffer : buffers_) {
-    if (!held(buffer) && buffer.idle.done()) {
-      buffer.idle.wait();  // rethrows a failed write
-      buffer.last_use = ++uses_;
-      return &buffer;
+    if (held(buffer, jobs) || !buffer.idle.done()) continue;
+    buffer.idle.wait();  // rethrows a failed write
+    buffer.last_use = ++uses_;
+    return &buffer;
+  }
+  return nullptr;
+}
+
+// An idle one; else, when there is no job to go on with, the one written out of first.
+Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, WaitCause cause) {
+  if (Buffer* const idle = idle_buffer(jobs)) return idle;
+  if (!jobs.empty()) return nullptr;
+  if (ahead_.size() == buffers_.size()) abandon(ahead_);  // all of them for what comes later
+  Buffer* oldest = nullptr;
+  for (Buffer& buffer : buffers_)
+    if (!held(buffer, jobs) && (oldest == nullptr || buffer.last_use < oldest->last_use)) oldest = &buffer;
+  timed_wait(oldest->idle, cause);
+  oldest->last_use = ++uses_;
+  return oldest;
+}
+
+// --- reading ---------------------------------------------------------------------------------------------------------
+
+bool Updater::read_ahead(const WalkOptions& walk, std::span<const UnitId> units) {
+  const auto busy = [](const Buffer& buffer) { return !buffer.idle.done() || buffer.idle.error(); };
+  if (apart_) return true;  // nothing to read
+  if (std::ranges::any_of(buffers_, busy)) return false;
+  for (const UnitId unit : units) {
+    for (std::size_t index = first_piece_[unit.index]; index < first_piece_[unit.index + 1]; ++index) {
+      const Piece& piece = memory_.pieces()[index];
+      if (memory_.buffered_bytes(piece).total() == 0 || read_already(piece) != ahead_.end()) continue;
+      Buffer* const buffer = idle_buffer({});
+      if (buffer == nullptr) return true;
+      ahead_.push_back(job_of(index, buffer));
+      ahead_.back().priority = aio::Priority::background;
+      try {
+        read(ahead_.back(), walk);
+      } catch (...) {  // the step will meet it again
+        abandon(ahead_);
+        return true;
+      }
     }
   }
-  if (!jobs.empty()) return nullptr;
-  Buffer& oldest = *std::min_element(buffers_.begin(), buffers_.end(),
-                                     [](const Buffer& a, const Buffer& b) { return a.last_use < b.last_use; });
-  timed_wait(oldest.idle, cause);
-  oldest.last_use = ++uses_;
-  return &oldest;
+  return true;
+}
+
+std::deque<Updater::Job>::iterator Updater::read_already(const Piece& piece) {
+  return std::ranges::find_if(ahead_, [&](const Job& job) {
+    return job.piece.unit.index == piece.unit.index && job.piece.first_tile == piece.first_tile;
+  });
 }
 
 void Updater::read(Job& job, const WalkOptions& options) {
   if (const std::uint64_t bytes = memory_.buffered_bytes(job.piece).state; bytes > 0) {
     job.reads.push_back(store_->read(*records_.trainable(job.piece.unit), Region::state, job.piece.first_tile,
-                                     job.piece.tile_count, {job.state, bytes}, aio::Priority::foreground));
+                                     job.piece.tile_count, {job.state, bytes}, job.priority));
     job.state_read = true;
   }
   if (memory_.home(job.piece.unit).weights == nullptr) read_weights(job, options);
@@ -167,10 +227,10 @@ void Updater::read_weights(Job& job, const WalkOptions& options) {
     if (made) continue;
     const Tile& last = piece_tiles[end - 1];
     const std::uint64_t begin_bytes = piece_tiles[first].w_offset - base;
-    job.reads.push_back(store_->read(
-        *records_.trainable(job.piece.unit), Region::weights, job.piece.first_tile + static_cast<std::uint32_t>(first),
-        static_cast<std::uint32_t>(end - first),
-        {job.weights + begin_bytes, last.w_offset + last.w_bytes - base - begin_bytes}, aio::Priority::foreground));
+    job.reads.push_back(
+        store_->read(*records_.trainable(job.piece.unit), Region::weights,
+                     job.piece.first_tile + static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(end - first),
+                     {job.weights + begin_bytes, last.w_offset + last.w_bytes - base - begin_bytes}, job.priority));
   }
 }
 
@@ -257,7 +317,7 @@ Completion Updater::copy_apart(const Job& job, platform::CopyKind direction) {
   return apart_->record().completion();
 }
 
-std::span<std::byte> Updater::idle_buffer() {
+std::span<std::byte> Updater::bounce_buffer() {
   buffers_.front().idle.wait();
   return buffers_.front().bytes;
 }
@@ -267,7 +327,7 @@ void Updater::read_home(const std::byte* home, std::span<std::byte> out) {
     if (!out.empty()) std::memcpy(out.data(), home, out.size());
     return;
   }
-  const std::span<std::byte> buffer = idle_buffer();
+  const std::span<std::byte> buffer = bounce_buffer();
   for (std::size_t first = 0; first < out.size(); first += buffer.size()) {
     const std::size_t count = std::min(buffer.size(), out.size() - first);
     apart_->copy(buffer.data(), home + first, count, platform::CopyKind::device_to_host);
@@ -281,7 +341,7 @@ void Updater::write_home(std::byte* home, std::span<const std::byte> bytes) {
     if (!bytes.empty()) std::memcpy(home, bytes.data(), bytes.size());
     return;
   }
-  const std::span<std::byte> buffer = idle_buffer();
+  const std::span<std::byte> buffer = bounce_buffer();
   for (std::size_t first = 0; first < bytes.size(); first += buffer.size()) {
     const std::size_t count = std::min(buffer.size(), bytes.size() - first);
     std::memcpy(buffer.data(), bytes.data() + first, count);

@@ -66,6 +66,8 @@ class DeferredUpdate {
   void conclude(Ended ended, std::span<const UnitId> expected);
   // Throws what any update of the step failed with so far.
   void check() const;
+  // Whether no step is under way: the updater is its caller's until the next begins.
+  bool idle() const;
 
   // Done when the unit's weights are those of the last step that was begun.
   Completion updated(UnitId unit) const;

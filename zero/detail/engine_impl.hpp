@@ -118,6 +118,7 @@ class Engine::Impl {
   bool updates_in_backward() const { return options.update_mode == UpdateMode::backward; }
   // Whether the pass under way is the one whose gradients complete a step.
   bool completes_step() const { return pass == Pass::train && micro_batches_done + 1 == micro_batches; }
+  void read_ahead();      // what the step will update first, as far as buffers are free already
   void begin_updating();  // at the pass's first finish(): from here on the step is decided
   void require_undecided(const char* call) const;
   void require_untouched(UnitId unit) const;   // by the step under way
@@ -242,6 +243,7 @@ class Engine::Impl {
   int micro_batches = 1;          // passes that make the step under way
   int micro_batches_done = 0;     // complete train passes since the last step
   bool gradients_due = false;     // all of them ended; step() or discard() is next
+  bool reading_ahead = false;     // for the step of the pass under way
   bool updating = false;          // units are updated already for the step under way, by this:
   std::shared_ptr<detail::StepUpdate> begun_update;
   std::uint64_t step_count = 0;

@@ -6,6 +6,9 @@
 // in memory is updated in place and, when steps are durable, written from there. State in device memory that the CPU
 // cannot read is brought into the buffers and back, by walks that are no steps: those the device carries out itself.
 //
+// Between walks the buffers are idle: read_ahead() fills them with what the next step begins with, while the program is
+// still making its gradients.
+//
 // Threading  One caller at a time; tiles run on the update pool.
 // Errors     IoError, CorruptionError; Error when a master or moment is not finite or too large to be committed.
 // Main path  run -> for each piece: read -> tiles (verify, update, checksum) -> write.
@@ -68,6 +71,9 @@ class Updater {
  public:
   Updater(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
           tiers::Store* store);
+  ~Updater();  // sees reads ahead out
+  Updater(const Updater&) = delete;
+  Updater& operator=(const Updater&) = delete;
 
   // Runs work(tile) over every trainable tile of `units` (all when empty), in parallel within a piece, pieces in order.
   // Pre: a step of the store is open when anything is written. Returns when everything was computed and all writes
@@ -79,6 +85,12 @@ class Updater {
   using Next = std::function<std::optional<UpdateRequest>(bool wait)>;
   using Updated = std::function<void(UnitId)>;
   void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
+
+  // Starts reading the records of `units`, in this order, for the next step, into as many buffers as there are; behind
+  // whatever else is read. False, and nothing is started, while writes out of a buffer are under way. The next run with
+  // WalkOptions::makes_weights takes what was read instead of reading it; any other walk drops it. A read that fails
+  // does so in that run.
+  bool read_ahead(const WalkOptions& walk, std::span<const UnitId> units);
 
   // Time spent computing in runs in the background.
   Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
@@ -104,12 +116,18 @@ class Updater {
     Buffer* buffer = nullptr;
     std::byte* target = nullptr;  // of a copy of the unit's weights
     bool ends_unit = false;
+    aio::Priority priority = aio::Priority::foreground;  // of the reads
     std::vector<Completion> reads;
     bool weights_read = false, state_read = false;  // but weights that are made
   };
   void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
-  void abandon(std::deque<Job>& jobs) noexcept;
+  void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
+  Job job_of(std::size_t piece, Buffer* buffer) const;
+  bool ends_unit(std::size_t piece) const;
+  std::deque<Job>::iterator read_already(const Piece& piece);  // in ahead_
   bool start(std::size_t piece, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs);
+  bool held(const Buffer& buffer, const std::deque<Job>& jobs) const;
+  Buffer* idle_buffer(const std::deque<Job>& jobs);
   Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
   void read(Job& job, const WalkOptions& options);
   void read_weights(Job& job, const WalkOptions& options);
@@ -122,7 +140,7 @@ class Updater {
   void write(Job& job, const WalkOptions& options);
   // Between a job's buffer and homes that are apart; done when the copies are.
   Completion copy_apart(const Job& job, platform::CopyKind direction);
-  std::span<std::byte> idle_buffer();
+  std::span<std::byte> bounce_buffer();
   std::span<const tiers::Tile> tiles(const Piece& piece) const;
   void timed_wait(const Completion& completion, WaitCause cause);
 
@@ -133,6 +151,7 @@ class Updater {
   tiers::Store* store_;
   std::unique_ptr<platform::Stream> apart_;  // null unless homes are apart
   std::vector<Buffer> buffers_;
+  std::deque<Job> ahead_;  // read for the next step
   std::uint64_t uses_ = 0;
   std::vector<std::size_t> first_piece_;  // by unit, and one past the last
   std::atomic<std::int64_t> busy_ns_{0};

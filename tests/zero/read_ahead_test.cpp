@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a step updates first is read while its gradients are still being made: as much as update buffers hold, never
+// twice, and never stale.
+#include <atomic>
+#include <limits>
+
+#include <gtest/gtest.h>
+
+#include <hoist/aio/engine.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+// Counts what is read of data files.
+class CountingBackend final : public aio::Backend {
+ public:
+  CountingBackend(std::unique_ptr<aio::Backend> inner, std::atomic<std::uint64_t>& bytes)
+      : inner_(std::move(inner)), bytes_(bytes) {}
+  std::string description() const override { return inner_->description(); }
+  void submit(aio::Block& block) override {
+    if (block.operation == aio::Operation::read && block.file->path().ends_with(".data")) bytes_ += block.length_bytes;
+    inner_->submit(block);
+  }
+  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
+  void wake_up() override { inner_->wake_up(); }
+
+ private:
+  const std::unique_ptr<aio::Backend> inner_;
+  std::atomic<std::uint64_t>& bytes_;
+};
+
+constexpr std::uint64_t kElements = 3 << 20;
+const ToyShape kShape{.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
+
+struct Training {
+  Training(const ToySetup& setup, const ToyShape& shape)
+      : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
+  Runtime runtime;
+  Engine engine;
+  ToyModel model;
+};
+
+struct Where {
+  const char* name;
+  Placement parameters;
+  UpdateMode mode;
+};
+
+class ReadAhead : public testing::TestWithParam<Where> {
+ protected:
+  std::unique_ptr<Training> opened() {
+    ToySetup setup = toy_setup(GetParam().parameters, Placement::nvme, directory_ / "store");
+    setup.runtime.pinned_memory_bytes = 128 * kMiB;
+    setup.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+      return std::make_unique<CountingBackend>(aio::make_backend(options), read_);
+    };
+    setup.engine.update_mode = GetParam().mode;
+    setup.engine.sub_group_elements = 100000;
+    setup.engine.update_buffer_count = 4;
+    setup.engine.reuse_distance_elements = 0;  // every use of weights fetches them
+    return std::make_unique<Training>(setup, kShape);
+  }
+  std::unique_ptr<Training> run() {
+    auto run = opened();
+    run->engine.initialize(run->model.fill());
+    return run;
+  }
+  static std::unique_ptr<Training> reference() {
+    ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+    setup.runtime.pinned_memory_bytes = 128 * kMiB;
+    setup.engine.update_mode = UpdateMode::step;
+    auto run = std::make_unique<Training>(setup, kShape);
+    run->engine.initialize(run->model.fill());
+    return run;
+  }
+  bool weights_on_nvme() const { return GetParam().parameters == Placement::nvme; }
+  // At most what a pass reads that nothing is read ahead in; some of it may have been read before it.
+  std::uint64_t weights_read_in_a_pass() const { return weights_on_nvme() ? 2 * 2 * (kElements + 100000) : 0; }
+
+  TempDirectory directory_;
+  std::atomic<std::uint64_t> read_{0};
+};
+INSTANTIATE_TEST_SUITE_P(Modes, ReadAhead,
+                         testing::Values(Where{"step", Placement::pinned, UpdateMode::step},
+                                         Where{"step_weights_too", Placement::nvme, UpdateMode::step},
+                                         Where{"forward", Placement::pinned, UpdateMode::forward},
+                                         Where{"forward_weights_too", Placement::nvme, UpdateMode::forward}),
+                         [](const auto& where) { return std::string(where.param.name); });
+
+TEST_P(ReadAhead, FillsTheBuffersInThePassAndReadsNothingTwice) {
+  const auto r = run();
+  r->model.train(1, 3);
+  r->engine.settle();  // every buffer is idle
+  const std::uint64_t before = read_;
+  r->model.pass(4);
+  const std::uint64_t of_buffers = 4 * 6 * 16384 * (weights_on_nvme() ? 12 : 10);  // pieces are whole tiles
+  EXPECT_LE(read_ - before, of_buffers + weights_read_in_a_pass());
+  EXPECT_GE(read_ - before, weights_on_nvme() ? of_buffers + 2 * kElements : of_buffers);
+  r->engine.step();
+  r->model.train(5, 6);
+  r->engine.settle();
+  const std::uint64_t middle = read_;
+  r->model.train(7, 10);
+  r->engine.settle();
+  const auto all = 4.0 * static_cast<double>(r->engine.formula_bytes().nvme_read);
+  EXPECT_NEAR(static_cast<double>(read_ - middle), all, 0.02 * all);
+}
+
+TEST_P(ReadAhead, IsKeptForTheNextStepWhenOneIsSkipped) {
+  const auto r = run();
+  const auto expected = reference();
+  r->model.train(1, 2);
+  r->engine.settle();
+  r->model.gradient_scale = std::numeric_limits<float>::infinity();
+  r->model.pass(3);
+  EXPECT_FALSE(r->engine.step().applied);
+  r->model.losses.pop_back();
+  r->model.gradient_scale = 1;
+  const std::uint64_t before = read_;
+  r->model.pass(3);
+  EXPECT_LE(read_ - before, weights_read_in_a_pass());
+  r->engine.step();
+  r->model.train(4, 5);
+  expected->model.train(1, 5);
+  EXPECT_EQ(digests_of(r->engine, r->model), digests_of(expected->engine, expected->model));
+}
+
+TEST_P(ReadAhead, IsDroppedWhenTheProgramWritesBeforeTheStep) {
+  const auto r = run();
+  const auto expected = reference();
+  for (Training* each : {r.get(), expected.get()}) {
+    each->model.train(1, 2);
+    each->engine.settle();
+    each->model.pass(3);
+    std::vector<float> values(200000);
+    for (const State state : {State::master, State::moment2}) {
+      each->engine.read(each->model.matrix(0), state, 1000, values);
+      for (float& value : values) value *= 2;
+      each->engine.write(each->model.matrix(0), state, 1000, values);
+    }
+    each->engine.step();
+    each->model.train(4, 5);
+  }
+  EXPECT_EQ(digests_of(r->engine, r->model), digests_of(expected->engine, expected->model));
+}
+
+TEST_P(ReadAhead, GivesWayToUnitsThatAreAskedForFirst) {
+  const auto r = run();
+  const auto expected = reference();
+  for (Training* each : {r.get(), expected.get()}) {
+    each->model.train(1, 3);
+    each->engine.settle();
+    each->model.train(4, 4);  // what was read ahead is of unit 0
+    const PassScope pass = each->engine.begin(Pass::evaluate);
+    for (const std::size_t unit : {2u, 1u}) {
+      Lease lease = each->engine.gather(each->model.unit(unit), each->model.stream());
+      lease.release(each->model.stream());
+    }
+  }
+  for (Training* each : {r.get(), expected.get()}) each->model.train(5, 6);
+  EXPECT_EQ(digests_of(r->engine, r->model), digests_of(expected->engine, expected->model));
+}
+
+// The engine may end between the pass and the step: what is under way is seen out before its memory goes.
+TEST_P(ReadAhead, EndsWithTheEngine) {
+  auto r = run();
+  r->model.train(1, 2);
+  r->engine.settle();
+  r->model.pass(3);
+  r.reset();
+  EXPECT_EQ(opened()->engine.restore().step, 2u);
+}
+
+}  // namespace
+}  // namespace hoist::test
