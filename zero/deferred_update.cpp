@@ -33,8 +33,9 @@ void DeferredUpdate::stop() noexcept {
   stopping_ = true;
   unqueued_ += requests_.size();
   requests_.clear();
+  ahead_.reset();
   changed_.notify_all();
-  changed_.wait(lock, [&] { return !step_; });
+  changed_.wait(lock, [&] { return !step_ && !reading_ahead_; });
 }
 
 void DeferredUpdate::begin(Step step) {
@@ -49,6 +50,7 @@ void DeferredUpdate::begin(Step step) {
       ++unqueued_;
     }
     const std::vector<UnitId> expected = std::move(step.expected);
+    ahead_.reset();
     step_ = std::move(step);
     if (!on_request_) {
       for (const UnitId unit : expected)
@@ -131,9 +133,11 @@ void DeferredUpdate::check() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-bool DeferredUpdate::idle() const {
+void DeferredUpdate::read_ahead(const WalkOptions& walk, std::vector<UnitId> units) {
   const std::lock_guard lock(mutex_);
-  return !step_;
+  if (failure_ || stopping_) return;
+  ahead_ = Ahead{.walk = walk, .units = std::move(units)};
+  changed_.notify_all();
 }
 
 Completion DeferredUpdate::updated(UnitId unit) const {
@@ -166,8 +170,9 @@ void DeferredUpdate::finish() {
   std::unique_lock lock(mutex_);
   HOIST_ASSERT(!open_, "a step is to be carried out that is not decided");
   enqueue_rest();
+  ahead_.reset();
   changed_.notify_all();
-  changed_.wait(lock, [&] { return !step_; });
+  changed_.wait(lock, [&] { return !step_ && !reading_ahead_; });
   if (failure_) std::rethrow_exception(failure_);
 }
 
@@ -185,11 +190,21 @@ void DeferredUpdate::enqueue_rest() {
 void DeferredUpdate::run() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return step_.has_value() || stopping_; });
-    if (!step_) return;
+    changed_.wait(lock, [&] { return step_ || ahead_ || stopping_; });
+    if (step_) {
+      lock.unlock();
+      carry_out();
+      lock.lock();
+      continue;
+    }
+    if (!ahead_) return;
+    const Ahead ahead = *std::exchange(ahead_, std::nullopt);
+    reading_ahead_ = true;
     lock.unlock();
-    carry_out();
+    updater_.read_ahead(ahead.walk, ahead.units);
     lock.lock();
+    reading_ahead_ = false;
+    changed_.notify_all();
   }
 }
 

@@ -176,7 +176,7 @@ void Engine::finish(UnitId unit, StreamRef stream) {
     }
     impl_->live.gradients->finish(unit, stream);
     impl_->live.gatherer->finish(unit);
-    impl_->read_ahead();
+    if (impl_->completes_step()) impl_->read_ahead();
   });
 }
 
@@ -219,16 +219,20 @@ detail::WalkOptions Engine::Impl::walk_of_update(std::uint64_t step) const {
   return walk;
 }
 
+// Without a thread of its own for updates, only when the program comes by.
 void Engine::Impl::read_ahead() {
-  if (reading_ahead || !completes_step() || updates_in_backward() || !nvme_placement()) return;
-  if (live.deferred && !live.deferred->idle()) return;
-  std::vector<UnitId> order;
+  if (reading_ahead || updates_in_backward() || !nvme_placement()) return;
+  const detail::WalkOptions walk = walk_of_update(step_count + 1);
   if (live.deferred) {
-    order = live.gatherer->expected(static_cast<std::size_t>(Pass::train));
+    live.deferred->read_ahead(walk, live.gatherer->expected(static_cast<std::size_t>(Pass::train)));
+  } else if (live.updater->written_out()) {
+    std::vector<UnitId> all;
+    for (std::uint32_t u = 0; u < table.units().size(); ++u) all.push_back(UnitId{u});
+    live.updater->read_ahead(walk, all);
   } else {
-    for (std::uint32_t u = 0; u < table.units().size(); ++u) order.push_back(UnitId{u});
+    return;
   }
-  reading_ahead = live.updater->read_ahead(walk_of_update(step_count + 1), order);
+  reading_ahead = true;
 }
 
 void Engine::Impl::update_now(double gradient_scale) {
@@ -319,6 +323,7 @@ void Engine::Impl::await_inputs() {
       live.deferred->check();
     });
   }
+  read_ahead();
   await_gradients();
   if (live.deferred) together("carry out the last step", [&] { await_deferred(); });
 }

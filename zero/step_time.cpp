@@ -56,28 +56,38 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
   const auto most = std::max_element(time.busy_seconds.begin(), time.busy_seconds.end());
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
 
-  // A pass that updates reads on only as buffers are written out: what they do not hold is written before it ends.
+  // A pass that updates reads on only as buffers are written out: what they do not hold is written before it ends, the
+  // rest under what comes next. What they hold at its beginning was read under the backward pass before.
+  const bool in_forward = prediction.update_mode == UpdateMode::forward;
+  const bool in_backward = prediction.update_mode == UpdateMode::backward;
+  const std::uint64_t trailing = std::min(phases.update.nvme_write, prediction.trailing_bytes);
   StepBytes update_in_pass = phases.update;
-  update_in_pass.nvme_write -= std::min(update_in_pass.nvme_write, prediction.trailing_bytes);
-  const StepBytes in_forward = phases.forward / prediction.passes, in_backward = phases.backward / prediction.passes;
-  Seconds forward = busy(in_forward, speeds), backward = busy(in_backward, speeds);
+  update_in_pass.nvme_write -= trailing;
+  update_in_pass.nvme_read -= prediction.read_ahead_bytes;
+  StepBytes forward = phases.forward / prediction.passes, backward = phases.backward / prediction.passes;
+  if (in_forward) backward.nvme_write += trailing / prediction.passes;
+  if (in_backward) forward.nvme_write += trailing / prediction.passes;
+  StepBytes first_forward = forward, last_backward = backward;
+  if (in_forward) first_forward += update_in_pass;
+  if (in_backward) last_backward += update_in_pass;
+  last_backward.nvme_read += prediction.read_ahead_bytes;
+
   const double compute = speeds.compute_seconds / prediction.passes;
-  at(forward, Resource::compute) = compute * speeds.forward_share;
-  at(backward, Resource::compute) = compute * (1 - speeds.forward_share);
-  double passes = prediction.passes * (longest(forward) + longest(backward));
-  if (prediction.update_mode == UpdateMode::step) {
-    // step() is over when all is read, computed and written.
-    passes += std::max(nvme_seconds(static_cast<double>(phases.update.nvme_read), written, speeds), update);
-  } else {
-    // Of several passes it is under the first one's forward, or the last one's backward.
-    const bool first = prediction.update_mode == UpdateMode::forward;
-    update_in_pass += first ? in_forward : in_backward;
-    Seconds updating = busy(update_in_pass, speeds);
-    at(updating, Resource::compute) = at(first ? forward : backward, Resource::compute);
-    at(updating, Resource::host_memory) = update;
-    passes += longest(updating) - longest(first ? forward : backward);
+  const auto pass_seconds = [&](const StepBytes& bytes, double share, bool updates) {
+    Seconds seconds = busy(bytes, speeds);
+    at(seconds, Resource::compute) = compute * share;
+    if (updates) at(seconds, Resource::host_memory) = update;
+    return longest(seconds);
+  };
+  const double forward_share = speeds.forward_share, backward_share = 1 - speeds.forward_share;
+  double expected = pass_seconds(first_forward, forward_share, in_forward) +
+                    pass_seconds(last_backward, backward_share, in_backward) +
+                    (prediction.passes - 1) * (pass_seconds(forward, forward_share, /*updates=*/false) +
+                                               pass_seconds(backward, backward_share, /*updates=*/false));
+  if (prediction.update_mode == UpdateMode::step) {  // which is over when all is read, computed and written
+    expected += std::max(nvme_seconds(static_cast<double>(update_in_pass.nvme_read), written, speeds), update);
   }
-  time.expected_seconds = std::max(passes, time.least_seconds);
+  time.expected_seconds = std::max(expected, time.least_seconds);
   return time;
 }
 

@@ -178,27 +178,28 @@ Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, WaitCause caus
 
 // --- reading ---------------------------------------------------------------------------------------------------------
 
-bool Updater::read_ahead(const WalkOptions& walk, std::span<const UnitId> units) {
-  const auto busy = [](const Buffer& buffer) { return !buffer.idle.done() || buffer.idle.error(); };
-  if (apart_) return true;  // nothing to read
-  if (std::ranges::any_of(buffers_, busy)) return false;
-  for (const UnitId unit : units) {
-    for (std::size_t index = first_piece_[unit.index]; index < first_piece_[unit.index + 1]; ++index) {
-      const Piece& piece = memory_.pieces()[index];
-      if (memory_.buffered_bytes(piece).total() == 0 || read_already(piece) != ahead_.end()) continue;
-      Buffer* const buffer = idle_buffer({});
-      if (buffer == nullptr) return true;
-      ahead_.push_back(job_of(index, buffer));
-      ahead_.back().priority = aio::Priority::background;
-      try {
+bool Updater::written_out() const {
+  return std::ranges::all_of(buffers_, [](const Buffer& buffer) { return buffer.idle.done(); });
+}
+
+void Updater::read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept {
+  if (apart_) return;  // nothing is on NVMe
+  try {
+    for (const Buffer& buffer : buffers_) buffer.idle.wait();
+    for (const UnitId unit : units) {
+      for (std::size_t index = first_piece_[unit.index]; index < first_piece_[unit.index + 1]; ++index) {
+        const Piece& piece = memory_.pieces()[index];
+        if (memory_.buffered_bytes(piece).total() == 0 || read_already(piece) != ahead_.end()) continue;
+        Buffer* const buffer = idle_buffer({});
+        if (buffer == nullptr) return;
+        ahead_.push_back(job_of(index, buffer));
+        ahead_.back().priority = aio::Priority::background;
         read(ahead_.back(), walk);
-      } catch (...) {  // the step will meet it again
-        abandon(ahead_);
-        return true;
       }
     }
+  } catch (...) {  // the step will meet it again
+    abandon(ahead_);
   }
-  return true;
 }
 
 std::deque<Updater::Job>::iterator Updater::read_already(const Piece& piece) {

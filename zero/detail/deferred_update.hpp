@@ -66,8 +66,9 @@ class DeferredUpdate {
   void conclude(Ended ended, std::span<const UnitId> expected);
   // Throws what any update of the step failed with so far.
   void check() const;
-  // Whether no step is under way: the updater is its caller's until the next begins.
-  bool idle() const;
+  // As soon as no step is under way, fills the updater's buffers for the next one (Updater::read_ahead). What has not
+  // begun when finish() or the next step comes is forgotten.
+  void read_ahead(const WalkOptions& walk, std::vector<UnitId> units);
 
   // Done when the unit's weights are those of the last step that was begun.
   Completion updated(UnitId unit) const;
@@ -96,6 +97,10 @@ class DeferredUpdate {
     UnitId unit{};
     std::byte* target = nullptr;
   };
+  struct Ahead {
+    WalkOptions walk;
+    std::vector<UnitId> units;
+  };
   void run();
   void carry_out();
   Ended conclusion();
@@ -112,9 +117,11 @@ class DeferredUpdate {
   std::condition_variable changed_;
   std::vector<UnitState> states_;
   std::deque<Request> requests_;
-  std::size_t unqueued_ = 0;  // pending units that nobody has asked for
-  std::optional<Step> step_;  // under way
-  bool open_ = false;         // more may be offered
+  std::size_t unqueued_ = 0;    // pending units that nobody has asked for
+  std::optional<Step> step_;    // under way
+  bool open_ = false;           // more may be offered
+  std::optional<Ahead> ahead_;  // to be read, once there is no step
+  bool reading_ahead_ = false;
   std::exception_ptr failure_;
   bool stopping_ = false;
   std::thread thread_;

@@ -86,11 +86,12 @@ class Updater {
   using Updated = std::function<void(UnitId)>;
   void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
 
+  // Whether nothing is being written out of a buffer.
+  bool written_out() const;
   // Starts reading the records of `units`, in this order, for the next step, into as many buffers as there are; behind
-  // whatever else is read. False, and nothing is started, while writes out of a buffer are under way. The next run with
-  // WalkOptions::makes_weights takes what was read instead of reading it; any other walk drops it. A read that fails
-  // does so in that run.
-  bool read_ahead(const WalkOptions& walk, std::span<const UnitId> units);
+  // whatever else is read. Waits until they are written out. The next run with WalkOptions::makes_weights takes what was
+  // read instead of reading it; any other walk drops it. What fails here, or while it is read, fails in that run.
+  void read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept;
 
   // Time spent computing in runs in the background.
   Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
