@@ -176,12 +176,9 @@ std::vector<KeyRow> bf16_rows() {
        .type = ValueType::boolean,
        .default_value = "true",
        .deepspeed_default = "false",
-       .refusals = {{"false",
-                     "the program declares each parameter's type (ParameterSpec::dtype), and the file cannot turn "
-                     "bf16 parameters into fp32 ones; remove the section, or say true"}},
        .meaning =
            "Parameters declared bf16 are trained with a split fp32 master. Where the file says true, fp16 ones are "
-           "refused; false goes with fp16.enabled.",
+           "refused; where it says false, so are bf16 ones: all are fp32, or fp16 with fp16.enabled.",
        .apply = [](Draft&, const Value&) { /* what parameters declared bf16 do anyway */ }},
       hint("bf16.immediate_grad_update", ValueType::boolean, "false",
            "Whether gradients reach the accumulator at once.", "there is no accumulator to postpone"),

@@ -26,9 +26,9 @@ printed by `hoist check --print-keys` from the table the parser uses, and so is 
   ten). Booleans are never strings. `null` is a value only where DeepSpeed's own default is none (marked below), and then
   the same as leaving the key out.
 - All problems of a file are reported at once, each with line and column.
-- The weights' types are the program's: it declares every parameter bf16 or fp32. bf16 parameters train with an exact fp32
-  master, whether or not the file has a `bf16` section; `"bf16": {"enabled": false}` is refused, because a file cannot turn
-  them into fp32 ones.
+- The weights' types are the program's: it declares every parameter bf16, fp16 or fp32. bf16 parameters train with an exact
+  fp32 master, whether or not the file has a `bf16` section; `"bf16": {"enabled": false}` is for models of fp32: a file cannot
+  turn bf16 parameters into fp32 ones, and the engine refuses them then.
 - The store is the subdirectory `hoist` of `nvme_path`. With nothing on NVMe, `hoist.checkpoint_path` names a directory
   that `Engine::save` commits to; there is then no commit for each step.
 - `train_batch_size` is micro-batch times accumulation times world size; two of them imply the third.

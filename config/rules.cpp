@@ -80,6 +80,11 @@ class Rules {
     return found != nullptr && found->source == ConfigSetting::Source::file;
   }
 
+  bool says_true(std::string_view path) {
+    const ConfigSetting* found = setting(path);
+    return found != nullptr && found->value == config::Value(true);
+  }
+
   void problem(std::string_view path, std::string sentence) {
     const ConfigSetting* found = setting(path);
     read_.problems.push_back({std::string(path), std::move(sentence), found == nullptr ? 0 : found->line,
@@ -245,16 +250,12 @@ class Rules {
 
   void formats() {
     if (!draft_.fp16.enabled) {
-      if (in_file("bf16.enabled")) draft_.engine.weights_dtype = DType::bf16;
+      if (in_file("bf16.enabled")) draft_.engine.weights_dtype = says_true("bf16.enabled") ? DType::bf16 : DType::fp32;
       return without_fp16();
     }
-    if (in_file("bf16.enabled")) {
+    if (in_file("bf16.enabled") && says_true("bf16.enabled")) {
       problem("bf16.enabled", "fp16 and bf16 cannot both be enabled; remove one of the two sections");
     }
-    // Its refusal is about weights that would be neither.
-    std::erase_if(read_.problems, [&](const ConfigProblem& p) {
-      return p.key.ends_with("16.enabled") && p.problem.starts_with("false is refused");
-    });
     if (ConfigSetting* bf16 = setting("bf16.enabled"); bf16 != nullptr && !in_file("bf16.enabled")) bf16->value = false;
     draft_.engine.weights_dtype = DType::fp16;
     own_type_only("communication_data_type", "gradients travel in their own type, which is fp16 here");

@@ -305,10 +305,12 @@ UnitId Engine::add_unit(std::string name, std::span<const ParameterSpec> paramet
   const std::optional<DType> wanted = impl_->options.weights_dtype;
   for (const ParameterSpec& spec : parameters) {
     if (!wanted || !spec.trainable || spec.dtype == DType::fp32 || spec.dtype == *wanted) continue;
-    throw UsageError(
-        fmt::format("parameter '{}' is {}, but the configuration asks for {} weights ({}.enabled); declare it so, or "
-                    "change the configuration",
-                    spec.name, dtype_name(spec.dtype), dtype_name(*wanted), dtype_name(*wanted)));
+    const std::string key =
+        *wanted == DType::fp32 ? "bf16.enabled is false" : fmt::format("{}.enabled", dtype_name(*wanted));
+    throw UsageError(fmt::format(
+        "parameter '{}' is {}, but the configuration asks for {} weights ({}); declare it so, or change the "
+        "configuration",
+        spec.name, dtype_name(spec.dtype), dtype_name(*wanted), key));
   }
   std::vector<optim::StateForm> groups;
   for (const GroupOptions& group : impl_->groups) groups.push_back(optim::state_form(group));

@@ -219,20 +219,10 @@ detail::WalkOptions Engine::Impl::walk_of_update(std::uint64_t step) const {
   return walk;
 }
 
-// Without a thread of its own for updates, only when the program comes by.
 void Engine::Impl::read_ahead() {
-  if (reading_ahead || updates_in_backward() || !nvme_placement()) return;
-  const detail::WalkOptions walk = walk_of_update(step_count + 1);
-  if (live.deferred) {
-    live.deferred->read_ahead(walk, live.gatherer->expected(static_cast<std::size_t>(Pass::train)));
-  } else if (live.updater->written_out()) {
-    std::vector<UnitId> all;
-    for (std::uint32_t u = 0; u < table.units().size(); ++u) all.push_back(UnitId{u});
-    live.updater->read_ahead(walk, all);
-  } else {
-    return;
-  }
-  reading_ahead = true;
+  if (std::exchange(reading_ahead, true) || !live.deferred || updates_in_backward() || !nvme_placement()) return;
+  live.deferred->read_ahead(walk_of_update(step_count + 1),
+                            live.gatherer->expected(static_cast<std::size_t>(Pass::train)));
 }
 
 void Engine::Impl::update_now(double gradient_scale) {
@@ -323,7 +313,6 @@ void Engine::Impl::await_inputs() {
       live.deferred->check();
     });
   }
-  read_ahead();
   await_gradients();
   if (live.deferred) together("carry out the last step", [&] { await_deferred(); });
 }

@@ -146,8 +146,8 @@ struct EngineOptions {
   std::string metrics_path;
 
   double gradient_clipping = 1.0;  // global norm; 0: none
-  // What 16-bit trainable parameters are; empty: as the program declares each. Where it is fp16, some are. Set by the
-  // keys fp16.enabled and bf16.enabled.
+  // What 16-bit trainable parameters are; empty: as the program declares each. Where it is fp16, some are; where it is
+  // fp32, there are none. Set by the keys fp16.enabled and bf16.enabled.
   std::optional<DType> weights_dtype{};
   LossScaleOptions loss_scale{};  // section "fp16"; Engine::loss_scale() is what losses are multiplied by
   optim::OptimizerOptions optimizer_defaults{};   // of group 0

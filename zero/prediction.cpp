@@ -165,7 +165,7 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   predict_pinned(runtime, detail::PinnedNeeds(engine, table, apart), store.memory_bytes, out);
   out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots));
   out.step = out.phases.sum();
-  if (detail::update_mode(engine) != UpdateMode::backward)
+  if (detail::update_mode(engine) == UpdateMode::forward)
     out.read_ahead_bytes = std::min(out.trailing_bytes, out.phases.update.nvme_read);
   // State at home is written from there.
   if (engine.optimizer != Placement::nvme) out.trailing_bytes = out.step.nvme_write;

@@ -52,7 +52,7 @@ struct Prediction {
   UpdateMode update_mode = UpdateMode::step;  // when the update is carried out
   // Of what a step writes, the most that can wait in memory while the program goes on.
   std::uint64_t trailing_bytes = 0;
-  // Of what the update reads, the most that can be read while backward makes gradients.
+  // Of what the update reads, the most that is read while backward makes gradients: in update mode `forward`.
   std::uint64_t read_ahead_bytes = 0;
   // What the update on the host reads and writes in memory: gradient, weights and state. 0: it is done on the device.
   std::uint64_t update_memory_bytes = 0;

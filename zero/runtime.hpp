@@ -30,6 +30,8 @@ class Runtime {
   // copies of the same parameters), while the gradient norm, clipping and whether a step is skipped are those of all
   // ranks of `norm`, which holds every sharding group whole. A parameter that several sharding groups have is counted
   // by one of them (ParameterSpec::counts_in_norm). All ranks of `norm` call step() together.
+  // Commits are agreed on within a sharding group: after a crash one group may hold a step more than another. Compare
+  // RestoreReport::step over the job, and go back to a step that save() kept under a name where they differ.
   struct Groups {
     MakeCommunicator sharding;
     MakeCommunicator norm;

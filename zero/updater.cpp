@@ -178,10 +178,6 @@ Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, WaitCause caus
 
 // --- reading ---------------------------------------------------------------------------------------------------------
 
-bool Updater::written_out() const {
-  return std::ranges::all_of(buffers_, [](const Buffer& buffer) { return buffer.idle.done(); });
-}
-
 void Updater::read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept {
   if (apart_) return;  // nothing is on NVMe
   try {

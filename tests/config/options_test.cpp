@@ -222,6 +222,10 @@ TEST(Options, Fp16IsWeightsAndALossScale) {
   EXPECT_FALSE(standard.loss_scale.dynamic);
   EXPECT_EQ(standard.loss_scale.scale, 1);
   EXPECT_EQ(parse(R"({"bf16": {"enabled": true}})").engine.weights_dtype, DType::bf16);
+  EXPECT_EQ(parse(R"({"bf16": {"enabled": false}})").engine.weights_dtype, DType::fp32);
+  EXPECT_EQ(parse(R"({"bf16": {"enabled": "auto"}})").engine.weights_dtype, std::nullopt);
+  EXPECT_EQ(parse(R"({"bf16": {"enabled": false}, "fp16": {"enabled": true}})").engine.weights_dtype, DType::fp16);
+  EXPECT_EQ(parse(R"({"bf16": {"enabled": false}, "fp16": {"enabled": false}})").engine.weights_dtype, DType::fp32);
 
   const EngineOptions dynamic = parse(R"({"fp16": {"enabled": true}})").engine;
   EXPECT_EQ(dynamic.weights_dtype, DType::fp16);

@@ -445,6 +445,9 @@ TEST(Fp16Refusals, SayWhatToDo) {
   setup.engine.weights_dtype = DType::bf16;
   EXPECT_THAT(error_of([&] { Session(setup).fresh(); }),
               HasSubstr("'unit0.matrix' is fp16, but the configuration asks"));
+  setup.engine.weights_dtype = DType::fp32;
+  EXPECT_THAT(error_of([&] { Session(setup).fresh(); }), HasSubstr("asks for fp32 weights (bf16.enabled is false)"));
+  EXPECT_EQ(error_of([&] { Session(setup, {.frozen = false, .dtype = DType::fp32}).fresh(); }), "no error");
   setup.engine.weights_dtype.reset();
   EXPECT_EQ(error_of([&] { Session(setup).fresh(); }), "no error");
   Session run(setup);

@@ -45,7 +45,6 @@ struct Training {
 struct Where {
   const char* name;
   Placement parameters;
-  UpdateMode mode;
 };
 
 class ReadAhead : public testing::TestWithParam<Where> {
@@ -56,7 +55,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
     setup.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
       return std::make_unique<CountingBackend>(aio::make_backend(options), read_);
     };
-    setup.engine.update_mode = GetParam().mode;
+    setup.engine.update_mode = UpdateMode::forward;
     setup.engine.sub_group_elements = 100000;
     setup.engine.update_buffer_count = 4;
     setup.engine.reuse_distance_elements = 0;  // every use of weights fetches them
@@ -83,10 +82,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
   std::atomic<std::uint64_t> read_{0};
 };
 INSTANTIATE_TEST_SUITE_P(Modes, ReadAhead,
-                         testing::Values(Where{"step", Placement::pinned, UpdateMode::step},
-                                         Where{"step_weights_too", Placement::nvme, UpdateMode::step},
-                                         Where{"forward", Placement::pinned, UpdateMode::forward},
-                                         Where{"forward_weights_too", Placement::nvme, UpdateMode::forward}),
+                         testing::Values(Where{"state", Placement::pinned}, Where{"weights_too", Placement::nvme}),
                          [](const auto& where) { return std::string(where.param.name); });
 
 TEST_P(ReadAhead, FillsTheBuffersInThePassAndReadsNothingTwice) {

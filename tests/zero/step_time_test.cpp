@@ -60,9 +60,6 @@ TEST(StepTime, AnUpdateInStepComesAfterBackwardAndOthersHideUnderPasses) {
   p.read_ahead_bytes = 600;
   // Backward reads 700 bytes for 70 seconds, which nobody notices beside 200 of kernels, and forward 60 seconds less.
   EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 100 + 200);
-  p.update_mode = UpdateMode::step;
-  EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 100 + 200 + 160);
-  p.update_mode = UpdateMode::forward;
   p.read_ahead_bytes = 0;
   p.trailing_bytes = 200;
   // Buffers hold a sixth of it; the rest is written in forward, which takes (1100 + 1000) / 10.

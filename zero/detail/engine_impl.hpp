@@ -118,7 +118,7 @@ class Engine::Impl {
   bool updates_in_backward() const { return options.update_mode == UpdateMode::backward; }
   // Whether the pass under way is the one whose gradients complete a step.
   bool completes_step() const { return pass == Pass::train && micro_batches_done + 1 == micro_batches; }
-  void read_ahead();      // what the step will update first, as far as buffers are free already
+  void read_ahead();      // in update mode `forward`, what the step will update first
   void begin_updating();  // at the pass's first finish(): from here on the step is decided
   void require_undecided(const char* call) const;
   void require_untouched(UnitId unit) const;   // by the step under way

@@ -86,8 +86,6 @@ class Updater {
   using Updated = std::function<void(UnitId)>;
   void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
 
-  // Whether nothing is being written out of a buffer.
-  bool written_out() const;
   // Starts reading the records of `units`, in this order, for the next step, into as many buffers as there are; behind
   // whatever else is read. Waits until they are written out. The next run with WalkOptions::makes_weights takes what was
   // read instead of reading it; any other walk drops it. What fails here, or while it is read, fails in that run.
