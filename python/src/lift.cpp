@@ -167,8 +167,12 @@ void Lift::open_engine() {
                               windows_->open(*units_[id.index].window);
                               return units_[id.index].window->data();
                             },
-                        // The weights came down with the stream's work, which was waited for.
-                        .unbind = [this](UnitId id, StreamRef) { windows_->close(*units_[id.index].window); }};
+                        // The stream waits for whatever still reads the window: a secondary shard that is made of it.
+                        .unbind =
+                            [this](UnitId id, StreamRef stream) {
+                              stream->synchronize();
+                              windows_->close(*units_[id.index].window);
+                            }};
   for (const LiftUnit& unit : options_.units) engine_->add_unit(unit.name, unit.parameters, {.binding = binding});
 }
 
