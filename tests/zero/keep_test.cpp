@@ -11,6 +11,7 @@
 
 #include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/counting_backend.hpp>
 #include <hoist/zero/stored_model.hpp>
 
 #include "toy_ranks.hpp"
@@ -198,29 +199,11 @@ TEST_P(KeepTest, WritesBetweenCommitsCommitWhatWasTrained) {
   });
 }
 
-// Counts what is written to data files.
-class CountingBackend final : public aio::Backend {
- public:
-  CountingBackend(std::unique_ptr<aio::Backend> inner, std::atomic<std::uint64_t>& bytes)
-      : inner_(std::move(inner)), bytes_(bytes) {}
-  std::string description() const override { return inner_->description(); }
-  void submit(aio::Block& block) override {
-    if (block.operation == aio::Operation::write && block.file->path().ends_with(".data")) bytes_ += block.length_bytes;
-    inner_->submit(block);
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  const std::unique_ptr<aio::Backend> inner_;
-  std::atomic<std::uint64_t>& bytes_;
-};
-
 TEST_P(KeepTest, ASecondSaveOfTheSameStateMovesNoData) {
   if (on_nvme()) GTEST_SKIP() << "there a step's own commit is kept";
   std::atomic<std::uint64_t> written{0};
   setup_.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
-    return std::make_unique<CountingBackend>(aio::make_backend(options), written);
+    return std::make_unique<CountingBackend>(aio::make_backend(options), aio::Operation::write, written);
   };
   on_engines([&](int, Engine& engine, ToyModel& model) {
     engine.initialize(model.fill());

@@ -6,30 +6,12 @@
 
 #include <gtest/gtest.h>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/tests/support/counting_backend.hpp>
 
 #include "toy_ranks.hpp"
 
 namespace hoist::test {
 namespace {
-
-// Counts what is read of data files.
-class CountingBackend final : public aio::Backend {
- public:
-  CountingBackend(std::unique_ptr<aio::Backend> inner, std::atomic<std::uint64_t>& bytes)
-      : inner_(std::move(inner)), bytes_(bytes) {}
-  std::string description() const override { return inner_->description(); }
-  void submit(aio::Block& block) override {
-    if (block.operation == aio::Operation::read && block.file->path().ends_with(".data")) bytes_ += block.length_bytes;
-    inner_->submit(block);
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  const std::unique_ptr<aio::Backend> inner_;
-  std::atomic<std::uint64_t>& bytes_;
-};
 
 constexpr std::uint64_t kElements = 3 << 20;
 const ToyShape kShape{.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
@@ -53,7 +35,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
     ToySetup setup = toy_setup(GetParam().parameters, Placement::nvme, directory_ / "store");
     setup.runtime.pinned_memory_bytes = 128 * kMiB;
     setup.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
-      return std::make_unique<CountingBackend>(aio::make_backend(options), read_);
+      return std::make_unique<CountingBackend>(aio::make_backend(options), aio::Operation::read, read_);
     };
     setup.engine.update_mode = UpdateMode::forward;
     setup.engine.sub_group_elements = 100000;
