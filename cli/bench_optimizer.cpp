@@ -44,6 +44,8 @@ struct BenchOptimizerArguments {
   std::string pinned = "512MiB";
   std::string block_size = "1MiB";
   std::int64_t queue_depth = 16;
+  std::string mixed_block_size;        // empty: block_size
+  std::int64_t mixed_queue_depth = 0;  // 0: queue_depth
   std::int64_t sub_group = 256 * 1024;
   std::int64_t buffers = 8;
   std::string json;
@@ -161,6 +163,9 @@ void check(const BenchOptimizerArguments& arguments) {
   check_range("--sub-group", arguments.sub_group, 1, 1'000'000'000);
   check_range("--buffers", arguments.buffers, 3, 1024);
   check_block_bytes("--block-size", parse_size_option("--block-size", arguments.block_size));
+  if (!arguments.mixed_block_size.empty())
+    check_block_bytes("--mixed-block-size", parse_size_option("--mixed-block-size", arguments.mixed_block_size));
+  if (arguments.mixed_queue_depth != 0) check_queue_depth("--mixed-queue-depth", arguments.mixed_queue_depth);
 }
 
 void measure_kernels(const BenchOptimizerArguments& arguments, const measure::StopFlag* stop, ProgressStyle style,
@@ -180,6 +185,10 @@ void measure_kernels(const BenchOptimizerArguments& arguments, const measure::St
   }
 }
 
+std::uint64_t mixed_block_bytes(const BenchOptimizerArguments& arguments) {
+  return arguments.mixed_block_size.empty() ? 0 : parse_size_option("--mixed-block-size", arguments.mixed_block_size);
+}
+
 void measure_step(const BenchOptimizerArguments& arguments, const measure::StopFlag* stop, ProgressStyle style,
                   BenchOptimizerReport& report) {
   if (arguments.path.empty()) return;
@@ -194,6 +203,8 @@ void measure_step(const BenchOptimizerArguments& arguments, const measure::StopF
                                                 .pinned_bytes = parse_size_option("--pinned", arguments.pinned),
                                                 .block_bytes = parse_size_option("--block-size", arguments.block_size),
                                                 .queue_depth = static_cast<unsigned>(arguments.queue_depth),
+                                                .mixed_block_bytes = mixed_block_bytes(arguments),
+                                                .mixed_queue_depth = static_cast<unsigned>(arguments.mixed_queue_depth),
                                                 .piece_parameters = static_cast<std::uint64_t>(arguments.sub_group),
                                                 .buffer_count = static_cast<unsigned>(arguments.buffers),
                                                 .pairs = pairs,
@@ -250,6 +261,7 @@ Json step_json(const StreamedStepResult& step, double target) {
           {"target", target},
           {"holds", interval.low - (control.high - control.low) / 2 <= target},
           {"parameters", step.parameters},
+          {"mixed", {{"block_size", step.mixed_block_bytes}, {"queue_depth", step.mixed_queue_depth}}},
           {"pairs", step.ratios.size()},
           {"seconds", measure::median(step.step_seconds)},
           {"update_seconds", measure::median(step.update_seconds)},
@@ -294,8 +306,9 @@ std::string to_text(const BenchOptimizerReport& report) {
   }
   if (report.step) {
     const StreamedStepResult& step = *report.step;
-    text += fmt::format("{}a step of {} parameters against as many bytes mixed, {} pairs\n\n", text.empty() ? "" : "\n",
-                        step.parameters, step.ratios.size());
+    text += fmt::format("{}a step of {} parameters against as many bytes mixed ({} x {}), {} pairs\n\n",
+                        text.empty() ? "" : "\n", step.parameters, format_bytes(step.mixed_block_bytes),
+                        step.mixed_queue_depth, step.ratios.size());
     text += columns(
         {{"time of a step / of the bytes", range_text(step.ratios)},
          {"control, bytes / bytes", range_text(step.control_ratios)},
@@ -350,6 +363,9 @@ Command add_bench_optimizer(CLI::App& bench) {
   command->add_option("--pinned", arguments->pinned, "Pinned memory of that model, gradients included (512MiB)");
   command->add_option("--block-size", arguments->block_size, "Bytes of one transfer (1MiB)");
   command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight (16)");
+  command->add_option("--mixed-block-size", arguments->mixed_block_size,
+                      "Bytes of one transfer where as many bytes are moved without a step (as --block-size)");
+  command->add_option("--mixed-queue-depth", arguments->mixed_queue_depth, "The same (as --queue-depth)");
   command->add_option("--sub-group", arguments->sub_group, "Parameters that are updated as one piece (262144)");
   command->add_option("--buffers", arguments->buffers, "Such pieces in memory at a time (8)");
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");

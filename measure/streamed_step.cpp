@@ -50,6 +50,11 @@ RuntimeOptions runtime_options(const StreamedStepOptions& options) {
   return runtime;
 }
 
+DriveOptions mixed_options(const StreamedStepOptions& options) {
+  return {.block_bytes = options.mixed_block_bytes > 0 ? options.mixed_block_bytes : options.block_bytes,
+          .queue_depth = options.mixed_queue_depth > 0 ? options.mixed_queue_depth : options.queue_depth};
+}
+
 EngineOptions engine_options(const StreamedStepOptions& options, const std::string& directory) {
   EngineOptions engine;
   engine.parameters = Placement::nvme;
@@ -121,20 +126,22 @@ class Comparison {
  public:
   explicit Comparison(const StreamedStepOptions& options)
       : options_(options),
+        mixed_options_(mixed_options(options)),
         directory_((std::filesystem::path(options.directory) / "hoist-bench-optimizer").string()),
         runtime_(runtime_options(options)),
         engine_(runtime_, engine_options(options, directory_.path())),
         model_(runtime_, engine_, options.parameters) {
     result_.parameters = options.parameters;
+    result_.mixed_block_bytes = mixed_options_.block_bytes;
+    result_.mixed_queue_depth = mixed_options_.queue_depth;
     for (unsigned i = 0; i < kUncountedSteps; ++i) step();
     result_.step_seconds.clear();
     result_.update_seconds.clear();
     result_.description = engine_.describe();
-    const std::uint64_t file_bytes = round_up(result_.bytes_written, options.block_bytes);
+    const std::uint64_t file_bytes = round_up(result_.bytes_written, mixed_options_.block_bytes);
     file_ = std::make_unique<ScratchFile>(options.directory, file_bytes);
-    buffers_ = std::make_unique<BlockBuffers>(options.queue_depth * options.block_bytes, -1);
-    drive_ = std::make_unique<Drive>(
-        *file_, *buffers_, DriveOptions{.block_bytes = options.block_bytes, .queue_depth = options.queue_depth});
+    buffers_ = std::make_unique<BlockBuffers>(mixed_options_.queue_depth * mixed_options_.block_bytes, -1);
+    drive_ = std::make_unique<Drive>(*file_, *buffers_, mixed_options_);
     ScratchFile* const files[] = {file_.get()};
     fill_files(files, options.stop, [](std::uint64_t) {});
   }
@@ -160,7 +167,7 @@ class Comparison {
   // Seconds for as many bytes, half reads and half writes.
   double mixed() {
     Drive* const drives[] = {drive_.get()};
-    const std::uint64_t bytes = round_up(result_.bytes_read + result_.bytes_written, options_.block_bytes);
+    const std::uint64_t bytes = round_up(result_.bytes_read + result_.bytes_written, mixed_options_.block_bytes);
     const WorkloadResult mixed = run_workload(drives, {.pattern = Pattern::mixed,
                                                        .region = {0, file_->bytes()},
                                                        .bytes_max = bytes,
@@ -174,6 +181,7 @@ class Comparison {
 
  private:
   const StreamedStepOptions& options_;
+  const DriveOptions mixed_options_;
   Directory directory_;
   Runtime runtime_;
   Engine engine_;

@@ -2,8 +2,9 @@
 // measure/streamed_step.hpp - a whole optimizer step from and to a drive, against the drive.
 //
 // An engine whose weights and optimizer states are on the drive trains a model without mathematics. Its steps alternate
-// with legs of mixed transfers that move as many bytes in the same directory, with the same block size and queue depth.
-// What counts is the ratio of times, round by round; a second mixed leg against the first is the control.
+// with legs of mixed transfers that move as many bytes in the same directory, with the same block size and queue depth
+// unless they are given their own. What counts is the ratio of times, round by round; a second mixed leg against the
+// first is the control.
 //
 // A step reads whole records and writes them: as many bytes one way as the other. It is timed from the call until it is
 // committed: read, verified, updated, checksummed, written to the extents that no commit uses, flushed, and its
@@ -32,6 +33,9 @@ struct StreamedStepOptions {
   std::uint64_t pinned_bytes = 512 * kMiB;
   std::uint64_t block_bytes = kMiB;
   unsigned queue_depth = 16;
+  // Of the mixed legs, where they are to show what the drive can do at its best; 0: those of the steps.
+  std::uint64_t mixed_block_bytes = 0;
+  unsigned mixed_queue_depth = 0;
   // Read, updated and written as one piece. Eight buffers of 3 MiB for AdamW: the footprint of the mixed legs is 16
   // MiB.
   std::uint64_t piece_parameters = 256 * 1024;
@@ -49,6 +53,8 @@ struct StreamedStepResult {
   std::vector<double> update_seconds;  // of processors, within a step
   std::uint64_t bytes_read = 0;        // of one step
   std::uint64_t bytes_written = 0;
+  std::uint64_t mixed_block_bytes = 0;
+  unsigned mixed_queue_depth = 0;
   std::vector<std::string> description;  // the engine's choices
 
   double bytes_read_per_parameter() const;

@@ -166,5 +166,18 @@ TEST(StreamedStep, MovesWhatTheFormulaSaysAndLeavesNothing) {
   EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
 }
 
+TEST(StreamedStep, IsComparedWithTransfersOfAnotherSetting) {
+  const test::TempDirectory directory;
+  const StreamedStepResult result = compare_streamed_step({.directory = directory.path(),
+                                                           .parameters = 1 << 20,
+                                                           .pinned_bytes = 64 * kMiB,
+                                                           .mixed_block_bytes = 64 * kKiB,
+                                                           .mixed_queue_depth = 3,
+                                                           .pairs = 1});
+  EXPECT_EQ(result.mixed_block_bytes, 64 * kKiB);
+  EXPECT_EQ(result.mixed_queue_depth, 3u);
+  EXPECT_NEAR(result.bytes_read_per_parameter(), 12, 0.01);
+}
+
 }  // namespace
 }  // namespace hoist::measure
