@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/main.cpp - the program `hoist`.
 #include <array>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 
@@ -33,6 +34,7 @@ int run(int argc, char** argv) {
 }  // namespace hoist::cli
 
 int main(int argc, char** argv) {
+  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error that names it, not the end
   try {
     return hoist::cli::run(argc, argv);
   } catch (const hoist::ConfigError& error) {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/main.cpp - hoist-gpt: trains a byte-level GPT on one text with three-tier offload.
+#include <csignal>
+
 #include "arguments.hpp"
 #include "run.hpp"
 
 int main(int argc, char** argv) {
+  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error that names it, not the end
   const auto parsed = hoist::gpt::parse_arguments(argc, argv);
   if (const int* code = std::get_if<int>(&parsed)) return *code;
   return hoist::gpt::run(std::get<hoist::gpt::Arguments>(parsed));

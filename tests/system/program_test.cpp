@@ -33,6 +33,7 @@ struct RunOptions {
   std::string parameters;  // "cpu" or "nvme"
   std::string shape = "--layers 2 --width 48 --heads 2 --context 16 --batch 2";
   std::string device = "8MiB", pinned = "32MiB";
+  rlim_t file_bytes = RLIM_INFINITY;
 };
 
 class GptRun {
@@ -61,6 +62,8 @@ class GptRun {
     const int out = ::open((directory_ / "output").c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
     ::dup2(out, 1);
     ::dup2(out, 2);
+    const rlimit limit{setup_.file_bytes, setup_.file_bytes};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
     std::vector<char*> pointers;
     for (std::string& argument : arguments) pointers.push_back(argument.data());
     pointers.push_back(nullptr);
@@ -122,6 +125,17 @@ TEST_P(KilledProgram, ThirtyTimesAtRandomMomentsEndsInTheSameBits) {
 
 INSTANTIATE_TEST_SUITE_P(Parameters, KilledProgram, testing::Values("nvme", "cpu"),
                          [](const auto& c) { return std::string(c.param); });
+
+TEST(ProgramLimits, AFileThatMayNotGrowIsAnErrorThatNamesIt) {
+  const TempDirectory directory;
+  const GptRun run(directory, {.parameters = "nvme", .file_bytes = 256 * kKiB});
+  int status = 0;
+  ASSERT_GT(::waitpid(run.start(3, "report.json", false), &status, 0), 0);
+  ASSERT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 1) << run.output();
+  EXPECT_NE(run.output().find(directory / "nvme"), std::string::npos) << run.output();
+  EXPECT_NE(run.output().find("File too large"), std::string::npos) << run.output();
+}
 
 // Memory of a process now, in bytes: resident, and huge pages (which the resident size leaves out).
 std::uint64_t memory_of(pid_t process) {
