@@ -27,7 +27,9 @@ const char* placement_name(Placement placement) {
 }
 
 std::string optimizer_place(const EngineOptions& engine) {
-  const std::string place = placement_name(engine.optimizer);
+  std::string place = placement_name(engine.optimizer);
+  if (engine.optimizer != Placement::device && engine.optimizer_offload_ratio < 1)
+    place += fmt::format(", but {:.4g} % at most on the device", 100 * (1 - engine.optimizer_offload_ratio));
   if (engine.optimizer != Placement::nvme || engine.optimizer_pinned_fraction == 0.0) return place;
   if (!engine.optimizer_pinned_fraction) return place + ", as much of it in pinned memory as there is room for";
   return fmt::format("{}, {:.4g} % of it in pinned memory", place, 100 * *engine.optimizer_pinned_fraction);
@@ -104,6 +106,13 @@ std::string prediction_text(const CheckReport& report) {
        {"host and device", format_bytes(p.step.host_to_device) + " up", format_bytes(p.step.device_to_host) + " down"},
        {"between ranks", format_bytes(p.step.wire),
         p.step.wire_in_group > 0 ? format_bytes(p.step.wire_in_group) + " of it within a group" : ""}});
+  if (report.config.engine.optimizer != Placement::device && report.config.engine.optimizer_offload_ratio < 1)
+    text +=
+        fmt::format("  {} of optimizer state, of {:.0f} % of the parameters, are in device memory and updated there\n",
+                    format_bytes(p.device_state_bytes), 100 * p.device_state_share);
+  if (p.fitting_offload_ratio)
+    text += fmt::format("  the device's budget has room for less: zero_optimization.offload_optimizer.ratio {:.2f}\n",
+                        *p.fitting_offload_ratio);
   if (!report.config.engine.optimizer_pinned_fraction) {
     text += fmt::format("  hoist.optimizer_pinned_fraction \"auto\" is {:.2f}\n", p.pinned_fraction);
   } else if (report.pinned_fraction_max && *report.pinned_fraction_max > p.pinned_fraction) {
@@ -154,6 +163,8 @@ Json prediction_json(const CheckReport& report) {
   json["optimizer_pinned_fraction"] = p.pinned_fraction;
   json["optimizer_pinned_fraction_max"] =
       report.pinned_fraction_max ? Json(*report.pinned_fraction_max) : Json(nullptr);
+  json["device_state"] = device_state_json(p);
+  json["fitting_offload_ratio"] = p.fitting_offload_ratio ? Json(*p.fitting_offload_ratio) : Json(nullptr);
   const auto seconds = least_nvme_seconds(p, report.config.measured);
   json["least_nvme_seconds"] = seconds ? Json(*seconds) : Json(nullptr);
   return json;
@@ -165,6 +176,7 @@ Json placement_json(const EngineOptions& engine) {
           {"optimizer", kPlacements[static_cast<std::size_t>(engine.optimizer)]},
           {"optimizer_pinned_fraction",
            engine.optimizer_pinned_fraction ? Json(*engine.optimizer_pinned_fraction) : Json("auto")},
+          {"optimizer_offload_ratio", engine.optimizer_offload_ratio},
           {"store", engine.store_directory},
           {"stripes", engine.stripe_directories},
           {"durability", engine.durability == tiers::Durability::step ? "step" : "none"},
@@ -181,6 +193,10 @@ Json step_json(const StepBytes& step) {
           {"device_to_host", step.device_to_host},
           {"wire", step.wire},
           {"wire_in_group", step.wire_in_group}};
+}
+
+Json device_state_json(const Prediction& prediction) {
+  return {{"bytes", prediction.device_state_bytes}, {"share", prediction.device_state_share}};
 }
 
 std::string accepted_text(const CheckReport& report) {

@@ -24,6 +24,7 @@ struct CheckReport {
 };
 
 nlohmann::ordered_json step_json(const StepBytes& step);
+nlohmann::ordered_json device_state_json(const Prediction& prediction);
 std::string accepted_text(const CheckReport& report);
 nlohmann::ordered_json accepted_json(const CheckReport& report);
 nlohmann::ordered_json refused_json(const std::string& origin, const ConfigProblems& error);

@@ -89,6 +89,7 @@ EngineOptions placed(const Config& config, Placement parameters, Placement optim
   if (needs_store && engine.store_directory.empty()) engine.store_directory = "planned";
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
   if (optimizer == Placement::device) engine.update_mode = UpdateMode::automatic;  // the others are for offloaded state
+  if (optimizer == Placement::device) engine.optimizer_offload_ratio = 1;
   return engine;
 }
 

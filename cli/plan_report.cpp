@@ -25,8 +25,12 @@ const char* name_of(Placement placement) {
   return kNames[static_cast<std::size_t>(placement)];
 }
 
+// Of the optimizer's states, what is in device memory although they are offloaded.
 std::string placement_of(const PlanRow& row) {
-  return fmt::format("{} / {}", name_of(row.engine.parameters), name_of(row.engine.optimizer));
+  const bool divided = row.engine.optimizer != Placement::device && row.prediction.device_state_bytes > 0;
+  const std::string rest =
+      divided ? fmt::format(" ({:.0f} % device)", 100 * row.prediction.device_state_share) : std::string();
+  return fmt::format("{} / {}{}", name_of(row.engine.parameters), name_of(row.engine.optimizer), rest);
 }
 
 // A tier's need; with a budget what will be held of it, or by how much it is too small.
@@ -119,6 +123,7 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
           {"device", tier_json(row.prediction.device, report.has_device_budget)},
           {"pinned", tier_json(row.prediction.pinned, report.has_pinned_budget)},
           {"nvme", {{"bytes", row.prediction.nvme_bytes}}},
+          {"device_state", device_state_json(row.prediction)},
           {"step", step_json(row.prediction.step)},
           {"seconds", {{"least", row.time.least_seconds}, {"expected", row.time.expected_seconds}}},
           {"busy_seconds", busy},

@@ -98,13 +98,14 @@ std::vector<KeyRow> offload_optimizer_rows() {
            "the start writes each record once"),
       {.path = "zero_optimization.offload_optimizer.ratio",
        .type = ValueType::number,
-       .status = KeyStatus::refused,
        .default_value = "1.0",
        .range = {.max = 1},
-       .neutral = "1.0",
-       .meaning = "DeepSpeed: share of the parameters that the CPU updates, the rest staying with the GPU.",
-       .note = "the CPU updates all of them; use 1.0 (hoist.optimizer_pinned_fraction is what divides states between "
-               "memory and NVMe)"},
+       .meaning = "Share of the parameters whose optimizer state is offloaded. That of the others, whole layers from "
+                  "the first "
+                  "on, lives in device memory (hoist.device_memory) and is updated there; the result is the same. At "
+                  "any stage, "
+                  "with cpu and nvme; below 1 on a GPU not beside offload_param.",
+       .apply = [](Draft& d, const Value& v) { d.engine.optimizer_offload_ratio = as_number(v); }},
       refused("zero_optimization.offload_optimizer.super_offload", ValueType::boolean, "false",
               "DeepSpeed's speculative CPU optimizer.", "updates are never speculative here; leave this key out"),
       {.path = "zero_optimization.offload_optimizer.cpuadam_cores_perc",

@@ -55,6 +55,7 @@ class Rules {
                 draft_.engine.optimizer);
     placements();
     pinned_fraction();
+    offload_ratio();
     store();
     durability();
     host_device_only();
@@ -144,6 +145,12 @@ class Rules {
     if (draft_.engine.optimizer_pinned_fraction != 0.0 && draft_.engine.optimizer != Placement::nvme)
       notes_.warnings.push_back(
           "hoist.optimizer_pinned_fraction is not used: offload_optimizer.device is not \"nvme\"");
+  }
+
+  void offload_ratio() {
+    if (draft_.engine.optimizer_offload_ratio != 1 && draft_.engine.optimizer == Placement::device)
+      notes_.warnings.push_back(
+          "zero_optimization.offload_optimizer.ratio is not used: its device is \"none\", which offloads nothing");
   }
 
   // What the engine refuses too, where a configuration says it.

@@ -398,10 +398,13 @@ std::vector<std::string> Engine::describe() const {
   constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
   const double fraction =
       impl_->options.optimizer == Placement::nvme ? impl_->options.optimizer_pinned_fraction.value_or(0) : 0;
-  lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}, update mode {}",
+  const double on_device =
+      impl_->options.optimizer == Placement::device ? 0 : detail::DeviceStates(impl_->options, impl_->table).share();
+  lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}{}, update mode {}",
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
                               kPlaces[static_cast<std::size_t>(impl_->options.optimizer)],
                               fraction > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * fraction) : "",
+                              on_device > 0 ? fmt::format(", but {:.4g} % in device memory", 100 * on_device) : "",
                               detail::describe_update_mode(impl_->options)));
   if (impl_->in_vertical_order()) {
     lines.push_back(

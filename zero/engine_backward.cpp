@@ -20,8 +20,7 @@ void Engine::Impl::begin_updating() {
     live.deferred->finish();
     last_commit.wait();  // its extents, and memory it may still be written from, are free after it
     if (nvme_placement()) live.store->begin_step(step);
-    live.deferred->open(
-        walk, [this, update](const detail::TileAccess& tile) { update->apply(tile, live.gradients->home(tile.unit)); });
+    live.deferred->open(walk, work_of(update));
   };
   updating = true;
   live.gradients->hand_on(
@@ -35,11 +34,24 @@ void Engine::Impl::begin_updating() {
        .withdraw = [this](UnitId unit, const auto& error) { live.deferred->withdraw(unit, error); }});
 }
 
+// Units whose gradients stayed on the device. Those that come to the host make room for others there by being used at
+// once; these do not, and the program may use weights until here that are updated where they are.
+void Engine::Impl::offer_the_rest() {
+  update_on_device(*begun_update);
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    const UnitId unit{u};
+    if (!table.unit(unit).is_trainable() || !live.memory->state_on_device(unit)) continue;
+    live.deferred->announce(unit);
+    live.deferred->offer(unit);  // a failure of the step is its end's
+  }
+}
+
 Completion Engine::Impl::conclude_updating() {
   const auto committed = std::make_shared<Promise>();
   const Completion completion = committed->completion();
   const auto train = static_cast<std::size_t>(Pass::train);
   commit_ahead = commit_is_due() && stores_steps();
+  offer_the_rest();
   live.deferred->conclude(end_of_step(std::exchange(begun_update, nullptr), committed), live.gatherer->expected(train));
   updating = false;
   live.gatherer->stage_for(train);

@@ -156,7 +156,7 @@ void Engine::Impl::write_homes(bool with_frozen) {
     if (unit.frozen.tiles().empty()) continue;
     const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
     const std::byte* const home = live.memory->home(id).weights + unit.frozen_offset();
-    if (!live.memory->homes_apart()) {
+    if (!live.memory->apart(id)) {
       store_frozen(id, {home, bytes});
       continue;
     }

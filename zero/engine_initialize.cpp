@@ -107,7 +107,7 @@ void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
   const detail::Unit& unit = table.unit(id);
   if (unit.frozen.tiles().empty()) return;
   const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-  const bool apart = live.memory->homes_apart();
+  const bool apart = live.memory->apart(id);
   const aio::TransferMemory scratch(apart ? bytes : 0);
   std::byte* const home =
       live.memory->home(id).weights != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : nullptr;

@@ -216,6 +216,9 @@ std::shared_ptr<detail::StepUpdate> Engine::Impl::make_update(std::uint64_t step
 detail::WalkOptions Engine::Impl::walk_of_update(std::uint64_t step) const {
   detail::WalkOptions walk = step_writes(commit_is_due(step));
   walk.makes_weights = true;
+  // Of what the device updates, a walk only writes what there is to be written.
+  walk.read_apart = walk.write_homes;
+  walk.change_apart = false;
   return walk;
 }
 
@@ -225,16 +228,23 @@ void Engine::Impl::read_ahead() {
                             live.gatherer->expected(static_cast<std::size_t>(Pass::train)));
 }
 
+void Engine::Impl::update_on_device(detail::StepUpdate& update) {
+  if (!live.memory->homes_apart()) return;
+  const TimePoint begin = Clock::now();
+  update.run_on_device(table, *live.memory, *live.streams.down);
+  runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
+}
+
+detail::Updater::Work Engine::Impl::work_of(std::shared_ptr<detail::StepUpdate> update) const {
+  return [this, update = std::move(update)](const detail::TileAccess& tile) {
+    if (!live.memory->apart(tile.unit)) update->apply(tile, live.gradients->home(tile.unit));
+  };
+}
+
 void Engine::Impl::update_now(double gradient_scale) {
   const auto update = make_update(step_count, gradient_scale);
-  if (live.memory->homes_apart()) {
-    const TimePoint begin = Clock::now();
-    update->run_on_device(table, *live.memory, *live.streams.down);
-    runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
-  } else {
-    live.updater->walk(walk_of_update(step_count),
-                       [&](const detail::TileAccess& tile) { update->apply(tile, live.gradients->home(tile.unit)); });
-  }
+  update_on_device(*update);
+  live.updater->walk(walk_of_update(step_count), work_of(update));
   update->check(table);
 }
 
@@ -261,6 +271,7 @@ detail::DeferredUpdate::Ended Engine::Impl::end_of_step(std::shared_ptr<detail::
 // Returns what is done when the step is committed.
 Completion Engine::Impl::update_later(double gradient_scale) {
   const auto update = make_update(step_count, gradient_scale);
+  update_on_device(*update);
   const auto committed = std::make_shared<Promise>();
   const Completion completion = committed->completion();
   commit_ahead = commit_is_due() && stores_steps();
@@ -268,11 +279,10 @@ Completion Engine::Impl::update_later(double gradient_scale) {
   walk.waits = WaitCause::none;
   walk.in_background = true;
   const auto train = static_cast<std::size_t>(Pass::train);
-  live.deferred->begin(
-      {.walk = walk,
-       .work = [this, update](const detail::TileAccess& tile) { update->apply(tile, live.gradients->home(tile.unit)); },
-       .expected = live.gatherer->expected(train),
-       .ended = end_of_step(update, committed)});
+  live.deferred->begin({.walk = walk,
+                        .work = work_of(update),
+                        .expected = live.gatherer->expected(train),
+                        .ended = end_of_step(update, committed)});
   live.gatherer->stage_for(train);
   return completion;
 }
@@ -420,7 +430,8 @@ StepBytes Engine::formula_bytes() const {
   auto fetches = e.live.gatherer ? e.live.gatherer->director().fetch_counts(static_cast<std::size_t>(Pass::train))
                                  : std::vector<std::uint32_t>();
   if (fetches.empty()) fetches.assign(e.table.units().size(), 2);  // forward and backward
-  return detail::step_phases(e.options, e.table, fetches).sum();
+  const bool apart = detail::homes_are_apart(e.runtime.options(), e.options);
+  return detail::step_phases(e.options, e.table, fetches, apart).sum();
 }
 
 }  // namespace hoist

@@ -469,7 +469,7 @@ void Engine::Impl::load_homes(UnitId id) {
                           region == Region::weights ? last.w_offset + last.w_bytes : last.s_offset + last.s_bytes);
     if (bytes.empty()) return;
     const auto count = static_cast<std::uint32_t>(tiles.size());
-    const bool apart = live.memory->homes_apart();
+    const bool apart = live.memory->apart(id);
     const aio::TransferMemory scratch(apart ? bytes.size() : 0);
     const std::span<std::byte> here = apart ? scratch.first(bytes.size()) : bytes;
     live.store->read(*record, region, 0, count, here, aio::Priority::foreground).wait();

@@ -91,7 +91,7 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
     const std::uint64_t element_bytes = dtype_bytes(segment.home_gradient_dtype);
     const std::byte* gradient = live.gradients->home(id) + segment.home_gradient_offset + first * element_bytes;
     std::vector<std::byte> here;
-    if (live.memory->homes_apart()) {
+    if (live.memory->apart(id)) {
       here.resize(out.size() * element_bytes);
       live.updater->read_home(gradient, here);
       gradient = here.data();
@@ -105,7 +105,7 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
                                                    : live.records->frozen(id).value_or(tiers::RecordId{});
   const std::uint64_t base = segment.trainable ? 0 : unit.frozen_offset();
   constexpr std::uint64_t kAccessElements = detail::kAccessTiles * tiers::kTileElements;
-  const bool apart = live.memory->homes_apart();
+  const bool apart = live.memory->apart(id);
   const aio::TransferMemory weights_scratch(home.weights == nullptr || apart ? kAccessElements * 4 : 0);
   const aio::TransferMemory state_scratch(segment.trainable && (home.state_tiles < layout.tiles().size() || apart)
                                               ? kAccessElements * tiers::kStateBytesMax
@@ -204,7 +204,7 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   const auto tiles = unit.frozen.tiles();
   const auto count = static_cast<std::uint32_t>(tiles.size());
   const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-  const bool apart = live.memory->homes_apart();
+  const bool apart = live.memory->apart(id);
   const aio::TransferMemory scratch(home == nullptr || apart ? bytes : 0);
   std::byte* const at_home = home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : nullptr;
   std::byte* const weights = home != nullptr && !apart ? at_home : scratch.first(bytes).data();

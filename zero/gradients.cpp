@@ -56,6 +56,9 @@ void Gradients::list_chunks() {
   partial_sums_.resize(chunks_.size());
 }
 
+// Where gradients that stay on the device have homes there.
+bool Gradients::in_ring(UnitId unit) const { return ring_ && !memory_.state_on_device(unit); }
+
 std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
   State& state = states_[unit.index];
   if (state.finished) {
@@ -113,7 +116,7 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   std::byte* source = buffer(id, stream);  // zeros when the pass made no gradient for this unit
   if (held_ > 1) take_mean(table_.unit(id), source, stream);
   auto reduction = std::make_shared<Reduction>();
-  reduction->hand_on = handing_on_;
+  reduction->hand_on = handing_on_ && !memory_.state_on_device(id);
   last_made_ = stream->record();
   reduction->submitted =
       executor_.enqueue([this, id, source, reduction, ready = last_made_,
@@ -168,7 +171,7 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
   if (deferred_ != nullptr) deferred_->hurry(id).wait();
-  if (ring_) homes_[id.index] = ring_->take(unit.home_gradient_bytes);
+  if (in_ring(id)) homes_[id.index] = ring_->take(unit.home_gradient_bytes);
   if (table_.gradient_sums() == GradientSums::at_home) {
     sum_at_home(id, source, how, reduction);
   } else {
@@ -208,7 +211,7 @@ void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
   reduction.handed_on.then([withdraw = recipient_.withdraw, id](std::exception_ptr error) {
     if (error) withdraw(id, error);
   });
-  if (!ring_) return;
+  if (!in_ring(id)) return;
   const auto used = std::make_shared<Promise>();
   const auto settle = [used](std::exception_ptr error) { error ? used->fail(error) : used->complete(); };
   reduction.handed_on.then(
@@ -239,7 +242,7 @@ const std::byte* Gradients::own_shard(const Segment& segment, const std::byte* s
 }
 
 void Gradients::bring_home(UnitId id, const std::byte* source) {
-  const CopyKind kind = memory_.gradients_on_device() ? CopyKind::local : CopyKind::device_to_host;
+  const CopyKind kind = memory_.state_on_device(id) ? CopyKind::local : CopyKind::device_to_host;
   for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
     streams_.down->copy(homes_[id.index] + segment.home_gradient_offset, own_shard(segment, source),
@@ -249,11 +252,12 @@ void Gradients::bring_home(UnitId id, const std::byte* source) {
 
 void Gradients::sum_at_home(UnitId id, const std::byte* source, optim::Accumulate how, Reduction& reduction) {
   std::vector<Accumulator::Part> parts;
-  std::byte* buffer = accumulator_ ? accumulator_->acquire() : nullptr;
+  const bool on_device = memory_.state_on_device(id);
+  std::byte* buffer = on_device ? nullptr : accumulator_->acquire();
   for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
     std::byte* const sums = homes_[id.index] + segment.home_gradient_offset;
-    if (!accumulator_) {
+    if (on_device) {
       using Combine = platform::Stream::Combine;
       streams_.down->scale_into(sums, DType::fp32, own_shard(segment, source), segment.dtype, segment.shard_elements,
                                 1.0f, how == optim::Accumulate::add ? Combine::add : Combine::overwrite);
@@ -264,7 +268,7 @@ void Gradients::sum_at_home(UnitId id, const std::byte* source, optim::Accumulat
     buffer += round_up(segment.shard_bytes(), 64);
   }
   reduction.home = streams_.down->record();
-  if (accumulator_) reduction.added = accumulator_->add(reduction.home, std::move(parts), how);
+  if (!on_device) reduction.added = accumulator_->add(reduction.home, std::move(parts), how);
 }
 
 void Gradients::begin_pass(bool first, int held) {
@@ -297,23 +301,38 @@ void Gradients::wait() {
   }
 }
 
-// Pre: all gradients are at home, on the device.
+// Pre: the gradients of units that are apart are at home.
 void Gradients::sum_on_device() {
   auto* const sums = reinterpret_cast<double*>(memory_.device_findings());
-  std::size_t chunk = 0;
+  std::uint64_t count = 0;
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    if (!memory_.apart(UnitId{u})) continue;
     for (const Segment& segment : table_.units()[u].segments) {
       if (!segment.trainable) continue;
-      streams_.down->sums_of_squares(sums + chunk, memory_.home(UnitId{u}).gradient + segment.home_gradient_offset,
+      streams_.down->sums_of_squares(sums + count, memory_.home(UnitId{u}).gradient + segment.home_gradient_offset,
                                      segment.home_gradient_dtype, segment.shard_elements);
-      chunk += divide_up(segment.shard_elements, optim::kNormChunkElements);
+      count += divide_up(segment.shard_elements, optim::kNormChunkElements);
     }
   }
-  HOIST_ASSERT(chunk == chunks_.size(), "{} of {} chunks", chunk, chunks_.size());
-  const std::span<std::byte> here = memory_.findings().first(chunk * sizeof(double));
+  const std::span<std::byte> here = memory_.findings().first(count * sizeof(double));
   streams_.down->copy(here.data(), memory_.device_findings(), here.size(), CopyKind::device_to_host);
   streams_.down->synchronize();
-  std::memcpy(partial_sums_.data(), here.data(), here.size());
+  const auto* next = reinterpret_cast<const double*>(here.data());
+  for (std::size_t i = 0; i < chunks_.size(); ++i)
+    if (memory_.apart(UnitId{chunks_[i].unit})) partial_sums_[i] = *next++;
+}
+
+// What neither the device sums up nor was summed up when it arrived.
+void Gradients::sum_on_host() {
+  const auto is_left = [&](const Chunk& chunk) {
+    const UnitId unit{chunk.unit};
+    return !memory_.apart(unit) && (!handing_on_ || memory_.state_on_device(unit));
+  };
+  for (std::size_t begin = 0, end = 0; begin < chunks_.size(); begin = end) {
+    const bool left = is_left(chunks_[begin]);
+    for (end = begin + 1; end < chunks_.size() && is_left(chunks_[end]) == left;) ++end;
+    if (left) sum_chunks(begin, end);
+  }
 }
 
 void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
@@ -325,11 +344,8 @@ void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
 }
 
 double Gradients::sum_of_squares() {
-  if (memory_.homes_apart()) {
-    sum_on_device();
-  } else if (!handing_on_) {  // else they were summed up as they arrived
-    sum_chunks(0, chunks_.size());
-  }
+  if (memory_.homes_apart()) sum_on_device();
+  sum_on_host();
   double total = 0;
   bool finite = true;
   for (std::size_t i = 0; i < chunks_.size();) {

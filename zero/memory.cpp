@@ -39,13 +39,16 @@ void require_device_memory(Runtime& runtime, const DeviceNeeds& needs, std::uint
   const std::uint64_t least = arena_bytes(program_bytes) + needs.least_bytes();
   const std::uint64_t available = runtime.device_arena().largest_hole_bytes();
   if (least <= available) return;
+  const std::uint64_t program = arena_bytes(program_bytes);
+  const auto ratio = needs.offload_ratio_within(available > program ? available - program : 0);
   throw BudgetError(
       {.tier = budget.tier(),
        .have_bytes = budget.limit_bytes(),
        .need_bytes = budget.limit_bytes() - available + least,
        .key = budget.key(),
-       .detail =
-           "the program's own blocks (activations), resident states, what one gather() needs and one unit's gradient"});
+       .detail = fmt::format(
+           "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
+           ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : "")});
 }
 
 // --- pinned memory ---------------------------------------------------------------------------------------------------
@@ -77,13 +80,13 @@ void Memory::take_pinned(const PinnedNeeds::Buffers& buffers) {
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     const Unit& unit = table_.units()[u];
     UnitHome& home = homes_[u];
-    if (pinned_needs_.keeps_host_weights()) {
+    if (pinned_needs_.keeps_host_weights(UnitId{u})) {
       home.weights = pool_->carve(unit.host_bytes(), unit.name).data();
     }
     if (const std::uint64_t bytes = pinned_needs_.secondary_bytes(unit); bytes > 0)
       home.secondary = pool_->carve(bytes, unit.name + " secondary shard").data();
     home.state_tiles = pinned_needs_.state_tiles_at_home(UnitId{u});
-    if (gradients_on_device()) continue;
+    if (state_on_device(UnitId{u})) continue;
     if (const std::uint64_t bytes = pinned_needs_.state_bytes_at_home(UnitId{u}); bytes > 0)
       home.state = pool_->carve(bytes, unit.name).data();
     if (!pinned_needs_.rings_gradients()) home.gradient = pool_->carve(unit.home_gradient_bytes, unit.name).data();
@@ -109,7 +112,8 @@ std::byte* Memory::take_device_block(std::uint64_t bytes, const std::string& wha
 
 void Memory::take_device() {
   require_device_memory(runtime_, needs_, 0);
-  if (homes_apart_) device_findings_ = take_device_block(Findings(table_).bytes(), "sums of squares");
+  if (homes_apart_)
+    device_findings_ = take_device_block(Findings(table_, pinned_needs_.device_states()).bytes(), "sums of squares");
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     const Unit& unit = table_.units()[u];
     UnitHome& home = homes_[u];
@@ -118,7 +122,7 @@ void Memory::take_device() {
     if (needs_.needs_device_shard(unit)) home.device_shard = take_device_block(unit.host_bytes(), unit.name + " shard");
     if (on_device(options_.parameters))
       home.secondary = take_device_block(secondary_shard(options_, table_, unit).bytes, unit.name + " secondary shard");
-    if (!on_device(options_.optimizer)) continue;
+    if (!state_on_device(UnitId{u})) continue;
     home.state = take_device_block(unit.trainable.region_bytes(Region::state), unit.name + " optimizer state");
     home.gradient = take_device_block(unit.home_gradient_bytes, unit.name + " gradient shard");
     if (on_device(options_.parameters))

@@ -24,15 +24,37 @@ bool has_own_memory(const EngineOptions& options, const UnitTable& table, const 
 
 }  // namespace
 
-bool homes_are_apart(const RuntimeOptions& runtime, const EngineOptions& options) {
-  const bool readable = runtime.device == platform::DeviceKind::host && runtime.host_device.host_accessible;
-  return options.optimizer == Placement::device && !readable;
+DeviceStates::DeviceStates(const EngineOptions& options, const UnitTable& table) : held_(table.units().size()) {
+  std::vector<std::uint64_t> elements;  // by unit, of this rank; equal parts of all
+  for (const Unit& unit : table.units()) {
+    elements.push_back(0);
+    for (const Segment& segment : unit.segments) elements.back() += segment.trainable ? segment.shard_elements : 0;
+    all_elements_ += elements.back();
+  }
+  const double share = options.optimizer == Placement::device ? 1 : 1 - options.optimizer_offload_ratio;
+  if (share == 0) return;
+  const auto most = static_cast<std::uint64_t>(share * static_cast<double>(all_elements_));
+  for (std::size_t u = 0; u < held_.size(); ++u) {
+    held_[u] = elements_ + elements[u] <= most;
+    if (!held_[u]) continue;
+    elements_ += elements[u];
+    bytes_ += table.units()[u].trainable.region_bytes(Region::state);
+  }
 }
 
-Findings::Findings(const UnitTable& table) {
-  for (const Unit& unit : table.units()) {
-    for (const Segment& segment : unit.segments)
-      if (segment.trainable) sums += divide_up(segment.shard_elements, kNormChunkElements);
+double DeviceStates::share() const {
+  return all_elements_ == 0 ? 0 : static_cast<double>(elements_) / static_cast<double>(all_elements_);
+}
+
+bool homes_are_apart(const RuntimeOptions& runtime, const EngineOptions& options) {
+  const bool readable = runtime.device == platform::DeviceKind::host && runtime.host_device.host_accessible;
+  return (options.optimizer == Placement::device || options.optimizer_offload_ratio < 1) && !readable;
+}
+
+Findings::Findings(const UnitTable& table, const DeviceStates& states) {
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    for (const Segment& segment : table.units()[u].segments)
+      if (segment.trainable && states.holds(UnitId{u})) sums += divide_up(segment.shard_elements, kNormChunkElements);
   }
 }
 
@@ -54,10 +76,11 @@ SecondaryShard secondary_shard(const EngineOptions& options, const UnitTable& ta
 // --- device memory ---------------------------------------------------------------------------------------------------
 
 DeviceNeeds::DeviceNeeds(const EngineOptions& options, const UnitTable& table, bool homes_apart)
-    : options_(options), table_(table) {
-  if (homes_apart) homes_bytes += arena_bytes(Findings(table).bytes());
-  for (const Unit& unit : table.units()) {
-    homes_bytes += homes_of(unit);
+    : options_(options), table_(table), homes_apart_(homes_apart), states_(options, table) {
+  if (homes_apart) homes_bytes += arena_bytes(Findings(table, states_).bytes());
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    const Unit& unit = table.units()[u];
+    homes_bytes += homes_of(UnitId{u});
     if (!unit.owns_tied) gradient_bytes = std::max(gradient_bytes, arena_bytes(unit.gradient_buffer_bytes()));
     std::uint64_t slots = is_slotted(unit) ? 1 : 0;
     slot_count += slots;
@@ -73,14 +96,27 @@ bool DeviceNeeds::needs_device_shard(const Unit& unit) const {
   return options_.parameters == Placement::device && !(table_.world_size() == 1 && has_own_memory(unit));
 }
 
-std::uint64_t DeviceNeeds::homes_of(const Unit& unit) const {
+std::uint64_t DeviceNeeds::homes_of(UnitId id) const {
+  const Unit& unit = table_.unit(id);
   std::uint64_t bytes = 0;
   if (has_own_memory(unit)) bytes += arena_bytes(unit.gathered_bytes);
   if (unit.owns_tied) bytes += arena_bytes(unit.gradient_buffer_bytes());
   if (needs_device_shard(unit)) bytes += arena_bytes(unit.host_bytes());
   if (options_.parameters == Placement::device) bytes += arena_bytes(secondary_shard(options_, table_, unit).bytes);
-  if (options_.optimizer != Placement::device) return bytes;
+  if (!states_.holds(id)) return bytes;
   return bytes + arena_bytes(unit.trainable.region_bytes(Region::state)) + arena_bytes(unit.home_gradient_bytes);
+}
+
+std::optional<double> DeviceNeeds::offload_ratio_within(std::uint64_t available_bytes) const {
+  if (options_.optimizer == Placement::device) return std::nullopt;
+  EngineOptions options = options_;
+  for (auto hundredths = static_cast<unsigned>(100 * options_.optimizer_offload_ratio) + 1; hundredths <= 100;
+       ++hundredths) {
+    options.optimizer_offload_ratio = hundredths / 100.0;
+    if (DeviceNeeds(options, table_, homes_apart_).least_bytes() <= available_bytes)
+      return options.optimizer_offload_ratio;
+  }
+  return std::nullopt;
 }
 
 // A second gradient buffer lets one layer's gradient travel down while the next layer's is made; more gather slots let
@@ -112,11 +148,16 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
 // --- pinned memory ---------------------------------------------------------------------------------------------------
 
 PinnedNeeds::PinnedNeeds(const EngineOptions& options, const UnitTable& table, bool homes_apart)
-    : options_(options), table_(table), homes_apart_(homes_apart) {
+    : options_(options), table_(table), homes_apart_(homes_apart), states_(options, table) {
   const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 1;
   std::uint64_t bytes = 0, home_bytes = 0;  // of the units so far: what one rounds down, the next may take
-  for (const Unit& unit : table.units()) {
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    const Unit& unit = table.units()[u];
     const auto tiles = unit.trainable.tiles();
+    if (state_on_device(UnitId{u})) {
+      state_tiles_at_home_.push_back(static_cast<std::uint32_t>(tiles.size()));
+      continue;
+    }
     bytes += unit.trainable.region_bytes(Region::state);
     const auto most = static_cast<std::uint64_t>(fraction * static_cast<double>(bytes));
     std::uint32_t count = 0;
@@ -126,7 +167,7 @@ PinnedNeeds::PinnedNeeds(const EngineOptions& options, const UnitTable& table, b
 }
 
 std::uint64_t PinnedNeeds::state_bytes_at_home(UnitId unit) const {
-  const std::uint32_t count = state_tiles_at_home(unit);
+  const std::uint32_t count = state_on_device(unit) ? 0 : state_tiles_at_home(unit);
   if (count == 0) return 0;
   const tiers::Tile& last = table_.unit(unit).trainable.tiles()[count - 1];
   return last.s_offset + last.s_bytes;
@@ -143,8 +184,8 @@ bool PinnedNeeds::streams() const {
   return false;
 }
 
-bool PinnedNeeds::keeps_host_weights() const {
-  const bool all_on_device = options_.optimizer == Placement::device && options_.parameters == Placement::device;
+bool PinnedNeeds::keeps_host_weights(UnitId unit) const {
+  const bool all_on_device = state_on_device(unit) && options_.parameters == Placement::device;
   return weights_at_home() && !all_on_device;
 }
 
@@ -175,8 +216,8 @@ PinnedNeeds::PieceBytes PinnedNeeds::buffered_bytes(const Piece& piece) const {
   const auto tiles = table_.unit(piece.unit).trainable.tiles().subspan(piece.first_tile, piece.tile_count);
   PieceBytes bytes;
   for (const tiers::Tile& tile : tiles) {
-    if (!weights_at_home() || homes_apart_) bytes.weights += tile.w_bytes;
-    if (!state_at_home(piece) || homes_apart_) bytes.state += tile.s_bytes;
+    if (!weights_at_home() || apart(piece.unit)) bytes.weights += tile.w_bytes;
+    if (!state_at_home(piece) || apart(piece.unit)) bytes.state += tile.s_bytes;
   }
   return bytes;
 }
@@ -194,26 +235,28 @@ std::uint64_t PinnedNeeds::staging_buffer_bytes() const {
 }
 
 std::uint64_t PinnedNeeds::sum_buffer_bytes() const {
-  if (gradient_sums(options_) != GradientSums::at_home || options_.optimizer == Placement::device) return 0;
+  if (gradient_sums(options_) != GradientSums::at_home) return 0;
   std::uint64_t most = 0;
-  for (const Unit& unit : table_.units()) {
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    if (state_on_device(UnitId{u})) continue;
     std::uint64_t bytes = 0;
-    for (const Segment& segment : unit.segments) bytes += segment.trainable ? round_up(segment.shard_bytes(), 64) : 0;
+    for (const Segment& segment : table_.units()[u].segments)
+      bytes += segment.trainable ? round_up(segment.shard_bytes(), 64) : 0;
     most = std::max(most, bytes);
   }
   return most;
 }
 
-std::uint64_t PinnedNeeds::findings_bytes() const { return homes_apart_ ? Findings(table_).bytes() : 0; }
+std::uint64_t PinnedNeeds::findings_bytes() const { return homes_apart_ ? Findings(table_, states_).bytes() : 0; }
 
 // In the order in which Memory carves them.
 std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
   tiers::PinnedPlan plan;
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
     const Unit& unit = table_.units()[u];
-    if (keeps_host_weights()) plan.add(unit.host_bytes());
+    if (keeps_host_weights(UnitId{u})) plan.add(unit.host_bytes());
     if (const std::uint64_t secondary = secondary_bytes(unit); secondary > 0) plan.add(secondary);
-    if (options_.optimizer == Placement::device) continue;
+    if (state_on_device(UnitId{u})) continue;
     plan.add(state_bytes_at_home(UnitId{u}));
     if (!rings_gradients()) plan.add(unit.home_gradient_bytes);
   }
@@ -231,9 +274,10 @@ std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
 std::uint64_t PinnedNeeds::ring_bytes(unsigned gradients) const {
   if (!rings_gradients()) return 0;
   std::uint64_t largest = 0, all = 0;
-  for (const Unit& unit : table_.units()) {
-    largest = std::max(largest, unit.home_gradient_bytes);
-    all += unit.home_gradient_bytes;
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    if (state_on_device(UnitId{u})) continue;
+    largest = std::max(largest, table_.units()[u].home_gradient_bytes);
+    all += table_.units()[u].home_gradient_bytes;
   }
   return round_up(std::min(all, gradients * largest), kBlockAlignment);
 }
@@ -380,14 +424,14 @@ std::uint64_t state_bytes(const Unit& unit, std::span<const tiers::Tile> tiles) 
 
 }  // namespace
 
-StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches) {
+StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches,
+                       bool homes_apart) {
   const bool weights_on_nvme = options.parameters == Placement::nvme;
   const bool weights_on_device = options.parameters == Placement::device;
-  const bool state_on_device = options.optimizer == Placement::device;
-  const DeviceNeeds needs(options, table);
-  const PinnedNeeds pinned(options, table);
+  const DeviceNeeds needs(options, table, homes_apart);
+  const PinnedNeeds pinned(options, table, homes_apart);
   const bool commits_homes = writes_homes(options, /*committed=*/true);
-  std::uint64_t committed_bytes = 0, between_bytes = 0;
+  std::uint64_t committed_bytes = 0, between_bytes = 0, brought_down_bytes = 0;
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
   const auto peers_in_group = static_cast<std::uint64_t>(gathering_group(options, table.world_size()) - 1);
   const std::uint64_t passes = passes_of_a_step(options);
@@ -404,6 +448,7 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
     const auto tiles = unit.trainable.tiles();
     const std::uint64_t state = state_bytes(unit, tiles);
     const std::uint64_t streamed = state_bytes(unit, tiles.subspan(pinned.state_tiles_at_home(UnitId{u})));
+    const bool state_on_device = pinned.state_on_device(UnitId{u});
     // What stays is fetched once after each step, whatever passes there are.
     const bool stays = needs.has_own_memory(unit);
     const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];
@@ -431,8 +476,10 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
     if (weights_on_nvme && shared) phases.forward.nvme_read -= made;
     phases.update.nvme_read += (weights_on_nvme && !shared ? trainable - made : 0) + streamed;
     between_bytes += (weights_on_nvme ? trainable : 0) + streamed;
+    if (commits_homes && pinned.apart(UnitId{u})) brought_down_bytes += trainable + state;
     committed_bytes += commits_homes ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
   }
+  phases.update.device_to_host = brought_down_bytes / options.commit_every;
   phases.update.nvme_write = (committed_bytes + (options.commit_every - 1) * between_bytes) / options.commit_every;
   return phases;
 }

@@ -24,8 +24,8 @@ void check(const optim::OptimizerOptions& group, const EngineOptions& options, c
   optim::check(group);
   const bool on_device = detail::homes_are_apart(runtime, options);
   constexpr std::string_view kProblem =
-      "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them to "
-      "\"cpu\" or \"nvme\"";
+      "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them, "
+      "all of them (offload_optimizer.ratio 1), to \"cpu\" or \"nvme\"";
   refuse(on_device && group.moments == MomentType::fp8, "hoist.moments_dtype", std::string(kProblem));
   refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
 }
@@ -40,10 +40,17 @@ void check(const EngineOptions& options, const RuntimeOptions& runtime, int worl
          "state is placed on NVMe, but no path is given; name a directory on the drive");
   refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
          "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
-  refuse(detail::homes_are_apart(runtime, options) && options.parameters != Placement::device,
-         "zero_optimization.offload_optimizer.device",
+  const double ratio = options.optimizer_offload_ratio;
+  refuse(!(ratio >= 0 && ratio <= 1), "zero_optimization.offload_optimizer.ratio", "a share is from 0 to 1");
+  const bool apart_from_weights = detail::homes_are_apart(runtime, options) && options.parameters != Placement::device;
+  refuse(apart_from_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",
          "optimizer states on a GPU are updated there, with weights that are there, too; use \"cpu\" or \"nvme\", or "
          "leave offload_param out");
+  refuse(
+      apart_from_weights, "zero_optimization.offload_optimizer.ratio",
+      fmt::format("with {} some optimizer states are on the GPU and updated there, with weights that are there, too; "
+                  "use 1, or leave offload_param out",
+                  ratio));
   const bool backward = options.update_mode == UpdateMode::backward;
   refuse((backward || options.update_mode == UpdateMode::forward) && options.optimizer == Placement::device,
          "hoist.update_mode",

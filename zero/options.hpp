@@ -93,11 +93,17 @@ struct EngineOptions {
   Placement parameters = Placement::device;
   Placement optimizer = Placement::device;
 
-  // With the optimizer on NVMe, the share of its states that lives in pinned memory nevertheless, from 0 to 1: the
-  // first tiles of every unit's record, so that every unit's update finds the same mix. They are not read, and written
-  // with commits only. Empty: as much as the pinned budget has room for beside the buffers that are asked for below, in
-  // hundredths; each rank by its own budget. Key "hoist.optimizer_pinned_fraction", where "auto" is empty.
+  // With the optimizer on NVMe, the share of the offloaded states that lives in pinned memory nevertheless, from 0 to
+  // 1: the first tiles of every unit's record, so that every unit's update finds the same mix. They are not read, and
+  // written with commits only. Empty: as much as the pinned budget has room for beside the buffers that are asked for
+  // below, in hundredths; each rank by its own budget. Key "hoist.optimizer_pinned_fraction", where "auto" is empty.
   std::optional<double> optimizer_pinned_fraction = 0.0;
+
+  // With an offloaded optimizer, the share of the trainable parameters whose states are, from 0 to 1. Those of the
+  // others live in device memory and are updated there, their gradients stay there, and nothing of them crosses a link
+  // in a step. Whole units, the first ones that fit into their share; where the CPU cannot read the device's memory,
+  // weights must be there, too. May change from run to run. Key zero_optimization.offload_optimizer.ratio.
+  double optimizer_offload_ratio = 1.0;
 
   // The store of records: where NVMe placements live, and what commits go to. Empty: none (no NVMe placement then,
   // and nothing can be saved).
@@ -137,8 +143,8 @@ struct EngineOptions {
 
   // Ranks of a group, of consecutive ones, that gathers a unit among itself once all ranks have gathered it (ZeRO++
   // hpZ): every rank keeps 1/ranks of it until the weights change, in pinned memory, or on the device where weights
-  // live there. Backward then stays off the links between groups. Divides the world size; 1, or no fewer than that: none. Key
-  // zero_hpz_partition_size.
+  // live there. Backward then stays off the links between groups. Divides the world size; 1, or no fewer than that:
+  // none. Key zero_hpz_partition_size.
   int secondary_shard_ranks = 1;
 
   // One line of JSON a step (numbers of that step: norm, learning rate, bytes and waits), appended by rank 0, and

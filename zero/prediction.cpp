@@ -84,6 +84,8 @@ void predict_device(const RuntimeOptions& runtime, const ModelShape& model, int 
       rounded(model.program_device_bytes) + (world_size > 1 ? rounded(runtime.comm_scratch_bytes) : 0);
   out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
   out.device.least_bytes = others + needs.least_bytes();
+  if (!out.device.fits() && out.device.budget_bytes > others)
+    out.fitting_offload_ratio = needs.offload_ratio_within(out.device.budget_bytes - others);
   const detail::DeviceNeeds::Buffers buffers =
       needs.choose(std::max(out.device.budget_bytes, out.device.least_bytes) - others);
   out.device.bytes = others + needs.bytes(buffers);
@@ -116,9 +118,11 @@ tiers::Store::Cost store_cost(const EngineOptions& engine, const detail::UnitTab
 }
 
 std::uint64_t update_memory_bytes(const EngineOptions& engine, const detail::UnitTable& table) {
-  if (engine.optimizer == Placement::device) return 0;
+  const detail::DeviceStates on_device(engine, table);
   std::uint64_t bytes = 0;
-  for (const detail::Unit& unit : table.units()) {
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    const detail::Unit& unit = table.units()[u];
+    if (on_device.holds(UnitId{u})) continue;
     for (const tiers::Tile& tile : unit.trainable.tiles()) {
       const detail::Segment& segment = unit.segments[tile.segment];
       const std::uint64_t record =
@@ -162,8 +166,11 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   predict_device(runtime, model, world_size, device, out);
   out.nvme_bytes = store.disk_bytes;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;
-  predict_pinned(runtime, detail::PinnedNeeds(engine, table, apart), store.memory_bytes, out);
-  out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots));
+  const detail::PinnedNeeds pinned(engine, table, apart);
+  predict_pinned(runtime, pinned, store.memory_bytes, out);
+  out.device_state_bytes = pinned.device_states().bytes();
+  out.device_state_share = pinned.device_states().share();
+  out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots), apart);
   out.step = out.phases.sum();
   if (detail::update_mode(engine) == UpdateMode::forward)
     out.read_ahead_bytes = std::min(out.trailing_bytes, out.phases.update.nvme_read);

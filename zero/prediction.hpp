@@ -8,6 +8,7 @@
 // Errors     UsageError for a model that Engine would refuse too. Too small a budget is not an error here: see fits().
 #pragma once
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,6 +59,12 @@ struct Prediction {
   std::uint64_t update_memory_bytes = 0;
   std::uint64_t parameter_count = 0;
   double pinned_fraction = 0;  // EngineOptions::optimizer_pinned_fraction, found where it is empty
+  // Optimizer states in device memory, and the share of the trainable parameters that they are of: what whole units
+  // make of 1 - EngineOptions::optimizer_offload_ratio.
+  std::uint64_t device_state_bytes = 0;
+  double device_state_share = 0;
+  // The smallest larger one, in hundredths, that fits the device's budget; empty where this one does, or none does.
+  std::optional<double> fitting_offload_ratio{};
 
   std::uint64_t gather_slots = 0;
   std::uint64_t gradient_buffers = 0;

@@ -91,6 +91,7 @@ void StepUpdate::run_on_device(const UnitTable& table, const Memory& memory, pla
   stream.fill(memory.device_findings(), 0, sizeof(std::uint32_t));
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const UnitId id{u};
+    if (!memory.apart(id)) continue;
     const Unit& unit = table.unit(id);
     // One launch for the full tiles of a segment, as far as their rounding has one key, and one for its short last one.
     const auto tiles = unit.trainable.tiles();

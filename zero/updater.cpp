@@ -65,6 +65,11 @@ void Updater::run(const WalkOptions& options, const Work& work, const Next& next
     while (true) {
       // Read ahead as far as buffers are free; when nothing is started at all, wait for one.
       while (request || (request = next(/*wait=*/jobs.empty()))) {
+        if (leaves_alone(request->unit, options)) {
+          updated(request->unit);
+          request.reset();
+          continue;
+        }
         if (piece < first_piece_[request->unit.index]) piece = first_piece_[request->unit.index];
         if (!start(piece, request->target, options, jobs)) break;
         if (!jobs.back().ends_unit) {
@@ -106,6 +111,11 @@ void Updater::abandon(std::deque<Job>& jobs) noexcept {
   jobs.clear();
 }
 
+// A step's walk, where the device has updated the unit and nothing of it is to be written.
+bool Updater::leaves_alone(UnitId unit, const WalkOptions& options) const {
+  return memory_.apart(unit) && !options.read_apart && !options.change_apart;
+}
+
 bool Updater::ends_unit(std::size_t index) const {
   return index + 1 == first_piece_[memory_.pieces()[index].unit.index + 1];
 }
@@ -115,7 +125,7 @@ Updater::Job Updater::job_of(std::size_t index, Buffer* buffer) const {
   const Piece& piece = memory_.pieces()[index];
   const UnitHome& home = memory_.home(piece.unit);
   const Tile& first = tiles(piece).front();
-  const bool apart = apart_ != nullptr;
+  const bool apart = memory_.apart(piece.unit);
   std::byte* const bytes = buffer == nullptr ? nullptr : buffer->bytes.data();
   Job job{.piece = piece, .buffer = buffer, .ends_unit = ends_unit(index)};
   job.weights = home.weights != nullptr && !apart ? home.weights + first.w_offset : bytes;
@@ -139,7 +149,7 @@ bool Updater::start(std::size_t index, std::byte* target, const WalkOptions& opt
   if (needs_buffer && buffer == nullptr) return false;
   jobs.push_back(job_of(index, buffer));
   jobs.back().target = target;
-  if (apart_) {
+  if (memory_.apart(piece.unit)) {
     if (options.read_apart) jobs.back().reads.push_back(copy_apart(jobs.back(), platform::CopyKind::device_to_host));
   } else if (options.read) {
     read(jobs.back(), options);
@@ -179,12 +189,12 @@ Updater::Buffer* Updater::buffer_for(const std::deque<Job>& jobs, WaitCause caus
 // --- reading ---------------------------------------------------------------------------------------------------------
 
 void Updater::read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept {
-  if (apart_) return;  // nothing is on NVMe
   try {
     for (const Buffer& buffer : buffers_) buffer.idle.wait();
     for (const UnitId unit : units) {
       for (std::size_t index = first_piece_[unit.index]; index < first_piece_[unit.index + 1]; ++index) {
         const Piece& piece = memory_.pieces()[index];
+        if (memory_.apart(unit)) break;  // nothing of it is on NVMe alone
         if (memory_.buffered_bytes(piece).total() == 0 || read_already(piece) != ahead_.end()) continue;
         Buffer* const buffer = idle_buffer({});
         if (buffer == nullptr) return;
@@ -295,7 +305,8 @@ void Updater::write(Job& job, const WalkOptions& options) {
   if (writes_state) {
     start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
   }
-  if (apart_ && options.change_apart) started.push_back(copy_apart(job, platform::CopyKind::host_to_device));
+  if (memory_.apart(job.piece.unit) && options.change_apart)
+    started.push_back(copy_apart(job, platform::CopyKind::host_to_device));
   if (job.buffer != nullptr) job.buffer->idle = when_all(started);
 }
 

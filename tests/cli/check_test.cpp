@@ -79,6 +79,34 @@ TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
   EXPECT_EQ(json_of("open-report.json")["prediction"]["optimizer_pinned_fraction"], most);
 }
 
+TEST_F(Check, SaysWhatOfTheStateIsOnTheDeviceAndWhichShareFits) {
+  const auto check = [&](const char* ratio, const char* device_memory) {
+    write("ratio.json", std::string(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu",
+                                        "ratio": )") +
+                            ratio + R"(}}, "hoist": {"device_memory": ")" + device_memory + "\"}}");
+    const auto result = run("check ratio.json --parameters 100M --json report.json");
+    EXPECT_EQ(result.exit_code, 0) << result.errors;
+    return result.output;
+  };
+  const std::string divided = check("0.25", "4GiB");
+  auto prediction = json_of("report.json")["prediction"];
+  EXPECT_EQ(json_of("report.json")["placement"]["optimizer_offload_ratio"], 0.25);
+  const double share = prediction["device_state"]["share"];
+  EXPECT_GT(share, 0.65);
+  EXPECT_LE(share, 0.75);
+  EXPECT_NEAR(prediction["device_state"]["bytes"].get<double>(), share * 1e9, 1e7);
+  EXPECT_EQ(prediction["fitting_offload_ratio"], nullptr);
+  EXPECT_NEAR(prediction["step"]["host_to_device"].get<double>(), (1 - share) * 2e8, 1e6);
+  EXPECT_THAT(divided, HasSubstr("are in device memory and updated there"));
+
+  EXPECT_THAT(check("0", "700MiB"), HasSubstr("has room for less: zero_optimization.offload_optimizer.ratio 0."));
+  const double fits = json_of("report.json")["prediction"]["fitting_offload_ratio"];
+  check(std::to_string(fits).c_str(), "700MiB");
+  prediction = json_of("report.json")["prediction"];
+  EXPECT_EQ(prediction["device"]["fits"], true);
+  EXPECT_EQ(prediction["fitting_offload_ratio"], nullptr);
+}
+
 TEST_F(Check, RefusesModelsItCannotRead) {
   write("good.json", "{}");
   const auto with_units = [&](const char* text) {

@@ -88,6 +88,24 @@ TEST_F(Plan, FollowsAConfiguration) {
   EXPECT_EQ(json_of("check.json")["prediction"]["pinned"]["bytes"], configured["pinned"]["bytes"]);
 }
 
+TEST_F(Plan, DividesStatesAsTheConfigurationSays) {
+  write("ratio.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.25}},
+                          "hoist": {"device": "cuda", "device_memory": "20GiB", "pinned_memory": "20GiB"}})");
+  const auto result = run("plan ratio.json --parameters 1e9 --json plan.json" + std::string(kSpeeds));
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  const auto report = json_of("plan.json");
+  const auto configured = row(report, "device", "pinned");
+  EXPECT_EQ(configured["configured"], true);
+  const double share = configured["device_state"]["share"];
+  EXPECT_GT(share, 0.65);
+  EXPECT_LE(share, 0.75);
+  EXPECT_NEAR(configured["step"]["device_to_host"].get<double>(), (1 - share) * 2e9, 1e7);
+  EXPECT_NEAR(configured["busy_seconds"]["host_memory"].get<double>(), (1 - share) * 26e9 / 200e9, 0.01);
+  EXPECT_THAT(result.output, HasSubstr("device / pinned ("));
+  EXPECT_THAT(row(report, "pinned", "pinned")["refusal"], HasSubstr("offload_optimizer.ratio"));
+  EXPECT_EQ(row(report, "device", "device")["device_state"]["share"], 1.0);
+}
+
 TEST_F(Plan, WithoutBudgetsSaysWhatIsNeeded) {
   const auto result = run("plan --parameters 1e9 --json plan.json");
   ASSERT_EQ(result.exit_code, 0) << result.errors;

@@ -385,6 +385,21 @@ TEST(PinnedFraction, IsANumberOrLeftOpen) {
     EXPECT_THROW(of(wrong), ConfigProblems) << wrong;
 }
 
+TEST(OffloadRatio, IsTheShareThatIsOffloaded) {
+  const auto config = [](const char* device, const char* ratio) {
+    return parse(fmt::format(R"({{"zero_optimization": {{"stage": 3, "offload_optimizer":
+                                 {{"device": "{}", "nvme_path": "/nvme", "ratio": {}}}}}}})",
+                             device, ratio));
+  };
+  EXPECT_EQ(config("cpu", "0.3").engine.optimizer_offload_ratio, 0.3);
+  EXPECT_EQ(config("nvme", "0").engine.optimizer_offload_ratio, 0);
+  EXPECT_EQ(parse("{}").engine.optimizer_offload_ratio, 1);
+  for (const char* wrong : {"1.5", "-0.1", "true", "\"0.5\""})
+    EXPECT_THROW(config("cpu", wrong), ConfigProblems) << wrong;
+  EXPECT_TRUE(config("nvme", "0.3").warnings.empty());
+  EXPECT_THAT(config("none", "0.3").warnings, Contains(HasSubstr("ratio is not used")));
+}
+
 TEST(WorldSize, TwoOfThreeImplyTheThird) {
   const Config batch = parse(R"({"train_batch_size": 12})");
   EXPECT_EQ(batch.check_world_size(4).train_micro_batch_size_per_gpu, 3u);

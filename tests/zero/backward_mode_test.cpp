@@ -23,16 +23,31 @@ struct Where {
   const char* name;
   Placement parameters, optimizer;
   double pinned_fraction = 0;
+  double offload_ratio = 1;
+  bool host_accessible = true;
 };
-constexpr Where kWheres[] = {
-    {"device_pinned", kDevice, kPinned}, {"device_nvme", kDevice, kNvme},       {"pinned_pinned", kPinned, kPinned},
-    {"pinned_nvme", kPinned, kNvme},     {"nvme_pinned", kNvme, kPinned},       {"nvme_nvme", kNvme, kNvme},
-    {"nvme_half", kNvme, kNvme, 0.5},    {"pinned_third", kPinned, kNvme, 0.3}, {"device_all", kDevice, kNvme, 1}};
+constexpr Where kWheres[] = {{"device_pinned", kDevice, kPinned},
+                             {"device_nvme", kDevice, kNvme},
+                             {"pinned_pinned", kPinned, kPinned},
+                             {"pinned_nvme", kPinned, kNvme},
+                             {"nvme_pinned", kNvme, kPinned},
+                             {"nvme_nvme", kNvme, kNvme},
+                             {"nvme_half", kNvme, kNvme, 0.5},
+                             {"pinned_third", kPinned, kNvme, 0.3},
+                             {"device_all", kDevice, kNvme, 1},
+                             {"device_pinned_ratio", kDevice, kPinned, 0, 0.5},
+                             {"device_pinned_ratio_apart", kDevice, kPinned, 0, 0.3, false},
+                             {"device_pinned_none_apart", kDevice, kPinned, 0, 0, false},
+                             {"device_nvme_ratio_apart", kDevice, kNvme, 0.3, 0.5, false},
+                             {"pinned_pinned_ratio", kPinned, kPinned, 0, 0.3},
+                             {"nvme_nvme_ratio", kNvme, kNvme, 0, 0.3}};
 
 ToySetup setup_of(const Where& where, UpdateMode mode, const std::string& directory) {
   const bool nvme = where.parameters == kNvme || where.optimizer == kNvme;
   ToySetup setup = toy_setup(where.parameters, where.optimizer, nvme ? directory : "");
   setup.engine.optimizer_pinned_fraction = where.pinned_fraction;
+  setup.engine.optimizer_offload_ratio = where.offload_ratio;
+  setup.runtime.host_device.host_accessible = where.host_accessible;
   setup.engine.update_mode = mode;
   setup.engine.gradient_clipping = 0;
   return setup;

@@ -29,6 +29,7 @@ struct Cell {
   std::uint64_t reuse = 1'000'000'000;
   double pinned_fraction = 0;
   bool host_accessible = true;
+  double offload_ratio = 1;
 };
 
 std::ostream& operator<<(std::ostream& out, const Cell& cell) { return out << cell.name; }
@@ -58,6 +59,7 @@ ToySetup setup_of(const Cell& cell, const std::string& directory, DType dtype) {
   setup.engine.prefetch_elements = cell.prefetch;
   setup.engine.reuse_distance_elements = cell.reuse;
   setup.engine.optimizer_pinned_fraction = cell.pinned_fraction;
+  setup.engine.optimizer_offload_ratio = cell.offload_ratio;
   choose(setup, dtype);
   return setup;
 }
@@ -89,6 +91,32 @@ const std::vector<Cell>& cells() {
       {.name = "quarter_pinned_cpu_nvme_one_tile", .parameters = kPinned, .sub_group = 1, .pinned_fraction = 0.25},
       {.name = "all_pinned_device_nvme", .parameters = kDevice, .pinned_fraction = 1},
       {.name = "half_pinned_not_durable", .durability = kNone, .pinned_fraction = 0.5},
+      {.name = "device_cpu_ratio_0", .parameters = kDevice, .optimizer = kPinned, .offload_ratio = 0},
+      {.name = "device_cpu_ratio_3_tenths", .parameters = kDevice, .optimizer = kPinned, .offload_ratio = 0.3},
+      {.name = "device_cpu_ratio_half_apart",
+       .parameters = kDevice,
+       .optimizer = kPinned,
+       .chaos_seed = 16,
+       .host_accessible = false,
+       .offload_ratio = 0.5},
+      {.name = "device_cpu_ratio_0_apart",
+       .parameters = kDevice,
+       .optimizer = kPinned,
+       .host_accessible = false,
+       .offload_ratio = 0},
+      {.name = "cpu_cpu_ratio_half", .parameters = kPinned, .optimizer = kPinned, .offload_ratio = 0.5},
+      {.name = "nvme_cpu_ratio_3_tenths", .optimizer = kPinned, .chaos_seed = 17, .offload_ratio = 0.3},
+      {.name = "device_nvme_ratio_3_tenths_apart",
+       .parameters = kDevice,
+       .chaos_seed = 18,
+       .host_accessible = false,
+       .offload_ratio = 0.3},
+      {.name = "device_nvme_ratio_half_apart_not_durable",
+       .parameters = kDevice,
+       .durability = kNone,
+       .host_accessible = false,
+       .offload_ratio = 0.5},
+      {.name = "nvme_nvme_ratio_half", .pinned_fraction = 0.5, .offload_ratio = 0.5},
       {.name = "one_thread", .threads = 1},
       {.name = "small_device", .device_bytes = kMiB},
       {.name = "chaos", .chaos_seed = 11},

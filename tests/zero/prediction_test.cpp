@@ -22,16 +22,18 @@ std::uint64_t file_bytes(const std::string& directory, int rank) {
 }
 
 // What is held and moved is predicted for the mode that `automatic` is, and for `backward`.
-class PredictionOf : public testing::TestWithParam<std::tuple<Placement, Placement, int, UpdateMode>> {};
+class PredictionOf : public testing::TestWithParam<std::tuple<Placement, Placement, int, UpdateMode, double>> {};
 
 TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {
-  const auto [parameters, optimizer, ranks, mode] = GetParam();
+  const auto [parameters, optimizer, ranks, mode, ratio] = GetParam();
+  if (ratio < 1 && optimizer == Placement::device) GTEST_SKIP() << "nothing is offloaded";
   if (mode == UpdateMode::backward && optimizer == Placement::device) GTEST_SKIP() << "refused, by definition";
   for (const ToyShape& shape : {kPlain, ToyShape{}}) {
     for (const std::uint64_t device_bytes : {std::uint64_t{16 * kMiB}, std::uint64_t{2500 * kKiB}}) {
       const TempDirectory directory;
       ToySetup setup = toy_setup(parameters, optimizer, directory / "store");
       setup.engine.update_mode = mode;
+      setup.engine.optimizer_offload_ratio = ratio;
       if (mode == UpdateMode::backward) setup.engine.gradient_clipping = 0;
       setup.runtime.device_memory_bytes = device_bytes;
       setup.runtime.comm_scratch_bytes = 256 * kKiB;
@@ -68,7 +70,8 @@ TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {
 INSTANTIATE_TEST_SUITE_P(Cells, PredictionOf,
                          testing::Combine(testing::ValuesIn(kPlacements), testing::ValuesIn(kPlacements),
                                           testing::Values(1, 3),
-                                          testing::Values(UpdateMode::automatic, UpdateMode::backward)));
+                                          testing::Values(UpdateMode::automatic, UpdateMode::backward),
+                                          testing::Values(1.0, 0.4)));
 
 class LeastBudget : public testing::TestWithParam<UpdateMode> {};
 

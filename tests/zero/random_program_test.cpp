@@ -127,6 +127,8 @@ ToySetup random_setup(std::uint64_t seed, const std::string& directory) {
   setup.runtime.host_device.chaos_seed = rng.below(2) == 0 ? 0 : rng.bits() | 1;
   setup.runtime.aio_backend = rng.below(3) == 0 ? aio::BackendKind::threads : aio::BackendKind::automatic;
   setup.runtime.comm_scratch_bytes = 256 * kKiB;
+  setup.engine.optimizer_offload_ratio = std::clamp(2 * rng.uniform(), 0.0, 1.0);
+  if (setup.engine.parameters == Placement::device) setup.runtime.host_device.host_accessible = rng.below(2) == 0;
   return setup;
 }
 
@@ -427,7 +429,8 @@ void compare(std::uint64_t seed) {
   const Digests expected = play(program, plain_setup()).front();
   for (const Digests& digests : play(program, setup)) {
     EXPECT_EQ(digests, expected) << program.ranks << " ranks, placement " << static_cast<int>(setup.engine.parameters)
-                                 << ' ' << static_cast<int>(setup.engine.optimizer);
+                                 << ' ' << static_cast<int>(setup.engine.optimizer) << ", ratio "
+                                 << setup.engine.optimizer_offload_ratio;
   }
 }
 

@@ -16,12 +16,20 @@ struct Where {
   const char* name;
   Placement parameters, optimizer;
   double pinned_fraction = 0;
+  double offload_ratio = 1;
+  bool host_accessible = true;
 };
-constexpr Where kWheres[] = {
-    {"pinned_pinned", Placement::pinned, Placement::pinned},  {"device_pinned", Placement::device, Placement::pinned},
-    {"pinned_nvme", Placement::pinned, Placement::nvme},      {"nvme_pinned", Placement::nvme, Placement::pinned},
-    {"nvme_nvme", Placement::nvme, Placement::nvme},          {"nvme_half", Placement::nvme, Placement::nvme, 0.5},
-    {"pinned_third", Placement::pinned, Placement::nvme, 0.3}};
+constexpr Where kWheres[] = {{"pinned_pinned", Placement::pinned, Placement::pinned},
+                             {"device_pinned", Placement::device, Placement::pinned},
+                             {"pinned_nvme", Placement::pinned, Placement::nvme},
+                             {"nvme_pinned", Placement::nvme, Placement::pinned},
+                             {"nvme_nvme", Placement::nvme, Placement::nvme},
+                             {"nvme_half", Placement::nvme, Placement::nvme, 0.5},
+                             {"pinned_third", Placement::pinned, Placement::nvme, 0.3},
+                             {"device_pinned_ratio", Placement::device, Placement::pinned, 0, 0.5},
+                             {"device_pinned_ratio_apart", Placement::device, Placement::pinned, 0, 0.3, false},
+                             {"device_nvme_ratio_apart", Placement::device, Placement::nvme, 0.3, 0.5, false},
+                             {"nvme_nvme_ratio", Placement::nvme, Placement::nvme, 0, 0.3}};
 
 class ForwardMode : public testing::TestWithParam<Where> {
  protected:
@@ -33,9 +41,11 @@ class ForwardMode : public testing::TestWithParam<Where> {
     ToyModel model;
   };
   ToySetup setup(UpdateMode mode) const {
-    const auto [name, parameters, optimizer, pinned_fraction] = GetParam();
+    const auto [name, parameters, optimizer, pinned_fraction, offload_ratio, host_accessible] = GetParam();
     ToySetup setup = toy_setup(parameters, optimizer, directory_ / "store");
     setup.engine.optimizer_pinned_fraction = pinned_fraction;
+    setup.engine.optimizer_offload_ratio = offload_ratio;
+    setup.runtime.host_device.host_accessible = host_accessible;
     setup.engine.update_mode = mode;
     setup.runtime.host_device.chaos_seed = 5;
     return setup;

@@ -102,6 +102,10 @@ class Engine::Impl {
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
   std::shared_ptr<detail::StepUpdate> make_update(std::uint64_t step, double gradient_scale) const;
   void update_now(double gradient_scale);
+  // Units that are apart (Memory::apart): all at once, and waits for it; what else is updated, tile by tile, is what
+  // the work is for.
+  void update_on_device(detail::StepUpdate& update);
+  detail::Updater::Work work_of(std::shared_ptr<detail::StepUpdate> update) const;
   Completion update_later(double gradient_scale);
   // What a step ends in that is carried out later. `committed` is done when it is durable.
   detail::DeferredUpdate::Ended end_of_step(std::shared_ptr<detail::StepUpdate> update,
@@ -122,6 +126,7 @@ class Engine::Impl {
   void begin_updating();  // at the pass's first finish(): from here on the step is decided
   void require_undecided(const char* call) const;
   void require_untouched(UnitId unit) const;   // by the step under way
+  void offer_the_rest();                       // what is updated for the step under way that was not handed on
   Completion conclude_updating();              // done when the step is committed
   void fail_updating(const std::string& why);  // the step under way is not taken, and cannot be undone
 

@@ -5,9 +5,11 @@
 // vertical order one pass holds them all; they are added up in fp32 in the buffer, and what is reduced and comes down
 // is their mean, rounded once to the parameter's type.
 //
-// Update mode `backward`: in the pass that completes a step, a gradient that has come home is summed up for the norm
-// and handed on at once. Unless sums at home must outlive a pass, there are no homes then: a gradient lies in a ring,
-// from its arrival to the end of its unit's update.
+// Gradients of units whose state is in device memory stay there.
+//
+// Update mode `backward`: in the pass that completes a step, a gradient that has come home to the host is summed up for
+// the norm and handed on at once. Unless sums at home must outlive a pass, there are no homes then: a gradient lies in
+// a ring, from its arrival to the end of its unit's update.
 //
 // Threading  The program's thread calls everything; reductions are submitted by the executor. home() of a unit whose
 //            gradient was handed on: whoever it was handed to, until its update ends. What is handed on is so on a
@@ -65,8 +67,8 @@ class Gradients {
     // The gradient did not arrive, or (null) is not finite.
     std::function<void(UnitId, std::exception_ptr)> withdraw;
   };
-  // From the next finish() on until clear(), gradients are handed on. Pre: made for update mode `backward`; all
-  // micro-batches but this one are at home.
+  // From the next finish() on until clear(), gradients that come to the host are handed on. Pre: made for update mode
+  // `backward`; all micro-batches but this one are at home.
   void hand_on(Recipient recipient);
   // Returns when the last `open` has ended, with or without an error.
   void await_opened() noexcept;
@@ -122,7 +124,9 @@ class Gradients {
   void sum_at_home(UnitId unit, const std::byte* source, optim::Accumulate how, Reduction& reduction);
   const std::byte* own_shard(const Segment& segment, const std::byte* source) const;
   void list_chunks();
-  void sum_on_device();  // partial_sums_
+  bool in_ring(UnitId unit) const;
+  void sum_on_device();  // this and the next two: partial_sums_
+  void sum_on_host();
   void sum_chunks(std::size_t begin, std::size_t end);
   void enqueue_hand_on(UnitId id, Reduction& reduction);
   Completion hand_on_now(UnitId id);

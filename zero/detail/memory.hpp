@@ -8,8 +8,10 @@
 //   state         by optimizer: device | pinned | none (store); of none, the first tiles may be pinned
 //   gradient      device when the optimizer is there, else pinned; in update mode `backward` a ring for all
 //
-// Where the device's memory is not the CPU's to read, `homes_apart()`: nobody dereferences a home on it; steps run
-// there, and everything else goes through update buffers (Updater).
+// Of an optimizer that is offloaded in part, some units are as if it were on the device (DeviceStates).
+//
+// Where the device's memory is not the CPU's to read, units with state there are `apart()`: nobody dereferences their
+// homes; their steps run there, and everything else goes through update buffers (Updater).
 //
 // Where weights stay on the device but are updated on the host, the host copy is their home and the device's copy is
 // refreshed after each step.
@@ -59,8 +61,9 @@ class Memory {
   const std::vector<Piece>& pieces() const { return pieces_; }
   std::span<std::byte> pinned() const { return pool_->memory().bytes(); }
   std::vector<std::span<std::byte>> io_slices() const { return pool_->memory().slices(); }  // to be registered
-  bool gradients_on_device() const { return options_.optimizer == Placement::device; }
-  bool homes_apart() const { return homes_apart_; }
+  bool state_on_device(UnitId unit) const { return pinned_needs_.state_on_device(unit); }   // and the gradient
+  bool apart(UnitId unit) const { return pinned_needs_.apart(unit); }
+  bool homes_apart() const { return homes_apart_; }  // of some units, or of all
   // Of a step on the device, and where they come down to; empty unless homes are apart.
   std::byte* device_findings() const { return device_findings_; }
   std::span<std::byte> findings() const { return findings_; }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,14 +17,31 @@
 
 namespace hoist::detail {
 
-// Whether weights and optimizer state live in device memory that the CPU cannot read. Steps are then carried out by
-// the device; whatever else is done with that state passes through update buffers in pinned memory.
+// The units whose optimizer state lives in device memory: all, or, of an optimizer that is offloaded in part
+// (EngineOptions::optimizer_offload_ratio), the first ones that fit into the share of parameters that is not.
+// Whole units, since homes are a unit's; the first, since forward begins with them while the host updates the others,
+// and backward ends with them. Weights of theirs that are on the device need no copy that the host can read.
+class DeviceStates {
+ public:
+  DeviceStates(const EngineOptions& options, const UnitTable& table);
+  bool holds(UnitId unit) const { return held_[unit.index]; }
+  std::uint64_t bytes() const { return bytes_; }  // of state
+  double share() const;                           // of the trainable parameters
+
+ private:
+  std::vector<bool> held_;  // by unit
+  std::uint64_t bytes_ = 0;
+  std::uint64_t elements_ = 0, all_elements_ = 0;
+};
+
+// Whether weights and optimizer state live in device memory that the CPU cannot read. Their steps are then carried out
+// by the device; whatever else is done with that state passes through update buffers in pinned memory.
 bool homes_are_apart(const RuntimeOptions& runtime, const EngineOptions& options);
 
 // What a step on the device leaves for the host to look at: a sum of squares a chunk (core/norm_order.hpp), and behind
 // them a word for the unit whose update may not be committed.
 struct Findings {
-  explicit Findings(const UnitTable& table);
+  Findings(const UnitTable& table, const DeviceStates& states);
   std::uint64_t sums = 0;
   std::uint64_t bytes() const { return (sums + 1) * sizeof(double); }
 };
@@ -56,6 +74,10 @@ class DeviceNeeds {
   // The least that trains: program and engine together need this beside the program's own blocks.
   std::uint64_t least_bytes() const { return homes_bytes + slots_min * slot_bytes + gradient_bytes; }
 
+  // The smallest optimizer_offload_ratio, in hundredths, with which least_bytes() are at most these; none where there
+  // is no larger one than now that helps.
+  std::optional<double> offload_ratio_within(std::uint64_t available_bytes) const;
+
   // How what is left beside the homes is divided.
   struct Buffers {
     std::uint64_t gradients = 0;
@@ -68,9 +90,11 @@ class DeviceNeeds {
   }
 
  private:
-  std::uint64_t homes_of(const Unit& unit) const;
+  std::uint64_t homes_of(UnitId unit) const;
   const EngineOptions& options_;
   const UnitTable& table_;
+  const bool homes_apart_;
+  const DeviceStates states_;
 };
 
 // A run of tiles of one trainable record: read, updated and written as one.
@@ -86,14 +110,18 @@ class PinnedNeeds {
   PinnedNeeds(const EngineOptions& options, const UnitTable& table, bool homes_apart = false);
 
   bool weights_at_home() const { return options_.parameters != Placement::nvme; }
-  // How many of a unit's tiles, the first ones, have their state in memory rather than on NVMe, and its bytes.
+  // Whether a unit's state, and its gradients, are in device memory instead.
+  bool state_on_device(UnitId unit) const { return states_.holds(unit); }
+  // Whether it is so in memory that the CPU cannot read.
+  bool apart(UnitId unit) const { return homes_apart_ && states_.holds(unit); }
+  // How many of a unit's tiles, the first ones, have their state in memory rather than on NVMe, and its pinned bytes.
   std::uint32_t state_tiles_at_home(UnitId unit) const { return state_tiles_at_home_[unit.index]; }
   std::uint64_t state_bytes_at_home(UnitId unit) const;
   std::uint64_t secondary_bytes(const Unit& unit) const;
   bool state_at_home(const Piece& piece) const {
     return piece.first_tile + piece.tile_count <= state_tiles_at_home(piece.unit);
   }
-  bool keeps_host_weights() const;  // a copy of the weights that the CPU can read
+  bool keeps_host_weights(UnitId unit) const;  // a copy of the weights that the CPU can read
 
   struct Buffers {
     std::uint64_t piece_tiles = 1;
@@ -123,6 +151,7 @@ class PinnedNeeds {
   static constexpr unsigned kSumBuffers = 2;
   std::uint64_t sum_buffer_bytes() const;
   std::uint64_t findings_bytes() const;  // where they come down to; 0 unless homes are apart
+  const DeviceStates& device_states() const { return states_; }
   // The largest gradients that a ring is wanted to hold at least; with more of them the drive may lag further behind.
   static constexpr unsigned kRingGradients = 2;
   // Whether gradients live in a ring: in update mode `backward`, unless sums over passes need homes.
@@ -137,6 +166,7 @@ class PinnedNeeds {
   const EngineOptions& options_;
   const UnitTable& table_;
   const bool homes_apart_;
+  const DeviceStates states_;
   std::vector<std::uint32_t> state_tiles_at_home_;  // by unit
 };
 
@@ -159,7 +189,8 @@ scheduler::DirectorOptions director_options(const EngineOptions& options, const 
 
 // What one step of training moves, by formula, when each unit is fetched fetches[unit] times: bytes per parameter of
 // each link, summed over the parameters whose state crosses it. Of several steps to a commit, their mean.
-StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches);
+StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches,
+                       bool homes_apart = false);
 
 // Whether a step writes to the store what lives in memory, beside what lives there: it does when it is committed.
 bool writes_homes(const EngineOptions& options, bool committed);

@@ -52,7 +52,7 @@ struct WalkOptions {
   bool read = true;            // what lives on NVMe is read first (false: it is being made, or not looked at)
   bool write_streamed = true;  // and written again
   bool write_homes = true;     // what lives in memory is written to the store, as a commit needs it
-  // Of homes that are apart (Memory::homes_apart): what is there is looked at, and what the work makes goes back.
+  // Of units that are apart (Memory::apart): what is there is looked at, and what the work makes goes back.
   bool read_apart = true;
   bool change_apart = true;
   WaitCause waits = WaitCause::nvme;
@@ -87,14 +87,14 @@ class Updater {
   void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
 
   // Starts reading the records of `units`, in this order, for the next step, into as many buffers as there are; behind
-  // whatever else is read. Waits until they are written out. The next run with WalkOptions::makes_weights takes what was
-  // read instead of reading it; any other walk drops it. What fails here, or while it is read, fails in that run.
+  // whatever else is read. Waits until they are written out. The next run with WalkOptions::makes_weights takes what
+  // was read instead of reading it; any other walk drops it. What fails here, or while it is read, fails in that run.
   void read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept;
 
   // Time spent computing in runs in the background.
   Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
 
-  // The same bytes of a home, wherever it is; through an update buffer where homes are apart. Block.
+  // The same bytes of a home, wherever it is; through an update buffer where some homes are apart. Block.
   // Pre: no walk is under way.
   void read_home(const std::byte* home, std::span<std::byte> out);
   void write_home(std::byte* home, std::span<const std::byte> bytes);
@@ -121,6 +121,7 @@ class Updater {
   };
   void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
   void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
+  bool leaves_alone(UnitId unit, const WalkOptions& options) const;
   Job job_of(std::size_t piece, Buffer* buffer) const;
   bool ends_unit(std::size_t piece) const;
   std::deque<Job>::iterator read_already(const Piece& piece);  // in ahead_
@@ -148,7 +149,7 @@ class Updater {
   const Memory& memory_;
   const RecordMap& records_;
   tiers::Store* store_;
-  std::unique_ptr<platform::Stream> apart_;  // null unless homes are apart
+  std::unique_ptr<platform::Stream> apart_;  // null unless some homes are apart
   std::vector<Buffer> buffers_;
   std::deque<Job> ahead_;  // read for the next step
   std::uint64_t uses_ = 0;

@@ -1,0 +1,477 @@
+// SPDX-License-Identifier: Apache-2.0
+// EngineOptions::optimizer_offload_ratio: which units' states stay in device memory, what that costs and moves, and
+// that nothing else changes. Bits over placements and modes: placement_test, update_mode_test, backward_mode_test and
+// random_program_test, too; what is held is predicted: prediction_test.
+#include <array>
+#include <limits>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/zero/prediction.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using detail::DeviceStates;
+using optim::OptimizerKind;
+using testing::HasSubstr;
+
+constexpr Placement kDevice = Placement::device, kPinned = Placement::pinned, kNvme = Placement::nvme;
+
+ToySetup divided(double ratio, bool host_accessible, Placement optimizer = kPinned, const std::string& directory = "") {
+  ToySetup setup = toy_setup(kDevice, optimizer, directory);
+  setup.engine.optimizer_offload_ratio = ratio;
+  setup.runtime.host_device.host_accessible = host_accessible;
+  return setup;
+}
+
+// Everything in memory that the CPU updates at once.
+ToySetup simplest(const ToySetup& like) {
+  ToySetup setup = like;
+  setup.runtime.host_device = {};
+  setup.engine.parameters = setup.engine.optimizer = kPinned;
+  setup.engine.optimizer_offload_ratio = 1;
+  setup.engine.update_mode = UpdateMode::step;
+  setup.engine.store_directory.clear();
+  setup.engine.keep_steps = 0;
+  return setup;
+}
+
+// --- which units -----------------------------------------------------------------------------------------------------
+
+detail::UnitTable table_of(const std::vector<std::int64_t>& units) {
+  detail::UnitTable table(/*world_size=*/1);
+  const std::vector<optim::StateForm> groups{{}};
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    const std::string name = "unit" + std::to_string(u);
+    table.add(name, std::vector<ParameterSpec>{{.name = name + ".w", .shape = {units[u]}}}, {}, groups);
+  }
+  return table;
+}
+
+std::vector<bool> held(const detail::UnitTable& table, double ratio, Placement optimizer = kPinned) {
+  EngineOptions options;
+  options.optimizer = optimizer;
+  options.optimizer_offload_ratio = ratio;
+  const DeviceStates states(options, table);
+  std::vector<bool> units;
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) units.push_back(states.holds(UnitId{u}));
+  return units;
+}
+
+TEST(OffloadRatio, OfEqualUnitsIsMetToOneByTheFirst) {
+  const detail::UnitTable table = table_of(std::vector<std::int64_t>(10, tiers::kTileElements));
+  for (const int tenths : {0, 1, 3, 5, 9, 10}) {
+    std::vector<bool> wanted(10, false);
+    std::fill(wanted.begin(), wanted.begin() + (10 - tenths), true);
+    EXPECT_EQ(held(table, tenths / 10.0), wanted) << tenths;
+  }
+  EXPECT_EQ(held(table, 0.349), std::vector<bool>({1, 1, 1, 1, 1, 1, 0, 0, 0, 0}));
+}
+
+TEST(OffloadRatio, TakesWhatFitsAndNeverMore) {
+  const detail::UnitTable table = table_of({40, 900000, 16384, 70001, 9973, 500000, 3, 250000});
+  const auto elements = [&](std::uint32_t u) { return table.units()[u].segments[0].shard_elements; };
+  std::uint64_t all = 0;
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) all += elements(u);
+  for (const double ratio : {0.05, 0.1, 0.25, 0.5, 0.77, 0.9, 0.99}) {
+    const std::vector<bool> units = held(table, ratio);
+    std::uint64_t so_far = 0;
+    const double most = (1 - ratio) * static_cast<double>(all);
+    for (std::uint32_t u = 0; u < units.size(); ++u) {
+      EXPECT_EQ(units[u], static_cast<double>(so_far + elements(u)) <= most) << "unit " << u << " at " << ratio;
+      if (units[u]) so_far += elements(u);
+    }
+  }
+  EXPECT_THAT(held(table, 0), testing::Each(true));
+  EXPECT_THAT(held(table, 1), testing::Each(false));
+  EXPECT_THAT(held(table, 1, kDevice), testing::Each(true));
+}
+
+// --- the same bits ---------------------------------------------------------------------------------------------------
+
+TEST(OffloadRatio, EveryOptimizerGivesTheBitsOfTheCpus) {
+  const std::array<std::pair<optim::OptimizerOptions, GroupOptions>, 6> choices{{
+      {{.learning_rate = 1e-2}, {.learning_rate = 2e-2, .weight_decay = 0}},
+      {{.kind = OptimizerKind::adam, .learning_rate = 1e-2}, {.kind = OptimizerKind::lion}},
+      {{.kind = OptimizerKind::adagrad, .learning_rate = 1e-2, .initial_accumulator = 0.5},
+       {.moments = MomentType::bf16, .rounding_seed = 3}},
+      {{.kind = OptimizerKind::lion, .learning_rate = 1e-3, .moments = MomentType::bf16},
+       {.kind = OptimizerKind::adam}},
+      {{.kind = OptimizerKind::sgd, .learning_rate = 1e-2, .momentum = 0.9}, {.kind = OptimizerKind::adagrad}},
+      {{.learning_rate = 1e-2, .moments = MomentType::fp8, .remainder = RemainderType::int8}, {}},
+  }};
+  for (const auto& [matrices, vectors] : choices) {
+    for (const bool host_accessible : {true, false}) {
+      if (!host_accessible && matrices.moments == MomentType::fp8) continue;  // refused
+      for (const DType dtype : {DType::bf16, DType::fp16}) {
+        if (dtype == DType::fp16 && matrices.remainder == RemainderType::int8) continue;
+        ToySetup setup = divided(0.5, host_accessible);
+        setup.engine.optimizer_defaults = matrices;
+        setup.engine.weights_dtype = dtype;
+        if (dtype == DType::fp16) setup.engine.loss_scale = toy_loss_scale();
+        const ToyShape shape{.vectors = vectors, .dtype = dtype};
+        EXPECT_EQ(train_once(setup, shape, 6), train_once(simplest(setup), shape, 6))
+            << "optimizer " << static_cast<int>(matrices.kind) << ", " << dtype_name(dtype);
+      }
+    }
+  }
+}
+
+struct Several {
+  int ranks, micro_batches;
+  MicroBatchOrder order;
+};
+
+class OffloadRatioOf : public testing::TestWithParam<Several> {
+ protected:
+  static Digests train(const ToySetup& s) {
+    const auto [ranks, micro_batches, order] = GetParam();
+    Digests digests;
+    on_ranks(ranks, [&, &many = micro_batches, &how = order](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(s.runtime, join);
+      Engine engine(runtime, s.engine);
+      ToyModel model(engine, ToyShape{});
+      model.micro_batches = many;
+      model.vertical = how == MicroBatchOrder::vertical && many > 1;
+      engine.initialize(model.fill());
+      model.train(1, 5);
+      const Digests mine = digests_of(engine, model);
+      if (rank == 0) digests = mine;
+    });
+    return digests;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Cells, OffloadRatioOf,
+                         testing::Values(Several{1, 1, MicroBatchOrder::horizontal},
+                                         Several{3, 1, MicroBatchOrder::horizontal},
+                                         Several{1, 3, MicroBatchOrder::horizontal},
+                                         Several{2, 2, MicroBatchOrder::horizontal},
+                                         Several{2, 2, MicroBatchOrder::vertical}),
+                         [](const auto& c) {
+                           return "ranks" + std::to_string(c.param.ranks) + "_batches" +
+                                  std::to_string(c.param.micro_batches) +
+                                  (c.param.order == MicroBatchOrder::vertical ? "_vertical" : "");
+                         });
+
+TEST_P(OffloadRatioOf, RanksAndMicroBatchesEndsInTheSameBitsInEveryMode) {
+  for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward, UpdateMode::backward}) {
+    ToySetup plain = divided(1, true);
+    plain.engine.micro_batches_max = static_cast<unsigned>(GetParam().micro_batches);
+    plain.engine.micro_batch_order = GetParam().order;
+    if (mode == UpdateMode::backward) plain.engine.gradient_clipping = 0;
+    const Digests expected = train(simplest(plain));
+    for (const double ratio : {0.0, 0.3, 0.7}) {
+      for (const bool host_accessible : {true, false}) {
+        ToySetup setup = plain;
+        setup.engine.update_mode = mode;
+        setup.engine.optimizer_offload_ratio = ratio;
+        setup.runtime.host_device.host_accessible = host_accessible;
+        setup.runtime.host_device.chaos_seed = 41;
+        EXPECT_EQ(train(setup), expected)
+            << "mode " << static_cast<int>(mode) << ", ratio " << ratio << (host_accessible ? "" : ", apart");
+      }
+    }
+  }
+}
+
+// --- going on --------------------------------------------------------------------------------------------------------
+
+// Every part of a run has another ratio, and some another number of ranks.
+TEST(OffloadRatio, MayChangeFromRunToRun) {
+  struct Part {
+    int ranks;
+    double ratio;
+    bool host_accessible;
+    Placement optimizer;
+  };
+  const std::array<Part, 7> parts{{{1, 1, true, kNvme},
+                                   {1, 0.3, false, kNvme},
+                                   {1, 0, false, kPinned},
+                                   {1, 1, true, kPinned},
+                                   {3, 0.5, true, kNvme},
+                                   {3, 0.4, false, kPinned},
+                                   {1, 0.6, true, kNvme}}};
+  for (const unsigned every : {1u, 2u}) {
+    const TempDirectory directory;
+    Digests before;
+    std::uint64_t step = 0;
+    for (const Part& part : parts) {
+      ToySetup setup = divided(part.ratio, part.host_accessible, part.optimizer, directory / "store");
+      setup.engine.commit_every = every;
+      setup.runtime.host_device.chaos_seed = 43 + step;
+      Digests after, reference;
+      on_ranks(part.ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+        Runtime runtime(setup.runtime, join);
+        Engine engine(runtime, setup.engine);
+        ToyModel model(engine, ToyShape{});
+        if (step == 0) {
+          engine.initialize(model.fill());
+        } else {
+          EXPECT_EQ(engine.restore().step, step);
+          Digests found = digests_of(engine, model);
+          found.losses.clear();
+          EXPECT_EQ(found, before) << "ratio " << part.ratio << ", step " << step;
+        }
+        model.train(step + 1, step + 3);
+        engine.save("", {}).wait();
+        Digests mine = digests_of(engine, model);
+        mine.losses.clear();
+        if (rank == 0) after = mine;
+      });
+      step += 3;
+      if (part.ranks == 1 && step <= 12) {  // as long as one rank made it all
+        reference = train_once(simplest(setup), {}, step);
+        reference.losses.clear();
+        EXPECT_EQ(after, reference) << "ratio " << part.ratio << ", step " << step;
+      }
+      before = after;
+    }
+  }
+}
+
+TEST(OffloadRatio, KeptStepsHoldBothParts) {
+  for (const Placement optimizer : {kPinned, kNvme}) {
+    for (const bool host_accessible : {true, false}) {
+      const TempDirectory directory;
+      ToySetup setup = divided(0.5, host_accessible, optimizer, directory / "store");
+      setup.engine.keep_steps = 1;
+      const auto reference = [&](std::uint64_t steps) {
+        Digests digests = train_once(simplest(setup), {}, steps);
+        digests.losses.clear();
+        return digests;
+      };
+      {
+        Runtime runtime(setup.runtime);
+        Engine engine(runtime, setup.engine);
+        ToyModel model(engine, ToyShape{});
+        engine.initialize(model.fill());
+        model.train(1, 3);
+        const Completion saved = engine.save("middle", {});
+        model.train(4, 5);  // under it
+        saved.wait();
+      }
+      Runtime runtime(setup.runtime);
+      Engine engine(runtime, setup.engine);
+      ToyModel model(engine, ToyShape{});
+      EXPECT_EQ(engine.restore({.from = "middle"}).step, 3u);
+      model.train(4, 6);
+      Digests found = digests_of(engine, model);
+      found.losses.clear();
+      EXPECT_EQ(found, reference(6)) << (host_accessible ? "" : "apart");
+    }
+  }
+}
+
+TEST(OffloadRatio, StateIsReadAndWrittenWhereverItIs) {
+  struct Program {
+    explicit Program(const ToySetup& setup) : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, {}) {
+      engine.initialize(model.fill());
+    }
+    std::vector<float> read(ParameterId parameter, State state, std::uint64_t first, std::size_t count) {
+      std::vector<float> values(count);
+      engine.read(parameter, state, first, values);
+      return values;
+    }
+    Runtime runtime;
+    Engine engine;
+    ToyModel model;
+  };
+  const std::vector<float> values{1.5f, -2.25f, 0.0078125f, 3.0f};
+  for (const bool host_accessible : {true, false}) {
+    const ToySetup setup = divided(0.4, host_accessible);  // unit 0 on the device, unit 1 in memory
+    Program there(setup), here(simplest(setup));
+    for (Program* p : {&there, &here}) {
+      p->model.train(1, 2);
+      for (const std::size_t unit : {0u, 1u}) {
+        p->engine.write(p->model.matrix(unit), State::master, 16'382, values);
+        p->engine.write(p->model.matrix(unit), State::moment2, 32'766, std::span(values).subspan(2));
+      }
+      p->model.train(3, 4);
+      p->model.pass(5);
+    }
+    for (const std::size_t unit : {0u, 1u, 2u}) {
+      for (const State state : {State::master, State::moment1, State::moment2, State::gradient}) {
+        EXPECT_EQ(there.read(there.model.matrix(unit), state, 100, 16'000),
+                  here.read(here.model.matrix(unit), state, 100, 16'000))
+            << "unit " << unit << ", state " << static_cast<int>(state);
+      }
+    }
+  }
+}
+
+// --- what moves and what is held -------------------------------------------------------------------------------------
+
+// Eight equal units, of which `on_device` have their state there.
+constexpr std::uint64_t kElements = 2 * tiers::kTileElements;
+const ToyShape kEqual{
+    .matrices = std::vector<std::int64_t>(8, kElements), .norm = tiers::kTileElements, .frozen = false, .tied = false};
+constexpr std::uint64_t kUnitBytes = 2 * kElements + 4 * tiers::kTileElements;  // of weights, or of gradients
+
+TEST(OffloadRatio, WhatIsOnTheDeviceCrossesNoLink) {
+  for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward, UpdateMode::backward}) {
+    for (const std::uint64_t on_device : {0u, 3u, 8u}) {
+      for (const bool host_accessible : {true, false}) {
+        ToySetup setup = divided(1 - static_cast<double>(on_device) / 8, host_accessible);
+        setup.engine.update_mode = mode;
+        if (mode == UpdateMode::backward) setup.engine.gradient_clipping = 0;
+        Runtime runtime(setup.runtime);
+        Engine engine(runtime, setup.engine);
+        ToyModel model(engine, kEqual);
+        engine.initialize(model.fill());
+        model.train(1, 1);
+        model.evaluate();
+        const auto bytes = [&](Link link) { return runtime.ledger().totals(link).bytes; };
+        const std::uint64_t up = bytes(Link::host_to_device), down = bytes(Link::device_to_host);
+        model.train(2, 4);
+        model.evaluate();
+        // Where the CPU does not look: a sum of 8 bytes of each unit's two segments, and the word that says whether
+        // all can be committed.
+        const std::uint64_t findings = host_accessible || on_device == 0 ? 0 : 8 * 2 * on_device + 4;
+        EXPECT_EQ(bytes(Link::host_to_device) - up, 3 * (8 - on_device) * kUnitBytes);
+        EXPECT_EQ(bytes(Link::device_to_host) - down, 3 * ((8 - on_device) * kUnitBytes + findings));
+        EXPECT_EQ(engine.formula_bytes().host_to_device, (8 - on_device) * kUnitBytes);
+        EXPECT_EQ(engine.formula_bytes().device_to_host, (8 - on_device) * kUnitBytes);
+      }
+    }
+  }
+}
+
+TEST(OffloadRatio, OnNvmeTheDevicesPartIsWrittenWithCommitsOnly) {
+  constexpr std::uint64_t kStateBytes = 10 * kElements + 8 * tiers::kTileElements;
+  for (const unsigned every : {1u, 3u}) {
+    for (const bool host_accessible : {true, false}) {
+      const TempDirectory directory;
+      ToySetup setup = divided(0.5, host_accessible, kNvme, directory / "store");
+      setup.engine.commit_every = every;
+      Runtime runtime(setup.runtime);
+      Engine engine(runtime, setup.engine);
+      ToyModel model(engine, kEqual);
+      engine.initialize(model.fill());
+      model.train(1, 3);
+      engine.settle();
+      const auto bytes = [&](Link link) { return runtime.ledger().totals(link).bytes; };
+      const std::uint64_t down = bytes(Link::device_to_host), read = bytes(Link::nvme_read),
+                          written = bytes(Link::nvme_write);
+      model.train(4, 9);
+      engine.settle();
+      const std::uint64_t commits = 6 / every;
+      EXPECT_EQ(bytes(Link::nvme_read) - read, 6 * 4 * kStateBytes);
+      EXPECT_EQ(bytes(Link::nvme_write) - written, 6 * 4 * kStateBytes + commits * (4 * kStateBytes + 8 * kUnitBytes));
+      const std::uint64_t brought_down = host_accessible ? 0 : commits * 4 * (kStateBytes + kUnitBytes);
+      const std::uint64_t findings = host_accessible ? 0 : 6 * (8 * 8 + 4);
+      EXPECT_EQ(bytes(Link::device_to_host) - down, 6 * 4 * kUnitBytes + brought_down + findings);
+      const StepBytes formula = engine.formula_bytes();
+      EXPECT_EQ(6 * formula.nvme_read, 6 * 4 * kStateBytes);
+      EXPECT_EQ(6 * formula.device_to_host, 6 * 4 * kUnitBytes + brought_down);
+      EXPECT_EQ(6 * formula.nvme_write, bytes(Link::nvme_write) - written);
+    }
+  }
+}
+
+// A refusal names the budget that is enough, and the ratio that is.
+TEST(OffloadRatio, ThatDoesNotFitIsRefusedWithTheOneThatDoes) {
+  for (const bool host_accessible : {true, false}) {
+    ToySetup setup = divided(0, host_accessible);
+    const auto run = [&](const ToySetup& s) {
+      Runtime runtime(s.runtime);
+      Engine engine(runtime, s.engine);
+      ToyModel model(engine, kEqual);
+      const Prediction predicted = predict(s.runtime, s.engine, engine.shape(), 1);
+      engine.initialize(model.fill());
+      model.train(1, 2);
+      EXPECT_EQ(runtime.device_budget().held_bytes(), predicted.device.bytes);
+      EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
+      EXPECT_NEAR(predicted.device_state_share, 1 - s.engine.optimizer_offload_ratio, 0.125);
+    };
+    run(setup);
+    setup.runtime.device_memory_bytes = 4 * kMiB;
+    std::uint64_t need_bytes = 0;
+    std::string text;
+    try {
+      run(setup);
+      FAIL() << "4 MiB sufficed";
+    } catch (const BudgetError& error) {
+      EXPECT_EQ(error.need.key, "hoist.device_memory");
+      need_bytes = error.need.need_bytes;
+      text = error.what();
+    }
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    const ToyModel model(engine, kEqual);
+    const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), 1);
+    ASSERT_TRUE(predicted.fitting_offload_ratio);
+    const double ratio = *predicted.fitting_offload_ratio;
+    EXPECT_GT(ratio, 0);
+    EXPECT_LT(ratio, 1);
+    char named[64];
+    std::snprintf(named, sizeof named, "offload_optimizer.ratio %.2f", ratio);
+    EXPECT_THAT(text, HasSubstr(named));
+    ToySetup enough = setup;
+    enough.runtime.device_memory_bytes = need_bytes;
+    run(enough);
+    enough = setup;
+    enough.engine.optimizer_offload_ratio = ratio - 0.01;
+    EXPECT_THROW(run(enough), BudgetError);
+    enough.engine.optimizer_offload_ratio = ratio;
+    run(enough);
+  }
+}
+
+TEST(OffloadRatio, FreesPinnedMemory) {
+  const auto pinned = [&](double ratio) {
+    const ToySetup setup = divided(ratio, true);
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    const ToyModel model(engine, kEqual);
+    return predict(setup.runtime, setup.engine, engine.shape(), 1).pinned.bytes;
+  };
+  EXPECT_EQ(pinned(0), 0u);
+  EXPECT_LT(pinned(0.5), pinned(1));
+}
+
+// --- what is refused -------------------------------------------------------------------------------------------------
+
+std::string refusal_of(const ToySetup& setup) {
+  try {
+    Runtime runtime(setup.runtime);
+    const Engine engine(runtime, setup.engine);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(OffloadRatio, IsRefusedWhereItMeansNothing) {
+  for (const double ratio : {-0.1, 1.1, std::numeric_limits<double>::quiet_NaN()})
+    EXPECT_THAT(refusal_of(divided(ratio, true)), HasSubstr("offload_optimizer.ratio"));
+  const TempDirectory directory;
+  for (const Placement parameters : {kPinned, kNvme}) {
+    ToySetup setup = divided(0.5, false, kPinned, directory / "store");
+    setup.engine.parameters = parameters;
+    EXPECT_THAT(refusal_of(setup), HasSubstr("offload_optimizer.ratio"));
+    setup.engine.optimizer_offload_ratio = 1;
+    EXPECT_EQ(refusal_of(setup), "");
+  }
+  ToySetup eight_bits = divided(0.5, false);
+  eight_bits.engine.optimizer_defaults.moments = MomentType::fp8;
+  EXPECT_THAT(refusal_of(eight_bits), HasSubstr("ratio 1"));
+  eight_bits.engine.optimizer_offload_ratio = 1;
+  EXPECT_EQ(refusal_of(eight_bits), "");
+}
+
+TEST(OffloadRatio, IsSaidWithWhatCameOfIt) {
+  const ToySetup setup = divided(0.3, true);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  const ToyModel model(engine, kEqual);
+  EXPECT_THAT(engine.describe().front(), HasSubstr("62.5 % in device memory"));
+}
+
+}  // namespace
+}  // namespace hoist::test
