@@ -31,9 +31,9 @@ DeviceStates::DeviceStates(const EngineOptions& options, const UnitTable& table)
     for (const Segment& segment : unit.segments) elements.back() += segment.trainable ? segment.shard_elements : 0;
     all_elements_ += elements.back();
   }
-  const double share = options.optimizer == Placement::device ? 1 : 1 - options.optimizer_offload_ratio;
-  if (share == 0) return;
-  const auto most = static_cast<std::uint64_t>(share * static_cast<double>(all_elements_));
+  const double offloaded = options.optimizer == Placement::device ? 0 : options.optimizer_offload_ratio;
+  if (offloaded == 1) return;
+  const std::uint64_t most = all_elements_ - static_cast<std::uint64_t>(offloaded * static_cast<double>(all_elements_));
   for (std::size_t u = 0; u < held_.size(); ++u) {
     held_[u] = elements_ + elements[u] <= most;
     if (!held_[u]) continue;

@@ -60,16 +60,23 @@ void Updater::run(const WalkOptions& options, const Work& work, const Next& next
   std::deque<Job> jobs;  // started, oldest first
   std::optional<UpdateRequest> request;
   std::size_t piece = 0;  // the next of the request's
+  std::deque<UpdateRequest> later;
+  const auto next_request = [&](bool wait) -> std::optional<UpdateRequest> {
+    while (auto wanted = next(wait && later.empty())) {
+      if (!is_only_written(wanted->unit, options)) return wanted;
+      updated(wanted->unit);
+      if (options.read_apart) later.push_back(*wanted);
+    }
+    if (later.empty()) return std::nullopt;
+    const UpdateRequest first = later.front();
+    later.pop_front();
+    return first;
+  };
   if (!options.makes_weights) abandon(ahead_);
   try {
     while (true) {
       // Read ahead as far as buffers are free; when nothing is started at all, wait for one.
-      while (request || (request = next(/*wait=*/jobs.empty()))) {
-        if (leaves_alone(request->unit, options)) {
-          updated(request->unit);
-          request.reset();
-          continue;
-        }
+      while (request || (request = next_request(/*wait=*/jobs.empty()))) {
         if (piece < first_piece_[request->unit.index]) piece = first_piece_[request->unit.index];
         if (!start(piece, request->target, options, jobs)) break;
         if (!jobs.back().ends_unit) {
@@ -95,7 +102,12 @@ void Updater::go_on(Job& job, const WalkOptions& options, const Work& work, cons
   for (const Completion& read : job.reads) timed_wait(read, options.waits);
   update(job, options, work);
   write(job, options);
-  if (job.ends_unit) updated(job.piece.unit);
+  if (job.ends_unit && !is_only_written(job.piece.unit, options)) updated(job.piece.unit);
+}
+
+// A unit that the device has updated, or that nothing has: nobody waits for it, and it comes last, if at all.
+bool Updater::is_only_written(UnitId unit, const WalkOptions& options) const {
+  return memory_.apart(unit) && !options.change_apart;
 }
 
 // Reads under way still target the buffers: see them out before anybody else uses them.
@@ -109,11 +121,6 @@ void Updater::abandon(std::deque<Job>& jobs) noexcept {
     }
   }
   jobs.clear();
-}
-
-// A step's walk, where the device has updated the unit and nothing of it is to be written.
-bool Updater::leaves_alone(UnitId unit, const WalkOptions& options) const {
-  return memory_.apart(unit) && !options.read_apart && !options.change_apart;
 }
 
 bool Updater::ends_unit(std::size_t index) const {

@@ -81,7 +81,8 @@ class Updater {
   using Work = std::function<void(const TileAccess&)>;
   void walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
   // The same over the units that `next` names, until it names none. next(wait): `wait` when there is nothing else to go
-  // on with; otherwise it returns at once. `updated`: the unit's tiles are computed and their writes started.
+  // on with; otherwise it returns at once. `updated`: the unit's tiles are computed and their writes started, or its
+  // weights are what they will be without this walk: a unit that is apart and not changed.
   using Next = std::function<std::optional<UpdateRequest>(bool wait)>;
   using Updated = std::function<void(UnitId)>;
   void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
@@ -121,7 +122,7 @@ class Updater {
   };
   void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
   void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
-  bool leaves_alone(UnitId unit, const WalkOptions& options) const;
+  bool is_only_written(UnitId unit, const WalkOptions& options) const;
   Job job_of(std::size_t piece, Buffer* buffer) const;
   bool ends_unit(std::size_t piece) const;
   std::deque<Job>::iterator read_already(const Piece& piece);  // in ahead_
