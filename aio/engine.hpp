@@ -59,7 +59,8 @@ struct EngineOptions {
   Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
   // A drive that has blocks and finishes none for so long is given up: every transfer of it fails with ETIMEDOUT, then
   // and from then on. Linux gives a command of an NVMe drive 30 s before it resets the drive, and tries again a few
-  // times, so a drive that still lives answers earlier.
+  // times, so a drive that still lives answers earlier. Time in which this process was stopped does not count, here and
+  // above (core/patience.hpp).
   Nanoseconds answer_timeout = std::chrono::minutes(5);
 };
 

@@ -28,6 +28,7 @@ constexpr unsigned kRetryDoublingsMax = 10;
 constexpr Nanoseconds kStuckGrace = std::chrono::seconds(2);
 constexpr Nanoseconds kTimeoutMax = std::chrono::hours(24 * 365);  // adding more to a time point could overflow
 
+Patience patience(Nanoseconds timeout) { return Patience(std::clamp(timeout, Nanoseconds(0), kTimeoutMax)); }
 Nanoseconds retry_pause(unsigned retries) { return kRetryPause * (1 << std::min(retries, kRetryDoublingsMax)); }
 
 const char* operation_name(Operation operation) {
@@ -88,7 +89,9 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Backend> backen
       backend_(std::move(backend)),
       records_(kTransferRecords),
       flights_(options.queue_depth),
-      done_(options.queue_depth) {
+      done_(options.queue_depth),
+      silence_(patience(options.answer_timeout)),
+      drain_(patience(options.drain_timeout)) {
   for (Transfer& record : records_) unused_.push(record);
   free_flights_.reserve(flights_.size());
   retrying_.reserve(flights_.size());
@@ -138,10 +141,12 @@ bool Engine::Impl::stop() noexcept {
   std::unique_lock lock(mutex_);
   const bool given_up_before_stop = abandoned_;  // and said so
   stopping_ = true;
-  drain_deadline_ = Clock::now() + std::min(options_.drain_timeout, kTimeoutMax);
   backend_->wake_up();  // under the lock: the I/O thread cannot see `stopping_` and destroy the backend meanwhile
-  while (!ended_ && Clock::now() < drain_deadline_ + kStuckGrace)
-    ended_changed_.wait_until(lock, drain_deadline_ + kStuckGrace);
+  Patience stuck = patience(std::min(options_.drain_timeout, kTimeoutMax) + kStuckGrace);
+  for (std::uint64_t seen = drain_progress_; !ended_ && !stuck.is_over();) {
+    ended_changed_.wait_for(lock, stuck.next_look());
+    if (std::exchange(seen, drain_progress_) != drain_progress_) stuck.restart();
+  }
   const bool ended = ended_;
   const bool clean = ended && !abandoned_;
   lock.unlock();
@@ -166,7 +171,7 @@ void Engine::Impl::run() noexcept {
     fill();
     if (stopping) {
       if (idle()) break;
-      if (drain_expired()) {
+      if (drain_.is_over()) {
         abandon();
         break;
       }
@@ -200,8 +205,11 @@ bool Engine::Impl::take_arrivals() {
   for (std::size_t i = 0; i < kPriorityCount; ++i) queues_[i].append(arrivals_[i]);
   unused_.append(retired_);
   waiting_ = false;
-  if (stopping_ && std::exchange(progressed_, false))
-    drain_deadline_ = Clock::now() + std::min(options_.drain_timeout, kTimeoutMax);
+  if (stopping_ && !std::exchange(draining_, true)) progressed_ = true;
+  if (stopping_ && std::exchange(progressed_, false)) {
+    ++drain_progress_;
+    drain_.restart();
+  }
   return stopping_;
 }
 
@@ -249,7 +257,7 @@ void Engine::Impl::cut_block(Transfer& transfer) {
 
 void Engine::Impl::submit(Flight& flight) {
   if (auto* clock = busy_clock(flight.operation)) clock->begin();
-  if (in_flight_++ == 0) last_answer_ = Clock::now();
+  if (in_flight_++ == 0) silence_.restart();
   backend_->submit(flight);
 }
 
@@ -275,31 +283,21 @@ bool Engine::Impl::may_wait() {
   return true;
 }
 
-Nanoseconds Engine::Impl::wait_limit(bool stopping) {
-  if (!stopping && retrying_.empty() && in_flight_ == 0) return Backend::kForever;
-  TimePoint until = in_flight_ > 0 ? answer_deadline() : TimePoint::max();
-  for (const Flight* flight : retrying_) until = std::min(until, flight->due);
-  if (stopping) {
-    const std::lock_guard lock(mutex_);
-    until = std::min(until, drain_deadline_);
-  }
-  return std::max(Nanoseconds::zero(), Nanoseconds(until - Clock::now()));
+Nanoseconds Engine::Impl::wait_limit(bool stopping) const {
+  Nanoseconds limit = Backend::kForever;
+  if (in_flight_ > 0) limit = std::min(limit, silence_.next_look());
+  if (stopping) limit = std::min(limit, drain_.next_look());
+  if (retrying_.empty()) return limit;
+  const TimePoint now = Clock::now();
+  for (const Flight* flight : retrying_) limit = std::clamp(Nanoseconds(flight->due - now), Nanoseconds::zero(), limit);
+  return limit;
 }
 
-bool Engine::Impl::drain_expired() {
-  const std::lock_guard lock(mutex_);
-  return Clock::now() >= drain_deadline_;
-}
-
-TimePoint Engine::Impl::answer_deadline() const {
-  return last_answer_ + std::min(options_.answer_timeout, kTimeoutMax);
-}
-
-bool Engine::Impl::is_silent() const { return in_flight_ > 0 && Clock::now() >= answer_deadline(); }
+bool Engine::Impl::is_silent() { return in_flight_ > 0 && silence_.is_over(); }
 
 void Engine::Impl::finish_block(Flight& flight) {
   --in_flight_;
-  last_answer_ = Clock::now();
+  silence_.restart();
   progressed_ = true;
   if (auto* clock = busy_clock(flight.operation)) clock->end();
   const std::int64_t result = flight.result;

@@ -19,8 +19,8 @@
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/detail/host_communicator.hpp>
 #include <hoist/comm/transport.hpp>
-#include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/patience.hpp>
 
 namespace hoist::comm {
 
@@ -118,9 +118,10 @@ class Channel {
       changed_.notify_all();
       return;
     }
-    const bool in_time = changed_.wait_for(lock, timeout, [&] { return meeting_ != meeting || !failure_.empty(); });
+    const auto decided = [&] { return meeting_ != meeting || !failure_.empty(); };
+    for (Patience patience(timeout); !decided() && !patience.is_over();) changed_.wait_for(lock, patience.next_look());
     if (meeting_ != meeting) return;  // it took place, whatever happened since
-    if (!in_time) {
+    if (!decided()) {
       failure_ = fmt::format("{} did not come to {} within {} ms, where rank {} waited", absent_ranks(), offer.text(),
                              timeout.count(), rank);
       changed_.notify_all();

@@ -16,6 +16,7 @@
 #include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/detail/transfer.hpp>
 #include <hoist/aio/engine.hpp>
+#include <hoist/core/patience.hpp>
 
 namespace hoist::aio {
 
@@ -46,10 +47,8 @@ class Engine::Impl {
   void end_cutting(detail::Transfer& transfer);
   void submit(detail::Flight& flight);
   bool may_wait();
-  Nanoseconds wait_limit(bool stopping);
-  bool drain_expired();
-  bool is_silent() const;
-  TimePoint answer_deadline() const;
+  Nanoseconds wait_limit(bool stopping) const;
+  bool is_silent();
   void finish_block(detail::Flight& flight);
   void finish_short(detail::Flight& flight, std::uint64_t moved_bytes);
   void finish_at_end(detail::Flight& flight, std::uint64_t moved_bytes);
@@ -73,7 +72,7 @@ class Engine::Impl {
   std::deque<detail::Transfer> records_;  // guarded by mutex_ (growth); addresses are stable
   bool waiting_ = false;                  // guarded by mutex_: the I/O thread sleeps and has room for more blocks
   bool stopping_ = false;                 // guarded by mutex_
-  TimePoint drain_deadline_{};            // guarded by mutex_; moves on while the drive answers
+  std::uint64_t drain_progress_ = 0;      // guarded by mutex_: grows while the drive answers
   bool ended_ = false;                    // guarded by mutex_
   bool abandoned_ = false;                // guarded by mutex_
 
@@ -85,8 +84,10 @@ class Engine::Impl {
   std::vector<detail::Flight*> retrying_;
   std::vector<Block*> done_;
   unsigned in_flight_ = 0;
-  TimePoint last_answer_{};  // or when the drive was given something to do
-  bool progressed_ = false;  // a block has finished since take_arrivals
+  Patience silence_;         // since the last answer, or since the drive was given something to do
+  Patience drain_;           // since the last answer, or since the engine was told to end
+  bool progressed_ = false;  // a block has finished since take_arrivals, or the engine was told to end
+  bool draining_ = false;
 
   std::array<detail::BusyClock, 2> busy_;
   std::atomic<std::uint64_t> read_bytes_{0};

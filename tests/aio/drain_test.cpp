@@ -115,6 +115,50 @@ TEST_P(Drain, AnIdleDriveIsNotGivenUp) {
   EXPECT_FALSE(engine.gave_up());
 }
 
+// A process that is stopped, as by Ctrl-Z, is so in its wait: it comes back late and empty-handed, and what the drive
+// answered meanwhile is there to be seen at the next look.
+class StoppedBackend final : public Backend {
+ public:
+  StoppedBackend(std::unique_ptr<Backend> inner, Nanoseconds stopped) : inner_(std::move(inner)), stopped_(stopped) {}
+  std::string description() const override { return inner_->description(); }
+  void submit(Block& block) override {
+    inner_->submit(block);
+    submitted_ = true;
+  }
+  std::size_t reap(std::span<Block*> done, Nanoseconds timeout) override {
+    if (!submitted_ || std::exchange(was_stopped_, true)) return inner_->reap(done, timeout);
+    std::this_thread::sleep_for(stopped_);
+    return 0;
+  }
+  void wake_up() override { inner_->wake_up(); }
+
+ private:
+  const std::unique_ptr<Backend> inner_;
+  const Nanoseconds stopped_;
+  bool submitted_ = false;
+  bool was_stopped_ = false;
+};
+
+TEST_P(Drain, AProcessThatWasStoppedDoesNotBlameTheDrive) {
+  EngineOptions engine_options = options(milliseconds(200));
+  engine_options.answer_timeout = milliseconds(200);
+  const auto stopped = [&] {
+    return std::make_unique<StoppedBackend>(make_backend(engine_options), milliseconds(600));
+  };
+  {
+    Engine engine(engine_options, stopped());
+    EXPECT_FALSE(io_error_of(engine.write(file_, 0, memory_.part(0, kBlock), Priority::background)));
+    EXPECT_FALSE(engine.gave_up());
+  }
+  Completion transfer;
+  engine_options.answer_timeout = std::chrono::minutes(1);
+  {
+    Engine engine(engine_options, stopped());
+    transfer = engine.write(file_, 0, memory_.part(0, kBlock), Priority::background);
+  }
+  EXPECT_FALSE(io_error_of(transfer)) << "at its end";
+}
+
 TEST_P(Drain, WhatAContinuationStartsDuringTheDrainIsFinishedToo) {
   faults_->add({.kind = Fault::Kind::delay, .delay = milliseconds(20)});
   Completion second;
