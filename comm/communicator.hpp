@@ -57,7 +57,8 @@ struct CommunicatorOptions {
   // for the last two: 2 * (size - 1) / size * bytes, and bytes once. Busy time contains waiting for slower ranks, which
   // cannot be told from transfer; NCCL reports none. Control-plane bytes are not counted.
   Ledger* ledger = nullptr;
-  std::chrono::milliseconds timeout = std::chrono::minutes(10);  // a rank that stays away this long is an error
+  // A rank that stays away this long is an error. Time in which this process was stopped does not count.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
   int device_ordinal = -1;  // NCCL: the CUDA device; -1: the calling thread's current one
 };
 

@@ -3,17 +3,14 @@
 //
 // Every operation is started without blocking and polled, so that a rank that has gone away ends in a CommError after
 // the time-out instead of a hang; a roll call among the waiting says which one, and carries a rank's own failure to
-// the others (detail/mpi_roll_call.hpp). After a failure MPI is not called again in this process: an operation that was
-// given up may still be pending, and progress inside another call could write into memory that has been freed since.
+// the others (detail/mpi_roll_call.hpp). After a failure MPI is not called again in this process
+// (detail/mpi_process.hpp).
 //
 // Threading  MPI_THREAD_MULTIPLE; each transport has its own duplicate of the world.
 // Memory     One list of requests per transport, reused.
 // Errors     Return codes become CommError (MPI_ERRORS_RETURN on every communicator of ours).
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -22,42 +19,20 @@
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/detail/host_communicator.hpp>
+#include <hoist/comm/detail/mpi_process.hpp>
 #include <hoist/comm/detail/mpi_roll_call.hpp>
 #include <hoist/comm/detail/mpi_transport.hpp>
-#include <hoist/comm/launch.hpp>
 #include <hoist/comm/mpi.hpp>
-#include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/patience.hpp>
 
 namespace hoist::comm {
 
 namespace {
 
-// Why MPI must not be called any more; empty while all is well.
-class Breakage {
- public:
-  void report(const std::string& reason) {
-    const std::lock_guard lock(mutex_);
-    if (reason_.empty()) reason_ = reason;
-    there_ = true;
-  }
-  bool there() const { return there_; }
-  std::string reason() const {
-    const std::lock_guard lock(mutex_);
-    return reason_;
-  }
-
- private:
-  std::atomic<bool> there_{false};
-  mutable std::mutex mutex_;
-  std::string reason_;
-};
-
-// MPI is one per process, and so is the knowledge that it is beyond use. Never destroyed: used while exiting.
-Breakage& breakage() {
-  static auto* const instance = new Breakage;
-  return *instance;
-}
+using detail::breakage;
+using detail::may_call_mpi;
+using detail::mpi_error_text;
 
 // Never destroyed, like what is broken.
 detail::RollCalls& roll_calls() {
@@ -69,11 +44,6 @@ detail::RollCalls& roll_calls() {
 std::shared_ptr<detail::RollCall>& roll_call_of_world() {
   static auto* const instance = new std::shared_ptr<detail::RollCall>;
   return *instance;
-}
-
-bool may_call_mpi() {
-  int finalized = 0;
-  return MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0 && !breakage().there();
 }
 
 // Takes `communicator` over.
@@ -93,78 +63,6 @@ struct Doing {
     return subject.empty() ? std::string(operation) : fmt::format("{} of '{}'", operation, subject);
   }
 };
-
-std::string error_text(int code) {
-  char text[MPI_MAX_ERROR_STRING] = {};
-  int length = 0;
-  if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) return fmt::format("MPI error {}", code);
-  return std::string(text, static_cast<std::size_t>(length));
-}
-
-// MPI_Finalize waits for all ranks. A rank that ends with an error must not wait for ranks that wait for it: it leaves
-// without, and the launcher ends the job.
-void finalize_at_exit(int status, void*) {
-  int finalized = 0;
-  if (status != 0 || !breakage().reason().empty()) return;
-  if (MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0) MPI_Finalize();
-}
-
-void register_finalize() {
-#ifdef __GLIBC__
-  on_exit(&finalize_at_exit, nullptr);
-#else
-  std::atexit([] { finalize_at_exit(0, nullptr); });
-#endif
-}
-
-void initialize_once() {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  int initialized = 0;
-  int finalized = 0;
-  MPI_Initialized(&initialized);
-  MPI_Finalized(&finalized);
-  if (finalized != 0) throw CommError("mpi: MPI has been finalised in this process; make the communicator before that");
-  int provided = MPI_THREAD_SINGLE;
-  if (initialized != 0) {
-    MPI_Query_thread(&provided);
-  } else {
-    if (const int code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided); code != MPI_SUCCESS) {
-      throw CommError("mpi: MPI_Init_thread failed: " + error_text(code));
-    }
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-    register_finalize();
-  }
-  if (provided < MPI_THREAD_MULTIPLE) {
-    throw CommError(
-        "mpi: several threads of hoist call MPI, but MPI_THREAD_MULTIPLE is not provided; let hoist initialise MPI, "
-        "call MPI_Init_thread with MPI_THREAD_MULTIPLE before it, or use an MPI built with thread support");
-  }
-}
-
-// A program started by srun without PMI, by torchrun, or by the mpirun of another MPI than it was built with, is alone
-// in its MPI; so are the others, and each would train a model of its own.
-void require_announced_size() {
-  const Launch launch = launch_of_process();
-  int size = 1;
-  MPI_Comm_size(MPI_COMM_WORLD, &size);
-  if (size > 1 || launch.size == 1) return;
-  std::string remedy;
-  switch (launch.launcher) {
-    case Launcher::slurm:
-      remedy =
-          "start with srun --mpi=pmix or --mpi=pmi2, whichever of them `srun --mpi=list` and this MPI both have, or "
-          "with mpirun inside of the allocation";
-      break;
-    case Launcher::torchrun:
-      remedy = "torchrun does not start MPI ranks; start with " + mpirun_line(launch.size);
-      break;
-    default:
-      remedy = "start with the mpirun of the MPI this program was built with";
-  }
-  throw CommError(
-      fmt::format("mpi: the launcher announced {} ranks, but MPI sees this process alone; {}", launch.size, remedy));
-}
 
 // How long to stay away between two polls. MPI moves data only while it is called: sleeping up to 500 us after the
 // first 2000 polls made a 64 MiB exchange between two ranks about 3 times slower than this does. A rank that is late
@@ -342,7 +240,7 @@ class MpiTransport final : public Transport {
 
   // Polls until all started requests have ended.
   void finish(const Doing& doing) {
-    const TimePoint start = Clock::now();
+    Patience patience(options_.timeout);
     const Nanoseconds quiet = std::min<Nanoseconds>(kQuiet, options_.timeout / 4);
     statuses_.resize(requests_.size());
     const Backoff backoff;
@@ -353,7 +251,7 @@ class MpiTransport final : public Transport {
       if (code == MPI_ERR_IN_STATUS) check_statuses(doing);
       check(code, doing);
       if (done != 0) break;
-      const Nanoseconds waited = Clock::now() - start;
+      const Nanoseconds waited = patience.waited();
       if (waited > quiet) look_around(doing, waited);
       backoff.pause(waited);
     }
@@ -384,7 +282,7 @@ class MpiTransport final : public Transport {
   }
 
   void check(int code, const Doing& doing) {
-    if (code != MPI_SUCCESS) give_up(doing, error_text(code));
+    if (code != MPI_SUCCESS) give_up(doing, mpi_error_text(code));
   }
 
   std::string failure_text(const Doing& doing, const std::string& problem) const {
@@ -419,7 +317,7 @@ class MpiTransport final : public Transport {
 namespace detail {
 
 std::unique_ptr<Transport> make_mpi_transport(const MpiTransportOptions& options) {
-  initialize_once();
+  initialize_mpi();
   require_announced_size();
   // Not by MPI_Comm_dup, which would wait for a dead rank without end.
   MpiTransport world(MPI_COMM_WORLD, roll_call_of_world(), options, MpiTransport::Ownership::borrowed);
@@ -449,7 +347,7 @@ std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options) {
 }
 
 std::unique_ptr<Communicator> make_mpi_over(MPI_Comm ranks, const CommunicatorOptions& options) {
-  initialize_once();
+  detail::initialize_mpi();
   int between_groups = 0;
   if (ranks != MPI_COMM_NULL) MPI_Comm_test_inter(ranks, &between_groups);
   if (ranks == MPI_COMM_NULL || between_groups != 0)
