@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <chrono>
+#include <optional>
 #include <utility>
 
 #include <cuda.h>
@@ -63,14 +64,18 @@ void cuda_check(cudaError_t code, const char* call) {
 CurrentCard::CurrentCard(int ordinal) {
   int current = -1;
   cuda_check(cudaGetDevice(&current), "cudaGetDevice");
-  if (current == ordinal) return;
-  cuda_check(cudaSetDevice(ordinal), "cudaSetDevice");
-  // Selecting a card creates a context on it. A thread that never chose a card reports card 0; "restoring" that would
-  // take memory on card 0 for every rank of the machine.
-  if (has_context(current)) previous_ = current;
+  if (current != ordinal) {
+    cuda_check(cudaSetDevice(ordinal), "cudaSetDevice");
+    // Selecting a card creates a context on it. A thread that never chose a card reports card 0; "restoring" that would
+    // take memory on card 0 for every rank of the machine.
+    if (has_context(current)) previous_ = current;
+  }
+  // Only now: it would make a context, too.
+  cuda_check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
 }
 
 CurrentCard::~CurrentCard() {
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
   if (previous_ >= 0) static_cast<void>(cudaSetDevice(previous_));
 }
 
@@ -120,9 +125,12 @@ CudaCore::CudaCore(int ordinal, Ledger* ledger) : ordinal_(ordinal), ledger_(led
 
 CudaCore::~CudaCore() {
   stop();
-  for (const auto& stock : stock_) {
-    for (cudaEvent_t event : stock) static_cast<void>(cudaEventDestroy(event));  // fails only after the context is lost
-  }
+  with_card(ordinal_, [&] {
+    for (const auto& stock : stock_) {
+      for (cudaEvent_t event : stock)
+        static_cast<void>(cudaEventDestroy(event));  // fails only after the context is lost
+    }
+  });
 }
 
 cudaEvent_t CudaCore::take_event(PooledEvent::Timing timing) {
@@ -161,6 +169,7 @@ Completion CudaCore::completion(cudaEvent_t event, std::shared_ptr<const void> k
     }
   }
   // The device is gone and has drained its streams, so this does not block for long.
+  const CurrentCard card(ordinal_);
   const cudaError_t code = cudaEventSynchronize(event);
   settle(request.promise, code, "cudaEventSynchronize");
   return completion;
@@ -186,8 +195,11 @@ void CudaCore::stop() noexcept {
 }
 
 void CudaCore::poll() {
-  if (const cudaError_t code = cudaSetDevice(ordinal_); code != cudaSuccess) {
-    spdlog::error("the thread that polls card {} could not select it: {}", ordinal_, cudaGetErrorString(code));
+  std::optional<CurrentCard> card;
+  try {
+    card.emplace(ordinal_);
+  } catch (const std::exception& error) {
+    spdlog::error("the thread that polls card {} could not select it: {}", ordinal_, error.what());
   }
   std::size_t pending = 0;
   std::unique_lock lock(mutex_);

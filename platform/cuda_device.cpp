@@ -54,9 +54,11 @@ class CudaDevice final : public Device {
   ~CudaDevice() override {
     HOIST_ASSERT(streams_alive_ == 0, "{} streams outlive their device", streams_alive_.load());
     core_->stop();
-    for (const std::span<std::byte> bytes : registered_)
-      log_failure(cudaHostUnregister(bytes.data()), "cudaHostUnregister");
-    if (!memory_.empty()) log_failure(cudaFree(memory_.data()), "cudaFree");
+    with_card(options_.ordinal, [&] {
+      for (const std::span<std::byte> bytes : registered_)
+        log_failure(cudaHostUnregister(bytes.data()), "cudaHostUnregister");
+      if (!memory_.empty()) log_failure(cudaFree(memory_.data()), "cudaFree");
+    });
   }
 
   DeviceKind kind() const override { return DeviceKind::cuda; }
@@ -106,7 +108,7 @@ class CudaDevice final : public Device {
     HOIST_ASSERT(found != registered_.end(), "{} bytes at {} were never registered", bytes.size(),
                  static_cast<void*>(bytes.data()));
     registered_.erase(found);
-    log_failure(cudaHostUnregister(bytes.data()), "cudaHostUnregister");
+    with_card(options_.ordinal, [&] { log_failure(cudaHostUnregister(bytes.data()), "cudaHostUnregister"); });
   }
 
  private:

@@ -3,6 +3,7 @@
 // their bits depend on stand in CMakeLists.txt.
 #include <algorithm>
 
+#include <hoist/platform/cuda_launch.hpp>
 #include <hoist/platform/detail/cuda_kernels.hpp>
 #include <hoist/platform/detail/kernel_bodies.hpp>
 
@@ -52,29 +53,26 @@ __global__ void __launch_bounds__(kThreads) update_kernel(UpdateArguments a, Pac
 
 cudaError_t launch_kernel(const ScaleArguments& a, cudaStream_t stream) {
   const PackSpan span = pack_span(a);
-  with_scale_types(a, [&](auto target, auto source, auto add) {
-    scale_kernel<decltype(target), decltype(source), decltype(add)::value>
-        <<<blocks_for(span, a.count), kThreads, 0, stream>>>(a, span);
+  return with_scale_types(a, [&](auto target, auto source, auto add) {
+    return launch({blocks_for(span, a.count), kThreads, stream},
+                  scale_kernel<decltype(target), decltype(source), decltype(add)::value>, a, span);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t launch_kernel(const NormArguments& a, cudaStream_t stream) {
   const std::uint64_t chunks = (a.count + kNormChunkElements - 1) / kNormChunkElements;
   const std::uint64_t blocks = std::min((chunks + kNormChunksPerBlock - 1) / kNormChunksPerBlock, kBlocksMax);
-  with_elements(a.dtype, [&](auto source) {
-    norm_kernel<decltype(source)><<<static_cast<unsigned>(blocks), kNormThreads, 0, stream>>>(a, chunks);
+  return with_elements(a.dtype, [&](auto source) {
+    return launch({static_cast<unsigned>(blocks), kNormThreads, stream}, norm_kernel<decltype(source)>, a, chunks);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t launch_kernel(const UpdateArguments& a, cudaStream_t stream) {
   const PackSpan span = pack_span(a.arrays);
-  with_update_types(a.arrays, [&](auto masters, auto moments, auto gradient) {
-    update_kernel<decltype(masters), decltype(moments), decltype(gradient)>
-        <<<blocks_for(span, a.arrays.count), kThreads, 0, stream>>>(a, span);
+  return with_update_types(a.arrays, [&](auto masters, auto moments, auto gradient) {
+    return launch({blocks_for(span, a.arrays.count), kThreads, stream},
+                  update_kernel<decltype(masters), decltype(moments), decltype(gradient)>, a, span);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace hoist::platform::detail

@@ -30,12 +30,14 @@ CudaEvent::CudaEvent(std::shared_ptr<CudaCore> core)
     : core_(std::move(core)), event_(core_, PooledEvent::Timing::off) {}
 
 bool CudaEvent::reached() const {
+  const CurrentCard card(core_->ordinal());
   const cudaError_t code = cudaEventQuery(event_.get());
   if (code != cudaSuccess) static_cast<void>(cudaGetLastError());
   return code != cudaErrorNotReady;  // an error counts as reached: wait() and completion() deliver it
 }
 
 void CudaEvent::wait() const {
+  const CurrentCard card(core_->ordinal());
   cuda_check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");
   if (core_->ledger() != nullptr) core_->collect();
 }
@@ -45,17 +47,21 @@ Completion CudaEvent::completion() const { return core_->completion(event_.get()
 CudaStream::CudaStream(CudaStreamOptions options) : options_(std::move(options)) { options_.alive->fetch_add(1); }
 
 CudaStream::~CudaStream() {
-  if (options_.owner == CudaStreamOptions::Owner::hoist) {
-    // Drained, like a host stream: buffers of work in flight may be freed right after.
-    const cudaError_t drained = cudaStreamSynchronize(options_.stream);
-    const cudaError_t destroyed = cudaStreamDestroy(options_.stream);
-    for (const cudaError_t code : {drained, destroyed}) {
-      if (code != cudaSuccess)
-        spdlog::error("stream {} ended with an error: {}", options_.name, cudaGetErrorString(code));
-    }
-  }
-  if (options_.core->ledger() != nullptr) options_.core->collect();
+  with_card(options_.core->ordinal(), [&] {
+    if (options_.owner == CudaStreamOptions::Owner::hoist) drain_and_destroy();
+    if (options_.core->ledger() != nullptr) options_.core->collect();
+  });
   options_.alive->fetch_sub(1);
+}
+
+// Drained, like a host stream: buffers of work in flight may be freed right after.
+void CudaStream::drain_and_destroy() {
+  const cudaError_t drained = cudaStreamSynchronize(options_.stream);
+  const cudaError_t destroyed = cudaStreamDestroy(options_.stream);
+  for (const cudaError_t code : {drained, destroyed}) {
+    if (code != cudaSuccess)
+      spdlog::error("stream {} ended with an error: {}", options_.name, cudaGetErrorString(code));
+  }
 }
 
 StreamEvent CudaStream::record() {

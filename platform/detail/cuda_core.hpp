@@ -6,7 +6,8 @@
 //
 // Threading  Any thread.
 // Memory     Shared by the device, its streams and its events; the last one alive frees it. The device stops the
-// thread. Errors     DeviceError with the call's name, CUDA's code and a remedy.
+//            thread.
+// Errors     DeviceError with the call's name, CUDA's code and a remedy.
 #pragma once
 
 #include <condition_variable>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include <cuda_runtime_api.h>
+#include <spdlog/spdlog.h>
 
 #include <hoist/core/completion.hpp>
 #include <hoist/core/ledger.hpp>
@@ -28,6 +30,17 @@
 namespace hoist::platform::detail {
 
 std::exception_ptr cuda_error(cudaError_t code, const char* call);
+
+// Calls with the card current, for destructors. A card that cannot be selected is lost, with everything on it.
+template <typename Calls>
+void with_card(int ordinal, const Calls& calls) noexcept {
+  try {
+    const CurrentCard card(ordinal);
+    calls();
+  } catch (const std::exception& error) {
+    spdlog::error("card {} cannot be selected any more: {}", ordinal, error.what());
+  }
+}
 
 class CudaCore;
 
@@ -73,7 +86,7 @@ class CudaCore {
   // Done when `event` is reached. `keep` keeps the event's owner alive until then.
   Completion completion(cudaEvent_t event, std::shared_ptr<const void> keep);
   void measure(Measure measure);
-  // Books the measures whose end has been reached; the number of those that are left.
+  // Books the measures whose end has been reached; the number of those that are left. Pre: the card is current.
   std::size_t collect();
   // Ends the thread once everything it was asked for has happened.
   void stop() noexcept;

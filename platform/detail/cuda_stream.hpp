@@ -56,6 +56,7 @@ class CudaStream final : public Stream {
   bool capturing() const override;
 
  private:
+  void drain_and_destroy();
   PooledEvent mark(PooledEvent::Timing timing);
   template <typename Arguments>
   void run_kernel(const Arguments& arguments, const char* name);

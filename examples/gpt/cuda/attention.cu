@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which block of a card is which block of card/attention.hpp, and where its tiles lie.
+#include <hoist/platform/cuda_launch.hpp>
+
 #include "../card/attention.hpp"
 #include "kernels.hpp"
 
@@ -39,24 +41,25 @@ __global__ void __launch_bounds__(kAttentionThreads) backward_queries_kernel(Att
 }
 
 // With more shared memory than a kernel may have unasked.
-cudaError_t launch(void (*kernel)(Attention), std::size_t shared_bytes, const Attention& a, cudaStream_t stream) {
+cudaError_t launch_blocks(void (*kernel)(Attention), std::size_t shared_bytes, const Attention& a,
+                          cudaStream_t stream) {
   const cudaError_t code =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (code != cudaSuccess) return code;
   const dim3 grid((a.context + kBlockRows - 1) / kBlockRows, a.heads, a.batch);
-  kernel<<<grid, kAttentionThreads, shared_bytes, stream>>>(a);
-  return cudaGetLastError();
+  return platform::launch({grid, kAttentionThreads, stream, shared_bytes}, kernel, a);
 }
 
 template <typename As, unsigned kWidth>
 cudaError_t forward(const Attention& a, cudaStream_t stream) {
-  return launch(forward_kernel<As, kWidth>, sizeof(ForwardShared<kWidth>), a, stream);
+  return launch_blocks(forward_kernel<As, kWidth>, sizeof(ForwardShared<kWidth>), a, stream);
 }
 template <typename As, unsigned kWidth>
 cudaError_t backward(const Attention& a, cudaStream_t stream) {
-  const cudaError_t code = launch(backward_keys_kernel<As, kWidth>, sizeof(KeysBackwardShared<kWidth>), a, stream);
+  const cudaError_t code =
+      launch_blocks(backward_keys_kernel<As, kWidth>, sizeof(KeysBackwardShared<kWidth>), a, stream);
   if (code != cudaSuccess) return code;
-  return launch(backward_queries_kernel<As, kWidth>, sizeof(QueriesBackwardShared<kWidth>), a, stream);
+  return launch_blocks(backward_queries_kernel<As, kWidth>, sizeof(QueriesBackwardShared<kWidth>), a, stream);
 }
 
 }  // namespace

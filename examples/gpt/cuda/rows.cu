@@ -2,6 +2,8 @@
 // Which thread of a card is which thread of card/rows.hpp.
 #include <algorithm>
 
+#include <hoist/platform/cuda_launch.hpp>
+
 #include "../card/rows.hpp"
 #include "kernels.hpp"
 
@@ -88,75 +90,56 @@ template <typename As>
 struct Launch {
   cudaStream_t stream;
 
-  void operator()(const FinishLinear& a) const {
-    finish_linear_kernel<As><<<blocks_for(a.rows * a.columns / kPack), kThreads, 0, stream>>>(a);
+  // By packs of 8 values, or by rows.
+  template <typename Arguments>
+  cudaError_t packs(std::uint64_t values, void (*kernel)(Arguments), const Arguments& a) const {
+    return platform::launch({blocks_for(values / kPack), kThreads, stream}, kernel, a);
   }
-  void operator()(const Gelu& a) const { gelu_kernel<As><<<blocks_for(a.count / kPack), kThreads, 0, stream>>>(a); }
-  void operator()(const CastWeights& a) const {
-    cast_weights_kernel<As><<<blocks_for(a.count / kPack), kThreads, 0, stream>>>(a);
+  template <typename Arguments>
+  cudaError_t rows(std::uint64_t count, void (*kernel)(Arguments), const Arguments& a) const {
+    return platform::launch({blocks_of_rows(count), kRowThreads, stream}, kernel, a);
   }
-  void operator()(const Embed& a) const {
-    const unsigned blocks = blocks_for(a.rows * a.width / kPack);
-    if (a.weight_dtype == DType::fp32) {
-      embed_kernel<As, AsFp32><<<blocks, kThreads, 0, stream>>>(a);
-    } else {
-      embed_kernel<As, As><<<blocks, kThreads, 0, stream>>>(a);
-    }
+
+  cudaError_t operator()(const FinishLinear& a) const { return packs(a.rows * a.columns, finish_linear_kernel<As>, a); }
+  cudaError_t operator()(const Gelu& a) const { return packs(a.count, gelu_kernel<As>, a); }
+  cudaError_t operator()(const CastWeights& a) const { return packs(a.count, cast_weights_kernel<As>, a); }
+  cudaError_t operator()(const Embed& a) const {
+    return packs(a.rows * a.width, a.weight_dtype == DType::fp32 ? embed_kernel<As, AsFp32> : embed_kernel<As, As>, a);
   }
-  void operator()(const OneHot& a) const {
-    one_hot_kernel<As><<<blocks_for(a.rows * a.classes / kPack), kThreads, 0, stream>>>(a);
+  cudaError_t operator()(const OneHot& a) const { return packs(a.rows * a.classes, one_hot_kernel<As>, a); }
+  cudaError_t operator()(const PositionGradient& a) const {
+    const bool is_fp32 = a.gradient_dtype == DType::fp32;
+    return packs(a.context * a.width, is_fp32 ? position_gradient_kernel<As, AsFp32> : position_gradient_kernel<As, As>,
+                 a);
   }
-  void operator()(const PositionGradient& a) const {
-    const unsigned blocks = blocks_for(a.context * a.width / kPack);
-    if (a.gradient_dtype == DType::fp32) {
-      position_gradient_kernel<As, AsFp32><<<blocks, kThreads, 0, stream>>>(a);
-    } else {
-      position_gradient_kernel<As, As><<<blocks, kThreads, 0, stream>>>(a);
-    }
-  }
-  void operator()(const NormForward& a) const {
-    norm_forward_kernel<As><<<blocks_of_rows(a.rows), kRowThreads, 0, stream>>>(a);
-  }
-  void operator()(const NormBackward& a) const {
-    norm_backward_kernel<As><<<blocks_of_rows(a.rows), kRowThreads, 0, stream>>>(a);
-  }
-  void operator()(const ColumnSums& a) const {
+  cudaError_t operator()(const NormForward& a) const { return rows(a.rows, norm_forward_kernel<As>, a); }
+  cudaError_t operator()(const NormBackward& a) const { return rows(a.rows, norm_backward_kernel<As>, a); }
+  cudaError_t operator()(const ColumnSums& a) const {
     const dim3 grid(static_cast<unsigned>((a.columns + kColumnsPerBlock - 1) / kColumnsPerBlock),
                     static_cast<unsigned>(a.slices()));
-    if (a.x != nullptr) {
-      column_sums_kernel<As, true><<<grid, kRowThreads, 0, stream>>>(a);
-    } else {
-      column_sums_kernel<As, false><<<grid, kRowThreads, 0, stream>>>(a);
-    }
-    add_slices_kernel<<<blocks_for(a.columns), kThreads, 0, stream>>>(a);
+    const cudaError_t code = platform::launch(
+        {grid, kRowThreads, stream}, a.x != nullptr ? column_sums_kernel<As, true> : column_sums_kernel<As, false>, a);
+    if (code != cudaSuccess) return code;
+    return platform::launch({blocks_for(a.columns), kThreads, stream}, add_slices_kernel, a);
   }
-  void operator()(const CrossEntropyRows& a) const {
-    cross_entropy_kernel<As><<<blocks_of_rows(a.rows), kRowThreads, 0, stream>>>(a);
-  }
-  void operator()(const Mean& a) const { mean_kernel<<<1, kRowThreads, 0, stream>>>(a); }
-  void operator()(const ForwardAttention&) const {}  // attention.cu's
-  void operator()(const BackwardAttention&) const {}
+  cudaError_t operator()(const CrossEntropyRows& a) const { return rows(a.rows, cross_entropy_kernel<As>, a); }
+  cudaError_t operator()(const Mean& a) const { return platform::launch({1, kRowThreads, stream}, mean_kernel, a); }
+  cudaError_t operator()(const ForwardAttention&) const { return cudaSuccess; }  // attention.cu's
+  cudaError_t operator()(const BackwardAttention&) const { return cudaSuccess; }
 };
 
 }  // namespace
 
 cudaError_t launch_rows(const Kernel& kernel, DType activations, cudaStream_t stream) {
-  if (activations == DType::bf16) {
-    std::visit(Launch<AsBf16>{stream}, kernel);
-  } else {
-    std::visit(Launch<AsFp16>{stream}, kernel);
-  }
-  return cudaGetLastError();
+  if (activations == DType::bf16) return std::visit(Launch<AsBf16>{stream}, kernel);
+  return std::visit(Launch<AsFp16>{stream}, kernel);
 }
 
 cudaError_t launch_attention_delta(const Attention& a, DType activations, cudaStream_t stream) {
   const unsigned blocks = blocks_of_rows(std::uint64_t{a.batch} * a.context * a.heads);
-  if (activations == DType::bf16) {
-    attention_delta_kernel<AsBf16><<<blocks, kRowThreads, 0, stream>>>(a);
-  } else {
-    attention_delta_kernel<AsFp16><<<blocks, kRowThreads, 0, stream>>>(a);
-  }
-  return cudaGetLastError();
+  return platform::launch({blocks, kRowThreads, stream},
+                          activations == DType::bf16 ? attention_delta_kernel<AsBf16> : attention_delta_kernel<AsFp16>,
+                          a);
 }
 
 }  // namespace hoist::gpt::card

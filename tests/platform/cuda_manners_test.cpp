@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the CUDA device behaves among a program's own threads, cards and graphs, over a runtime without a card.
+#include <functional>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/ledger.hpp>
+#include <hoist/platform/detail/backends.hpp>
+#include <hoist/platform/device.hpp>
+
+#include "fake_cuda_runtime.hpp"
+
+namespace hoist::platform {
+namespace {
+
+namespace cuda = test::fake_cuda;
+using testing::ElementsAre;
+
+constexpr int kCard = 1;
+
+// A thread that has never heard of CUDA.
+void on_new_thread(const std::function<void()>& work) { std::thread(work).join(); }
+
+class CudaManners : public testing::Test {
+ protected:
+  CudaManners() {
+    cuda::reset();
+    on_new_thread([&] {
+      device_ = detail::create_cuda_device(
+          {.kind = DeviceKind::cuda, .memory_bytes = 1 << 20, .ordinal = kCard, .ledger = &ledger_});
+      stream_ = device_->create_stream("stream");
+    });
+  }
+  ~CudaManners() override {
+    cuda::let_go();
+    on_new_thread([&] { stream_.reset(); });
+    on_new_thread([&] { device_.reset(); });
+  }
+
+  void copy() { stream_->copy(device_->memory().data(), host_.data(), host_.size(), CopyKind::host_to_device); }
+
+  Ledger ledger_;
+  std::vector<std::byte> host_ = std::vector<std::byte>(4096);
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Stream> stream_;
+};
+
+// A context is some 500 MiB; on card 0, one of every rank of the machine.
+TEST_F(CudaManners, NoThreadMakesAContextOnAnotherCard) {
+  StreamEvent event;
+  on_new_thread([&] { device_->register_host(host_); });
+  on_new_thread([&] { copy(); });
+  on_new_thread([&] { event = stream_->record(); });
+  on_new_thread([&] { EXPECT_TRUE(event.reached()); });
+  on_new_thread([&] { event.wait(); });
+  on_new_thread([&] { event.completion().wait(); });
+  on_new_thread([&] { stream_->wait(event, WaitCause::none); });
+  on_new_thread([&] { stream_->fill(device_->memory().data(), 0, 64); });
+  on_new_thread([&] { EXPECT_FALSE(stream_->capturing()); });
+  on_new_thread([&] { stream_->synchronize(); });
+  on_new_thread([&] { event = {}; });
+  on_new_thread([&] { device_->unregister_host(host_); });
+  on_new_thread([&] { stream_.reset(); });
+  on_new_thread([&] { device_.reset(); });
+  EXPECT_THAT(cuda::contexts(), ElementsAre(kCard));
+}
+
+TEST_F(CudaManners, AnEventMayOutliveItsDevice) {
+  StreamEvent event = stream_->record();
+  on_new_thread([&] { stream_.reset(); });
+  on_new_thread([&] { device_.reset(); });
+  on_new_thread([&] { event.completion().wait(); });
+  on_new_thread([&] { event = {}; });  // and with it the last of the card
+  EXPECT_THAT(cuda::contexts(), ElementsAre(kCard));
+}
+
+// In the usual, global mode, whoever asks an event breaks the capture of another thread and gets an error.
+TEST_F(CudaManners, AGraphCanBeCapturedWhileCopiesAreUnderWay) {
+  cuda::hold();
+  StreamEvent event;
+  Completion completion;
+  on_new_thread([&] {
+    copy();
+    event = stream_->record();
+    completion = event.completion();  // asked by a thread of the device
+  });
+  cuda::begin_capture_elsewhere();
+  on_new_thread([&] { EXPECT_FALSE(event.reached()); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_FALSE(completion.done());
+  cuda::let_go();
+  on_new_thread([&] { event.wait(); });
+  EXPECT_TRUE(completion.wait_for(std::chrono::seconds(10)));
+  on_new_thread([&] { stream_->synchronize(); });
+  on_new_thread([&] { stream_.reset(); });
+  EXPECT_TRUE(cuda::end_capture_elsewhere());
+}
+
+TEST_F(CudaManners, AThreadKeepsItsCardItsModeAndItsErrors) {
+  on_new_thread([&] {
+    ASSERT_EQ(cudaSetDevice(2), cudaSuccess);
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    ASSERT_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    cuda::hold();
+    copy();
+    const StreamEvent event = stream_->record();
+    EXPECT_FALSE(event.reached());
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "\"not ready\" was left behind";
+    int card = -1;
+    ASSERT_EQ(cudaGetDevice(&card), cudaSuccess);
+    EXPECT_EQ(card, 2);
+    ASSERT_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    EXPECT_EQ(mode, cudaStreamCaptureModeRelaxed);
+    cuda::let_go();
+  });
+}
+
+}  // namespace
+}  // namespace hoist::platform
