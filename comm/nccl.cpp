@@ -31,6 +31,7 @@
 #include <hoist/comm/detail/nccl_transport.hpp>
 #include <hoist/comm/detail/scale_split.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/patience.hpp>
 
 namespace hoist::comm {
 
@@ -63,7 +64,8 @@ class NcclCommunicator final : public Communicator {
                    const CommunicatorOptions& options)
       : rank_(rank),
         size_(size),
-        device_ordinal_(options.device_ordinal),
+        device_ordinal_(detail::device_of(options.device_ordinal)),
+        timeout_(options.timeout),
         control_(std::move(control)),
         ledger_(options.ledger) {
     // NCCL's start-up waits for all ranks without a time-out of ours: first see that they are there.
@@ -167,6 +169,7 @@ class NcclCommunicator final : public Communicator {
     control_->broadcast_host(id, 0);
     CommunicatorOptions options;
     options.ledger = ledger_;
+    options.timeout = timeout_;
     options.device_ordinal = device_ordinal_;
     return std::make_unique<NcclCommunicator>(id, rank_, size_, control_->duplicate(), options);
   }
@@ -180,6 +183,7 @@ class NcclCommunicator final : public Communicator {
     const auto id = std::span(all).subspan(NCCL_UNIQUE_ID_BYTES * static_cast<std::size_t>(first), mine.size());
     CommunicatorOptions options;
     options.ledger = ledger_;
+    options.timeout = timeout_;
     options.device_ordinal = device_ordinal_;
     return std::make_unique<NcclCommunicator>(id, rank_ - first, ranks, control_->split(ranks), options);
   }
@@ -198,6 +202,7 @@ class NcclCommunicator final : public Communicator {
  private:
   static constexpr std::chrono::milliseconds kWatchPeriod{50};
   static constexpr std::chrono::microseconds kPollInterval{20};
+  static constexpr std::chrono::milliseconds kFarewell{200};
 
   // Waits for the mutex no longer than a call takes to notice `ending_`.
   void watch(const std::stop_token& stop) {
@@ -233,11 +238,18 @@ class NcclCommunicator final : public Communicator {
     if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
   }
 
-  // Lets what was enqueued come to its end; false when it will not, because another rank has gone.
+  // Lets what was enqueued come to its end; false when it will not, because another rank has gone: as far as the
+  // control plane knows, or by the time-out.
   bool finalize() noexcept {
     try {
+      Patience patience(timeout_);
+      bool others_gone = false;
       ncclResult_t state = ncclCommFinalize(communicator_);
-      while (state == ncclInProgress && !control_->broken()) {
+      while (state == ncclInProgress && !patience.is_over()) {
+        if (!others_gone && control_->broken()) {  // or they ended in order, a moment before this one
+          others_gone = true;
+          patience = Patience(std::min<Nanoseconds>(kFarewell, timeout_));
+        }
         std::this_thread::sleep_for(kPollInterval);
         if (const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &state); asked != ncclSuccess)
           state = asked;
@@ -328,6 +340,7 @@ class NcclCommunicator final : public Communicator {
   const int rank_;
   const int size_;
   const int device_ordinal_;
+  const std::chrono::milliseconds timeout_;
   std::unique_ptr<Communicator> control_;
   Ledger* const ledger_;
   std::atomic<std::uint64_t> sent_bytes_{0};

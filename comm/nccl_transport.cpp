@@ -16,8 +16,8 @@
 #include <nccl.h>
 
 #include <hoist/comm/detail/nccl_transport.hpp>
-#include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/patience.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::comm::detail {
@@ -115,23 +115,28 @@ class NcclTransport final : public Transport {
     gather("barrier", &mine, 1);
   }
 
-  std::unique_ptr<Transport> duplicate() override {
-    require_communicator("duplicate");
-    const CurrentDevice current(device_ordinal_);
-    auto copy = std::make_unique<NcclTransport>(rank_, size_, device_ordinal_, timeout_);
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
-    check("ncclCommSplit", ncclCommSplit(communicator_, 0, rank_, &copy->communicator_, &config));
-    copy->check("ncclCommSplit", ncclInProgress);
-    copy->take_buffers();
-    return copy;
-  }
+  std::unique_ptr<Transport> duplicate() override { return split_off(0, rank_, size_); }
+  std::unique_ptr<Transport> split(int ranks) override { return split_off(rank_ / ranks, rank_ % ranks, ranks); }
 
  private:
   std::uint64_t ranks() const { return static_cast<std::uint64_t>(size_); }
   // Of one rank, in either half of the staging memory: what is sent, and [rank, piece] of what is received.
   std::uint64_t piece_bytes_max() const { return std::max<std::uint64_t>(64, kStagingBytes / 2 / ranks()); }
   std::byte* received() const { return staging_ + ranks() * piece_bytes_max(); }
+
+  // A channel over the ranks that name the same group.
+  std::unique_ptr<Transport> split_off(int group, int rank, int size) {
+    constexpr const char* kWhat = "ncclCommSplit";
+    require_communicator(kWhat);
+    const CurrentDevice current(device_ordinal_);
+    auto part = std::make_unique<NcclTransport>(rank, size, device_ordinal_, timeout_);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    check(kWhat, ncclCommSplit(communicator_, group, rank, &part->communicator_, &config));
+    part->check(kWhat, ncclInProgress);
+    part->take_buffers();
+    return part;
+  }
 
   void take_buffers() {
     cuda("cudaStreamCreate", cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
@@ -185,30 +190,30 @@ class NcclTransport final : public Transport {
 
   // A call that has only begun is waited for.
   void check(const char* what, ncclResult_t code) {
-    const TimePoint deadline = Clock::now() + timeout_;
-    while (code == ncclInProgress && communicator_ != nullptr) {
+    for (Patience patience(timeout_); code == ncclInProgress && communicator_ != nullptr;) {
       if (const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &code); asked != ncclSuccess) code = asked;
-      if (code == ncclInProgress) pause(what, deadline);
+      if (code == ncclInProgress) pause(what, patience);
     }
     if (code == ncclSuccess) return;
     give_up(what, fmt::format("{}; NCCL_DEBUG=WARN says more", ncclGetErrorString(code)));
   }
 
   void finish(const char* what) {
-    const TimePoint deadline = Clock::now() + timeout_;
+    Patience patience(timeout_);
     while (true) {
       const cudaError_t state = cudaStreamQuery(stream_);
       if (state == cudaSuccess) return;
+      static_cast<void>(cudaGetLastError());  // "not ready" is remembered, too, for whoever asks next on this thread
       if (state != cudaErrorNotReady) cuda(what, state);
       ncclResult_t asynchronous = ncclSuccess;
       check(what, ncclCommGetAsyncError(communicator_, &asynchronous));
       check(what, asynchronous);
-      pause(what, deadline);
+      pause(what, patience);
     }
   }
 
-  void pause(const char* what, TimePoint deadline) {
-    if (Clock::now() > deadline) {
+  void pause(const char* what, Patience& patience) {
+    if (patience.is_over()) {
       give_up(what,
               fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs", timeout_.count()));
     }
@@ -235,8 +240,17 @@ class NcclTransport final : public Transport {
 
 }  // namespace
 
+int device_of(int ordinal) {
+  if (ordinal >= 0) return ordinal;
+  int current = -1;
+  if (const cudaError_t code = cudaGetDevice(&current); code != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    throw CommError(fmt::format("nccl: no CUDA device: {}", cudaGetErrorString(code)));
+  }
+  return current;
+}
+
 CurrentDevice::CurrentDevice(int ordinal) {
-  if (ordinal < 0) return;
   try {
     card_.emplace(ordinal);
   } catch (const DeviceError& error) {
@@ -245,8 +259,8 @@ CurrentDevice::CurrentDevice(int ordinal) {
 }
 
 std::unique_ptr<Transport> make_nccl_transport(const NcclRendezvous& rendezvous) {
-  auto transport =
-      std::make_unique<NcclTransport>(rendezvous.rank, rendezvous.size, rendezvous.device_ordinal, rendezvous.timeout);
+  auto transport = std::make_unique<NcclTransport>(rendezvous.rank, rendezvous.size,
+                                                   device_of(rendezvous.device_ordinal), rendezvous.timeout);
   transport->connect(rendezvous.endpoint);
   return transport;
 }

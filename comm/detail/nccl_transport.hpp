@@ -12,8 +12,11 @@
 
 namespace hoist::comm::detail {
 
-// Makes a CUDA device the calling thread's current one for a while; a negative ordinal leaves things as they are.
-// Errors: CommError.
+// Which CUDA device CommunicatorOptions::device_ordinal means; a negative one the calling thread's current device.
+// Calls come from other threads later, which may have another one. Errors: CommError.
+int device_of(int ordinal);
+
+// Makes a CUDA device the calling thread's current one for a while. Errors: CommError.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int ordinal);
