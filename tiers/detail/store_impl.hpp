@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/detail/store_impl.hpp - the state of an open store: tables, transfers in flight, and the commit thread.
 //
-// store.cpp holds what happens to an open store, store_open.cpp how one is made, opened and refused.
+// store.cpp holds what happens to an open store, store_keep.cpp what of it is about kept steps, store_open.cpp how one
+// is made, opened and refused.
 #pragma once
 
 #include <atomic>
