@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // P3 at the engine's face: processes killed at random moments resume bit-exactly.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstring>
@@ -27,6 +28,7 @@ struct KillCase {
   const char* name;
   Placement parameters;
   DType dtype = DType::bf16;  // fp16: with a loss scale that skips a step every now and then
+  bool divided = false;       // every run with another ratio of states on a device that updates them itself
 };
 
 ToySetup setup_of(const KillCase& c, Placement parameters, Placement optimizer, const std::string& directory = "") {
@@ -60,11 +62,14 @@ class KillTest : public testing::TestWithParam<KillCase> {};
 TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
   const KillCase& c = GetParam();
   const TempDirectory directory;
-  const ToySetup setup = setup_of(c, c.parameters, Placement::nvme, (directory / "store"));
+  ToySetup setup = setup_of(c, c.parameters, Placement::nvme, (directory / "store"));
+  setup.runtime.host_device.host_accessible = !c.divided;
   const std::uint64_t seed = static_cast<std::uint64_t>(::getpid());
   Rng rng(seed);
   int kills = 0;
   for (int attempt = 0; attempt < 400; ++attempt) {
+    if (c.divided)
+      setup.engine.optimizer_offload_ratio = std::array{0.6, 0.0, 1.0}[static_cast<std::size_t>(attempt % 3)];
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
     if (child == 0) train_in_child(c, setup);
@@ -108,7 +113,8 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
 
 INSTANTIATE_TEST_SUITE_P(Parameters, KillTest,
                          testing::Values(KillCase{"on_nvme", Placement::nvme}, KillCase{"in_memory", Placement::pinned},
-                                         KillCase{"fp16_on_nvme", Placement::nvme, DType::fp16}),
+                                         KillCase{"fp16_on_nvme", Placement::nvme, DType::fp16},
+                                         KillCase{"divided", Placement::device, DType::bf16, true}),
                          [](const auto& c) { return c.param.name; });
 
 // Two ranks: only the first one's first commit was durable when the machine died.
