@@ -3,7 +3,6 @@
 #include <mutex>
 
 #include <fmt/format.h>
-#include <pthread.h>
 #include <spdlog/spdlog.h>
 
 #include <hoist/aio/detail/backends.hpp>
@@ -41,7 +40,6 @@ std::unique_ptr<Backend> make_backend(const EngineOptions& options) {
 namespace detail {
 
 void enter_io_thread(const char* name, int numa_node) noexcept {
-  ::pthread_setname_np(::pthread_self(), name);
   if (numa_node < 0) return;
   try {
     if (!platform::bind_thread_to_node(platform::Topology::detect(), numa_node))

@@ -11,10 +11,13 @@
 #include <unistd.h>
 
 #include <hoist/aio/detail/backends.hpp>
+#include <hoist/core/thread.hpp>
 
 namespace hoist::aio::detail {
 
 namespace {
+
+constexpr const char* kThreadName = "hoist-aio-w";
 
 // A block, and a descriptor of its own for the file: when a drive is given up, the file is closed while blocks still
 // wait here, and a later one may get its number. It also keeps the file's lock until the last of them has landed.
@@ -69,7 +72,7 @@ class ThreadsBackend final : public Backend {
     workers_.reserve(options.thread_count);
     try {
       for (unsigned i = 0; i < options.thread_count; ++i)
-        workers_.emplace_back([this, node = options.numa_node] { work(node); });
+        workers_.push_back(start_thread(kThreadName, [this, node = options.numa_node] { work(node); }));
     } catch (...) {
       stop();
       throw;
@@ -114,7 +117,7 @@ class ThreadsBackend final : public Backend {
 
  private:
   void work(int numa_node) {
-    enter_io_thread("hoist-aio-w", numa_node);
+    enter_io_thread(kThreadName, numa_node);
     std::unique_lock lock(mutex_);
     for (;;) {
       work_arrived_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });

@@ -10,6 +10,7 @@
 #include <hoist/aio/detail/engine_impl.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::aio {
@@ -20,6 +21,7 @@ using detail::Transfer;
 
 namespace {
 
+constexpr const char* kThreadName = "hoist-aio";
 constexpr std::size_t kTransferRecords = 1024;  // at construction; a store keeps tens in flight
 // Doubled at every try of a block: 8 tries are 25.5 ms, long enough for a starved request pool to recover.
 constexpr Nanoseconds kRetryPause = std::chrono::microseconds(100);
@@ -96,7 +98,7 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Backend> backen
   free_flights_.reserve(flights_.size());
   retrying_.reserve(flights_.size());
   for (Flight& flight : flights_) free_flights_.push_back(&flight);
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread(kThreadName, [this] { run(); });
 }
 
 Engine::Impl::~Impl() = default;
@@ -165,7 +167,7 @@ bool Engine::Impl::stop() noexcept {
 }
 
 void Engine::Impl::run() noexcept {
-  detail::enter_io_thread("hoist-aio", options_.numa_node);
+  detail::enter_io_thread(kThreadName, options_.numa_node);
   for (;;) {
     const bool stopping = take_arrivals();
     fill();

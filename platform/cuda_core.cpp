@@ -7,6 +7,7 @@
 #include <spdlog/spdlog.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/platform/detail/cuda_core.hpp>
 
 namespace hoist::platform {
@@ -121,7 +122,8 @@ PooledEvent::~PooledEvent() {
 PooledEvent::PooledEvent(PooledEvent&& other) noexcept
     : core_(std::move(other.core_)), event_(std::exchange(other.event_, nullptr)), timing_(other.timing_) {}
 
-CudaCore::CudaCore(int ordinal, Ledger* ledger) : ordinal_(ordinal), ledger_(ledger), thread_([this] { poll(); }) {}
+CudaCore::CudaCore(int ordinal, Ledger* ledger)
+    : ordinal_(ordinal), ledger_(ledger), thread_(start_thread("hoist-cuda", [this] { poll(); })) {}
 
 CudaCore::~CudaCore() {
   stop();

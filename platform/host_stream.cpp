@@ -3,11 +3,11 @@
 #include <type_traits>
 #include <utility>
 
-#include <pthread.h>
 #include <spdlog/spdlog.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/platform/detail/guard.hpp>
 #include <hoist/platform/detail/host_stream.hpp>
 
@@ -29,9 +29,8 @@ std::string describe(const std::exception_ptr& error) {
 
 HostStream::HostStream(HostStreamOptions options) : options_(std::move(options)) {
   if (options_.chaos_seed != 0) chaos_.emplace(options_.chaos_seed);
+  worker_ = start_thread(options_.name, [this] { run(); });
   options_.alive->fetch_add(1);
-  worker_ = std::thread([this] { run(); });
-  ::pthread_setname_np(worker_.native_handle(), options_.name.substr(0, 15).c_str());
 }
 
 HostStream::~HostStream() {

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pthread.h>
-
+#include <hoist/core/thread.hpp>
 #include <hoist/scheduler/executor.hpp>
 
 namespace hoist::scheduler {
 
-Executor::Executor(std::string name) : thread_([this] { run(); }) {
-  pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
-}
+Executor::Executor(const std::string& name) : thread_(start_thread(name, [this] { run(); })) {}
 
 Executor::~Executor() {
   {

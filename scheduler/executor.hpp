@@ -19,7 +19,7 @@ namespace hoist::scheduler {
 
 class Executor {
  public:
-  explicit Executor(std::string name);
+  explicit Executor(const std::string& name);
   ~Executor();  // runs what was enqueued, then stops
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;

@@ -8,6 +8,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
 
@@ -63,7 +64,7 @@ void Store::Impl::start_new(Files files, std::vector<std::string> directories_to
   labels_to_write_ = std::move(labels_to_write);
   directories_to_flush_ = std::move(directories_to_flush);
   adopted_ = true;
-  thread_ = std::thread([this] { commit_loop(); });
+  thread_ = start_thread("hoist-commit", [this] { commit_loop(); });
 }
 
 void Store::Impl::start_existing(Files files) {
@@ -80,7 +81,7 @@ void Store::Impl::start_existing(Files files) {
   commits_ = detail::usable_commits(slots_);
   abandoned_ = detail::abandoned_commits(slots_);
   damage_ = detail::damaged_slots(slots_, paths_.manifest);
-  thread_ = std::thread([this] { commit_loop(); });
+  thread_ = start_thread("hoist-commit", [this] { commit_loop(); });
 }
 
 void Store::Impl::read_slot(std::uint32_t slot) {

@@ -2,10 +2,9 @@
 #include <algorithm>
 #include <utility>
 
-#include <pthread.h>
-
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/zero/detail/deferred_update.hpp>
 
 namespace hoist::detail {
@@ -19,8 +18,7 @@ constexpr Nanoseconds kPatience = std::chrono::seconds(5);
 
 DeferredUpdate::DeferredUpdate(Updater& updater, const UnitTable& table, bool on_request)
     : updater_(updater), table_(table), on_request_(on_request), states_(table.units().size()) {
-  thread_ = std::thread([this] { run(); });
-  pthread_setname_np(thread_.native_handle(), "hoist-update");
+  thread_ = start_thread("hoist-update", [this] { run(); });
 }
 
 DeferredUpdate::~DeferredUpdate() {

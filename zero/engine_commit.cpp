@@ -8,6 +8,7 @@
 #include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
 
@@ -175,7 +176,7 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
   const Completion completion = last_commit;
   step_state = commit_state(program_state);
   const bool changed = changed_since_save.exchange(false);
-  saver = std::thread([this, name, ended, changed, state = detail::encode(name, step_state), step = step_count] {
+  const auto write = [this, name, ended, changed, state = detail::encode(name, step_state), step = step_count] {
     bool landing = true;  // the other ranks are still to be told
     try {
       if (live.deferred) live.deferred->finish();
@@ -194,7 +195,8 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
       if (landing) renounce_landing(error);
       ended->fail(error);
     }
-  });
+  };
+  saver = start_thread("hoist-save", write);
   return completion;
 }
 

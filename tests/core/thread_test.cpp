@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdio>
+#include <future>
+
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
+
+namespace hoist::test {
+namespace {
+
+std::string name_of(std::thread& thread) {
+  char name[16] = {};
+  ::pthread_getname_np(thread.native_handle(), name, sizeof(name));
+  return name;
+}
+
+TEST(Thread, HasAName) {
+  std::promise<void> asked;
+  std::thread thread = start_thread("a name of more than 15 characters", [&] { asked.get_future().wait(); });
+  EXPECT_EQ(name_of(thread), "a name of more ");
+  asked.set_value();
+  thread.join();
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space without end
+TEST(Thread, ThatTheSystemRefusesIsAnErrorWithItsName) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto start_without_memory = [] {
+    const rlimit limit{1, 1};
+    ::setrlimit(RLIMIT_AS, &limit);
+    try {
+      start_thread("hoist-test", [] {}).join();
+    } catch (const Error& error) {
+      std::fputs(error.what(), stderr);
+      ::_exit(3);
+    }
+    ::_exit(0);
+  };
+  EXPECT_EXIT(start_without_memory(), testing::ExitedWithCode(3), "'hoist-test' could not be started: .*ulimit -u");
+}
+#endif
+
+}  // namespace
+}  // namespace hoist::test
