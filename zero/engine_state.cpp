@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include <fmt/format.h>
 
@@ -53,6 +54,22 @@ void Engine::Impl::check_kept(ParameterId parameter, State state) const {
 
 // --- reading ---------------------------------------------------------------------------------------------------------
 
+namespace {
+
+// Where one run of tiles after another is read to: no longer than the longest, which as a rule is the first.
+class RunMemory {
+ public:
+  std::span<std::byte> of(std::uint64_t bytes) {
+    if (!memory_ || memory_->span().size() < bytes) memory_.emplace(bytes);
+    return memory_->first(bytes);
+  }
+
+ private:
+  std::optional<aio::TransferMemory> memory_;
+};
+
+}  // namespace
+
 void Engine::Impl::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
   check_range(parameter, first, out.size());
   if (pass) throw UsageError("state is read between passes, not inside of one");
@@ -104,16 +121,12 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   const tiers::RecordId record = segment.trainable ? live.records->trainable(id).value_or(tiers::RecordId{})
                                                    : live.records->frozen(id).value_or(tiers::RecordId{});
   const std::uint64_t base = segment.trainable ? 0 : unit.frozen_offset();
-  constexpr std::uint64_t kAccessElements = detail::kAccessTiles * tiers::kTileElements;
   const bool apart = live.memory->apart(id);
-  const aio::TransferMemory weights_scratch(home.weights == nullptr || apart ? kAccessElements * 4 : 0);
-  const aio::TransferMemory state_scratch(segment.trainable && (home.state_tiles < layout.tiles().size() || apart)
-                                              ? kAccessElements * tiers::kStateBytesMax
-                                              : 0);
+  RunMemory weights_scratch, state_scratch;
   detail::read_values(layout, segment, state, first, out, [&](const detail::TileRun& run) -> const std::byte* {
     const bool weights = run.region == Region::weights;
     if (apart) {
-      const auto here = (weights ? weights_scratch : state_scratch).first(run.length_bytes);
+      const auto here = (weights ? weights_scratch : state_scratch).of(run.length_bytes);
       live.updater->read_home((weights ? home.weights + base : home.state) + run.offset_bytes, here);
       return here.data();
     }
@@ -122,7 +135,7 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
     const std::uint32_t at_home =
         weights ? 0 : std::clamp(home.state_tiles, run.first, run.first + run.count) - run.first;
     if (at_home > 0 && at_home == run.count) return home.state + run.offset_bytes;
-    const auto target = (weights ? weights_scratch : state_scratch).first(run.length_bytes);
+    const auto target = (weights ? weights_scratch : state_scratch).of(run.length_bytes);
     std::uint64_t home_bytes = 0;
     if (at_home > 0) {
       home_bytes = layout.tiles()[run.first + at_home].s_offset - run.offset_bytes;
