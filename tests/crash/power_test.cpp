@@ -133,6 +133,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
     bool no_keep_barrier = false;   // what is kept is not
     bool no_adopt_barrier = false;  // from its first manifest on, a rank does without the others
     bool slow_manifest = false;     // rank 1 is late with its manifest
+    bool makes_up_agreements() const { return no_barrier || no_first_barrier || no_keep_barrier || no_adopt_barrier; }
   };
 
   static std::filesystem::path scratch() {
@@ -146,6 +147,8 @@ class Power : public testing::TestWithParam<PowerSetup> {
     toy.runtime.aio_backend = aio::BackendKind::threads;  // everywhere the same, and cheap to start hundreds of times
     toy.runtime.aio_threads = 2;
     toy.runtime.update_threads = 1;
+    toy.runtime.device_memory_bytes = 4 * kMiB;  // mapping them was the most of a short life
+    toy.runtime.comm_scratch_bytes = kMiB;
     toy.engine.update_mode = GetParam().update_mode;
     toy.engine.keep_steps = GetParam().keeps || !from_.empty() ? 1 : 0;
     toy.engine.commit_every = GetParam().commit_every;
@@ -218,7 +221,8 @@ class Power : public testing::TestWithParam<PowerSetup> {
             has_written_manifest = true;
         };
         ToySetup toy = this->toy();
-        toy.runtime.comm_timeout = std::chrono::seconds(5);  // a mutant may wait for somebody who never comes
+        // A mutant may wait for somebody who never comes, and is judged by what it left then.
+        toy.runtime.comm_timeout = std::chrono::milliseconds(mutation.makes_up_agreements() ? 500 : 5000);
         toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
           return std::make_unique<SeeingBackend>(
               std::make_unique<ForgetfulBackend>(make_faulty_backend(options, faults), mutation.drops), see);
@@ -355,7 +359,8 @@ class Power : public testing::TestWithParam<PowerSetup> {
       faults->add({.kind = Fault::Kind::delay,
                    .operation = aio::Operation::write,
                    .path_contains = "rank-00001.manifest",
-                   .count = Faults::kForever,
+                   // Without the others from its first manifest on, the other rank needs this one alone to be late.
+                   .count = mutation.no_adopt_barrier ? 1 : Faults::kForever,
                    .delay = mutation.no_adopt_barrier ? std::chrono::milliseconds(20) : std::chrono::milliseconds(4)});
     History history;
     if (begun_with_) {
