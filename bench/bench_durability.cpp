@@ -21,7 +21,6 @@
 // passes. With --flush-ms each flush takes so much longer.
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -38,6 +37,7 @@
 #include <hoist/zero/engine.hpp>
 
 #include "checksum_twice.hpp"
+#include "held_backend.hpp"
 
 namespace {
 
@@ -54,39 +54,6 @@ struct Arguments {
   unsigned compute_ms = 0;  // of a pass
 };
 
-// Holds every flush back for a while.
-class SlowFlush final : public aio::Backend {
- public:
-  SlowFlush(std::unique_ptr<aio::Backend> inner, Nanoseconds flush) : inner_(std::move(inner)), flush_(flush) {}
-  std::string description() const override { return inner_->description(); }
-  void submit(aio::Block& block) override {
-    if (block.operation == aio::Operation::sync) {
-      held_.push_back({&block, Clock::now() + flush_});
-    } else {
-      inner_->submit(block);
-    }
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override {
-    while (!held_.empty() && held_.front().due <= Clock::now()) {
-      inner_->submit(*held_.front().block);
-      held_.pop_front();
-    }
-    if (!held_.empty())
-      timeout = std::min(timeout, std::max(Nanoseconds(0), Nanoseconds(held_.front().due - Clock::now())));
-    return inner_->reap(done, timeout);
-  }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  struct Held {
-    aio::Block* block;
-    TimePoint due;
-  };
-  const std::unique_ptr<aio::Backend> inner_;
-  const Nanoseconds flush_;
-  std::deque<Held> held_;
-};
-
 RuntimeOptions runtime_options(const Arguments& arguments) {
   const auto layer_bytes = static_cast<std::uint64_t>(arguments.elements) * 2;
   RuntimeOptions options;
@@ -94,9 +61,9 @@ RuntimeOptions runtime_options(const Arguments& arguments) {
   options.pinned_memory_bytes = (arguments.layers + 6) * layer_bytes + 96 * kMiB;
   options.communicator = CommunicatorKind::self;
   if (arguments.flush_ms > 0) {
-    options.make_aio_backend = [flush =
-                                    std::chrono::milliseconds(arguments.flush_ms)](const aio::EngineOptions& engine) {
-      return std::make_unique<SlowFlush>(aio::make_backend(engine), flush);
+    const auto slow = bench::with_flushes_of(std::chrono::milliseconds(arguments.flush_ms));
+    options.make_aio_backend = [slow](const aio::EngineOptions& engine) {
+      return std::make_unique<bench::HeldBackend>(aio::make_backend(engine), slow);
     };
   }
   return options;

@@ -7,132 +7,13 @@
 #include <span>
 
 #include <hoist/core/checksum.hpp>
-#include <hoist/optim_cpu/block_fp8.hpp>
 
-#include "tiles.hpp"
+#include "packed_tile.hpp"
 
 namespace hoist::optim::test {
 namespace {
 
-// What of a tile's state has 8 bits.
-struct Form {
-  const char* name;
-  DType weights;
-  MomentType moments;
-  RemainderType remainder = RemainderType::int16;
-};
-std::ostream& operator<<(std::ostream& out, const Form& form) { return out << form.name; }
-constexpr Form kForms[] = {
-    {"all", DType::bf16, MomentType::fp8, RemainderType::int8},
-    {"moments", DType::bf16, MomentType::fp8},
-    {"moments_of_fp16", DType::fp16, MomentType::fp8},
-    {"moments_of_fp32", DType::fp32, MomentType::fp8},
-    {"remainder", DType::bf16, MomentType::fp32, RemainderType::int8},
-    {"remainder_beside_bf16", DType::bf16, MomentType::bf16, RemainderType::int8},
-};
-
-constexpr std::size_t block_count(std::size_t elements) { return (elements + kMomentBlock - 1) / kMomentBlock; }
-
-// A tile of which some state has 8 bits. `wide` holds the gradient and, exactly, what the state says.
-struct PackedTile {
-  PackedTile(const Form& form_in, std::size_t count, DType gradient_dtype, std::size_t offset = 0)
-      : form(form_in),
-        wide(count, gradient_dtype, offset),
-        fp16_weight(count, offset),
-        remainder(count, offset),
-        codes1(count, offset),
-        codes2(count, offset),
-        scales1(block_count(count), offset),
-        scales2(block_count(count), offset),
-        narrow1(count, offset),
-        narrow2(count, offset) {}
-
-  std::size_t count() const { return wide.count(); }
-  bool has_fp8() const { return form.moments == MomentType::fp8; }
-  bool has_master24() const { return form.remainder == RemainderType::int8; }
-
-  // Rounds the wide state to what this form can hold, and takes it.
-  void adopt() {
-    for (std::size_t i = 0; i < count(); ++i) {
-      wide.set_master(i, has_master24() ? to_master24(wide.master_array[i]) : wide.master_array[i]);
-      remainder[i] = static_cast<std::int8_t>(wide.remainder[i] / 256);
-      if (form.moments == MomentType::bf16) {
-        narrow1[i] = to_bf16(wide.moment1[i]);
-        narrow2[i] = to_bf16(wide.moment2[i]);
-        wide.moment1[i] = to_float(narrow1[i]);
-        wide.moment2[i] = to_float(narrow2[i]);
-      }
-    }
-    if (!has_fp8()) return;
-    for (std::size_t first = 0; first < count(); first += kMomentBlock) {
-      const std::size_t in_block = std::min<std::size_t>(kMomentBlock, count() - first);
-      const std::size_t block = first / kMomentBlock;
-      ASSERT_TRUE(
-          encode_block({&wide.moment1[first], in_block}, kAllNearest, Moment::first, &codes1[first], scales1[block]));
-      ASSERT_TRUE(
-          encode_block({&wide.moment2[first], in_block}, kAllNearest, Moment::second, &codes2[first], scales2[block]));
-      for (std::size_t i = first; i < first + in_block; ++i) {
-        wide.moment1[i] = moment1(i);
-        wide.moment2[i] = moment2(i);
-      }
-    }
-  }
-  float moment1(std::size_t i) const { return decode_moment(codes1[i], scales1[i / kMomentBlock], Moment::first); }
-  float moment2(std::size_t i) const { return decode_moment(codes2[i], scales2[i / kMomentBlock], Moment::second); }
-  float master(std::size_t i) const {
-    if (form.weights != DType::bf16) return wide.master_array[i];
-    return has_master24() ? join_master24(wide.weight[i], remainder[i]) : wide.split_value(i);
-  }
-
-  // Elements [first, first + some) as a tile of their own. Pre: `first` is that of a block.
-  bool update(const UpdateCoefficients& c, Rounding rounding, std::size_t first, std::size_t some) {
-    const auto with_state = [&](auto tile) {
-      tile.moment_type = form.moments;
-      tile.moment1 = has_fp8()                          ? static_cast<void*>(codes1.data() + first)
-                     : form.moments == MomentType::bf16 ? static_cast<void*>(narrow1.data() + first)
-                                                        : static_cast<void*>(wide.moment1.data() + first);
-      tile.moment2 = has_fp8()                          ? static_cast<void*>(codes2.data() + first)
-                     : form.moments == MomentType::bf16 ? static_cast<void*>(narrow2.data() + first)
-                                                        : static_cast<void*>(wide.moment2.data() + first);
-      tile.scale1 = scales1.data() + first / kMomentBlock;
-      tile.scale2 = scales2.data() + first / kMomentBlock;
-      tile.gradient = wide.gradient.data() + first * dtype_bytes(wide.gradient_dtype);
-      tile.gradient_dtype = wide.gradient_dtype;
-      tile.count = some;
-      tile.rounding = {.key = rounding.key, .first = static_cast<std::uint32_t>(rounding.first + first)};
-      return update_tile(c, tile);
-    };
-    if (form.weights == DType::fp32) return with_state(WholeTile{.weight = wide.master_array.data() + first});
-    if (form.weights == DType::fp16)
-      return with_state(Fp16Tile{.weight = fp16_weight.data() + first, .master = wide.master_array.data() + first});
-    SplitTile tile{.weight = wide.weight.data() + first};
-    if (has_master24()) tile.remainder8 = remainder.data() + first;
-    if (!has_master24()) tile.remainder = wide.remainder.data() + first;
-    return with_state(tile);
-  }
-  bool update(const UpdateCoefficients& c, Rounding rounding) { return update(c, rounding, 0, count()); }
-
-  bool intact() const {
-    return wide.intact() && fp16_weight.intact() && remainder.intact() && codes1.intact() && codes2.intact() &&
-           scales1.intact() && scales2.intact() && narrow1.intact() && narrow2.intact();
-  }
-  bool same_state(const PackedTile& other) const {
-    return wide.same_state(other.wide) && fp16_weight.same_bytes(other.fp16_weight) &&
-           remainder.same_bytes(other.remainder) && codes1.same_bytes(other.codes1) &&
-           codes2.same_bytes(other.codes2) && scales1.same_bytes(other.scales1) && scales2.same_bytes(other.scales2) &&
-           narrow1.same_bytes(other.narrow1) && narrow2.same_bytes(other.narrow2);
-  }
-
-  Form form;
-  Tile wide;
-  Guarded<std::uint16_t> fp16_weight;
-  Guarded<std::int8_t> remainder;
-  Guarded<std::uint8_t> codes1, codes2, scales1, scales2;
-  Guarded<bf16> narrow1, narrow2;
-};
-
-// --- against the scalar text
-// ------------------------------------------------------------------------------------------
+// --- against the scalar text -----------------------------------------------------------------------------------------
 
 // The fp32 update of what a packed tile says.
 Tile updated_wide(PackedTile& packed, const UpdateCoefficients& c, Rounding rounding) {
@@ -251,8 +132,7 @@ TEST_P(PackedState, DoesNotDependOnTiles) {
     EXPECT_TRUE(updated(tile_count).same_state(expected)) << tile_count;
 }
 
-// --- the bits that stores hold
-// ------------------------------------------------------------------------------------------
+// --- the bits that stores hold ---------------------------------------------------------------------------------------
 
 std::uint64_t digest_of(const PackedTile& tile) {
   std::uint64_t digest = 0;
@@ -378,8 +258,7 @@ TEST(PackedStateBits, AHostsFloatModeChangesNothing) {
 
 #endif
 
-// --- limits
-// -------------------------------------------------------------------------------------------------------------
+// --- limits ----------------------------------------------------------------------------------------------------------
 
 TEST(PackedStateLimits, WhatCannotBeCommittedIsRefusedWhereverItIs) {
   const OptimizerOptions adamw{.weight_decay = 0};
@@ -472,132 +351,6 @@ TEST(PackedStateLimits, AMasterRoundedToTheLimitIsRefused) {
   }
   EXPECT_GT(refused, 0u);
   EXPECT_LT(refused, 64u);
-}
-
-// --- averages
-// --------------------------------------------------------------------------------------------------------------
-
-// What stochastic rounding is for: a second moment over a thousand steps changes by a sixtieth of a step at a time.
-TEST(PackedStateAverage, SecondMomentFollowsASmallChange) {
-  constexpr std::size_t kCount = 4096;
-  OptimizerOptions options{.weight_decay = 0};
-  PackedTile tile(kForms[0], kCount, DType::fp32);
-  const float gradient = 0.01f;
-  const float goal = gradient * gradient;
-  for (std::size_t i = 0; i < kCount; ++i) {
-    tile.wide.moment2[i] = 2 * goal;
-    tile.wide.set_gradient(i, gradient);
-  }
-  tile.adopt();
-  const double start = static_cast<double>(tile.moment2(0));
-  constexpr std::uint64_t kSteps = 3000;
-  for (std::uint64_t step = 1; step <= kSteps; ++step)
-    ASSERT_TRUE(
-        tile.update(UpdateCoefficients(options, step, 1.0), {.key = static_cast<std::uint32_t>(step) * 0x9E3779B9u}));
-  double mean = 0, square = 0;
-  for (std::size_t i = 0; i < kCount; ++i) {
-    const auto v = static_cast<double>(tile.moment2(i));
-    mean += v / kCount;
-    square += v * v / kCount;
-  }
-  const auto g2 = static_cast<double>(goal);
-  const double expected = g2 + (start - g2) * std::pow(0.999, static_cast<double>(kSteps));
-  EXPECT_NEAR(mean / expected, 1, 0.01);
-  // An unbiased walk between two neighbours: no wider than a step.
-  EXPECT_LT(std::sqrt(square - mean * mean) / mean, 1.0 / 16);
-  // To nearest it would have stood still from the first step on.
-  const std::array<float, 1> once{2 * goal * 0.999f + 0.001f * goal}, before{2 * goal};
-  std::uint8_t code_once = 0, code_before = 0, scale = 0;
-  ASSERT_TRUE(encode_block(once, kAllNearest, Moment::second, &code_once, scale));
-  ASSERT_TRUE(encode_block(before, kAllNearest, Moment::second, &code_before, scale));
-  EXPECT_EQ(code_once, code_before);
-}
-
-// Gradients that change their sign and size: the average of squares neither drifts nor scatters beyond what the format
-// makes of it, for elements as large as their block's largest and for some a hundredth of it.
-TEST(PackedStateAverage, SecondMomentOfNoiseHasItsMeanInEveryPartOfABlock) {
-  constexpr std::size_t kCount = 4096;
-  OptimizerOptions options{.learning_rate = 0, .beta2 = 0.99, .weight_decay = 0};
-  PackedTile tile(kForms[0], kCount, DType::fp32);
-  const auto scale_of = [](std::size_t i) { return i % 8 == 7 ? 1e-2 : i % 8 == 6 ? 1e-3 : 1.0; };
-  Rng rng(11);
-  double mean[3] = {};
-  constexpr std::uint64_t kSteps = 1500, kFirst = 1000;
-  for (std::uint64_t step = 1; step <= kSteps; ++step) {
-    for (std::size_t i = 0; i < kCount; ++i)
-      tile.wide.set_gradient(i, static_cast<float>(scale_of(i) * std::sqrt(12.0) * (rng.uniform() - 0.5)));
-    ASSERT_TRUE(
-        tile.update(UpdateCoefficients(options, step, 1.0), {.key = static_cast<std::uint32_t>(step) * 0x9E3779B9u}));
-    if (step <= kFirst) continue;
-    for (std::size_t i = 0; i < kCount; ++i) {
-      const std::size_t kind = i % 8 == 7 ? 1 : i % 8 == 6 ? 2 : 0;
-      mean[kind] += static_cast<double>(tile.moment2(i)) / (scale_of(i) * scale_of(i)) /
-                    static_cast<double>((kind == 0 ? kCount / 8 * 6 : kCount / 8) * (kSteps - kFirst));
-    }
-  }
-  EXPECT_NEAR(mean[0], 1, 0.01);
-  EXPECT_NEAR(mean[1], 1, 0.02);
-  // A thousandth of the largest is beyond the range: held as the least number there is, a few times too large.
-  EXPECT_GT(mean[2], 1);
-  EXPECT_LT(mean[2], 16);
-}
-
-// A first moment rounded to nearest would stop where a tenth of what is missing is less than half a step.
-TEST(PackedStateAverage, FirstMomentReachesASteadyGradient) {
-  constexpr std::size_t kCount = 4096;
-  OptimizerOptions options{.learning_rate = 0, .beta1 = 0.99, .weight_decay = 0};
-  PackedTile tile(kForms[0], kCount, DType::fp32);
-  for (std::size_t i = 0; i < kCount; ++i) tile.wide.set_gradient(i, -0.011f);
-  for (std::uint64_t step = 1; step <= 1000; ++step)
-    ASSERT_TRUE(
-        tile.update(UpdateCoefficients(options, step, 1.0), {.key = static_cast<std::uint32_t>(step) * 0x9E3779B9u}));
-  double mean = 0;
-  for (std::size_t i = 0; i < kCount; ++i) mean += static_cast<double>(tile.moment1(i)) / kCount;
-  EXPECT_NEAR(mean / -0.011, 1, 0.003);
-}
-
-// Updates far below a step of 24 bits add up.
-TEST(PackedStateAverage, MasterFollowsUpdatesBelowItsStep) {
-  constexpr std::size_t kCount = 4096;
-  OptimizerOptions options{.kind = OptimizerKind::sgd, .learning_rate = 1, .weight_decay = 0};
-  PackedTile tile(kForms[0], kCount, DType::fp32);
-  const float update = 0x1.0p-20f;  // a step at 1 is 2^-15
-  for (std::size_t i = 0; i < kCount; ++i) {
-    tile.wide.set_master(i, 1.0f);
-    tile.wide.set_gradient(i, -update);
-  }
-  tile.adopt();
-  constexpr std::uint64_t kSteps = 2000;
-  for (std::uint64_t step = 1; step <= kSteps; ++step)
-    ASSERT_TRUE(
-        tile.update(UpdateCoefficients(options, step, 1.0), {.key = static_cast<std::uint32_t>(step) * 0x9E3779B9u}));
-  double mean = 0;
-  for (std::size_t i = 0; i < kCount; ++i) mean += static_cast<double>(tile.master(i)) / kCount;
-  EXPECT_NEAR((mean - 1) / (kSteps * static_cast<double>(update)), 1, 0.01);
-  EXPECT_EQ(to_master24(1.0f + update), 1.0f);
-}
-
-// The random words of neighbours and of neighbouring keys are even and uncorrelated enough, in each of their parts.
-TEST(RoundingWord, IsEvenOverIndicesAndKeys) {
-  for (const bool over_keys : {false, true}) {
-    for (const int part : {0, 1, 2}) {
-      constexpr std::uint32_t kWords = 1u << 18;
-      double sum = 0, product = 0, before = 0;
-      for (std::uint32_t i = 0; i < kWords; ++i) {
-        const std::uint32_t word = over_keys ? rounding_word(i, 5) : rounding_word(5, i);
-        const double x = (part == 0   ? added_to_moment1(word) / 524288.0
-                          : part == 1 ? added_to_moment2(word) / 524288.0
-                                      : (added_to_master24(word) + 0.5) / 256.0) -
-                         0.5;
-        sum += x;
-        product += x * before;
-        before = x;
-      }
-      const double sigma = std::sqrt(kWords / 12.0);
-      EXPECT_LT(std::fabs(sum), 5 * sigma);
-      EXPECT_LT(std::fabs(product), 5 * std::sqrt(static_cast<double>(kWords)) / 12);
-    }
-  }
 }
 
 }  // namespace

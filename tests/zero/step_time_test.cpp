@@ -2,12 +2,12 @@
 // Predicted times: the arithmetic, and real steps on a drive and with kernels whose speed is known.
 #include <algorithm>
 #include <atomic>
-#include <deque>
 #include <thread>
 
 #include <gtest/gtest.h>
 
 #include <hoist/aio/engine.hpp>
+#include <hoist/bench/held_backend.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/zero/engine.hpp>
 #include <hoist/zero/step_time.hpp>
@@ -83,39 +83,6 @@ TEST(StepTime, AnUpdateIsUnderOneOfSeveralPasses) {
   EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 4 * 32.5 + 102.5 + 3 * 50);
 }
 
-// Moves so many bytes a second, one block after another, whichever way.
-class DriveOfKnownSpeed final : public aio::Backend {
- public:
-  DriveOfKnownSpeed(std::unique_ptr<aio::Backend> inner, double bytes_per_second)
-      : inner_(std::move(inner)), bytes_per_second_(bytes_per_second) {}
-  std::string description() const override { return inner_->description(); }
-  void submit(aio::Block& block) override {
-    const std::chrono::duration<double> takes(static_cast<double>(block.length_bytes) / bytes_per_second_);
-    free_at_ = std::max(free_at_, Clock::now()) + std::chrono::duration_cast<Nanoseconds>(takes);
-    held_.push_back({&block, free_at_});
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override {
-    while (!held_.empty() && held_.front().due <= Clock::now()) {
-      inner_->submit(*held_.front().block);
-      held_.pop_front();
-    }
-    if (!held_.empty())
-      timeout = std::min(timeout, std::max(Nanoseconds(0), Nanoseconds(held_.front().due - Clock::now())));
-    return inner_->reap(done, timeout);
-  }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  struct Held {
-    aio::Block* block;
-    TimePoint due;
-  };
-  const std::unique_ptr<aio::Backend> inner_;
-  const double bytes_per_second_;
-  TimePoint free_at_{};
-  std::deque<Held> held_;
-};
-
 constexpr double kDriveSpeed = 400e6;
 constexpr unsigned kUnits = 16;
 constexpr std::int64_t kElements = 128 * 1024;
@@ -134,7 +101,7 @@ Outcome train(Nanoseconds compute, UpdateMode mode, Placement parameters, Pinned
   RuntimeOptions runtime_options{.device_memory_bytes = 16 * kMiB, .pinned_memory_bytes = 32 * kMiB};
   runtime_options.communicator = CommunicatorKind::self;
   runtime_options.make_aio_backend = [](const aio::EngineOptions& options) {
-    return std::make_unique<DriveOfKnownSpeed>(aio::make_backend(options), kDriveSpeed);
+    return std::make_unique<bench::HeldBackend>(aio::make_backend(options), bench::at_speed(kDriveSpeed));
   };
   EngineOptions options{.parameters = parameters, .optimizer = Placement::nvme, .store_directory = directory / "store"};
   options.update_mode = mode;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Update mode `forward`: a step is decided now and carried out under the next pass. Whatever happens in between, the
 // bits are those of mode `step`.
+#include <atomic>
 #include <limits>
 
 #include <gtest/gtest.h>
@@ -191,9 +192,16 @@ TEST_P(ForwardMode, AnUpdateThatCannotBeCommittedIsReportedByTheNextStep) {
   EXPECT_EQ(run->engine.committed_step(), 2u);
 }
 
-TEST(ForwardModeOnRanks, AFailureOnOneRankIsNamedOnTheOthers) {
+// Of an update that nobody waits for: in mode `forward`, and in `backward`.
+class LateUpdates : public testing::TestWithParam<UpdateMode> {};
+INSTANTIATE_TEST_SUITE_P(Modes, LateUpdates, testing::Values(UpdateMode::forward, UpdateMode::backward),
+                         [](const auto& mode) { return mode.param == UpdateMode::forward ? "forward" : "backward"; });
+
+TEST_P(LateUpdates, AFailureOnOneRankIsNamedOnTheOthers) {
   const TempDirectory directory;
-  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.update_mode = GetParam();
+  if (GetParam() == UpdateMode::backward) setup.engine.gradient_clipping = 0;  // as it has to be
   std::atomic<int> named{0};
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
