@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Every fuzzer for a while, as many at once as there are processors, each from its corpus in the tree, which is run
+# through first and left as it is. Needs clang. What a fuzzer finds lies in build/fuzz/found, and fails this.
+#
+#   scripts/fuzz.sh [SECONDS]     of each fuzzer; 20
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export seconds=${1:-20}
+export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+echo "== fuzz: $seconds s each"
+cmake --preset fuzz >/dev/null
+cmake --build --preset fuzz --target fuzzers -- --quiet
+
+grown=$(mktemp -d)
+export grown
+trap 'rm -rf "$grown"' EXIT
+mkdir -p build/fuzz/found
+
+# fuzz NAME CORPUS: prints what came of it; 1 when something was found.
+fuzz() {
+  local name=$1 corpus=$2 log="$grown/$1.log" status=0
+  mkdir "$grown/$name"  # new inputs go to the first directory
+  "build/fuzz/bin/fuzz_$name" "$grown/$name" "tests/fuzz/$corpus" -max_total_time="$seconds" -timeout=20 \
+    -rss_limit_mb=2048 -artifact_prefix="build/fuzz/found/$name-" -print_final_stats=1 >"$log" 2>&1 || status=1
+  printf '%-12s %s inputs, %s files in the corpus\n' "$name" \
+    "$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")" "$(find "tests/fuzz/$corpus" -type f | wc -l)"
+  [ $status -eq 0 ] || cat "$log"
+  return $status
+}
+export -f fuzz
+printf '%s\n' 'config config/corpus' 'safetensors safetensors/corpus' 'manifest store/manifest-corpus' \
+  'slot store/slot-corpus' 'label store/label-corpus' |
+  xargs --max-procs="$(nproc)" --max-lines=1 bash -c 'fuzz "$@"' fuzz
