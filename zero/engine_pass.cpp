@@ -156,6 +156,10 @@ void Engine::accumulate(ParameterId parameter, const TensorView& gradient, Strea
     throw UsageError(fmt::format("the gradient of '{}' has {} elements, the parameter {}",
                                  impl_->table.spec(parameter).name, gradient.element_count(), p.count));
   }
+  if (reinterpret_cast<std::uintptr_t>(gradient.data) % dtype_bytes(gradient.dtype) != 0) {
+    throw UsageError(fmt::format("the gradient of '{}' begins at {}, which is no place for {}: copy it into a tensor",
+                                 impl_->table.spec(parameter).name, gradient.data, dtype_name(gradient.dtype)));
+  }
   const TensorView target = gradients(p.unit, stream).view(parameter);
   stream->scale_into(static_cast<std::byte*>(target.data), target.dtype, static_cast<const std::byte*>(gradient.data),
                      gradient.dtype, p.count, 1.0f, platform::Stream::Combine::add);

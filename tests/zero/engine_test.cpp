@@ -204,6 +204,8 @@ TEST(Engine, AccumulateAddsAnyDtypeAnyNumberOfTimes) {
     for (int i = 0; i < 3; ++i) engine.accumulate(engine.parameter("w"), {values, DType::fp32, three, 0}, *stream);
     engine.accumulate(engine.parameter("n"), {values, DType::fp32, two, 0}, *stream);
     EXPECT_THROW(engine.accumulate(engine.parameter("n"), {values, DType::fp32, three, 0}, *stream), UsageError);
+    auto* const odd = reinterpret_cast<std::byte*>(static_cast<void*>(values)) + 1;
+    EXPECT_THROW(engine.accumulate(engine.parameter("n"), {odd, DType::fp32, two, 0}, *stream), UsageError);
     engine.finish(unit, *stream);
     EXPECT_THROW(engine.accumulate(engine.parameter("w"), {values, DType::fp32, three, 0}, *stream), UsageError);
   }
