@@ -328,9 +328,12 @@ TEST_F(StoreOpenTest, IsRemovedOnlyWhenNobodyHasIt) {
     EXPECT_FALSE(Store::remove(directories, {}));
   }
   EXPECT_EQ(contents(), before);
-  std::ofstream(options_.directory + "/notes") << "mine";
+  // Names that no rank gives its files are somebody's copies and notes.
+  const std::array mine{"notes", "rank-00000-backup.data", "rank-0.manifest", "rank-00000.old.label", "rank-.data"};
+  for (const char* name : mine) std::ofstream(options_.directory + "/" + name) << "mine";
+  std::ofstream(options_.directory + "/rank-00000.label-new") << "what a crash leaves of a drive's label";
   EXPECT_TRUE(Store::remove(directories, {}));
-  EXPECT_EQ(contents().size(), 1u) << "the notes alone";
+  EXPECT_EQ(contents().size(), mine.size());
   EXPECT_TRUE(Store::remove(directories, {})) << "nothing is nobody's";
 }
 

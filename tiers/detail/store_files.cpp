@@ -95,22 +95,25 @@ bool ManifestView::ever_committed() const {
   return any_valid || slots[1].state != SlotCheck::State::blank;
 }
 
+namespace {
+
+// The rank that gives a file of this kind this name. None for others, which are somebody's copies.
+std::optional<int> rank_of(const std::string& name, std::string_view suffix) {
+  constexpr std::string_view kPrefix = "rank-";
+  if (!name.starts_with(kPrefix) || !name.ends_with(suffix)) return std::nullopt;
+  int rank = -1;
+  std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), rank);
+  const bool own = rank >= 0 && name == fmt::format("{}{:05}{}", kPrefix, rank, suffix);
+  return own ? std::optional(rank) : std::nullopt;
+}
+
+}  // namespace
+
 std::vector<int> ranks_in(const std::string& directory) {
   std::vector<int> ranks;
   std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
-    constexpr std::string_view kPrefix = "rank-", kSuffix = ".manifest";
-    const std::string name = entry.path().filename().string();
-    if (!name.starts_with(kPrefix) || !name.ends_with(kSuffix)) continue;
-    const char* const first = name.data() + kPrefix.size();
-    const char* const last = name.data() + name.size() - kSuffix.size();
-    int rank = 0;
-    const auto [end, error] = std::from_chars(first, last, rank);
-    // Only the name that the rank would give it: others are somebody's copies.
-    const bool own =
-        error == std::errc{} && end == last && rank >= 0 && name == fmt::format("rank-{:05}.manifest", rank);
-    if (own) ranks.push_back(rank);
-  }
+  for (const auto& entry : std::filesystem::directory_iterator(directory, ignored))
+    if (const auto rank = rank_of(entry.path().filename().string(), ".manifest")) ranks.push_back(*rank);
   std::sort(ranks.begin(), ranks.end());
   return ranks;
 }
@@ -298,8 +301,7 @@ std::vector<std::string> rank_files(std::span<const std::string> directories, st
   std::error_code ignored;
   for (const std::string& directory : directories) {
     for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
-      const std::string name = entry.path().filename().string();
-      if (name.starts_with("rank-") && name.ends_with(suffix)) paths.push_back(entry.path().string());
+      if (rank_of(entry.path().filename().string(), suffix)) paths.push_back(entry.path().string());
     }
   }
   return paths;
@@ -316,7 +318,7 @@ bool remove_store(std::span<const std::string> directories, Nanoseconds lock_tim
     if (!file->lock(std::max(lock_timeout - (Clock::now() - start), Nanoseconds{0}))) return false;
     locked.push_back(std::move(file));
   }
-  for (const std::string_view suffix : {".manifest", ".manifest-new", ".label", ".lock-info", ".data"})
+  for (const std::string_view suffix : {".manifest", ".manifest-new", ".label", ".label-new", ".lock-info", ".data"})
     for (const std::string& path : rank_files(directories, suffix)) remove_file(path);
   return true;
 }
