@@ -8,6 +8,7 @@
 
 #include <hoist/aio/detail/backends.hpp>
 #include <hoist/aio/detail/engine_impl.hpp>
+#include <hoist/aio/detail/transfer_error.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/thread.hpp>
@@ -16,8 +17,10 @@
 namespace hoist::aio {
 
 using detail::Flight;
+using detail::operation_name;
 using detail::Request;
 using detail::Transfer;
+using detail::transfer_error;
 
 namespace {
 
@@ -28,59 +31,15 @@ constexpr Nanoseconds kRetryPause = std::chrono::microseconds(100);
 constexpr unsigned kRetryDoublingsMax = 10;
 // Beyond the drain time-out, for an I/O thread that is itself stuck (in a continuation, or in a driver).
 constexpr Nanoseconds kStuckGrace = std::chrono::seconds(2);
-constexpr Nanoseconds kTimeoutMax = std::chrono::hours(24 * 365);  // adding more to a time point could overflow
+constexpr Nanoseconds kTimeoutMax = std::chrono::hours(24 * 365);  // what is added to more could overflow
 
 Patience patience(Nanoseconds timeout) { return Patience(std::clamp(timeout, Nanoseconds(0), kTimeoutMax)); }
 Nanoseconds retry_pause(unsigned retries) { return kRetryPause * (1 << std::min(retries, kRetryDoublingsMax)); }
-
-const char* operation_name(Operation operation) {
-  switch (operation) {
-    case Operation::read:
-      return "read";
-    case Operation::write:
-      return "write";
-    case Operation::sync:
-      return "fdatasync";
-  }
-  return "transfer";
-}
-
-const char* remedy_of(Operation operation, int code) {
-  switch (code) {
-    case 0:
-      return operation == Operation::read ? "the file is shorter than what was asked for, or the drive gave up"
-                                          : "the drive gave up; check its free space and its health";
-    case EIO:
-      return "check the drive's health (dmesg, smartctl)";
-    case ENOSPC:
-      return "free space on this drive";
-    case EDQUOT:
-      return "raise the quota, or free space under it";
-    case EAGAIN:
-      return "the system stayed short of resources through every retry; lower the queue depth";
-    case EINVAL:
-      return "this file system may not do direct transfers of this block size";
-    case EOPNOTSUPP:
-      return "this drive or file system cannot do this kind of transfer; leave polling out";
-    case EBADF:
-      return "the file was not opened for this kind of transfer";
-    case ETIMEDOUT:
-      return "the drive did not answer; the buffer may still be written to and must not be used again";
-    default:
-      return "";
-  }
-}
 
 // Asked of the system, since files grow. A file that cannot be asked does not end anywhere.
 bool ends_at(const File& file, std::uint64_t offset_bytes) {
   struct stat info {};
   return ::fstat(file.descriptor(), &info) == 0 && static_cast<std::uint64_t>(info.st_size) <= offset_bytes;
-}
-
-std::exception_ptr io_error(Operation operation, const File& file, std::uint64_t offset_bytes,
-                            std::uint64_t length_bytes, int code) {
-  return std::make_exception_ptr(
-      IoError({operation_name(operation), file.path(), offset_bytes, length_bytes, code}, remedy_of(operation, code)));
 }
 
 }  // namespace
@@ -110,7 +69,8 @@ Completion Engine::Impl::enqueue(const Request& request, Priority priority) {
   {
     const std::lock_guard lock(mutex_);
     if (abandoned_) {
-      promise.fail(io_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
+      promise.fail(
+          transfer_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
       return completion;
     }
     HOIST_ASSERT(!ended_, "a transfer was started on an engine that is being destroyed");
@@ -358,7 +318,7 @@ void Engine::Impl::count(const Flight& flight, std::uint64_t moved_bytes) {
 void Engine::Impl::fail(Flight& flight, int code) {
   Transfer& transfer = *flight.transfer;
   if (!transfer.error)
-    transfer.error = io_error(flight.operation, *flight.file, flight.offset_bytes, flight.length_bytes, code);
+    transfer.error = transfer_error(flight.operation, *flight.file, flight.offset_bytes, flight.length_bytes, code);
   if (!transfer.fully_cut) end_cutting(transfer);  // the rest of it is not started
   close_block(flight);
 }
@@ -400,7 +360,8 @@ void Engine::Impl::abandon() {
     Promise promise = std::move(*transfer.promise);
     transfer.promise.reset();
     const Request& request = transfer.request;
-    promise.fail(io_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
+    promise.fail(
+        transfer_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
   };
   for (Flight& flight : flights_) {
     if (flight.transfer != nullptr) give_up(*flight.transfer);
