@@ -180,6 +180,25 @@ TEST_P(OffloadRatioOf, RanksAndMicroBatchesEndsInTheSameBitsInEveryMode) {
   }
 }
 
+TEST(OffloadRatio, EveryStageAndGroupsThatGatherAmongThemselvesEndInTheSameBits) {
+  const std::vector<RankRun> expected = train_on(4, simplest(divided(1, true)), {}, 5);
+  for (const int stage : {0, 2, 3}) {
+    for (const int group : {1, 2}) {
+      if (group > 1 && stage < 3) continue;  // refused
+      for (const bool host_accessible : {true, false}) {
+        ToySetup setup = divided(0.4, host_accessible);
+        setup.engine.stage = stage;
+        setup.engine.secondary_shard_ranks = group;
+        setup.runtime.host_device.chaos_seed = 47;
+        const std::vector<RankRun> found = train_on(4, setup, {}, 5);
+        for (std::size_t rank = 0; rank < found.size(); ++rank)
+          EXPECT_EQ(found[rank].digests, expected[rank].digests)
+              << "stage " << stage << ", groups of " << group << (host_accessible ? "" : ", apart");
+      }
+    }
+  }
+}
+
 // --- going on --------------------------------------------------------------------------------------------------------
 
 // Every part of a run has another ratio, and some another number of ranks.
