@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/comm/agreement.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
@@ -139,7 +140,19 @@ void Engine::Impl::require_live() const {
   if (!sealed) throw UsageError("call initialize() or restore() first");
 }
 
+std::string Engine::Impl::name_in_job(int rank) const {
+  return fmt::format("rank {}{}", rank, runtime.has_several_groups() ? " of the norm group" : "");
+}
+
 void Engine::Impl::together(const char* what, const std::function<void()>& part) const {
+  together_in(runtime.communicator(), what, part);
+}
+
+void Engine::Impl::all_together(const char* what, const std::function<void()>& part) const {
+  together_in(job(), what, part);
+}
+
+void Engine::Impl::together_in(comm::Communicator& ranks, const char* what, const std::function<void()>& part) const {
   std::exception_ptr error;
   try {
     part();
@@ -148,7 +161,8 @@ void Engine::Impl::together(const char* what, const std::function<void()>& part)
   }
   std::optional<comm::Problem> problem;
   try {
-    problem = detail::first_problem(runtime.communicator(), error);
+    problem = detail::first_problem(ranks, error);
+    if (problem && &ranks != &runtime.communicator()) alarm->told_in_norm();
     if (error) alarm->told_in_exchange();
   } catch (const CommError& lost) {
     if (!error) throw CommError(fmt::format("{} (whether all could {})", lost.what(), what));
@@ -156,23 +170,42 @@ void Engine::Impl::together(const char* what, const std::function<void()>& part)
     if (!error) throw;
   }
   if (error) std::rethrow_exception(error);
-  if (problem) throw CommError(fmt::format("rank {} could not {}: {}", problem->rank, what, problem->text));
+  if (!problem) return;
+  const std::string who = &ranks == &job() ? name_in_job(problem->rank) : fmt::format("rank {}", problem->rank);
+  throw CommError(fmt::format("{} could not {}: {}", who, what, problem->text));
+}
+
+// What follows is made of exchanges between all ranks of the job, and is no place for one group to turn back alone.
+void Engine::Impl::compare_groups() const {
+  if (!runtime.has_several_groups()) return;
+  all_together("lay out its model", [&] { require_model(); });
+  const bool has_store = !options.store_directory.empty();
+  const std::string rules = !has_store ? "no store"
+                                       : fmt::format("{}, durability {}, a commit every {} steps, room to keep {}",
+                                                     nvme_placement() ? "a store of steps" : "a store of saves",
+                                                     options.durability == tiers::Durability::step ? "step" : "none",
+                                                     options.commit_every, options.keep_steps);
+  comm::agree(job(), name_digest(rules), rules);
+}
+
+void Engine::Impl::require_model() const {
+  if (table.units().empty()) throw UsageError("the engine has no units");
+  require_weights_dtype();
 }
 
 void Engine::Impl::seal(bool create_store) {
-  if (table.units().empty()) throw UsageError("the engine has no units");
-  require_weights_dtype();
+  require_model();
   const std::uint64_t run = create_store ? agree_on_run() : 0;
   // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed.
-  const bool first_commit_is_useless = create_store && runtime.world_size() > 1 && !find_commit();
+  const bool first_commit_is_useless = create_store && job().size() > 1 && !find_commit();
   if (const int ranks = detail::gathering_group(options, runtime.world_size()); ranks > 1)
     live.group = runtime.communicator().split(ranks);
-  together(create_store ? "take its memory and make its store" : "take its memory and open its store", [&] {
+  all_together(create_store ? "take its memory and make its store" : "take its memory and open its store", [&] {
     if (runtime.rank() == 0 && !options.metrics_path.empty())
       metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
     lay_out(create_store, run, first_commit_is_useless);
   });
-  if (live.store) live.commit_channel = runtime.communicator().duplicate();
+  if (live.store) live.commit_channel = job().duplicate();
   sealed = true;
 }
 
@@ -189,10 +222,15 @@ void Engine::Impl::require_weights_dtype() const {
 
 std::uint64_t Engine::Impl::agree_on_run() const {
   std::random_device device;
-  const std::uint64_t mine = (std::uint64_t{device()} << 32) | device() | 1;
-  std::vector<std::uint64_t> all(static_cast<std::size_t>(runtime.world_size()));
-  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-  return all.front();
+  const auto of_first_rank = [](comm::Communicator& ranks, std::uint64_t mine) {
+    std::vector<std::uint64_t> all(static_cast<std::size_t>(ranks.size()));
+    ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+    return all.front();
+  };
+  const std::uint64_t run = of_first_rank(job(), (std::uint64_t{device()} << 32) | device() | 1);
+  if (!runtime.has_several_groups()) return run;
+  const auto group = of_first_rank(runtime.communicator(), static_cast<std::uint64_t>(job().rank()));
+  return detail::run_of_group(run, static_cast<int>(group));
 }
 
 double Engine::Impl::affordable_pinned_fraction(std::uint64_t store_memory_bytes) const {

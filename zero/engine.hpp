@@ -5,7 +5,8 @@
 // release units, gradients/accumulate and finish, end the pass, step().
 //
 // Threading  One thread at a time, not always the same. [C] marks collective calls: every rank makes the same calls in
-//            the same order; a rank that differs is named in a CommError.
+//            the same order; a rank that differs is named in a CommError. Of a job with several sharding groups, [C] is
+//            every rank of the group, and [J] of the job.
 // Memory     Device and pinned memory are laid out by initialize() or restore(); nothing is taken afterwards.
 // Errors     UsageError leaves the state unchanged. After any other error of a step or pass the engine has failed:
 //            only restore() in a new engine, or destruction, is legal. The other ranks do not wait for one that has
@@ -63,19 +64,19 @@ class Engine {
   void require_device_memory(std::uint64_t program_bytes) const;
 
   // --- bringing it to life -------------------------------------------------------------------------------------------
-  // [C] Fresh state from `fill`; commit 0, with `caller_state`, when something lives on NVMe. Refuses an existing store
+  // [J] Fresh state from `fill`; commit 0, with `caller_state`, when something lives on NVMe. Refuses an existing store
   // that holds a commit. When this or restore() throws, on any rank, the engine is as before and either may be called
   // again, unless the others had to be told (see Errors): what one rank is refused, or fails with, is mostly exchanged.
   void initialize(const Fill& fill, std::span<const std::byte> caller_state = {});
-  // [C] The newest commit that every rank has, if any. Changes nothing.
+  // [J] The newest commit that every rank has, if any. Changes nothing.
   std::optional<std::uint64_t> find_commit();
-  // [C] The steps that every rank keeps under a name, oldest first. Changes nothing.
+  // [J] The steps that every rank keeps under a name, oldest first. Changes nothing.
   struct KeptStep {
     std::string name;
     std::uint64_t step = 0;
   };
   std::vector<KeptStep> find_kept();
-  // [C] Continues from the newest commit, or from a kept step; commits after that one are then abandoned, kept steps
+  // [J] Continues from the newest commit, or from a kept step; commits after that one are then abandoned, kept steps
   // stay. When another number of ranks made it, its state is dealt out anew into a store of its own below the offload
   // directory, which needs room there and all old ranks' files in sight; the old store goes once the new one is
   // committed (with nothing on NVMe: at the next restore() after that), unless it keeps steps. StoreError when there is
@@ -101,7 +102,7 @@ class Engine {
   // What the loss of every micro-batch up to the next step() is to be multiplied by before it is differentiated. The
   // step undoes it: state, norms and read() show gradients without it. 1 without EngineOptions::loss_scale.
   float loss_scale() const;
-  StepReport step(const StepOptions& options = {});  // [C]
+  StepReport step(const StepOptions& options = {});  // [J]
   // Ends the pass under way and drops its gradients; outside of a pass, drops those of the step to come.
   void discard() noexcept;
   // This rank's program cannot go on: the engine has failed, and those of the other ranks stop with a CommError that
@@ -114,11 +115,11 @@ class Engine {
   // them. State::gradient: after finish() of all units and before step(), reduced over ranks, without the loss scale,
   // unclipped.
   void read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out);
-  // [C] Every rank passes the same values. With a store of steps, a commit of its own, with the caller state of the
-  // last step that was applied. Errors: UsageError for State::gradient, for a moment that is not kept, and for a master
+  // [J] Every rank passes the same values. With a store of steps, a commit of its own, with the caller state of the
+  // last step that was applied; a sharding group that has nothing to change passes none. Errors: UsageError for State::gradient, for a moment that is not kept, and for a master
   // that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
-  // [C] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
+  // [J] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
   // last EngineOptions::keep_steps of them. A step of the same name is replaced, once this one is durable everywhere.
   // No data moves, and nothing waits: on NVMe the step's own commit is kept; state in memory is written by a thread
   // under the next pass, and the next step() waits for that (once: what has not changed since the last save is not

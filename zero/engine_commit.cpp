@@ -32,7 +32,7 @@ void Engine::Impl::agree_on_landing(const std::exception_ptr& problem) {
     throw CommError(fmt::format("{} (whether a commit landed at all ranks)", lost.what()));
   }
   if (!first || problem) return;
-  throw CommError(fmt::format("rank {} could not commit the step: {}", first->rank, first->text));
+  throw CommError(fmt::format("{} could not commit the step: {}", name_in_job(first->rank), first->text));
 }
 
 void Engine::Impl::renounce_landing(const std::exception_ptr& problem) noexcept {
@@ -118,8 +118,8 @@ void Engine::Impl::check_save(const std::string& name, std::span<const std::byte
 
 Completion Engine::Impl::save(const std::string& name, std::span<const std::byte> program_state) {
   check_save(name, program_state);
-  if (runtime.world_size() > 1) {
-    comm::agree(runtime.communicator(), random_bits(name_digest(name), step_count),
+  if (job().size() > 1) {
+    comm::agree(job(), random_bits(name_digest(name), step_count),
                 fmt::format("save '{}' of step {}", name, step_count));
   }
   if (!nvme_placement()) return save_in_background(name, program_state);

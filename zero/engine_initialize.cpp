@@ -67,11 +67,12 @@ void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> progr
     }
   };
   enliven([&] {
-    together("keep its program's state", [&] { require_room_for(program_state); });
+    compare_groups();
+    all_together("keep its program's state", [&] { require_room_for(program_state); });
     refuse_resharded();
     seal(/*create_store=*/true);
     const Ledger::Apart apart(runtime.ledger());
-    together("make its initial state", [&] { fill_homes(checked); });
+    all_together("make its initial state", [&] { fill_homes(checked); });
     step_state = commit_state(program_state);
     if (!nvme_placement()) return;
     commit("", step_state);

@@ -44,9 +44,8 @@ struct Engine::Impl::CommonCommit {
   }
 };
 
-std::vector<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commits(std::span<const CommitHeader> commits,
-                                                                       std::uint64_t store_number) const {
-  const std::uint64_t run = store_number - static_cast<std::uint64_t>(runtime.rank());
+std::vector<Engine::Impl::CommonCommit> Engine::Impl::common_to(comm::Communicator& ranks,
+                                                                std::span<const CommonCommit> listed) {
   struct List {
     std::uint64_t count = 0;
     std::array<CommonCommit, tiers::kSlotCount + tiers::kKeptStepsMax + 1> commits{};
@@ -56,12 +55,10 @@ std::vector<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commits(std::span
     }
   };
   List mine;
-  for (const CommitHeader& c : commits) {
-    if (mine.count < mine.commits.size())
-      mine.commits[mine.count++] = {c.step, c.revision, run, c.kept_serial, name_digest(c.name)};
-  }
-  std::vector<List> all(static_cast<std::size_t>(runtime.world_size()));
-  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  for (const CommonCommit& c : listed)
+    if (mine.count < mine.commits.size()) mine.commits[mine.count++] = c;
+  std::vector<List> all(static_cast<std::size_t>(ranks.size()));
+  ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
   std::vector<CommonCommit> common;
   for (std::size_t i = 0; i < all[0].count; ++i) {
     const CommonCommit& candidate = all[0].commits[i];
@@ -72,35 +69,82 @@ std::vector<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commits(std::span
   return common;
 }
 
+// First within the sharding group, whose stores are of one run, then of what its groups have the whole job.
+std::vector<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commits(std::span<const CommitHeader> commits,
+                                                                       std::uint64_t store_number) const {
+  const std::uint64_t run = store_number - static_cast<std::uint64_t>(runtime.rank());
+  std::vector<CommonCommit> listed;
+  for (const CommitHeader& c : commits) listed.push_back({c.step, c.revision, run, c.kept_serial, name_digest(c.name)});
+  std::vector<CommonCommit> common = common_to(runtime.communicator(), listed);
+  if (!runtime.has_several_groups()) return common;
+  for (CommonCommit& c : common) c.run = detail::job_part(c.run);
+  return common_to(job(), common);
+}
+
 // A store, and what of it all ranks can continue from.
 struct Engine::Impl::Source {
   detail::StorePlace place;
-  int world_size = 0;                 // 0: no manifest can be read
+  int world_size = 0;                 // of this sharding group's; 0: no manifest can be read
   std::vector<CommonCommit> commits;  // newest first
   std::vector<CommitHeader> headers;  // of those, in no order, as this rank sees them
-  std::uint32_t kept_steps_max = 0;
+  // Of the whole job, however its groups differ:
+  bool same_ranks = false;    // every group has as many ranks as made its store
+  bool has_room = false;      // likewise, for the steps that are to be kept
   bool came_further = false;  // some rank holds more than the commit that a new store begins with
+  // With several groups, newer places that came to nothing: no commit is all of theirs, and nobody went on from one.
+  std::vector<std::uint64_t> passed_over;
 };
 
-// All that any rank sees, newest first.
-std::vector<detail::StorePlace> Engine::Impl::agree_on_places() const {
+namespace {
+
+// What any of the ranks lists, highest first.
+std::vector<PlaceEntry> listed_by_any(comm::Communicator& ranks, std::span<const PlaceEntry> listed) {
   struct List {
     std::uint64_t count = 0;
     std::array<PlaceEntry, 32> entries{};
   };
   List mine;
-  together("look for stores", [&] {
-    if (options.store_directory.empty()) return;
-    for (const detail::StorePlace& p : detail::store_places(options.store_directory))
-      if (mine.count < mine.entries.size()) mine.entries[mine.count++] = {p.order, p.world_size};
-  });
-  std::vector<List> all(static_cast<std::size_t>(runtime.world_size()));
-  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  for (const PlaceEntry& entry : listed)
+    if (mine.count < mine.entries.size()) mine.entries[mine.count++] = entry;
+  std::vector<List> all(static_cast<std::size_t>(ranks.size()));
+  ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
   std::vector<PlaceEntry> entries;
   for (const List& list : all)
     entries.insert(entries.end(), list.entries.begin(), list.entries.begin() + static_cast<std::ptrdiff_t>(list.count));
   std::ranges::sort(entries, std::greater{});
   entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
+  return entries;
+}
+
+// What a group lists, made as long as the other groups' lists: entry by entry they are of one order. Where this group
+// has none, it gets a place in which nothing is.
+std::vector<PlaceEntry> line_up(comm::Communicator& job, const std::vector<PlaceEntry>& of_group, int world_size) {
+  // Downwards within their order, instead of by their world size. (Two of one order: files were out of sight once.)
+  std::vector<PlaceEntry> numbered = of_group;
+  for (std::size_t i = 0; i < numbered.size(); ++i)
+    numbered[i].world_size = i > 0 && of_group[i].order == of_group[i - 1].order ? numbered[i - 1].world_size - 1 : 0;
+  std::vector<PlaceEntry> all = listed_by_any(job, numbered);
+  for (PlaceEntry& entry : all) {
+    const auto here = std::ranges::find(numbered, entry);
+    const std::int64_t of_none = entry.order > 0 && entry.world_size == 0 ? world_size : 0;
+    entry = here == numbered.end() ? PlaceEntry{entry.order, of_none}
+                                   : of_group[static_cast<std::size_t>(here - numbered.begin())];
+  }
+  return all;
+}
+
+}  // namespace
+
+// All that any rank sees, newest first.
+std::vector<detail::StorePlace> Engine::Impl::agree_on_places() const {
+  std::vector<PlaceEntry> mine;
+  all_together("look for stores", [&] {
+    if (options.store_directory.empty()) return;
+    for (const detail::StorePlace& p : detail::store_places(options.store_directory))
+      mine.push_back({p.order, p.world_size});
+  });
+  std::vector<PlaceEntry> entries = listed_by_any(runtime.communicator(), mine);
+  if (runtime.has_several_groups()) entries = line_up(job(), entries, runtime.world_size());
   std::vector<detail::StorePlace> places;
   for (const PlaceEntry& entry : entries)
     places.push_back(entry.order == 0 ? detail::StorePlace{}
@@ -114,7 +158,7 @@ Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& whe
   Source source{.place = where};
   const std::string directory = where.in(options.store_directory);
   std::int64_t world_size = 0;
-  together("look at its store", [&] {
+  all_together("look at its store", [&] {
     for (const int rank : tiers::Store::ranks_in(directory)) {
       const auto identity = tiers::Store::look(directory, rank).identity;
       if (identity) world_size = identity->world_size;
@@ -127,21 +171,25 @@ Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& whe
 
   std::vector<CommitHeader> commits, abandoned, kept;
   std::uint64_t number = 0;
-  std::byte further{0};
-  const auto note = [&](const std::vector<CommitHeader>& own, std::size_t others, bool unreadable) {
-    const bool resumed = std::ranges::any_of(own, [](const CommitHeader& c) { return c.incarnation > 1; });
-    if (unreadable || resumed || own.size() + others > 1) further = std::byte{1};
+  constexpr std::byte kFurther{1}, kOtherRanks{2}, kNoRoom{4};
+  std::byte found_here{0};
+  const auto note = [&](const std::vector<CommitHeader>& last, std::size_t others, bool unreadable) {
+    const bool resumed = std::ranges::any_of(last, [](const CommitHeader& c) { return c.incarnation > 1; });
+    if (unreadable || resumed || last.size() + others > 1) found_here |= kFurther;
   };
-  together("look at its store", [&] {
+  all_together("look at its store", [&] {
     if (source.world_size == runtime.world_size()) {
-      tiers::Store::Found found = tiers::Store::look(directory, runtime.rank());
-      number = found.store_number;
-      source.kept_steps_max = found.kept_steps_max;
-      note(found.commits, found.abandoned.size() + 2 * found.kept.size(), found.exists && !found.identity);
-      abandoned = std::move(found.abandoned);
-      commits = std::move(found.commits);
-      kept = std::move(found.kept);
-    } else if (!tiers::Store::ranks_in(directory).empty()) {
+      tiers::Store::Found own = tiers::Store::look(directory, runtime.rank());
+      number = own.store_number;
+      if (own.kept_steps_max < options.keep_steps) found_here |= kNoRoom;
+      note(own.commits, own.abandoned.size() + 2 * own.kept.size(), own.exists && !own.identity);
+      abandoned = std::move(own.abandoned);
+      commits = std::move(own.commits);
+      kept = std::move(own.kept);
+      return;
+    }
+    found_here |= kOtherRanks;
+    if (!tiers::Store::ranks_in(directory).empty()) {
       StoreSummary summary = look_at_one_store(directory);
       number = summary.run + static_cast<std::uint64_t>(runtime.rank());
       for (const StoreSummary::Rank& rank : summary.ranks)
@@ -150,9 +198,14 @@ Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& whe
       kept = std::move(summary.kept);
     }
   });
-  std::vector<std::byte> all_further(static_cast<std::size_t>(runtime.world_size()));
-  runtime.communicator().exchange(std::span(&further, 1), all_further);
-  source.came_further = std::ranges::find(all_further, std::byte{1}) != all_further.end();
+  std::vector<std::byte> found(static_cast<std::size_t>(job().size()));
+  job().exchange(std::span(&found_here, 1), found);
+  const auto anywhere = [&](std::byte what) {
+    return std::ranges::any_of(found, [&](std::byte rank) { return (rank & what) != std::byte{0}; });
+  };
+  source.came_further = anywhere(kFurther);
+  source.same_ranks = !anywhere(kOtherRanks);
+  source.has_room = !anywhere(kNoRoom);
   source.headers = from ? std::move(kept) : std::move(commits);
   if (from && !from->empty()) std::erase_if(source.headers, [&](const CommitHeader& c) { return c.name != *from; });
   source.commits = agree_on_commits(source.headers, number);
@@ -165,9 +218,14 @@ Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& whe
 
 std::optional<Engine::Impl::Source> Engine::Impl::find_source(const std::optional<std::string>& from,
                                                               bool strict) const {
+  std::vector<std::uint64_t> passed_over;
   for (const detail::StorePlace& where : agree_on_places()) {
     Source source = agree_on_source(where, from);
-    if (!source.commits.empty()) return source;
+    if (!source.commits.empty()) {
+      source.passed_over = std::move(passed_over);
+      return source;
+    }
+    if (runtime.has_several_groups() && !source.came_further) passed_over.push_back(where.order);
     // Of the first one, create() knows as much. A newer one that was only being made gives way to the one before it.
     if (!strict || !source.came_further || where.name.empty()) continue;
     throw detail::CommonStoreError(fmt::format(
@@ -200,8 +258,7 @@ std::vector<Engine::KeptStep> Engine::Impl::find_kept() const {
 // A fresh start must not pass over a store that another number of ranks has committed to.
 void Engine::Impl::refuse_resharded() const {
   const auto source = find_source(std::nullopt);
-  if (!source || (source->place.name.empty() && source->world_size == runtime.world_size()))
-    return;  // create() sees it
+  if (!source || (source->place.order == 0 && source->same_ranks)) return;  // create() sees it
   throw detail::CommonStoreError(
       fmt::format("the store in {} holds step {} of a run of {} ranks; resume with --resume, or remove the directory",
                   source->place.in(options.store_directory), source->commits.front().step, source->world_size));
@@ -242,12 +299,14 @@ detail::CommonStoreError Engine::Impl::nothing_to_restore(const std::string& fro
           "start {} ranks, or bring the files together",
           where.in(options.store_directory), ranks, runtime.world_size(), ranks);
   }
-  return detail::CommonStoreError(fmt::format("{} holds no commit that every rank has{}{}", options.store_directory,
-                                              kept.empty() ? "" : "; " + kept, why));
+  const char* const whose = runtime.has_several_groups() ? " of all sharding groups, which made it in one job," : "";
+  return detail::CommonStoreError(fmt::format("{} holds no commit that every rank{} has{}{}", options.store_directory,
+                                              whose, kept.empty() ? "" : "; " + kept, why));
 }
 
 RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
   return enliven([&] {
+    compare_groups();
     if (options.store_directory.empty()) {
       throw UsageError(
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
@@ -255,16 +314,17 @@ RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
     const auto newest = find_source(std::nullopt, /*strict=*/restore_options.from.empty());
     const auto source = restore_options.from.empty() ? newest : find_source(restore_options.from, /*strict=*/false);
     if (!source) throw nothing_to_restore(restore_options.from);
-    const bool in_place = source->world_size == runtime.world_size() && source->kept_steps_max >= options.keep_steps &&
-                          (!newest || newest->place.order == source->place.order);
+    const bool in_place =
+        source->same_ranks && source->has_room && (!newest || newest->place.order == source->place.order);
+    const std::vector<std::uint64_t> passed_over = newest ? newest->passed_over : std::vector<std::uint64_t>();
     if (in_place) {
       place = source->place;
       restore_in_place(restore_options);
     } else {
-      reshard(*source, restore_options);
+      reshard(*source, restore_options, passed_over);
     }
     committed_step = static_cast<std::int64_t>(step_count);
-    remove_older_places();
+    remove_older_places(passed_over);
     book_io();
     return RestoreReport{.step = step_count, .caller_state = step_state.program, .world_size = source->world_size};
   });
@@ -274,7 +334,7 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
   seal(/*create_store=*/false);
   const Ledger::Apart apart(runtime.ledger());
   const CommonCommit chosen = choose_commit(restore_options.from);
-  together("adopt the commit", [&] {
+  all_together("adopt the commit", [&] {
     std::vector<CommitHeader> all = live.store->kept();
     const auto commits = live.store->commits();
     all.insert(all.end(), commits.begin(), commits.end());
@@ -283,7 +343,7 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
     live.store->adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
   });
   forget_what_others_lack();
-  together("read the commit", [&] {
+  all_together("read the commit", [&] {
     try {
       for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
     } catch (const CorruptionError& error) {
@@ -315,7 +375,8 @@ tiers::Budget::Hold Engine::Impl::hold_for_reading(std::uint64_t bytes) const {
 }
 
 // Into a new store, so that the old one is whole until this one is committed everywhere.
-void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_options) {
+void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_options,
+                           const std::vector<std::uint64_t>& passed_over) {
   if (nvme_placement() && !stores_steps())
     throw detail::CommonStoreError(
         fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
@@ -327,7 +388,7 @@ void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_o
   const std::string directory = source.place.in(options.store_directory);
   std::unique_ptr<StoredModel> stored;
   tiers::Budget::Hold reading;
-  together("open the store it goes on from", [&] {
+  all_together("open the store it goes on from", [&] {
     const std::string layout = look_at_one_store(directory).layout;
     if (layout != table.identity())
       throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
@@ -341,12 +402,12 @@ void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_o
     step_state = {.scaler = stored->loss_scaler(), .program = {state.begin(), state.end()}};
   });
   if (step_state.scaler) scaler.restore(*step_state.scaler);
-  remove_unfinished_places(source.place.order);
+  remove_unfinished_places(source.place.order, passed_over);
   place = detail::new_place(agree_on_places().front().order + 1, runtime.world_size());
   step_count = chosen.step;
   seal(/*create_store=*/true);
   const Ledger::Apart apart(runtime.ledger());
-  together("take over the state", [&] {
+  all_together("take over the state", [&] {
     std::mutex one_at_a_time;
     const auto read = [&](ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
       const std::lock_guard lock(one_at_a_time);
@@ -372,8 +433,9 @@ std::vector<std::string> Engine::Impl::drive_directories() const {
 
 namespace {
 
-// A store that was being made when its program died: not even its first commit is on all ranks.
-bool is_unfinished(const std::string& directory) {
+// A store that was being made when its program died: not even its first commit is on all ranks, or, if it was
+// `passed_over`, on those of all groups.
+bool is_unfinished(const std::string& directory, bool passed_over) {
   std::size_t committed = 0;
   int world_size = 1;
   for (const int rank : tiers::Store::ranks_in(directory)) {
@@ -385,18 +447,22 @@ bool is_unfinished(const std::string& directory) {
     world_size = found.identity->world_size;
     committed += found.commits.size();
   }
-  return committed < static_cast<std::size_t>(world_size);
+  return passed_over || committed < static_cast<std::size_t>(world_size);
+}
+
+bool is_among(std::uint64_t order, const std::vector<std::uint64_t>& orders) {
+  return std::ranges::find(orders, order) != orders.end();
 }
 
 }  // namespace
 
 // What earlier attempts left.
-void Engine::Impl::remove_unfinished_places(std::uint64_t after) const {
-  together("remove what an earlier attempt left", [&] {
+void Engine::Impl::remove_unfinished_places(std::uint64_t after, const std::vector<std::uint64_t>& passed_over) const {
+  all_together("remove what an earlier attempt left", [&] {
     if (runtime.rank() != 0) return;
     for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
       const std::string directory = other.in(options.store_directory);
-      if (other.order <= after || !is_unfinished(directory)) continue;
+      if (other.order <= after || !is_unfinished(directory, is_among(other.order, passed_over))) continue;
       if (!detail::remove_store(drive_directories(), other, options.lock_timeout))
         throw StoreError(
             fmt::format("another process is making the store in {} from this one; wait for it to end", directory));
@@ -406,14 +472,14 @@ void Engine::Impl::remove_unfinished_places(std::uint64_t after) const {
 
 // Stores that this one has taken over from; those that keep steps, or are not whole, stay, and so, until the next
 // start, does one that somebody reads.
-void Engine::Impl::remove_older_places() const {
+void Engine::Impl::remove_older_places(const std::vector<std::uint64_t>& passed_over) const {
   if (!nvme_placement() && live.store->commits().empty()) return;  // not taken over yet
   constexpr Nanoseconds kNow{0};
-  together("remove the store it took over from", [&] {
+  all_together("remove the store it took over from", [&] {
     if (runtime.rank() != 0) return;
     for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
       if (other.order == place.order) continue;
-      if (!other.name.empty() && is_unfinished(other.in(options.store_directory))) {
+      if (!other.name.empty() && is_unfinished(other.in(options.store_directory), is_among(other.order, passed_over))) {
         detail::remove_store(drive_directories(), other, kNow);
         continue;
       }
@@ -432,7 +498,7 @@ void Engine::Impl::forget_what_others_lack() {
   const std::vector<CommitHeader> kept = live.store->kept();
   auto common = agree_on_commits(kept, live.store->store_number());
   std::ranges::sort(common, std::greater{}, &CommonCommit::kept_serial);
-  together("give up kept steps", [&] {
+  all_together("give up kept steps", [&] {
     std::vector<std::string> names;
     for (auto k = kept.rbegin(); k != kept.rend(); ++k) {  // newest first
       const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });

@@ -166,6 +166,9 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
     }
   }
   require_undecided("write()");
+  // A commit is the whole job's: a group that made one alone would be one ahead from here on.
+  if (nvme_placement() && runtime.has_several_groups())
+    comm::agree(job(), step_count, fmt::format("write() after step {}", step_count));
   settle_together();
   const Ledger::Apart apart(runtime.ledger());
   live.gatherer->quiesce();

@@ -28,10 +28,12 @@ class Runtime {
   Runtime(const RuntimeOptions& options, const MakeCommunicator& join);
   // Inside a tensor- or pipeline-parallel job: state is partitioned over the ranks of `sharding` (those that hold
   // copies of the same parameters), while the gradient norm, clipping and whether a step is skipped are those of all
-  // ranks of `norm`, which holds every sharding group whole. A parameter that several sharding groups have is counted
-  // by one of them (ParameterSpec::counts_in_norm). All ranks of `norm` call step() together.
-  // Commits are agreed on within a sharding group: after a crash one group may hold a step more than another. Compare
-  // RestoreReport::step over the job, and go back to a step that save() kept under a name where they differ.
+  // ranks of `norm`: the whole job, which holds every sharding group whole. A parameter that several sharding groups
+  // have is counted by one of them (ParameterSpec::counts_in_norm).
+  // Commits are the job's, too: a step counts when it is durable in every group, and after a crash all of them go on
+  // from the same one. So every rank of `norm` makes the same calls of initialize(), restore(), find_commit(),
+  // find_kept(), step(), save() and write() in the same order (a group that has nothing to write() passes no values);
+  // the other collective calls are each group's own. Each group has an offload directory of its own.
   struct Groups {
     MakeCommunicator sharding;
     MakeCommunicator norm;
@@ -50,6 +52,7 @@ class Runtime {
   tiers::Budget& pinned_budget() { return pinned_budget_; }
   comm::Communicator& communicator() { return *communicator_; }
   comm::Communicator& norm_group() { return norm_group_ ? *norm_group_ : *communicator_; }
+  bool has_several_groups() const { return norm_group_ && norm_group_->size() > communicator_->size(); }
   optim::UpdatePool& update_pool() { return *update_pool_; }
   Ledger& ledger() { return ledger_; }
   Trace* trace() { return trace_.get(); }  // null unless RuntimeOptions::trace_path asks for one

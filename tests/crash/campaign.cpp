@@ -24,8 +24,17 @@ constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3)
 }  // namespace
 
 std::string CrashSetup::name() const {
-  return fmt::format("{}_{}_{}{}", parameters == Placement::nvme ? "nvme" : "memory", mode_name(update_mode),
-                     ranks == 1 ? "1_rank" : "2_ranks", pinned_fraction > 0 ? "_half_pinned" : "");
+  return fmt::format("{}_{}_{}{}{}", parameters == Placement::nvme ? "nvme" : "memory", mode_name(update_mode),
+                     groups == 1 ? "" : "2_groups_of_", ranks == 1 ? "1_rank" : "2_ranks",
+                     pinned_fraction > 0 ? "_half_pinned" : "");
+}
+
+std::vector<CrashSetup> group_crash_setups() {
+  std::vector<CrashSetup> setups{{Placement::nvme, UpdateMode::forward, 2},
+                                 {Placement::pinned, UpdateMode::step, 1},
+                                 {Placement::nvme, UpdateMode::backward, 1}};
+  for (CrashSetup& setup : setups) setup.groups = 2;
+  return setups;
 }
 
 std::vector<CrashSetup> all_crash_setups() {
@@ -56,6 +65,7 @@ void CrashTally::add(const CrashTally& other) {
   chained_restores += other.chained_restores;
   from_outside += other.from_outside;
   manifests_differed += other.manifests_differed;
+  groups_differed += other.groups_differed;
   two_stores += other.two_stores;
   runs += other.runs;
   missed += other.missed;
@@ -68,14 +78,16 @@ Campaign::Campaign(CrashSetup setup, std::string directory)
 std::string Campaign::train(const Life& life, KillSwitch& kills) const {
   WatchedSystemCalls calls(kills);
   SystemCallObserver* const before = observe_system_calls(&calls);
-  std::string digests;
-  on_ranks(setup_.ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+  const auto train = [&](int group, int index, const Runtime::Groups& joins) {
     WatchedRank watched(kills, setup_.update_mode != UpdateMode::step);
-    if (rank == life.slow_rank) watched.manifest_delay = kSlowManifest;
-    const std::string found = train_rank(
-        crash_setup(setup_.parameters, setup_.update_mode, store_, setup_.pinned_fraction), join, watched, life.terms);
-    if (rank == 0) digests = found;
-  });
+    if (index == life.slow_rank) watched.manifest_delay = kSlowManifest;
+    LifeTerms terms = life.terms;
+    terms.seed += static_cast<std::uint64_t>(group);
+    const std::string store = store_of_group(store_, setup_.groups, group);
+    return train_rank(crash_setup(setup_.parameters, setup_.update_mode, store, setup_.pinned_fraction), joins, watched,
+                      terms);
+  };
+  const std::string digests = train_job(setup_.groups, setup_.ranks, train);
   observe_system_calls(before);
   return digests;
 }
@@ -137,13 +149,13 @@ std::vector<KillPlan> Campaign::plans(std::uint64_t seed) const {
   return first;
 }
 
-bool Campaign::manifests_differ() const {
-  if (setup_.ranks == 1) return false;
-  const auto newest = [&](int rank) {
-    const auto commits = tiers::Store::look(store_, rank).commits;
-    return commits.empty() ? std::int64_t{-1} : static_cast<std::int64_t>(commits.front().step);
-  };
-  return newest(0) != newest(1);
+std::vector<std::int64_t> Campaign::newest_of(int group) const {
+  std::vector<std::int64_t> newest;
+  for (int rank = 0; rank < setup_.ranks; ++rank) {
+    const auto commits = tiers::Store::look(store_of_group(store_, setup_.groups, group), rank).commits;
+    newest.push_back(commits.empty() ? -1 : static_cast<std::int64_t>(commits.front().step));
+  }
+  return newest;
 }
 
 std::string Campaign::run(std::uint64_t seed, CrashTally& tally) {
@@ -156,7 +168,9 @@ std::string Campaign::run(std::uint64_t seed, CrashTally& tally) {
     const bool last = i >= moments.size();
     life.plan = last ? KillPlan{} : moments[i];
     life.outside = !last && life.plan.nth == 0;
-    life.slow_rank = setup_.ranks == 1 ? -1 : static_cast<int>(random_bits(seed, 100 + i) % 3) - 1;
+    life.slow_rank = -1;
+    if (const auto ranks = static_cast<std::uint64_t>(setup_.rank_count()); ranks > 1)
+      life.slow_rank = static_cast<int>(random_bits(seed, 100 + i) % (ranks + 1)) - 1;
     const SharedWitness witness;
     const LifeEnd end = live(life, random_bits(seed, 200 + i), *witness);
     const auto where = [&] {
@@ -173,7 +187,13 @@ std::string Campaign::run(std::uint64_t seed, CrashTally& tally) {
     ++(life.outside ? tally.from_outside : tally.hits[static_cast<std::size_t>(life.plan.phase)]);
     if (in_restore && restore_before) ++tally.chained_restores;
     restore_before = in_restore;
-    if (manifests_differ()) ++tally.manifests_differed;
+    std::vector<std::int64_t> newest;
+    for (int group = 0; group < setup_.groups; ++group) {
+      const auto of_group = newest_of(group);
+      if (group > 0 && std::ranges::max(of_group) != std::ranges::max(newest)) ++tally.groups_differed;
+      newest.insert(newest.end(), of_group.begin(), of_group.end());
+    }
+    if (std::ranges::adjacent_find(newest, std::ranges::not_equal_to{}) != newest.end()) ++tally.manifests_differed;
     life.terms.promised = std::max(life.terms.promised, witness->committed.load());
     // initialize() commits step 0; it was begun although nobody called step().
     life.terms.begun = std::max({life.terms.begun, witness->stepped.load(), std::int64_t{0}});
@@ -196,6 +216,7 @@ std::string table(const CrashTally& tally, std::uint64_t seed) {
   row_if_any("  of these, after a killed restore", tally.chained_restores);
   row_if_any("from outside, at any moment", tally.from_outside);
   row_if_any("left ranks with different commits", tally.manifests_differed);
+  row_if_any("left groups with different commits", tally.groups_differed);
   row_if_any("left an old store and a new one", tally.two_stores);
   return text;
 }

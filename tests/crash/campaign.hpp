@@ -25,17 +25,22 @@ struct CrashSetup {
   UpdateMode update_mode = UpdateMode::forward;
   int ranks = 1;
   double pinned_fraction = 0;  // of the optimizer's states
+  int groups = 1;              // sharding groups of so many ranks each, with a store each
+  int rank_count() const { return groups * ranks; }
   std::string name() const;
 };
 // Parameters on NVMe and in memory, every update mode, one rank and two; and some of these with half of the optimizer's
 // states pinned.
 std::vector<CrashSetup> all_crash_setups();
+// Two sharding groups, of one rank and of two, in every update mode.
+std::vector<CrashSetup> group_crash_setups();
 
 struct CrashTally {
   std::array<std::uint64_t, kPhaseCount> hits{};
   std::uint64_t chained_restores = 0;  // restores killed right after a killed restore
   std::uint64_t from_outside = 0;
   std::uint64_t manifests_differed = 0;  // kills that left ranks with different newest commits
+  std::uint64_t groups_differed = 0;     // likewise, groups
   std::uint64_t two_stores = 0;          // kills that left the old store and a new one
   std::uint64_t runs = 0;
   std::uint64_t missed = 0;  // planned moments that a life did not come to
@@ -64,7 +69,7 @@ class Campaign {
   std::string train(const Life& life, KillSwitch& kills) const;
   std::vector<KillPlan> plans(std::uint64_t seed) const;
   KillPlan plan_in(Phase phase, std::uint64_t random) const;
-  bool manifests_differ() const;
+  std::vector<std::int64_t> newest_of(int group) const;  // by rank; -1: none
 
   const CrashSetup setup_;
   const std::string directory_;

@@ -61,7 +61,8 @@ int run(const Words& words) {
                           .begun = words.number("--begun"),
                           .last_step = static_cast<std::uint64_t>(words.number("--steps"))};
     const std::string digests = train_rank(
-        setup, [](const comm::CommunicatorOptions& given) { return comm::make_mpi(given); }, watched, terms);
+        setup, {.sharding = [](const comm::CommunicatorOptions& given) { return comm::make_mpi(given); }, .norm = {}},
+        watched, terms);
     observe_system_calls(nullptr);
     end(digests);
     return kExitFinished;

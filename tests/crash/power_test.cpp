@@ -6,6 +6,7 @@
 // find a commit not older than the newest that was reported durable nor newer than the last step() called, with
 // that step's caller state, and training on from there must end in the digests of an undisturbed run. That the judge
 // would notice is tested, too: each flush, and the agreement between ranks, is taken away in turn.
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -40,6 +41,7 @@ struct PowerSetup {
   int cut_ranks = 0;    // of the life that is cut, when it is not as many as began
   int judge_ranks = 0;  // likewise
   double pinned_fraction = 0;
+  int groups = 1;  // sharding groups of so many ranks each, with a store each
 };
 
 // What the judge has to know.
@@ -132,7 +134,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
     bool no_first_barrier = false;  // the first one is not
     bool no_keep_barrier = false;   // what is kept is not
     bool no_adopt_barrier = false;  // from its first manifest on, a rank does without the others
-    bool slow_manifest = false;     // rank 1 is late with its manifest
+    bool slow_manifest = false;     // rank 1, or with several groups the second one's first, is late with its manifest
     bool makes_up_agreements() const { return no_barrier || no_first_barrier || no_keep_barrier || no_adopt_barrier; }
   };
 
@@ -142,8 +144,9 @@ class Power : public testing::TestWithParam<PowerSetup> {
     return std::filesystem::is_directory("/dev/shm", error) ? "/dev/shm" : std::filesystem::current_path();
   }
 
-  ToySetup toy() const {
-    ToySetup toy = toy_setup(GetParam().parameters, Placement::nvme, directory_ / "place/store");
+  ToySetup toy(int group) const {
+    ToySetup toy = toy_setup(GetParam().parameters, Placement::nvme,
+                             store_of_group(directory_ / "place/store", GetParam().groups, group));
     toy.runtime.aio_backend = aio::BackendKind::threads;  // everywhere the same, and cheap to start hundreds of times
     toy.runtime.aio_threads = 2;
     toy.runtime.update_threads = 1;
@@ -158,26 +161,41 @@ class Power : public testing::TestWithParam<PowerSetup> {
     return toy;
   }
 
-  std::unique_ptr<ToyModel> make_model(Engine& engine) const {
-    auto model = std::make_unique<ToyModel>(engine, kShape);
+  std::unique_ptr<ToyModel> make_model(Engine& engine, int group) const {
+    ToyShape shape = kShape;
+    shape.seed += static_cast<std::uint64_t>(group);
+    auto model = std::make_unique<ToyModel>(engine, shape);
     model->equal_gradients = elastic_;
     return model;
+  }
+
+  // So many ranks of each group. What body() says of a group on its first rank is returned: the first that is anything.
+  using Body = std::function<std::string(int group, const Runtime::Groups& joins)>;
+  static std::string on_job(int ranks, const Body& body) {
+    std::vector<std::string> said(static_cast<std::size_t>(GetParam().groups));
+    on_groups(std::vector<int>(said.size(), ranks), [&](int group, int rank, const Runtime::Groups& joins) {
+      std::string text = body(group, joins);
+      if (rank == 0) said[static_cast<std::size_t>(group)] = std::move(text);
+    });
+    const auto first = std::ranges::find_if(said, [](const std::string& text) { return !text.empty(); });
+    return first == said.end() ? "" : *first;
   }
 
   // What every life before a cut begins with: a training that came to `step`.
   void begin_all_with(std::uint64_t step) {
     start_over();
-    const ToySetup healthy = toy();
-    on_ranks(GetParam().ranks, [&](int, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(healthy.runtime, join);
+    on_job(GetParam().ranks, [&](int group, const Runtime::Groups& joins) {
+      const ToySetup healthy = toy(group);
+      Runtime runtime(healthy.runtime, joins);
       Engine engine(runtime, healthy.engine);
-      const auto model = make_model(engine);
+      const auto model = make_model(engine, group);
       engine.initialize(model->fill());
       for (std::uint64_t s = 1; s <= step; ++s) {
         model->train(s, s);
         if (from_ == std::to_string(s)) engine.save(from_, std::as_bytes(std::span(&s, 1))).wait();
       }
       engine.settle();
+      return "";
     });
     std::filesystem::rename(directory_ / "place", directory_ / "begun");
     begun_with_ = step;
@@ -185,15 +203,17 @@ class Power : public testing::TestWithParam<PowerSetup> {
 
   void SetUp() override {
     start_over();
-    const ToySetup undisturbed = toy();
-    on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(undisturbed.runtime, join);
+    expected_.resize(static_cast<std::size_t>(GetParam().groups));
+    on_job(GetParam().ranks, [&](int group, const Runtime::Groups& joins) {
+      const ToySetup undisturbed = toy(group);
+      Runtime runtime(undisturbed.runtime, joins);
       Engine engine(runtime, undisturbed.engine);
-      const auto model = make_model(engine);
+      const auto model = make_model(engine, group);
       engine.initialize(model->fill());
       model->train(1, last_step_);
       const std::string digests = digests_without_losses(engine, *model);
-      if (rank == 0) expected_ = digests;
+      if (runtime.rank() == 0) expected_[static_cast<std::size_t>(group)] = digests;
+      return "";
     });
   }
 
@@ -214,13 +234,13 @@ class Power : public testing::TestWithParam<PowerSetup> {
   // Trains `count` steps from what is there, recording what was promised. Returns whether the drive died.
   bool live(const std::shared_ptr<Faults>& faults, std::uint64_t count, const Mutation& mutation, History& history) {
     try {
-      on_ranks(cut_ranks(), [&](int, const Runtime::MakeCommunicator& join) {
+      on_job(cut_ranks(), [&](int group, const Runtime::Groups& joins) {
         std::atomic<bool> has_written_manifest{false};
         const auto see = [&](const aio::Block& block) {
           if (block.operation == aio::Operation::write && block.file->path().ends_with(".manifest"))
             has_written_manifest = true;
         };
-        ToySetup toy = this->toy();
+        ToySetup toy = this->toy(group);
         // A mutant may wait for somebody who never comes, and is judged by what it left then.
         toy.runtime.comm_timeout = std::chrono::milliseconds(mutation.makes_up_agreements() ? 500 : 5000);
         toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
@@ -234,12 +254,15 @@ class Power : public testing::TestWithParam<PowerSetup> {
           return mutation.no_barrier || (agreements == 1 && mutation.no_first_barrier) ||
                  (agreements > 1 && agreements % 2 == 1 && mutation.no_keep_barrier);
         };
-        Runtime runtime(toy.runtime, [&](const comm::CommunicatorOptions& options) {
-          return std::make_unique<Boastful>(join(options), own, of_commits);
-        });
+        const auto boasting = [&](const Runtime::MakeCommunicator& join) -> Runtime::MakeCommunicator {
+          if (!join) return {};
+          return [&](const auto& options) { return std::make_unique<Boastful>(join(options), own, of_commits); };
+        };
+        Runtime runtime(toy.runtime, {.sharding = boasting(joins.sharding), .norm = boasting(joins.norm)});
         Engine engine(runtime, toy.engine);
-        const auto model = make_model(engine);
+        const auto model = make_model(engine, group);
         train(engine, *model, count, history, /*together=*/!mutation.no_adopt_barrier);
+        return "";
       });
     } catch (const IoError&) {
       return true;
@@ -279,13 +302,12 @@ class Power : public testing::TestWithParam<PowerSetup> {
   std::string judge(const History& history) const {
     std::string problem;
     try {
-      const ToySetup healthy = toy();
-      on_ranks(judge_ranks(), [&](int rank, const Runtime::MakeCommunicator& join) {
-        Runtime runtime(healthy.runtime, join);
+      problem = on_job(judge_ranks(), [&](int group, const Runtime::Groups& joins) {
+        const ToySetup healthy = toy(group);
+        Runtime runtime(healthy.runtime, joins);
         Engine engine(runtime, healthy.engine);
-        const auto model = make_model(engine);
-        const std::string found = judge_rank(engine, *model, history);
-        if (rank == 0) problem = found;
+        const auto model = make_model(engine, group);
+        return judge_rank(engine, *model, history, expected_[static_cast<std::size_t>(group)]);
       });
       if (problem.empty() && GetParam().keeps) problem = judge_kept(history);
     } catch (const Error& error) {
@@ -296,12 +318,11 @@ class Power : public testing::TestWithParam<PowerSetup> {
 
   // What is kept is a step that was saved, and training on from it ends as it should.
   std::string judge_kept(const History& history) const {
-    std::string problem;
-    const ToySetup healthy = toy();
-    on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(healthy.runtime, join);
+    return on_job(GetParam().ranks, [&](int group, const Runtime::Groups& joins) {
+      const ToySetup healthy = toy(group);
+      Runtime runtime(healthy.runtime, joins);
       Engine engine(runtime, healthy.engine);
-      ToyModel model(engine, kShape);
+      const auto model = make_model(engine, group);
       const auto kept = engine.find_kept();
       std::string found;
       if (kept.size() > 1) found = fmt::format("{} steps are kept", kept.size());
@@ -311,16 +332,15 @@ class Power : public testing::TestWithParam<PowerSetup> {
         if (step < history.kept || step > history.begun)
           found = fmt::format("step {} is kept, {} was", step, history.kept.load());
         engine.restore({.from = kept.front().name});
-        model.train(kept.front().step + 1, last_step_);
-        if (found.empty() && digests_without_losses(engine, model) != expected_)
+        model->train(kept.front().step + 1, last_step_);
+        if (digests_without_losses(engine, *model) != expected_[static_cast<std::size_t>(group)] && found.empty())
           found = "from the kept step it ends elsewhere";
       }
-      if (rank == 0) problem = found;
+      return found;
     });
-    return problem;
   }
 
-  std::string judge_rank(Engine& engine, ToyModel& model, const History& history) const {
+  std::string judge_rank(Engine& engine, ToyModel& model, const History& history, const std::string& expected) const {
     std::uint64_t first = 1;
     if (const auto step = engine.find_commit()) {
       const auto found = static_cast<std::int64_t>(*step);
@@ -340,7 +360,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
     }
     model.train(first, last_step_);
     const std::string digests = digests_without_losses(engine, model);
-    return digests == expected_ ? "" : fmt::format("ended in {} instead of {}", digests, expected_);
+    return digests == expected ? "" : fmt::format("ended in {} instead of {}", digests, expected);
   }
 
   // From this operation on, the drive answers nothing but EIO, and does nothing.
@@ -358,7 +378,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
     if (mutation.slow_manifest)
       faults->add({.kind = Fault::Kind::delay,
                    .operation = aio::Operation::write,
-                   .path_contains = "rank-00001.manifest",
+                   .path_contains = GetParam().groups > 1 ? "group-1/rank-00000.manifest" : "rank-00001.manifest",
                    // Without the others from its first manifest on, the other rank needs this one alone to be late.
                    .count = mutation.no_adopt_barrier ? 1 : Faults::kForever,
                    .delay = mutation.no_adopt_barrier ? std::chrono::milliseconds(20) : std::chrono::milliseconds(4)});
@@ -403,7 +423,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
   }
 
   const TempDirectory directory_{scratch()};
-  std::string expected_;
+  std::vector<std::string> expected_;  // by group
   std::uint64_t last_step_ = kLastStep;
   std::optional<std::uint64_t> begun_with_;  // the step that the lives begin with
   std::string from_;                         // the kept step they go back to
@@ -465,7 +485,10 @@ TEST_P(Power, OneFailureAtEveryOperationOfThreeSteps) {
 
 std::string name_of(const testing::TestParamInfo<PowerSetup>& c) {
   return fmt::format("{}_{}_{}{}{}", c.param.parameters == Placement::nvme ? "nvme" : "memory",
-                     mode_name(c.param.update_mode), c.param.ranks == 1 ? "1_rank" : "2_ranks",
+                     mode_name(c.param.update_mode),
+                     c.param.groups > 1   ? "2_groups"
+                     : c.param.ranks == 1 ? "1_rank"
+                                          : "2_ranks",
                      c.param.keeps ? "_keeps" : "",
                      c.param.commit_every == 1 ? "" : fmt::format("_every_{}", c.param.commit_every)) +
          (c.param.cut_ranks == 0 ? "" : fmt::format("_to_{}_judged_by_{}", c.param.cut_ranks, c.param.judge_ranks)) +
@@ -491,6 +514,7 @@ INSTANTIATE_TEST_SUITE_P(TwoRanks, Power,
                                          PowerSetup{Placement::nvme, UpdateMode::forward, 2, true},
                                          PowerSetup{Placement::nvme, UpdateMode::backward, 2}),
                          name_of);
+INSTANTIATE_TEST_SUITE_P(TwoGroups, Power, testing::Values(PowerSetup{.keeps = true, .groups = 2}), name_of);
 
 class PowerMutation : public Power {
  protected:
@@ -513,15 +537,16 @@ TEST_P(PowerMutation, WithoutFlushingDirectoriesTheJudgeObjects) {
   EXPECT_NE(found({.forgets = [](const std::string& path) { return std::filesystem::is_directory(path); }}), "");
 }
 
-TEST_P(PowerMutation, WithoutTheAgreementOfRanksTheJudgeObjects) {
-  if (GetParam().ranks == 1) GTEST_SKIP() << "there is one rank";
+class PowerAgreement : public Power {};
+
+TEST_P(PowerAgreement, WithoutItTheJudgeObjects) {
   std::uint64_t cuts = 0;
   EXPECT_EQ(first_problem(1, {.slow_manifest = true}, cuts), "");
   EXPECT_NE(found({.no_barrier = true, .slow_manifest = true}), "");
 }
 
-TEST_P(PowerMutation, WithoutTheAgreementOnKeptStepsTheJudgeObjects) {
-  if (GetParam().ranks == 1 || !GetParam().keeps) GTEST_SKIP() << "nothing is kept together";
+TEST_P(PowerAgreement, WithoutItOnKeptStepsTheJudgeObjects) {
+  if (!GetParam().keeps) GTEST_SKIP() << "nothing is kept";
   EXPECT_NE(found({.no_keep_barrier = true, .slow_manifest = true}), "");
 }
 
@@ -530,6 +555,15 @@ INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerMutation,
                          testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2},
                                          PowerSetup{Placement::pinned, UpdateMode::step, 2, true}),
                          name_of);
+INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerAgreement,
+                         testing::Values(PowerSetup{Placement::pinned, UpdateMode::step, 2},
+                                         PowerSetup{Placement::pinned, UpdateMode::step, 2, true}),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(
+    TwoGroups, PowerAgreement,
+    testing::Values(PowerSetup{
+        .parameters = Placement::pinned, .update_mode = UpdateMode::step, .keeps = true, .groups = 2}),
+    name_of);
 
 // Two ranks go back to a kept step. Until both have adopted it, the step they came from is what they have in common.
 class PowerGoingBack : public Power {
@@ -558,6 +592,7 @@ INSTANTIATE_TEST_SUITE_P(TwoRanks, PowerGoingBack,
                          testing::Values(PowerSetup{Placement::nvme, UpdateMode::forward, 2},
                                          PowerSetup{Placement::pinned, UpdateMode::step, 2}),
                          name_of);
+INSTANTIATE_TEST_SUITE_P(TwoGroups, PowerGoingBack, testing::Values(PowerSetup{.groups = 2}), name_of);
 
 // The state is dealt out to another number of ranks, into a store of its own; then the old store is removed. The judge
 // comes with the new number, or with the old one.
@@ -590,6 +625,9 @@ INSTANTIATE_TEST_SUITE_P(
                     PowerSetup{.parameters = Placement::pinned, .ranks = 2, .cut_ranks = 1, .judge_ranks = 2},
                     PowerSetup{.update_mode = UpdateMode::step, .ranks = 2, .cut_ranks = 4, .judge_ranks = 1}),
     name_of);
+INSTANTIATE_TEST_SUITE_P(TwoGroups, PowerResharding,
+                         testing::Values(PowerSetup{.ranks = 1, .cut_ranks = 2, .judge_ranks = 1, .groups = 2}),
+                         name_of);
 
 }  // namespace
 }  // namespace hoist::test

@@ -5,13 +5,16 @@
 #include <csignal>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tests/zero/toy_ranks.hpp>
 
 namespace hoist::test {
 
@@ -86,16 +89,36 @@ void say(Witness& witness, const std::string& text) {
   witness.text[length] = '\0';
 }
 
-std::string train_rank(const ToySetup& setup, const Runtime::MakeCommunicator& join, WatchedRank& rank,
+std::string store_of_group(const std::string& store, int groups, int group) {
+  return groups == 1 ? store : fmt::format("{}/group-{}", store, group);
+}
+
+std::string train_job(int groups, int ranks,
+                      const std::function<std::string(int group, int index, const Runtime::Groups& joins)>& train) {
+  std::vector<std::string> digests(static_cast<std::size_t>(groups));
+  on_groups(std::vector<int>(digests.size(), ranks), [&](int group, int rank, const Runtime::Groups& joins) {
+    const std::string found = train(group, group * ranks + rank, joins);
+    if (rank == 0) digests[static_cast<std::size_t>(group)] = found;
+  });
+  return fmt::format("{}", fmt::join(digests, "; "));
+}
+
+std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, WatchedRank& rank,
                        const LifeTerms& terms) {
   Witness& witness = rank.kills.witness();
   ToySetup toy = setup;
   toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
     return watch(aio::make_backend(options), rank);
   };
-  Runtime runtime(toy.runtime, [&](const comm::CommunicatorOptions& options) { return watch(join(options), rank); });
+  Runtime::Groups watched;
+  watched.sharding = [&](const comm::CommunicatorOptions& options) { return watch(groups.sharding(options), rank); };
+  if (groups.norm)
+    watched.norm = [&](const comm::CommunicatorOptions& options) { return watch(groups.norm(options), rank); };
+  Runtime runtime(toy.runtime, watched);
   Engine engine(runtime, toy.engine);
-  ToyModel model(engine, crash_shape());
+  ToyShape shape = crash_shape();
+  shape.seed = terms.seed;
+  ToyModel model(engine, shape);
   model.equal_gradients = terms.equal_gradients;
   follow(model, rank);
   const std::uint64_t found = come_to_life(engine, model, rank, terms);

@@ -30,6 +30,7 @@ struct LifeTerms {
   std::int64_t begun = -1;     // the last that was begun
   std::uint64_t last_step = 60;
   bool equal_gradients = false;  // the number of ranks makes no difference
+  std::uint64_t seed = 1;        // of the model: another one for each sharding group
 };
 
 const ToyShape& crash_shape();
@@ -40,8 +41,15 @@ ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& s
 void say(Witness& witness, const std::string& text);
 
 // Trains to the end, and returns the digests.
-std::string train_rank(const ToySetup& setup, const Runtime::MakeCommunicator& join, WatchedRank& rank,
-                       const LifeTerms& terms);
+std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, WatchedRank& rank, const LifeTerms& terms);
+
+// The ranks of a job, which are threads: `groups` sharding groups of `ranks` each. train(group, index, joins) is called
+// on every one and returns its digests; `index` counts them from 0, group by group. Returns what the groups' first
+// ranks did.
+std::string train_job(int groups, int ranks,
+                      const std::function<std::string(int group, int index, const Runtime::Groups& joins)>& train);
+// Where the store of one of so many groups is.
+std::string store_of_group(const std::string& store, int groups, int group);
 
 enum class LifeEnd : std::uint8_t { killed, finished, failed };
 // Runs `life` in a process of its own, which ends with the word that it returns, or its error, in the witness. With

@@ -24,26 +24,35 @@ constexpr std::array kPhases{Phase::create,        Phase::initialize, Phase::res
 
 }  // namespace
 
-ReshardCampaign::ReshardCampaign(Placement parameters, UpdateMode mode, const std::string& directory)
+ReshardCampaign::ReshardCampaign(Placement parameters, UpdateMode mode, const std::string& directory, int groups)
     : parameters_(parameters),
       mode_(mode),
-      store_(fmt::format("{}/reshard_{}_{}", directory, parameters == Placement::nvme ? "nvme" : "memory",
-                         mode == UpdateMode::forward ? "forward" : "step")) {}
+      groups_(groups),
+      store_(fmt::format("{}/reshard_{}_{}{}", directory, parameters == Placement::nvme ? "nvme" : "memory",
+                         mode == UpdateMode::forward ? "forward" : "step",
+                         groups == 1 ? "" : fmt::format("_{}_groups", groups))) {}
+
+bool ReshardCampaign::has_two_stores() const {
+  for (int group = 0; group < groups_; ++group)
+    if (detail::store_places(store_of_group(store_, groups_, group)).size() > 1) return true;
+  return false;
+}
 
 // In the child.
 std::string ReshardCampaign::train(const Life& life, KillSwitch& kills) const {
   WatchedSystemCalls calls(kills);
   SystemCallObserver* const before = observe_system_calls(&calls);
-  ToySetup setup = crash_setup(parameters_, mode_, store_);
-  setup.engine.gradient_clipping = 0;  // the norm's last bits depend on the partition
-  std::string digests;
-  on_ranks(life.ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+  const auto train = [&](int group, int index, const Runtime::Groups& joins) {
+    ToySetup setup = crash_setup(parameters_, mode_, store_of_group(store_, groups_, group));
+    setup.engine.gradient_clipping = 0;  // the norm's last bits depend on the partition
     WatchedRank watched(kills, mode_ == UpdateMode::forward);
     watched.reshards = life.reshards;
-    if (rank == life.slow_rank) watched.manifest_delay = kSlowManifest;
-    const std::string found = train_rank(setup, join, watched, life.terms);
-    if (rank == 0) digests = found;
-  });
+    if (index == life.slow_rank) watched.manifest_delay = kSlowManifest;
+    LifeTerms terms = life.terms;
+    terms.seed += static_cast<std::uint64_t>(group);
+    return train_rank(setup, joins, watched, terms);
+  };
+  const std::string digests = train_job(groups_, life.ranks, train);
   observe_system_calls(before);
   return digests;
 }
@@ -97,8 +106,8 @@ std::string ReshardCampaign::run(std::uint64_t seed, CrashTally& tally) {
     const SharedWitness witness;
     Life life{.ranks = kWorlds[wanted], .reshards = wanted != world, .terms = terms};
     if (dies) life.plan = plan_for(wanted, phase, rng.bits());
-    if (kWorlds[wanted] > 1)
-      life.slow_rank = static_cast<int>(rng.below(static_cast<std::uint64_t>(life.ranks) + 1)) - 1;
+    if (const int ranks = groups_ * life.ranks; ranks > 1)
+      life.slow_rank = static_cast<int>(rng.below(static_cast<std::uint64_t>(ranks) + 1)) - 1;
     ++lives;
     const LifeEnd end = live(life, *witness);
     if (end == LifeEnd::failed) {
@@ -110,7 +119,7 @@ std::string ReshardCampaign::run(std::uint64_t seed, CrashTally& tally) {
     terms.begun = std::max({terms.begun, witness->stepped.load(), std::int64_t{0}});
     if (end == LifeEnd::killed) {
       ++tally.hits[static_cast<std::size_t>(life.plan.phase)];
-      if (detail::store_places(store_).size() > 1) ++tally.two_stores;
+      if (has_two_stores()) ++tally.two_stores;
     } else {
       if (dies) ++tally.missed;
       world = wanted;

@@ -22,7 +22,8 @@ namespace hoist::test {
 
 class ReshardCampaign {
  public:
-  ReshardCampaign(Placement parameters, UpdateMode mode, const std::string& directory);
+  // `groups`: sharding groups of so many ranks each, which change together.
+  ReshardCampaign(Placement parameters, UpdateMode mode, const std::string& directory, int groups = 1);
   // What undisturbed runs of each number of ranks end in, and the events of a change. Returns what is wrong.
   std::string prepare();
   // One run with a few changes and about a dozen kills; returns what is wrong, or nothing.
@@ -40,10 +41,12 @@ class ReshardCampaign {
 
   LifeEnd live(const Life& life, Witness& witness) const;
   std::string train(const Life& life, KillSwitch& kills) const;
+  bool has_two_stores() const;  // some group
   KillPlan plan_for(std::size_t world, Phase phase, std::uint64_t random) const;
 
   const Placement parameters_;
   const UpdateMode mode_;
+  const int groups_;
   const std::string store_;
   std::string expected_;
   std::array<std::array<std::uint64_t, kPhaseCount>, kWorlds.size()> events_{};  // of a change to so many ranks

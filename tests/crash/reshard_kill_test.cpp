@@ -7,12 +7,18 @@
 namespace hoist::test {
 namespace {
 
-class ReshardKills : public testing::TestWithParam<Placement> {};
+struct Cell {
+  const char* name;
+  Placement parameters;
+  int groups = 1;
+};
+
+class ReshardKills : public testing::TestWithParam<Cell> {};
 
 TEST_P(ReshardKills, WhileTheStateIsDealtOutEndInTheSameBits) {
   constexpr std::uint64_t kRuns = 3;
   const TempDirectory directory;
-  ReshardCampaign campaign(GetParam(), UpdateMode::forward, directory.path().string());
+  ReshardCampaign campaign(GetParam().parameters, UpdateMode::forward, directory.path().string(), GetParam().groups);
   ASSERT_EQ(campaign.prepare(), "");
   CrashTally tally;
   for (std::uint64_t seed = 1; seed <= kRuns; ++seed) ASSERT_EQ(campaign.run(seed, tally), "");
@@ -23,8 +29,10 @@ TEST_P(ReshardKills, WhileTheStateIsDealtOutEndInTheSameBits) {
   EXPECT_GE(tally.two_stores, 1u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Parameters, ReshardKills, testing::Values(Placement::nvme, Placement::pinned),
-                         [](const auto& c) { return c.param == Placement::nvme ? "nvme" : "memory"; });
+INSTANTIATE_TEST_SUITE_P(Parameters, ReshardKills,
+                         testing::Values(Cell{"nvme", Placement::nvme}, Cell{"memory", Placement::pinned},
+                                         Cell{"nvme_2_groups", Placement::nvme, 2}),
+                         [](const auto& c) { return c.param.name; });
 
 }  // namespace
 }  // namespace hoist::test

@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "toy_ranks.hpp"
 
+#include <algorithm>
 #include <exception>
+#include <memory>
 #include <thread>
 
 namespace hoist::test {
 
-void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommunicator&)>& body) {
-  comm::ThreadGroup group(size);
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(size));
+namespace {
+
+void on_threads(std::size_t count, const std::function<void(std::size_t)>& body) {
+  std::vector<std::exception_ptr> errors(count);
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
+  for (std::size_t i = 0; i < count; ++i) {
+    threads.emplace_back([&, i] {
       try {
-        body(rank, [&group, rank](const comm::CommunicatorOptions& options) { return group.join(rank, options); });
-      } catch (const std::exception& error) {
-        errors[static_cast<std::size_t>(rank)] = std::current_exception();
-        group.abort(error.what());
+        body(i);
+      } catch (const std::exception&) {
+        errors[i] = std::current_exception();
       }
     });
   }
@@ -24,6 +26,51 @@ void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommuni
   for (const auto& error : errors) {
     if (error) std::rethrow_exception(error);
   }
+}
+
+}  // namespace
+
+void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommunicator&)>& body) {
+  comm::ThreadGroup group(size);
+  on_threads(static_cast<std::size_t>(size), [&](std::size_t i) {
+    const int rank = static_cast<int>(i);
+    try {
+      body(rank, [&group, rank](const comm::CommunicatorOptions& options) { return group.join(rank, options); });
+    } catch (const std::exception& error) {
+      group.abort(error.what());
+      throw;
+    }
+  });
+}
+
+void on_groups(const std::vector<int>& sizes, const std::function<void(int, int, const Runtime::Groups&)>& body) {
+  struct Member {
+    int group = 0;
+    int rank = 0;
+  };
+  std::vector<Member> members;
+  std::vector<std::unique_ptr<comm::ThreadGroup>> groups;
+  for (const int size : sizes) groups.push_back(std::make_unique<comm::ThreadGroup>(size));
+  for (int rank = 0; rank < *std::ranges::max_element(sizes); ++rank) {
+    for (int group = 0; group < static_cast<int>(sizes.size()); ++group)
+      if (rank < sizes[static_cast<std::size_t>(group)]) members.push_back({group, rank});
+  }
+  comm::ThreadGroup job(static_cast<int>(members.size()));
+  on_threads(members.size(), [&](std::size_t i) {
+    const auto [group, rank] = members[i];
+    comm::ThreadGroup& sharding = *groups[static_cast<std::size_t>(group)];
+    try {
+      Runtime::Groups joins;
+      joins.sharding = [&sharding, rank = rank](const auto& options) { return sharding.join(rank, options); };
+      if (sizes.size() > 1)
+        joins.norm = [&job, i](const auto& options) { return job.join(static_cast<int>(i), options); };
+      body(group, rank, joins);
+    } catch (const std::exception& error) {
+      sharding.abort(error.what());
+      job.abort(error.what());
+      throw;
+    }
+  });
 }
 
 void train_then(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps,

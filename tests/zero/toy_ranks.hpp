@@ -12,6 +12,11 @@ namespace hoist::test {
 // Runs body(rank, join) on `size` threads; the first error of any rank is rethrown.
 void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommunicator&)>& body);
 
+// Several sharding groups in one norm group, as in a tensor-parallel job: runs body(group, rank, groups) for every rank
+// of every group, and rethrows the first error. Ranks of the norm group count groups first: 0 and 1 are two groups'
+// rank 0. One group alone has no norm group beside it.
+void on_groups(const std::vector<int>& sizes, const std::function<void(int, int, const Runtime::Groups&)>& body);
+
 // Trains on `size` ranks from scratch and settles, then calls after(rank, engine, model) on each.
 void train_then(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps,
                 const std::function<void(int, Engine&, const ToyModel&)>& after);

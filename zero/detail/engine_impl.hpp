@@ -62,11 +62,21 @@ class Engine::Impl {
   // Runs a part that may fail on one rank alone. All ranks then throw: the one its own error, the others a CommError
   // that holds its text.
   void together(const char* what, const std::function<void()>& part) const;
+  // The same of all ranks of the job, not of the sharding group alone: what brings engines to life, they do in step.
+  void all_together(const char* what, const std::function<void()>& part) const;
+  void together_in(comm::Communicator& ranks, const char* what, const std::function<void()>& part) const;
+  // The ranks whose commits are one: a step is durable when it is at all of them.
+  comm::Communicator& job() const { return runtime.norm_group(); }
+  std::string name_in_job(int rank) const;
+  // [C] That the job's sharding groups can be brought to life in step. One group needs no telling.
+  void compare_groups() const;
+  void require_model() const;    // that can be laid out
   void seal(bool create_store);  // takes memory, opens the store, starts threads
   // What `optimizer_pinned_fraction` is where it is left open.
   double affordable_pinned_fraction(std::uint64_t store_memory_bytes) const;
   void lay_out(bool create_store, std::uint64_t run, bool replace_first_commit);
-  // [C] A random number that all ranks share: it joins the stores that are made together.
+  // [C] A random number that the ranks of the sharding group share, and partly all of the job: it joins the stores that
+  // are made together.
   std::uint64_t agree_on_run() const;
   void require_weights_dtype() const;  // there are parameters that the loss scale is for
   Completion newest_weights_written(UnitId unit) const;
@@ -152,16 +162,20 @@ class Engine::Impl {
   void refuse_resharded() const;
   RestoreReport restore(const RestoreOptions& restore_options);
   void restore_in_place(const RestoreOptions& restore_options);
-  void reshard(const Source& source, const RestoreOptions& restore_options);
+  // `passed_over`: places, by their order, that came to nothing in the job.
+  void reshard(const Source& source, const RestoreOptions& restore_options,
+               const std::vector<std::uint64_t>& passed_over);
   // Beside what the engine needs at least, of the pinned budget.
   tiers::Budget::Hold hold_for_reading(std::uint64_t bytes) const;
-  void remove_unfinished_places(std::uint64_t after) const;
-  void remove_older_places() const;
+  void remove_unfinished_places(std::uint64_t after, const std::vector<std::uint64_t>& passed_over) const;
+  void remove_older_places(const std::vector<std::uint64_t>& passed_over) const;
   std::vector<std::string> drive_directories() const;
   void load_homes(UnitId unit);
-  // The commits among these that every rank lists, newest first. `store_number`: of the store that lists them.
+  // The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
+  // them.
   std::vector<CommonCommit> agree_on_commits(std::span<const tiers::CommitHeader> commits,
                                              std::uint64_t store_number) const;
+  static std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const CommonCommit> listed);
   CommonCommit choose_commit(const std::string& from) const;
   detail::CommonStoreError nothing_to_restore(const std::string& from) const;
   void forget_what_others_lack();                                      // of kept steps, after a restore
@@ -177,8 +191,8 @@ class Engine::Impl {
   // On the update thread. Returns what is done when the step is durable; at once when it is not committed.
   Completion commit_deferred(const detail::CommitState& state, bool due);
   void fail_pending_saves(const std::exception_ptr& error);
-  // Tells the other ranks what kept this one's commit from landing (null: it did); throws when another's did not. On
-  // the commit thread.
+  // Tells the other ranks of the job what kept this one's commit from landing (null: it did); throws when another's
+  // did not. On the commit thread.
   void agree_on_landing(const std::exception_ptr& problem);
   // This rank comes to no commit where the others do: they learn it there.
   void renounce_landing(const std::exception_ptr& problem) noexcept;

@@ -5,6 +5,9 @@
 // A store is the files of one world size (tiers/store.hpp). Which of several continues the run is said by their order
 // alone: the newest one that holds a commit at all its ranks.
 //
+// A run's number joins the stores that are made together (tiers/store.hpp): by it the files of one store know each
+// other, and the stores of one job's sharding groups theirs.
+//
 // Threading  Pure functions on the file system.
 // Errors     IoError.
 #pragma once
@@ -27,6 +30,12 @@ struct StorePlace {
 // Newest first. The first one is listed when a rank's manifest is in it.
 std::vector<StorePlace> store_places(const std::string& directory);
 StorePlace new_place(std::uint64_t order, int world_size);
+
+// Of a job with several sharding groups: the number of the run that makes the store of one of them. Two groups have
+// different ones, so that a file of the one is no file of the other.
+std::uint64_t run_of_group(std::uint64_t job_run, int group);
+// What the runs of a job's groups have in common.
+std::uint64_t job_part(std::uint64_t run);
 
 // Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; false when
 // another process holds it. `directories`: of all its drives.

@@ -1,0 +1,475 @@
+// SPDX-License-Identifier: Apache-2.0
+// Several sharding groups, one job: a step counts when it is durable in every group. Whatever one of them lost, failed
+// to write, or came by alone, all go on from the same step, and end in the bits of a job that nobody disturbed.
+#include <array>
+#include <atomic>
+#include <filesystem>
+#include <thread>
+
+#include <gmock/gmock.h>
+
+#include <hoist/aio/file.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/zero/detail/store_places.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using testing::AllOf;
+using testing::AnyOf;
+using testing::HasSubstr;
+
+constexpr std::uint64_t kLastStep = 6;
+constexpr std::chrono::seconds kAtOnce{30};  // far below the time-out, which whoever waits in vain would need
+constexpr std::chrono::minutes kTimeout{10};
+constexpr std::chrono::milliseconds kGrace{500};  // for what must not happen meanwhile
+
+// Shows each block to `on_submit` before it is on its way, and to `on_done` when it has ended.
+class ShownBackend final : public aio::Backend {
+ public:
+  using Show = std::function<void(const aio::Block&)>;
+  ShownBackend(std::unique_ptr<aio::Backend> inner, Show on_submit, Show on_done)
+      : inner_(std::move(inner)), on_submit_(std::move(on_submit)), on_done_(std::move(on_done)) {}
+  std::string description() const override { return inner_->description(); }
+  void submit(aio::Block& block) override {
+    on_submit_(block);
+    inner_->submit(block);
+  }
+  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override {
+    const std::size_t count = inner_->reap(done, timeout);
+    for (std::size_t i = 0; i < count; ++i) on_done_(*done[i]);
+    return count;
+  }
+  void wake_up() override { inner_->wake_up(); }
+
+ private:
+  const std::unique_ptr<aio::Backend> inner_;
+  const Show on_submit_, on_done_;
+};
+
+// From arm() on, rank 0 of group 1 cannot write its manifest; it finds out when group 0 has come as far as it gets.
+class Sabotage {
+ public:
+  enum class Until : std::uint8_t { others_manifests, others_overwrite };
+  explicit Sabotage(Until until, const std::string& place = "")
+      : until_(until), manifest_(place + "rank-00000.manifest") {}
+
+  void arm() { armed_ = true; }
+  bool group_0_came_so_far() const { return came_so_far_; }
+
+  std::unique_ptr<aio::Backend> backend(int group, const aio::EngineOptions& options) {
+    const auto on_submit = [this, group](const aio::Block& block) {
+      if (!armed_ || block.operation != aio::Operation::write) return;
+      if (group == 0 && durable_ && block.file->path().ends_with(".data")) overwrites_ = true;
+      if (group == 1 && block.file->path().ends_with(manifest_)) fail(block);
+    };
+    const auto on_done = [this, group](const aio::Block& block) {
+      if (armed_ && group == 0 && block.operation == aio::Operation::sync && block.file->path().ends_with(manifest_))
+        durable_ = true;
+    };
+    return std::make_unique<ShownBackend>(make_faulty_backend(options, group == 1 ? faults_ : nobodys_), on_submit,
+                                          on_done);
+  }
+
+ private:
+  void fail(const aio::Block& block) {
+    const bool for_manifests = until_ == Until::others_manifests;
+    const std::atomic<bool>& awaited = for_manifests ? durable_ : overwrites_;
+    const TimePoint end = Clock::now() + (for_manifests ? Nanoseconds(kAtOnce) : Nanoseconds(kGrace));
+    while (!awaited && Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    came_so_far_ = awaited.load();
+    faults_->add({.operation = aio::Operation::write, .path_contains = block.file->path(), .count = Faults::kForever});
+  }
+
+  const Until until_;
+  const std::string manifest_;
+  const std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(1), nobodys_ = std::make_shared<Faults>(1);
+  std::atomic<bool> armed_{false};
+  std::atomic<bool> durable_{false};     // group 0's manifest
+  std::atomic<bool> overwrites_{false};  // after that
+  std::atomic<bool> came_so_far_{false};
+};
+
+struct Cell {
+  const char* name;
+  Placement parameters, optimizer;
+  UpdateMode mode;
+};
+
+class GroupCommit : public testing::TestWithParam<Cell> {
+ protected:
+  using Body = std::function<void(int group, int rank, Engine&, ToyModel&)>;
+
+  ToySetup setup(int group) const {
+    ToySetup toy = toy_setup(GetParam().parameters, GetParam().optimizer, store(group));
+    toy.engine.update_mode = GetParam().mode;
+    toy.engine.keep_steps = keep_steps_;
+    toy.runtime.comm_timeout = kTimeout;
+    return toy;
+  }
+  std::string store(int group) const { return directory_ / (job_ + "/group-" + std::to_string(group)); }
+  static ToyShape shape(int group) {
+    return {.seed = static_cast<std::uint64_t>(1 + group), .matrices = {3000, 5000}, .norm = 40};
+  }
+
+  void on_engines(const Body& body, Sabotage* sabotage = nullptr) const {
+    on_groups(sizes_, [&](int group, int rank, const Runtime::Groups& groups) {
+      ToySetup toy = setup(group);
+      if (prepare_) prepare_(group, rank, toy);
+      if (sabotage != nullptr)
+        toy.runtime.make_aio_backend = [&, group](const aio::EngineOptions& o) { return sabotage->backend(group, o); };
+      Runtime runtime(toy.runtime, groups);
+      Engine engine(runtime, toy.engine);
+      ToyModel model(engine, shape(group));
+      body(group, rank, engine, model);
+    });
+  }
+
+  static Digests digests(Engine& engine, ToyModel& model) {
+    model.losses.clear();
+    return digests_of(engine, model);
+  }
+
+  // What the groups' state is after so many steps that nobody disturbs: in memory, and without a store.
+  std::vector<Digests> undisturbed(std::uint64_t steps) const {
+    std::vector<Digests> found(sizes_.size());
+    on_groups(sizes_, [&](int group, int rank, const Runtime::Groups& groups) {
+      const ToySetup toy = toy_setup(Placement::pinned, Placement::pinned);
+      Runtime runtime(toy.runtime, groups);
+      Engine engine(runtime, toy.engine);
+      ToyModel model(engine, shape(group));
+      engine.initialize(model.fill());
+      model.train(1, steps);
+      const Digests mine = digests(engine, model);
+      if (rank == 0) found[static_cast<std::size_t>(group)] = mine;
+    });
+    return found;
+  }
+
+  // Between two calls of all ranks of the job.
+  static void arm(Sabotage& sabotage, Engine& engine) {
+    engine.runtime().norm_group().barrier();
+    sabotage.arm();
+    engine.runtime().norm_group().barrier();
+  }
+
+  // The step must fail on every rank: nowhere does it count.
+  static void expect_no_commit(Engine& engine, const std::function<void()>& call, std::uint64_t last) {
+    try {
+      call();
+      ADD_FAILURE() << "a step that one group lacks was called durable";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), AnyOf(HasSubstr("rank-00000.manifest"), HasSubstr("could not commit")));
+    }
+    EXPECT_EQ(engine.committed_step(), last);
+  }
+
+  std::optional<std::uint64_t> newest(int group, int rank) const {
+    const auto commits = tiers::Store::look(store(group), rank).commits;
+    return commits.empty() ? std::nullopt : std::optional(commits.front().step);
+  }
+
+  // All groups go on from `step`, and end as they should.
+  void expect_to_go_on_from(std::uint64_t step, const std::string& from = "") const {
+    const auto there = undisturbed(step), end = undisturbed(kLastStep);
+    on_engines([&](int group, int, Engine& engine, ToyModel& model) {
+      if (from.empty()) {
+        EXPECT_EQ(engine.find_commit(), step);
+      }
+      EXPECT_EQ(engine.restore({.from = from}).step, step);
+      EXPECT_EQ(digests(engine, model), there[static_cast<std::size_t>(group)]);
+      model.train(step + 1, kLastStep);
+      EXPECT_EQ(digests(engine, model), end[static_cast<std::size_t>(group)]);
+      EXPECT_EQ(engine.committed_step(), kLastStep);
+    });
+  }
+
+  const TempDirectory directory_;
+  std::vector<int> sizes_{2, 2};
+  std::string job_ = "job";
+  unsigned keep_steps_ = 0;
+  std::function<void(int group, int rank, ToySetup&)> prepare_;
+};
+
+TEST_P(GroupCommit, AStepThatOneGroupLacksIsGivenUpByAll) {
+  Sabotage sabotage(Sabotage::Until::others_manifests);
+  on_engines(
+      [&](int, int, Engine& engine, ToyModel& model) {
+        engine.initialize(model.fill());
+        model.train(1, 3);
+        engine.settle();
+        arm(sabotage, engine);
+        model.train(4, 4);
+        expect_no_commit(
+            engine, [&] { engine.settle(); }, 3);
+      },
+      &sabotage);
+  EXPECT_TRUE(sabotage.group_0_came_so_far());
+  EXPECT_EQ(newest(0, 0), 4u);
+  EXPECT_EQ(newest(1, 0), 3u);
+  expect_to_go_on_from(3);
+}
+
+// The group that is ahead needs the step before to go back to.
+TEST_P(GroupCommit, NothingIsOverwrittenBeforeAllGroupsHaveTheStep) {
+  Sabotage sabotage(Sabotage::Until::others_overwrite);
+  on_engines(
+      [&](int, int, Engine& engine, ToyModel& model) {
+        engine.initialize(model.fill());
+        model.train(1, 3);
+        engine.settle();
+        arm(sabotage, engine);
+        const auto two_steps = [&] {
+          model.train(4, 5);
+          engine.settle();
+        };
+        expect_no_commit(engine, two_steps, 3);
+      },
+      &sabotage);
+  EXPECT_FALSE(sabotage.group_0_came_so_far()) << "step 5 was written over step 3 while a group had nothing else";
+  expect_to_go_on_from(3);
+}
+
+TEST_P(GroupCommit, AStepIsKeptByAllGroupsOrNotOffered) {
+  keep_steps_ = 2;
+  Sabotage sabotage(Sabotage::Until::others_manifests);
+  on_engines(
+      [&](int, int, Engine& engine, ToyModel& model) {
+        engine.initialize(model.fill());
+        model.train(1, 3);
+        engine.save("three", {}).wait();
+        model.train(4, 4);
+        engine.settle();
+        arm(sabotage, engine);
+        expect_no_commit(
+            engine, [&] { engine.save("four", {}).wait(); }, 4);
+      },
+      &sabotage);
+  EXPECT_TRUE(sabotage.group_0_came_so_far());
+  EXPECT_THAT(tiers::Store::look(store(0), 0).kept, testing::SizeIs(2));
+  EXPECT_THAT(tiers::Store::look(store(1), 0).kept, testing::SizeIs(1));
+  on_engines([&](int group, int rank, Engine& engine, ToyModel&) {
+    const auto kept = engine.find_kept();
+    ASSERT_EQ(kept.size(), 1u);
+    EXPECT_EQ(kept.front().name, "three");
+    EXPECT_EQ(kept.front().step, 3u);
+    EXPECT_THROW(engine.restore({.from = "four"}), StoreError) << "group " << group << " rank " << rank;
+    EXPECT_EQ(engine.restore().step, 4u);
+  });
+  EXPECT_THAT(tiers::Store::look(store(0), 0).kept, testing::SizeIs(1)) << "nobody can go back to it";
+  expect_to_go_on_from(3, "three");
+  expect_to_go_on_from(kLastStep);
+}
+
+// Nobody waits for a group that has failed, and nobody has to start anew for it.
+TEST_P(GroupCommit, AGroupThatCannotBeRestoredIsHeardByAll) {
+  const auto faults = std::make_shared<Faults>(1);
+  prepare_ = [&](int group, int, ToySetup& toy) {
+    if (group == 1)
+      toy.runtime.make_aio_backend = [&](const aio::EngineOptions& o) { return make_faulty_backend(o, faults); };
+  };
+  on_engines([](int, int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 2);
+  });
+  faults->add({.operation = aio::Operation::read, .path_contains = "rank-00001.manifest", .count = Faults::kForever});
+  const TimePoint start = Clock::now();
+  const auto there = undisturbed(2);
+  on_engines([&](int group, int rank, Engine& engine, ToyModel& model) {
+    try {
+      engine.restore();
+      ADD_FAILURE() << "restored without a group";
+    } catch (const IoError&) {
+      EXPECT_EQ(group, 1);
+      EXPECT_EQ(rank, 1);
+      faults->clear();
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 3 of the norm group"), HasSubstr("rank-00001.manifest")));
+    }
+    EXPECT_EQ(engine.restore().step, 2u);
+    EXPECT_EQ(digests(engine, model), there[static_cast<std::size_t>(group)]);
+  });
+  EXPECT_LT(Clock::now() - start, kAtOnce);
+}
+
+TEST_P(GroupCommit, AFirstCommitThatOneGroupLacksIsNoBeginning) {
+  const auto initialize = [](int, int, Engine& engine, ToyModel& model) {
+    EXPECT_FALSE(engine.find_commit());
+    engine.initialize(model.fill());
+  };
+  on_engines(initialize);
+  std::filesystem::remove_all(store(1));
+  on_engines([&](int group, int rank, Engine& engine, ToyModel& model) {
+    EXPECT_THROW(engine.restore(), StoreError);
+    initialize(group, rank, engine, model);
+    model.train(1, 1);
+  });
+  expect_to_go_on_from(1);
+}
+
+TEST_P(GroupCommit, ATrainingOfOneGroupIsNotReplaced) {
+  on_engines([](int, int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 1);
+  });
+  std::filesystem::remove_all(store(1));
+  on_engines([](int group, int, Engine& engine, ToyModel& model) {
+    try {
+      engine.initialize(model.fill());
+      ADD_FAILURE() << "a group's training was replaced";
+    } catch (const StoreError& error) {
+      EXPECT_EQ(group, 0);
+      EXPECT_THAT(error.what(), HasSubstr("holds step 1"));
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("holds step 1"));
+    }
+  });
+  EXPECT_EQ(newest(0, 0), 1u);
+}
+
+// Two jobs came to the same step; a group of the one is no group of the other.
+TEST_P(GroupCommit, GroupsOfTwoJobsAreNotOne) {
+  for (const char* const job : {"other", "job"}) {
+    job_ = job;
+    on_engines([](int, int, Engine& engine, ToyModel& model) {
+      engine.initialize(model.fill());
+      model.train(1, 2);
+    });
+  }
+  std::filesystem::remove_all(store(1));
+  std::filesystem::copy(directory_ / "other/group-1", store(1), std::filesystem::copy_options::recursive);
+  on_engines([](int, int, Engine& engine, ToyModel&) {
+    EXPECT_FALSE(engine.find_commit());
+    try {
+      engine.restore();
+      ADD_FAILURE() << "two jobs' states were put together";
+    } catch (const StoreError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("of all sharding groups, which made it in one job"));
+    }
+  });
+}
+
+// Nor is a file of one group one of another.
+TEST_P(GroupCommit, FilesOfTwoGroupsAreNotOneStore) {
+  on_engines([](int, int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 2);
+  });
+  for (const char* const file : {"/rank-00001.data", "/rank-00001.manifest"})
+    std::filesystem::copy(store(1) + file, store(0) + file, std::filesystem::copy_options::overwrite_existing);
+  on_engines([](int, int, Engine& engine, ToyModel&) { EXPECT_THROW(engine.restore(), StoreError); });
+}
+
+// A change of one group's parameters is a commit of all.
+TEST_P(GroupCommit, AWriteIsACommitOfTheWholeJob) {
+  const std::vector<float> values{1.5f, -2.5f};
+  const auto write = [&](int group, Engine& engine, ToyModel& model) {
+    engine.write(model.matrix(0), State::master, 1, group == 0 ? std::span(values) : std::span<const float>());
+  };
+  on_engines([&](int group, int, Engine& engine, ToyModel& model) {
+    engine.initialize(model.fill());
+    model.train(1, 2);
+    write(group, engine, model);
+    write(group, engine, model);
+  });
+  for (const int group : {0, 1}) EXPECT_EQ(tiers::Store::look(store(group), 0).commits.front().revision, 2u);
+  on_engines([&](int group, int, Engine& engine, ToyModel& model) {
+    EXPECT_EQ(engine.restore().step, 2u);
+    std::vector<float> found(2);
+    engine.read(model.matrix(0), State::master, 1, found);
+    EXPECT_EQ(found == values, group == 0);
+    try {
+      group == 0 ? write(group, engine, model) : void(engine.save("", {}));
+      ADD_FAILURE() << "the groups went different ways";
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("diverged"), HasSubstr("write() after step 2"), HasSubstr("save ''")));
+    }
+  });
+}
+
+TEST_P(GroupCommit, GroupsThatCommitByOtherRulesAreRefused) {
+  prepare_ = [](int group, int, ToySetup& toy) { toy.engine.commit_every = group == 0 ? 1 : 2; };
+  on_engines([](int, int, Engine& engine, ToyModel& model) {
+    try {
+      engine.initialize(model.fill());
+      ADD_FAILURE() << "initialized";
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("a commit every 1 steps"), HasSubstr("a commit every 2 steps")));
+    }
+  });
+}
+
+// --- other numbers of ranks -----------------------------------------------------------------------------------------
+
+class GroupReshard : public GroupCommit {
+ protected:
+  // With so many ranks in each group: what `before` was is there, and goes on for a step.
+  void continue_with(const std::vector<int>& sizes, std::vector<Digests>& before) {
+    sizes_ = sizes;
+    std::vector<Digests> after(sizes.size());
+    on_engines([&](int group, int rank, Engine& engine, ToyModel& model) {
+      const std::uint64_t step = before.empty() ? 0 : engine.restore().step;
+      if (before.empty())
+        engine.initialize(model.fill());
+      else
+        EXPECT_EQ(digests(engine, model), before[static_cast<std::size_t>(group)]);
+      model.train(step + 1, step + 1);
+      engine.settle();
+      EXPECT_EQ(engine.committed_step(), step + 1);
+      const Digests mine = digests(engine, model);
+      if (rank == 0) after[static_cast<std::size_t>(group)] = mine;
+    });
+    before = after;
+  }
+  std::vector<std::string> places(int group) const {
+    std::vector<std::string> names;
+    for (const detail::StorePlace& place : detail::store_places(store(group))) names.push_back(place.name);
+    return names;
+  }
+};
+
+TEST_P(GroupReshard, AllGroupsGoToNewStoresTogether) {
+  std::vector<Digests> state;
+  continue_with({2, 2}, state);
+  continue_with({1, 1}, state);
+  continue_with({3, 1}, state);  // where one group alone changes, the other moves with it
+  continue_with({3, 1}, state);
+  continue_with({1, 2}, state);
+  EXPECT_THAT(places(0), testing::ElementsAre("reshard-0003-ranks-1"));
+  EXPECT_THAT(places(1), testing::ElementsAre("reshard-0003-ranks-2"));
+}
+
+// Group 0's new store is whole when group 1's is not: it came to nothing, for both.
+TEST_P(GroupReshard, ANewStoreThatOneGroupLacksIsGivenUpByAll) {
+  for (const std::vector<int>& next : {std::vector<int>{2, 2}, std::vector<int>{1, 1}, std::vector<int>{1, 3}}) {
+    std::vector<Digests> state;
+    job_ = "job-" + std::to_string(next[0]) + std::to_string(next[1]);
+    continue_with({2, 2}, state);
+    sizes_ = {1, 1};
+    Sabotage sabotage(Sabotage::Until::others_manifests, "reshard-0001-ranks-1/");
+    sabotage.arm();
+    on_engines([&](int, int, Engine& engine, ToyModel&) { EXPECT_THROW(engine.restore(), Error); }, &sabotage);
+    EXPECT_TRUE(sabotage.group_0_came_so_far());
+    EXPECT_THAT(places(0), testing::SizeIs(2));
+    EXPECT_FALSE(tiers::Store::look(store(0) + "/reshard-0001-ranks-1", 0).commits.empty());
+    EXPECT_TRUE(tiers::Store::look(store(1) + "/reshard-0001-ranks-1", 0).commits.empty());
+    continue_with(next, state);
+    continue_with(next, state);
+    for (const int group : {0, 1}) EXPECT_THAT(places(group), testing::SizeIs(1)) << "group " << group;
+  }
+}
+
+constexpr std::array kCells{
+    Cell{"nvme_forward", Placement::nvme, Placement::nvme, UpdateMode::forward},
+    Cell{"pinned_step", Placement::pinned, Placement::nvme, UpdateMode::step},
+};
+std::string name_of(const testing::TestParamInfo<Cell>& cell) { return cell.param.name; }
+
+INSTANTIATE_TEST_SUITE_P(Cells, GroupCommit, testing::ValuesIn(kCells), name_of);
+INSTANTIATE_TEST_SUITE_P(Cells, GroupReshard, testing::ValuesIn(kCells), name_of);
+
+}  // namespace
+}  // namespace hoist::test
