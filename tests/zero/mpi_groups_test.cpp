@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // mpirun -np 4: the program has cut MPI_COMM_WORLD into two tensor-parallel slices of two ranks each, and hands both
-// kinds of communicators over. State is partitioned in a slice's ranks; norm and skip are those of all four.
+// kinds of communicators over. State is partitioned in a slice's ranks; norm, skip and commits are those of all four.
+#include <array>
 #include <cmath>
 #include <cstdio>
+#include <optional>
+#include <string>
 
 #include <mpi.h>
 
@@ -10,6 +13,7 @@
 #include <hoist/core/error.hpp>
 
 #include "sliced_model.hpp"
+#include "toy_model.hpp"
 
 using namespace hoist;
 using namespace hoist::test;
@@ -22,6 +26,43 @@ void expect(bool held, int rank, const char* what) {
   if (held) return;
   ++failures;
   std::fprintf(stderr, "rank %d: %s\n", rank, what);
+}
+
+// Trains `steps` steps beyond what the slices' stores in `directory` hold, and expects `found` there.
+Digests train(int rank, const Runtime::Groups& groups, const std::string& directory, std::uint64_t found,
+              std::uint64_t steps) {
+  const int slice = rank % 2;
+  const ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory + "/slice-" + std::to_string(slice));
+  Runtime runtime(setup.runtime, groups);
+  Engine engine(runtime, setup.engine);
+  ToyModel model(engine, {.seed = static_cast<std::uint64_t>(1 + slice), .matrices = {3000, 5000}, .norm = 40});
+  if (found == 0) {
+    engine.initialize(model.fill());
+  } else {
+    expect(engine.find_commit() == found, rank, "another step was found");
+    expect(engine.restore().step == found, rank, "another step came back");
+  }
+  model.train(found + 1, found + steps);
+  engine.settle();
+  expect(engine.committed_step() == found + steps, rank, "the last step is not durable");
+  model.losses.clear();
+  return digests_of(engine, model);
+}
+
+// Stopped and resumed, the slices end in what they come to in one go.
+void check_commits(int rank, const Runtime::Groups& groups) {
+  std::optional<TempDirectory> scratch;
+  std::array<char, 4096> path{};
+  if (rank == 0) {
+    scratch.emplace();
+    scratch->path().string().copy(path.data(), path.size() - 1);
+  }
+  MPI_Bcast(path.data(), static_cast<int>(path.size()), MPI_CHAR, 0, MPI_COMM_WORLD);
+  const std::string directory = path.data();
+  train(rank, groups, directory + "/stopped", 0, 2);
+  const Digests resumed = train(rank, groups, directory + "/stopped", 2, 2);
+  expect(resumed == train(rank, groups, directory + "/whole", 0, 4), rank, "a resumed slice ended elsewhere");
+  MPI_Barrier(MPI_COMM_WORLD);  // the directory goes with rank 0's
 }
 
 void check(int rank, MPI_Comm slice_ranks) {
@@ -40,6 +81,7 @@ void check(int rank, MPI_Comm slice_ranks) {
   expect(std::abs(clipped.clip_factor - 0.5 / (norm + 1e-6)) < 1e-9, rank, "clipped by another factor");
   expect(!step_of_slice(groups, {.index = slice, .poisoned = slice == 1}).applied, rank,
          "the step was applied though one slice is not finite");
+  check_commits(rank, groups);
   try {
     comm::make_mpi_over(MPI_COMM_NULL);
     expect(false, rank, "MPI_COMM_NULL was taken");
