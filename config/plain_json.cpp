@@ -24,6 +24,9 @@ std::optional<std::size_t> end_of_comment(std::string_view text, std::size_t at,
   return text.find("*/", at + 2) + 2;
 }
 
+// Whether a character ends an item of a list, which a comma may follow.
+bool ends_item(char c) { return c != '\0' && c != '{' && c != '[' && c != ','; }
+
 }  // namespace
 
 std::string plain_json(std::string_view text) {
@@ -33,7 +36,8 @@ std::string plain_json(std::string_view text) {
   char before_comma = '\0', last = '\0';  // the last characters that were neither
   for (std::size_t at = 0; at < text.size();) {
     const char c = text[at];
-    if (const auto end = end_of_comment(text, at, last_close)) {
+    const auto end = c == '#' || c == '/' ? end_of_comment(text, at, last_close) : std::nullopt;
+    if (end) {
       for (; at < *end; ++at) {
         if (text[at] != '\n' && text[at] != '\r') plain[at] = ' ';
       }
@@ -43,9 +47,7 @@ std::string plain_json(std::string_view text) {
       ++at;
       continue;
     }
-    const bool after_item =
-        before_comma != '\0' && std::string_view("{[,").find(before_comma) == std::string_view::npos;
-    if (last_comma && after_item && (c == '}' || c == ']')) plain[*last_comma] = ' ';
+    if (last_comma && (c == '}' || c == ']') && ends_item(before_comma)) plain[*last_comma] = ' ';
     last_comma = c == ',' ? std::optional(at) : std::nullopt;
     if (c == ',') before_comma = last;
     last = c;

@@ -70,7 +70,9 @@ constexpr std::size_t kTruncationParts = 4;
 
 TEST_P(Truncation, IsHandled) {
   for (const std::string& text : all_samples()) {
-    for (std::size_t length = 3 * GetParam(); length < text.size(); length += 3 * kTruncationParts) {
+    // The sample of 100 kB is brackets and nothing else: fewer places will do.
+    const std::size_t stride = 3 * kTruncationParts * (1 + text.size() / 10'000);
+    for (std::size_t length = 3 * GetParam(); length < text.size(); length += stride) {
       ASSERT_TRUE(survives(text.substr(0, length))) << text.substr(0, length);
     }
   }
