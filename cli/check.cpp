@@ -38,8 +38,19 @@ void add_prediction(const CheckArguments& arguments, CheckReport& report) {
     report.pinned_fraction_max = largest_pinned_fraction(report.config.runtime, engine, model.shape, ranks);
 }
 
+// What every engine would refuse, whatever its model.
+void check_engine(const Config& config, const CheckArguments& arguments) {
+  try {
+    hoist::check(config.engine, config.runtime, std::max(1, arguments.world_size));
+  } catch (const ConfigError& error) {
+    const std::string sentence = error.what();  // the key, a colon, the problem
+    throw ConfigProblems(arguments.config, {{.key = error.key, .problem = sentence.substr(error.key.size() + 2)}});
+  }
+}
+
 int check_config(const CheckArguments& arguments) {
   const Config config = Config::load(arguments.config);
+  check_engine(config, arguments);
   CheckReport report{.config = config, .training = config.training, .world_size = arguments.world_size};
   if (arguments.world_size > 0) report.training = config.check_world_size(arguments.world_size);
   add_prediction(arguments, report);

@@ -107,6 +107,16 @@ TEST_F(Check, SaysWhatOfTheStateIsOnTheDeviceAndWhichShareFits) {
   EXPECT_EQ(prediction["fitting_offload_ratio"], nullptr);
 }
 
+TEST_F(Check, RefusesWhatEveryEngineWould) {
+  write("gpu.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+                        "hoist": {"device": "cuda"}})");
+  const auto result = run("check gpu.json --json report.json");
+  EXPECT_EQ(result.exit_code, 2) << result.output;
+  EXPECT_THAT(result.errors, HasSubstr("zero_optimization.offload_optimizer.device: optimizer states on a GPU"));
+  EXPECT_THAT(result.errors, HasSubstr("1 problem in gpu.json"));
+  EXPECT_EQ(json_of("report.json")["problems"][0]["key"], "zero_optimization.offload_optimizer.device");
+}
+
 TEST_F(Check, RefusesModelsItCannotRead) {
   write("good.json", "{}");
   const auto with_units = [&](const char* text) {
