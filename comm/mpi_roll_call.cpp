@@ -109,8 +109,8 @@ std::string RollCall::findings(std::chrono::milliseconds timeout) const {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     const auto& answer = answers_[static_cast<std::size_t>(peer)];
-    if (!answer) silent.push_back(fmt::format("rank {}", peer));
-    if (answer) elsewhere.push_back(fmt::format("rank {} waits in {}", peer, *answer));
+    if (!answer) silent.push_back(name_of(peer));
+    if (answer) elsewhere.push_back(fmt::format("{} waits in {}", name_of(peer), *answer));
   }
   constexpr std::size_t kNamed = 3;
   const std::string others =

@@ -201,7 +201,7 @@ void Engine::Impl::seal(bool create_store) {
   if (const int ranks = detail::gathering_group(options, runtime.world_size()); ranks > 1)
     live.group = runtime.communicator().split(ranks);
   all_together(create_store ? "take its memory and make its store" : "take its memory and open its store", [&] {
-    if (runtime.rank() == 0 && !options.metrics_path.empty())
+    if (job().rank() == 0 && !options.metrics_path.empty())
       metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
     lay_out(create_store, run, first_commit_is_useless);
   });

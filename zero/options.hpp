@@ -147,8 +147,8 @@ struct EngineOptions {
   // none. Key zero_hpz_partition_size.
   int secondary_shard_ranks = 1;
 
-  // One line of JSON a step (numbers of that step: norm, learning rate, bytes and waits), appended by rank 0, and
-  // beside it a text file for Prometheus with the latest. Empty: none. Key "hoist.metrics".
+  // One line of JSON a step (numbers of that step: norm, learning rate, bytes and waits), appended by rank 0 of the
+  // job, and beside it a text file for Prometheus with the latest. Empty: none. Key "hoist.metrics".
   std::string metrics_path;
 
   double gradient_clipping = 1.0;  // global norm; 0: none

@@ -121,9 +121,10 @@ Runtime::~Runtime() { write_trace(); }
 void Runtime::write_trace() const noexcept {
   if (!trace_) return;
   try {
-    const int rank = communicator_->rank();
+    const comm::Communicator& job = norm_group_ ? *norm_group_ : *communicator_;
+    const int rank = job.rank();
     std::filesystem::path path = options_.trace_path;
-    if (communicator_->size() > 1)
+    if (job.size() > 1)
       path.replace_filename(fmt::format("{}.rank-{}{}", path.stem().string(), rank, path.extension().string()));
     trace_->write(path.string(), fmt::format("rank {}", rank));
     if (trace_->dropped() != 0)

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two sharding groups of two ranks in one norm group of four: clipped, and skipped, as one model.
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/temp_directory.hpp>
 
 #include "sliced_model.hpp"
 
@@ -15,7 +18,7 @@ constexpr int kSlices = 2;
 constexpr int kRanksOfSlice = 2;
 
 // The reports by rank of the whole job.
-std::vector<StepReport> step_of_all(bool with_norm_group, int poisoned_slice) {
+std::vector<StepReport> step_of_all(bool with_norm_group, int poisoned_slice, const std::string& recorded = "") {
   comm::ThreadGroup all(kSlices * kRanksOfSlice);
   std::vector<std::unique_ptr<comm::ThreadGroup>> slices;
   for (int s = 0; s < kSlices; ++s) slices.push_back(std::make_unique<comm::ThreadGroup>(kRanksOfSlice));
@@ -31,7 +34,7 @@ std::vector<StepReport> step_of_all(bool with_norm_group, int poisoned_slice) {
       if (with_norm_group) groups.norm = [&](const comm::CommunicatorOptions& o) { return all.join(rank, o); };
       try {
         reports[static_cast<std::size_t>(rank)] =
-            step_of_slice(groups, {.index = slice, .poisoned = slice == poisoned_slice});
+            step_of_slice(groups, {.index = slice, .poisoned = slice == poisoned_slice, .recorded = recorded});
       } catch (const std::exception& error) {
         errors[static_cast<std::size_t>(rank)] = std::current_exception();
         mine.abort(error.what());
@@ -63,6 +66,17 @@ TEST(NormGroup, OneSliceThatIsNotFiniteSkipsTheStepOfAll) {
   const auto apart = step_of_all(/*with_norm_group=*/false, 1);
   EXPECT_TRUE(apart[0].applied);
   EXPECT_FALSE(apart[1].applied);
+}
+
+TEST(NormGroup, IsOneJobToThoseWhoWatchIt) {
+  const TempDirectory directory;
+  step_of_all(/*with_norm_group=*/true, -1, directory.path());
+  std::ifstream metrics(directory / "metrics.jsonl");
+  int lines = 0;
+  for (std::string line; std::getline(metrics, line);) ++lines;
+  EXPECT_EQ(lines, 1) << "of one rank, not of one in each group";
+  for (int rank = 0; rank < kSlices * kRanksOfSlice; ++rank)
+    EXPECT_TRUE(std::filesystem::exists(directory / ("trace.rank-" + std::to_string(rank) + ".json"))) << rank;
 }
 
 TEST(NormGroup, MustHoldTheShardingGroup) {

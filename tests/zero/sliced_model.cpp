@@ -21,7 +21,11 @@ double squared(float value) { return static_cast<double>(value) * static_cast<do
 }  // namespace
 
 StepReport step_of_slice(const Runtime::Groups& groups, const Slice& slice) {
-  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  if (!slice.recorded.empty()) {
+    setup.runtime.trace_path = slice.recorded + "/trace.json";
+    setup.engine.metrics_path = slice.recorded + "/metrics.jsonl";
+  }
   Runtime runtime(setup.runtime, groups);
   const tiers::DeviceBlock made = runtime.device_arena().allocate((kOwn + kShared) * sizeof(float), "gradients");
   auto* const own = reinterpret_cast<float*>(made.data());

@@ -3,13 +3,16 @@
 // parameter that all slices share.
 #pragma once
 
+#include <string>
+
 #include <hoist/zero/engine.hpp>
 
 namespace hoist::test {
 
 struct Slice {
   int index = 0;
-  bool poisoned = false;  // a gradient that is not finite
+  bool poisoned = false;   // a gradient that is not finite
+  std::string recorded{};  // directory for metrics and traces; empty: none
 };
 
 // One step of a slice on the ranks of `groups.sharding`. Clipping is at 0.5.
