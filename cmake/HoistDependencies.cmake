@@ -1,19 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 # Finds every dependency once; rooms link the imported targets named here.
-# Required parts end the configure step with the package to install; optional ones are reported.
+# Required parts that are missing end the configure step, all of them at once, with the packages to install; optional
+# ones are reported.
 
-find_package(PkgConfig REQUIRED)
 find_package(Threads REQUIRED)
-find_package(TBB REQUIRED)
-find_package(fmt REQUIRED)
-find_package(spdlog REQUIRED)
 
-pkg_check_modules(LIBURING REQUIRED IMPORTED_TARGET liburing)
-pkg_check_modules(HWLOC REQUIRED IMPORTED_TARGET hwloc)
-pkg_check_modules(HWY REQUIRED IMPORTED_TARGET libhwy)
-pkg_check_modules(ISAL REQUIRED IMPORTED_TARGET libisal)
-pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
-find_package(nlohmann_json REQUIRED)
+set(_missing "")
+# hoist_need(FOUND PACKAGE): notes the distribution's package of a required part that was not found.
+macro(hoist_need found package)
+  if(NOT ${found})
+    list(APPEND _missing ${package})
+  endif()
+endmacro()
+
+find_package(TBB QUIET)
+hoist_need(TBB_FOUND libtbb-dev)
+find_package(fmt QUIET)
+hoist_need(fmt_FOUND libfmt-dev)
+find_package(spdlog QUIET)
+hoist_need(spdlog_FOUND libspdlog-dev)
+find_package(nlohmann_json QUIET)
+hoist_need(nlohmann_json_FOUND nlohmann-json3-dev)
+
+find_package(PkgConfig QUIET)
+hoist_need(PkgConfig_FOUND pkg-config)
+foreach(part "LIBURING liburing" "HWLOC hwloc" "HWY libhwy" "ISAL libisal" "XXHASH libxxhash")
+  separate_arguments(part)
+  list(POP_FRONT part prefix module)
+  if(PkgConfig_FOUND)
+    pkg_check_modules(${prefix} QUIET IMPORTED_TARGET ${module})
+  endif()
+  string(REGEX REPLACE "^lib" "" name ${module})
+  hoist_need(${prefix}_FOUND lib${name}-dev)
+endforeach()
+
+if(_missing)
+  list(JOIN _missing " " _missing)
+  message(FATAL_ERROR "hoist needs libraries that were not found. On Debian and its relatives:\n"
+    "  apt-get install ${_missing}\n"
+    "scripts/install-deps.sh installs everything that a whole build uses.")
+endif()
 
 # hoist_optional(PART FOUND DETAIL MISSING_HINT): settles HOIST_HAVE_<PART> from HOIST_WITH_<PART>.
 macro(hoist_optional part found detail hint)

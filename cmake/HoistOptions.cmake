@@ -10,12 +10,19 @@ option(HOIST_BUILD_CLI "Build the hoist command line tool" ${PROJECT_IS_TOP_LEVE
 option(HOIST_BUILD_EXAMPLES "Build hoist-gpt" ${PROJECT_IS_TOP_LEVEL})
 option(HOIST_BUILD_BENCH "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
 option(HOIST_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
+option(HOIST_INSTALL "Install the library, its headers and its CMake package" ${PROJECT_IS_TOP_LEVEL})
 option(HOIST_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" OFF)
 option(HOIST_FUZZ "Build the fuzzers, which need clang (preset fuzz)" OFF)
 set(HOIST_SANITIZE "" CACHE STRING "Sanitizers for the whole build, as -fsanitize= takes them")
 
+# Unoptimised kernels are tens of times slower. In a build that embeds hoist the type is the embedder's to choose.
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
-  set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "Build type" FORCE)
+  if(PROJECT_IS_TOP_LEVEL)
+    set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "Build type" FORCE)
+  else()
+    message(WARNING "hoist is being built without optimisation: CMAKE_BUILD_TYPE is empty. Configure with "
+      "-DCMAKE_BUILD_TYPE=Release (or RelWithDebInfo)")
+  endif()
 endif()
 
 if(HOIST_SANITIZE)
