@@ -20,6 +20,7 @@
 #include <hoist/aio/file.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/standard_descriptors.hpp>
 
 namespace hoist::aio {
 
@@ -194,6 +195,7 @@ void File::open(const FileOptions& options) {
   do {
     descriptor_ = ::open(path_.c_str(), open_flags(options.mode), S_IRUSR | S_IWUSR);
   } while (descriptor_ < 0 && errno == EINTR);
+  descriptor_ = beyond_standard_descriptors(descriptor_);
   if (descriptor_ < 0) {
     const int code = errno;
     throw IoError({"open", path_, 0, 0, code}, open_remedy(code));

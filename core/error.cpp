@@ -40,9 +40,19 @@ BudgetError BudgetError::machine(Need n) {
   return BudgetError(std::move(n), sentence);
 }
 
+namespace {
+
+// A whole file is opened, flushed or renamed; only transfers have a place in it.
+std::string place_of(const IoError::Where& w) {
+  if (w.offset_bytes == 0 && w.length_bytes == 0) return {};
+  return fmt::format(" at offset {} ({} bytes)", w.offset_bytes, w.length_bytes);
+}
+
+}  // namespace
+
 IoError::IoError(Where w, const std::string& remedy)
     : Error(fmt::format(
-          "{} of {} at offset {} ({} bytes) failed: {}{}{}", w.operation, w.path, w.offset_bytes, w.length_bytes,
+          "{} of {}{} failed: {}{}{}", w.operation, w.path, place_of(w),
           w.code == 0 ? "fewer bytes were transferred than asked for" : std::generic_category().message(w.code),
           remedy.empty() ? "" : "; ", remedy)),
       where(std::move(w)) {}

@@ -2,11 +2,14 @@
 // examples/gpt/main.cpp - hoist-gpt: trains a byte-level GPT on one text with three-tier offload.
 #include <csignal>
 
+#include <hoist/core/standard_descriptors.hpp>
+
 #include "arguments.hpp"
 #include "run.hpp"
 
 int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error that names it, not the end
+  hoist::occupy_standard_descriptors();
   const auto parsed = hoist::gpt::parse_arguments(argc, argv);
   if (const int* code = std::get_if<int>(&parsed)) return *code;
   return hoist::gpt::run(std::get<hoist::gpt::Arguments>(parsed));

@@ -48,22 +48,22 @@ void Progress::show(const StepRecord& step, const Tiers& tiers, TimePoint now) {
   shown_ = now;
   const std::string text = line(step, tiers);
   if (options_.rewrite) {
-    fmt::print(options_.out, "\r{:<{}}", text, width_);
+    std::fputs(fmt::format("\r{:<{}}", text, width_).c_str(), options_.out);
     width_ = text.size();
   } else {
-    fmt::print(options_.out, "{}\n", text);
+    std::fputs((text + "\n").c_str(), options_.out);
   }
   std::fflush(options_.out);
 }
 
 void Progress::say(const std::string& text) {
   finish();
-  fmt::print(options_.out, "{}\n", text);
+  std::fputs((text + "\n").c_str(), options_.out);
   std::fflush(options_.out);
 }
 
 void Progress::finish() {
-  if (width_ > 0) fmt::print(options_.out, "\n");
+  if (width_ > 0) std::fputs("\n", options_.out);
   width_ = 0;
   std::fflush(options_.out);
 }

@@ -5,6 +5,7 @@
 #include <array>
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <memory>
@@ -103,7 +104,7 @@ class Training {
  private:
   bool first_rank() const { return runtime_.rank() == 0; }
   void say(const std::string& text) const {
-    if (first_rank()) fmt::print("{}\n", text);
+    if (first_rank()) std::fputs((text + "\n").c_str(), stdout);  // a full disk under a log ends no training
   }
   Fill initial_values() const;
   void introduce();
@@ -314,7 +315,7 @@ void Training::close() {
       record_.links_apart[static_cast<std::size_t>(link)] = runtime_.ledger().totals(link, Ledger::Account::apart);
     }
   }
-  if (first_rank()) fmt::print("{}", closing_table(record_));
+  if (first_rank()) std::fputs(closing_table(record_).c_str(), stdout);
   if (report_) report_->write(report_json(record_));
 }
 

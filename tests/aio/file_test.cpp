@@ -38,6 +38,20 @@ class FileTest : public testing::Test {
   test::TempDirectory directory_;
 };
 
+// A program that was started with standard output closed prints into whatever is opened next.
+TEST_F(FileTest, IsNeverAStandardDescriptor) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::close(STDOUT_FILENO);
+    const File file(directory_ / "data", {.mode = OpenMode::create, .reserve_bytes = 4096});
+    const bool printed = ::write(STDOUT_FILENO, "into the file", 13) == 13;
+    ::_exit(file.descriptor() > STDERR_FILENO && !printed ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
 TEST_F(FileTest, CreateReservesBlocksForTheOwnerAlone) {
   const File file(directory_ / "new", {.mode = OpenMode::create, .reserve_bytes = 8 * kMiB});
   EXPECT_EQ(file.size_bytes(), 8 * kMiB);

@@ -37,6 +37,8 @@ TEST(Error, IoErrorSaysWhereAndWhyAndKeepsTheErrno) {
                                   HasSubstr("free some space")));
   const IoError shortened({.operation = "read", .path = "/mnt/a", .length_bytes = 512}, "");
   EXPECT_THAT(shortened.what(), HasSubstr("fewer bytes"));
+  const IoError whole({.operation = "open", .path = "/mnt/a", .code = ENOENT}, "");
+  EXPECT_STREQ(whole.what(), "open of /mnt/a failed: No such file or directory");
 }
 
 TEST(Error, CorruptionErrorNamesUnitRegionFileAndOffset) {
