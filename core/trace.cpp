@@ -7,6 +7,7 @@
 #include <memory>
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
@@ -76,10 +77,34 @@ std::vector<Trace::Event> Trace::in_order() const {
   return events;
 }
 
+namespace {
+
+constexpr const char* kRemedy = "choose another place for hoist.trace";
+
+// Where a trace for `path` is written until it is whole.
+std::string draft_of(const std::string& path) {
+  struct stat info {};
+  const bool is_file = ::stat(path.c_str(), &info) != 0 || S_ISREG(info.st_mode);
+  return is_file ? path + ".partial" : path;
+}
+
+}  // namespace
+
+void Trace::check(const std::string& path) {
+  const std::string draft = draft_of(path);
+  const std::unique_ptr<std::FILE, CloseFile> file(std::fopen(draft.c_str(), "ae"));
+  if (!file) throw IoError({"open", path, 0, 0, errno}, kRemedy);
+  if (draft != path) ::unlink(draft.c_str());
+}
+
 void Trace::write(const std::string& path, const std::string& process) const {
-  const std::string partial = path + ".partial";
-  const std::unique_ptr<std::FILE, CloseFile> file(std::fopen(partial.c_str(), "w"));
-  const auto fail = [&](const char* what) { throw IoError({what, partial, 0, 0, errno}, ""); };
+  const std::string partial = draft_of(path);
+  const std::unique_ptr<std::FILE, CloseFile> file(std::fopen(partial.c_str(), "we"));
+  const auto fail = [&](const char* what) {
+    const int code = errno;
+    if (partial != path) ::unlink(partial.c_str());
+    throw IoError({what, path, 0, 0, code}, kRemedy);
+  };
   if (!file) fail("open");
   fmt::print(file.get(), "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
   fmt::print(file.get(), R"({{"ph":"M","pid":0,"name":"process_name","args":{{"name":"{}"}}}})", json_text(process));
@@ -107,7 +132,7 @@ void Trace::write(const std::string& path, const std::string& process) const {
   }
   fmt::print(file.get(), "\n]}}\n");
   if (std::fflush(file.get()) != 0) fail("write");
-  if (std::rename(partial.c_str(), path.c_str()) != 0) fail("rename");
+  if (partial != path && std::rename(partial.c_str(), path.c_str()) != 0) fail("rename");
 }
 
 }  // namespace hoist

@@ -3,7 +3,7 @@
 //
 // Threading  add() from any thread; write() when nobody adds any more, or at any time for what there is.
 // Memory     All of it at construction: 56 bytes an event. When full, the oldest events give way.
-// Errors     write(): IoError.
+// Errors     check(), write(): IoError.
 // Main path  something ends -> add(row, name, begin, end) -> write(path): Chrome's JSON, which Perfetto opens.
 #pragma once
 
@@ -42,7 +42,10 @@ class Trace {
   void add(TraceRow row, std::string_view name, TimePoint begin, TimePoint end, std::uint64_t bytes = 0);
 
   std::uint64_t dropped() const;  // events that gave way
-  // `process` names the timeline, such as "rank 0".
+  // That write() could write there, as far as can be told: before a long run, not after it. Errors: IoError.
+  static void check(const std::string& path);
+  // `process` names the timeline, such as "rank 0". The file takes its name when it is whole; what is no file, such as
+  // /dev/null, is written to as it is.
   void write(const std::string& path, const std::string& process) const;
 
  private:

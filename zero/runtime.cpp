@@ -65,7 +65,13 @@ std::unique_ptr<comm::Communicator> join_launch(const RuntimeOptions& options, c
   return launch.launcher == comm::Launcher::torchrun ? join_torchrun(options, launch, comm) : join_mpi(options, comm);
 }
 
+// More than any machine has processors; each takes memory before it is known that it has nothing to do.
+constexpr unsigned kUpdateThreadsMax = 4096;
+
 RuntimeOptions with_device(RuntimeOptions options) {
+  if (options.update_threads > kUpdateThreadsMax)
+    throw ConfigError("hoist.update_threads", fmt::format("{} is more than {}; 0 is one for each processor",
+                                                          options.update_threads, kUpdateThreadsMax));
   if (options.device_ordinal >= 0) return options;
   const int local_rank = options.communicator == CommunicatorKind::self ? 0 : comm::launch_of_process().local_rank;
   const int devices = options.device == platform::DeviceKind::host ? 0 : platform::cuda_device_count();
@@ -107,6 +113,7 @@ Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone
                                  .device_ordinal = options_.device_ordinal};
   communicator_ = groups.sharding(comm);
   if (communicator_->size() == 1) comm_scratch_ = {};
+  if (trace_) Trace::check(trace_file());  // now, not when the run is over
   if (!groups.norm) return;
   comm.scratch = {};
   norm_group_ = groups.norm(comm);
@@ -118,17 +125,23 @@ Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone
 
 Runtime::~Runtime() { write_trace(); }
 
+const comm::Communicator& Runtime::job_ranks() const { return norm_group_ ? *norm_group_ : *communicator_; }
+
+std::string Runtime::trace_file() const {
+  const comm::Communicator& job = job_ranks();
+  std::filesystem::path path = options_.trace_path;
+  if (job.size() > 1)
+    path.replace_filename(fmt::format("{}.rank-{}{}", path.stem().string(), job.rank(), path.extension().string()));
+  return path.string();
+}
+
 void Runtime::write_trace() const noexcept {
   if (!trace_) return;
   try {
-    const comm::Communicator& job = norm_group_ ? *norm_group_ : *communicator_;
-    const int rank = job.rank();
-    std::filesystem::path path = options_.trace_path;
-    if (job.size() > 1)
-      path.replace_filename(fmt::format("{}.rank-{}{}", path.stem().string(), rank, path.extension().string()));
-    trace_->write(path.string(), fmt::format("rank {}", rank));
+    const std::string path = trace_file();
+    trace_->write(path, fmt::format("rank {}", job_ranks().rank()));
     if (trace_->dropped() != 0)
-      spdlog::info("{} holds the end of the run: {} earlier events did not fit", path.string(), trace_->dropped());
+      spdlog::info("{} holds the end of the run: {} earlier events did not fit", path, trace_->dropped());
   } catch (const std::exception& error) {
     spdlog::error("the trace could not be written: {}", error.what());
   }

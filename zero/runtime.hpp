@@ -2,12 +2,15 @@
 // zero/runtime.hpp - what a process owns once: device, budgets, communicator, update threads, the books.
 //
 // Threading  Any thread. Several engines may share one runtime.
-// Memory     The device's budget is taken at construction; pinned memory when an engine is laid out.
-// Errors     DeviceError, CommError, BudgetError, UsageError from construction; a trace that cannot be written at the
-//            end is a line in the log.
+// Memory     The device's budget is taken at construction; pinned memory when an engine is laid out. A runtime outlives
+//            its engines, and the streams and device blocks that a program has of it: ending it before them is a bug
+//            that ends the process.
+// Errors     DeviceError, CommError, BudgetError, ConfigError, UsageError from construction, IoError where no trace can
+//            be written; a trace that cannot be written at the end all the same is a line in the log.
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include <hoist/tiers/budget.hpp>
 #include <hoist/tiers/device_arena.hpp>
@@ -62,6 +65,8 @@ class Runtime {
  private:
   Runtime(const RuntimeOptions& options, const Groups& groups, bool alone);
 
+  const comm::Communicator& job_ranks() const;  // of the norm group, once it is joined
+  std::string trace_file() const;
   void write_trace() const noexcept;
 
   RuntimeOptions options_;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "arguments.hpp"
 
+#include <cmath>
 #include <cstdio>
-#include <limits>
 #include <map>
 
 #include <CLI/CLI.hpp>
@@ -25,6 +25,14 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   // CLI11 would wrap "-1" around to the largest count.
   const CLI::Validator count([](std::string& text) { return text.starts_with('-') ? "is negative" : std::string(); },
                              "");
+  // CLI::Range takes "nan", and prints its bounds in all their digits.
+  const CLI::Validator rate(
+      [](const std::string& text) {
+        double value = -1;
+        const bool reads = CLI::detail::lexical_cast(text, value);
+        return reads && std::isfinite(value) && value >= 0 ? std::string() : text + " is no finite number of at least 0";
+      },
+      "");
   app.add_option("--config", a.config, "DeepSpeed configuration: where state lives, budgets, optimizer")
       ->required()
       ->type_name("FILE");
@@ -50,7 +58,7 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
                "activations of all micro-batches stay [hoist.micro_batch_order of FILE]");
   app.add_option("--seed", a.seed, "Of initial weights and batches")->check(count)->type_name("S");
   app.add_option("--learning-rate", a.learning_rate, "[optimizer.params.lr of FILE]")
-      ->check(CLI::Range(0.0, std::numeric_limits<double>::max()))
+      ->check(rate)
       ->type_name("R");
   app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")
       ->check(count)

@@ -239,7 +239,10 @@ std::string closing_table(const RunRecord& record) {
   return out;
 }
 
+// What is no file, such as /dev/stdout, is written to as it is.
 ReportFile::ReportFile(std::string path) : path_(std::move(path)), partial_path_(path_ + ".partial") {
+  struct stat info {};
+  if (stat(path_.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) partial_path_ = path_;
   file_ = std::fopen(partial_path_.c_str(), "wb");
   if (file_ == nullptr) {
     throw InputError(fmt::format("cannot write the report {}: {}", path_, std::strerror(errno)));
@@ -249,7 +252,7 @@ ReportFile::ReportFile(std::string path) : path_(std::move(path)), partial_path_
 ReportFile::~ReportFile() {
   if (file_ == nullptr) return;
   std::fclose(file_);
-  std::remove(partial_path_.c_str());
+  if (partial_path_ != path_) std::remove(partial_path_.c_str());
 }
 
 void ReportFile::write(const std::string& text) {
@@ -258,8 +261,10 @@ void ReportFile::write(const std::string& text) {
                   "the training itself is complete; free space and run again with --resume to write the report");
   };
   if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) fail("write");
-  if (fdatasync(fileno(file_)) != 0) fail("fdatasync");
-  if (std::rename(partial_path_.c_str(), path_.c_str()) != 0) fail("rename");
+  if (partial_path_ != path_) {
+    if (fdatasync(fileno(file_)) != 0) fail("fdatasync");
+    if (std::rename(partial_path_.c_str(), path_.c_str()) != 0) fail("rename");
+  }
   std::fclose(std::exchange(file_, nullptr));
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <filesystem>
 #include <fstream>
 #include <set>
 #include <thread>
@@ -109,6 +110,16 @@ TEST(Trace, LedgersTellItWhatLinksDidAndWhatWasWaitedFor) {
 TEST(Trace, APlaceThatCannotBeWrittenIsNamed) {
   const Trace trace;
   EXPECT_THROW(trace.write("/nowhere/at/all.json", "rank 0"), IoError);
+  EXPECT_THROW(Trace::check("/nowhere/at/all.json"), IoError);
+  const test::TempDirectory directory;
+  EXPECT_THROW(Trace::check(directory.path().string()), IoError);
+  Trace::check(directory / "trace.json");
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path())) << "nothing is left behind";
+  // A device is written to; a file that took its place would be everybody's surprise.
+  std::filesystem::create_symlink("/dev/null", directory / "nowhere");
+  Trace::check(directory / "nowhere");
+  trace.write(directory / "nowhere", "rank 0");
+  EXPECT_TRUE(std::filesystem::is_symlink(directory / "nowhere"));
 }
 
 }  // namespace
