@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -9,6 +10,12 @@
 namespace hoist::tiers {
 
 RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(segments.begin(), segments.end()) {
+  std::uint64_t count = 0;
+  for (const RecordSegment& segment : segments_) count += divide_up(segment.shard_elements, kTileElements);
+  // Tile numbers are 32 bits in the identity of a checksum and in the manifest.
+  HOIST_ASSERT(count < UINT32_MAX, "{} tiles", count);
+  std::vector<Tile> tiles;
+  tiles.reserve(count);
   for (std::uint32_t index = 0; index < segments_.size(); ++index) {
     const RecordSegment& segment = segments_[index];
     HOIST_ASSERT(segment.moment_count <= 2, "segment {}: {} moments", index, segment.moment_count);
@@ -26,11 +33,10 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
       tile.s_bytes = round_up(segment.state_bytes(tile.elements), kBlockAlignment);
       w_bytes_ += tile.w_bytes;
       s_bytes_ += tile.s_bytes;
-      tiles_.push_back(tile);
+      tiles.push_back(tile);
     }
   }
-  // Tile numbers are 32 bits in the identity of a checksum and in the manifest.
-  HOIST_ASSERT(tiles_.size() < UINT32_MAX, "{} tiles", tiles_.size());
+  tiles_ = std::make_shared<const std::vector<Tile>>(std::move(tiles));
 }
 
 StateTileView view_state_tile(const RecordSegment& segment, std::uint64_t elements, std::byte* tile) {

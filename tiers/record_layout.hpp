@@ -20,6 +20,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -48,6 +49,8 @@ struct RecordSegment {
   MomentType moment_type = MomentType::fp32;
   RemainderType remainder = RemainderType::int16;  // of bf16 weights
 
+  friend bool operator==(const RecordSegment&, const RecordSegment&) = default;
+
   // Of the master, beside its weight: what bf16 leaves out, all of it beside fp16, nothing of fp32.
   std::uint64_t master_bytes_per_element() const {
     return dtype == DType::bf16 ? remainder_bytes(remainder) : dtype == DType::fp16 ? 4 : 0;
@@ -71,7 +74,7 @@ class RecordLayout {
   explicit RecordLayout(std::span<const RecordSegment> segments);
 
   std::span<const RecordSegment> segments() const { return segments_; }
-  std::span<const Tile> tiles() const { return tiles_; }
+  std::span<const Tile> tiles() const { return *tiles_; }
   std::uint64_t region_bytes(Region region) const { return region == Region::weights ? w_bytes_ : s_bytes_; }
   std::uint64_t bytes() const { return w_bytes_ + s_bytes_; }
   // Where a segment's weights begin within the W region.
@@ -79,7 +82,7 @@ class RecordLayout {
 
  private:
   std::vector<RecordSegment> segments_;
-  std::vector<Tile> tiles_;
+  std::shared_ptr<const std::vector<Tile>> tiles_;  // of all copies: a model of 10^12 parameters has 61 million
   std::vector<std::uint64_t> segment_w_offsets_;
   std::uint64_t w_bytes_ = 0;
   std::uint64_t s_bytes_ = 0;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <limits>
 
 #include <fmt/format.h>
 
@@ -12,13 +11,17 @@ namespace hoist::detail {
 
 namespace {
 
+// 10 trillion: a model of one parameter. Bytes of any state of it are far from the end of 64 bits, and its tiles from
+// that of 32.
+constexpr std::uint64_t kParameterElementsMax = 10'000'000'000'000;
+
 std::uint64_t checked_count(const ParameterSpec& spec) {
   std::uint64_t count = 1;
   for (const std::int64_t extent : spec.shape) {
     if (extent <= 0)
       throw UsageError(fmt::format("parameter '{}' has extent {}; every extent is at least 1", spec.name, extent));
-    if (count > std::numeric_limits<std::int64_t>::max() / static_cast<std::uint64_t>(extent)) {
-      throw UsageError(fmt::format("parameter '{}' has more than 2^63 elements", spec.name));
+    if (count > kParameterElementsMax / static_cast<std::uint64_t>(extent)) {
+      throw UsageError(fmt::format("parameter '{}' has more than {} elements", spec.name, kParameterElementsMax));
     }
     count *= static_cast<std::uint64_t>(extent);
   }
@@ -32,8 +35,10 @@ bool same_segment(const Segment& segment, const ParameterSpec& spec) {
 
 void check(const ParameterSpec& spec, const std::string& unit, std::size_t group_count) {
   if (spec.name.empty()) throw UsageError(fmt::format("a parameter of unit '{}' has no name", unit));
-  if (spec.name.find_first_of("\n|") != std::string::npos || unit.find_first_of("\n|") != std::string::npos) {
-    throw UsageError(fmt::format("the name '{}' of unit '{}' holds a newline or '|'", spec.name, unit));
+  const auto is_unfit = [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7f' || c == '|'; };
+  if (std::ranges::any_of(spec.name, is_unfit) || std::ranges::any_of(unit, is_unfit)) {
+    throw UsageError(
+        fmt::format("the name '{}' of unit '{}' holds a control character or '|'", spec.name.c_str(), unit.c_str()));
   }
   if (spec.group.index >= group_count) {
     throw UsageError(
@@ -102,6 +107,17 @@ UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, Un
   return id;
 }
 
+// Layers are alike: the layout of one before it, where there is an equal one.
+tiers::RecordLayout UnitTable::layout_of(std::span<const tiers::RecordSegment> segments) const {
+  constexpr std::size_t kLookedAtMax = 8;  // a model has few kinds of layers
+  std::size_t looked_at = 0;
+  for (auto unit = units_.rbegin(); unit != units_.rend() && looked_at < kLookedAtMax; ++unit, ++looked_at) {
+    for (const tiers::RecordLayout* layout : {&unit->trainable, &unit->frozen})
+      if (std::ranges::equal(layout->segments(), segments)) return *layout;
+  }
+  return tiers::RecordLayout(segments);
+}
+
 void UnitTable::lay_out(Unit& unit) const {
   std::vector<tiers::RecordSegment> records[2];  // trainable, frozen
   for (Segment& segment : unit.segments) {
@@ -110,8 +126,8 @@ void UnitTable::lay_out(Unit& unit) const {
     segment.record_segment = static_cast<std::uint32_t>(record.size());
     record.push_back(segment.record());
   }
-  unit.trainable = tiers::RecordLayout(records[0]);
-  unit.frozen = tiers::RecordLayout(records[1]);
+  unit.trainable = layout_of(records[0]);
+  unit.frozen = layout_of(records[1]);
 
   const auto world = static_cast<std::uint64_t>(world_size_);
   for (Segment& segment : unit.segments) {

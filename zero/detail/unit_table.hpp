@@ -121,6 +121,7 @@ class UnitTable {
   static UnitTable from_identity(std::string_view text, int world_size, std::uint64_t elements_max = ~std::uint64_t{0});
 
  private:
+  tiers::RecordLayout layout_of(std::span<const tiers::RecordSegment> segments) const;
   void lay_out(Unit& unit) const;
   int world_size_;
   GradientSums sums_;
