@@ -61,7 +61,7 @@ Pattern parse_pattern(const std::string& text) {
 }
 
 void check_combination(const BenchIoArguments& arguments, const BenchIoPlan& plan) {
-  if (arguments.seconds < 0 || arguments.seconds > 86400)
+  if (!(arguments.seconds >= 0 && arguments.seconds <= 86400))  // nan is neither
     throw InputError(fmt::format("--seconds {}: must be 0 to 86400", arguments.seconds));
   if (arguments.threads < 1 || arguments.threads > 256)
     throw InputError(fmt::format("--threads {}: must be 1 to 256", arguments.threads));
@@ -175,19 +175,20 @@ BenchIoReport measure_all(const BenchIoArguments& arguments, const BenchIoPlan& 
 int bench_io(const BenchIoArguments& arguments) {
   try {
     const BenchIoPlan plan = make_plan(arguments);
+    check_json(arguments.json);
     const InterruptGuard interrupt;
     const BenchIoReport report = measure_all(arguments, plan, interrupt.flag());
+    say("{}", to_text(report));
     write_json(arguments.json, to_json(report));
-    fmt::print("{}", to_text(report));
     return kOk;
   } catch (const InputError& error) {
-    fmt::print(stderr, "hoist bench io: {}\n", error.what());
+    complain("hoist bench io: {}\n", error.what());
     return kBadInput;
   } catch (const BudgetError& error) {
-    fmt::print(stderr, "hoist bench io: {}; lower --queue-depth or --block-size\n", error.what());
+    complain("hoist bench io: {}; lower --queue-depth or --block-size\n", error.what());
     return kBadInput;
   } catch (const measure::Interrupted&) {
-    fmt::print(stderr, "hoist bench io: interrupted; its files are removed\n");
+    complain("hoist bench io: interrupted; its files are removed\n");
     InterruptGuard::end_by_signal();
   }
 }

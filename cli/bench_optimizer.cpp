@@ -166,6 +166,18 @@ void check(const BenchOptimizerArguments& arguments) {
   if (!arguments.mixed_block_size.empty())
     check_block_bytes("--mixed-block-size", parse_size_option("--mixed-block-size", arguments.mixed_block_size));
   if (arguments.mixed_queue_depth != 0) check_queue_depth("--mixed-queue-depth", arguments.mixed_queue_depth);
+  parse_size_option("--size", arguments.size);
+  parse_size_option("--pinned", arguments.pinned);
+  const std::vector<Kernel> all = kernels();
+  const bool some = std::ranges::any_of(
+      all, [&](const Kernel& kernel) { return title(kernel.what).find(arguments.only) != std::string::npos; });
+  if (!some && arguments.path.empty()) {
+    throw InputError(
+        fmt::format("--only \"{}\": there is no such kernel; without it all are measured", arguments.only));
+  }
+  // The kernels before it take minutes.
+  if (!arguments.path.empty())
+    measure::check_streamed_step(arguments.path, static_cast<std::uint64_t>(arguments.parameters));
 }
 
 void measure_kernels(const BenchOptimizerArguments& arguments, const measure::StopFlag* stop, ProgressStyle style,
@@ -324,25 +336,23 @@ std::string to_text(const BenchOptimizerReport& report) {
 int bench_optimizer(const BenchOptimizerArguments& arguments) {
   try {
     check(arguments);
+    check_json(arguments.json);
     const InterruptGuard interrupt;
     const ProgressStyle style = arguments.quiet ? ProgressStyle::quiet : ProgressStyle::automatic;
     BenchOptimizerReport report;
     measure_kernels(arguments, interrupt.flag(), style, report);
     measure_step(arguments, interrupt.flag(), style, report);
-    if (report.kernels.empty() && !report.step)
-      throw InputError(
-          fmt::format("--only \"{}\": there is no such kernel; without it all are measured", arguments.only));
+    say("{}", to_text(report));
     write_json(arguments.json, to_json(report));
-    fmt::print("{}", to_text(report));
     return kOk;
   } catch (const InputError& error) {
-    fmt::print(stderr, "hoist bench optimizer: {}\n", error.what());
+    complain("hoist bench optimizer: {}\n", error.what());
     return kBadInput;
   } catch (const BudgetError& error) {
-    fmt::print(stderr, "hoist bench optimizer: {}; raise --pinned, or lower --parameters or --size\n", error.what());
+    complain("hoist bench optimizer: {}; raise --pinned, or lower --parameters or --size\n", error.what());
     return kBadInput;
   } catch (const measure::Interrupted&) {
-    fmt::print(stderr, "hoist bench optimizer: interrupted; its files are removed\n");
+    complain("hoist bench optimizer: interrupted; its files are removed\n");
     InterruptGuard::end_by_signal();
   }
 }

@@ -54,28 +54,30 @@ int check_config(const CheckArguments& arguments) {
   CheckReport report{.config = config, .training = config.training, .world_size = arguments.world_size};
   if (arguments.world_size > 0) report.training = config.check_world_size(arguments.world_size);
   add_prediction(arguments, report);
+  say("{}", accepted_text(report));
   write_json(arguments.json, accepted_json(report));
-  fmt::print("{}", accepted_text(report));
   return kOk;
 }
 
 int bad_input(const std::string& sentence) {
-  fmt::print(stderr, "hoist check: {}\n", sentence);
+  complain("hoist check: {}\n", sentence);
   return kBadInput;
 }
 
 int check(const CheckArguments& arguments) {
   if (arguments.print_keys || arguments.print_schema) {
-    fmt::print("{}", arguments.print_keys ? config::reference_markdown() : config::schema_json());
+    say("{}", arguments.print_keys ? config::reference_markdown() : config::schema_json());
     return kOk;
   }
   if (arguments.config.empty()) return bad_input("which configuration? Run with --help for an example.");
   try {
+    check_json_apart(arguments.json, arguments.config);
+    check_json_apart(arguments.json, arguments.model.units);
     return check_config(arguments);
   } catch (const ConfigProblems& error) {
-    write_json(arguments.json, refused_json(arguments.config, error));
     const std::size_t count = error.problems.size() + error.unlisted;
-    fmt::print(stderr, "{}\n{} problem{} in {}\n", error.what(), count, count == 1 ? "" : "s", arguments.config);
+    complain("{}\n{} problem{} in {}\n", error.what(), count, count == 1 ? "" : "s", arguments.config);
+    write_json(arguments.json, refused_json(arguments.config, error));
     return kBadInput;
   } catch (const ConfigError& error) {  // of the units file
     return bad_input(fmt::format("{}: {}", arguments.model.units, error.what()));

@@ -10,6 +10,7 @@
 #include <fmt/ranges.h>
 
 #include "commands.hpp"
+#include "output.hpp"
 
 namespace hoist::cli {
 
@@ -188,9 +189,7 @@ Command add_completion(CLI::App& app) {
   command->footer("Example: source <(hoist completion bash)");
   return {command, [shell, top = &app] {
             const CommandWords words = words_of(*top, "");
-            fmt::print("{}", *shell == "bash"  ? bash_script(words)
-                             : *shell == "zsh" ? zsh_script(words)
-                                               : fish_script(words));
+            say("{}", *shell == "bash" ? bash_script(words) : *shell == "zsh" ? zsh_script(words) : fish_script(words));
             return static_cast<int>(kOk);
           }};
 }

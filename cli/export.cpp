@@ -44,6 +44,14 @@ std::optional<std::uint64_t> chosen_step(const std::string& text, const StoreSum
                              held.empty() ? "no step that every rank has" : "the steps " + held));
 }
 
+void check_kept(const std::string& name, const StoreSummary& store) {
+  if (name.empty() || std::ranges::find(store.kept, name, &tiers::CommitHeader::name) != store.kept.end()) return;
+  std::string held;
+  for (const tiers::CommitHeader& kept : store.kept) held += (held.empty() ? "" : ", ") + kept.name;
+  throw BadInput(fmt::format("--from {}: {} keeps {}", name, store.directory,
+                             held.empty() ? "no step under a name" : "the steps " + held));
+}
+
 std::uint64_t shard_bytes(const std::string& text) {
   const auto bytes = parse_bytes(text);
   if (!bytes || *bytes == 0) throw BadInput(fmt::format("--shard-size {} is no byte count, like 5GB", text));
@@ -66,10 +74,12 @@ DType dtype_of(const std::string& name) {
   return DType::fp32;
 }
 
-void write_weights(const ExportArguments& arguments) {
+// Returns the report.
+Json write_weights(const ExportArguments& arguments) {
   const std::uint64_t shard_bytes_max = shard_bytes(arguments.shard_size);
   const StoreSummary store = look_at_store(find_store(arguments.store));
   const auto step = chosen_step(arguments.step, store);
+  check_kept(arguments.from, store);
   StoredModel model(store.directory, {.step = step, .from = arguments.from});
   const bool has_bf16 =
       std::ranges::find(store.parameters, DType::bf16, &StoredParameter::dtype) != store.parameters.end();
@@ -89,32 +99,35 @@ void write_weights(const ExportArguments& arguments) {
                                           progress->update(done);
                                         }});
   progress.reset();
-  write_json(arguments.json, report_json(arguments, model, report));
-  fmt::print("step {} of {}: {} tensors, {} parameters as {}, {}\n", model.step(), store.directory, report.tensor_count,
-             report.element_count, arguments.dtype, format_bytes(report.data_bytes));
-  for (const std::string& file : report.files) fmt::print("  {}\n", file);
+  say("step {} of {}: {} tensors, {} parameters as {}, {}\n", model.step(), store.directory, report.tensor_count,
+      report.element_count, arguments.dtype, format_bytes(report.data_bytes));
+  for (const std::string& file : report.files) say("  {}\n", file);
+  return report_json(arguments, model, report);
 }
 
 int export_store(const ExportArguments& arguments) {
+  Json report;
   try {
-    write_weights(arguments);
-    return kOk;
+    check_json(arguments.json);
+    report = write_weights(arguments);
   } catch (const BadInput& error) {
-    fmt::print(stderr, "hoist export: {}\n", error.what());
+    complain("hoist export: {}\n", error.what());
     return kBadInput;
   } catch (const interchange::SafetensorsError& error) {  // the destination holds a model, or a name fits no file
-    fmt::print(stderr, "hoist export: {}\n", error.what());
+    complain("hoist export: {}\n", error.what());
     return kBadInput;
   } catch (const measure::Interrupted&) {
-    fmt::print(stderr, "hoist export: interrupted; nothing was left in {}\n", arguments.to);
+    complain("hoist export: interrupted; nothing was left in {}\n", arguments.to);
     InterruptGuard::end_by_signal();
   } catch (const Error& error) {
-    fmt::print(stderr, "hoist export: {}\nNothing was left in {}.\n", error.what(), arguments.to);
+    complain("hoist export: {}\nNothing was left in {}.\n", error.what(), arguments.to);
     if (dynamic_cast<const CorruptionError*>(&error) != nullptr && !arguments.step.empty()) {
-      fmt::print(stderr, "The blocks of an earlier step are reused by the next one; try without --step.\n");
+      complain("The blocks of an earlier step are reused by the next one; try without --step.\n");
     }
     return kFailure;
   }
+  write_json(arguments.json, report);
+  return kOk;
 }
 
 }  // namespace

@@ -104,7 +104,7 @@ void print_findings(const Findings& findings) {
   if (store.kept_steps_max > 0) rows.push_back({"kept", kept_text(store)});
   if (findings.age_seconds) rows.push_back({"last commit", age_text(*findings.age_seconds)});
   rows.push_back({"in use", findings.owner ? "by " + *findings.owner : "no"});
-  fmt::print("{}\n\n{}\n", store.directory, columns(rows));
+  say("{}\n\n{}\n", store.directory, columns(rows));
 
   rows = {{"rank", "commits, newest first"}};
   for (const StoreSummary::Rank& rank : store.ranks) {
@@ -116,9 +116,9 @@ void print_findings(const Findings& findings) {
     }
     rows.push_back({fmt::format("{}", rank.rank), commits.empty() ? "none" : commits});
   }
-  fmt::print("{}", columns(rows));
+  say("{}", columns(rows));
   for (const StoreSummary::Rank& rank : store.ranks) {
-    for (const std::string& damage : rank.damage) fmt::print("rank {}: {}\n", rank.rank, damage);
+    for (const std::string& damage : rank.damage) say("rank {}: {}\n", rank.rank, damage);
   }
 }
 
@@ -190,7 +190,7 @@ Verification verify(const Findings& findings, const std::string& name) {
       result.checked_bytes = done;
     });
   } catch (const measure::Interrupted&) {
-    fmt::print(stderr, "hoist inspect: interrupted\n");
+    complain("hoist inspect: interrupted\n");
     InterruptGuard::end_by_signal();
   } catch (const Error& error) {
     result.not_done = error.what();
@@ -202,25 +202,25 @@ void print_verification(const Verification& verification) {
   constexpr std::size_t kShownMax = 50;
   const std::string kept = verification.name.empty() ? "" : fmt::format(", kept as {}", verification.name);
   if (!verification.not_done.empty()) {
-    fmt::print(stderr, "hoist inspect: not verified{}: {}\n", kept, verification.not_done);
+    complain("hoist inspect: not verified{}: {}\n", kept, verification.not_done);
     return;
   }
   if (verification.damage.empty()) {
-    fmt::print("\nverified step {}{}: all of {} is what was written\n", verification.step, kept,
-               format_bytes(verification.checked_bytes));
+    say("\nverified step {}{}: all of {} is what was written\n", verification.step, kept,
+        format_bytes(verification.checked_bytes));
     return;
   }
-  fmt::print("\ndamaged: {} tile{} of step {}{}\n", verification.damage.size(),
-             verification.damage.size() == 1 ? "" : "s", verification.step, kept);
+  say("\ndamaged: {} tile{} of step {}{}\n", verification.damage.size(), verification.damage.size() == 1 ? "" : "s",
+      verification.step, kept);
   std::vector<std::vector<std::string>> rows{{"unit", "what", "file", "offset", "expected", "found"}};
   for (std::size_t i = 0; i < std::min(verification.damage.size(), kShownMax); ++i) {
     const CorruptionError::Where& where = verification.damage[i].where;
     rows.push_back({where.unit, where.region, where.path, fmt::format("{}", where.offset_bytes),
                     fmt::format("{:016x}", where.expected), fmt::format("{:016x}", where.found)});
   }
-  fmt::print("{}", columns(rows));
+  say("{}", columns(rows));
   if (verification.damage.size() > kShownMax) {
-    fmt::print("  and {} more; --json lists them all\n", verification.damage.size() - kShownMax);
+    say("  and {} more; --json lists them all\n", verification.damage.size() - kShownMax);
   }
 }
 
@@ -246,7 +246,7 @@ int inspect(const InspectArguments& arguments) {
   try {
     findings.store = look_at_store(find_store(arguments.store));
   } catch (const BadInput& error) {
-    fmt::print(stderr, "hoist inspect: {}\n", error.what());
+    complain("hoist inspect: {}\n", error.what());
     return kBadInput;
   }
   findings.owner = store_owner(findings.store);

@@ -6,8 +6,10 @@
 #include <exception>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/standard_descriptors.hpp>
 
 #include "commands.hpp"
+#include "output.hpp"
 
 namespace hoist::cli {
 namespace {
@@ -35,13 +37,16 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error that names it, not the end
+  using namespace hoist::cli;
+  hoist::occupy_standard_descriptors();
+  int code = kFailure;
   try {
-    return hoist::cli::run(argc, argv);
+    code = run(argc, argv);
   } catch (const hoist::ConfigError& error) {
-    std::fprintf(stderr, "hoist: %s\n", error.what());
-    return hoist::cli::kBadInput;
+    complain("hoist: {}\n", error.what());
+    code = kBadInput;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "hoist: %s\n", error.what());
-    return hoist::cli::kFailure;
+    complain("hoist: {}\n", error.what());
   }
+  return end_of_output(code);
 }

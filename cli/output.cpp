@@ -3,11 +3,59 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <filesystem>
+#include <system_error>
+
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <hoist/core/error.hpp>
 
+#include "commands.hpp"
+
 namespace hoist::cli {
+
+namespace {
+
+int lost_output_code = 0;  // errno of the first text that did not arrive
+
+}  // namespace
+
+void print_text(const std::string& text) {
+  errno = 0;
+  const bool arrived = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+  if (!arrived && lost_output_code == 0) lost_output_code = errno == 0 ? EIO : errno;
+}
+
+int end_of_output(int code) {
+  print_text("");  // what others have printed, CLI11's help among them
+  if (lost_output_code == 0 && std::ferror(stdout) == 0) return code;
+  complain("hoist: standard output could not be written: {}; what was printed is not complete\n",
+           std::generic_category().message(lost_output_code == 0 ? EIO : lost_output_code));
+  return code == kOk ? kFailure : code;
+}
+
+void check_json(const std::string& path) {
+  if (path.empty()) return;
+  const auto refuse = [&](int code) {
+    throw IoError({.operation = "open", .path = path, .code = code}, "choose another --json file");
+  };
+  struct stat info {};
+  if (::stat(path.c_str(), &info) == 0) {
+    if (S_ISDIR(info.st_mode)) refuse(EISDIR);
+    if (::access(path.c_str(), W_OK) != 0) refuse(errno);
+    return;
+  }
+  if (errno != ENOENT) refuse(errno);
+  const std::string directory = std::filesystem::path(path).parent_path().string();
+  if (::access(directory.empty() ? "." : directory.c_str(), W_OK | X_OK) != 0) refuse(errno);
+}
+
+void check_json_apart(const std::string& json, const std::string& input) {
+  std::error_code ignored;
+  if (json.empty() || input.empty() || !std::filesystem::equivalent(json, input, ignored) || ignored) return;
+  throw UsageError(fmt::format("--json {} is the file that is read, and would be overwritten; name another", json));
+}
 
 void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   if (path.empty()) return;

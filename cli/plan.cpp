@@ -127,7 +127,7 @@ PlanReport plan_of(const PlanArguments& arguments) {
 }
 
 int bad_input(const std::string& sentence) {
-  fmt::print(stderr, "hoist plan: {}\n", sentence);
+  complain("hoist plan: {}\n", sentence);
   return kBadInput;
 }
 
@@ -138,9 +138,11 @@ int plan(const PlanArguments& arguments) {
   if (arguments.tokens > 0 && arguments.compute_seconds > 0)
     return bad_input("--compute-seconds says already what --tokens and --tflops would");
   try {
+    check_json_apart(arguments.json, arguments.config);
+    check_json_apart(arguments.json, arguments.model.units);
     const PlanReport report = plan_of(arguments);
+    say("{}", plan_text(report));
     write_json(arguments.json, plan_json(report));
-    fmt::print("{}", plan_text(report));
     return kOk;
   } catch (const ConfigProblems& error) {
     return bad_input(error.what());
@@ -159,6 +161,15 @@ int plan(const PlanArguments& arguments) {
 Command add_plan(CLI::App& app) {
   CLI::App* command = app.add_subcommand("plan", "Say where a model's state fits, how long its steps take and why");
   auto arguments = std::make_shared<PlanArguments>();
+  // CLI::PositiveNumber takes "nan", and numbers that make seconds infinite.
+  const CLI::Validator positive(
+      [](const std::string& text) {
+        double value = 0;
+        const bool reads = CLI::detail::lexical_cast(text, value);
+        constexpr double kMin = 1e-9, kMax = 1e15;
+        return reads && value >= kMin && value <= kMax ? std::string() : text + " is no number from 1e-9 to 1e15";
+      },
+      "POSITIVE");
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file (hoist's defaults, without budgets)");
   command->add_option("--world,--world-size", arguments->world_size, "Ranks (1)")->check(CLI::Range(1, 1 << 24));
   auto* parameters =
@@ -168,7 +179,7 @@ Command add_plan(CLI::App& app) {
   command->add_option("--device-memory", arguments->device_memory, "Memory of a device for hoist, such as 70GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory, "Host memory of a rank for hoist");
   const auto speed = [&](const char* name, double& value, const char* what) {
-    command->add_option(name, value, std::string(what) + ", GB/s of a rank")->check(CLI::PositiveNumber);
+    command->add_option(name, value, std::string(what) + ", GB/s of a rank")->check(positive);
   };
   speed("--nvme-read", arguments->nvme_read, "Drives, reading (the configuration's hoist.measured)");
   speed("--nvme-write", arguments->nvme_write, "Drives, writing");
@@ -178,11 +189,10 @@ Command add_plan(CLI::App& app) {
   speed("--network", arguments->network, "Between ranks");
   speed("--host-memory", arguments->host_memory, "Host memory, read and written by the update");
   command->add_option("--compute-seconds", arguments->compute_seconds, "Of a step, when nothing is waited for")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step, for the same")
-      ->check(CLI::PositiveNumber);
+      ->check(positive);
+  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step, for the same")->check(positive);
   command->add_option("--tflops", arguments->tflops, "What a device reaches in the model's kernels, TFLOP/s")
-      ->check(CLI::PositiveNumber);
+      ->check(positive);
   command->add_flag("--recompute", arguments->recompute, "Backward computes forward once more");
   command->add_option("--endurance", arguments->endurance, "What a rank's drives may be written in their life (1.4PB)");
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");

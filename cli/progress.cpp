@@ -74,6 +74,12 @@ std::string Progress::bar(std::uint64_t done) const {
   return fmt::format("[{:#<{}}{:.<{}}] {:3.0f} % ", "", filled, "", kBarWidth - filled, 100 * share);
 }
 
+// Work does not end because nobody can be told how far it is.
+void Progress::print(const std::string& text) const {
+  std::fputs(text.c_str(), options_.out);
+  std::fflush(options_.out);
+}
+
 void Progress::update(std::uint64_t done, TimePoint now) {
   if (options_.style == ProgressStyle::quiet) return;
   const bool rewrite = options_.style == ProgressStyle::bar;
@@ -82,25 +88,22 @@ void Progress::update(std::uint64_t done, TimePoint now) {
   if (rewrite) {
     // A line that wraps could not be rewritten.
     const std::string text = (bar(done) + line(done, now)).substr(0, terminal_width(options_.out) - 1);
-    fmt::print(options_.out, "\r{:<{}}", text, width_);
+    print(fmt::format("\r{:<{}}", text, width_));
     width_ = text.size();
   } else {
-    fmt::print(options_.out, "{}\n", line(done, now));
+    print(line(done, now) + "\n");
   }
-  std::fflush(options_.out);
 }
 
 void Progress::say(const std::string& text) {
   if (options_.style == ProgressStyle::quiet) return;
   clear();
-  fmt::print(options_.out, "{}\n", text);
-  std::fflush(options_.out);
+  print(text + "\n");
 }
 
 void Progress::clear() {
   if (width_ == 0) return;
-  fmt::print(options_.out, "\r{:{}}\r", "", width_);
-  std::fflush(options_.out);
+  print(fmt::format("\r{:{}}\r", "", width_));
   width_ = 0;
 }
 

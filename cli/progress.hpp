@@ -56,6 +56,7 @@ class Progress {
 
  private:
   std::string bar(std::uint64_t done) const;
+  void print(const std::string& text) const;
 
   ProgressOptions options_;
   const TimePoint begun_;

@@ -21,7 +21,8 @@ namespace {
 namespace fs = std::filesystem;
 
 IoError io_error(const char* operation, const std::string& path) {
-  return IoError({.operation = operation, .path = path, .code = errno}, "");
+  return IoError({.operation = operation, .path = path, .code = errno},
+                 "nothing was changed; choose a place that can be written");
 }
 
 // A file beside `target`, removed again unless it was renamed.
@@ -86,20 +87,20 @@ void replace_file(const std::string& path, const std::string& text) {
   draft.rename();
 }
 
-std::string read_file(const std::string& path) {
+std::string read_file(const std::string& path, const std::string& remedy) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) throw io_error("open", path);
+  if (descriptor < 0) throw IoError({.operation = "open", .path = path, .code = errno}, remedy);
   std::string text;
   std::array<char, 65536> buffer;
   ssize_t length = 0;
-  while ((length = ::read(descriptor, buffer.data(), buffer.size())) != 0) {
-    if (length < 0 && errno == EINTR) continue;
-    if (length < 0) break;
-    text.append(buffer.data(), static_cast<std::size_t>(length));
+  int code = 0;
+  while (code == 0 && (length = ::read(descriptor, buffer.data(), buffer.size())) != 0) {
+    if (length > 0) text.append(buffer.data(), static_cast<std::size_t>(length));
+    if (length < 0 && errno != EINTR) code = errno;
+    if (text.size() > kReadBytesMax) code = EFBIG;
   }
-  const int code = length < 0 ? errno : 0;
   ::close(descriptor);
-  if (code != 0) throw IoError({.operation = "read", .path = path, .code = code}, "");
+  if (code != 0) throw IoError({.operation = "read", .path = path, .code = code}, remedy);
   return text;
 }
 

@@ -3,6 +3,7 @@
 // one.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace hoist::cli {
@@ -12,7 +13,9 @@ namespace hoist::cli {
 // Errors: IoError.
 void replace_file(const std::string& path, const std::string& text);
 
-// Errors: IoError.
-std::string read_file(const std::string& path);
+// A text that a person wrote, of at most kReadBytesMax: a drive or a data file is no such thing.
+// Errors: IoError, with the remedy.
+inline constexpr std::size_t kReadBytesMax = 64u << 20;
+std::string read_file(const std::string& path, const std::string& remedy);
 
 }  // namespace hoist::cli

@@ -70,7 +70,7 @@ std::string read_config(const std::string& path) {
   if (path.empty()) return {};
   if (std::filesystem::is_directory(path)) throw InputError(fmt::format("--merge {}: is a directory", path));
   try {
-    const std::string text = read_file(path);
+    const std::string text = read_file(path, "name the configuration to change");
     for (const std::string_view section : {"aio", "hoist"})
       static_cast<void>(with_member(text, std::array{section, std::string_view("probe")}, 0));
     const std::array<std::string_view, 3> measured{"hoist", "measured", "probe"};
@@ -125,7 +125,7 @@ class Tuning {
 
  private:
   void check() const {
-    if (arguments_.seconds < 1 || arguments_.seconds > 3600)
+    if (!(arguments_.seconds >= 1 && arguments_.seconds <= 3600))  // nan is neither
       throw InputError(fmt::format("--seconds {}: must be 1 to 3600", arguments_.seconds));
     if (backend_ == aio::BackendKind::null)
       throw InputError("--engine null: moves no data, so there is nothing to tune; choose io_uring or threads");
@@ -212,14 +212,14 @@ void write_results(const TuneArguments& arguments, TuneReport& report, const std
     warn_if_refused(report, text, target);
     replace_file(target, text);
   }
+  say("{}", to_text(report));
+  if (target.empty()) {
+    say("\n{}\n", configuration(report).dump(2));
+  } else {
+    say("\nwritten to {}\n", target);
+  }
   if (!arguments.plot.empty()) replace_file(arguments.plot, to_svg(report));
   write_json(arguments.json, to_json(report));
-  fmt::print("{}", to_text(report));
-  if (target.empty()) {
-    fmt::print("\n{}\n", configuration(report).dump(2));
-  } else {
-    fmt::print("\nwritten to {}\n", target);
-  }
 }
 
 int tune(const TuneArguments& arguments) {
@@ -227,16 +227,23 @@ int tune(const TuneArguments& arguments) {
     check_target("--out", arguments.out);
     check_target("--merge", arguments.merge);
     check_target("--plot", arguments.plot);
+    check_json(arguments.json);
+    for (const std::string& report : {arguments.json, arguments.plot}) {
+      check_json_apart(report, arguments.merge);
+    }
     const std::string config_text = read_config(arguments.merge);
     const InterruptGuard interrupt;
     TuneReport report = Tuning(arguments, interrupt.flag()).run();
     write_results(arguments, report, config_text);
     return kOk;
   } catch (const InputError& error) {
-    fmt::print(stderr, "hoist tune: {}\n", error.what());
+    complain("hoist tune: {}\n", error.what());
+    return kBadInput;
+  } catch (const UsageError& error) {
+    complain("hoist tune: {}\n", error.what());
     return kBadInput;
   } catch (const measure::Interrupted&) {
-    fmt::print(stderr, "hoist tune: interrupted; its files are removed and nothing was written\n");
+    complain("hoist tune: interrupted; its files are removed and nothing was written\n");
     InterruptGuard::end_by_signal();
   }
 }

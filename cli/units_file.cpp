@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "units_file.hpp"
 
-#include <cerrno>
 #include <charconv>
 #include <cmath>
-#include <fstream>
-#include <iterator>
+#include <set>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include <hoist/config/plain_json.hpp>
 #include <hoist/core/error.hpp>
+
+#include "replace_file.hpp"
 
 namespace hoist::cli {
 
@@ -18,7 +19,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr double kCountMax = 1e15;
+constexpr double kCountMax = 1e13;
 // Layers of a model of which only the size is known.
 constexpr std::uint64_t kAssumedUnits = 32;
 
@@ -114,15 +115,35 @@ UnitShape unit_of(const std::string& key, const Json& value, DType dtype) {
   return unit;
 }
 
+// Refuses what the parser would take: a key given twice, and nesting that no model's description has.
+class Watch {
+ public:
+  bool operator()(int depth, Json::parse_event_t event, const Json& parsed) {
+    if (depth > kDepthMax) throw ConfigError("", fmt::format("nested deeper than {} levels", kDepthMax));
+    if (event == Json::parse_event_t::object_start) names_.emplace_back();
+    if (event == Json::parse_event_t::object_end) names_.pop_back();
+    if (event == Json::parse_event_t::key) {
+      const auto& name = parsed.get_ref<const std::string&>();
+      if (!names_.back().insert(name).second) throw ConfigError(name, "given twice in one object");
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int kDepthMax = 16;
+  std::vector<std::set<std::string>> names_;  // of the objects that are open
+};
+
 Json parse_file(const std::string& path) {
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file) throw IoError({.operation = "read", .path = path, .code = errno}, "check the path given to --units");
+  const std::string text = read_file(path, "check the path given to --units");
   try {
-    return Json::parse(text);
+    Watch watch;
+    return Json::parse(config::plain_json(text),
+                       [&](int depth, Json::parse_event_t event, Json& parsed) { return watch(depth, event, parsed); });
   } catch (const Json::exception& error) {
-    throw ConfigError("", fmt::format("{} is not JSON: {}", path, error.what()));
+    std::string_view problem = error.what();  // "[json.exception.parse_error.101] parse error at line 1, ..."
+    if (const auto end = problem.find("] "); end != std::string_view::npos) problem.remove_prefix(end + 2);
+    throw ConfigError("", fmt::format("is not JSON: {}", problem));
   }
 }
 
@@ -155,7 +176,8 @@ NamedModel read_model(const ModelArguments& arguments, DType dtype) {
   }
   const auto count = parse_count(arguments.parameters);
   if (!count)
-    throw UsageError(fmt::format("--parameters {} is no count; write 350000000, 3.5e8 or 350M", arguments.parameters));
+    throw UsageError(fmt::format("--parameters {} is no count from 1 to {:g}; write 350000000, 3.5e8 or 350M",
+                                 arguments.parameters, kCountMax));
   ModelShape shape = uniform_model(*count, std::min(*count, kAssumedUnits), dtype);
   return {shape, fmt::format("taken as {} equal units; --units FILE for the real ones", shape.units.size())};
 }

@@ -202,9 +202,13 @@ double StreamedStepResult::bytes_written_per_parameter() const {
   return static_cast<double>(bytes_written) / static_cast<double>(parameters);
 }
 
-StreamedStepResult compare_streamed_step(const StreamedStepOptions& options) {
+void check_streamed_step(const std::string& directory, std::uint64_t parameters) {
   // Two extents of at most 12 bytes a parameter, and the file of the mixed legs.
-  check_scratch_directory(options.directory, 36 * options.parameters + 64 * kMiB);
+  check_scratch_directory(directory, 36 * parameters + 64 * kMiB);
+}
+
+StreamedStepResult compare_streamed_step(const StreamedStepOptions& options) {
+  check_streamed_step(options.directory, options.parameters);
   Comparison comparison(options);
   StreamedStepResult& result = comparison.result();
   for (unsigned round = 0; round < options.pairs; ++round) {

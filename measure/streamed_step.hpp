@@ -61,6 +61,8 @@ struct StreamedStepResult {
   double bytes_written_per_parameter() const;
 };
 
+// Refuses a directory that could not hold what the comparison writes. Errors: InputError.
+void check_streamed_step(const std::string& directory, std::uint64_t parameters);
 StreamedStepResult compare_streamed_step(const StreamedStepOptions& options);
 
 }  // namespace hoist::measure

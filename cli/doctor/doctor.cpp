@@ -38,7 +38,7 @@ void print_section(const Section& section) {
     if (!finding.cost.empty()) rows.push_back({"", "costs: " + finding.cost});
     if (!finding.remedy.empty()) rows.push_back({"", "fix:   " + finding.remedy});
   }
-  fmt::print("\n{}\n{}", section.title, columns(rows));
+  say("\n{}\n{}", section.title, columns(rows));
 }
 
 Json report_json(const std::vector<Section>& sections) {
@@ -64,7 +64,7 @@ int doctor(const DoctorArguments& arguments) {
   for (const std::string& path : arguments.paths) {
     std::error_code ignored;
     if (std::filesystem::is_directory(path, ignored)) continue;
-    fmt::print(stderr, "hoist doctor: {} is not a directory; --path names one that would hold a store\n", path);
+    complain("hoist doctor: {} is not a directory; --path names one that would hold a store\n", path);
     return kBadInput;
   }
   const Machine machine;
@@ -72,18 +72,17 @@ int doctor(const DoctorArguments& arguments) {
                                 look_at_io_uring(machine)};
   for (const std::string& path : arguments.paths) sections.push_back(look_at_path(machine, path));
 
-  fmt::print("hoist {}\n", HOIST_VERSION);
+  say("hoist {}\n", HOIST_VERSION);
   for (const Section& section : sections) print_section(section);
-  if (arguments.paths.empty())
-    fmt::print("\nNo drive was looked at: --path DIR, a directory that would hold a store.\n");
+  if (arguments.paths.empty()) say("\nNo drive was looked at: --path DIR, a directory that would hold a store.\n");
   const std::size_t missing = count(sections, Verdict::missing);
   const std::size_t lacking = count(sections, Verdict::lacking);
   if (missing > 0) {
-    fmt::print("\n{} thing{} that training needs {} missing (!), {} would make it faster (-).\n", missing,
-               missing == 1 ? "" : "s", missing == 1 ? "is" : "are", lacking);
+    say("\n{} thing{} that training needs {} missing (!), {} would make it faster (-).\n", missing,
+        missing == 1 ? "" : "s", missing == 1 ? "is" : "are", lacking);
   } else {
-    fmt::print("\nNothing that training needs is missing; {} thing{} would make it faster (-).\n", lacking,
-               lacking == 1 ? "" : "s");
+    say("\nNothing that training needs is missing; {} thing{} would make it faster (-).\n", lacking,
+        lacking == 1 ? "" : "s");
   }
   write_json(arguments.json, report_json(sections));
   return missing == 0 ? kOk : kFailure;

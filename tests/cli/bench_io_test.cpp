@@ -121,6 +121,7 @@ TEST_F(BenchIo, BadInputIsRefusedWithTheRemedyAndTouchesNothing) {
       {"--path drive --engine libaio", "must be io_uring, threads or null"},
       {"--path drive --threads 0", "must be 1 to 256"},
       {"--path drive --seconds -1", "must be 0 to 86400"},
+      {"--path drive --seconds nan", "must be 0 to 86400"},
       {"--path drive --compare dd", "must be fio or libaio"},
       {"--path drive --compare fio --engine null", "nothing to compare"},
       {"--path drive --pairs 0", "must be 1 to 10000"},

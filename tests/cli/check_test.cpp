@@ -133,9 +133,35 @@ TEST_F(Check, RefusesModelsItCannotRead) {
   EXPECT_THAT(with_units(R"({"units": [{"parameters": 1}]})"), HasSubstr("has no name"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "x": 1}]})"), HasSubstr("units[0].x"));
   EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1}], "dtype": "fp8"})"), HasSubstr("dtype"));
+  EXPECT_THAT(with_units(R"({"units": [{"name": "a", "parameters": 1, "parameters": 2}]})"), HasSubstr("given twice"));
+  EXPECT_THAT(with_units((R"({"units": )" + std::string(100000, '[')).c_str()), HasSubstr("nested deeper"));
   EXPECT_EQ(run("check good.json --units missing.json").exit_code, 2);
+  const auto directory = run("check good.json --units .");
+  EXPECT_EQ(directory.exit_code, 2);
+  EXPECT_THAT(directory.errors, HasSubstr("Is a directory"));
+  EXPECT_EQ(run("check good.json --units /dev/zero").exit_code, 2) << "without filling memory";
   EXPECT_EQ(run("check good.json --parameters many").exit_code, 2);
   EXPECT_EQ(run("check good.json --parameters 0").exit_code, 2);
+}
+
+TEST_F(Check, AUnitsFileMayHaveComments) {
+  write("good.json", "{}");
+  write("units.json", "{\"units\": [{\"name\": \"a\", \"parameters\": 100},  # the only one\n]}");
+  const auto result = run("check good.json --units units.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+}
+
+TEST_F(Check, AReportNeverReplacesWhatIsRead) {
+  write("good.json", "{}");
+  write("units.json", R"({"units": [{"name": "a", "parameters": 100}]})");
+  for (const char* arguments :
+       {"check good.json --json ./good.json", "plan good.json --parameters 1e6 --json good.json",
+        "check good.json --units units.json --json units.json"}) {
+    const auto result = run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments;
+    EXPECT_THAT(result.errors, HasSubstr("would be overwritten")) << arguments;
+  }
+  EXPECT_EQ(test::text_of(path("good.json")), "{}");
 }
 
 TEST_F(Check, PrintsTheSchema) {

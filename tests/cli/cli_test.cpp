@@ -122,6 +122,27 @@ TEST_F(Cli, AReportThatCannotBeWrittenIsAFailure) {
   EXPECT_THAT(run("doctor --json /no/such/directory/report.json").exit_code, 1);
 }
 
+// The redirections of a command of the test's own; its exit code is printed.
+TEST_F(Cli, OutputThatIsLostIsAFailure) {
+  write("good.json", kGood);
+  for (const char* lost : {">/dev/full", ">&-"}) {
+    const auto result = run(std::string("check good.json ") + lost + " 2>errors; echo $?");
+    EXPECT_EQ(result.output, "1\n") << lost;
+    EXPECT_THAT(test::text_of(path("errors")), HasSubstr("standard output could not be written")) << lost;
+  }
+  // What cannot be complained about does not change what is complained about.
+  write("bad.json", "{\"a\": 1}");
+  for (const char* lost : {"2>/dev/full", "2>&-", ">&- 2>&- <&-"})
+    EXPECT_EQ(run(std::string("check bad.json ") + lost + "; echo $?").output, "2\n") << lost;
+}
+
+// The report would otherwise be opened as standard output, and what is printed would go into it.
+TEST_F(Cli, ClosedDescriptorsDoNotMixPrintingWithFiles) {
+  write("good.json", kGood);
+  EXPECT_EQ(run("check good.json --json report.json <&- >&- 2>&-; echo $?").output, "1\n");
+  EXPECT_EQ(json_of("report.json")["accepted"], true);
+}
+
 TEST_F(Cli, CheckPrintsTheReference) {
   const auto result = run("check --print-keys");
   EXPECT_EQ(result.exit_code, 0);

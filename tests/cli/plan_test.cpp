@@ -122,6 +122,13 @@ TEST_F(Plan, WhatFitsNowhereIsSaid) {
   EXPECT_THAT(result.output, HasSubstr("nothing fits"));
 }
 
+// Tables of tiles grow with the model: what equal layers share is held once, or this would take 1 GB.
+TEST_F(Plan, TakesModelsOfHundredsOfBillions) {
+  const auto result = run("plan --parameters 100B --json plan.json");
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_EQ(row(json_of("plan.json"), "nvme", "nvme")["fits"], true);
+}
+
 TEST_F(Plan, MarksPlacesThatNoEngineWouldTake) {
   auto result = run("plan --parameters 1e9 --json plan.json" + std::string(kSpeeds));
   ASSERT_EQ(result.exit_code, 0) << result.errors;
@@ -150,6 +157,7 @@ TEST_F(Plan, RefusesWhatItCannotUse) {
   EXPECT_THAT(refusal("--parameters many"), HasSubstr("is no count"));
   EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"), HasSubstr("--device-memory lots is no size"));
   EXPECT_THAT(refusal("--parameters 1e9 --nvme-read -1"), HasSubstr("--nvme-read"));
+  EXPECT_THAT(refusal("--parameters 1e9 --nvme-read nan"), HasSubstr("is no number from"));
   EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096"), HasSubstr("belong together"));
   EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096 --tflops 100 --compute-seconds 1"), HasSubstr("already"));
   EXPECT_THAT(refusal("missing.json --parameters 1e9"), HasSubstr("missing.json"));

@@ -102,6 +102,8 @@ TEST_F(Tune, BadInputIsRefusedBeforeAnythingIsMeasured) {
       {"--path drive --engine null", "nothing to tune"},
       {"--path drive --size 1MiB", "at least 64.0 MiB are needed"},
       {"--path drive --seconds 0", "must be 1 to 3600"},
+      {"--path drive --seconds nan", "must be 1 to 3600"},
+      {"--path drive --merge odd.json --json odd.json", "would be overwritten"},
       {"--path missing", "No such file"}};
   for (const auto& [arguments, part] : refusals) {
     const auto result = run("tune " + arguments);
@@ -110,6 +112,7 @@ TEST_F(Tune, BadInputIsRefusedBeforeAnythingIsMeasured) {
     EXPECT_THAT(result.output, IsEmpty()) << arguments;
   }
   EXPECT_EQ(test::text_of(path("odd.json")), "{\"aio\": 7}");
+  EXPECT_EQ(run("tune --path drive --json no/such/report.json").exit_code, 1);
   EXPECT_TRUE(drive_is_empty());
 }
 
