@@ -118,6 +118,9 @@ std::string sentence(std::string_view text, const SyntaxFailure& failure) {
   const std::string_view word = word_at(text, word_begin);
   if (std::string about = about_word(word); !about.empty()) return about;
   if (std::string about = about_number(word); !about.empty()) return about;
+  const bool at_the_start =
+      text.substr(0, word_begin).find_first_not_of(" \t\r\n\xEF\xBB\xBF") == std::string_view::npos;
+  if (at_the_start) return "this is no JSON: a configuration begins with {";
   return about_place(text, failure);
 }
 

@@ -105,6 +105,8 @@ namespace {
 
 std::string bound_text(double bound, ValueType type) {
   if (type == ValueType::bytes) return format_bytes(static_cast<std::uint64_t>(bound));
+  constexpr double kWrittenOutMax = 1e12;  // "1.04858e+06" is neither readable nor true
+  if (bound == std::floor(bound) && std::abs(bound) < kWrittenOutMax) return fmt::format("{:.0f}", bound);
   return fmt::format("{:g}", bound);
 }
 

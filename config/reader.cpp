@@ -141,8 +141,17 @@ class Reader {
     }
   }
 
+  // {"enabled": true} for true where the section has such a switch, {"type": "AdamW"} for "AdamW".
+  static std::string as_section(const KeyRow& row, const JsonNode& node) {
+    if (node.kind != Kind::scalar) return {};
+    const bool is_switch = node.scalar.is_boolean() || (is_string(node) && node.scalar == "auto");
+    const std::string_view member = is_switch ? "enabled" : is_string(node) ? "type" : "";
+    if (member.empty() || find_member(row.path, member) == nullptr) return {};
+    return fmt::format("; write {{\"{}\": {}}}", member, display(node));
+  }
+
   static std::string not_a_section(const KeyRow& row, const JsonNode& node) {
-    std::string sentence = fmt::format("{} is not an object", display(node));
+    std::string sentence = fmt::format("{} is not an object", display(node)) + as_section(row, node);
     if (is_null(node)) sentence += "; leave the section out";
     if (row.path.starts_with("zero_optimization.offload_")) sentence += "; write {\"device\": \"cpu\"} or \"nvme\"";
     if (row.path == "zero_optimization" && node.kind == Kind::scalar && node.scalar.is_boolean()) {

@@ -30,11 +30,39 @@ bool reads_as_number(const std::string& text) {
   return error == std::errc{} && end == text.data() + text.size() && std::isfinite(number);
 }
 
+// What somebody meant who wrote a boolean in another way: 1, "yes", Python's "True".
+std::optional<bool> meant_as_bool(const JsonNode& node) {
+  if (is_number(node)) {
+    const double value = node.scalar.get<double>();
+    return value == 0 || value == 1 ? std::optional(value == 1) : std::nullopt;
+  }
+  if (!is_string(node)) return std::nullopt;
+  const auto& text = node.scalar.get_ref<const std::string&>();
+  for (const std::string_view yes : {"true", "yes", "on", "1"})
+    if (same_text(text, yes)) return true;
+  for (const std::string_view no : {"false", "no", "off", "0"})
+    if (same_text(text, no)) return false;
+  return std::nullopt;
+}
+
+// Of a count of which the table names no upper limit: "is not an integer of at least 0" would be no answer.
+bool is_beyond_counting(const KeyRow& row, const JsonNode& node) {
+  if (row.type != ValueType::integer && row.type != ValueType::bytes) return false;
+  return is_number(node) && node.scalar.get<double>() >= 0x1p63;
+}
+
 Wrong not_allowed(const KeyRow& row, const JsonNode& node) {
   std::string sentence = fmt::format("{} is not {}", display(node), allowed_text(row));
   if (is_null(node)) sentence += "; leave the key out for its default";
+  if (is_beyond_counting(row, node)) sentence += "; it is beyond 2^63 - 1, the largest count";
+  if (row.type == ValueType::boolean && !is_string(node)) {
+    if (const auto meant = meant_as_bool(node)) sentence += fmt::format("; write {}", *meant);
+  }
   if (is_string(node)) {
     const auto& text = node.scalar.get_ref<const std::string&>();
+    if (row.type == ValueType::boolean && text != "true" && text != "false") {
+      if (const auto meant = meant_as_bool(node)) sentence += fmt::format("; write {} without quotes", *meant);
+    }
     const bool quoted_bool = row.type == ValueType::boolean && (text == "true" || text == "false");
     const bool quoted_number =
         (row.type == ValueType::integer || row.type == ValueType::number) && reads_as_number(text);
