@@ -52,7 +52,8 @@ class CudaDevice final : public Device {
   }
 
   ~CudaDevice() override {
-    HOIST_ASSERT(streams_alive_ == 0, "{} streams outlive their device", streams_alive_.load());
+    HOIST_ASSERT(streams_alive_ == 0, "{} streams outlive their device: they end before their Runtime",
+                 streams_alive_.load());
     core_->stop();
     with_card(options_.ordinal, [&] {
       for (const std::span<std::byte> bytes : registered_)

@@ -48,7 +48,8 @@ class HostDevice final : public Device {
   }
 
   ~HostDevice() override {
-    HOIST_ASSERT(streams_alive_ == 0, "{} streams outlive their device", streams_alive_.load());
+    HOIST_ASSERT(streams_alive_ == 0, "{} streams outlive their device: they end before their Runtime",
+                 streams_alive_.load());
     HOIST_ALLOW(memory().data(), memory().size());
   }
 

@@ -34,12 +34,16 @@ DeviceArena::DeviceArena(platform::Device& device, Budget& budget) : device_(dev
   if (bytes > 0) holes_.emplace(0, bytes);
 }
 
-DeviceArena::~DeviceArena() { HOIST_ASSERT(blocks_alive_ == 0, "{} blocks outlive their arena", blocks_alive_); }
+DeviceArena::~DeviceArena() {
+  HOIST_ASSERT(blocks_alive_ == 0, "{} blocks outlive their arena: engines and device blocks end before their Runtime",
+               blocks_alive_);
+}
 
 DeviceBlock DeviceArena::allocate(std::uint64_t bytes, const std::string& what) {
   if (bytes == 0) return {};
-  const std::uint64_t rounded = round_up(bytes, kAlignment);
   std::lock_guard lock(mutex_);
+  if (bytes > device_.memory().size()) throw no_hole(bytes, what);  // which may be more than can be rounded up
+  const std::uint64_t rounded = round_up(bytes, kAlignment);
   const auto hole = std::find_if(holes_.begin(), holes_.end(), [&](const auto& h) { return h.second >= rounded; });
   if (hole == holes_.end()) throw no_hole(bytes, what);
   Budget::Hold hold = budget_.take(rounded, what);
@@ -63,12 +67,15 @@ BudgetError DeviceArena::no_hole(std::uint64_t bytes, const std::string& what) c
     if (offset + hole_bytes == round_down(arena_bytes, kAlignment)) tail_bytes = hole_bytes;
   }
   const std::uint64_t largest = largest_hole();
-  return BudgetError({.tier = budget_.tier(),
-                      .have_bytes = arena_bytes,
-                      .need_bytes = round_up(arena_bytes - tail_bytes + round_up(bytes, kAlignment), kBlockAlignment),
-                      .key = budget_.key(),
-                      .detail = fmt::format("{} of {} beside what is allocated ({} free, the largest hole {})", what,
-                                            format_bytes(bytes), format_bytes(free_bytes), format_bytes(largest))});
+  constexpr std::uint64_t kCountedMax = std::uint64_t{1} << 62;  // no device has more
+  return BudgetError(
+      {.tier = budget_.tier(),
+       .have_bytes = arena_bytes,
+       .need_bytes =
+           round_up(arena_bytes - tail_bytes + round_up(std::min(bytes, kCountedMax), kAlignment), kBlockAlignment),
+       .key = budget_.key(),
+       .detail = fmt::format("{} of {} beside what is allocated ({} free, the largest hole {})", what,
+                             format_bytes(bytes), format_bytes(free_bytes), format_bytes(largest))});
 }
 
 std::uint64_t DeviceArena::largest_hole_bytes() const {

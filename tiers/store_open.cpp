@@ -132,9 +132,10 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
     throw_unreadable(paths, why);
   }
   const bool same = view.superblock->layout == mine.layout;
-  throw StoreError(fmt::format(
-      "the store in {} holds step {} of {} model; {}", paths.directory, commits.front().step, same ? "this" : "another",
-      same ? "resume with --resume, or remove the directory" : "use another directory, or remove this one"));
+  throw StoreError(fmt::format("the store in {} holds step {} of {} model; {}", paths.directory, commits.front().step,
+                               same ? "this" : "another",
+                               same ? "continue it (restore(); hoist-gpt --resume), or remove the directory"
+                                    : "use another directory, or remove this one"));
 }
 
 void write_superblock(aio::Engine& engine, const aio::File& manifest, const Superblock& superblock) {

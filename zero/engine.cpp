@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <random>
 
 #include <fmt/format.h>
 
 #include <hoist/comm/agreement.hpp>
+#include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
 
@@ -132,7 +135,10 @@ bool Engine::Impl::failed_in_communication() const {
 }
 
 void Engine::Impl::require_open_model() const {
-  if (sealed) throw UsageError("the model cannot change after initialize() or restore()");
+  if (sealed)
+    throw UsageError(
+        "initialize() or restore() was called before: from then on the model cannot change; another "
+        "Engine begins anew");
 }
 
 void Engine::Impl::require_live() const {
@@ -218,6 +224,30 @@ void Engine::Impl::require_weights_dtype() const {
   throw ConfigError("fp16.enabled",
                     "no trainable parameter of the program is fp16: declare its matrices so (ParameterSpec::dtype) and "
                     "multiply its loss by Engine::loss_scale(), or remove the section fp16");
+}
+
+void Engine::Impl::agree_on_model(std::string_view call) const {
+  if (runtime.world_size() == 1) return;
+  Digest model;
+  const std::string identity = table.identity();
+  model.update(std::as_bytes(std::span(identity)));
+  std::uint64_t hash = model.value();
+  for (const char c : call) hash = random_bits(hash, static_cast<unsigned char>(c));
+  const UpdateMode mode = detail::update_mode(options);
+  constexpr std::array kModes{"auto", "step", "forward", "backward"};
+  for (const std::uint64_t value :
+       {static_cast<std::uint64_t>(options.stage), static_cast<std::uint64_t>(mode),
+        static_cast<std::uint64_t>(options.micro_batch_order), static_cast<std::uint64_t>(options.micro_batches_max),
+        static_cast<std::uint64_t>(nvme_placement()), static_cast<std::uint64_t>(!options.store_directory.empty()),
+        static_cast<std::uint64_t>(options.durability), static_cast<std::uint64_t>(options.commit_every),
+        static_cast<std::uint64_t>(options.keep_steps), static_cast<std::uint64_t>(options.secondary_shard_ranks),
+        options.prefetch_elements, options.live_elements_max, options.reuse_distance_elements,
+        options.persistence_elements})
+    hash = random_bits(hash, value);
+  comm::agree(runtime.communicator(), hash,
+              fmt::format("{}: {} units, {} parameters, stage {}, update {}, commits every {}, {} kept", call,
+                          table.units().size(), table.parameter_count(), options.stage,
+                          kModes[static_cast<std::size_t>(mode)], options.commit_every, options.keep_steps));
 }
 
 std::uint64_t Engine::Impl::agree_on_run() const {
@@ -401,11 +431,14 @@ ModelShape Engine::shape() const {
   return model;
 }
 
+// No device has as much, and a little more of it is still a number.
+constexpr std::uint64_t kProgramBytesMax = std::uint64_t{1} << 62;
+
 void Engine::require_device_memory(std::uint64_t program_bytes) const {
   detail::require_device_memory(impl_->runtime,
                                 detail::DeviceNeeds(impl_->options, impl_->table,
                                                     detail::homes_are_apart(impl_->runtime.options(), impl_->options)),
-                                program_bytes);
+                                std::min(program_bytes, kProgramBytesMax));
 }
 
 std::optional<std::uint64_t> Engine::find_commit() { return impl_->find_commit(); }
@@ -424,7 +457,8 @@ double Engine::learning_rate(GroupId group) const {
 
 void Engine::set_learning_rate(GroupId group, double learning_rate) {
   if (group.index >= impl_->groups.size()) throw UsageError(fmt::format("there is no group {}", group.index));
-  if (!(learning_rate >= 0)) throw UsageError(fmt::format("{} is no learning rate", learning_rate));
+  if (!(std::isfinite(learning_rate) && learning_rate >= 0))
+    throw UsageError(fmt::format("{} is no learning rate: it has to be a finite number of at least 0", learning_rate));
   if (learning_rate != impl_->groups[group.index].learning_rate) impl_->require_undecided("set_learning_rate()");
   impl_->groups[group.index].learning_rate = learning_rate;
 }

@@ -89,6 +89,7 @@ class Engine {
   [[nodiscard]] Lease gather(UnitId unit, StreamRef stream);           // [C]
   GradientLease gradients(UnitId unit, StreamRef stream);              // for hand-written backward passes
   // For autograd: adds `gradient` (device memory, any dtype, the parameter's shape) on `stream`; any number of times.
+  // Errors: UsageError for another shape, or host memory.
   void accumulate(ParameterId parameter, const TensorView& gradient, StreamRef stream);
   // [C] The unit's gradient of this micro-batch is complete once the work on `stream` so far is. A unit without any
   // gradient in the pass is finished too, with zeros.
@@ -96,7 +97,8 @@ class Engine {
 
   // --- a step --------------------------------------------------------------------------------------------------------
   // The group's own rate, from the next step() on. A schedule (EngineOptions::learning_rate_schedule) that names its
-  // rates itself goes over it.
+  // rates itself goes over it. All ranks set the same: step() compares. No part of a commit: after restore() the group
+  // has the rate it was added with, until the program sets another.
   void set_learning_rate(GroupId group, double learning_rate);
   double learning_rate(GroupId group) const;  // of the next step, by the schedule
   // What the loss of every micro-batch up to the next step() is to be multiplied by before it is differentiated. The

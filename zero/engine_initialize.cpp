@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include <fmt/format.h>
@@ -57,17 +58,21 @@ void store_masters(const detail::TileAccess& access, std::span<const float> valu
 }  // namespace
 
 void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> program_state) {
+  if (!fill) throw UsageError("initialize() needs a Fill, which makes the initial values");
   const Fill checked = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     fill(parameter, first, out);
     for (const float value : out) {
       const ParameterSpec& spec = table.spec(parameter);
       if (master_is_committable(value, spec.dtype)) continue;
-      throw UsageError(fmt::format("the initial value {} of parameter '{}' is not finite or too large for {}", value,
-                                   spec.name, dtype_name(spec.dtype == DType::fp16 ? DType::fp16 : DType::bf16)));
+      if (!std::isfinite(value))
+        throw UsageError(fmt::format("the initial value {} of parameter '{}' is not finite", value, spec.name));
+      throw UsageError(fmt::format("the initial value {} of parameter '{}' is too large for {}", value, spec.name,
+                                   dtype_name(spec.dtype == DType::fp16 ? DType::fp16 : DType::bf16)));
     }
   };
   enliven([&] {
     compare_groups();
+    agree_on_model("initialize()");
     all_together("keep its program's state", [&] { require_room_for(program_state); });
     refuse_resharded();
     seal(/*create_store=*/true);

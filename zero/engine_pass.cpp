@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/assert.hpp>
@@ -33,7 +36,7 @@ void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
   if (pass) throw UsageError("a pass is already under way");
   if (kind == Pass::train) check_micro_batch(pass_options);
   require_undecided("begin()");
-  check_agreement();
+  check_agreement(/*on_settings=*/false);
   if (kind == Pass::train) {
     held_micro_batches = in_vertical_order() ? pass_options.micro_batches : 1;
     micro_batches = in_vertical_order() ? 1 : pass_options.micro_batches;
@@ -101,8 +104,27 @@ void Engine::Impl::require_finished() const {
   }
 }
 
-// Ranks that made different calls have mixed up their data already; they must not step on it.
-void Engine::Impl::check_agreement() {
+// Of all that decides how the next step changes state, but for the gradients.
+std::uint64_t Engine::Impl::hash_of_settings() const {
+  std::uint64_t hash = std::bit_cast<std::uint64_t>(options.gradient_clipping);
+  const auto add = [&](auto value) {
+    if constexpr (std::is_same_v<decltype(value), double>)
+      hash = random_bits(hash, std::bit_cast<std::uint64_t>(value));
+    else
+      hash = random_bits(hash, static_cast<std::uint64_t>(value));
+  };
+  for (const GroupOptions& own : groups) {
+    const GroupOptions group = scheduled(own, step_count);
+    add(group.kind), add(group.learning_rate), add(group.beta1), add(group.beta2), add(group.epsilon);
+    add(group.weight_decay), add(group.bias_correction), add(group.momentum), add(group.dampening);
+    add(group.nesterov), add(group.learning_rate_decay), add(group.rounding_seed);
+  }
+  return hash;
+}
+
+// Ranks that made different calls have mixed up their data already; they must not step on it. Nor must ranks that would
+// step differently: each would change its own shard in its own way, and nobody would ever hear of it.
+void Engine::Impl::check_agreement(bool on_settings) {
   if (!std::exchange(agreement_due, false) || runtime.world_size() == 1) return;
   const scheduler::AccessTrace& trace = live.gatherer->director().trace();
   std::string last = "no unit";
@@ -112,12 +134,19 @@ void Engine::Impl::check_agreement() {
   const std::uint64_t what = static_cast<std::uint64_t>(ended_pass) << 62 |
                              static_cast<std::uint64_t>(micro_batches) << 24 |
                              static_cast<std::uint64_t>(micro_batches_done);
-  comm::agree(
-      runtime.communicator(),
-      random_bits(random_bits(scheduler::trace_hash(trace), what), static_cast<std::uint64_t>(held_micro_batches)),
-      fmt::format("a {} pass ({} of {} micro-batches done{}) of {} accesses, {}",
-                  kNames[static_cast<std::size_t>(ended_pass)], micro_batches_done, micro_batches,
-                  held_micro_batches > 1 ? fmt::format(", {} held", held_micro_batches) : "", trace.size(), last));
+  std::uint64_t hash =
+      random_bits(random_bits(scheduler::trace_hash(trace), what), static_cast<std::uint64_t>(held_micro_batches));
+  std::string settings;
+  if (on_settings) {
+    hash = random_bits(hash, hash_of_settings());
+    settings = fmt::format(", learning rate {:g}, clipping {:g}", scheduled(groups.front(), step_count).learning_rate,
+                           options.gradient_clipping);
+  }
+  comm::agree(runtime.communicator(), hash,
+              fmt::format("a {} pass ({} of {} micro-batches done{}) of {} accesses{}, {}",
+                          kNames[static_cast<std::size_t>(ended_pass)], micro_batches_done, micro_batches,
+                          held_micro_batches > 1 ? fmt::format(", {} held", held_micro_batches) : "", trace.size(),
+                          settings, last));
 }
 
 PassScope Engine::begin(Pass pass, PassOptions options) {
@@ -152,9 +181,19 @@ void Engine::accumulate(ParameterId parameter, const TensorView& gradient, Strea
   if (parameter.index >= impl_->table.specs().size())
     throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = impl_->table.parameter(parameter);
-  if (gradient.data == nullptr || gradient.element_count() != p.count) {
-    throw UsageError(fmt::format("the gradient of '{}' has {} elements, the parameter {}",
-                                 impl_->table.spec(parameter).name, gradient.element_count(), p.count));
+  const ParameterSpec& spec = impl_->table.spec(parameter);
+  if (gradient.data == nullptr)
+    throw UsageError(fmt::format("the gradient of '{}' has no memory: TensorView::data is null", spec.name));
+  // As many elements in another order would be another gradient.
+  if (!std::ranges::equal(gradient.shape, spec.shape)) {
+    throw UsageError(fmt::format("the gradient of '{}' has the shape [{}], the parameter [{}]", spec.name,
+                                 fmt::join(gradient.shape, ", "), fmt::join(spec.shape, ", ")));
+  }
+  if (gradient.device < 0) {
+    throw UsageError(
+        fmt::format("the gradient of '{}' is in host memory (TensorView::device {}); copy it to memory of "
+                    "the device first (Runtime::device_arena, Stream::copy)",
+                    spec.name, gradient.device));
   }
   if (reinterpret_cast<std::uintptr_t>(gradient.data) % dtype_bytes(gradient.dtype) != 0) {
     throw UsageError(fmt::format("the gradient of '{}' begins at {}, which is no place for {}: copy it into a tensor",
@@ -358,7 +397,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   }
   require_room_for(step_options.caller_state);
   require_finished();
-  check_agreement();
+  check_agreement(/*on_settings=*/true);
   await_inputs();
 
   StepReport report;

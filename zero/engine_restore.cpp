@@ -260,7 +260,8 @@ void Engine::Impl::refuse_resharded() const {
   const auto source = find_source(std::nullopt);
   if (!source || (source->place.order == 0 && source->same_ranks)) return;  // create() sees it
   throw detail::CommonStoreError(
-      fmt::format("the store in {} holds step {} of a run of {} ranks; resume with --resume, or remove the directory",
+      fmt::format("the store in {} holds step {} of a run of {} ranks; continue it (restore(); hoist-gpt --resume), or "
+                  "remove the directory",
                   source->place.in(options.store_directory), source->commits.front().step, source->world_size));
 }
 
@@ -311,6 +312,7 @@ RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
       throw UsageError(
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
     }
+    agree_on_model("restore()");
     const auto newest = find_source(std::nullopt, /*strict=*/restore_options.from.empty());
     const auto source = restore_options.from.empty() ? newest : find_source(restore_options.from, /*strict=*/false);
     if (!source) throw nothing_to_restore(restore_options.from);

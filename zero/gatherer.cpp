@@ -296,6 +296,10 @@ std::byte* Gatherer::bind(UnitId unit, StreamRef stream) const {
   if (!description.options.binding) return nullptr;
   std::byte* bound = description.options.binding.bind(unit, description.gathered_bytes, stream);
   if (bound == nullptr) throw UsageError(fmt::format("the binding of unit '{}' returned no memory", description.name));
+  if (reinterpret_cast<std::uintptr_t>(bound) % kBindingAlignment != 0) {
+    throw UsageError(fmt::format("the binding of unit '{}' returned memory at {}, which is not aligned to {} bytes",
+                                 description.name, static_cast<const void*>(bound), kBindingAlignment));
+  }
   return bound;
 }
 

@@ -24,6 +24,8 @@ class Lease {
 
   UnitId unit() const { return unit_; }
   // The whole parameter, in device memory. Pre: it belongs to the unit or is tied to it. Errors: UsageError.
+  // What uses it runs in the order of the stream: a kernel on Stream::native(); on the host device, work that
+  // Stream::launch() runs, or the program's own thread after Stream::synchronize().
   TensorView view(ParameterId parameter) const;
   // Ends the lease; work enqueued on `stream` before this call may still read the weights. Errors: UsageError when
   // released twice.
@@ -39,9 +41,10 @@ class Lease {
   std::uint64_t pass_ = 0;
 };
 
-// The gradient memory of a unit in the pass under way: zeroed at the first request of a micro-batch, then accumulated
-// into, until finish(). One element type per parameter: the parameter's own, or fp32 in a pass that holds several
-// micro-batches (vertical order). The stream given to gradients() lives until finish() or the end of the pass.
+// The gradient memory of a unit in the pass under way: zeroed, on the stream, at the first request of a micro-batch,
+// then accumulated into in the stream's order, until finish(). One element type per parameter: the parameter's own, or
+// fp32 in a pass that holds several micro-batches (vertical order). The stream given to gradients() lives until
+// finish() or the end of the pass.
 class GradientLease {
  public:
   // Errors: UsageError for a parameter of another unit or a frozen one, and after finish() or the pass.

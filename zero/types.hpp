@@ -48,9 +48,13 @@ struct ParameterSpec {
   bool counts_in_norm = true;  // false for a replica that another rank already counts
 };
 
+// Of the largest element a parameter has.
+inline constexpr std::size_t kBindingAlignment = 4;
+
 // Who owns the memory a unit is gathered into. Default: the engine's device arena.
 struct Binding {
-  // Called only on the thread inside gather(); the memory holds `bytes` and stays valid until unbind.
+  // Called only on the thread inside gather(); the memory holds `bytes`, is aligned to kBindingAlignment and stays
+  // valid until unbind.
   std::function<std::byte*(UnitId, std::uint64_t bytes, StreamRef)> bind;
   // When the last lease ends, or its pass or engine before that. What is enqueued on the stream then may reuse the
   // memory. Must not throw.

@@ -96,8 +96,9 @@ TEST_F(StoreOpenTest, NothingThereIsNotAStore) {
 TEST_F(StoreOpenTest, AStoreWithACommitIsNotReplaced) {
   make_committed(4);
   const auto before = contents();
-  EXPECT_THAT(refusal_to_create(),
-              HasSubstr("holds step 4 of this model; resume with --resume, or remove the directory"));
+  EXPECT_THAT(
+      refusal_to_create(),
+      HasSubstr("holds step 4 of this model; continue it (restore(); hoist-gpt --resume), or remove the directory"));
   options_.identity.layout += "more\n";
   EXPECT_THAT(refusal_to_create(), HasSubstr("holds step 4 of another model; use another directory"));
   EXPECT_EQ(contents(), before);

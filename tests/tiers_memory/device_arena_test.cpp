@@ -103,6 +103,14 @@ TEST(DeviceArena, RefusalNamesTheSmallestArenaThatWorks) {
   EXPECT_TRUE(attempt(refused->need.need_bytes - 4096).has_value()) << "a smaller budget works, too";
 }
 
+// Rounding up must not make nothing of it.
+TEST(DeviceArena, MoreThanAnyNumberIsRefused) {
+  Machine m;
+  for (const std::uint64_t bytes : {~std::uint64_t{0}, ~std::uint64_t{0} - 4094, std::uint64_t{1} << 63})
+    EXPECT_THROW((void)m.arena.allocate(bytes, "too much"), BudgetError) << bytes;
+  EXPECT_EQ(m.arena.largest_hole_bytes(), kArenaBytes);
+}
+
 TEST(DeviceArena, ASmallerBudgetBinds) {
   const auto device = platform::Device::create({.memory_bytes = kArenaBytes});
   Budget budget("device", "key", 4096);

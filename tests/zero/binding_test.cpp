@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gathered memory of the embedder's: the same results, the same bytes, and read ahead like any other.
+#include <algorithm>
+#include <array>
 #include <map>
 
 #include <gtest/gtest.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
 #include <hoist/zero/prediction.hpp>
 
@@ -93,6 +96,25 @@ TEST(Binding, PlaceSaysWhereAParameterWillLie) {
     lease.release(model.stream());
   }
   EXPECT_THROW(engine.place(ParameterId{static_cast<std::uint32_t>(places.size())}), UsageError);
+}
+
+TEST(Binding, MemoryThatCannotHoldElementsIsRefused) {
+  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  alignas(64) static std::array<std::byte, 8192> memory;
+  std::byte* next = memory.data() + 2;
+  const ParameterSpec spec{.name = "w", .shape = {16}, .dtype = DType::fp32};
+  const UnitId unit = engine.add_unit("u", std::span(&spec, 1),
+                                      {.binding = {.bind = [&](UnitId, std::uint64_t, StreamRef) { return next; },
+                                                   .unbind = [](UnitId, StreamRef) {}}});
+  engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 1.0f); });
+  const auto stream = runtime.device().create_stream("compute");
+  const PassScope pass = engine.begin(Pass::evaluate);
+  EXPECT_THROW((void)engine.gather(unit, *stream), UsageError);
+  next = memory.data() + 64;
+  engine.gather(unit, *stream).release(*stream);
+  stream->synchronize();
 }
 
 TEST(Binding, APredictionLeavesOutWhatTheEmbedderBrings) {

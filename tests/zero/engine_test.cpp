@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
@@ -185,6 +186,89 @@ TEST(Engine, BindingsGatherIntoTheCallersMemory) {
   EXPECT_EQ(to_float(reinterpret_cast<const bf16*>(memory.data())[200]), 200.0f);
   lease.release(*stream);
   EXPECT_EQ(bound, 0);
+}
+
+template <typename Call>
+std::string usage_error_of(const Call& call) {
+  try {
+    call();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "taken";
+}
+
+TEST(Engine, MisuseIsNamed) {
+  using testing::HasSubstr;
+  Runtime runtime(in_memory().runtime);
+  Engine engine(runtime, in_memory().engine);
+  const auto declared = [&](std::string unit, const ParameterSpec& spec) {
+    return usage_error_of([&] { engine.add_unit(std::move(unit), std::span(&spec, 1)); });
+  };
+  EXPECT_THAT(declared("u", {.name = std::string("a\0b", 3), .shape = {2}}), HasSubstr("control character"));
+  EXPECT_THAT(declared("u", {.name = "a\tb", .shape = {2}}), HasSubstr("control character"));
+  EXPECT_THAT(declared("u\n", {.name = "a", .shape = {2}}), HasSubstr("control character"));
+  EXPECT_THAT(declared("u", {.name = "a", .shape = {std::int64_t{1} << 62}}), HasSubstr("more than 10000000000000"));
+  EXPECT_THAT(declared("u", {.name = "a", .shape = {1 << 30, 1 << 30}}), HasSubstr("more than 10000000000000"));
+  EXPECT_EQ(declared("größe", {.name = "gewicht.größe", .shape = {4}}), "taken");
+
+  EXPECT_THAT(usage_error_of([&] { engine.initialize(Fill{}); }), HasSubstr("needs a Fill"));
+  const auto filled_with = [&](float value) {
+    return usage_error_of([&] {
+      engine.initialize([&](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, value); });
+    });
+  };
+  EXPECT_THAT(filled_with(std::numeric_limits<float>::quiet_NaN()), HasSubstr("'gewicht.größe' is not finite"));
+  EXPECT_THAT(filled_with(3.4e38f), HasSubstr("too large for bf16"));
+  EXPECT_EQ(filled_with(1.0f), "taken");
+  EXPECT_THAT(filled_with(1.0f), HasSubstr("was called before"));
+
+  const auto rate = [&](double value) { return usage_error_of([&] { engine.set_learning_rate(GroupId{}, value); }); };
+  EXPECT_THAT(rate(std::numeric_limits<double>::infinity()), HasSubstr("inf is no learning rate"));
+  EXPECT_THAT(rate(std::numeric_limits<double>::quiet_NaN()), HasSubstr("nan is no learning rate"));
+  EXPECT_THROW(engine.require_device_memory(~std::uint64_t{0}), BudgetError);
+}
+
+TEST(Engine, WhatARuntimeCannotUseIsRefusedAtOnce) {
+  ToySetup setup = in_memory();
+  setup.runtime.update_threads = 1'000'000'000;
+  EXPECT_THROW(Runtime runtime(setup.runtime), ConfigError);
+  setup = in_memory();
+  setup.runtime.trace_path = "/no/such/directory/trace.json";
+  EXPECT_THROW(Runtime runtime(setup.runtime), IoError) << "and not when the run is over";
+}
+
+TEST(Engine, AccumulateTakesTheParametersShapeInDeviceMemory) {
+  Runtime runtime(in_memory().runtime);
+  Engine engine(runtime, in_memory().engine);
+  const ParameterSpec spec{.name = "w", .shape = {2, 3}};
+  const UnitId unit = engine.add_unit("u", std::span(&spec, 1));
+  engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::fill(out.begin(), out.end(), 1.0f); });
+  const auto stream = runtime.device().create_stream("s");
+  float values[6] = {};
+  const std::vector<std::int64_t> own{2, 3}, transposed{3, 2}, flat{6}, negative{-2, -3};
+  const ParameterId w = engine.parameter("w");
+  const auto refusal = [&](const TensorView& gradient) -> std::string {
+    try {
+      engine.accumulate(w, gradient, *stream);
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "taken";
+  };
+  {
+    const PassScope scope = engine.begin(Pass::train);
+    EXPECT_EQ(refusal({values, DType::fp32, transposed, 0}),
+              "the gradient of 'w' has the shape [3, 2], the parameter [2, 3]");
+    EXPECT_THAT(refusal({values, DType::fp32, flat, 0}), testing::HasSubstr("[6]"));
+    EXPECT_THAT(refusal({values, DType::fp32, negative, 0}), testing::HasSubstr("[-2, -3]"));
+    EXPECT_THAT(refusal({nullptr, DType::fp32, own, 0}), testing::HasSubstr("data is null"));
+    EXPECT_THAT(refusal({values, DType::fp32, own, -1}), testing::HasSubstr("host memory"));
+    EXPECT_EQ(refusal({values, DType::fp32, own, 0}), "taken");
+    engine.finish(unit, *stream);
+    stream->synchronize();
+  }
+  EXPECT_TRUE(engine.step().applied);
 }
 
 TEST(Engine, AccumulateAddsAnyDtypeAnyNumberOfTimes) {

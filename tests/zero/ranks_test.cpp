@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Several ranks: partitioned state, equal results on every communicator, divergence that is named instead of hanging.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
@@ -102,6 +103,95 @@ TEST(Ranks, ARankThatTakesAnotherPathIsNamed) {
     EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
     EXPECT_NE(std::string(error.what()).find("unit"), std::string::npos) << error.what();
   }
+}
+
+// What a rank said that brought its engine to life otherwise than the others.
+template <typename Bring>
+std::string refusal_of(const Bring& bring) {
+  const TempDirectory directory;
+  try {
+    on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+      ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+      bring(rank, setup, join);
+    });
+  } catch (const CommError& error) {
+    return error.what();
+  }
+  return "nobody noticed";
+}
+
+TEST(Ranks, DifferentModelsAreNoticedAtTheStart) {
+  const std::string refusal = refusal_of([](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyShape shape;
+    if (rank == 1) shape.matrices.back() += 64;
+    const ToyModel model(engine, shape);
+    engine.initialize(model.fill());
+  });
+  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'initialize(): "), testing::HasSubstr("units")));
+}
+
+TEST(Ranks, DifferentBeginningsAreNoticed) {
+  const std::string refusal = refusal_of([](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    const ToyModel model(engine, ToyShape{});
+    if (rank == 0)
+      engine.initialize(model.fill());
+    else
+      engine.restore();
+  });
+  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'restore(): "),
+                                      testing::HasSubstr("rank 0 at 'initialize(): ")));
+}
+
+TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {
+  const auto with = [](const auto& change) {
+    return refusal_of([&](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
+      if (rank == 1) change(setup.engine);
+      Runtime runtime(setup.runtime, join);
+      Engine engine(runtime, setup.engine);
+      const ToyModel model(engine, ToyShape{});
+      engine.initialize(model.fill());
+    });
+  };
+  EXPECT_THAT(with([](EngineOptions& options) { options.update_mode = UpdateMode::step; }),
+              testing::AllOf(testing::HasSubstr("update step"), testing::HasSubstr("update forward")));
+  EXPECT_THAT(with([](EngineOptions& options) { options.prefetch_elements = 7; }), testing::HasSubstr("diverged"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.commit_every = 3; }), testing::HasSubstr("commits every 3"));
+  EXPECT_EQ(with([](EngineOptions&) {}), "nobody noticed");
+}
+
+// Each rank steps its own shard: settings that differ would mix two trainings in one model without a word.
+TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
+  const auto trained = [](const auto& change_setup, const auto& change_engine) -> std::string {
+    try {
+      on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+        ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+        if (rank == 2) change_setup(setup);
+        Runtime runtime(setup.runtime, join);
+        Engine engine(runtime, setup.engine);
+        ToyModel model(engine, ToyShape{});
+        engine.initialize(model.fill());
+        model.train(1, 2);
+        if (rank == 2) change_engine(engine);
+        model.train(3, 3);
+      });
+    } catch (const CommError& error) {
+      return error.what();
+    }
+    return "nobody noticed";
+  };
+  const auto no_setup = [](ToySetup&) {};
+  const auto no_engine = [](Engine&) {};
+  EXPECT_THAT(trained(no_setup, [](Engine& engine) { engine.set_learning_rate(GroupId{}, 0.125); }),
+              testing::AllOf(testing::HasSubstr("rank 2 is at"), testing::HasSubstr("learning rate 0.125")));
+  EXPECT_THAT(trained([](ToySetup& setup) { setup.engine.gradient_clipping = 0.25; }, no_engine),
+              testing::AllOf(testing::HasSubstr("rank 2 is at"), testing::HasSubstr("clipping 0.25")));
+  EXPECT_THAT(trained([](ToySetup& setup) { setup.engine.optimizer_defaults.weight_decay = 0.5; }, no_engine),
+              testing::HasSubstr("the ranks have diverged: rank 2"));
+  EXPECT_EQ(trained(no_setup, no_engine), "nobody noticed");
 }
 
 }  // namespace

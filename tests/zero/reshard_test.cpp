@@ -233,7 +233,7 @@ TEST_P(ReshardTest, RefusalsSayWhatToDo) {
     return message;
   };
   EXPECT_THAT(refusal(3, [](Engine& engine, ToyModel& model) { engine.initialize(model.fill()); }),
-              HasSubstr("holds step 2 of a run of 2 ranks; resume with --resume"));
+              HasSubstr("holds step 2 of a run of 2 ranks; continue it (restore()"));
   std::filesystem::rename(setup_.engine.store_directory + "/rank-00001.manifest", directory_ / "elsewhere");
   EXPECT_THAT(refusal(3, [](Engine& engine, ToyModel&) { engine.restore(); }),
               HasSubstr("is of a run of 2 ranks, whose files are not all in sight"));

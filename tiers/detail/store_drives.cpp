@@ -70,8 +70,9 @@ bool is_empty(const std::string& path) {
 std::vector<StorePaths> drive_paths(const std::string& directory, std::span<const std::string> others, int rank) {
   std::vector<StorePaths> drives;
   const auto add = [&](const std::string& name) {
-    if (name.find('\n') != std::string::npos)
-      throw UsageError(fmt::format("the directory '{}' has a line break", name));
+    if (name.empty()) throw UsageError("a directory of the store has no name");
+    if (name.find_first_of(std::string_view("\n\0", 2)) != std::string::npos)
+      throw UsageError(fmt::format("the directory '{}' has a line break or a zero byte in its name", name.c_str()));
     // A relative path would mean another place to the next process.
     drives.emplace_back(std::filesystem::absolute(name).lexically_normal().string(), rank);
     for (std::size_t i = 0; i + 1 < drives.size(); ++i) {

@@ -75,6 +75,9 @@ class Engine::Impl {
   // What `optimizer_pinned_fraction` is where it is left open.
   double affordable_pinned_fraction(std::uint64_t store_memory_bytes) const;
   void lay_out(bool create_store, std::uint64_t run, bool replace_first_commit);
+  // [C] That all ranks bring the same model to life by the same call, with options that lead to the same collectives:
+  // otherwise they would train parts of different models as one, or wait for each other somewhere on the way.
+  void agree_on_model(std::string_view call) const;
   // [C] A random number that the ranks of the sharding group share, and partly all of the job: it joins the stores that
   // are made together.
   std::uint64_t agree_on_run() const;
@@ -98,7 +101,9 @@ class Engine::Impl {
   void end_pass(bool complete);
   void check_micro_batch(const PassOptions& wanted) const;  // that it comes in its order
   void require_finished() const;                            // every trainable unit's gradient in the last pass
-  void check_agreement();                                   // all ranks made the same calls in the pass that ended
+  std::uint64_t hash_of_settings() const;
+  // [C] That all ranks made the same calls in the pass that ended; and, in a step, that they will step alike.
+  void check_agreement(bool on_settings);
   StepReport step(const StepOptions& options);
   // [C] Until the gradients of this step are at home, and the step before is carried out.
   void await_inputs();
