@@ -55,6 +55,7 @@ function(hoist_test name)
   if(NOT T_PROCESSORS)
     set(T_PROCESSORS 1)
   endif()
-  gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+  # A value's bytes hold addresses, so with them a test would have another name in every run.
+  gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
     PROPERTIES LABELS "${T_LABELS}" TIMEOUT ${T_TIMEOUT} PROCESSORS ${T_PROCESSORS})
 endfunction()
