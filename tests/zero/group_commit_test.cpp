@@ -55,7 +55,7 @@ class Sabotage {
  public:
   enum class Until : std::uint8_t { others_manifests, others_overwrite };
   explicit Sabotage(Until until, const std::string& place = "")
-      : until_(until), manifest_(place + "rank-00000.manifest") {}
+      : until_(until), manifest_(place + "rank-00000.manifest"), data_(place + "rank-00000.data") {}
 
   void arm() { armed_ = true; }
   bool group_0_came_so_far() const { return came_so_far_; }
@@ -63,7 +63,7 @@ class Sabotage {
   std::unique_ptr<aio::Backend> backend(int group, const aio::EngineOptions& options) {
     const auto on_submit = [this, group](const aio::Block& block) {
       if (!armed_ || block.operation != aio::Operation::write) return;
-      if (group == 0 && durable_ && block.file->path().ends_with(".data")) overwrites_ = true;
+      if (group == 0 && durable_ && block.file->path().ends_with(data_)) overwrites_ = true;
       if (group == 1 && block.file->path().ends_with(manifest_)) fail(block);
     };
     const auto on_done = [this, group](const aio::Block& block) {
@@ -85,11 +85,11 @@ class Sabotage {
   }
 
   const Until until_;
-  const std::string manifest_;
+  const std::string manifest_, data_;
   const std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(1), nobodys_ = std::make_shared<Faults>(1);
   std::atomic<bool> armed_{false};
-  std::atomic<bool> durable_{false};     // group 0's manifest
-  std::atomic<bool> overwrites_{false};  // after that
+  std::atomic<bool> durable_{false};     // the manifest of group 0's rank 0
+  std::atomic<bool> overwrites_{false};  // by the same rank, after that
   std::atomic<bool> came_so_far_{false};
 };
 
