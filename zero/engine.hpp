@@ -118,8 +118,8 @@ class Engine {
   // unclipped.
   void read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out);
   // [J] Every rank passes the same values. With a store of steps, a commit of its own, with the caller state of the
-  // last step that was applied; a sharding group that has nothing to change passes none. Errors: UsageError for State::gradient, for a moment that is not kept, and for a master
-  // that could not be committed.
+  // last step that was applied; a sharding group that has nothing to change passes none. Errors: UsageError for
+  // State::gradient, for a moment that is not kept, and for a master that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
   // [J] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
   // last EngineOptions::keep_steps of them. A step of the same name is replaced, once this one is durable everywhere.

@@ -11,6 +11,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/zero/prediction.hpp>
 
+#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test {
@@ -133,26 +134,12 @@ TEST(DeviceState, GoesOnFromASave) {
   }
 }
 
-struct Program {
-  explicit Program(const ToySetup& setup) : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, {}) {
-    engine.initialize(model.fill());
-  }
-  std::vector<float> read(ParameterId parameter, State state, std::uint64_t first, std::size_t count) {
-    std::vector<float> values(count);
-    engine.read(parameter, state, first, values);
-    return values;
-  }
-  Runtime runtime;
-  Engine engine;
-  ToyModel model;
-};
-
 TEST(DeviceState, IsReadAndWritten) {
   const ToySetup setup = apart();
-  Program there(setup), here(simplest(setup));
+  ToyProgram there(setup), here(simplest(setup));
   const ParameterId frozen = there.engine.parameter("unit1.frozen");
   const std::vector<float> values{1.5f, -2.25f, 0.0078125f, 3.0f};
-  for (Program* p : {&there, &here}) {
+  for (ToyProgram* p : {&there, &here}) {
     p->model.train(1, 2);
     p->engine.write(p->model.matrix(1), State::master, 16'382, values);
     p->engine.write(p->model.matrix(1), State::moment2, 40'000, std::span(values).subspan(2));
@@ -170,7 +157,7 @@ TEST(DeviceState, IsReadAndWritten) {
 }
 
 TEST(DeviceState, CrossesNoLinkInAStep) {
-  Program p(apart());
+  ToyProgram p(apart());
   p.model.train(1, 3);
   p.engine.settle();
   EXPECT_EQ(p.runtime.ledger().totals(Link::host_to_device).bytes, 0u);
@@ -201,7 +188,7 @@ TEST(DeviceState, AStateThatCannotBeCommittedIsNamed) {
   ToySetup setup = apart();
   setup.engine.optimizer_defaults = {.kind = OptimizerKind::sgd, .learning_rate = 1e38};
   setup.engine.gradient_clipping = 0;
-  Program p(setup);
+  ToyProgram p(setup);
   try {
     for (std::uint64_t step = 1; step < 6; ++step) {
       p.model.gradient_scale = 1e4f;

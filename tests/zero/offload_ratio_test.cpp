@@ -12,6 +12,7 @@
 #include <hoist/zero/detail/memory_needs.hpp>
 #include <hoist/zero/prediction.hpp>
 
+#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test {
@@ -288,24 +289,11 @@ TEST(OffloadRatio, KeptStepsHoldBothParts) {
 }
 
 TEST(OffloadRatio, StateIsReadAndWrittenWhereverItIs) {
-  struct Program {
-    explicit Program(const ToySetup& setup) : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, {}) {
-      engine.initialize(model.fill());
-    }
-    std::vector<float> read(ParameterId parameter, State state, std::uint64_t first, std::size_t count) {
-      std::vector<float> values(count);
-      engine.read(parameter, state, first, values);
-      return values;
-    }
-    Runtime runtime;
-    Engine engine;
-    ToyModel model;
-  };
   const std::vector<float> values{1.5f, -2.25f, 0.0078125f, 3.0f};
   for (const bool host_accessible : {true, false}) {
     const ToySetup setup = divided(0.4, host_accessible);  // unit 0 on the device, unit 1 in memory
-    Program there(setup), here(simplest(setup));
-    for (Program* p : {&there, &here}) {
+    ToyProgram there(setup), here(simplest(setup));
+    for (ToyProgram* p : {&there, &here}) {
       p->model.train(1, 2);
       for (const std::size_t unit : {0u, 1u}) {
         p->engine.write(p->model.matrix(unit), State::master, 16'382, values);
