@@ -107,6 +107,10 @@ TEST(IoUringRefused, WithoutRegistrationOfFilesItUsesDescriptors) {
   });
 }
 
+// Room for the rings, which the kernel counts for all processes of a user, and for a while after they were closed; not
+// for the memory that tests register.
+constexpr rlim_t kRoomForRings = 2 * kMiB;
+
 // Without CAP_IPC_LOCK the memlock limit binds. The capability is the thread's, the limit the process's.
 bool drop_ipc_lock() {
   __user_cap_header_struct header{.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
@@ -120,7 +124,7 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
   if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
-  const rlimit low{.rlim_cur = 256 * kKiB, .rlim_max = before.rlim_max};
+  const rlimit low{.rlim_cur = kRoomForRings, .rlim_max = before.rlim_max};
   if (before.rlim_max < low.rlim_cur || ::setrlimit(RLIMIT_MEMLOCK, &low) != 0)
     GTEST_SKIP() << "the memlock limit cannot be set here";
   in_a_thread([] {
@@ -144,7 +148,7 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
 [[noreturn]] void say_that_memory_is_not_registered() {
   const LogCapture log;
   const AlignedBuffer memory(4 * kMiB);
-  const rlimit low{.rlim_cur = 256 * kKiB, .rlim_max = 256 * kKiB};
+  const rlimit low{.rlim_cur = kRoomForRings, .rlim_max = kRoomForRings};
   if (::setrlimit(RLIMIT_MEMLOCK, &low) != 0 || !drop_ipc_lock()) std::_Exit(0);
   for (int i = 0; i < 3; ++i) Engine({.registered_memory = {memory.span()}});
   exit_if(log.count("refused to register 4.0 MiB") == 1 && log.count("ulimit -l") == 1, log);
