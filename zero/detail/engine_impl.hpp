@@ -3,7 +3,8 @@
 //
 // engine.cpp builds the model, brings it to life and takes it down, engine_initialize.cpp fills it with fresh state,
 // engine_pass.cpp runs passes and steps, engine_backward.cpp what of a step is done in the backward pass,
-// engine_state.cpp reads and writes state, engine_commit.cpp commits and saves it, engine_restore.cpp goes on from it.
+// engine_state.cpp reads and writes state, engine_commit.cpp commits and saves it, engine_source.cpp finds what to go
+// on from, engine_restore.cpp does so, engine_reshard.cpp with another number of ranks.
 #pragma once
 
 #include <atomic>
@@ -155,19 +156,34 @@ class Engine::Impl {
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
   void check_kept(ParameterId parameter, State state) const;  // that there is such a state of the parameter
 
-  // --- engine_restore.cpp
+  // --- engine_source.cpp: what a restore continues from (detail/restore_source.hpp)
   struct CommonCommit;
   struct Source;
   // The newest that has one. `strict`: a store that has come further and has none is an error instead of passed over.
+  // `from`: nothing for a store's commits, "" for all steps it keeps, or the name of one.
   std::optional<Source> find_source(const std::optional<std::string>& from, bool strict = true) const;
-  std::vector<detail::StorePlace> agree_on_places() const;
+  std::vector<detail::StorePlace> agree_on_places() const;      // all that any rank sees, newest first
+  int agree_on_world_size(const std::string& directory) const;  // of the store there; 0: no manifest can be read
   Source agree_on_source(const detail::StorePlace& where, const std::optional<std::string>& from) const;
+  // The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
+  // them.
+  std::vector<CommonCommit> agree_on_commits(std::span<const tiers::CommitHeader> commits,
+                                             std::uint64_t store_number) const;
+  static std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const CommonCommit> listed);
+  CommonCommit choose_commit(const std::string& from) const;  // of the store that is open
   std::optional<std::uint64_t> find_commit() const;
   std::vector<KeptStep> find_kept() const;
   void refuse_resharded() const;
+  detail::CommonStoreError nothing_to_restore(const std::string& from) const;
+
+  // --- engine_restore.cpp
   RestoreReport restore(const RestoreOptions& restore_options);
   void restore_in_place(const RestoreOptions& restore_options);
-  // `passed_over`: places, by their order, that came to nothing in the job.
+  void load_homes(UnitId unit);
+  void forget_what_others_lack();                                      // of kept steps, after a restore
+  std::string remedy_for(const CorruptionError::Where& damage) const;  // which kept steps it leaves alone
+
+  // --- engine_reshard.cpp. `passed_over`: places, by their order, that came to nothing in the job.
   void reshard(const Source& source, const RestoreOptions& restore_options,
                const std::vector<std::uint64_t>& passed_over);
   // Beside what the engine needs at least, of the pinned budget.
@@ -175,16 +191,6 @@ class Engine::Impl {
   void remove_unfinished_places(std::uint64_t after, const std::vector<std::uint64_t>& passed_over) const;
   void remove_older_places(const std::vector<std::uint64_t>& passed_over) const;
   std::vector<std::string> drive_directories() const;
-  void load_homes(UnitId unit);
-  // The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
-  // them.
-  std::vector<CommonCommit> agree_on_commits(std::span<const tiers::CommitHeader> commits,
-                                             std::uint64_t store_number) const;
-  static std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const CommonCommit> listed);
-  CommonCommit choose_commit(const std::string& from) const;
-  detail::CommonStoreError nothing_to_restore(const std::string& from) const;
-  void forget_what_others_lack();                                      // of kept steps, after a restore
-  std::string remedy_for(const CorruptionError::Where& damage) const;  // which kept steps it leaves alone
 
   // --- engine_commit.cpp
   static std::uint64_t name_digest(const std::string& name);

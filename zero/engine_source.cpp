@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/engine_source.cpp - which store below the offload directory, and which of its commits, a restore continues from:
+// the newest that all ranks have. It reads manifests alone and changes nothing.
+#include <algorithm>
+#include <array>
+#include <compare>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/detail/restore_source.hpp>
+#include <hoist/zero/stored_model.hpp>
+
+namespace hoist {
+
+using tiers::CommitHeader;
+
+// --- commits ---------------------------------------------------------------------------------------------------------
+
+std::vector<Engine::Impl::CommonCommit> Engine::Impl::common_to(comm::Communicator& ranks,
+                                                                std::span<const CommonCommit> listed) {
+  struct List {
+    std::uint64_t count = 0;
+    std::array<CommonCommit, tiers::kSlotCount + tiers::kKeptStepsMax + 1> commits{};
+    bool holds(const CommonCommit& c) const {
+      const auto end = commits.begin() + static_cast<std::ptrdiff_t>(count);
+      return std::find(commits.begin(), end, c) != end;
+    }
+  };
+  List mine;
+  for (const CommonCommit& c : listed)
+    if (mine.count < mine.commits.size()) mine.commits[mine.count++] = c;
+  std::vector<List> all(static_cast<std::size_t>(ranks.size()));
+  ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  std::vector<CommonCommit> common;
+  for (std::size_t i = 0; i < all[0].count; ++i) {
+    const CommonCommit& candidate = all[0].commits[i];
+    if (std::all_of(all.begin(), all.end(), [&](const List& rank) { return rank.holds(candidate); }))
+      common.push_back(candidate);
+  }
+  std::sort(common.rbegin(), common.rend());
+  return common;
+}
+
+// First within the sharding group, whose stores are of one run, then of what its groups have the whole job.
+std::vector<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commits(std::span<const CommitHeader> commits,
+                                                                       std::uint64_t store_number) const {
+  const std::uint64_t run = store_number - static_cast<std::uint64_t>(runtime.rank());
+  std::vector<CommonCommit> listed;
+  for (const CommitHeader& c : commits) listed.push_back({c.step, c.revision, run, c.kept_serial, name_digest(c.name)});
+  std::vector<CommonCommit> common = common_to(runtime.communicator(), listed);
+  if (!runtime.has_several_groups()) return common;
+  for (CommonCommit& c : common) c.run = detail::job_part(c.run);
+  return common_to(job(), common);
+}
+
+// --- places ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// A store's place, as ranks tell each other.
+struct PlaceEntry {
+  std::uint64_t order = 0;
+  std::int64_t world_size = 0;
+  friend auto operator<=>(const PlaceEntry&, const PlaceEntry&) = default;
+};
+
+// What any of the ranks lists, highest first.
+std::vector<PlaceEntry> listed_by_any(comm::Communicator& ranks, std::span<const PlaceEntry> listed) {
+  struct List {
+    std::uint64_t count = 0;
+    std::array<PlaceEntry, 32> entries{};
+  };
+  List mine;
+  for (const PlaceEntry& entry : listed)
+    if (mine.count < mine.entries.size()) mine.entries[mine.count++] = entry;
+  std::vector<List> all(static_cast<std::size_t>(ranks.size()));
+  ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  std::vector<PlaceEntry> entries;
+  for (const List& list : all)
+    entries.insert(entries.end(), list.entries.begin(), list.entries.begin() + static_cast<std::ptrdiff_t>(list.count));
+  std::ranges::sort(entries, std::greater{});
+  entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
+  return entries;
+}
+
+// What a group lists, made as long as the other groups' lists: entry by entry they are of one order. Where this group
+// has none, it gets a place in which nothing is.
+std::vector<PlaceEntry> line_up(comm::Communicator& job, const std::vector<PlaceEntry>& of_group, int world_size) {
+  // Downwards within their order, instead of by their world size. (Two of one order: files were out of sight once.)
+  std::vector<PlaceEntry> numbered = of_group;
+  for (std::size_t i = 0; i < numbered.size(); ++i)
+    numbered[i].world_size = i > 0 && of_group[i].order == of_group[i - 1].order ? numbered[i - 1].world_size - 1 : 0;
+  std::vector<PlaceEntry> all = listed_by_any(job, numbered);
+  for (PlaceEntry& entry : all) {
+    const auto here = std::ranges::find(numbered, entry);
+    const std::int64_t of_none = entry.order > 0 && entry.world_size == 0 ? world_size : 0;
+    entry = here == numbered.end() ? PlaceEntry{entry.order, of_none}
+                                   : of_group[static_cast<std::size_t>(here - numbered.begin())];
+  }
+  return all;
+}
+
+}  // namespace
+
+// All that any rank sees, newest first.
+std::vector<detail::StorePlace> Engine::Impl::agree_on_places() const {
+  std::vector<PlaceEntry> mine;
+  all_together("look for stores", [&] {
+    if (options.store_directory.empty()) return;
+    for (const detail::StorePlace& p : detail::store_places(options.store_directory))
+      mine.push_back({p.order, p.world_size});
+  });
+  std::vector<PlaceEntry> entries = listed_by_any(runtime.communicator(), mine);
+  if (runtime.has_several_groups()) entries = line_up(job(), entries, runtime.world_size());
+  std::vector<detail::StorePlace> places;
+  for (const PlaceEntry& entry : entries)
+    places.push_back(entry.order == 0 ? detail::StorePlace{}
+                                      : detail::new_place(entry.order, static_cast<int>(entry.world_size)));
+  return places;
+}
+
+// --- what is continued from ------------------------------------------------------------------------------------------
+
+namespace {
+
+// What this rank sees of the store in a directory.
+struct RankView {
+  struct Answers {
+    bool other_ranks = false;   // another number of ranks made it
+    bool no_room = false;       // for as many steps as the configuration wants to keep
+    bool came_further = false;  // than the commit that a new store begins with
+  };
+  std::vector<CommitHeader> commits, abandoned, kept;
+  std::uint64_t store_number = 0;
+  Answers answers;
+};
+
+RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t keep_steps) {
+  tiers::Store::Found own = tiers::Store::look(directory, rank);
+  const bool unreadable = own.exists && !own.identity;
+  const std::size_t count = own.commits.size() + own.abandoned.size() + 2 * own.kept.size();
+  const bool came_further = unreadable || count > 1 || detail::was_resumed(own.commits);
+  return {.commits = std::move(own.commits),
+          .abandoned = std::move(own.abandoned),
+          .kept = std::move(own.kept),
+          .store_number = own.store_number,
+          .answers = {.no_room = own.kept_steps_max < keep_steps, .came_further = came_further}};
+}
+
+RankView look_at_all_ranks(const std::string& directory, int rank) {
+  RankView view{.answers = {.other_ranks = true}};
+  if (tiers::Store::ranks_in(directory).empty()) return view;
+  StoreSummary summary = look_at_one_store(directory);
+  for (const StoreSummary::Rank& of : summary.ranks) {
+    const bool unreadable = of.commits.empty() && !of.damage.empty();
+    if (unreadable || of.commits.size() + 2 * of.kept.size() > 1 || detail::was_resumed(of.commits))
+      view.answers.came_further = true;
+  }
+  view.store_number = summary.run + static_cast<std::uint64_t>(rank);
+  view.commits = std::move(summary.commits);
+  view.kept = std::move(summary.kept);
+  return view;
+}
+
+}  // namespace
+
+int Engine::Impl::agree_on_world_size(const std::string& directory) const {
+  std::int64_t mine = 0;
+  all_together("look at its store", [&] {
+    for (const int rank : tiers::Store::ranks_in(directory)) {
+      const auto identity = tiers::Store::look(directory, rank).identity;
+      if (identity) mine = identity->world_size;
+      if (identity) break;
+    }
+  });
+  std::vector<std::int64_t> all(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  return static_cast<int>(*std::ranges::max_element(all));
+}
+
+Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& where,
+                                                   const std::optional<std::string>& from) const {
+  const std::string directory = where.in(options.store_directory);
+  Source source{.place = where, .world_size = agree_on_world_size(directory)};
+  RankView mine;
+  all_together("look at its store", [&] {
+    mine = source.world_size == runtime.world_size() ? look_at_own_rank(directory, runtime.rank(), options.keep_steps)
+                                                     : look_at_all_ranks(directory, runtime.rank());
+  });
+  using Answers = RankView::Answers;
+  std::vector<Answers> all(static_cast<std::size_t>(job().size()));
+  job().exchange(std::as_bytes(std::span(&mine.answers, 1)), std::as_writable_bytes(std::span(all)));
+  source.same_ranks = std::ranges::none_of(all, &Answers::other_ranks);
+  source.has_room = std::ranges::none_of(all, &Answers::no_room);
+  source.came_further = std::ranges::any_of(all, &Answers::came_further);
+
+  source.headers = from ? std::move(mine.kept) : std::move(mine.commits);
+  if (from && !from->empty()) std::erase_if(source.headers, [&](const CommitHeader& c) { return c.name != *from; });
+  source.commits = agree_on_commits(source.headers, mine.store_number);
+  if (source.commits.empty() && !from) {
+    source.headers.insert(source.headers.end(), mine.abandoned.begin(), mine.abandoned.end());
+    source.commits = agree_on_commits(source.headers, mine.store_number);
+  }
+  return source;
+}
+
+std::optional<Engine::Impl::Source> Engine::Impl::find_source(const std::optional<std::string>& from,
+                                                              bool strict) const {
+  std::vector<std::uint64_t> passed_over;
+  for (const detail::StorePlace& where : agree_on_places()) {
+    Source source = agree_on_source(where, from);
+    if (!source.commits.empty()) {
+      source.passed_over = std::move(passed_over);
+      return source;
+    }
+    if (runtime.has_several_groups() && !source.came_further) passed_over.push_back(where.order);
+    // Of the first one, create() knows as much. A newer one that was only being made gives way to the one before it.
+    if (!strict || !source.came_further || where.name.empty()) continue;
+    throw detail::CommonStoreError(fmt::format(
+        "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, "
+        "or out of sight (`hoist inspect` says which); bring them back, or move the directory away to go "
+        "back to the store before it",
+        where.in(options.store_directory)));
+  }
+  return std::nullopt;
+}
+
+std::optional<std::uint64_t> Engine::Impl::find_commit() const {
+  const auto source = find_source(std::nullopt);
+  return source ? std::optional(source->commits.front().step) : std::nullopt;
+}
+
+std::vector<Engine::KeptStep> Engine::Impl::find_kept() const {
+  std::vector<KeptStep> steps;
+  std::vector<detail::StorePlace> places = agree_on_places();
+  std::ranges::reverse(places);
+  for (const detail::StorePlace& where : places) {
+    const Source source = agree_on_source(where, "");
+    for (const CommitHeader& kept : source.headers)
+      if (std::ranges::any_of(source.commits, [&](const CommonCommit& c) { return c.is(kept); }))
+        steps.push_back({kept.name, kept.step});
+  }
+  return steps;
+}
+
+// A fresh start must not pass over a store that another number of ranks has committed to.
+void Engine::Impl::refuse_resharded() const {
+  const auto source = find_source(std::nullopt);
+  if (!source || (source->place.order == 0 && source->same_ranks)) return;  // create() sees it
+  throw detail::CommonStoreError(
+      fmt::format("the store in {} holds step {} of a run of {} ranks; continue it (restore(); hoist-gpt --resume), or "
+                  "remove the directory",
+                  source->place.in(options.store_directory), source->commits.front().step, source->world_size));
+}
+
+// From what was found under the lock: whoever held it before may have committed meanwhile.
+Engine::Impl::CommonCommit Engine::Impl::choose_commit(const std::string& from) const {
+  std::vector<CommitHeader> candidates;
+  if (from.empty()) {
+    const auto commits = live.store->commits();
+    candidates.assign(commits.begin(), commits.end());
+    if (const auto common = agree_on_commits(candidates, live.store->store_number()); !common.empty())
+      return common.front();
+    const auto abandoned = live.store->abandoned();
+    candidates.insert(candidates.end(), abandoned.begin(), abandoned.end());
+  } else {
+    for (const CommitHeader& kept : live.store->kept())
+      if (kept.name == from) candidates.push_back(kept);
+  }
+  const auto common = agree_on_commits(candidates, live.store->store_number());
+  if (common.empty()) throw nothing_to_restore(from);
+  return from.empty() ? common.front() : *std::ranges::max_element(common, {}, &CommonCommit::kept_serial);
+}
+
+detail::CommonStoreError Engine::Impl::nothing_to_restore(const std::string& from) const {
+  std::string kept;
+  for (const KeptStep& step : find_kept())
+    kept += fmt::format("{}'{}' (step {})", kept.empty() ? "it keeps " : ", ", step.name, step.step);
+  if (!from.empty())
+    return detail::CommonStoreError(fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
+                                                kept.empty() ? ", nor any other" : "; " + kept));
+  std::string why;
+  for (const detail::StorePlace& where : agree_on_places()) {
+    const int ranks = agree_on_source(where, std::nullopt).world_size;
+    if (ranks > 0 && ranks != runtime.world_size())
+      why += fmt::format(
+          "; {} is of a run of {} ranks, whose files are not all in sight of every one of these {}: "
+          "start {} ranks, or bring the files together",
+          where.in(options.store_directory), ranks, runtime.world_size(), ranks);
+  }
+  const char* const whose = runtime.has_several_groups() ? " of all sharding groups, which made it in one job," : "";
+  return detail::CommonStoreError(fmt::format("{} holds no commit that every rank{} has{}{}", options.store_directory,
+                                              whose, kept.empty() ? "" : "; " + kept, why));
+}
+
+std::vector<Engine::KeptStep> Engine::find_kept() { return impl_->find_kept(); }
+
+}  // namespace hoist
