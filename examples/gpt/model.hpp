@@ -86,9 +86,11 @@ class Model {
 
  private:
   class UnitBuilder;
-  struct Block;         // the ids of one block's parameters
-  struct BlockWeights;  // where they were gathered
-  struct BlockGradients;
+  struct Block;  // the ids of one block's parameters
+  template <typename Floats, typename MatrixView>
+  struct BlockViews;  // where they were gathered, or their gradients are
+  using BlockWeights = BlockViews<const float*, Matrix>;
+  using BlockGradients = BlockViews<float*, GradientMatrix>;
   struct HeadWeights;
   struct HeadGradients;
   struct BlockActivations;  // what the way back needs of a block

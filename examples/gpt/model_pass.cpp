@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// examples/gpt/model_pass.cpp - a pass over micro-batches: embedding, blocks and head, and the same backwards.
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+
+#include "model_parts.hpp"
+
+namespace hoist::gpt {
+
+double Model::train(const Batch& batch, PassOptions options) { return run({&batch, 1}, Pass::train, options); }
+double Model::train(std::span<const Batch> micro_batches) {
+  return run(micro_batches, Pass::train, {.micro_batches = static_cast<int>(micro_batches.size())});
+}
+double Model::evaluate(const Batch& batch) { return run({&batch, 1}, Pass::evaluate, {}); }
+
+double Model::run(std::span<const Batch> micro_batches, Pass pass, PassOptions options) {
+  if (micro_batches.empty() || micro_batches.size() > work_->kept.size()) {
+    throw UsageError(fmt::format("{} micro-batches in one pass of a model made to hold 1 to {}", micro_batches.size(),
+                                 work_->kept.size()));
+  }
+  for (const Batch& batch : micro_batches) check(batch);
+  const PassScope scope = engine_.begin(pass, options);
+  // The batches are read by enqueued work, so they must not go before the stream has caught up, also when this throws.
+  struct CatchUp {
+    platform::Stream& stream;
+    ~CatchUp() {
+      try {
+        stream.synchronize();
+      } catch (...) {  // the error that ended the pass is already on its way
+      }
+    }
+  } const catch_up{*stream_};
+
+  const std::size_t count = micro_batches.size();
+  const bool returns = pass == Pass::train;
+  inputs_->begin(count, returns ? BlockInputs::Return::comes_back : BlockInputs::Return::never);
+  embed(micro_batches);
+  for (int layer = 0; layer < options_.layers; ++layer) block_forward(layer, count);
+  head(micro_batches, pass);
+  if (returns) {
+    for (int layer = options_.layers - 1; layer >= 0; --layer) block_backward(layer, count);
+    embed_backward(count);
+    stashed_bytes_ += inputs_->stashed_bytes(count);
+  }
+  stream_->synchronize();
+  double loss = 0;
+  for (std::size_t m = 0; m < count; ++m) loss += operations_->loss(m) / static_cast<double>(count);
+  return loss;
+}
+
+void Model::check(const Batch& batch) const {
+  const auto count = static_cast<std::size_t>(rows());
+  if (batch.inputs.size() != count || batch.targets.size() != count) {
+    throw UsageError(fmt::format("a batch of {} and {} bytes was given to a model of {} sequences of {} bytes",
+                                 batch.inputs.size(), batch.targets.size(), options_.batch, options_.context));
+  }
+}
+
+void Model::embed(std::span<const Batch> micro_batches) {
+  Lease lease = engine_.gather(embed_, *stream_);
+  const Matrix token_weight = matrix_of<Matrix>(lease.view(token_embedding_));
+  const Matrix position_weight = matrix_of<Matrix>(lease.view(position_embedding_));
+  for (std::size_t m = 0; m < micro_batches.size(); ++m) {
+    const std::uint8_t* tokens = operations_->tokens_on_device(Operations::Tokens::inputs, m, micro_batches[m].inputs);
+    work_->kept[m].tokens = tokens;
+    void* const x = inputs_->output_for(0, m, *stream_);
+    operations_->run("embed", [this, tokens, token_weight, position_weight, x] {
+      operations_->embedding_forward(
+          {.tokens = tokens, .token_weight = token_weight, .position_weight = position_weight, .x = x});
+    });
+  }
+  lease.release(*stream_);
+}
+
+void Model::embed_backward(std::size_t count) {
+  const GradientLease gradients = engine_.gradients(embed_, *stream_);
+  const GradientMatrix token_gradient = matrix_of<GradientMatrix>(gradients.view(token_embedding_));
+  const GradientMatrix position_gradient = matrix_of<GradientMatrix>(gradients.view(position_embedding_));
+  for (std::size_t m = 0; m < count; ++m) {
+    operations_->run("embed backward", [this, m, token_gradient, position_gradient] {
+      operations_->embedding_backward({.tokens = work_->kept[m].tokens,
+                                       .dx = work_->kept[m].gradient,
+                                       .token_gradient = token_gradient,
+                                       .position_gradient = position_gradient});
+    });
+  }
+  engine_.finish(embed_, *stream_);
+}
+
+// --- the head ------------------------------------------------------------------------------------------------------
+
+struct Model::HeadWeights {
+  const float* norm_weight;
+  const float* norm_bias;
+  Matrix tokens;  // tied: the embedding's
+};
+
+struct Model::HeadGradients {
+  float* norm_weight;
+  float* norm_bias;
+  GradientMatrix tokens;
+};
+
+void Model::head(std::span<const Batch> micro_batches, Pass pass) {
+  Lease lease = engine_.gather(head_, *stream_);
+  const HeadWeights weights{floats_of(lease.view(norm_weight_)), floats_of(lease.view(norm_bias_)),
+                            matrix_of<Matrix>(lease.view(token_embedding_))};
+  const float loss_scale = engine_.loss_scale();
+  HeadGradients gradients{};
+  if (pass == Pass::train) {
+    const GradientLease own = engine_.gradients(head_, *stream_);
+    const GradientLease tied = engine_.gradients(embed_, *stream_);
+    gradients = {floats_of(own.view(norm_weight_)), floats_of(own.view(norm_bias_)),
+                 matrix_of<GradientMatrix>(tied.view(token_embedding_))};
+  }
+  for (std::size_t m = 0; m < micro_batches.size(); ++m) {
+    const std::uint8_t* targets =
+        operations_->tokens_on_device(Operations::Tokens::targets, m, micro_batches[m].targets);
+    const void* const input = inputs_->forward_input(static_cast<std::size_t>(options_.layers), m);
+    operations_->run("head", [this, m, targets, input, weights, loss_scale] {
+      const Workspace& w = *work_;
+      head_norm(input, weights);
+      operations_->logits_forward(w.normed, weights.tokens, w.logits);
+      operations_->cross_entropy({.micro_batch = m,
+                                  .targets = targets,
+                                  .logits = w.logits,
+                                  .gradient = w.logits_gradient,
+                                  .row_loss = w.row_loss,
+                                  .loss_scale = loss_scale});
+    });
+    if (pass != Pass::train) continue;
+    operations_->run("head backward", [this, m, input, weights, gradients] {
+      head_backward(input, work_->kept[m].gradient, weights, gradients);
+    });
+  }
+  operations_->fetch_losses();
+  lease.release(*stream_);
+  if (pass == Pass::train) engine_.finish(head_, *stream_);
+}
+
+void Model::head_norm(const void* input, const HeadWeights& weights) {
+  operations_->layer_norm_forward({.x = input,
+                                   .weight = weights.norm_weight,
+                                   .bias = weights.norm_bias,
+                                   .mean = work_->mean,
+                                   .inverse_dev = work_->inverse_dev,
+                                   .y = work_->normed});
+}
+
+void Model::head_backward(const void* input, void* gradient, const HeadWeights& weights,
+                          const HeadGradients& gradients) {
+  const Workspace& w = *work_;
+  operations_->linear_backward_weight({.dy = w.logits_gradient, .x = w.normed, .gradient = gradients.tokens});
+  operations_->linear_backward_input(w.logits_gradient, weights.tokens, w.gradient_part);
+  operations_->zero(gradient, rows() * options_.width);  // nothing flows past the head
+  operations_->layer_norm_backward({.dy = w.gradient_part,
+                                    .x = input,
+                                    .weight = weights.norm_weight,
+                                    .mean = w.mean,
+                                    .inverse_dev = w.inverse_dev,
+                                    .dx = gradient,
+                                    .weight_gradient = gradients.norm_weight,
+                                    .bias_gradient = gradients.norm_bias});
+}
+
+}  // namespace hoist::gpt
