@@ -29,6 +29,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/observed_backend.hpp>
 
 #include "volumes.hpp"
 
@@ -126,38 +127,23 @@ TEST_F(Hostile, ADriveThatStopsAnsweringIsAnErrorAndNoHang) {
   }
 }
 
-// Notes where each manifest that is written lies in memory.
-class ManifestMemory final : public aio::Backend {
- public:
-  struct Seen {
-    const std::byte* data = nullptr;
-    std::vector<std::byte> bytes;
-  };
-  ManifestMemory(std::unique_ptr<aio::Backend> inner, Seen& last) : inner_(std::move(inner)), last_(last) {}
-  std::string description() const override { return inner_->description(); }
-  void submit(aio::Block& block) override {
-    if (block.operation == aio::Operation::write && block.file->path().ends_with(".manifest"))
-      last_ = {block.data, {block.data, block.data + block.length_bytes}};
-    inner_->submit(block);
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  const std::unique_ptr<aio::Backend> inner_;
-  Seen& last_;
-};
-
 // A manifest's write is the one that is never answered: its memory is neither given back nor used again.
 TEST_F(Hostile, WhatASilentDriveMayStillReadIsNotFreed) {
   ToySetup setup = toy(directory_ / "store");
   setup.runtime.aio_backend = aio::BackendKind::threads;
   ToySetup silent = setup;
   const auto faults = std::make_shared<Faults>(0);
-  ManifestMemory::Seen last;
+  struct {
+    const std::byte* data = nullptr;
+    std::vector<std::byte> bytes;
+  } last;  // the last manifest that was written: where it lay in memory, and what it was
+  const auto note_manifest = [&](const aio::Block& block) {
+    if (block.operation != aio::Operation::write || !block.file->path().ends_with(".manifest")) return;
+    last = {block.data, {block.data, block.data + block.length_bytes}};
+  };
   silent.runtime.aio_answer_timeout = configured_answer_timeout();
   silent.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
-    return std::make_unique<ManifestMemory>(make_faulty_backend(options, faults), last);
+    return std::make_unique<ObservedBackend>(make_faulty_backend(options, faults), note_manifest);
   };
   const Life life = train(silent, [&](std::uint64_t step) {
     if (step == 5)

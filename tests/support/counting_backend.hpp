@@ -8,26 +8,16 @@
 #include <memory>
 #include <utility>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/tests/support/observed_backend.hpp>
 
 namespace hoist::test {
 
-class CountingBackend final : public aio::Backend {
+class CountingBackend final : public ObservedBackend {
  public:
   CountingBackend(std::unique_ptr<aio::Backend> inner, aio::Operation counted, std::atomic<std::uint64_t>& bytes)
-      : inner_(std::move(inner)), counted_(counted), bytes_(bytes) {}
-  std::string description() const override { return inner_->description(); }
-  void submit(aio::Block& block) override {
-    if (block.operation == counted_ && block.file->path().ends_with(".data")) bytes_ += block.length_bytes;
-    inner_->submit(block);
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  const std::unique_ptr<aio::Backend> inner_;
-  const aio::Operation counted_;
-  std::atomic<std::uint64_t>& bytes_;
+      : ObservedBackend(std::move(inner), [counted, &bytes](const aio::Block& block) {
+          if (block.operation == counted && block.file->path().ends_with(".data")) bytes += block.length_bytes;
+        }) {}
 };
 
 }  // namespace hoist::test

@@ -16,6 +16,7 @@
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/forgetful_backend.hpp>
 #include <hoist/tests/support/lost_names.hpp>
+#include <hoist/tests/support/observed_backend.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 
 namespace hoist::tiers::test {
@@ -25,6 +26,7 @@ using hoist::test::Fault;
 using hoist::test::Faults;
 using hoist::test::ForgetfulBackend;
 using hoist::test::LostNames;
+using hoist::test::ObservedBackend;
 using hoist::test::TempDirectory;
 
 // What the judge has to know.
@@ -303,30 +305,17 @@ TEST_P(StoreNamesTest, WithoutFlushingLabelsTheJudgeObjects) {
 }
 
 // The order of operations itself.
-class RecordingBackend final : public aio::Backend {
- public:
-  RecordingBackend(std::unique_ptr<aio::Backend> inner, std::vector<std::string>& log)
-      : inner_(std::move(inner)), log_(log) {}
-  std::string description() const override { return inner_->description(); }
-  void submit(aio::Block& block) override {
+TEST_P(StoreCrashTest, OperationsHaveTheirOrder) {
+  std::vector<std::string> log;
+  const auto record = [&](const aio::Block& block) {
     const char* names[] = {"read ", "write ", "sync "};
     const std::string line = names[static_cast<int>(block.operation)] +
                              std::filesystem::path(block.file->path()).extension().string().substr(1);
-    if (log_.empty() || log_.back() != line) log_.push_back(line);
-    inner_->submit(block);
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override { return inner_->reap(done, timeout); }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  const std::unique_ptr<aio::Backend> inner_;
-  std::vector<std::string>& log_;
-};
-
-TEST_P(StoreCrashTest, OperationsHaveTheirOrder) {
-  std::vector<std::string> log;
+    if (log.empty() || log.back() != line) log.push_back(line);
+  };
   const auto recorded = [&] {
-    return aio::Engine(engine_options(), std::make_unique<RecordingBackend>(aio::make_backend(engine_options()), log));
+    return aio::Engine(engine_options(),
+                       std::make_unique<ObservedBackend>(aio::make_backend(engine_options()), record));
   };
   {
     aio::Engine drive = recorded();

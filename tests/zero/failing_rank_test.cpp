@@ -11,6 +11,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/forwarding_communicator.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -258,35 +259,10 @@ TEST_P(FailingProgram, AStepThatWasTakenSurvivesAnExceptionOnAllRanks) {
 // --- the start ------------------------------------------------------------------------------------------------------
 
 // A communicator that has no memory for another one.
-class ShortOfMemory final : public comm::Communicator {
+class ShortOfMemory final : public ForwardingCommunicator {
  public:
-  explicit ShortOfMemory(std::unique_ptr<comm::Communicator> inner) : inner_(std::move(inner)) {}
-  int rank() const override { return inner_->rank(); }
-  int size() const override { return inner_->size(); }
-  std::string_view name() const override { return inner_->name(); }
-  void all_gather(std::span<const comm::GatherPiece> pieces, platform::Stream& stream) override {
-    inner_->all_gather(pieces, stream);
-  }
-  void reduce_scatter(std::span<const comm::ReducePiece> pieces, platform::Stream& stream) override {
-    inner_->reduce_scatter(pieces, stream);
-  }
-  void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
-    inner_->all_reduce_sum(values, stream);
-  }
-  void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
-    inner_->broadcast(bytes, root, stream);
-  }
-  void exchange(std::span<const std::byte> mine, std::span<std::byte> all) override { inner_->exchange(mine, all); }
-  void broadcast_host(std::span<std::byte> bytes, int root) override { inner_->broadcast_host(bytes, root); }
-  void barrier() override { inner_->barrier(); }
+  explicit ShortOfMemory(std::unique_ptr<comm::Communicator> inner) : ForwardingCommunicator(std::move(inner)) {}
   std::unique_ptr<comm::Communicator> duplicate() override { throw Error("no memory for a second channel"); }
-  std::unique_ptr<comm::Communicator> split(int ranks) override { return inner_->split(ranks); }
-  std::uint64_t sent_bytes() const override { return inner_->sent_bytes(); }
-  void abort(std::string_view why) noexcept override { inner_->abort(why); }
-  std::optional<std::string> broken() override { return inner_->broken(); }
-
- private:
-  const std::unique_ptr<comm::Communicator> inner_;
 };
 
 class FailingStart : public testing::TestWithParam<bool> {};

@@ -11,6 +11,7 @@
 #include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/observed_backend.hpp>
 #include <hoist/zero/detail/store_places.hpp>
 
 #include "toy_ranks.hpp"
@@ -26,29 +27,6 @@ constexpr std::uint64_t kLastStep = 6;
 constexpr std::chrono::seconds kAtOnce{30};  // far below the time-out, which whoever waits in vain would need
 constexpr std::chrono::minutes kTimeout{10};
 constexpr std::chrono::milliseconds kGrace{500};  // for what must not happen meanwhile
-
-// Shows each block to `on_submit` before it is on its way, and to `on_done` when it has ended.
-class ShownBackend final : public aio::Backend {
- public:
-  using Show = std::function<void(const aio::Block&)>;
-  ShownBackend(std::unique_ptr<aio::Backend> inner, Show on_submit, Show on_done)
-      : inner_(std::move(inner)), on_submit_(std::move(on_submit)), on_done_(std::move(on_done)) {}
-  std::string description() const override { return inner_->description(); }
-  void submit(aio::Block& block) override {
-    on_submit_(block);
-    inner_->submit(block);
-  }
-  std::size_t reap(std::span<aio::Block*> done, Nanoseconds timeout) override {
-    const std::size_t count = inner_->reap(done, timeout);
-    for (std::size_t i = 0; i < count; ++i) on_done_(*done[i]);
-    return count;
-  }
-  void wake_up() override { inner_->wake_up(); }
-
- private:
-  const std::unique_ptr<aio::Backend> inner_;
-  const Show on_submit_, on_done_;
-};
 
 // From arm() on, rank 0 of group 1 cannot write its manifest; it finds out when group 0 has come as far as it gets.
 class Sabotage {
@@ -70,8 +48,8 @@ class Sabotage {
       if (armed_ && group == 0 && block.operation == aio::Operation::sync && block.file->path().ends_with(manifest_))
         durable_ = true;
     };
-    return std::make_unique<ShownBackend>(make_faulty_backend(options, group == 1 ? faults_ : nobodys_), on_submit,
-                                          on_done);
+    return std::make_unique<ObservedBackend>(make_faulty_backend(options, group == 1 ? faults_ : nobodys_), on_submit,
+                                             on_done);
   }
 
  private:
