@@ -165,7 +165,7 @@ TEST_P(Drain, WhatAContinuationStartsDuringTheDrainIsFinishedToo) {
   faults_->add({.kind = Fault::Kind::delay, .delay = milliseconds(20)});
   Completion second;
   {
-    const EngineOptions engine_options = options(std::chrono::seconds(10));
+    const EngineOptions engine_options = options(seconds(10));
     Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
     engine.write(file_, 0, memory_.part(0, kBlock), Priority::background).then([&](std::exception_ptr) {
       second = engine.write(file_, kBlock, memory_.part(0, kBlock), Priority::background);
@@ -180,7 +180,7 @@ TEST_P(Drain, ARetryThatIsDueIsFinished) {
   faults_->add({.kind = Fault::Kind::error, .count = 6, .code = EAGAIN});
   Completion transfer;
   {
-    const EngineOptions engine_options = options(std::chrono::seconds(10));
+    const EngineOptions engine_options = options(seconds(10));
     Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
     transfer = engine.write(file_, 0, memory_.part(0, kBlock), Priority::background);
   }
@@ -248,7 +248,7 @@ TEST_P(Drain, WhatTheKernelHoldsMayStillBeUsedByItAfterTheEngineHasGone) {
     freeze.thaw();
     // What the kernel had, it writes now, from the same memory; what was only queued is never started.
     AlignedBuffer back(4 * kBlock);
-    const TimePoint deadline = Clock::now() + std::chrono::seconds(10);
+    const TimePoint deadline = Clock::now() + seconds(10);
     do {
       std::this_thread::sleep_for(milliseconds(5));
       ASSERT_EQ(::pread(file.descriptor(), back.data(), 4 * kBlock, 0), static_cast<ssize_t>(4 * kBlock));
