@@ -55,7 +55,7 @@ void RollCall::send(int peer, Kind kind, int number, std::string_view text) {
   Sent& sent = sent_.emplace_back();
   sent.message.kind = kind;
   sent.message.number = number;
-  std::memcpy(sent.message.text.data(), text.data(), std::min(text.size(), sent.message.text.size() - 1));
+  text.copy(sent.message.text.data(), sent.message.text.size() - 1);  // zeros follow
   MPI_Isend(&sent.message, static_cast<int>(sizeof(Message)), MPI_BYTE, peer, kTag, communicator_, &sent.request);
 }
 
