@@ -3,6 +3,7 @@
 #include <cctype>
 #include <cerrno>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <system_error>
 
@@ -103,6 +104,12 @@ std::optional<int> Topology::node_of_pci(const std::string& bus_id) const {
   std::transform(name.begin(), name.end(), name.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   return detail::numa_node_file(std::filesystem::path(sysfs_) / "bus/pci/devices" / name / "numa_node");
+}
+
+bool may_have_several_nodes() {
+  std::ifstream online("/sys/devices/system/node/online");  // "0", "0-3" or "0,2"
+  std::string nodes;
+  return !(online >> nodes) || nodes.find_first_of("-,") != std::string::npos;
 }
 
 bool bind_thread_to_node(const Topology& topology, int node) {

@@ -47,6 +47,10 @@ class Topology {
   std::string sysfs_;  // empty: a synthetic machine
 };
 
+// Whether this machine's memory may lie on several nodes: for who needs a Topology only then. True where the system
+// does not say. Cost: one small file of sysfs, where detect() takes milliseconds.
+bool may_have_several_nodes();
+
 // Binds the calling thread to the cpus of a node. False, and nothing changed, when the system refuses.
 bool bind_thread_to_node(const Topology& topology, int node);
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <optional>
 
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
@@ -29,18 +30,19 @@ Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options,
                const std::vector<std::span<std::byte>>& registered_memory)
     : directories_{options.store_directory} {
   directories_.insert(directories_.end(), options.stripe_directories.begin(), options.stripe_directories.end());
-  const platform::Topology topology = platform::Topology::detect();
+  std::optional<platform::Topology> topology;
+  if (platform::may_have_several_nodes()) topology = platform::Topology::detect();
+  const bool bound = topology && topology->nodes().size() > 1;
   for (const std::string& directory : directories_) {
     const std::string place = existing_part(directory);
-    const aio::EngineOptions engine{
-        .backend = runtime.aio_backend,
-        .block_bytes = runtime.aio_block_bytes,
-        .queue_depth = runtime.aio_queue_depth,
-        .thread_count = runtime.aio_threads,
-        .numa_node = topology.nodes().size() > 1 ? topology.node_of_path(place).value_or(-1) : -1,
-        .registered_memory = registered_memory,
-        .directory = place,
-        .answer_timeout = runtime.aio_answer_timeout};
+    const aio::EngineOptions engine{.backend = runtime.aio_backend,
+                                    .block_bytes = runtime.aio_block_bytes,
+                                    .queue_depth = runtime.aio_queue_depth,
+                                    .thread_count = runtime.aio_threads,
+                                    .numa_node = bound ? topology->node_of_path(place).value_or(-1) : -1,
+                                    .registered_memory = registered_memory,
+                                    .directory = place,
+                                    .answer_timeout = runtime.aio_answer_timeout};
     engines_.push_back(runtime.make_aio_backend
                            ? std::make_unique<aio::Engine>(engine, runtime.make_aio_backend(engine))
                            : std::make_unique<aio::Engine>(engine));

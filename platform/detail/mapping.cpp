@@ -172,8 +172,12 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
     return false;
   }
   page_kind_ = kind;
-  if (kind == PageKind::huge_transparent && !has_transparent_pages(data_, mapped_bytes_)) page_kind_ = PageKind::normal;
   return true;
+}
+
+PageKind Mapping::page_kind() const {
+  const bool advised = page_kind_ == PageKind::huge_transparent;
+  return advised && !has_transparent_pages(data_, mapped_bytes_) ? PageKind::normal : page_kind_;
 }
 
 void Mapping::unmap() noexcept {

@@ -33,7 +33,8 @@ class Mapping {
   Mapping(const Mapping&) = delete;
 
   std::span<std::byte> bytes() const { return {data_, static_cast<std::size_t>(bytes_)}; }
-  PageKind page_kind() const { return page_kind_; }
+  // What backs it now. Cost: where transparent huge pages were asked for, a walk through /proc/self/smaps.
+  PageKind page_kind() const;
 
  private:
   // False, with nothing kept, when the kernel cannot give pages of this kind.
@@ -41,10 +42,10 @@ class Mapping {
   void unmap() noexcept;
 
   std::byte* data_ = nullptr;
-  std::uint64_t bytes_ = 0;         // asked for
-  std::uint64_t mapped_bytes_ = 0;  // rounded up to whole pages
-  PageKind page_kind_ = PageKind::normal;
-  int failure_ = 0;  // errno of the last refusal
+  std::uint64_t bytes_ = 0;                // asked for
+  std::uint64_t mapped_bytes_ = 0;         // rounded up to whole pages
+  PageKind page_kind_ = PageKind::normal;  // asked for; of transparent huge pages the kernel gives what it has
+  int failure_ = 0;                        // errno of the last refusal
 };
 
 // Memory that can still be had without swapping or being killed: the kernel's estimate, lowered to what the memory
