@@ -216,7 +216,8 @@ std::vector<KeyRow> engine_rows() {
        .default_value = "300.0",
        .range = {.min = 0.001, .max = 1e6},
        .meaning = "A drive that has work and answers nothing for this long is given up: an error, the last commit "
-                  "intact. Its buffers are then never used again.",
+                  "intact. Its buffers are then never used again. Time in which the process itself was stopped is left "
+                  "out.",
        .apply = [](Draft& d, const Value& v) { d.runtime.aio_answer_timeout = milliseconds_of(v); }},
       {.path = "hoist.communicator",
        .type = ValueType::choice,
