@@ -290,6 +290,7 @@ void Gradients::await_made() noexcept {
 }
 
 void Gradients::wait() {
+  opened_.wait();  // where every unit's states are on the device, nothing else has waited for it
   for (const State& state : states_) {
     if (!state.reduction) continue;
     state.reduction->home.wait();
