@@ -17,6 +17,7 @@
 #include <sys/statfs.h>
 #include <unistd.h>
 
+#include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/file.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
@@ -256,6 +257,10 @@ bool File::lock(Nanoseconds timeout) {
     std::this_thread::sleep_for(std::min(kLockPollInterval, left));
   }
   return true;
+}
+
+void File::unlock() const noexcept {
+  if (!detail::a_drive_was_given_up()) ::flock(descriptor_, LOCK_UN);
 }
 
 void File::observe(std::weak_ptr<FileObserver> observer) const {

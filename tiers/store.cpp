@@ -40,7 +40,9 @@ Store::Impl::~Impl() {
   }
   if (thread_.joinable()) thread_.join();  // after a commit that was started
   if (transfers_->wait_for_all(kDrainTimeout)) {
-    if (files_.data) ::unlink(paths_.lock_info.c_str());
+    if (!files_.data) return;
+    ::unlink(paths_.lock_info.c_str());
+    for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) files_.data->file(drive).unlock();
     return;
   }
   spdlog::error("the drive of {} still owes transfers after {:.0f} s; its files are left open and locked",

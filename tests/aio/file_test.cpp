@@ -230,6 +230,24 @@ TEST_F(FileTest, TheLockIsHadOnceItsOwnerCloses) {
   closer.join();
 }
 
+// A data loader that the program forked has the owner's descriptors, and outlives it.
+TEST_F(FileTest, AForkedChildHasTheLockUntilItIsLetGoOf) {
+  auto first = std::make_unique<File>(directory_ / "locked", FileOptions{.mode = OpenMode::create});
+  ASSERT_TRUE(first->lock(Nanoseconds::zero()));
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    for (;;) ::pause();
+  }
+  File second(directory_ / "locked", {});
+  EXPECT_FALSE(second.lock(milliseconds(20)));
+  first->unlock();
+  first.reset();
+  EXPECT_TRUE(second.lock(Nanoseconds::zero()));
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
 TEST_F(FileTest, AnotherProcessHoldsTheLockUntilItDies) {
   static_cast<void>(File(directory_ / "locked", {.mode = OpenMode::create}));
   std::array<int, 2> ready{};
