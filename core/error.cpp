@@ -26,17 +26,18 @@ ConfigError::ConfigError(std::string key_path, const std::string& problem)
     : Error(key_path.empty() ? problem : fmt::format("{}: {}", key_path, problem)), key(std::move(key_path)) {}
 
 BudgetError::BudgetError(Need n)
-    : Error(fmt::format("the {} budget is {} ({} bytes), but {} needs {} ({} bytes); raise {} to at least {}", n.tier,
-                        format_bytes(n.have_bytes), n.have_bytes, n.detail, format_bytes(n.need_bytes), n.need_bytes,
-                        n.key, n.need_bytes)),
+    : Error(fmt::format("the {} budget of {} ({} bytes) is too small: {} ({} bytes) are needed for {}; raise {} to at "
+                        "least {}",
+                        n.tier, format_bytes(n.have_bytes), n.have_bytes, format_bytes(n.need_bytes), n.need_bytes,
+                        n.detail, n.key, n.need_bytes)),
       need(std::move(n)) {}
 
 BudgetError::BudgetError(Need n, const std::string& sentence) : Error(sentence), need(std::move(n)) {}
 
 BudgetError BudgetError::machine(Need n) {
   const std::string sentence = fmt::format(
-      "this machine offers {} ({} bytes) of {} memory, but {} needs {} ({} bytes); lower {} or free memory",
-      format_bytes(n.have_bytes), n.have_bytes, n.tier, n.detail, format_bytes(n.need_bytes), n.need_bytes, n.key);
+      "this machine offers {} ({} bytes) of {} memory, but {} ({} bytes) are needed for {}; lower {} or free memory",
+      format_bytes(n.have_bytes), n.have_bytes, n.tier, format_bytes(n.need_bytes), n.need_bytes, n.detail, n.key);
   return BudgetError(std::move(n), sentence);
 }
 
