@@ -42,7 +42,7 @@ struct Arguments {
 
 std::uint64_t bytes_of(const std::string& text) {
   const auto bytes = parse_bytes(text);
-  if (!bytes) throw std::runtime_error(fmt::format("'{}' is no number of bytes; 64MiB is one", text));
+  if (!bytes) throw std::runtime_error(fmt::format("'{}' is not a number of bytes; 64MiB is one", text));
   return *bytes;
 }
 

@@ -54,7 +54,7 @@ void check_kept(const std::string& name, const StoreSummary& store) {
 
 std::uint64_t shard_bytes(const std::string& text) {
   const auto bytes = parse_bytes(text);
-  if (!bytes || *bytes == 0) throw BadInput(fmt::format("--shard-size {} is no byte count, like 5GB", text));
+  if (!bytes || *bytes == 0) throw BadInput(fmt::format("--shard-size {} is not a byte count such as 5GB", text));
   return *bytes;
 }
 

@@ -149,7 +149,8 @@ std::string with_member(const std::string& text, std::span<const std::string_vie
     if (!found) return with_new_member(text, walker, object, path[step], nested(path.subspan(step + 1), value));
     if (step + 1 == path.size())
       return text.substr(0, found->value.begin) + indented(value, "") + text.substr(found->value.end);
-    if (text[found->value.begin] != '{') throw JsonEditError(fmt::format("has a \"{}\" that is no object", path[step]));
+    if (text[found->value.begin] != '{')
+      throw JsonEditError(fmt::format("has a \"{}\" that is not an object", path[step]));
     object = found->value.begin;
   }
   return text;

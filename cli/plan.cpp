@@ -41,7 +41,7 @@ struct PlanArguments {
 
 std::uint64_t bytes_of(const char* option, const std::string& text) {
   if (const auto bytes = parse_bytes(text)) return *bytes;
-  throw UsageError(fmt::format("{} {} is no size; write 80GiB or 1.4PB", option, text));
+  throw UsageError(fmt::format("{} {} is not a size; write 80GiB or 1.4PB", option, text));
 }
 
 // The configuration, or what hoist does on a GPU without one, with the budgets that were given.
@@ -167,7 +167,7 @@ Command add_plan(CLI::App& app) {
         double value = 0;
         const bool reads = CLI::detail::lexical_cast(text, value);
         constexpr double kMin = 1e-9, kMax = 1e15;
-        return reads && value >= kMin && value <= kMax ? std::string() : text + " is no number from 1e-9 to 1e15";
+        return reads && value >= kMin && value <= kMax ? std::string() : text + " is not a number from 1e-9 to 1e15";
       },
       "POSITIVE");
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file (hoist's defaults, without budgets)");

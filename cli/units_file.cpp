@@ -176,7 +176,7 @@ NamedModel read_model(const ModelArguments& arguments, DType dtype) {
   }
   const auto count = parse_count(arguments.parameters);
   if (!count)
-    throw UsageError(fmt::format("--parameters {} is no count from 1 to {:g}; write 350000000, 3.5e8 or 350M",
+    throw UsageError(fmt::format("--parameters {} is not a count from 1 to {:g}; write 350000000, 3.5e8 or 350M",
                                  arguments.parameters, kCountMax));
   ModelShape shape = uniform_model(*count, std::min(*count, kAssumedUnits), dtype);
   return {shape, fmt::format("taken as {} equal units; --units FILE for the real ones", shape.units.size())};

@@ -42,13 +42,13 @@ std::string about_word(std::string_view word) {
   const std::string_view unsigned_name =
       name.starts_with('-') || name.starts_with('+') ? std::string_view(name).substr(1) : std::string_view(name);
   if (unsigned_name == "nan" || unsigned_name == "inf" || unsigned_name == "infinity") {
-    return fmt::format("{} is no number in JSON; write a finite number, or leave the key out", word);
+    return fmt::format("{} is not a number in JSON; write a finite number, or leave the key out", word);
   }
   if (name == "true" || name == "false") return fmt::format("{} is written {} in JSON", word, name);
-  if (name == "none" || name == "null") return fmt::format("{} is no value in JSON; leave the key out", word);
+  if (name == "none" || name == "null") return fmt::format("{} is not a value in JSON; leave the key out", word);
   if (name == "yes" || name == "no" || name == "on" || name == "off") {
     const bool yes = name == "yes" || name == "on";
-    return fmt::format("{} is no value in JSON; write {}", word, yes ? "true" : "false");
+    return fmt::format("{} is not a value in JSON; write {}", word, yes ? "true" : "false");
   }
   return {};
 }
@@ -56,7 +56,7 @@ std::string about_word(std::string_view word) {
 std::string about_number(std::string_view word) {
   if (word.empty()) return {};
   if (word.front() == '+' || word.front() == '.') {
-    return fmt::format("{} is no number in JSON: a number begins with a digit or a minus sign", word);
+    return fmt::format("{} is not a number in JSON: a number begins with a digit or a minus sign", word);
   }
   const std::string_view digits = word.front() == '-' ? word.substr(1) : word;
   if (digits.size() < 2 || digits.front() != '0') return {};
@@ -120,7 +120,7 @@ std::string sentence(std::string_view text, const SyntaxFailure& failure) {
   if (std::string about = about_number(word); !about.empty()) return about;
   const bool at_the_start =
       text.substr(0, word_begin).find_first_not_of(" \t\r\n\xEF\xBB\xBF") == std::string_view::npos;
-  if (at_the_start) return "this is no JSON: a configuration begins with {";
+  if (at_the_start) return "this is not JSON: a configuration begins with {";
   return about_place(text, failure);
 }
 

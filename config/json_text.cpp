@@ -99,7 +99,7 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
 
   JsonNode& place() {
     if (++node_count_ > kJsonValuesMax) {
-      throw JsonSyntaxError(consumed_, fmt::format("more than {} values: this is no configuration", kJsonValuesMax));
+      throw JsonSyntaxError(consumed_, fmt::format("more than {} values: this is not a configuration", kJsonValuesMax));
     }
     if (open_.empty()) return root_;
     JsonNode& parent = *open_.back();

@@ -73,10 +73,10 @@ class OptimizerRules {
     };
     for (const ConfigSetting& s : read_.settings) {
       if (!is_stranger(s) || s.source == ConfigSetting::Source::standard) continue;
-      read_.problems.push_back(
-          {std::string(s.row->path),
-           fmt::format("is no parameter of {}, which has {}", draft_.optimizer_type, fmt::join(type.parameters, ", ")),
-           s.line, s.column});
+      read_.problems.push_back({std::string(s.row->path),
+                                fmt::format("is not a parameter of {}, which has {}", draft_.optimizer_type,
+                                            fmt::join(type.parameters, ", ")),
+                                s.line, s.column});
     }
     std::erase_if(read_.settings, is_stranger);
   }

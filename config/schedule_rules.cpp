@@ -114,7 +114,7 @@ class ScheduleRules {
     }
     for (const ConfigSetting* s : strangers) {
       problem(s, std::string(s->row->path),
-              fmt::format("is no parameter of {}, which has {}", kind.type, fmt::join(kind.parameters, ", ")));
+              fmt::format("is not a parameter of {}, which has {}", kind.type, fmt::join(kind.parameters, ", ")));
     }
     for (const std::string_view name : kind.required) {
       if (is_given(name)) continue;

@@ -28,7 +28,7 @@ std::uint64_t regular_file_bytes(int descriptor, const std::string& path) {
   if (::fstat(descriptor, &status) != 0) {
     throw IoError({.operation = "fstat", .path = path, .code = errno}, "check the file system");
   }
-  if (!S_ISREG(status.st_mode)) throw SafetensorsError(path, "this is no regular file");
+  if (!S_ISREG(status.st_mode)) throw SafetensorsError(path, "this is not a regular file");
   return static_cast<std::uint64_t>(status.st_size);
 }
 
@@ -150,7 +150,7 @@ void SafetensorsModel::add_index(const std::string& path) {
     const std::string file_name = file.is_string() ? file.get<std::string>() : std::string();
     // The index may come from anywhere; it names files beside itself and nothing else.
     if (file_name.empty() || file_name.find('/') != std::string::npos || file_name == "." || file_name == "..") {
-      throw SafetensorsError(path, fmt::format("\"{}\" is mapped to {}, which is no file name", name,
+      throw SafetensorsError(path, fmt::format("\"{}\" is mapped to {}, which is not a file name", name,
                                                file.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)));
     }
     names_of[file_name].insert(name);

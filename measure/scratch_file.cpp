@@ -113,7 +113,7 @@ class ScratchFile::Marker {
       if (errno == ENOENT) return;  // just removed; opening the marker will say so
       throw io_error("lstat", directory_, "");
     }
-    if (!S_ISDIR(info.st_mode)) throw not_ours(directory_, "it is no directory");
+    if (!S_ISDIR(info.st_mode)) throw not_ours(directory_, "it is not a directory");
   }
 
   // A run may have been killed between making the directory and the marker; then the directory is empty and can go.

@@ -458,7 +458,8 @@ double Engine::learning_rate(GroupId group) const {
 void Engine::set_learning_rate(GroupId group, double learning_rate) {
   if (group.index >= impl_->groups.size()) throw UsageError(fmt::format("there is no group {}", group.index));
   if (!(std::isfinite(learning_rate) && learning_rate >= 0))
-    throw UsageError(fmt::format("{} is no learning rate: it has to be a finite number of at least 0", learning_rate));
+    throw UsageError(
+        fmt::format("{} is not a learning rate: it has to be a finite number of at least 0", learning_rate));
   if (learning_rate != impl_->groups[group.index].learning_rate) impl_->require_undecided("set_learning_rate()");
   impl_->groups[group.index].learning_rate = learning_rate;
 }

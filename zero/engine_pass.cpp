@@ -196,8 +196,9 @@ void Engine::accumulate(ParameterId parameter, const TensorView& gradient, Strea
                     spec.name, gradient.device));
   }
   if (reinterpret_cast<std::uintptr_t>(gradient.data) % dtype_bytes(gradient.dtype) != 0) {
-    throw UsageError(fmt::format("the gradient of '{}' begins at {}, which is no place for {}: copy it into a tensor",
-                                 impl_->table.spec(parameter).name, gradient.data, dtype_name(gradient.dtype)));
+    throw UsageError(
+        fmt::format("the gradient of '{}' begins at {}, which is not aligned for {}: copy it into a new tensor",
+                    impl_->table.spec(parameter).name, gradient.data, dtype_name(gradient.dtype)));
   }
   const TensorView target = gradients(p.unit, stream).view(parameter);
   stream->scale_into(static_cast<std::byte*>(target.data), target.dtype, static_cast<const std::byte*>(gradient.data),

@@ -25,12 +25,12 @@ void refuse(bool wrong, const char* key, const std::string& problem) {
 void check(const LossScaleOptions& options) {
   const auto possible = [](double scale) { return scale > 0 && scale <= kLossScaleMax; };
   refuse(!possible(options.scale), "fp16.loss_scale",
-         fmt::format("{} is no loss scale: above 0 and at most 2^64", options.scale));
+         fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", options.scale));
   if (!options.dynamic) return;
   refuse(options.window < 1, "fp16.loss_scale_window", "is 0; a scale that doubles at every step has no meaning");
   refuse(options.hysteresis < 1, "fp16.hysteresis", "is 0, with which the scale would never be lowered; at least 1");
   refuse(!possible(options.scale_min), "fp16.min_loss_scale",
-         fmt::format("{} is no loss scale: above 0 and at most 2^64", options.scale_min));
+         fmt::format("{} is not a loss scale: it must be above 0 and at most 2^64", options.scale_min));
   refuse(options.scale < options.scale_min, "fp16.initial_scale_power",
          fmt::format("the first scale {} is below min_loss_scale {}", options.scale, options.scale_min));
 }

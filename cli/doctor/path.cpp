@@ -210,7 +210,7 @@ Section look_at_path(const Machine& machine, const std::string& directory) {
     section.findings.push_back(node(machine, device_major, device_minor));
   } else {
     section.findings.push_back({.subject = "drive",
-                                .found = "none that the system names: the file system is no plain "
+                                .found = "none that the system names: the file system is not a plain "
                                          "block device's"});
   }
   return section;

@@ -30,7 +30,8 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
       [](const std::string& text) {
         double value = -1;
         const bool reads = CLI::detail::lexical_cast(text, value);
-        return reads && std::isfinite(value) && value >= 0 ? std::string() : text + " is no finite number of at least 0";
+        return reads && std::isfinite(value) && value >= 0 ? std::string()
+                                                           : text + " is not a finite number of at least 0";
       },
       "");
   app.add_option("--config", a.config, "DeepSpeed configuration: where state lives, budgets, optimizer")
@@ -57,9 +58,7 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
                "Each layer with all micro-batches before the next one: weights and gradients move once a step, "
                "activations of all micro-batches stay [hoist.micro_batch_order of FILE]");
   app.add_option("--seed", a.seed, "Of initial weights and batches")->check(count)->type_name("S");
-  app.add_option("--learning-rate", a.learning_rate, "[optimizer.params.lr of FILE]")
-      ->check(rate)
-      ->type_name("R");
+  app.add_option("--learning-rate", a.learning_rate, "[optimizer.params.lr of FILE]")->check(rate)->type_name("R");
   app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")
       ->check(count)
       ->type_name("N");

@@ -116,7 +116,7 @@ void bind_errors(nb::module_& module) {
   types->store = make_type(module, "StoreError", "A store that cannot be used.", error);
   types->device = make_type(module, "DeviceError", "A device call failed.", error);
   types->comm = make_type(module, "CommError", "A collective failed, or ranks disagree.", error);
-  types->safetensors = make_type(module, "SafetensorsError", "Files that are no weights of this model.", error);
+  types->safetensors = make_type(module, "SafetensorsError", "Files that are not weights of this model.", error);
   nb::register_exception_translator(translate);
 }
 

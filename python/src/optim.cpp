@@ -51,7 +51,7 @@ constexpr std::array kKinds{optim::OptimizerKind::adamw, optim::OptimizerKind::a
 GroupOptions defaults_of(const std::string& name) {
   for (const optim::OptimizerKind kind : kKinds)
     if (name == optim::optimizer_name(kind)) return optim::default_options(kind);
-  throw UsageError("there is no optimizer '" + name + "': AdamW, Adam, Adagrad, Lion or SGD");
+  throw UsageError("there is no optimizer '" + name + "': choose AdamW, Adam, Adagrad, Lion or SGD");
 }
 
 bool update(const optim::UpdateCoefficients& c, const Arrays& a, std::uint64_t first, std::uint64_t count) {

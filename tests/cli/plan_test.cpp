@@ -154,10 +154,10 @@ TEST_F(Plan, RefusesWhatItCannotUse) {
     return result.errors;
   };
   EXPECT_THAT(refusal(""), HasSubstr("--parameters"));
-  EXPECT_THAT(refusal("--parameters many"), HasSubstr("is no count"));
-  EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"), HasSubstr("--device-memory lots is no size"));
+  EXPECT_THAT(refusal("--parameters many"), HasSubstr("is not a count"));
+  EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"), HasSubstr("--device-memory lots is not a size"));
   EXPECT_THAT(refusal("--parameters 1e9 --nvme-read -1"), HasSubstr("--nvme-read"));
-  EXPECT_THAT(refusal("--parameters 1e9 --nvme-read nan"), HasSubstr("is no number from"));
+  EXPECT_THAT(refusal("--parameters 1e9 --nvme-read nan"), HasSubstr("is not a number from"));
   EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096"), HasSubstr("belong together"));
   EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096 --tflops 100 --compute-seconds 1"), HasSubstr("already"));
   EXPECT_THAT(refusal("missing.json --parameters 1e9"), HasSubstr("missing.json"));

@@ -96,7 +96,7 @@ TEST_F(Tune, BadInputIsRefusedBeforeAnythingIsMeasured) {
       {"--path drive --merge .", "is a directory"},
       {"--path drive --merge broken.json", "is not JSON"},
       {"--path drive --merge list.json", "not an object"},
-      {"--path drive --merge odd.json", "\"aio\" that is no object"},
+      {"--path drive --merge odd.json", "\"aio\" that is not an object"},
       {"--path drive --out no/such/place.json", "choose another directory"},
       {"--path drive --plot drive", "is a directory"},
       {"--path drive --engine null", "nothing to tune"},

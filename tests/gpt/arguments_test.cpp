@@ -81,8 +81,8 @@ TEST(Arguments, RefusesInOneLine) {
   EXPECT_THAT(with({"--width", "1000000"}), HasSubstr("--width"));
   EXPECT_THAT(with({"--batch", "0"}), HasSubstr("--batch"));
   EXPECT_THAT(with({"--learning-rate", "-1"}), HasSubstr("--learning-rate"));
-  EXPECT_THAT(with({"--learning-rate", "nan"}), HasSubstr("nan is no finite number of at least 0"));
-  EXPECT_THAT(with({"--learning-rate", "inf"}), HasSubstr("inf is no finite number of at least 0"));
+  EXPECT_THAT(with({"--learning-rate", "nan"}), HasSubstr("nan is not a finite number of at least 0"));
+  EXPECT_THAT(with({"--learning-rate", "inf"}), HasSubstr("inf is not a finite number of at least 0"));
   EXPECT_THAT(with({"--seed", "-1"}), HasSubstr("--seed"));
   EXPECT_THAT(with({"--warmup", "-1"}), HasSubstr("--warmup"));
   EXPECT_THAT(with({"--report"}), HasSubstr("--report"));

@@ -90,7 +90,7 @@ TEST_F(ImportProblems, AllAreNamedAtOnce) {
   EXPECT_THAT(all, HasSubstr("'shape' is [2, 3]"));
   EXPECT_THAT(all, HasSubstr("the model wants [3, 2]"));
   EXPECT_THAT(all, HasSubstr("'absent' is missing"));
-  EXPECT_THAT(all, HasSubstr("'extra' is no parameter"));
+  EXPECT_THAT(all, HasSubstr("'extra' is not a parameter"));
 }
 
 TEST_F(ImportProblems, AnotherModelIsRefusedInAFewLines) {

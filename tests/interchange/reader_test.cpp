@@ -104,9 +104,9 @@ TEST(SafetensorsReader, AnIndexIsNotTrusted) {
   EXPECT_THAT(with("[]"), HasSubstr("no \"weight_map\""));
   EXPECT_THAT(with(R"({"weight_map":[]})"), HasSubstr("no \"weight_map\""));
   EXPECT_THAT(with(R"({"weight_map":{}})"), HasSubstr("names no tensor"));
-  EXPECT_THAT(with(R"({"weight_map":{"a":1}})"), HasSubstr("no file name"));
-  EXPECT_THAT(with(R"({"weight_map":{"a":"../m/model-00001-of-00003.safetensors"}})"), HasSubstr("no file name"));
-  EXPECT_THAT(with(R"({"weight_map":{"a":".."}})"), HasSubstr("no file name"));
+  EXPECT_THAT(with(R"({"weight_map":{"a":1}})"), HasSubstr("not a file name"));
+  EXPECT_THAT(with(R"({"weight_map":{"a":"../m/model-00001-of-00003.safetensors"}})"), HasSubstr("not a file name"));
+  EXPECT_THAT(with(R"({"weight_map":{"a":".."}})"), HasSubstr("not a file name"));
   EXPECT_THAT(with(R"({"weight_map":{"a":"absent.safetensors"}})"), HasSubstr("absent.safetensors"));
   EXPECT_THAT(with(R"({"weight_map":{"b":"model-00001-of-00003.safetensors"}})"),
               HasSubstr("expects tensor 'b' in it"));
@@ -116,9 +116,9 @@ TEST(SafetensorsReader, RefusesWhatIsNoFile) {
   const TempDirectory directory;
   std::filesystem::create_directory(directory / "d.safetensors");
   EXPECT_THAT(problem_of(directory / "d.safetensors"), HasSubstr("there is no .safetensors file in it"));
-  EXPECT_THAT(problem_of("/dev/null"), HasSubstr("no regular file"));
+  EXPECT_THAT(problem_of("/dev/null"), HasSubstr("not a regular file"));
   ASSERT_EQ(::mkfifo((directory / "pipe").c_str(), 0600), 0);
-  EXPECT_THAT(problem_of(directory / "pipe"), HasSubstr("no regular file"));  // and is not waited for
+  EXPECT_THAT(problem_of(directory / "pipe"), HasSubstr("not a regular file"));  // and is not waited for
   write_file(directory / "text", "hello, this is a text and no model\n");
   EXPECT_THAT(problem_of(directory / "text"), HasSubstr("no safetensors file"));
 }

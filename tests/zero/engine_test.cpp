@@ -224,8 +224,8 @@ TEST(Engine, MisuseIsNamed) {
   EXPECT_THAT(filled_with(1.0f), HasSubstr("was called before"));
 
   const auto rate = [&](double value) { return usage_error_of([&] { engine.set_learning_rate(GroupId{}, value); }); };
-  EXPECT_THAT(rate(std::numeric_limits<double>::infinity()), HasSubstr("inf is no learning rate"));
-  EXPECT_THAT(rate(std::numeric_limits<double>::quiet_NaN()), HasSubstr("nan is no learning rate"));
+  EXPECT_THAT(rate(std::numeric_limits<double>::infinity()), HasSubstr("inf is not a learning rate"));
+  EXPECT_THAT(rate(std::numeric_limits<double>::quiet_NaN()), HasSubstr("nan is not a learning rate"));
   EXPECT_THROW(engine.require_device_memory(~std::uint64_t{0}), BudgetError);
 }
 
