@@ -8,11 +8,11 @@
 //            the same order; a rank that differs is named in a CommError. Of a job with several sharding groups, [C] is
 //            every rank of the group, and [J] of the job.
 // Memory     Device and pinned memory are laid out by initialize() or restore(); nothing is taken afterwards.
-// Errors     UsageError leaves the state unchanged. After any other error of a step or pass the engine has failed:
-//            only restore() in a new engine, or destruction, is legal. The other ranks do not wait for one that has
-//            failed: they stop at once, with a CommError that names it, the unit, and its error; unless all of them
-//            learned it in an exchange, the runtimes' communicators are of no use afterwards. So do an exception that
-//            leaves a pass and then destroys the engine, and abandon().
+// Errors     UsageError and BudgetError leave the state unchanged. After any other error in a step or pass the engine
+//            has failed: it can only be destroyed, and a new one restored. The others do not wait for a failed rank:
+//            they stop at once, with a CommError that names it, the unit and its error, and unless they learned of it
+//            in an exchange, the runtimes' communicators cannot be used afterwards. The same goes for an exception that
+//            leaves a pass and then destroys the engine, and for abandon().
 // Main path  gather -> (scheduler) -> store.read -> copy up -> all-gather -> lease; finish -> reduce-scatter -> copy
 //            down; step -> norm -> update -> store.write -> commit.
 #pragma once
@@ -65,8 +65,8 @@ class Engine {
 
   // --- bringing it to life -------------------------------------------------------------------------------------------
   // [J] Fresh state from `fill`; commit 0, with `caller_state`, when something lives on NVMe. Refuses an existing store
-  // that holds a commit. When this or restore() throws, on any rank, the engine is as before and either may be called
-  // again, unless the others had to be told (see Errors): what one rank is refused, or fails with, is mostly exchanged.
+  // that holds a commit. When this or restore() throws, on any rank, the engine is as it was and either may be called
+  // again, unless the other ranks had to be told (see Errors); most errors of a single rank are exchanged instead.
   void initialize(const Fill& fill, std::span<const std::byte> caller_state = {});
   // [J] The newest commit that every rank has, if any. Changes nothing.
   std::optional<std::uint64_t> find_commit();
@@ -96,16 +96,16 @@ class Engine {
   void finish(UnitId unit, StreamRef stream);
 
   // --- a step --------------------------------------------------------------------------------------------------------
-  // The group's own rate, from the next step() on. A schedule (EngineOptions::learning_rate_schedule) that names its
-  // rates itself goes over it. All ranks set the same: step() compares. No part of a commit: after restore() the group
-  // has the rate it was added with, until the program sets another.
+  // The group's own rate, from the next step() on. A schedule (EngineOptions::learning_rate_schedule) that has rates of
+  // its own overrides it. All ranks set the same value, and step() compares. It is no part of a commit: after restore()
+  // the group has the rate it was added with, until the program sets another.
   void set_learning_rate(GroupId group, double learning_rate);
   double learning_rate(GroupId group) const;  // of the next step, by the schedule
   // What the loss of every micro-batch up to the next step() is to be multiplied by before it is differentiated. The
   // step undoes it: state, norms and read() show gradients without it. 1 without EngineOptions::loss_scale.
   float loss_scale() const;
   StepReport step(const StepOptions& options = {});  // [J]
-  // Ends the pass under way and drops its gradients; outside of a pass, drops those of the step to come.
+  // Ends the pass under way and drops its gradients; outside a pass, drops those gathered for the next step.
   void discard() noexcept;
   // This rank's program cannot go on: the engine has failed, and those of the other ranks stop with a CommError that
   // names this rank and `why`, instead of waiting for it until the communicator's time-out.

@@ -30,27 +30,37 @@ void check(const optim::OptimizerOptions& group, const EngineOptions& options, c
   refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
 }
 
-void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {
+namespace {
+
+bool uses_nvme(const EngineOptions& options) {
+  return options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+}
+
+void check_placement(const EngineOptions& options, const RuntimeOptions& runtime) {
   refuse(options.stage < 0 || options.stage > 3, "zero_optimization.stage",
          fmt::format("there is no stage {}: 0 to 3", options.stage));
   refuse(options.stage < 3 && options.parameters != Placement::device, "zero_optimization.offload_param.device",
          fmt::format("stage {} keeps all weights on the device; use stage 3 to offload them", options.stage));
-  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  refuse(nvme && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
+  refuse(uses_nvme(options) && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
          "state is placed on NVMe, but no path is given; name a directory on the drive");
   refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
          "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
   const double ratio = options.optimizer_offload_ratio;
   refuse(!(ratio >= 0 && ratio <= 1), "zero_optimization.offload_optimizer.ratio", "a share is from 0 to 1");
+  const double pinned_fraction = options.optimizer_pinned_fraction.value_or(0);
+  refuse(!(pinned_fraction >= 0 && pinned_fraction <= 1), "hoist.optimizer_pinned_fraction",
+         "a fraction is from 0 to 1");
   const bool apart_from_weights = detail::homes_are_apart(runtime, options) && options.parameters != Placement::device;
   refuse(apart_from_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",
-         "optimizer states on a GPU are updated there, with weights that are there, too; use \"cpu\" or \"nvme\", or "
+         "optimizer states on a GPU are updated there, which needs the weights there too; use \"cpu\" or \"nvme\", or "
          "leave offload_param out");
-  refuse(
-      apart_from_weights, "zero_optimization.offload_optimizer.ratio",
-      fmt::format("with {} some optimizer states are on the GPU and updated there, with weights that are there, too; "
-                  "use 1, or leave offload_param out",
-                  ratio));
+  refuse(apart_from_weights, "zero_optimization.offload_optimizer.ratio",
+         fmt::format("with {} some optimizer states are on the GPU and updated there, which needs the weights there "
+                     "too; use 1, or leave offload_param out",
+                     ratio));
+}
+
+void check_update_mode(const EngineOptions& options) {
   const bool backward = options.update_mode == UpdateMode::backward;
   refuse((backward || options.update_mode == UpdateMode::forward) && options.optimizer == Placement::device,
          "hoist.update_mode",
@@ -62,6 +72,9 @@ void check(const EngineOptions& options, const RuntimeOptions& runtime, int worl
   refuse(backward && (options.loss_scale.dynamic || options.loss_scale.scale != 1), "hoist.update_mode",
          "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
          "fp16.enabled");
+}
+
+void check_gathering_groups(const EngineOptions& options, int world_size) {
   const int ranks = options.secondary_shard_ranks;
   refuse(ranks < 1 || (ranks < world_size && world_size % ranks != 0), "zero_optimization.zero_hpz_partition_size",
          fmt::format("{} ranks cannot be cut into groups of {}; use a number that divides them, usually the ranks of a "
@@ -69,22 +82,35 @@ void check(const EngineOptions& options, const RuntimeOptions& runtime, int worl
                      world_size, ranks));
   refuse(ranks > 1 && options.stage < 3, "zero_optimization.zero_hpz_partition_size",
          fmt::format("stage {} keeps all weights gathered; use stage 3, or leave this key out", options.stage));
-  refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
-         fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
-  const double pinned_fraction = options.optimizer_pinned_fraction.value_or(0);
-  refuse(!(pinned_fraction >= 0 && pinned_fraction <= 1), "hoist.optimizer_pinned_fraction",
-         "a fraction is from 0 to 1");
+}
+
+void check_commits(const EngineOptions& options) {
   refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
   refuse(options.keep_steps > tiers::kKeptStepsMax, "hoist.keep_steps",
          fmt::format("at most {} steps can be kept", tiers::kKeptStepsMax));
   refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
          "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
-  refuse(options.keep_steps > 0 && nvme && options.durability == tiers::Durability::none, "hoist.keep_steps",
-         "a store of durability \"none\" keeps nothing; use \"step\"");
-  refuse(options.micro_batches_max < 1, "gradient_accumulation_steps", "at least 1");
+  refuse(options.keep_steps > 0 && uses_nvme(options) && options.durability == tiers::Durability::none,
+         "hoist.keep_steps", "a store of durability \"none\" keeps nothing; use \"step\"");
+}
+
+void check_counts(const EngineOptions& options) {
+  refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
+         fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
   refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
          "at least 1 buffer is needed");
   refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
+  refuse(options.micro_batches_max < 1, "gradient_accumulation_steps", "at least 1");
+}
+
+}  // namespace
+
+void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {
+  check_placement(options, runtime);
+  check_update_mode(options);
+  check_gathering_groups(options, world_size);
+  check_commits(options);
+  check_counts(options);
   check(options.learning_rate_schedule);
   check(options.loss_scale);
   check(options.optimizer_defaults, options, runtime);

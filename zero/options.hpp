@@ -21,9 +21,9 @@
 namespace hoist {
 
 enum class CommunicatorKind : std::uint8_t {
-  // What the launcher (comm/launch.hpp) started: several ranks of mpirun or srun are MPI's, on CUDA devices with NCCL
-  // for
-  // the data; torchrun's meet over NCCL, on CUDA devices only. Else self.
+  // What the launcher (comm/launch.hpp) started. Several ranks of mpirun or srun meet over MPI, on CUDA devices with
+  // NCCL for the data; those of torchrun over NCCL, on CUDA devices only. Without a launcher, or with one rank: `self`.
+  // A launcher that announces several ranks where MPI sees one is an error.
   automatic,
   self,
   mpi,
@@ -42,9 +42,9 @@ struct RuntimeOptions {
   std::uint64_t aio_block_bytes = kMiB;
   unsigned aio_queue_depth = 16;
   unsigned aio_threads = 4;  // of the `threads` backend
-  Nanoseconds aio_answer_timeout =
-      aio::EngineOptions{}.answer_timeout;  // a drive that answers nothing for so long failed
-  // What carries the transfers instead of aio_backend, made once a drive; null: nothing does. Fault injection.
+  // A drive that has work and answers nothing for this long has failed.
+  Nanoseconds aio_answer_timeout = aio::EngineOptions{}.answer_timeout;
+  // Makes what carries the transfers instead of aio_backend, once for each drive. Null: aio_backend does. For tests.
   std::function<std::unique_ptr<aio::Backend>(const aio::EngineOptions&)> make_aio_backend{};
 
   // A timeline of what every link, the optimizer and the program did, in Chrome's trace format (open it in Perfetto);
@@ -53,8 +53,8 @@ struct RuntimeOptions {
 
   unsigned update_threads = 0;  // of the CPU optimizer; 0: every CPU the process may use
   CommunicatorKind communicator = CommunicatorKind::automatic;
-  std::uint64_t comm_scratch_bytes =
-      4 * kMiB;  // device memory for staging reductions; used when there are several ranks
+  // Device memory in which reductions are staged; used when there are several ranks.
+  std::uint64_t comm_scratch_bytes = 4 * kMiB;
   std::chrono::milliseconds comm_timeout = std::chrono::minutes(10);
 };
 

@@ -5,8 +5,8 @@
 // Memory     The device's budget is taken at construction; pinned memory when an engine is laid out. A runtime outlives
 //            its engines, and the streams and device blocks that a program has of it: ending it before them is a bug
 //            that ends the process.
-// Errors     DeviceError, CommError, BudgetError, ConfigError, UsageError from construction, IoError where no trace can
-//            be written; a trace that cannot be written at the end all the same is a line in the log.
+// Errors     DeviceError, CommError, BudgetError, ConfigError, UsageError from construction, IoError where no trace
+//            can be written. One that turns out at the end not to be writable is only logged.
 #pragma once
 
 #include <memory>

@@ -21,6 +21,7 @@ constexpr std::uint64_t kSteps = LifeTerms{}.last_step;
 // A planned moment lies within so many steps of a life's begin.
 constexpr std::uint64_t kStepsToMoment = 2;
 constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3);
+
 }  // namespace
 
 std::string CrashSetup::name() const {

@@ -20,12 +20,6 @@ namespace {
 
 const ToyShape kShape{.matrices = {3000, 5000}, .norm = 40};
 
-void raise_to(std::atomic<std::int64_t>& value, std::int64_t to) {
-  std::int64_t seen = value;
-  while (seen < to && !value.compare_exchange_weak(seen, to)) {
-  }
-}
-
 std::string digests_without_losses(Engine& engine, ToyModel& model) {
   model.losses.clear();
   const Digests d = digests_of(engine, model);
@@ -44,12 +38,6 @@ std::string name_of(const testing::TestParamInfo<PowerSetup>& info) {
   if (setup.cut_ranks > 0) name += fmt::format("_to_{}_judged_by_{}", setup.cut_ranks, setup.judge_ranks);
   if (setup.pinned_fraction > 0) name += "_half_pinned";
   return name;
-}
-
-std::filesystem::path Power::scratch() {
-  // Power cuts are modelled, so memory will do, and the flushes of hundreds of runs cost nothing there.
-  std::error_code error;
-  return std::filesystem::is_directory("/dev/shm", error) ? "/dev/shm" : std::filesystem::current_path();
 }
 
 ToySetup Power::toy(int group) const {

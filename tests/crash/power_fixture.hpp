@@ -108,9 +108,8 @@ class Power : public testing::TestWithParam<PowerSetup> {
   std::string judge_kept(const History& history) const;
   // Cuts the power at one operation; what is wrong then. `died`: whether the run came to that operation.
   std::string cut_at(std::uint64_t dies_at, std::uint64_t seed, const Mutation& mutation, bool& died);
-  static std::filesystem::path scratch();
 
-  const TempDirectory directory_{scratch()};
+  const TempDirectory directory_{scratch_in_memory()};
   std::vector<std::string> expected_;  // by group
 };
 

@@ -20,12 +20,6 @@ namespace hoist::test {
 
 namespace {
 
-void raise_to(std::atomic<std::int64_t>& value, std::int64_t to) {
-  std::int64_t seen = value;
-  while (seen < to && !value.compare_exchange_weak(seen, to)) {
-  }
-}
-
 std::uint64_t step_in(std::span<const std::byte> state) {
   std::uint64_t step = 0;
   if (state.size() == sizeof(step)) std::memcpy(&step, state.data(), sizeof(step));
@@ -63,6 +57,12 @@ std::uint64_t come_to_life(Engine& engine, ToyModel& model, WatchedRank& rank, c
 }
 
 }  // namespace
+
+void raise_to(std::atomic<std::int64_t>& value, std::int64_t to) {
+  std::int64_t seen = value;
+  while (seen < to && !value.compare_exchange_weak(seen, to)) {
+  }
+}
 
 const ToyShape& crash_shape() {
   static const ToyShape shape{.matrices = {3000, 20000, 5000}, .norm = 40};

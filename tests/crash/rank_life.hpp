@@ -9,6 +9,7 @@
 // Errors     What is wrong with what was found is an Error.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -34,9 +35,12 @@ struct LifeTerms {
 };
 
 const ToyShape& crash_shape();
-// Everything a crash test's engine needs, but for its communicator. `pinned_fraction`: of the optimizer's states.
 const char* mode_name(UpdateMode mode);
+// Everything a crash test's engine needs, but for its communicator. `pinned_fraction`: of the optimizer's states.
 ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& store, double pinned_fraction = 0);
+
+// A maximum that several threads may raise.
+void raise_to(std::atomic<std::int64_t>& value, std::int64_t to);
 
 void say(Witness& witness, const std::string& text);
 

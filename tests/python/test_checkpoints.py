@@ -15,30 +15,9 @@ import torch
 
 import hoist
 import hoist.torch
-from models import Gpt, batches, loss_of
+from models import batches, loss_of
+from training import digests, make, train
 
-STATES = (hoist.State.master, hoist.State.moment1, hoist.State.moment2)
-
-
-def make(seed=0, **options):
-    torch.manual_seed(seed)
-    return Gpt(**options)
-
-
-def train(engine, steps, first=0):
-    losses = []
-    for step, (inputs, targets) in enumerate(batches(first + steps)):
-        if step < first:
-            continue
-        loss = loss_of(engine(inputs), targets)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def digests(engine):
-    return [engine.digest(state) for state in STATES]
 
 
 def keeping(settings, count, **changes):

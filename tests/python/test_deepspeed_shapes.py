@@ -4,7 +4,6 @@
 import argparse
 import copy
 import json
-import resource
 import subprocess
 import sys
 import textwrap

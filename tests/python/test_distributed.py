@@ -15,9 +15,8 @@ import torch
 
 import hoist
 import hoist.torch
-from models import Gpt, batches, loss_of
+from models import batches, loss_of
 
-STATES = (hoist.State.master, hoist.State.moment1, hoist.State.moment2)
 STEPS = 8
 
 BEGIN = """
@@ -31,15 +30,6 @@ rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def join():
     dist.init_process_group("gloo", init_method=f"file://{{directory}}/meet", rank=rank, world_size=size)
 """
-
-
-def make(**options):
-    torch.manual_seed(0)
-    return Gpt(**options)
-
-
-def digests(engine):
-    return [engine.digest(state) for state in STATES]
 
 
 def train_share(engine, rank, size, steps=STEPS, first=0):
@@ -310,6 +300,7 @@ def test_what_fails_on_one_rank_is_an_error_on_the_other(settings, tmp_path):
     config["hoist"] |= {"keep_steps": 1}
     ranks = results(start("""
         from test_checkpoints import write
+from training import digests, make
         import pathlib
         join()
         engine = hoist.torch.wrap(make(), config)

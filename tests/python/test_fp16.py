@@ -13,17 +13,12 @@ import torch
 
 import hoist
 import hoist.torch
-from models import Gpt, batches, loss_of
+from models import batches, loss_of
+from training import digests, make, train
 
 STEPS = 30
-STATES = (hoist.State.master, hoist.State.moment1, hoist.State.moment2)
 FP16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 8, "hysteresis": 1}
 TOO_HIGH = FP16 | {"initial_scale_power": 28}  # of a loss near 5: gradients are infinite at first
-
-
-def make(seed=0, **options):
-    torch.manual_seed(seed)
-    return Gpt(**options)
 
 
 class Scale:
@@ -85,22 +80,6 @@ class Reference:
 def in_memory(config):
     config["zero_optimization"] = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     return config
-
-
-def train(engine, steps, first=0, micro_batches=1):
-    losses = []
-    for index, (inputs, targets) in enumerate(batches((first + steps) * micro_batches)):
-        if index < first * micro_batches:
-            continue
-        loss = loss_of(engine(inputs), targets)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def digests(engine):
-    return [engine.digest(state) for state in STATES]
 
 
 def movement_apart(engine, reference, before):

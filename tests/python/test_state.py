@@ -14,23 +14,7 @@ from torch import nn
 import hoist
 import hoist.torch
 from models import VOCABULARY, Gpt, batches, loss_of
-
-
-def make(seed=0, **options):
-    torch.manual_seed(seed)
-    return Gpt(**options)
-
-
-def train(engine, steps, first=0):
-    losses = []
-    for step, (inputs, targets) in enumerate(batches(first + steps)):
-        if step < first:
-            continue
-        loss = loss_of(engine(inputs), targets)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+from training import make, train
 
 
 def assert_same(a, b):

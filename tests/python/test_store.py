@@ -7,15 +7,9 @@ import torch
 import hoist
 import hoist.store
 import hoist.torch
-from models import Gpt, batches, freeze_base, loss_of
+from models import Gpt, freeze_base
 from test_checkpoints import write
-
-
-def train(engine, steps, first=0):
-    for index, (inputs, targets) in enumerate(batches(first + steps)):
-        if index >= first:
-            engine.backward(loss_of(engine(inputs), targets))
-            engine.step()
+from training import train
 
 
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}],

@@ -18,8 +18,7 @@ import hoist
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
-
-STATES = (hoist.State.master, hoist.State.moment1, hoist.State.moment2)
+from training import digests  # noqa: E402
 
 # As people have it for Hugging Face's DeepSpeed integration, ZeRO-3 with NVMe; nothing of hoist's own.
 DS_CONFIG = """{
@@ -81,10 +80,6 @@ def trainer_of(args, config, model=None, **more):
 
 def losses_of(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def digests(engine):
-    return [engine.digest(state) for state in STATES]
 
 
 class Recorded:

@@ -8,18 +8,14 @@ import torch
 
 import hoist
 import hoist.torch
-from models import Gpt, batches, freeze_base, loss_of
+from models import batches, freeze_base, loss_of
+from training import make
 
 STEPS = 50
 # The two round the same formula in different order (PyTorch interpolates the first moment), so parameters drift by a
 # rounding now and then. In units in the last place of the parameter, or of its tensor's mean magnitude if that is more.
 # PyTorch's own two implementations, the loop and the fused kernel, end these runs up to 9 apart, and 55 from float64.
 ULP_MAX = 16
-
-
-def make(seed=0, **options):
-    torch.manual_seed(seed)
-    return Gpt(**options)
 
 
 def adamw(parameters):

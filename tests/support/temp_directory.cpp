@@ -36,4 +36,10 @@ TempDirectory::~TempDirectory() {
   std::filesystem::remove_all(path_, ignored);
 }
 
+std::filesystem::path scratch_in_memory() {
+  const std::filesystem::path memory = "/dev/shm";
+  std::error_code ignored;
+  return std::filesystem::is_directory(memory, ignored) ? memory : std::filesystem::current_path();
+}
+
 }  // namespace hoist::test

@@ -31,4 +31,8 @@ class TempDirectory {
   bool holds_those_of_children_ = false;
 };
 
+// Where a TempDirectory of a test belongs that models power cuts or damage, so that a real drive adds nothing but time:
+// memory, on which the flushes of hundreds of runs cost nothing, or the working directory where the system has none.
+std::filesystem::path scratch_in_memory();
+
 }  // namespace hoist::test

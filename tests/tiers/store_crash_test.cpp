@@ -39,12 +39,6 @@ struct History {
 // On one drive and on two.
 class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
  protected:
-  static std::filesystem::path scratch() {
-    // Power cuts are modelled, so memory will do, and the flushes of hundreds of runs cost nothing there.
-    std::error_code error;
-    return std::filesystem::is_directory("/dev/shm", error) ? "/dev/shm" : std::filesystem::current_path();
-  }
-
   // As long as a real program's state may be: a commit is more than one sector.
   static std::string long_state(std::uint64_t step) { return std::to_string(step) + std::string(9000, '.'); }
 
@@ -140,7 +134,7 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
     for (const std::string& directory : options_.stripe_directories) std::filesystem::remove_all(directory);
   }
 
-  TempDirectory directory_{scratch()};
+  TempDirectory directory_{hoist::test::scratch_in_memory()};
   StoreOptions options_ = smaller(small_model_on(directory_ / "store", GetParam()));
 
  private:
@@ -262,7 +256,7 @@ class StoreNamesTest : public StoreCrashTest {
  protected:
   // Cuts the power in a run's every operation, and after its last one.
   std::string first_problem(std::uint64_t seeds, const LostNames::Forgets& forgets, std::uint64_t& lost) {
-    const TempDirectory vault(scratch());
+    const TempDirectory vault(hoist::test::scratch_in_memory());
     for (std::uint64_t seed = 0; seed < seeds; ++seed) {
       bool died = true;
       for (std::uint64_t dies_at = 0; died; ++dies_at) {

@@ -306,17 +306,13 @@ class StoreKeepCrashTest : public StoreKeepTest {
     return {};
   }
 
-  static std::filesystem::path scratch() {
-    std::error_code error;
-    return std::filesystem::is_directory("/dev/shm", error) ? "/dev/shm" : std::filesystem::current_path();
-  }
   StoreKeepCrashTest() {
     options_.records.erase(options_.records.begin());
     options_.records[0].layout = RecordLayout(std::vector<RecordSegment>(2, {DType::bf16, true, 32}));
     options_.directory = memory_ / "store";
   }
 
-  TempDirectory memory_{scratch()};
+  TempDirectory memory_{hoist::test::scratch_in_memory()};
 };
 
 TEST_F(StoreKeepCrashTest, PowerCutsAtEveryOperation) {

@@ -19,21 +19,6 @@ ToySetup accumulating(Placement parameters, Placement optimizer, const std::stri
   return setup;
 }
 
-Digests train_in_micro_batches(const ToySetup& setup, std::uint64_t steps, int ranks = 1) {
-  Digests digests;
-  on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, {});
-    model.micro_batches = kMicroBatches;
-    engine.initialize(model.fill());
-    model.train(1, steps);
-    const Digests mine = digests_of(engine, model);
-    if (rank == 0) digests = mine;
-  });
-  return digests;
-}
-
 std::vector<float> gradient_of(Engine& engine, ParameterId parameter) {
   std::vector<float> values(static_cast<std::size_t>(engine.parameters()[parameter.index].shape[0]));
   engine.read(parameter, State::gradient, 0, values);
@@ -72,13 +57,13 @@ TEST_P(AccumulationIn, EveryPlacementModeAndRankHasTheSameBits) {
   for (const int ranks : {1, 2}) {
     ToySetup simplest = accumulating(Placement::pinned, Placement::pinned, "");
     simplest.engine.update_mode = UpdateMode::step;
-    const Digests expected = train_in_micro_batches(simplest, 4, ranks);
+    const Digests expected = train_in_micro_batches(ranks, simplest, 4);
     for (const UpdateMode mode : {UpdateMode::step, UpdateMode::automatic}) {
       const TempDirectory directory;
       ToySetup setup = accumulating(parameters, optimizer, directory / "store");
       setup.engine.update_mode = mode;
       setup.runtime.host_device.chaos_seed = 3;
-      EXPECT_EQ(train_in_micro_batches(setup, 4, ranks), expected) << ranks << " ranks";
+      EXPECT_EQ(train_in_micro_batches(ranks, setup, 4), expected) << ranks << " ranks";
     }
   }
 }

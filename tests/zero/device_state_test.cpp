@@ -67,21 +67,7 @@ TEST(DeviceState, RanksMicroBatchesAndChaosChangeNothing) {
         ToySetup setup = apart();
         setup.engine.micro_batches_max = static_cast<unsigned>(micro_batches);
         setup.engine.micro_batch_order = order;
-        const auto run = [&](const ToySetup& s) {
-          Digests digests;
-          on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-            Runtime runtime(s.runtime, join);
-            Engine engine(runtime, s.engine);
-            ToyModel model(engine, ToyShape{});
-            model.micro_batches = micro_batches;
-            model.vertical = order == MicroBatchOrder::vertical && micro_batches > 1;
-            engine.initialize(model.fill());
-            model.train(1, 5);
-            const Digests mine = digests_of(engine, model);
-            if (rank == 0) digests = mine;
-          });
-          return digests;
-        };
+        const auto run = [&](const ToySetup& s) { return train_in_micro_batches(ranks, s, 5); };
         const Digests expected = run(simplest(setup));
         EXPECT_EQ(run(setup), expected) << ranks << " ranks, " << micro_batches << " micro-batches";
         setup.runtime.host_device.chaos_seed = 31;

@@ -129,25 +129,7 @@ struct Several {
   MicroBatchOrder order;
 };
 
-class OffloadRatioOf : public testing::TestWithParam<Several> {
- protected:
-  static Digests train(const ToySetup& s) {
-    const auto [ranks, micro_batches, order] = GetParam();
-    Digests digests;
-    on_ranks(ranks, [&, &many = micro_batches, &how = order](int rank, const Runtime::MakeCommunicator& join) {
-      Runtime runtime(s.runtime, join);
-      Engine engine(runtime, s.engine);
-      ToyModel model(engine, ToyShape{});
-      model.micro_batches = many;
-      model.vertical = how == MicroBatchOrder::vertical && many > 1;
-      engine.initialize(model.fill());
-      model.train(1, 5);
-      const Digests mine = digests_of(engine, model);
-      if (rank == 0) digests = mine;
-    });
-    return digests;
-  }
-};
+class OffloadRatioOf : public testing::TestWithParam<Several> {};
 INSTANTIATE_TEST_SUITE_P(Cells, OffloadRatioOf,
                          testing::Values(Several{1, 1, MicroBatchOrder::horizontal},
                                          Several{3, 1, MicroBatchOrder::horizontal},
@@ -166,7 +148,7 @@ TEST_P(OffloadRatioOf, RanksAndMicroBatchesEndsInTheSameBitsInEveryMode) {
     plain.engine.micro_batches_max = static_cast<unsigned>(GetParam().micro_batches);
     plain.engine.micro_batch_order = GetParam().order;
     if (mode == UpdateMode::backward) plain.engine.gradient_clipping = 0;
-    const Digests expected = train(simplest(plain));
+    const Digests expected = train_in_micro_batches(GetParam().ranks, simplest(plain), 5);
     for (const double ratio : {0.0, 0.3, 0.7}) {
       for (const bool host_accessible : {true, false}) {
         ToySetup setup = plain;
@@ -174,7 +156,7 @@ TEST_P(OffloadRatioOf, RanksAndMicroBatchesEndsInTheSameBitsInEveryMode) {
         setup.engine.optimizer_offload_ratio = ratio;
         setup.runtime.host_device.host_accessible = host_accessible;
         setup.runtime.host_device.chaos_seed = 41;
-        EXPECT_EQ(train(setup), expected)
+        EXPECT_EQ(train_in_micro_batches(GetParam().ranks, setup, 5), expected)
             << "mode " << static_cast<int>(mode) << ", ratio " << ratio << (host_accessible ? "" : ", apart");
       }
     }

@@ -97,4 +97,20 @@ std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& s
   return runs;
 }
 
+Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps) {
+  Digests digests;
+  on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{});
+    model.micro_batches = static_cast<int>(setup.engine.micro_batches_max);
+    model.vertical = setup.engine.micro_batch_order == MicroBatchOrder::vertical && model.micro_batches > 1;
+    engine.initialize(model.fill());
+    model.train(1, steps);
+    const Digests mine = digests_of(engine, model);
+    if (rank == 0) digests = mine;
+  });
+  return digests;
+}
+
 }  // namespace hoist::test

@@ -29,4 +29,8 @@ struct RankRun {
 // Trains on `size` ranks and returns what each saw.
 std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps);
 
+// Trains ToyShape{} on `size` ranks, each step of as many micro-batches as the setup's engine is made for, in its
+// order. Returns what rank 0 ends in.
+Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t steps);
+
 }  // namespace hoist::test

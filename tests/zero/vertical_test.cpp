@@ -36,20 +36,6 @@ ToyModel model_for(Engine& engine, const ToySetup& setup, const ToyShape& shape 
   return model;
 }
 
-Digests train(const ToySetup& setup, std::uint64_t steps, int ranks) {
-  Digests digests;
-  on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
-    Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model = model_for(engine, setup);
-    engine.initialize(model.fill());
-    model.train(1, steps);
-    const Digests mine = digests_of(engine, model);
-    if (rank == 0) digests = mine;
-  });
-  return digests;
-}
-
 std::vector<float> values_of(Engine& engine, ParameterId parameter, State state) {
   std::vector<float> values(static_cast<std::size_t>(engine.parameters()[parameter.index].shape[0]));
   engine.read(parameter, state, 0, values);
@@ -168,13 +154,13 @@ TEST_P(VerticalIn, EveryPlacementModeAndRankHasTheSameBits) {
   for (const int ranks : {1, 2, 3}) {
     ToySetup simplest = vertical(Placement::pinned, Placement::pinned);
     simplest.engine.update_mode = UpdateMode::step;
-    const Digests expected = train(simplest, 4, ranks);
+    const Digests expected = train_in_micro_batches(ranks, simplest, 4);
     for (const UpdateMode mode : {UpdateMode::step, UpdateMode::automatic}) {
       const TempDirectory directory;
       ToySetup setup = vertical(parameters, optimizer, directory / "store");
       setup.engine.update_mode = mode;
       setup.runtime.host_device.chaos_seed = 5;
-      EXPECT_EQ(train(setup, 4, ranks), expected) << ranks << " ranks";
+      EXPECT_EQ(train_in_micro_batches(ranks, setup, 4), expected) << ranks << " ranks";
     }
   }
 }
@@ -201,7 +187,7 @@ TEST(Vertical, ClipsByTheNormOfTheMean) {
 
 TEST(Vertical, ARunGoesOnFromItsCommit) {
   for (const int ranks : {1, 2}) {
-    const Digests expected = train(vertical(Placement::pinned, Placement::pinned), 7, ranks);
+    const Digests expected = train_in_micro_batches(ranks, vertical(Placement::pinned, Placement::pinned), 7);
     const TempDirectory directory;
     const ToySetup setup = vertical(Placement::nvme, Placement::nvme, directory / "store");
     Digests found;

@@ -15,7 +15,7 @@ import os
 import sys
 from typing import Any
 
-# PyTorch's OpenMP threads would wait for each other awake, and keep those that update and move data from running. They read
+# PyTorch's OpenMP threads would spin while they wait, and keep those that update and move data from running. They read
 # this when they are loaded, so it helps whoever imports hoist.torch before torch; others are told by wrap().
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

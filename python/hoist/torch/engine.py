@@ -50,7 +50,7 @@ class Engine:
         for warning in config.warnings:
             _log.warning("%s", warning)
         if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-            _log.warning("PyTorch's threads wait for each other awake, and take the processors from the optimizer and from "
+            _log.warning("PyTorch's threads spin while they wait, and take the processors from the optimizer and from "
                          "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
                          "torch), and steps may be several times faster")
         self._refuse_compiled(model)

@@ -12,11 +12,6 @@
 
 namespace {
 
-std::filesystem::path scratch() {
-  std::error_code error;
-  return std::filesystem::is_directory("/dev/shm", error) ? "/dev/shm" : std::filesystem::current_path();
-}
-
 template <typename Call>
 bool refused(const Call& call) {
   try {
@@ -32,7 +27,7 @@ bool refused(const Call& call) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t count) {
   using namespace hoist::tiers;
-  static const hoist::test::TempDirectory directory(scratch());
+  static const hoist::test::TempDirectory directory(hoist::test::scratch_in_memory());
   static const hoist::tiers::detail::StorePaths drive(directory.path().string(), 0);
   const std::string text(reinterpret_cast<const char*>(data), count);
   std::ofstream(drive.label, std::ios::binary | std::ios::trunc) << text;

@@ -51,15 +51,10 @@ void repair(std::vector<std::byte>& file, unsigned what) {
   }
 }
 
-std::filesystem::path scratch() {
-  std::error_code error;
-  return std::filesystem::is_directory("/dev/shm", error) ? "/dev/shm" : std::filesystem::current_path();
-}
-
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t count) {
-  static const hoist::test::TempDirectory directory(scratch());
+  static const hoist::test::TempDirectory directory(hoist::test::scratch_in_memory());
   if (count == 0) return 0;
   std::vector<std::byte> file(count - 1);
   if (count > 1) std::memcpy(file.data(), data + 1, count - 1);
