@@ -117,16 +117,11 @@ RuntimeOptions runtime_options(const Arguments& a, const Config& config) {
   return options;
 }
 
-Settled settle(const Arguments& a, const Config& config, int world_size) {
-  Settled settled;
-  if (a.device && *a.device != config.runtime.device) {
-    settled.notes.push_back(fmt::format("--device {} wins over hoist.device {} of {}", device_name(*a.device),
-                                        device_name(config.runtime.device), config.origin()));
-  }
-  TrainingOptions file = config.training;
-  if (!a.batch) file = config.check_world_size(world_size);
-  const std::optional<std::uint64_t> micro = file.train_micro_batch_size_per_gpu;
-  constexpr std::uint64_t kBatchMax = 1 << 16;
+namespace {
+
+constexpr std::uint64_t kBatchMax = 1 << 16;
+
+void settle_micro_batches(const Arguments& a, const Config& config, const TrainingOptions& file, Settled& settled) {
   const std::uint64_t accumulation = file.gradient_accumulation_steps.value_or(1);
   if (!a.micro_batches && accumulation > kBatchMax) {
     throw InputError(fmt::format("{}: gradient_accumulation_steps {} is more than hoist-gpt takes: at most {}",
@@ -138,26 +133,52 @@ Settled settle(const Arguments& a, const Config& config, int world_size) {
     settled.notes.push_back(fmt::format("--micro-batches {} wins over gradient_accumulation_steps {} of {}",
                                         *a.micro_batches, accumulation, config.origin()));
   }
-  if (!a.batch && micro.value_or(1) > kBatchMax) {
-    throw InputError(fmt::format("{}: train_micro_batch_size_per_gpu {} is more than hoist-gpt takes: at most {}",
-                                 config.origin(), *micro, kBatchMax));
+}
+
+void settle_batch(const Arguments& a, const Config& config, const TrainingOptions& file, int world_size,
+                  Settled& settled) {
+  const std::optional<std::uint64_t> micro = file.train_micro_batch_size_per_gpu;
+  if (!a.batch) {
+    if (micro.value_or(1) > kBatchMax) {
+      throw InputError(fmt::format("{}: train_micro_batch_size_per_gpu {} is more than hoist-gpt takes: at most {}",
+                                   config.origin(), *micro, kBatchMax));
+    }
+    if (micro) settled.batch = static_cast<int>(*micro);
+    return;
   }
-  settled.batch = a.batch ? *a.batch : micro ? static_cast<int>(*micro) : settled.batch;
-  if (a.batch && micro && *micro != static_cast<std::uint64_t>(*a.batch)) {
+  settled.batch = *a.batch;
+  const auto batch = static_cast<std::uint64_t>(*a.batch);
+  if (micro && *micro != batch) {
     settled.notes.push_back(
-        fmt::format("--batch {} wins over train_micro_batch_size_per_gpu {} of {}", *a.batch, *micro, config.origin()));
-  } else if (a.batch && file.train_batch_size &&
-             *file.train_batch_size != static_cast<std::uint64_t>(*a.batch) * static_cast<std::uint64_t>(world_size)) {
-    settled.notes.push_back(fmt::format("--batch {} on {} rank(s) wins over train_batch_size {} of {}", *a.batch,
+        fmt::format("--batch {} wins over train_micro_batch_size_per_gpu {} of {}", batch, *micro, config.origin()));
+  } else if (file.train_batch_size && *file.train_batch_size != batch * static_cast<std::uint64_t>(world_size)) {
+    settled.notes.push_back(fmt::format("--batch {} on {} rank(s) wins over train_batch_size {} of {}", batch,
                                         world_size, *file.train_batch_size, config.origin()));
   }
-  settled.vertical = a.vertical || config.engine.micro_batch_order == MicroBatchOrder::vertical;
+}
+
+void settle_learning_rate(const Arguments& a, const Config& config, Settled& settled) {
   settled.learning_rate = config.engine.optimizer_defaults.learning_rate;
-  if (a.learning_rate && *a.learning_rate != settled.learning_rate) {
-    settled.notes.push_back(fmt::format("--learning-rate {} wins over optimizer.params.lr {} of {}", *a.learning_rate,
-                                        settled.learning_rate, config.origin()));
-    settled.learning_rate = *a.learning_rate;
+  if (!a.learning_rate || *a.learning_rate == settled.learning_rate) return;
+  settled.notes.push_back(fmt::format("--learning-rate {} wins over optimizer.params.lr {} of {}", *a.learning_rate,
+                                      settled.learning_rate, config.origin()));
+  settled.learning_rate = *a.learning_rate;
+}
+
+}  // namespace
+
+Settled settle(const Arguments& a, const Config& config, int world_size) {
+  Settled settled;
+  if (a.device && *a.device != config.runtime.device) {
+    settled.notes.push_back(fmt::format("--device {} wins over hoist.device {} of {}", device_name(*a.device),
+                                        device_name(config.runtime.device), config.origin()));
   }
+  // Batch sizes of the file that do not go with so many ranks matter only where none is given on the command line.
+  const TrainingOptions file = a.batch ? config.training : config.check_world_size(world_size);
+  settle_micro_batches(a, config, file, settled);
+  settle_batch(a, config, file, world_size, settled);
+  settle_learning_rate(a, config, settled);
+  settled.vertical = a.vertical || config.engine.micro_batch_order == MicroBatchOrder::vertical;
   return settled;
 }
 
