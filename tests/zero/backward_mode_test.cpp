@@ -12,6 +12,7 @@
 #include <hoist/zero/detail/gradient_ring.hpp>
 #include <hoist/zero/prediction.hpp>
 
+#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test {
@@ -55,14 +56,6 @@ ToySetup setup_of(const Where& where, UpdateMode mode, const std::string& direct
 
 ToySetup simplest() { return setup_of({"", kPinned, kPinned}, UpdateMode::step, ""); }
 
-struct Training {
-  explicit Training(const ToySetup& setup, const ToyShape& shape = {})
-      : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
-  Runtime runtime;
-  Engine engine;
-  ToyModel model;
-};
-
 class BackwardMode : public testing::TestWithParam<Where> {
  protected:
   bool has_store() const { return GetParam().parameters == kNvme || GetParam().optimizer == kNvme; }
@@ -71,8 +64,8 @@ class BackwardMode : public testing::TestWithParam<Where> {
     setup.runtime.host_device.chaos_seed = 5;
     return setup;
   }
-  std::unique_ptr<Training> fresh() const {
-    auto run = std::make_unique<Training>(setup());
+  std::unique_ptr<ToyTraining> fresh() const {
+    auto run = std::make_unique<ToyTraining>(setup());
     run->engine.initialize(run->model.fill());
     return run;
   }
@@ -81,12 +74,12 @@ class BackwardMode : public testing::TestWithParam<Where> {
     return train_once(simplest(), shape, steps);
   }
   // The engine is of no more use; a new one goes on from the last commit, which `step` is, to the same bits.
-  void goes_on_from(std::unique_ptr<Training> failed, std::uint64_t step) const {
+  void goes_on_from(std::unique_ptr<ToyTraining> failed, std::uint64_t step) const {
     EXPECT_THROW(failed->engine.settle(), Error);
     EXPECT_THROW(failed->model.pass(step + 1), Error);
     failed.reset();
     if (!has_store()) return;
-    Training resumed(setup());
+    ToyTraining resumed(setup());
     ASSERT_EQ(resumed.engine.restore().step, step);
     resumed.model.train(step + 1, step + 2);
     Digests end = expected(step + 2);
@@ -123,7 +116,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithTheLeastPinnedMemory) {
     ToySetup least = setup();
     if (has_store()) least.engine.store_directory = store / "store";
     {
-      Training model_only(least);
+      ToyTraining model_only(least);
       const Prediction predicted = predict(least.runtime, least.engine, model_only.engine.shape(), ranks);
       least.runtime.pinned_memory_bytes = round_up(predicted.pinned.least_bytes, kBlockAlignment);
     }
@@ -139,7 +132,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithSeveralMicroBatches) {
       const auto train = [&](ToySetup setup) {
         setup.engine.micro_batches_max = 3;
         setup.engine.micro_batch_order = vertical ? MicroBatchOrder::vertical : MicroBatchOrder::horizontal;
-        Training run(setup);
+        ToyTraining run(setup);
         run.engine.initialize(run.model.fill());
         run.model.micro_batches = held;
         run.model.vertical = vertical;
@@ -163,7 +156,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWhateverIsCommitted) {
     s.engine.durability = durable ? tiers::Durability::step : tiers::Durability::none;
     s.engine.commit_every = durable ? 3 : 1;
     s.engine.keep_steps = durable ? 2 : 0;
-    Training run(s);
+    ToyTraining run(s);
     run.engine.initialize(run.model.fill());
     for (std::uint64_t step = 1; step <= 7; ++step) {
       run.model.train(step, step);
@@ -194,11 +187,11 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithEveryOptimizer) {
 }
 
 TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
-  Training step(simplest());
+  ToyTraining step(simplest());
   step.engine.initialize(step.model.fill());
   const auto backward = fresh();
   for (std::uint64_t i = 1; i <= 4; ++i) {
-    for (Training* run : {&step, backward.get()}) {
+    for (ToyTraining* run : {&step, backward.get()}) {
       run->engine.set_learning_rate(GroupId{0}, 1e-2 / static_cast<double>(i));
       run->model.train(i, i);
     }
@@ -211,7 +204,7 @@ TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
     if (i == 2) backward->engine.settle();
     if (i != 3) continue;
     EXPECT_EQ(backward->model.evaluate(), step.model.evaluate());
-    for (Training* run : {&step, backward.get()}) {
+    for (ToyTraining* run : {&step, backward.get()}) {
       std::vector<float> values(100);
       run->engine.read(run->model.matrix(1), State::master, 50, values);
       for (float& value : values) value *= 2;
@@ -224,7 +217,7 @@ TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
 TEST_P(BackwardMode, AnOrderlyEndCarriesOutTheLastStep) {
   if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
   { fresh()->model.train(1, 3); }
-  Training resumed(setup());
+  ToyTraining resumed(setup());
   EXPECT_EQ(resumed.engine.restore().step, 3u);
   resumed.model.train(4, 5);
   resumed.model.losses = expected(5).losses;
@@ -289,7 +282,7 @@ TEST_P(BackwardMode, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
     setup.engine.reuse_distance_elements = 0;
     setup.engine.prefetch_elements = 60000;  // the last unit is fetched once more as unit 1 is finished
     setup.engine.staging_buffer_count = 4;
-    Training run(setup, shape);
+    ToyTraining run(setup, shape);
     run.engine.initialize(run.model.fill());
     for (std::uint64_t step = 1; step <= 3; ++step) {
       run.model.in_backward = [&](std::size_t unit) {

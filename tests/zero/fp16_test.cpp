@@ -11,6 +11,7 @@
 #include <hoist/core/error.hpp>
 
 #include "loss_scale_golden.hpp"
+#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test {
@@ -30,10 +31,8 @@ ToySetup fp16_setup(Placement parameters, Placement optimizer, const std::string
   return setup;
 }
 
-// An engine on the toy model.
-struct Session {
-  explicit Session(const ToySetup& setup, const ToyShape& shape = kSmall)
-      : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
+struct Session : ToyTraining {
+  explicit Session(const ToySetup& setup, const ToyShape& shape = kSmall) : ToyTraining(setup, shape) {}
   Session& fresh() {
     engine.initialize(model.fill());
     return *this;
@@ -48,9 +47,6 @@ struct Session {
     d.losses.clear();
     return d;
   }
-  Runtime runtime;
-  Engine engine;
-  ToyModel model;
 };
 
 // --- weights ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 
 #include <hoist/tests/support/counting_backend.hpp>
 
+#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test {
@@ -16,14 +17,6 @@ namespace {
 constexpr std::uint64_t kElements = 3 << 20;
 const ToyShape kShape{.matrices = {1 << 20, 1 << 20, 1 << 20}, .norm = 32, .frozen = false, .tied = false};
 
-struct Training {
-  Training(const ToySetup& setup, const ToyShape& shape)
-      : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
-  Runtime runtime;
-  Engine engine;
-  ToyModel model;
-};
-
 struct Where {
   const char* name;
   Placement parameters;
@@ -31,7 +24,7 @@ struct Where {
 
 class ReadAhead : public testing::TestWithParam<Where> {
  protected:
-  std::unique_ptr<Training> opened() {
+  std::unique_ptr<ToyTraining> opened() {
     ToySetup setup = toy_setup(GetParam().parameters, Placement::nvme, directory_ / "store");
     setup.runtime.pinned_memory_bytes = 128 * kMiB;
     setup.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
@@ -41,18 +34,18 @@ class ReadAhead : public testing::TestWithParam<Where> {
     setup.engine.sub_group_elements = 100000;
     setup.engine.update_buffer_count = 4;
     setup.engine.reuse_distance_elements = 0;  // every use of weights fetches them
-    return std::make_unique<Training>(setup, kShape);
+    return std::make_unique<ToyTraining>(setup, kShape);
   }
-  std::unique_ptr<Training> run() {
+  std::unique_ptr<ToyTraining> run() {
     auto run = opened();
     run->engine.initialize(run->model.fill());
     return run;
   }
-  static std::unique_ptr<Training> reference() {
+  static std::unique_ptr<ToyTraining> reference() {
     ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
     setup.runtime.pinned_memory_bytes = 128 * kMiB;
     setup.engine.update_mode = UpdateMode::step;
-    auto run = std::make_unique<Training>(setup, kShape);
+    auto run = std::make_unique<ToyTraining>(setup, kShape);
     run->engine.initialize(run->model.fill());
     return run;
   }
@@ -108,7 +101,7 @@ TEST_P(ReadAhead, IsKeptForTheNextStepWhenOneIsSkipped) {
 TEST_P(ReadAhead, IsDroppedWhenTheProgramWritesBeforeTheStep) {
   const auto r = run();
   const auto expected = reference();
-  for (Training* each : {r.get(), expected.get()}) {
+  for (ToyTraining* each : {r.get(), expected.get()}) {
     each->model.train(1, 2);
     each->engine.settle();
     each->model.pass(3);
@@ -127,7 +120,7 @@ TEST_P(ReadAhead, IsDroppedWhenTheProgramWritesBeforeTheStep) {
 TEST_P(ReadAhead, GivesWayToUnitsThatAreAskedForFirst) {
   const auto r = run();
   const auto expected = reference();
-  for (Training* each : {r.get(), expected.get()}) {
+  for (ToyTraining* each : {r.get(), expected.get()}) {
     each->model.train(1, 3);
     each->engine.settle();
     each->model.train(4, 4);  // what was read ahead is of unit 0
@@ -137,7 +130,7 @@ TEST_P(ReadAhead, GivesWayToUnitsThatAreAskedForFirst) {
       lease.release(each->model.stream());
     }
   }
-  for (Training* each : {r.get(), expected.get()}) each->model.train(5, 6);
+  for (ToyTraining* each : {r.get(), expected.get()}) each->model.train(5, 6);
   EXPECT_EQ(digests_of(r->engine, r->model), digests_of(expected->engine, expected->model));
 }
 

@@ -8,6 +8,7 @@
 
 #include <hoist/core/error.hpp>
 
+#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test {
@@ -34,13 +35,6 @@ constexpr Where kWheres[] = {{"pinned_pinned", Placement::pinned, Placement::pin
 
 class ForwardMode : public testing::TestWithParam<Where> {
  protected:
-  struct Run {
-    Run(const ToySetup& setup, const ToyShape& shape)
-        : runtime(setup.runtime), engine(runtime, setup.engine), model(engine, shape) {}
-    Runtime runtime;
-    Engine engine;
-    ToyModel model;
-  };
   ToySetup setup(UpdateMode mode) const {
     const auto [name, parameters, optimizer, pinned_fraction, offload_ratio, host_accessible] = GetParam();
     ToySetup setup = toy_setup(parameters, optimizer, directory_ / "store");
@@ -51,8 +45,8 @@ class ForwardMode : public testing::TestWithParam<Where> {
     setup.runtime.host_device.chaos_seed = 5;
     return setup;
   }
-  std::unique_ptr<Run> fresh(UpdateMode mode = UpdateMode::forward, const ToyShape& shape = {}) const {
-    auto run = std::make_unique<Run>(setup(mode), shape);
+  std::unique_ptr<ToyTraining> fresh(UpdateMode mode = UpdateMode::forward, const ToyShape& shape = {}) const {
+    auto run = std::make_unique<ToyTraining>(setup(mode), shape);
     run->engine.initialize(run->model.fill());
     return run;
   }
@@ -72,7 +66,7 @@ TEST_P(ForwardMode, SettlesBetweenAnyTwoSteps) {
     const TempDirectory store;
     ToySetup s = setup(UpdateMode::forward);
     s.engine.store_directory = store / "store";
-    Run run(s, {});
+    ToyTraining run(s, {});
     run.engine.initialize(run.model.fill());
     run.model.train(1, settled);
     run.engine.settle();
@@ -86,7 +80,7 @@ TEST_P(ForwardMode, EvaluationSeesTheStepThatIsPending) {
   const TempDirectory other;
   ToySetup s = setup(UpdateMode::step);
   s.engine.store_directory = other / "store";
-  Run step(s, {});
+  ToyTraining step(s, {});
   step.engine.initialize(step.model.fill());
   for (std::uint64_t i = 1; i <= 4; ++i) {
     forward->model.train(i, i);
@@ -99,9 +93,9 @@ TEST_P(ForwardMode, EvaluationSeesTheStepThatIsPending) {
 
 TEST_P(ForwardMode, ReadsAndWritesSeeTheStepThatIsPending) {
   const auto run = fresh();
-  const auto reference = std::make_unique<Run>(toy_setup(Placement::pinned, Placement::pinned), ToyShape{});
+  const auto reference = std::make_unique<ToyTraining>(toy_setup(Placement::pinned, Placement::pinned), ToyShape{});
   reference->engine.initialize(reference->model.fill());
-  for (Run* r : {run.get(), reference.get()}) {
+  for (ToyTraining* r : {run.get(), reference.get()}) {
     r->model.train(1, 2);
     std::vector<float> values(100);
     r->engine.read(r->model.matrix(1), State::master, 50, values);
@@ -159,7 +153,7 @@ TEST_P(ForwardMode, AnOrderlyEndCarriesOutTheLastStep) {
   if (GetParam().parameters != Placement::nvme && GetParam().optimizer != Placement::nvme)
     GTEST_SKIP() << "nothing is committed by steps";
   { fresh()->model.train(1, 3); }
-  Run resumed(setup(UpdateMode::forward), {});
+  ToyTraining resumed(setup(UpdateMode::forward), {});
   EXPECT_EQ(resumed.engine.restore().step, 3u);
   resumed.model.train(4, 5);
   resumed.model.losses = expected(5).losses;
