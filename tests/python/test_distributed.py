@@ -16,6 +16,7 @@ import torch
 import hoist
 import hoist.torch
 from models import batches, loss_of
+from training import digests, make
 
 STEPS = 8
 
@@ -300,7 +301,6 @@ def test_what_fails_on_one_rank_is_an_error_on_the_other(settings, tmp_path):
     config["hoist"] |= {"keep_steps": 1}
     ranks = results(start("""
         from test_checkpoints import write
-from training import digests, make
         import pathlib
         join()
         engine = hoist.torch.wrap(make(), config)
