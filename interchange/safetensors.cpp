@@ -260,7 +260,7 @@ void check_bytes(const TensorInfo& tensor, std::uint64_t data_bytes, const std::
   }
   const auto needed = tensor_bytes(tensor.type, tensor.shape);
   if (!needed) {
-    refuse(fmt::format("of {} {} is not a whole number of bytes that 64 bits can count", tensor_type_name(tensor.type),
+    refuse(fmt::format("of {} {} is no whole number of bytes that 64 bits can count", tensor_type_name(tensor.type),
                        shape_text(tensor.shape)));
   } else if (*needed != tensor.bytes()) {
     refuse(fmt::format("has {} bytes, but {} {} needs {}", tensor.bytes(), tensor_type_name(tensor.type),
@@ -292,7 +292,7 @@ void check_tiling(std::span<const TensorInfo> tensors, std::uint64_t data_bytes,
 
 SafetensorsHeader parse_header(std::string_view json, std::uint64_t data_bytes, const std::string& origin) {
   if (json.empty() || json.front() != '{') {
-    throw SafetensorsError(origin, "the header does not begin with '{': this is not a safetensors file");
+    throw SafetensorsError(origin, "the header does not begin with '{': this is no safetensors file");
   }
   HeaderBuilder builder(origin);
   nlohmann::json::sax_parse(json.begin(), json.end(), &builder);

@@ -26,7 +26,7 @@ std::vector<Shard> plan_shards(std::span<const TensorSpec> tensors, std::uint64_
   for (const TensorSpec& tensor : tensors) {
     const auto bytes = tensor_bytes(tensor.type, tensor.shape);
     if (!bytes) {
-      throw UsageError(fmt::format("tensor '{}' of {} {} is not a whole number of bytes that 64 bits can count",
+      throw UsageError(fmt::format("tensor '{}' of {} {} is no whole number of bytes that 64 bits can count",
                                    tensor.name, tensor_type_name(tensor.type), shape_text(tensor.shape)));
     }
     const std::uint64_t used = shards.back().data_bytes();
