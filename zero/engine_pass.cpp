@@ -13,6 +13,7 @@
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/float_environment.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
 #include <hoist/zero/detail/waits.hpp>
@@ -389,6 +390,7 @@ void Engine::Impl::begin_step(double gradient_scale) {
 }
 
 StepReport Engine::Impl::step(const StepOptions& step_options) {
+  const FloatEnvironment environment;  // of the norm, the clip factor and the rates; the program may have another
   const TraceSpan span(runtime.trace(), TraceRow::program, "step");
   if (pass) throw UsageError("step() inside of a pass; end the PassScope first");
   if (!gradients_due) {

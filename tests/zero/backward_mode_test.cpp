@@ -40,6 +40,8 @@ constexpr Where kWheres[] = {{"device_pinned", kDevice, kPinned},
                              {"device_pinned_ratio_apart", kDevice, kPinned, 0, 0.3, false},
                              {"device_pinned_none_apart", kDevice, kPinned, 0, 0, false},
                              {"device_nvme_ratio_apart", kDevice, kNvme, 0.3, 0.5, false},
+                             {"device_pinned_ratio_0", kDevice, kPinned, 0, 0},
+                             {"device_nvme_ratio_0_apart", kDevice, kNvme, 0, 0, false},
                              {"pinned_pinned_ratio", kPinned, kPinned, 0, 0.3},
                              {"nvme_nvme_ratio", kNvme, kNvme, 0, 0.3}};
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // P1: where state lives, how it is cut and by whom it is moved never changes a bit.
 #include <array>
+#include <cfenv>
 #include <cstring>
 #include <ostream>
 
@@ -210,6 +211,34 @@ TEST(PlacementReference, ClipsEveryStepAndDependsOnTheSeed) {
   EXPECT_NE(model.losses.front(), model.losses.back());
   EXPECT_NE(train_once(toy_setup(kPinned, kPinned), ToyShape{.seed = 2}, 2).master,
             train_once(toy_setup(kPinned, kPinned), ToyShape{}, 2).master);
+}
+
+// The thread that calls step() may round as it likes, as one of interval arithmetic does.
+TEST(PlacementReference, TheRoundingModeOfTheProgramIsItsOwn) {
+  const ToySetup setup = toy_setup(kPinned, kPinned);
+  const auto reports_with = [&](int rounding, Digests& digests) {
+    Runtime runtime(setup.runtime);
+    Engine engine(runtime, setup.engine);
+    ToyModel model(engine, ToyShape{});
+    engine.initialize(model.fill());
+    std::vector<StepReport> reports;
+    for (std::uint64_t step = 1; step <= kSteps; ++step) {
+      model.pass(step);
+      std::fesetround(rounding);
+      reports.push_back(engine.step());
+      EXPECT_EQ(std::fegetround(), rounding);
+      std::fesetround(FE_TONEAREST);
+    }
+    digests = digests_of(engine, model);
+    return reports;
+  };
+  Digests nearest, upward;
+  const auto expected = reports_with(FE_TONEAREST, nearest), found = reports_with(FE_UPWARD, upward);
+  EXPECT_EQ(upward, nearest);
+  for (std::size_t i = 0; i < kSteps; ++i) {
+    EXPECT_EQ(found[i].gradient_norm, expected[i].gradient_norm);
+    EXPECT_EQ(found[i].clip_factor, expected[i].clip_factor);
+  }
 }
 
 }  // namespace
