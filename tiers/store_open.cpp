@@ -97,8 +97,11 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
                     "or start a new store from it",
                     stored.kept_steps_max, mine.kept_steps_max));
   if (stored.caller_state_bytes_max < mine.caller_state_bytes_max)
-    refuse(fmt::format("has room for {} bytes of caller state, and {} are asked for", stored.caller_state_bytes_max,
-                       mine.caller_state_bytes_max));
+    refuse(
+        fmt::format("has room for {} bytes of caller state, and {} are asked for; ask for {} less "
+                    "(hoist.caller_state_max), or start a new store from it",
+                    stored.caller_state_bytes_max, mine.caller_state_bytes_max,
+                    mine.caller_state_bytes_max - stored.caller_state_bytes_max));
 }
 
 [[noreturn]] void throw_unreadable(const StorePaths& paths, const std::string& problem) {

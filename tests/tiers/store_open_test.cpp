@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
@@ -203,7 +204,8 @@ TEST_F(StoreOpenTest, AnotherWorldIsRefused) {
   EXPECT_THAT(refusal_to_open(), HasSubstr("rank-00002.manifest does not exist"));
   options_.identity = small_model("").identity;
   options_.caller_state_bytes_max = 5001;
-  EXPECT_THAT(refusal_to_open(), HasSubstr("room for 5000 bytes of caller state"));
+  EXPECT_THAT(refusal_to_open(),
+              HasSubstr("room for 5000 bytes of caller state, and 5001 are asked for; ask for 1 less"));
   options_.caller_state_bytes_max = 1;
   EXPECT_EQ(refusal_to_open(), "not refused");
 }
@@ -225,6 +227,43 @@ TEST_F(StoreOpenTest, OneAtATime) {
   EXPECT_THAT(refusal_to_create(), HasSubstr(holder));
   EXPECT_EQ(Store::look(options_.directory, 0).commits.size(), 1u);
   EXPECT_EQ(difference(*store, options_, Writers(options_.records.size(), 0)), "");
+}
+
+pid_t forked_sleeper() {
+  const pid_t child = ::fork();
+  if (child != 0) return child;
+  for (;;) ::pause();
+}
+
+void end(pid_t child) {
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
+// As the data loaders of a program do.
+TEST_F(StoreOpenTest, AForkedChildDoesNotKeepAStoreThatWasClosed) {
+  make_committed();
+  auto store = Store::open(options_, *engine_);
+  const pid_t child = forked_sleeper();
+  ASSERT_GT(child, 0);
+  store.reset();
+  EXPECT_EQ(refusal_to_open(), "not refused");
+  end(child);
+}
+
+TEST_F(StoreOpenTest, ALockThatOutlivesItsProcessIsExplained) {
+  const auto store = create();
+  const pid_t dead = forked_sleeper();
+  ASSERT_GT(dead, 0);
+  end(dead);
+  const detail::StorePaths paths(options_.directory, 0);
+  std::ifstream before(paths.lock_info);
+  const std::string text(std::istreambuf_iterator<char>(before), {});
+  ASSERT_THAT(text, HasSubstr(" on "));
+  std::ofstream(paths.lock_info) << "process " << dead << text.substr(text.find(" on "));
+  EXPECT_THAT(refusal_to_open(), HasSubstr("in use by process " + std::to_string(dead) + " on "));
+  EXPECT_THAT(refusal_to_open(), HasSubstr(", which has ended, but left a process that it had forked"));
+  run_step(*store, options_, 0, all_records(options_));
 }
 
 TEST_F(StoreOpenTest, AStoreBeingFilledIsNotReplaced) {

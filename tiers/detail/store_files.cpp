@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <string_view>
@@ -254,6 +255,21 @@ std::unique_ptr<aio::File> open_shared(const StorePaths& paths, Nanoseconds time
   return file;
 }
 
+namespace {
+
+// Whether `holder`, as write_lock_info() wrote it, was a process of this machine that is no more.
+bool has_ended(std::string_view holder) {
+  constexpr std::string_view kBefore = "process ", kBetween = " on ";
+  const std::size_t between = holder.find(kBetween);
+  if (!holder.starts_with(kBefore) || between == std::string_view::npos) return false;
+  pid_t process = 0;
+  std::from_chars(holder.data() + kBefore.size(), holder.data() + between, process);
+  return process > 0 && holder.substr(between + kBetween.size()) == host_name() && ::kill(process, 0) != 0 &&
+         errno == ESRCH;
+}
+
+}  // namespace
+
 void throw_in_use(const StorePaths& paths, Nanoseconds waited) {
   std::string holder = "another process";
   const Descriptor info(::open(paths.lock_info.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
@@ -263,10 +279,13 @@ void throw_in_use(const StorePaths& paths, Nanoseconds waited) {
     const std::string_view line(text, got > 0 ? static_cast<std::size_t>(got) : 0);
     if (!line.empty()) holder = std::string(line.substr(0, line.find('\n')));
   }
+  const char* const kept_by = has_ended(holder) ? ", which has ended, but left a process that it had forked, or a "
+                                                  "transfer that its drive still works on"
+                                                : "";
   throw StoreError(
-      fmt::format("the store in {} is in use by {}: its lock on {} was not released within {:.1f} s; wait "
+      fmt::format("the store in {} is in use by {}{}: its lock on {} was not released within {:.1f} s; wait "
                   "for that process to end, or use another directory",
-                  paths.directory, holder, paths.data, to_seconds(waited)));
+                  paths.directory, holder, kept_by, paths.data, to_seconds(waited)));
 }
 
 void write_lock_info(const StorePaths& paths) noexcept {
