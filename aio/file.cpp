@@ -21,6 +21,7 @@
 #include <hoist/aio/file.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/standard_descriptors.hpp>
 
 namespace hoist::aio {
@@ -30,8 +31,12 @@ namespace {
 constexpr Nanoseconds kLockPollInterval = std::chrono::milliseconds(5);
 constexpr std::uint64_t kZeroFillBytes = kMiB;
 
-const char* open_remedy(int code) {
+const char* open_remedy(int code, const std::string& path) {
   switch (code) {
+    case EINVAL:
+      if (path.starts_with("/dev/ng"))
+        return "NVMe passthrough is not supported, it bypasses the file system; name a file on the drive";
+      return open_file_remedy(code);
     case ENOENT:
       return "create the directory first, or correct the path";
     case EEXIST:
@@ -56,18 +61,17 @@ const char* reserve_remedy(int code) {
 }
 
 int open_flags(OpenMode mode) {
-  constexpr int kAlways = O_CLOEXEC | O_NOFOLLOW;
   switch (mode) {
     case OpenMode::read_only:
-      return kAlways | O_RDONLY;
+      return O_NOFOLLOW | O_RDONLY;
     case OpenMode::read_write:
-      return kAlways | O_RDWR;
+      return O_NOFOLLOW | O_RDWR;
     case OpenMode::create:
-      return kAlways | O_RDWR | O_CREAT | O_EXCL;
+      return O_NOFOLLOW | O_RDWR | O_CREAT | O_EXCL;
     case OpenMode::open_or_create:
-      return kAlways | O_RDWR | O_CREAT;
+      return O_NOFOLLOW | O_RDWR | O_CREAT;
   }
-  return kAlways;
+  return O_NOFOLLOW;
 }
 
 // False when the file system says that it cannot do direct transfers at our alignment. Most kernels and file systems
@@ -167,11 +171,6 @@ File::File(std::string path, const FileOptions& options)
     reserve(options.reserve_bytes);
     struct stat info {};
     if (::fstat(descriptor_, &info) != 0) throw IoError({"fstat", path_, 0, 0, errno}, "");
-    if (!S_ISREG(info.st_mode))
-      throw IoError({"open", path_, 0, 0, S_ISDIR(info.st_mode) ? EISDIR : EINVAL},
-                    S_ISCHR(info.st_mode) && path_.starts_with("/dev/ng")
-                        ? "NVMe passthrough is not supported, it bypasses the file system; name a file on the drive"
-                        : "only regular files are supported");
     size_bytes_ = static_cast<std::uint64_t>(info.st_size);
     if (options.direct) direct_ = set_direct(descriptor_);
     if (options.direct && !direct_) say_buffered_once(descriptor_, path_, info.st_dev);
@@ -193,13 +192,10 @@ File::File(File&& other) noexcept
       observers_(std::move(other.observers_)) {}
 
 void File::open(const FileOptions& options) {
-  do {
-    descriptor_ = ::open(path_.c_str(), open_flags(options.mode), S_IRUSR | S_IWUSR);
-  } while (descriptor_ < 0 && errno == EINTR);
-  descriptor_ = beyond_standard_descriptors(descriptor_);
+  descriptor_ = beyond_standard_descriptors(open_regular_file(path_, open_flags(options.mode), S_IRUSR | S_IWUSR));
   if (descriptor_ < 0) {
     const int code = errno;
-    throw IoError({"open", path_, 0, 0, code}, open_remedy(code));
+    throw IoError({"open", path_, 0, 0, code}, open_remedy(code, path_));
   }
 }
 
@@ -273,7 +269,7 @@ void sync_directory(const std::string& path) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) {
     const int code = errno;
-    throw IoError({"open", path, 0, 0, code}, open_remedy(code));
+    throw IoError({"open", path, 0, 0, code}, open_remedy(code, path));
   }
   const int code = ::fsync(descriptor) == 0 ? 0 : errno;  // never repeated, like every flush
   ::close(descriptor);

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 
 #include "commands.hpp"
 
@@ -61,13 +62,21 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   if (path.empty()) return;
   // Bytes of a path or of the configuration need not be UTF-8.
   const std::string text = value.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
-  std::FILE* file = std::fopen(path.c_str(), "wb");
-  if (file == nullptr) throw IoError({.operation = "open", .path = path, .code = errno}, "choose another --json file");
+  std::FILE* file = open_output_file(path, OutputMode::replace);
+  if (file == nullptr) {
+    const int code = errno;
+    throw IoError({.operation = "open", .path = path, .code = code},
+                  code == ENXIO ? open_file_remedy(code) : "choose another --json file");
+  }
   errno = 0;
   const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
   const bool closed = std::fclose(file) == 0;
   if (!written || !closed) {
-    throw IoError({.operation = "write", .path = path, .length_bytes = text.size(), .code = errno},
+    const int code = errno;
+    std::error_code ignored;
+    // Half of it would be no JSON.
+    if (std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
+    throw IoError({.operation = "write", .path = path, .length_bytes = text.size(), .code = code},
                   "choose another --json file");
   }
 }

@@ -13,6 +13,7 @@
 
 #include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 
 namespace hoist::cli {
 
@@ -88,8 +89,12 @@ void replace_file(const std::string& path, const std::string& text) {
 }
 
 std::string read_file(const std::string& path, const std::string& remedy) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) throw IoError({.operation = "open", .path = path, .code = errno}, remedy);
+  const int descriptor = open_input_file(path);
+  if (descriptor < 0) {
+    const int code = errno;
+    const std::string kind = open_file_remedy(code);
+    throw IoError({.operation = "open", .path = path, .code = code}, kind.empty() ? remedy : kind + "; " + remedy);
+  }
   std::string text;
   std::array<char, 65536> buffer;
   ssize_t length = 0;

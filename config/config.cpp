@@ -13,6 +13,7 @@
 #include <hoist/config/detail/json_text.hpp>
 #include <hoist/config/detail/reader.hpp>
 #include <hoist/config/detail/rules.hpp>
+#include <hoist/core/open_file.hpp>
 
 namespace hoist {
 
@@ -38,13 +39,16 @@ constexpr std::size_t kFileBytesMax = 64u << 20;
 [[noreturn]] void unreadable(const std::string& operation, const std::string& path, int code) {
   std::string remedy = "check the path of the configuration";
   if (code == EISDIR) remedy = "name the file in it that is the configuration";
+  if (code == EINVAL) remedy = open_file_remedy(code);
   if (code == EFBIG) remedy = "a configuration has at most 64 MiB; name the right file";
   throw IoError({.operation = operation, .path = path, .code = code}, remedy);
 }
 
 std::string read_file(const std::string& path) {
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
-  if (!file) unreadable("open", path, errno);
+  const int descriptor = open_input_file(path);
+  if (descriptor < 0) unreadable("open", path, errno);
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(::fdopen(descriptor, "rb"), std::fclose);
+  if (!file) unreadable("open", path, ENOMEM);
   std::string text;
   std::size_t count = 1;
   while (count > 0 && text.size() <= kFileBytesMax) {

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/trace.hpp>
 
 namespace hoist {
@@ -92,14 +93,14 @@ std::string draft_of(const std::string& path) {
 
 void Trace::check(const std::string& path) {
   const std::string draft = draft_of(path);
-  const std::unique_ptr<std::FILE, CloseFile> file(std::fopen(draft.c_str(), "ae"));
+  const std::unique_ptr<std::FILE, CloseFile> file(open_output_file(draft, OutputMode::append));
   if (!file) throw IoError({"open", path, 0, 0, errno}, kRemedy);
   if (draft != path) ::unlink(draft.c_str());
 }
 
 void Trace::write(const std::string& path, const std::string& process) const {
   const std::string partial = draft_of(path);
-  const std::unique_ptr<std::FILE, CloseFile> file(std::fopen(partial.c_str(), "we"));
+  const std::unique_ptr<std::FILE, CloseFile> file(open_output_file(partial, OutputMode::replace));
   const auto fail = [&](const char* what) {
     const int code = errno;
     if (partial != path) ::unlink(partial.c_str());

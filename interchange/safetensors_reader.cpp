@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cerrno>
+#include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
+#include <memory>
 #include <set>
 #include <system_error>
 
@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <hoist/core/assert.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/interchange/safetensors_reader.hpp>
 
 namespace hoist::interchange {
@@ -23,13 +24,20 @@ namespace {
 
 constexpr std::uintmax_t kIndexBytesMax = kHeaderBytesMax;
 
-std::uint64_t regular_file_bytes(int descriptor, const std::string& path) {
+std::uint64_t file_bytes_of(int descriptor, const std::string& path) {
   struct stat status {};
   if (::fstat(descriptor, &status) != 0) {
     throw IoError({.operation = "fstat", .path = path, .code = errno}, "check the file system");
   }
-  if (!S_ISREG(status.st_mode)) throw SafetensorsError(path, "this is not a regular file");
   return static_cast<std::uint64_t>(status.st_size);
+}
+
+int open_for_reading(const std::string& path) {
+  const int descriptor = open_regular_file(path, O_RDONLY);
+  if (descriptor >= 0) return descriptor;
+  const int code = errno;
+  if (code == EINVAL || code == EISDIR) throw SafetensorsError(path, "this is not a regular file");
+  throw IoError({.operation = "open", .path = path, .code = code}, "check the path and its permissions");
 }
 
 }  // namespace
@@ -37,13 +45,9 @@ std::uint64_t regular_file_bytes(int descriptor, const std::string& path) {
 // --- one file --------------------------------------------------------------------------------------------------------
 
 SafetensorsFile::SafetensorsFile(std::string path) : path_(std::move(path)) {
-  // O_NONBLOCK: a pipe of this name is refused below instead of waited for.
-  descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (descriptor_ < 0) {
-    throw IoError({.operation = "open", .path = path_, .code = errno}, "check the path and its permissions");
-  }
+  descriptor_ = open_for_reading(path_);
   try {
-    const std::uint64_t file_bytes = regular_file_bytes(descriptor_, path_);
+    const std::uint64_t file_bytes = file_bytes_of(descriptor_, path_);
     std::array<std::byte, kHeaderLengthBytes> first{};
     if (file_bytes >= first.size()) read_at(0, first);
     const std::uint64_t length = header_length(first, file_bytes, path_);
@@ -110,17 +114,24 @@ std::string find_entry(const std::string& directory) {
                                                 indices.empty() ? kFileSuffix : kIndexSuffix));
 }
 
-nlohmann::json read_index(const std::string& path) {
-  std::error_code failed;
-  const std::uintmax_t bytes = fs::file_size(path, failed);
-  std::ifstream file(path, std::ios::binary);
-  if (failed || !file) {
-    throw IoError({.operation = "open", .path = path, .code = failed ? failed.value() : errno},
-                  "check the path and its permissions");
-  }
+std::string read_index_text(const std::string& path) {
+  const int descriptor = open_for_reading(path);
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(::fdopen(descriptor, "rb"), std::fclose);
+  const std::uint64_t bytes = file_bytes_of(descriptor, path);
   if (bytes > kIndexBytesMax) throw SafetensorsError(path, fmt::format("{} bytes are too many for an index", bytes));
-  auto index = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-  if (index.is_discarded()) throw SafetensorsError(path, "the index is not JSON");
+  std::string text(bytes, '\0');
+  text.resize(std::fread(text.data(), 1, bytes, file.get()));
+  if (std::ferror(file.get()) != 0)
+    throw IoError({.operation = "read", .path = path, .code = errno}, "check the drive that holds it");
+  return text;
+}
+
+nlohmann::json read_index(const std::string& path) {
+  const std::string text = read_index_text(path);
+  auto index = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  // The parser takes a zero byte for the end.
+  if (index.is_discarded() || text.find('\0') != std::string::npos)
+    throw SafetensorsError(path, "the index is not JSON");
   if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) {
     throw SafetensorsError(path, "the index has no \"weight_map\"");
   }

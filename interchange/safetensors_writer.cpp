@@ -15,6 +15,7 @@
 
 #include <hoist/aio/file.hpp>
 #include <hoist/core/assert.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/interchange/safetensors_writer.hpp>
 
 namespace hoist::interchange {
@@ -48,8 +49,12 @@ std::vector<Shard> plan_shards(std::span<const TensorSpec> tensors, std::uint64_
 class SafetensorsWriter::OpenFile {
  public:
   explicit OpenFile(const std::string& path) : path_(path), partial_(path + ".partial") {
-    descriptor_ = ::open(partial_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
-    if (descriptor_ < 0) fail("open", errno, "choose a directory that can be written");
+    descriptor_ = open_regular_file(partial_, O_WRONLY | O_CREAT | O_NOFOLLOW, 0666);
+    if (descriptor_ < 0) {
+      const int code = errno;
+      fail("open", code,
+           *open_file_remedy(code) != 0 ? open_file_remedy(code) : "choose a directory that can be written");
+    }
     // A killed export left its files, which are overwritten; one that runs holds their locks.
     if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
       const int code = errno;

@@ -12,6 +12,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/scratch_file.hpp>
 
@@ -95,7 +96,7 @@ class ScratchFile::Marker {
     const bool made = ::mkdir(directory_.c_str(), 0700) == 0;
     if (!made && errno != EEXIST) throw io_error("mkdir", directory_, "choose a --path this user may write to");
     if (!made) check_directory();
-    descriptor_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | (made ? O_CREAT | O_EXCL : 0), 0600);
+    descriptor_ = open_regular_file(path_, O_RDWR | O_NOFOLLOW | (made ? O_CREAT | O_EXCL : 0), 0600);
     if (descriptor_ < 0) return missing_marker(made);
     try {
       if (lock() && claim()) return true;
@@ -120,6 +121,7 @@ class ScratchFile::Marker {
   bool missing_marker(bool made) const {
     const int code = errno;
     if (code == ELOOP) throw not_ours(directory_, "its marker is a link");
+    if (code == EISDIR || code == EINVAL) throw not_ours(directory_, "its marker is no regular file");
     if (code != ENOENT && !(made && code == EEXIST))
       throw IoError({.operation = "open", .path = path_, .code = code}, "");
     if (code == ENOENT && ::rmdir(directory_.c_str()) != 0 && errno != ENOENT)

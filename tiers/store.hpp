@@ -108,6 +108,9 @@ class Store {
   static Found look(const std::string& directory, int rank);
   // The ranks that have a manifest in `directory`, ascending; none when there is no such directory.
   static std::vector<int> ranks_in(const std::string& directory);
+  // Who holds the lock of a rank's store, for people ("process 4711 on node3"); nothing when nobody does. Looks by
+  // taking the lock for a moment, shared: a trainer that starts in that moment tries again.
+  static std::optional<std::string> holder(const std::string& directory, int rank);
 
   // Removes the files of all ranks of a store from the directories of its drives, manifests first. All their locks are
   // taken before: when one is not to be had within `lock_timeout`, nothing is removed. Returns whether it is gone.

@@ -324,6 +324,10 @@ Store::Found Store::look(const std::string& directory, int rank) {
 
 std::vector<int> Store::ranks_in(const std::string& directory) { return detail::ranks_in(directory); }
 
+std::optional<std::string> Store::holder(const std::string& directory, int rank) {
+  return detail::holder(StorePaths(directory, rank));
+}
+
 bool Store::remove(std::span<const std::string> directories, Nanoseconds lock_timeout) {
   return detail::remove_store(directories, lock_timeout);
 }

@@ -7,6 +7,7 @@
 #include <spdlog/spdlog.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/zero/detail/metrics.hpp>
 
 namespace hoist::detail {
@@ -31,8 +32,13 @@ void for_each_cause(const Visit& visit) {
 }  // namespace
 
 Metrics::Metrics(std::string path, const Ledger& ledger)
-    : path_(std::move(path)), file_(std::fopen(path_.c_str(), "ae")), last_(read(ledger)), last_step_(Clock::now()) {
-  if (!file_) throw IoError({"open", path_, 0, 0, errno}, "choose another place for hoist.metrics");
+    : path_(std::move(path)),
+      file_(open_output_file(path_, OutputMode::append)),
+      last_(read(ledger)),
+      last_step_(Clock::now()) {
+  if (!file_)
+    throw IoError({"open", path_, 0, 0, errno},
+                  errno == ENXIO ? open_file_remedy(ENXIO) : "choose another place for hoist.metrics");
 }
 
 Metrics::Books Metrics::read(const Ledger& ledger) {
@@ -112,7 +118,7 @@ void Metrics::replace_prometheus(const Line& line) {
     text += fmt::format("hoist_wait_seconds{{cause=\"{}\"}} {}\n", name, to_seconds(line.moved.waits[i]));
   });
   const std::string target = path_ + ".prom", partial = target + ".partial";
-  const std::unique_ptr<std::FILE, CloseFile> file(std::fopen(partial.c_str(), "we"));
+  const std::unique_ptr<std::FILE, CloseFile> file(open_output_file(partial, OutputMode::replace));
   if (!file) throw IoError({"open", partial, 0, 0, errno}, "");
   if (std::fwrite(text.data(), 1, text.size(), file.get()) != text.size() || std::fflush(file.get()) != 0)
     throw IoError({"write", partial, 0, text.size(), errno}, "");

@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/detail/store_places.hpp>
 
@@ -39,12 +40,15 @@ StorePlace new_place(std::uint64_t order, int world_size) {
 
 std::vector<StorePlace> store_places(const std::string& directory) {
   std::vector<StorePlace> places;
-  std::error_code none;
-  for (const auto& entry : fs::directory_iterator(directory, none)) {
-    if (!entry.is_directory(none) || entry.is_symlink(none)) continue;
-    const StorePlace place = parsed(entry.path().filename().string());
+  std::error_code failed, ignored;
+  for (fs::directory_iterator entry(directory, failed), end; !failed && entry != end; entry.increment(failed)) {
+    if (!entry->is_directory(ignored) || entry->is_symlink(ignored)) continue;
+    const StorePlace place = parsed(entry->path().filename().string());
     if (!place.name.empty()) places.push_back(place);
   }
+  const bool absent = failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory;
+  if (failed && !absent)  // a store that is not seen might be taken for one that was never finished
+    throw IoError({"list", directory, 0, 0, failed.value()}, "which stores are in it cannot be known");
   if (!tiers::Store::ranks_in(directory).empty()) places.push_back({});
   std::ranges::sort(places, std::greater{}, &StorePlace::order);
   return places;

@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 
 #include "text.hpp"
@@ -243,7 +244,7 @@ std::string closing_table(const RunRecord& record) {
 ReportFile::ReportFile(std::string path) : path_(std::move(path)), partial_path_(path_ + ".partial") {
   struct stat info {};
   if (stat(path_.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) partial_path_ = path_;
-  file_ = std::fopen(partial_path_.c_str(), "wb");
+  file_ = open_output_file(partial_path_, OutputMode::replace);
   if (file_ == nullptr) {
     throw InputError(fmt::format("cannot write the report {}: {}", path_, std::strerror(errno)));
   }

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a configuration becomes: the options structs, rule by rule.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/tests/support/other_kinds.hpp>
 
 #include "samples.hpp"
 
@@ -464,7 +467,24 @@ TEST(Load, ADirectoryAndAnEndlessFileSayWhatTheyAre) {
     return "loaded";
   };
   EXPECT_THAT(message("/tmp"), HasSubstr("name the file in it"));
-  EXPECT_THAT(message("/dev/zero"), HasSubstr("at most 64 MiB"));
+  EXPECT_THAT(message("/dev/zero"), HasSubstr("only regular files"));
+}
+
+// A named pipe would have to be waited for; what a shell's <(...) and /dev/stdin are has its writer.
+TEST(Load, APipeIsReadIfItWasGivenAndRefusedByName) {
+  const test::EndOfPatience patience;
+  const std::string name = "pipe-" + std::to_string(::getpid());
+  ASSERT_TRUE(test::kOtherKinds.front().make(name));
+  EXPECT_THROW(Config::load(name), IoError);
+  ::unlink(name.c_str());
+
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  constexpr std::string_view kText = R"({"bf16": {"enabled": true}})";
+  ASSERT_EQ(::write(ends[1], kText.data(), kText.size()), static_cast<ssize_t>(kText.size()));
+  ::close(ends[1]);
+  EXPECT_NO_THROW(Config::load("/proc/self/fd/" + std::to_string(ends[0])));
+  ::close(ends[0]);
 }
 
 TEST(Load, AMissingFileIsNamed) {

@@ -10,6 +10,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
 #include <hoist/core/trace.hpp>
+#include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist {
@@ -115,6 +116,10 @@ TEST(Trace, APlaceThatCannotBeWrittenIsNamed) {
   EXPECT_THROW(Trace::check(directory.path().string()), IoError);
   Trace::check(directory / "trace.json");
   EXPECT_TRUE(std::filesystem::is_empty(directory.path())) << "nothing is left behind";
+  const test::EndOfPatience patience;  // for whoever might read a pipe one day
+  ASSERT_TRUE(test::kOtherKinds.front().make(directory / "pipe"));
+  EXPECT_THROW(Trace::check(directory / "pipe"), IoError);
+  EXPECT_THROW(trace.write(directory / "pipe", "rank 0"), IoError);
   // A device is written to; a file that took its place would be everybody's surprise.
   std::filesystem::create_symlink("/dev/null", directory / "nowhere");
   Trace::check(directory / "nowhere");

@@ -3,9 +3,9 @@
 #include <filesystem>
 
 #include <gmock/gmock.h>
-#include <sys/stat.h>
 
 #include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "safetensors_files.hpp"
@@ -102,6 +102,7 @@ TEST(SafetensorsReader, AnIndexIsNotTrusted) {
   };
   EXPECT_THAT(with("{"), HasSubstr("not JSON"));
   EXPECT_THAT(with("[]"), HasSubstr("no \"weight_map\""));
+  EXPECT_THAT(with(std::string(R"({"weight_map":{"a":"x"}})") + '\0'), HasSubstr("not JSON"));
   EXPECT_THAT(with(R"({"weight_map":[]})"), HasSubstr("no \"weight_map\""));
   EXPECT_THAT(with(R"({"weight_map":{}})"), HasSubstr("names no tensor"));
   EXPECT_THAT(with(R"({"weight_map":{"a":1}})"), HasSubstr("not a file name"));
@@ -117,8 +118,16 @@ TEST(SafetensorsReader, RefusesWhatIsNoFile) {
   std::filesystem::create_directory(directory / "d.safetensors");
   EXPECT_THAT(problem_of(directory / "d.safetensors"), HasSubstr("there is no .safetensors file in it"));
   EXPECT_THAT(problem_of("/dev/null"), HasSubstr("not a regular file"));
-  ASSERT_EQ(::mkfifo((directory / "pipe").c_str(), 0600), 0);
-  EXPECT_THAT(problem_of(directory / "pipe"), HasSubstr("not a regular file"));  // and is not waited for
+  const test::EndOfPatience patience;  // a pipe is not waited for
+  for (const test::OtherKind& kind : test::kOtherKinds) {
+    for (const char* ending : {"", ".json", ".safetensors"}) {
+      const std::string path = directory / (kind.name + std::string(ending));
+      if (kind.type == S_IFDIR || !kind.make(path)) continue;
+      EXPECT_THAT(problem_of(path), HasSubstr("not a regular file")) << path;
+    }
+  }
+  write_file(directory / "index.json", R"({"weight_map":{"a":"pipe.safetensors"}})");
+  EXPECT_THAT(problem_of(directory / "index.json"), HasSubstr("not a regular file"));
   write_file(directory / "text", "hello, this is a text and no model\n");
   EXPECT_THAT(problem_of(directory / "text"), HasSubstr("no safetensors file"));
 }

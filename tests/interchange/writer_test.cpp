@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "safetensors_files.hpp"
@@ -162,6 +163,17 @@ TEST(SafetensorsWriter, AFileSystemThatIsTooSmallIsSaidBeforeTheFirstByte) {
     EXPECT_THAT(error.what(), HasSubstr("the tensors need 1024 PiB"));
   }
   EXPECT_THAT(names_in(directory.path()), IsEmpty());
+}
+
+TEST(SafetensorsWriter, WhatIsNoFileUnderATemporaryNameIsRefusedAndNeverWaitedFor) {
+  const test::EndOfPatience patience;
+  for (const test::OtherKind& kind : test::kOtherKinds) {
+    const TempDirectory directory;
+    const std::string partial = directory / "model.safetensors.partial";
+    if (!kind.make(partial)) continue;  // devices are root's
+    EXPECT_THROW(SafetensorsWriter({.directory = directory.path().string()}, bytes_of({1})), IoError) << kind.name;
+    EXPECT_TRUE(fs::exists(fs::symlink_status(partial))) << kind.name;
+  }
 }
 
 TEST(SafetensorsWriter, ADirectoryThatCannotBeMadeIsAnIoError) {

@@ -9,6 +9,7 @@
 
 #include <hoist/core/units.hpp>
 #include <hoist/measure/scratch_file.hpp>
+#include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::measure {
@@ -79,6 +80,20 @@ TEST_F(ScratchFileTest, WhatIsNotOursIsRefusedAndLeftAlone) {
   EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("holds something else")));
   EXPECT_EQ(text_of(inside() / ScratchFile::kDataName), "precious");
   EXPECT_EQ(text_of(inside() / ScratchFile::kMarkerName), "somebody else's");
+}
+
+TEST_F(ScratchFileTest, AMarkerThatIsNoFileIsRefusedAndNeverWaitedFor) {
+  const test::EndOfPatience patience;
+  for (const test::OtherKind& kind : test::kOtherKinds) {
+    fs::create_directory(inside());
+    write(inside() / ScratchFile::kDataName, "precious");
+    if (kind.make((inside() / ScratchFile::kMarkerName).string())) {
+      EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("no regular file")))
+          << kind.name;
+    }
+    EXPECT_EQ(text_of(inside() / ScratchFile::kDataName), "precious") << kind.name;
+    fs::remove_all(inside());
+  }
 }
 
 TEST_F(ScratchFileTest, LinksAreNotFollowed) {

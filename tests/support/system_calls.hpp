@@ -2,8 +2,8 @@
 // tests/support/system_calls.hpp - the calls by which a store makes files and names durable, seen by a test.
 //
 // These are not transfers, so no aio::Backend sees them: fsync (of directories and labels), rename, fallocate, mkdir,
-// unlink and remove. A program that uses observe_system_calls() has its own versions of them, which ask the observer and then go on
-// to the system's.
+// unlink and remove. A program that uses observe_system_calls() has its own versions of them, which ask the observer
+// and then go on to the system's.
 //
 // Threading  An observer is called on every thread that makes such a call. Set it while no other thread does.
 #pragma once

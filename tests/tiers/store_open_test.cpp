@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -17,6 +18,8 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tests/support/full_table.hpp>
+#include <hoist/tests/support/other_kinds.hpp>
 #include <hoist/tests/tiers/store_harness.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/tiers/store_format.hpp>
@@ -26,6 +29,7 @@ namespace {
 
 using hoist::test::Fault;
 using hoist::test::Faults;
+using hoist::test::FullTable;
 using hoist::test::TempDirectory;
 using testing::AllOf;
 using testing::HasSubstr;
@@ -83,6 +87,64 @@ TEST_F(StoreOpenTest, FilesBelongToTheirOwnerOnly) {
   EXPECT_EQ(mode(file("data")), 0600u);
   EXPECT_EQ(mode(file("manifest")), 0600u);
   EXPECT_FALSE(fs::exists(file("manifest-new")));
+}
+
+// Every file of a store, and every way of coming near it: nothing waits for whoever would open a pipe's other end.
+TEST_F(StoreOpenTest, WhatIsNoFileIsRefusedAndNeverWaitedFor) {
+  const hoist::test::EndOfPatience patience;
+  options_.lock_timeout = std::chrono::milliseconds(0);
+  for (const hoist::test::OtherKind& kind : hoist::test::kOtherKinds) {
+    for (const char* ending : {"data", "manifest", "manifest-new", "lock-info", "label", "label-new"}) {
+      SCOPED_TRACE(fmt::format("a {} as {}", kind.name, ending));
+      const std::string place = file(ending);
+      make_committed(2);
+      fs::remove(place);
+      if (!kind.make(place)) {
+        fs::remove_all(options_.directory);
+        continue;  // devices are root's
+      }
+      const bool is_data = place == file("data"), is_manifest = place == file("manifest");
+      const auto attempt = [&](const auto& call) -> std::string {
+        try {
+          call();
+        } catch (const Error& error) {
+          return error.what();
+        }
+        return "went well";
+      };
+      const std::string found = attempt([&] { Store::look(options_.directory, 0); });
+      const std::string opened =
+          attempt([&] { Store::open(options_, *engine_)->adopt({.step = 2, .incarnation = 1}); });
+      const std::string created = attempt([&] { create(); });
+      attempt([&] { Store::holder(options_.directory, 0); });
+      EXPECT_THAT(created, HasSubstr(options_.directory)) << "a store with a commit was replaced";
+      if (is_data || is_manifest) {
+        EXPECT_THAT(opened, HasSubstr(place));
+        EXPECT_THAT(created, HasSubstr(place));
+      } else {
+        EXPECT_EQ(opened, "went well");
+      }
+      EXPECT_EQ(found == "went well", !is_manifest) << found;
+      if (ending != std::string_view("lock-info")) EXPECT_TRUE(fs::exists(fs::symlink_status(place))) << "somebody's";
+      fs::remove_all(options_.directory);
+    }
+  }
+}
+
+// Whoever takes what cannot be listed for empty may remove it.
+TEST_F(StoreOpenTest, ADirectoryThatCannotBeListedIsNotTakenForEmpty) {
+  make_committed(1);
+  const auto before = contents();
+  {
+    const FullTable full;  // of descriptors
+    EXPECT_THROW(Store::ranks_in(options_.directory), IoError);
+    const std::array directories{options_.directory};
+    EXPECT_THROW(Store::remove(directories, Nanoseconds{0}), IoError);
+  }
+  EXPECT_EQ(contents(), before);
+  EXPECT_THAT(Store::ranks_in(options_.directory), testing::ElementsAre(0));
+  EXPECT_THAT(Store::ranks_in(directory_ / "nowhere"), testing::IsEmpty());
+  EXPECT_THAT(Store::ranks_in(file("manifest")), testing::IsEmpty());
 }
 
 TEST_F(StoreOpenTest, NothingThereIsNotAStore) {

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/other_kinds.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -51,6 +52,22 @@ TEST(Metrics, OneLineAStepThatAddsUpToTheBooks) {
   const std::string text(std::istreambuf_iterator<char>(prometheus), {});
   EXPECT_NE(text.find("\nhoist_step 3\n"), std::string::npos) << text;
   EXPECT_NE(text.find("hoist_link_bytes{link=\"nvme_write\"} "), std::string::npos);
+}
+
+TEST(Metrics, APipeThatNobodyReadsIsRefusedAndNotWaitedFor) {
+  const EndOfPatience patience;
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.metrics_path = directory / "pipe";
+  ASSERT_TRUE(kOtherKinds.front().make(setup.engine.metrics_path));
+  Runtime runtime(setup.runtime);
+  EXPECT_THROW(
+      {
+        Engine engine(runtime, setup.engine);
+        ToyModel model(engine, {});
+        engine.initialize(model.fill());
+      },
+      IoError);
 }
 
 TEST(Metrics, AResumedRunAppends) {

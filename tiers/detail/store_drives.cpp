@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 
 namespace hoist::tiers::detail {
@@ -40,7 +41,7 @@ std::string shown(const std::string& label) {
 
 // The label of a drive's data; nothing when there is none.
 std::optional<std::string> read_label(const StorePaths& drive) {
-  const int file = ::open(drive.label.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  const int file = open_regular_file(drive.label, O_RDONLY | O_NOFOLLOW);
   if (file < 0) return std::nullopt;
   std::string text(kLabelBytesMax, '\0');
   const ssize_t got = ::read(file, text.data(), text.size());
@@ -114,7 +115,7 @@ Stripes decode_stripes(const std::string& text, const std::string& manifest) {
 void write_label(const StorePaths& drive, const DriveLabel& label) {
   const std::string partial = drive.label + "-new";
   remove_file(partial);
-  const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
+  const int file = open_regular_file(partial, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW, S_IRUSR | S_IWUSR);
   if (file < 0) throw IoError({"open", partial, 0, 0, errno}, "");
   const std::string text = label_text(label);
   const bool written =

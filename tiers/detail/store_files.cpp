@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 
 namespace hoist::tiers::detail {
@@ -110,22 +111,32 @@ std::optional<int> rank_of(const std::string& name, std::string_view suffix) {
 
 }  // namespace
 
+std::vector<std::string> names_in(const std::string& directory) {
+  std::vector<std::string> names;
+  std::error_code failed;
+  for (std::filesystem::directory_iterator entry(directory, failed), end; !failed && entry != end;
+       entry.increment(failed))
+    names.push_back(entry->path().filename().string());
+  if (!failed || failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory) return names;
+  throw IoError({"list", directory, 0, 0, failed.value()}, "what is in it cannot be known; nothing was changed");
+}
+
 std::vector<int> ranks_in(const std::string& directory) {
   std::vector<int> ranks;
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(directory, ignored))
-    if (const auto rank = rank_of(entry.path().filename().string(), ".manifest")) ranks.push_back(*rank);
+  for (const std::string& name : names_in(directory))
+    if (const auto rank = rank_of(name, ".manifest")) ranks.push_back(*rank);
   std::sort(ranks.begin(), ranks.end());
   return ranks;
 }
 
 ManifestView view_manifest(const std::string& path) {
   ManifestView view;
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  const Descriptor file(open_regular_file(path, O_RDONLY | O_NOFOLLOW));
   if (file.number < 0) {
     if (errno == ENOENT || errno == ENOTDIR) return view;
     const int code = errno;
-    throw IoError({"open", path, 0, 0, code}, code == ELOOP ? "a store's files may not be symbolic links" : "");
+    throw IoError({"open", path, 0, 0, code},
+                  code == ELOOP ? "a store's files may not be symbolic links" : open_file_remedy(code));
   }
   view.exists = true;
   struct stat status {};
@@ -268,29 +279,38 @@ bool has_ended(std::string_view holder) {
          errno == ESRCH;
 }
 
+// What the holder of the lock wrote about itself.
+std::string said_by_holder(const StorePaths& paths) {
+  const Descriptor info(open_regular_file(paths.lock_info, O_RDONLY | O_NOFOLLOW));
+  char text[300] = {};
+  const ssize_t got = info.number < 0 ? -1 : ::read(info.number, text, sizeof(text) - 1);
+  const std::string_view line(text, got > 0 ? static_cast<std::size_t>(got) : 0);
+  return std::string(line.substr(0, line.find('\n')));
+}
+
 }  // namespace
 
+std::optional<std::string> holder(const StorePaths& paths) {
+  const Descriptor data(open_regular_file(paths.data, O_RDONLY | O_NOFOLLOW));
+  if (data.number < 0 || ::flock(data.number, LOCK_SH | LOCK_NB) == 0) return std::nullopt;
+  const std::string name = said_by_holder(paths);
+  return name.empty() ? "a process that did not say its name" : name;
+}
+
 void throw_in_use(const StorePaths& paths, Nanoseconds waited) {
-  std::string holder = "another process";
-  const Descriptor info(::open(paths.lock_info.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
-  char text[300] = {};
-  if (info.number >= 0) {
-    const ssize_t got = ::read(info.number, text, sizeof(text) - 1);
-    const std::string_view line(text, got > 0 ? static_cast<std::size_t>(got) : 0);
-    if (!line.empty()) holder = std::string(line.substr(0, line.find('\n')));
-  }
-  const char* const kept_by = has_ended(holder) ? ", which has ended, but left a process that it had forked, or a "
-                                                  "transfer that its drive still works on"
-                                                : "";
+  const std::string name = said_by_holder(paths);
+  const char* const kept_by = has_ended(name) ? ", which has ended, but left a process that it had forked, or a "
+                                                "transfer that its drive still works on"
+                                              : "";
   throw StoreError(
       fmt::format("the store in {} is in use by {}{}: its lock on {} was not released within {:.1f} s; wait "
                   "for that process to end, or use another directory",
-                  paths.directory, holder, kept_by, paths.data, to_seconds(waited)));
+                  paths.directory, name.empty() ? "another process" : name, kept_by, paths.data, to_seconds(waited)));
 }
 
 void write_lock_info(const StorePaths& paths) noexcept {
   const Descriptor info(
-      ::open(paths.lock_info.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR));
+      open_regular_file(paths.lock_info, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW, S_IRUSR | S_IWUSR));
   if (info.number < 0) return;
   const std::string text = fmt::format("process {} on {}\n", ::getpid(), host_name());
   [[maybe_unused]] const ssize_t written = ::write(info.number, text.data(), text.size());
@@ -317,12 +337,9 @@ namespace {
 // The files of any rank whose names end so.
 std::vector<std::string> rank_files(std::span<const std::string> directories, std::string_view suffix) {
   std::vector<std::string> paths;
-  std::error_code ignored;
-  for (const std::string& directory : directories) {
-    for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
-      if (rank_of(entry.path().filename().string(), suffix)) paths.push_back(entry.path().string());
-    }
-  }
+  for (const std::string& directory : directories)
+    for (const std::string& name : names_in(directory))
+      if (rank_of(name, suffix)) paths.push_back(directory + "/" + name);
   return paths;
 }
 

@@ -29,6 +29,9 @@ struct StorePaths {
   std::string label;         // on further drives: whose data this is
 };
 
+// What is in a directory; nothing when there is none. That it cannot be listed does not mean that nothing is there:
+// IoError.
+std::vector<std::string> names_in(const std::string& directory);
 // The ranks whose manifests are in `directory`, by their names, ascending.
 std::vector<int> ranks_in(const std::string& directory);
 
@@ -58,6 +61,8 @@ std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const s
 std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout);
 // The same for somebody who only reads: readers share the lock, and a trainer that starts meanwhile waits for them.
 std::unique_ptr<aio::File> open_shared(const StorePaths& paths, Nanoseconds timeout);
+// See Store::holder().
+std::optional<std::string> holder(const StorePaths& paths);
 [[noreturn]] void throw_in_use(const StorePaths& paths, Nanoseconds waited);
 void write_lock_info(const StorePaths& paths) noexcept;  // information only: failing is no failure
 

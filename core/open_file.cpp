@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <hoist/core/open_file.hpp>
+
+namespace hoist {
+
+namespace {
+
+int failed(int descriptor, int code) noexcept {
+  if (descriptor >= 0) ::close(descriptor);
+  errno = code;
+  return -1;
+}
+
+int open_at_once(const std::string& path, int flags, mode_t mode) noexcept {
+  int descriptor = -1;
+  do {
+    descriptor = ::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, mode);
+  } while (descriptor < 0 && errno == EINTR);
+  return descriptor;
+}
+
+// io_uring takes the flag as the wish to fail rather than wait for a slow read.
+int waiting_from_here_on(int descriptor) noexcept {
+  const int flags = ::fcntl(descriptor, F_GETFL);
+  if (flags < 0 || ::fcntl(descriptor, F_SETFL, flags & ~O_NONBLOCK) != 0) return failed(descriptor, errno);
+  return descriptor;
+}
+
+// 0, or why this kind of file is refused.
+int refusal(const struct stat& info) noexcept {
+  if (S_ISREG(info.st_mode)) return 0;
+  return S_ISDIR(info.st_mode) ? EISDIR : EINVAL;
+}
+
+// A pipe without a name of its own: whoever made it gave away both ends open.
+bool is_nameless_pipe(int descriptor) noexcept {
+  struct stat info {};
+  struct statfs system {};
+  return ::fstat(descriptor, &info) == 0 && S_ISFIFO(info.st_mode) && ::fstatfs(descriptor, &system) == 0 &&
+         system.f_type == PIPEFS_MAGIC;
+}
+
+bool names_pipe(const std::string& path) noexcept {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISFIFO(info.st_mode);
+}
+
+}  // namespace
+
+int open_regular_file(const std::string& path, int flags, mode_t mode) noexcept {
+  // Looked at twice: a device should not be opened at all, and the name may mean another file by then. A link is
+  // open()'s to follow or refuse.
+  struct stat info {};
+  const bool follows = (flags & O_NOFOLLOW) == 0;
+  if ((follows ? ::stat : ::lstat)(path.c_str(), &info) == 0 && !S_ISLNK(info.st_mode) && (flags & O_EXCL) == 0) {
+    if (const int code = refusal(info)) return failed(-1, code);
+  }
+  const int descriptor = open_at_once(path, flags, mode);
+  if (descriptor < 0) return descriptor;
+  if (::fstat(descriptor, &info) != 0) return failed(descriptor, errno);
+  if (const int code = refusal(info)) return failed(descriptor, code);
+  return waiting_from_here_on(descriptor);
+}
+
+int open_input_file(const std::string& path) noexcept {
+  if (!names_pipe(path)) return open_regular_file(path, O_RDONLY);
+  const int descriptor = open_at_once(path, O_RDONLY, 0);
+  if (descriptor < 0) return descriptor;
+  if (!is_nameless_pipe(descriptor)) return failed(descriptor, EINVAL);
+  return waiting_from_here_on(descriptor);
+}
+
+std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept {
+  const bool appends = mode == OutputMode::append;
+  const int opened = open_at_once(path, O_WRONLY | O_CREAT | (appends ? O_APPEND : O_TRUNC), 0666);
+  const int descriptor = opened < 0 ? opened : waiting_from_here_on(opened);
+  if (descriptor < 0) return nullptr;
+  std::FILE* file = ::fdopen(descriptor, appends ? "a" : "w");
+  if (file == nullptr) failed(descriptor, ENOMEM);
+  return file;
+}
+
+const char* open_file_remedy(int code) noexcept {
+  if (code == EINVAL) return "this is a pipe, a socket or a device, and only regular files are supported";
+  return code == ENXIO ? "nobody reads from this pipe" : "";
+}
+
+}  // namespace hoist

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/support/other_kinds.hpp - what may lie where a file is expected, and an end to waiting for it.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+namespace hoist::test {
+
+struct OtherKind {
+  const char* name;
+  mode_t type;
+
+  // False where this user may make none.
+  bool make(const std::string& path) const {
+    if (type == S_IFDIR) return ::mkdir(path.c_str(), 0700) == 0;
+    return ::mknod(path.c_str(), type | 0600, type == S_IFCHR ? ::makedev(1, 5) : 0) == 0;  // 1, 5: /dev/zero
+  }
+};
+
+inline constexpr std::array kOtherKinds{OtherKind{"pipe", S_IFIFO}, OtherKind{"socket", S_IFSOCK},
+                                        OtherKind{"directory", S_IFDIR}, OtherKind{"device", S_IFCHR}};
+
+// Ends the process by a signal when something in its scope waits for good; nothing that is tested under it takes a
+// hundredth of that.
+class EndOfPatience {
+ public:
+  EndOfPatience() { ::alarm(120); }
+  ~EndOfPatience() { ::alarm(0); }
+  EndOfPatience(const EndOfPatience&) = delete;
+  EndOfPatience& operator=(const EndOfPatience&) = delete;
+};
+
+}  // namespace hoist::test
