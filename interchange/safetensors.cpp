@@ -294,6 +294,9 @@ SafetensorsHeader parse_header(std::string_view json, std::uint64_t data_bytes, 
   if (json.empty() || json.front() != '{') {
     throw SafetensorsError(origin, "the header does not begin with '{': this is no safetensors file");
   }
+  // The parser takes a zero byte for the end, and would not look at what comes after it.
+  if (const std::size_t zero = json.find('\0'); zero != std::string_view::npos)
+    throw SafetensorsError(origin, fmt::format("the header is not JSON: byte {} of it is zero", zero + 1));
   HeaderBuilder builder(origin);
   nlohmann::json::sax_parse(json.begin(), json.end(), &builder);
   SafetensorsHeader header = builder.take();

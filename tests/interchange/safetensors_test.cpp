@@ -108,6 +108,9 @@ TEST(SafetensorsHeader, RefusesEverythingElseAndSaysWhy) {
   for (const Refused& refused : cases) {
     EXPECT_THAT(verdict(refused.json, refused.data_bytes), HasSubstr(refused.problem)) << refused.json;
   }
+  // Not the end of a text, and not room for something else behind it.
+  EXPECT_THAT(verdict(std::string("{}\0", 3), 0), HasSubstr("byte 3 of it is zero"));
+  EXPECT_THAT(verdict(std::string("{}\0{\"t\"", 7), 0), HasSubstr("byte 3 of it is zero"));
 }
 
 TEST(SafetensorsHeader, DeepNestingIsRefusedAtOnce) {
