@@ -166,6 +166,10 @@ class StoredModel::Impl {
   void read_weights(std::size_t parameter, std::uint64_t first, std::span<std::byte> out) {
     check(parameter, first, 0);
     const std::uint64_t width = dtype_bytes(summary_.parameters[parameter].dtype);
+    if (out.size() % width != 0)
+      throw UsageError(fmt::format("{} bytes are no whole number of the {} weights of parameter '{}', {} bytes each",
+                                   out.size(), dtype_name(summary_.parameters[parameter].dtype),
+                                   summary_.parameters[parameter].name, width));
     check(parameter, first, out.size() / width);
     for_each_shard(parameter, first, out.size() / width, [&](const Shard& shard) {
       detail::read_weights(*shard.layout, *shard.segment, shard.owned.shard.first,
@@ -243,7 +247,8 @@ class StoredModel::Impl {
   static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
     if (!options.from.empty()) return choose_kept(summary, options.from);
     for (const CommitHeader& commit : summary.commits) {
-      if (!options.step || commit.step == *options.step) return commit;
+      const bool other_revision = options.revision && commit.revision != *options.revision;
+      if (!options.step || (commit.step == *options.step && !other_revision)) return commit;
     }
     std::string held;
     for (const CommitHeader& commit : summary.commits) held += fmt::format(" {}", commit.step);
@@ -260,7 +265,7 @@ class StoredModel::Impl {
     if (parameter >= summary_.parameters.size()) throw UsageError(fmt::format("there is no parameter {}", parameter));
     const std::uint64_t elements = summary_.parameters[parameter].element_count();
     if (first > elements || count > elements - first)
-      throw UsageError(fmt::format("elements [{}, {}) of parameter '{}', which has {}", first, first + count,
+      throw UsageError(fmt::format("{} elements from {} of parameter '{}', which has {}", count, first,
                                    summary_.parameters[parameter].name, elements));
   }
 

@@ -67,9 +67,10 @@ bool has_store(const std::string& directory);
 StoreSummary look_at_one_store(const std::string& directory);
 
 struct StoredModelOptions {
-  std::optional<std::uint64_t> step;  // the newest commit that all ranks have when absent
-  std::string from{};                 // the name of a kept step, instead
-  bool below = true;                  // the store that continues the run, if it is a newer one below the directory
+  std::optional<std::uint64_t> step;        // the newest commit that all ranks have when absent
+  std::optional<std::uint32_t> revision{};  // with `step`: that one of the step's; else the newest of them
+  std::string from{};                       // the name of a kept step, instead
+  bool below = true;  // the store that continues the run, if it is a newer one below the directory
 };
 
 class StoredModel {
@@ -87,9 +88,11 @@ class StoredModel {
   std::optional<LossScaler::State> loss_scaler() const;     // nothing without dynamic loss scaling
 
   // Elements [first_element, first_element + out.size()) of parameters()[parameter], flattened row-major.
-  // State::gradient is not stored. Frozen parameters have a master only. Errors: UsageError.
+  // State::gradient is not stored. Frozen parameters have a master only. No elements at all may be asked for, up to and
+  // at the end. Errors: UsageError; `out` is then as it was.
   void read(std::size_t parameter, State state, std::uint64_t first_element, std::span<float> out);
-  // The weights themselves, in the parameter's dtype. Pre: out.size() is a multiple of its bytes.
+  // The weights themselves, in the parameter's dtype; `out` may lie at any address. Errors: UsageError, also where
+  // out.size() is no multiple of the dtype's bytes.
   void read_weights(std::size_t parameter, std::uint64_t first_element, std::span<std::byte> out);
 
   // What it keeps in memory as long as it lives: the tables of all ranks' files, and what it reads into.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store read without its program: the same parameters and values as the engine that wrote it, at any world size.
+#include <algorithm>
 #include <filesystem>
 #include <map>
 
@@ -9,6 +10,8 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/tests/support/full_table.hpp>
 #include <hoist/zero/stored_model.hpp>
 
 #include "toy_ranks.hpp"
@@ -102,6 +105,54 @@ TEST_P(StoredModelAt, GivesRangesAndWeights) {
   }
 }
 
+// Every range that can be asked for, by its ends: what is no range of whole elements inside is refused, and nothing of
+// it was written.
+TEST_P(StoredModelAt, GivesWholeElementsInsideOrRefuses) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  trained(GetParam(), setup, {}, 1);
+  StoredModel model(directory / "store");
+  constexpr std::uint64_t kFar = ~std::uint64_t{0};
+  for (std::size_t i = 0; i < model.parameters().size(); ++i) {
+    const StoredParameter& parameter = model.parameters()[i];
+    SCOPED_TRACE(parameter.name);
+    const std::uint64_t count = parameter.element_count(), width = dtype_bytes(parameter.dtype);
+    std::vector<std::byte> whole(count * width);
+    model.read_weights(i, 0, whole);
+    // One byte further on, so that no element lies where its type would.
+    std::vector<std::byte> room((count + 2) * width + 1, std::byte{0xA5});
+    const auto untouched = [&] {
+      return std::ranges::all_of(room, [](std::byte byte) { return byte == std::byte{0xA5}; });
+    };
+    for (const std::uint64_t first :
+         {std::uint64_t{0}, std::uint64_t{1}, count / 2, count - 1, count, count + 1, kFar / width, kFar}) {
+      for (const std::uint64_t bytes :
+           {std::uint64_t{0}, std::uint64_t{1}, width - 1, width, width + 1, (count - 1) * width + 1, count * width,
+            count * width + 1, (count + 1) * width}) {
+        const auto out = std::span(room).subspan(1, bytes);
+        const bool fits = bytes % width == 0 && first <= count && bytes / width <= count - first;
+        if (!fits) {
+          EXPECT_THROW(model.read_weights(i, first, out), UsageError) << bytes << " bytes from " << first;
+          EXPECT_TRUE(untouched()) << bytes << " bytes from " << first;
+          continue;
+        }
+        model.read_weights(i, first, out);
+        EXPECT_TRUE(std::ranges::equal(out, std::span(whole).subspan(first * width, bytes)))
+            << bytes << " bytes from " << first;
+        std::ranges::fill(out, std::byte{0xA5});
+        EXPECT_TRUE(untouched()) << bytes << " bytes from " << first;
+      }
+      std::vector<float> none;
+      if (first <= count)
+        EXPECT_NO_THROW(model.read(i, State::master, first, none));
+      else
+        EXPECT_THROW(model.read(i, State::master, first, none), UsageError);
+    }
+  }
+  std::vector<std::byte> none;
+  EXPECT_THROW(model.read_weights(model.parameters().size(), 0, none), UsageError);
+}
+
 TEST(StoredModel, SummaryNamesTheModelAndItsCommits) {
   const TempDirectory directory;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
@@ -115,6 +166,67 @@ TEST(StoredModel, SummaryNamesTheModelAndItsCommits) {
   StoredModel older(directory / "store", {.step = 3});
   EXPECT_EQ(older.step(), 3u);
   EXPECT_THROW(StoredModel(directory / "store", {.step = 1}), StoreError);
+}
+
+// What is taken for empty or unfinished is removed by the next change of the world size.
+TEST(StoredModel, ADirectoryThatCannotBeListedIsNotTakenForEmpty) {
+  const TempDirectory directory;
+  trained(1, toy_setup(Placement::nvme, Placement::nvme, directory / "store"), {}, 1);
+  {
+    const FullTable full;
+    EXPECT_THROW((void)has_store(directory / "store"), IoError);
+    EXPECT_THROW((void)look_at_store(directory / "store"), IoError);
+  }
+  EXPECT_TRUE(has_store(directory / "store"));
+  EXPECT_FALSE(has_store(directory / "nowhere"));
+}
+
+// Every byte of a manifest, one after the other: it is said, or an older commit is what is left, or it does not matter.
+TEST(StoredModel, NoByteOfAManifestCanBeWrongUnnoticed) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  setup.engine.caller_state_bytes_max = 100;            // so that it is short
+  std::map<std::uint64_t, std::vector<float>> masters;  // of the first parameter, by step
+  trained(1, setup, {}, 3);
+  const std::string manifest = directory / "store/rank-00000.manifest";
+  const auto first_master = [&](std::optional<std::uint64_t> step) {
+    StoredModel model(directory / "store", {.step = step});
+    std::vector<float> values(model.parameters()[0].element_count());
+    model.read(0, State::master, 0, values);
+    masters.emplace(model.step(), values);
+    return masters.at(model.step()) == values ? model.step() : 0;
+  };
+  ASSERT_EQ(first_master(std::nullopt), 3u);
+  const std::string layout = look_at_store(directory / "store").layout;
+  const int file = ::open(manifest.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(file, 0);
+  const std::uint64_t bytes = std::filesystem::file_size(manifest);
+  std::uint64_t refused = 0, older = 0, harmless = 0;
+  for (std::uint64_t at = 0; at < bytes; ++at) {
+    unsigned char was = 0;
+    ASSERT_EQ(::pread(file, &was, 1, static_cast<off_t>(at)), 1);
+    const auto wrong = static_cast<unsigned char>(was ^ (1 + random_bits(1, at) % 255));
+    ASSERT_EQ(::pwrite(file, &wrong, 1, static_cast<off_t>(at)), 1);
+    try {
+      const StoreSummary found = look_at_store(directory / "store");
+      const bool said = std::ranges::any_of(found.ranks, [](const auto& rank) { return !rank.damage.empty(); });
+      if (!found.layout.empty()) EXPECT_EQ(found.layout, layout) << "byte " << at;
+      const std::uint64_t step = found.commits.empty() ? 0 : found.commits.front().step;
+      EXPECT_TRUE(step == 3 || (step == 2 && said)) << "byte " << at << ": step " << step;
+      ++(step == 3 && !said ? harmless : older);
+      if (at % 61 == 0) EXPECT_EQ(first_master(std::nullopt), step) << "byte " << at;
+    } catch (const StoreError&) {
+      ++refused;
+    }
+    ASSERT_EQ(::pwrite(file, &was, 1, static_cast<off_t>(at)), 1);
+  }
+  ::close(file);
+  EXPECT_EQ(first_master(std::nullopt), 3u);
+  RecordProperty("refused", std::to_string(refused));
+  RecordProperty("older", std::to_string(older));
+  RecordProperty("harmless", std::to_string(harmless));
+  EXPECT_GT(refused, layout.size()) << "of the superblock";
+  EXPECT_GT(older, 0u);
 }
 
 TEST(StoredModel, DamageIsListedAndNeverHandedOut) {
