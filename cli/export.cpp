@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist export: a store's weights as safetensors files.
 #include <cstdio>
+#include <map>
 #include <memory>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <hoist/core/units.hpp>
 #include <hoist/interchange/export.hpp>
 #include <hoist/interchange/safetensors.hpp>
+#include <hoist/zero/stored_job.hpp>
 
 #include "commands.hpp"
 #include "interrupt.hpp"
@@ -22,7 +25,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct ExportArguments {
-  std::string store;
+  std::vector<std::string> stores;
   std::string to;
   std::string dtype = "fp32";
   std::string step;  // empty: the newest
@@ -31,24 +34,33 @@ struct ExportArguments {
   std::string json;
 };
 
-// The wanted step, known to be there.
-std::optional<std::uint64_t> chosen_step(const std::string& text, const StoreSummary& store) {
-  if (text.empty()) return std::nullopt;
+std::string names_of(const StoredJob& job) {
+  std::string names;
+  for (const StoreSummary& group : job.groups) names += (names.empty() ? "" : ", ") + group.directory;
+  return names;
+}
+
+// The wanted step's commit, known to be there; nothing for the newest one of a single store.
+std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const StoredJob& job) {
+  const bool several = job.groups.size() > 1;
+  if (text.empty() && !several) return std::nullopt;
+  if (text.empty() && !job.commits.empty()) return job.commits.front();
+  if (text.empty()) throw StoreError("the stores have no commit in common");
   std::string held;
-  for (const tiers::CommitHeader& commit : store.commits) {
+  for (const tiers::CommitHeader& commit : job.commits) {
     const std::string step = fmt::format("{}", commit.step);
-    if (step == text) return commit.step;
+    if (step == text) return commit;
     held += (held.empty() ? "" : ", ") + step;
   }
-  throw BadInput(fmt::format("--step {}: {} holds {}", text, store.directory,
+  throw BadInput(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
                              held.empty() ? "no step that every rank has" : "the steps " + held));
 }
 
-void check_kept(const std::string& name, const StoreSummary& store) {
-  if (name.empty() || std::ranges::find(store.kept, name, &tiers::CommitHeader::name) != store.kept.end()) return;
+void check_kept(const std::string& name, const StoredJob& job) {
+  if (name.empty() || std::ranges::find(job.kept, name, &tiers::CommitHeader::name) != job.kept.end()) return;
   std::string held;
-  for (const tiers::CommitHeader& kept : store.kept) held += (held.empty() ? "" : ", ") + kept.name;
-  throw BadInput(fmt::format("--from {}: {} keeps {}", name, store.directory,
+  for (const tiers::CommitHeader& kept : job.kept) held += (held.empty() ? "" : ", ") + kept.name;
+  throw BadInput(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
                              held.empty() ? "no step under a name" : "the steps " + held));
 }
 
@@ -58,9 +70,10 @@ std::uint64_t shard_bytes(const std::string& text) {
   return *bytes;
 }
 
-Json report_json(const ExportArguments& arguments, const StoredModel& model, const interchange::ExportReport& report) {
-  return {{"store", arguments.store},
-          {"step", model.step()},
+Json report_json(const ExportArguments& arguments, std::uint64_t step, const interchange::ExportReport& report) {
+  const auto& stores = arguments.stores;
+  return {{"store", stores.size() == 1 ? Json(stores.front()) : Json(stores)},
+          {"step", step},
           {"dtype", arguments.dtype},
           {"tensors", report.tensor_count},
           {"elements", report.element_count},
@@ -74,35 +87,69 @@ DType dtype_of(const std::string& name) {
   return DType::fp32;
 }
 
+// A slice alone looks like a model.
+void warn_of_other_groups(const std::string& directory, const StoreSummary& store) {
+  const std::vector<std::string> others = other_groups(directory, store);
+  if (others.empty()) return;
+  complain("hoist export: this is one sharding group's part of a job; name {} as well to export what all groups have\n",
+           fmt::join(others, " "));
+}
+
+// A name in two groups may be the halves of a tensor.
+void check_names(const StoredJob& job, std::uint64_t step) {
+  std::map<std::string, const StoreSummary*> owner;
+  for (const StoreSummary& group : job.groups) {
+    for (const StoredParameter& parameter : group.parameters) {
+      const auto [first, is_new] = owner.emplace(parameter.name, &group);
+      if (is_new) continue;
+      throw BadInput(fmt::format(
+          "parameter '{}' is in {} and in {}: parts of one tensor, or copies, which stores do not say. Export each "
+          "store of step {} into a directory of its own, and join them as the program cut them",
+          parameter.name, first->second->directory, group.directory, step));
+    }
+  }
+}
+
 // Returns the report.
 Json write_weights(const ExportArguments& arguments) {
   const std::uint64_t shard_bytes_max = shard_bytes(arguments.shard_size);
-  const StoreSummary store = look_at_store(find_store(arguments.store));
-  const auto step = chosen_step(arguments.step, store);
-  check_kept(arguments.from, store);
-  StoredModel model(store.directory, {.step = step, .from = arguments.from});
-  const bool has_bf16 =
-      std::ranges::find(store.parameters, DType::bf16, &StoredParameter::dtype) != store.parameters.end();
-  if (dtype_of(arguments.dtype) == DType::fp16 && has_bf16)
-    throw BadInput("--dtype fp16: the store's model is bf16, of which fp16 would lose range; use bf16 or fp32");
+  const StoredJob job = find_job(arguments.stores);
+  StoredModelOptions options{.from = arguments.from};
+  if (const auto commit = arguments.from.empty() ? chosen_commit(arguments.step, job) : std::nullopt) {
+    options.step = commit->step;
+    options.revision = commit->revision;
+  }
+  check_kept(arguments.from, job);
+  if (job.groups.size() == 1) warn_of_other_groups(arguments.stores.front(), job.groups.front());
+  std::vector<std::unique_ptr<StoredModel>> slices;
+  std::vector<StoredModel*> borrowed;
+  for (const StoreSummary& group : job.groups) {
+    slices.push_back(std::make_unique<StoredModel>(group.directory, options));
+    borrowed.push_back(slices.back().get());
+    const bool has_bf16 =
+        std::ranges::find(group.parameters, DType::bf16, &StoredParameter::dtype) != group.parameters.end();
+    if (dtype_of(arguments.dtype) == DType::fp16 && has_bf16)
+      throw BadInput("--dtype fp16: the store's model is bf16, of which fp16 would lose range; use bf16 or fp32");
+  }
+  check_names(job, borrowed.front()->step());
 
   const InterruptGuard interrupt;
   std::optional<Progress> progress;
   const interchange::ExportReport report =
-      interchange::export_model(model, {.directory = arguments.to,
-                                        .dtype = dtype_of(arguments.dtype),
-                                        .shard_bytes_max = shard_bytes_max,
-                                        .progress = [&](std::uint64_t done, std::uint64_t total) {
-                                          measure::throw_if_stopped(interrupt.flag());
-                                          if (!progress)
-                                            progress.emplace(ProgressOptions{.what = "exporting", .total = total});
-                                          progress->update(done);
-                                        }});
+      interchange::export_model(borrowed, {.directory = arguments.to,
+                                           .dtype = dtype_of(arguments.dtype),
+                                           .shard_bytes_max = shard_bytes_max,
+                                           .progress = [&](std::uint64_t done, std::uint64_t total) {
+                                             measure::throw_if_stopped(interrupt.flag());
+                                             if (!progress)
+                                               progress.emplace(ProgressOptions{.what = "exporting", .total = total});
+                                             progress->update(done);
+                                           }});
   progress.reset();
-  say("step {} of {}: {} tensors, {} parameters as {}, {}\n", model.step(), store.directory, report.tensor_count,
-      report.element_count, arguments.dtype, format_bytes(report.data_bytes));
+  say("step {} of {}: {} tensors, {} parameters as {}, {}\n", borrowed.front()->step(), names_of(job),
+      report.tensor_count, report.element_count, arguments.dtype, format_bytes(report.data_bytes));
   for (const std::string& file : report.files) say("  {}\n", file);
-  return report_json(arguments, model, report);
+  return report_json(arguments, borrowed.front()->step(), report);
 }
 
 int export_store(const ExportArguments& arguments) {
@@ -135,7 +182,12 @@ int export_store(const ExportArguments& arguments) {
 Command add_export(CLI::App& app) {
   CLI::App* command = app.add_subcommand("export", "Write a store's weights as safetensors files");
   auto arguments = std::make_shared<ExportArguments>();
-  command->add_option("STORE", arguments->store, "The store's directory, or the nvme_path above it")->required();
+  command
+      ->add_option(
+          "STORE", arguments->stores,
+          "The store's directory, or the nvme_path above it; of a job with several sharding groups, each one's")
+      ->required()
+      ->expected(-1);
   command->add_option("--to", arguments->to, "Directory for the files; made when it does not exist")
       ->required()
       ->type_name("DIR");

@@ -9,6 +9,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/units.hpp>
+#include <hoist/zero/stored_job.hpp>
 
 #include "commands.hpp"
 #include "interrupt.hpp"
@@ -24,7 +25,7 @@ using Json = nlohmann::ordered_json;
 using tiers::CommitHeader;
 
 struct InspectArguments {
-  std::string store;
+  std::vector<std::string> stores;
   std::string json;
   bool verify = false;
 };
@@ -172,14 +173,19 @@ struct Verification {
 };
 
 // Takes the lock that readers share, and leaves a store that is being trained alone: its extents move under us.
-Verification verify(const Findings& findings, const std::string& name) {
+Verification verify(const Findings& findings, const std::string& name, std::optional<CommitHeader> commit) {
   Verification result{.name = name};
   if (findings.owner) {
     result.not_done = fmt::format("the store is in use by {}; verify it when that has stopped", *findings.owner);
     return result;
   }
   try {
-    StoredModel model(findings.store.directory, {.from = name});
+    StoredModelOptions options{.from = name};
+    if (commit && name.empty()) {
+      options.step = commit->step;
+      options.revision = commit->revision;
+    }
+    StoredModel model(findings.store.directory, options);
     result.step = model.step();
     const InterruptGuard interrupt;
     std::optional<Progress> progress;
@@ -241,35 +247,69 @@ Json verification_json(const Verification& verification) {
   return json;
 }
 
+// Says and notes everything about one store, `commit` of it verified, or its newest one. False when it is not sound.
+bool inspect_store(const StoreSummary& store, bool with_verification, const std::optional<CommitHeader>& commit,
+                   Json& json) {
+  const Findings findings{.store = store, .owner = store_owner(store), .age_seconds = store_age_seconds(store)};
+  json = findings_json(findings);
+  print_findings(findings);
+  bool sound = !findings.lost_a_rank();
+  if (!with_verification) return sound;
+  std::vector<std::string> names{""};
+  for (const CommitHeader& kept : findings.store.kept) names.push_back(kept.name);
+  for (const std::string& name : names) {
+    const Verification verification = verify(findings, name, commit);
+    if (name.empty())
+      json["verification"] = verification_json(verification);
+    else
+      json["verification_of_kept"][name] = verification_json(verification);
+    print_verification(verification);
+    sound = sound && verification.not_done.empty() && verification.damage.empty();
+  }
+  return sound;
+}
+
+// The stores of several sharding groups: each as if it were alone, and what the job as a whole would go on from.
+int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
+  const auto commit = job.commits.empty() ? std::nullopt : std::optional(job.commits.front());
+  Json json{{"resumes_from_step", commit ? Json(commit->step) : Json(nullptr)},
+            {"kept", Json::array()},
+            {"groups", Json::array()}};
+  for (const CommitHeader& kept : job.kept) json["kept"].push_back({{"name", kept.name}, {"step", kept.step}});
+  bool sound = true;
+  for (const StoreSummary& group : job.groups) {
+    Json of_group;
+    sound = inspect_store(group, arguments.verify, commit, of_group) && sound;
+    json["groups"].push_back(std::move(of_group));
+    say("\n");
+  }
+  say("the job of these {} groups resumes from {}\n", job.groups.size(),
+      commit ? fmt::format("step {}", commit->step) : "nothing: no step that every group has");
+  write_json(arguments.json, json);
+  return sound ? kOk : kFailure;
+}
+
 int inspect(const InspectArguments& arguments) {
-  Findings findings;
+  StoredJob job;
+  check_json(arguments.json);
   try {
-    findings.store = look_at_store(find_store(arguments.store));
+    job = find_job(arguments.stores);
   } catch (const BadInput& error) {
     complain("hoist inspect: {}\n", error.what());
     return kBadInput;
   }
-  findings.owner = store_owner(findings.store);
-  findings.age_seconds = store_age_seconds(findings.store);
-  Json json = findings_json(findings);
-  print_findings(findings);
-  std::fflush(stdout);
-  bool sound = !findings.lost_a_rank();
-  if (arguments.verify) {
-    std::vector<std::string> names{""};
-    for (const CommitHeader& kept : findings.store.kept) names.push_back(kept.name);
-    for (const std::string& name : names) {
-      const Verification verification = verify(findings, name);
-      if (name.empty())
-        json["verification"] = verification_json(verification);
-      else
-        json["verification_of_kept"][name] = verification_json(verification);
-      print_verification(verification);
-      sound = sound && verification.not_done.empty() && verification.damage.empty();
-    }
+  if (job.groups.size() == 1) {
+    Json json;
+    const std::vector<std::string> others = other_groups(arguments.stores.front(), job.groups.front());
+    const bool sound = inspect_store(job.groups.front(), arguments.verify, std::nullopt, json);
+    json["other_groups"] = others;
+    if (!others.empty())
+      say("\none sharding group's part of a job; name {} as well to see what the job resumes from\n",
+          fmt::join(others, " "));
+    write_json(arguments.json, json);
+    return sound ? kOk : kFailure;
   }
-  write_json(arguments.json, json);
-  return sound ? kOk : kFailure;
+  return inspect_job(job, arguments);
 }
 
 }  // namespace
@@ -277,7 +317,12 @@ int inspect(const InspectArguments& arguments) {
 Command add_inspect(CLI::App& app) {
   CLI::App* command = app.add_subcommand("inspect", "Say what a store holds; changes nothing");
   auto arguments = std::make_shared<InspectArguments>();
-  command->add_option("STORE", arguments->store, "The store's directory, or the nvme_path above it")->required();
+  command
+      ->add_option(
+          "STORE", arguments->stores,
+          "The store's directory, or the nvme_path above it; of a job with several sharding groups, each one's")
+      ->required()
+      ->expected(-1);
   command->add_flag("--verify", arguments->verify,
                     "Read and check every block of the newest commit, and of kept steps");
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");

@@ -2,15 +2,15 @@
 #include "store_directory.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <filesystem>
-#include <fstream>
 #include <system_error>
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/file.h>
-#include <unistd.h>
+#include <sys/stat.h>
+
+#include <hoist/zero/stored_job.hpp>
 
 namespace hoist::cli {
 
@@ -23,19 +23,13 @@ std::string rank_file(const std::string& directory, int rank, const char* suffix
   return (fs::path(directory) / fmt::format("rank-{:05}.{}", rank, suffix)).string();
 }
 
-bool is_locked(const std::string& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-  if (descriptor < 0) return false;
-  const bool locked = ::flock(descriptor, LOCK_SH | LOCK_NB) != 0;
-  ::close(descriptor);
-  return locked;
-}
-
 }  // namespace
 
 std::string find_store(const std::string& path) {
-  std::error_code ignored;
-  if (!fs::is_directory(path, ignored)) throw BadInput(fmt::format("{} is not a directory", path));
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0)
+    throw BadInput(fmt::format("{}: {}", path, std::generic_category().message(errno)));
+  if (!S_ISDIR(info.st_mode)) throw BadInput(fmt::format("{} is not a directory", path));
   const std::string below = (fs::path(path) / "hoist").string();
   for (const std::string& directory : {path, below}) {
     if (has_store(directory)) return directory;
@@ -45,13 +39,42 @@ std::string find_store(const std::string& path) {
 
 std::optional<std::string> store_owner(const StoreSummary& store) {
   for (const StoreSummary::Rank& rank : store.ranks) {
-    if (!is_locked(rank_file(store.directory, rank.rank, "data"))) continue;
-    std::ifstream file(rank_file(store.directory, rank.rank, "lock-info"));
-    std::string owner;
-    std::getline(file, owner);
-    return owner.empty() ? "a process that did not say its name" : owner;
+    if (auto owner = tiers::Store::holder(store.directory, rank.rank)) return owner;
   }
   return std::nullopt;
+}
+
+StoredJob find_job(const std::vector<std::string>& paths) {
+  std::vector<std::string> directories;
+  for (const std::string& path : paths) directories.push_back(find_store(path));
+  try {
+    return look_at_job(directories);
+  } catch (const UsageError& error) {
+    throw BadInput(error.what());
+  }
+}
+
+std::vector<std::string> other_groups(const std::string& path, const StoreSummary& store) {
+  constexpr std::size_t kLookedAtMax = 1000;
+  std::error_code failed;
+  const fs::path own = fs::canonical(find_store(path), failed);
+  std::vector<fs::path> places;
+  const auto add_beside = [&](const fs::path& directory, const char* below) {
+    for (fs::directory_iterator entry(directory.parent_path(), failed), end;
+         !failed && entry != end && places.size() < kLookedAtMax; entry.increment(failed))
+      places.push_back(*below != 0 ? entry->path() / below : entry->path());
+  };
+  if (!failed) add_beside(own, "");
+  if (!failed && own.filename() == "hoist") add_beside(own.parent_path(), "hoist");
+  std::vector<std::string> found;
+  for (const fs::path& place : places) {
+    try {
+      if (place != own && has_store(place) && are_of_one_job(look_at_store(place), store)) found.push_back(place);
+    } catch (const Error&) {
+    }
+  }
+  std::ranges::sort(found);
+  return found;
 }
 
 std::optional<double> store_age_seconds(const StoreSummary& store) {

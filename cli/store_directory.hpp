@@ -7,8 +7,9 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/stored_job.hpp>
 
 namespace hoist::cli {
 
@@ -25,6 +26,13 @@ std::string find_store(const std::string& path);
 // Who holds one of the store's ranks, for people ("process 4711 on node3"); nothing when nobody does. Looks by taking
 // each lock for a moment, shared: a trainer that starts in that moment tries again.
 std::optional<std::string> store_owner(const StoreSummary& store);
+
+// The stores of `paths`, as find_store() finds them, as one job. BadInput, too, when they are none.
+StoredJob find_job(const std::vector<std::string>& paths);
+
+// Stores of the same job's other sharding groups, where they are usually kept: in directories beside the one that
+// find_store() returned, or beside the nvme_path that it is below. Never fails: what cannot be looked at is left out.
+std::vector<std::string> other_groups(const std::string& path, const StoreSummary& store);
 
 // Seconds since the newest manifest was written.
 std::optional<double> store_age_seconds(const StoreSummary& store);

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <array>
 #include <future>
+#include <set>
+#include <string_view>
 
 #include <fmt/format.h>
 
@@ -16,12 +18,35 @@ namespace {
 // Read and converted as one piece: 4 MiB of masters.
 constexpr std::uint64_t kPieceElements = 1 << 20;
 
-std::vector<TensorSpec> tensors_of(const StoredModel& model, TensorType type) {
+std::vector<TensorSpec> tensors_of(std::span<StoredModel* const> slices, TensorType type) {
   std::vector<TensorSpec> tensors;
-  for (const StoredParameter& parameter : model.parameters()) {
-    tensors.push_back({parameter.name, type, {parameter.shape.begin(), parameter.shape.end()}});
+  std::set<std::string_view> names;
+  for (const StoredModel* slice : slices) {
+    for (const StoredParameter& parameter : slice->parameters()) {
+      if (!names.insert(parameter.name).second)
+        throw UsageError(
+            fmt::format("parameter '{}' is in more than one of the stores: parts of one tensor, or copies, "
+                        "which the stores do not say; export each store into a directory of its own",
+                        parameter.name));
+      tensors.push_back({parameter.name, type, {parameter.shape.begin(), parameter.shape.end()}});
+    }
   }
   return tensors;
+}
+
+void check_slices(std::span<StoredModel* const> slices, DType dtype) {
+  if (slices.empty()) throw UsageError("there is nothing to export");
+  for (const StoredModel* slice : slices) {
+    if (slice->step() != slices.front()->step())
+      throw UsageError(fmt::format("a model is of one step, and these are of steps {} and {}", slices.front()->step(),
+                                   slice->step()));
+    if (dtype != DType::fp16) continue;
+    for (const StoredParameter& parameter : slice->parameters()) {
+      if (parameter.dtype != DType::bf16) continue;
+      throw UsageError(fmt::format("parameter '{}' is bf16, of which fp16 would lose range; export as bf16 or fp32",
+                                   parameter.name));
+    }
+  }
 }
 
 // The values of one piece, as they go to the file.
@@ -75,19 +100,18 @@ class Piece {
 }  // namespace
 
 ExportReport export_model(StoredModel& model, const ExportOptions& options) {
-  if (options.dtype == DType::fp16) {
-    for (const StoredParameter& parameter : model.parameters()) {
-      if (parameter.dtype != DType::bf16) continue;
-      throw UsageError(fmt::format("parameter '{}' is bf16, of which fp16 would lose range; export as bf16 or fp32",
-                                   parameter.name));
-    }
-  }
+  StoredModel* const whole = &model;
+  return export_model(std::span(&whole, 1), options);
+}
+
+ExportReport export_model(std::span<StoredModel* const> slices, const ExportOptions& options) {
+  check_slices(slices, options.dtype);
   constexpr std::array kTypes{TensorType::bf16, TensorType::f16, TensorType::f32};
   const TensorType type = kTypes[static_cast<std::size_t>(options.dtype)];
-  const std::vector<TensorSpec> tensors = tensors_of(model, type);
+  const std::vector<TensorSpec> tensors = tensors_of(slices, type);
   SafetensorsWriter writer({.directory = options.directory,
                             .shard_bytes_max = options.shard_bytes_max,
-                            .metadata = {{"format", "pt"}, {"hoist.step", std::to_string(model.step())}}},
+                            .metadata = {{"format", "pt"}, {"hoist.step", std::to_string(slices.front()->step())}}},
                            tensors);
   ExportReport report{.files = writer.files(), .tensor_count = tensors.size(), .data_bytes = writer.data_bytes()};
 
@@ -96,7 +120,7 @@ ExportReport export_model(StoredModel& model, const ExportOptions& options) {
   std::future<void> writing;
   std::size_t turn = 0;
   std::uint64_t done = 0;
-  for (std::size_t p = 0; p < tensors.size(); ++p) {
+  const auto write_parameter = [&](StoredModel& model, std::size_t p) {
     const std::uint64_t elements = model.parameters()[p].element_count();
     report.element_count += elements;
     for (std::uint64_t first = 0; first < elements; first += kPieceElements) {
@@ -108,7 +132,9 @@ ExportReport export_model(StoredModel& model, const ExportOptions& options) {
       done += piece.bytes().size();
       if (options.progress) options.progress(done, report.data_bytes);
     }
-  }
+  };
+  for (StoredModel* slice : slices)
+    for (std::size_t p = 0; p < slice->parameters().size(); ++p) write_parameter(*slice, p);
   if (writing.valid()) writing.get();
   writer.finish();
   return report;

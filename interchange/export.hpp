@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -42,5 +43,8 @@ struct ExportReport {
 
 // Errors: UsageError for fp16 where the model has weights of a larger range.
 ExportReport export_model(StoredModel& model, const ExportOptions& options);
+// The slices of several sharding groups, of one step, as one model. Errors: UsageError also where two have a parameter
+// of one name: whether these are copies or the parts of one tensor, and how it was cut, is the program's to know.
+ExportReport export_model(std::span<StoredModel* const> slices, const ExportOptions& options);
 
 }  // namespace hoist::interchange

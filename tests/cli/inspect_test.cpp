@@ -2,8 +2,11 @@
 // hoist inspect: what a store holds, every damage of it, and nothing changed by looking.
 #include <map>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <unistd.h>
+
+#include <hoist/tests/support/other_kinds.hpp>
 
 #include "program.hpp"
 #include "stores.hpp"
@@ -183,6 +186,35 @@ TEST_F(Inspect, ADamagedManifestIsAFailure) {
   EXPECT_THAT(result.output, HasSubstr("no manifest can be read"));
   EXPECT_EQ(json_of("report.json")["ranks"][0]["damage"].size(), 1u);
   EXPECT_THAT(run("inspect store --verify").errors, HasSubstr("not verified"));
+}
+
+TEST_F(Inspect, NothingOfAStoreIsWaitedForThatIsNoFile) {
+  const EndOfPatience patience;
+  for (const OtherKind& kind : kOtherKinds) {
+    for (const char* file : {"rank-00000.data", "rank-00000.manifest", "rank-00000.lock-info"}) {
+      SCOPED_TRACE(fmt::format("a {} as {}", kind.name, file));
+      fs::remove_all(path("store"));
+      make_store(path("store"), 1, 1);
+      fs::remove(path(std::string("store/") + file));
+      if (!kind.make(path(std::string("store/") + file))) continue;  // devices are root's
+      const bool is_sound = file == std::string_view("rank-00000.lock-info");
+      const auto result = run("inspect store --verify");
+      EXPECT_EQ(result.exit_code, is_sound ? 0 : 1);
+      if (!is_sound) EXPECT_THAT(result.errors, HasSubstr(file));
+      EXPECT_EQ(run("export store --to weights-" + std::string(kind.name)).exit_code, is_sound ? 0 : 1);
+    }
+  }
+}
+
+TEST_F(Inspect, JsonThatCannotBeWrittenIsRefusedBeforeTheWork) {
+  make_store(path("store"), 1, 1);
+  const auto result = run("inspect store --json nowhere/found.json");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.errors, HasSubstr("nowhere/found.json"));
+  EXPECT_EQ(result.output, "");
+  const EndOfPatience patience;
+  ASSERT_TRUE(kOtherKinds.front().make(path("pipe")));
+  EXPECT_THAT(run("inspect store --json pipe").errors, HasSubstr("nobody reads from this pipe"));
 }
 
 TEST_F(Inspect, RefusesWhatIsNoStore) {

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// inspect and export of the stores of several sharding groups: what the job has, not what one of them has.
+#include <filesystem>
+
+#include <gmock/gmock.h>
+
+#include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/zero/stored_job.hpp>
+
+#include "program.hpp"
+#include "stores.hpp"
+
+namespace hoist {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+enum class Names : std::uint8_t { of_stages, of_slices };  // disjoint, as a pipeline's; the same, as a tensor's slices
+
+class Groups : public test::ProgramTest {
+ protected:
+  // Two groups, of one rank and of two, train `steps` steps into job/group-0 and job/group-1.
+  void train(std::uint64_t steps, Names names, const std::string& job = "job") {
+    test::on_groups({1, 2}, [&](int group, int rank, const Runtime::Groups& groups) {
+      test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme,
+                                             path(job + "/group-" + std::to_string(group) + "/hoist"));
+      setup.engine.keep_steps = 1;
+      Runtime runtime(setup.runtime, groups);
+      Engine engine(runtime, setup.engine);
+      const std::string prefix = names == Names::of_stages ? fmt::format("stage{}.", group) : "";
+      const std::vector<ParameterSpec> specs{{.name = prefix + "weight", .shape = {100, 70}},
+                                             {.name = prefix + "bias", .shape = {70}, .dtype = DType::fp32}};
+      const UnitId unit = engine.add_unit("layer", specs);
+      engine.initialize([&](ParameterId, std::uint64_t first, std::span<float> values) {
+        for (std::size_t i = 0; i < values.size(); ++i)
+          values[i] = static_cast<float>(group + 1) / 8 + static_cast<float>(first + i) / 65536;
+      });
+      const auto stream = runtime.device().create_stream("compute");
+      for (std::uint64_t step = 1; step <= steps; ++step) {
+        {
+          const PassScope pass = engine.begin(Pass::train);
+          engine.gather(unit, *stream).release(*stream);
+          static_cast<void>(engine.gradients(unit, *stream));  // zeros: decay alone moves the masters
+          engine.finish(unit, *stream);
+        }
+        engine.step();
+      }
+      engine.save("end", {}).wait();
+      test::Masters masters = test::masters_of(engine);
+      if (rank == 0) masters_[static_cast<std::size_t>(group)] = std::move(masters);
+    });
+  }
+
+  // As if group 1 had died before its last commit: the newest of each of its ranks can no longer be read.
+  void take_last_commit_of_group_1() {
+    for (const char* rank : {"0", "1"}) {
+      const std::string manifest = path("job/group-1/hoist/rank-0000" + std::string(rank) + ".manifest");
+      const auto found = tiers::Store::look(path("job/group-1/hoist"), *rank - '0');
+      ASSERT_EQ(found.commits.size(), 2u);
+      std::fstream file(manifest, std::ios::in | std::ios::out | std::ios::binary);
+      const std::string text = test::text_of(manifest);
+      // The superblock's length, then slots of equal length; which of the two is the newest is what look() says after.
+      for (const std::uint64_t slot : {0, 1}) {
+        const std::uint64_t superblock_bytes = 4096;
+        const std::uint64_t slot_bytes = (text.size() - superblock_bytes) / 3;
+        const auto at = static_cast<std::streamoff>(superblock_bytes + slot * slot_bytes + 16);
+        file.seekp(at);
+        file.put(static_cast<char>(text[static_cast<std::size_t>(at)] ^ 0x55)).flush();
+        const auto now = tiers::Store::look(path("job/group-1/hoist"), *rank - '0');
+        if (now.commits.size() == 1 && now.commits.front().step + 1 == found.commits.front().step) break;
+        file.seekp(at);
+        file.put(text[static_cast<std::size_t>(at)]).flush();
+      }
+      ASSERT_EQ(tiers::Store::look(path("job/group-1/hoist"), *rank - '0').commits.front().step,
+                found.commits.front().step - 1);
+    }
+  }
+
+  std::map<std::size_t, test::Masters> masters_;
+};
+
+TEST_F(Groups, AreInspectedTogether) {
+  train(3, Names::of_stages);
+  auto result = run("inspect job/group-0 job/group-1 --verify --json found.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("the job of these 2 groups resumes from step 3"));
+  auto json = json_of("found.json");
+  EXPECT_EQ(json["resumes_from_step"], 3);
+  EXPECT_EQ(json["kept"][0]["name"], "end");
+  ASSERT_EQ(json["groups"].size(), 2u);
+  EXPECT_EQ(json["groups"][1]["world_size"], 2);
+  EXPECT_EQ(json["groups"][1]["verification"]["step"], 3);
+
+  take_last_commit_of_group_1();
+  result = run("inspect job/group-0 job/group-1 --verify --json found.json");
+  EXPECT_THAT(result.output, HasSubstr("the job of these 2 groups resumes from step 2"));
+  json = json_of("found.json");
+  EXPECT_EQ(json["resumes_from_step"], 2);
+  EXPECT_EQ(json["groups"][0]["resumes_from_step"], 3) << "what the group itself has";
+  EXPECT_EQ(json["groups"][0]["verification"]["step"], 2) << "what the job would go on from";
+}
+
+TEST_F(Groups, OneOfThemSaysThatThereAreOthers) {
+  train(1, Names::of_stages);
+  train(1, Names::of_stages, "other");
+  auto result = run("inspect job/group-1 --json found.json");
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(result.output, AllOf(HasSubstr("one sharding group's part"), HasSubstr("job/group-0/hoist")));
+  EXPECT_EQ(json_of("found.json")["other_groups"].size(), 1u);
+  result = run("export job/group-0/hoist --to weights");
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(result.errors, AllOf(HasSubstr("one sharding group's part"), HasSubstr("job/group-1/hoist"),
+                                   Not(HasSubstr("other/group"))));
+  fs::remove_all(path("job/group-1"));
+  EXPECT_THAT(run("inspect job/group-0").output, Not(HasSubstr("sharding group")));
+}
+
+TEST_F(Groups, StagesAreExportedAsOneModelOfTheStepThatAllHave) {
+  train(3, Names::of_stages);
+  take_last_commit_of_group_1();
+  auto result = run("export job/group-0 job/group-1 --to weights --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_EQ(json_of("report.json")["step"], 2);
+  const interchange::SafetensorsModel model(path("weights"));
+  EXPECT_EQ(model.tensors().size(), 4u);
+  for (const char* name : {"stage0.weight", "stage0.bias", "stage1.weight", "stage1.bias"})
+    EXPECT_NE(model.find(name), nullptr) << name;
+
+  result = run("export job/group-0 job/group-1 --to kept --from end");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  const interchange::SafetensorsModel kept(path("kept"));
+  for (const std::size_t group : {0, 1}) {
+    for (const auto& [name, expected] : masters_[group]) {
+      const auto* tensor = kept.find(name);
+      ASSERT_NE(tensor, nullptr) << name;
+      std::vector<float> values(expected.size());
+      tensor->file->read(*tensor->info, 0, std::as_writable_bytes(std::span(values)));
+      EXPECT_EQ(values, expected) << name;
+    }
+  }
+  result = run("export job/group-0 job/group-1 --to none --step 3");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, AllOf(HasSubstr("--step 3"), HasSubstr("have in common the steps 2")));
+  EXPECT_FALSE(fs::exists(path("none")));
+}
+
+TEST_F(Groups, SlicesOfOneTensorAreNotTakenForAModel) {
+  train(2, Names::of_slices);
+  const auto result = run("export job/group-0 job/group-1 --to weights");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors, AllOf(HasSubstr("parts of one tensor, or copies"), HasSubstr("of step 2")));
+  EXPECT_FALSE(fs::exists(path("weights")));
+  for (const char* group : {"0", "1"})
+    EXPECT_EQ(run("export job/group-" + std::string(group) + " --step 2 --to weights-" + group).exit_code, 0);
+}
+
+TEST_F(Groups, StoresThatAreNoJobAreRefused) {
+  train(1, Names::of_stages);
+  train(1, Names::of_stages, "other");
+  for (const char* command : {"inspect", "export --to weights"}) {
+    auto result = run(std::string(command) + " job/group-0 other/group-1");
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_THAT(result.errors, HasSubstr("stores of different jobs"));
+    result = run(std::string(command) + " job/group-0 job/group-0/hoist");
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_THAT(result.errors, HasSubstr("the same group's store"));
+    EXPECT_EQ(run(std::string(command) + " job/group-0 nowhere").exit_code, 2);
+  }
+  EXPECT_FALSE(fs::exists(path("weights")));
+  EXPECT_THROW(look_at_job({}), UsageError);
+}
+
+}  // namespace
+}  // namespace hoist
