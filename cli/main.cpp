@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/main.cpp - the program `hoist`.
+#include <algorithm>
 #include <array>
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <string>
+#include <vector>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/standard_descriptors.hpp>
@@ -14,6 +17,16 @@
 namespace hoist::cli {
 namespace {
 
+// An empty value is a variable of a script that was not set: --step "$STEP" is not meant to be the newest one.
+void refuse_empty_values(const CLI::App& app) {
+  for (const CLI::Option* option : app.get_options()) {
+    const std::vector<std::string> values = option->results();
+    if (std::ranges::find(values, std::string()) != values.end())
+      throw CLI::ValidationError(option->get_name(), "the value is empty");
+  }
+  for (const CLI::App* command : app.get_subcommands()) refuse_empty_values(*command);
+}
+
 int run(int argc, char** argv) {
   CLI::App app{"hoist: model state on NVMe, pinned memory and GPU for ZeRO training.", "hoist"};
   app.set_version_flag("--version", "hoist " HOIST_VERSION);
@@ -23,6 +36,7 @@ int run(int argc, char** argv) {
                             add_doctor(app), add_bench(app), add_tune(app),    add_completion(app)};
   try {
     app.parse(argc, argv);
+    refuse_empty_values(app);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? kOk : kBadInput;  // --help and --version are no errors
   }

@@ -6,6 +6,7 @@
 namespace hoist {
 namespace {
 
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -112,6 +113,17 @@ TEST_F(Cli, CheckRefusesABatchThatDoesNotDivide) {
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.errors, HasSubstr("train_batch_size: 32 is not a multiple of 5 ranks"));
   EXPECT_EQ(json_of("report.json")["accepted"], false);
+}
+
+// As from a script whose variable was not set; the default would be a surprise.
+TEST_F(Cli, AnEmptyValueIsRefused) {
+  for (const char* arguments :
+       {"export store --to there --step ''", "export store --to ''", "export '' --to there", "inspect store --json ''",
+        "inspect store --json=", "check ''", "bench io --path . --seconds ''", "bench io --path ''"}) {
+    const auto result = run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments;
+    EXPECT_THAT(result.errors, AnyOf(HasSubstr("empty"), HasSubstr("required"))) << arguments;
+  }
 }
 
 TEST_F(Cli, AReportThatCannotBeWrittenIsAFailure) {
