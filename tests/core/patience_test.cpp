@@ -43,19 +43,23 @@ TEST(Patience, OneLookIsNeverAllOfIt) {
   EXPECT_LE(patience.next_look(), milliseconds(10));
 }
 
-// A process of its own is stopped in the middle: it has 300 ms left to wait, and needs them.
+// A process of its own stops itself in the middle: it has 300 ms left to wait, and needs them.
 TEST(Patience, AStoppedProcessDoesNotWait) {
   const pid_t waiting = ::fork();
   ASSERT_GE(waiting, 0);
   if (waiting == 0) {
-    const Nanoseconds waited = time_until_over(Patience(milliseconds(600)), milliseconds(10));
-    ::_exit(waited >= milliseconds(1000 + 300) ? 0 : 1);
+    Patience patience(milliseconds(600));
+    ::raise(SIGSTOP);
+    const TimePoint back = Clock::now();
+    while (!patience.is_over())
+      std::this_thread::sleep_for(std::min<Nanoseconds>(milliseconds(10), patience.next_look()));
+    ::_exit(Clock::now() - back >= milliseconds(300) ? 0 : 1);
   }
-  std::this_thread::sleep_for(milliseconds(150));
-  ASSERT_EQ(::kill(waiting, SIGSTOP), 0);
+  int status = 0;
+  ASSERT_EQ(::waitpid(waiting, &status, WUNTRACED), waiting);
+  ASSERT_TRUE(WIFSTOPPED(status));
   std::this_thread::sleep_for(milliseconds(1000));
   ASSERT_EQ(::kill(waiting, SIGCONT), 0);
-  int status = 0;
   ASSERT_EQ(::waitpid(waiting, &status, 0), waiting);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "it was over as soon as the process went on";
 }

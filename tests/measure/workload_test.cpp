@@ -79,7 +79,7 @@ TEST_P(WorkloadTest, ATimeLimitEndsIt) {
   const WorkloadResult result =
       run_workload(drives_, {.region = {0, kFileBytes}, .duration = std::chrono::milliseconds(50)});
   EXPECT_GE(result.seconds, 0.05);
-  EXPECT_LT(result.seconds, 5);
+  EXPECT_LT(result.seconds, 60) << "over the file again and again would take for ever";
   EXPECT_GT(result.bytes(), 0u);
 }
 

@@ -331,13 +331,17 @@ def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
 
 def test_saving_after_a_step_does_not_wait_for_the_next_pass(settings, tmp_path):
     """In update mode "forward" a step's update waits 5 seconds for the next pass to ask for it."""
-    config = keeping(settings, 1)
+    config = keeping(settings, 3)
     config["hoist"]["update_mode"] = "forward"
     with hoist.torch.wrap(make(), config) as engine:
         train(engine, 2)
-        began = time.monotonic()
-        engine.save_checkpoint(tmp_path / "c")
-        assert time.monotonic() - began < 4
+        seconds = []
+        for step in range(3):  # a busy machine may delay one of them, what waits for the pass delays all
+            began = time.monotonic()
+            engine.save_checkpoint(tmp_path / f"c{step}")
+            seconds.append(time.monotonic() - began)
+            train(engine, 1, first=2 + step)
+        assert min(seconds) < 4, seconds
 
 
 @pytest.mark.parametrize("how", ["", "two"])

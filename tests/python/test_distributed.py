@@ -375,7 +375,7 @@ def test_waiting_for_a_rank_leaves_other_threads_running(settings, tmp_path):
         engine.close()
     """, tmp_path / "meet", with_room(settings)))
     for seconds, ticks in ranks[0]:
-        assert seconds > 2.5 and ticks > 60, ranks
+        assert seconds > 1 and ticks > 20 * seconds, ranks  # a hundred a second, but for what the machine is busy with
 
 
 def test_groups_of_ranks_that_gather_among_themselves(settings, tmp_path):

@@ -96,7 +96,7 @@ TEST_P(KilledProgram, ThirtyTimesAtRandomMomentsEndsInTheSameBits) {
   ASSERT_GT(::waitpid(calm.start(kSteps, "report.json", false), &status, 0), 0);
   ASSERT_EQ(WEXITSTATUS(status), 0) << calm.output();
 
-  // Thirty lives of at most a thirty-second of a whole run each cannot reach its end.
+  // So that thirty lives seldom reach its end.
   const auto life_max = (std::chrono::steady_clock::now() - begin) / 32;
 
   const GptRun run(directory, setup);
@@ -116,7 +116,10 @@ TEST_P(KilledProgram, ThirtyTimesAtRandomMomentsEndsInTheSameBits) {
       continue;
     }
     ASSERT_EQ(WEXITSTATUS(status), 0) << "seed " << seed << ", after " << kills << " kills:\n" << run.output();
-    break;
+    if (kills == kKills) break;
+    // The machine has become quicker than it was for the calm run: that was one more end, and the next ones follow.
+    EXPECT_EQ(run.digest("report.json"), calm.digest("report.json")) << "seed " << seed << ", " << kills << " kills";
+    std::filesystem::remove_all(directory / "nvme");
   }
   EXPECT_EQ(kills, kKills);
   EXPECT_FALSE(run.digest("report.json").empty());
