@@ -30,6 +30,7 @@ void add_prediction(const CheckArguments& arguments, CheckReport& report) {
   if (!arguments.model.given()) return;
   const NamedModel model = read_model(arguments.model, report.config.engine.weights_dtype.value_or(DType::bf16));
   report.model = model.name;
+  report.program_pinned_bytes = model.shape.program_pinned_bytes;
   EngineOptions engine = report.config.engine;
   engine.micro_batches_max = static_cast<unsigned>(report.training.gradient_accumulation_steps.value_or(1));
   const int ranks = std::max(1, report.world_size);
@@ -108,7 +109,7 @@ Command add_check(CLI::App& app) {
   command->add_flag("--print-schema", arguments->print_schema, "Print the JSON Schema for editors and stop");
   command->footer(
       "A units file: {\"units\": [{\"name\": \"layer.0\", \"parameters\": 7077888}], \"program_device_bytes\": 0, "
-      "\"dtype\": \"bf16\"}\n"
+      "\"program_pinned_bytes\": 0, \"dtype\": \"bf16\"}\n"
       "Example: hoist check offload.json --world 8 --parameters 7e9");
   return {command, [arguments] { return check(*arguments); }};
 }

@@ -100,7 +100,7 @@ std::string prediction_text(const CheckReport& report) {
                                  std::max(1, report.world_size), report.world_size > 1 ? "s" : "");
   Rows rows{tier_row("device", p.device, "hoist.device_memory"), tier_row("pinned", p.pinned, "hoist.pinned_memory")};
   if (p.nvme_bytes > 0) rows.push_back({"NVMe", format_bytes(p.nvme_bytes), "reserved at the start"});
-  text += columns(rows) + "\nand moves in each step\n";
+  text += columns(rows) + program_pinned_text(report.program_pinned_bytes) + "\nand moves in each step\n";
   text += columns(
       {{"NVMe", format_bytes(p.step.nvme_read) + " read", format_bytes(p.step.nvme_write) + " written"},
        {"host and device", format_bytes(p.step.host_to_device) + " up", format_bytes(p.step.device_to_host) + " down"},
@@ -160,6 +160,7 @@ Json prediction_json(const CheckReport& report) {
   Json json{{"parameters", p.parameter_count},   {"model", report.model},
             {"device", tier_json(p.device)},     {"pinned", tier_json(p.pinned)},
             {"nvme", {{"bytes", p.nvme_bytes}}}, {"step", step_json(p.step)}};
+  json["program_pinned_bytes"] = report.program_pinned_bytes;
   json["optimizer_pinned_fraction"] = p.pinned_fraction;
   json["optimizer_pinned_fraction_max"] =
       report.pinned_fraction_max ? Json(*report.pinned_fraction_max) : Json(nullptr);
@@ -185,6 +186,13 @@ Json placement_json(const EngineOptions& engine) {
 }
 
 }  // namespace
+
+std::string program_pinned_text(std::uint64_t bytes) {
+  if (bytes == 0)
+    return "  not counted: pinned memory that the program takes itself, to stash activations for example; "
+           "program_pinned_bytes in a file for --units\n";
+  return fmt::format("  of pinned memory, {} are the program's own (program_pinned_bytes)\n", format_bytes(bytes));
+}
 
 Json step_json(const StepBytes& step) {
   return {{"nvme_read", step.nvme_read},

@@ -21,8 +21,11 @@ struct CheckReport {
   // What the pinned budget leaves room for, when optimizer state is on NVMe.
   std::optional<double> pinned_fraction_max{};
   std::string model;  // where its shape came from
+  std::uint64_t program_pinned_bytes = 0;
 };
 
+// Whether a prediction counts pinned memory of the program's own.
+std::string program_pinned_text(std::uint64_t bytes);
 nlohmann::ordered_json step_json(const StepBytes& step);
 nlohmann::ordered_json device_state_json(const Prediction& prediction);
 std::string accepted_text(const CheckReport& report);

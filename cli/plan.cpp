@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist plan: before anything is bought or started, what a model needs of each tier, how long its steps take and what
 // limits them, for every place its weights and optimizer state can be.
+#include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <string_view>
 
 #include <fmt/format.h>
 
@@ -30,7 +32,7 @@ struct PlanArguments {
   int world_size = 1;
   std::string device_memory, pinned_memory;
   double nvme_read = 0, nvme_write = 0, nvme_mixed = 0;  // this and the next: GB/s of a rank
-  double host_to_device = 0, device_to_host = 0, network = 0, host_memory = 0;
+  double host_to_device = 0, device_to_host = 0, network = 0, host_memory = 0, device_bandwidth = 0;
   double compute_seconds = 0;
   double tokens = 0;  // of a rank and step
   double tflops = 0;
@@ -71,6 +73,7 @@ StepSpeeds speeds_of(const PlanArguments& arguments, const MeasuredBandwidth& me
                     .device_to_host = arguments.device_to_host * kGigabyte,
                     .wire = arguments.network * kGigabyte,
                     .host_memory = arguments.host_memory * kGigabyte,
+                    .device_memory = arguments.device_bandwidth * kGigabyte,
                     .compute_seconds = arguments.compute_seconds};
   if (arguments.recompute) speeds.forward_share = 0.25;
   if (arguments.tokens > 0 && arguments.tflops > 0) {
@@ -80,6 +83,11 @@ StepSpeeds speeds_of(const PlanArguments& arguments, const MeasuredBandwidth& me
   return speeds;
 }
 
+bool is_given(const Config& config, std::string_view key) {
+  return std::ranges::any_of(
+      config.settings(), [&](const ConfigSetting& setting) { return setting.row->path == key && setting.line != 0; });
+}
+
 EngineOptions placed(const Config& config, Placement parameters, Placement optimizer) {
   EngineOptions engine = config.engine;
   engine.micro_batches_max = static_cast<unsigned>(config.training.gradient_accumulation_steps.value_or(1));
@@ -87,6 +95,8 @@ EngineOptions placed(const Config& config, Placement parameters, Placement optim
   engine.optimizer = optimizer;
   const bool needs_store = parameters == Placement::nvme || optimizer == Placement::nvme;
   if (needs_store && engine.store_directory.empty()) engine.store_directory = "planned";
+  // What a configuration with this placement has by default, when its own placement needs no store.
+  if (needs_store && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
   if (optimizer == Placement::device) engine.update_mode = UpdateMode::automatic;  // the others are for offloaded state
   if (optimizer == Placement::device) engine.optimizer_offload_ratio = 1;
@@ -107,6 +117,7 @@ PlanReport plan_of(const PlanArguments& arguments) {
   const NamedModel model = read_model(arguments.model, config.engine.weights_dtype.value_or(DType::bf16));
   const bool has_config = !arguments.config.empty();
   PlanReport report{.model = model.name,
+                    .program_pinned_bytes = model.shape.program_pinned_bytes,
                     .world_size = arguments.world_size,
                     .has_device_budget = has_config || !arguments.device_memory.empty(),
                     .has_pinned_budget = has_config || !arguments.pinned_memory.empty()};
@@ -188,6 +199,7 @@ Command add_plan(CLI::App& app) {
   speed("--device-to-host", arguments->device_to_host, "Device to host");
   speed("--network", arguments->network, "Between ranks");
   speed("--host-memory", arguments->host_memory, "Host memory, read and written by the update");
+  speed("--device-bandwidth", arguments->device_bandwidth, "Device memory, read and written by updates there");
   command->add_option("--compute-seconds", arguments->compute_seconds, "Of a step, when nothing is waited for")
       ->check(positive);
   command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step, for the same")->check(positive);
@@ -198,8 +210,8 @@ Command add_plan(CLI::App& app) {
   command->add_option("--json", arguments->json, "Write the same as JSON to this file");
   command->footer(
       "Example: hoist plan --parameters 70e9 --world 8 --device-memory 70GiB --pinned-memory 200GiB --nvme-read 12 "
-      "--nvme-write 6 --host-to-device 50 --device-to-host 50 --network 200 --host-memory 60 --tokens 16384 --tflops "
-      "400");
+      "--nvme-write 6 --host-to-device 50 --device-to-host 50 --network 200 --host-memory 60 --device-bandwidth 2000 "
+      "--tokens 16384 --tflops 400");
   return {command, [arguments] { return plan(*arguments); }};
 }
 

@@ -77,8 +77,30 @@ std::vector<std::string> not_counted(const PlanRow& row, const StepSpeeds& speed
   missing(p.step.device_to_host, speeds.device_to_host, "--device-to-host");
   missing(p.step.wire, speeds.wire, "--network");
   missing(p.update_memory_bytes, speeds.host_memory, "--host-memory");
+  missing(p.device_update_bytes, speeds.device_memory, "--device-bandwidth");
   missing(1, speeds.compute_seconds, "--compute-seconds (or --tokens and --tflops)");
   return options;
+}
+
+std::uint64_t shortfall(const Prediction::Tier& tier) { return tier.fits() ? 0 : tier.least_bytes - tier.budget_bytes; }
+
+// The place that lacks least, and what would do for it.
+std::string nothing_fits_text(const PlanReport& report) {
+  const auto lacks = [](const PlanRow& row) {
+    return shortfall(row.prediction.device) + shortfall(row.prediction.pinned);
+  };
+  const PlanRow* closest = nullptr;
+  for (const PlanRow& row : report.rows)
+    if (row.refusal.empty() && (closest == nullptr || lacks(row) < lacks(*closest))) closest = &row;
+  if (closest == nullptr) return "\nnothing fits: every place is refused\n";
+  std::vector<std::string> needs;
+  const auto need = [&](const Prediction::Tier& tier, const char* option) {
+    if (!tier.fits()) needs.push_back(fmt::format("{} {}MiB", option, divide_up(tier.least_bytes, kMiB)));
+  };
+  need(closest->prediction.device, "--device-memory");
+  need(closest->prediction.pinned, "--pinned-memory");
+  return fmt::format("\nnothing fits: {} is closest, with {} at least; or take more ranks\n", placement_of(*closest),
+                     fmt::join(needs, " and "));
 }
 
 std::string best_text(const PlanReport& report, const PlanRow& best) {
@@ -167,15 +189,18 @@ std::string plan_text(const PlanReport& report) {
                     seconds_text(row.time.least_seconds), timed ? resource_name(row.time.limit) : "?",
                     verdict(row, &row == best && timed)});
   }
-  text += columns(rows) + refusals_text(report);
+  text += columns(rows) + program_pinned_text(report.program_pinned_bytes) + refusals_text(report);
   if (best == nullptr) {
-    text += "\nnothing fits: raise --device-memory or --pinned-memory, or take more ranks\n";
+    text += nothing_fits_text(report);
   } else if (best->time.least_seconds > 0) {
     text += best_text(report, *best);
   }
-  // The row that uses most decides what is worth saying.
-  if (const auto options = not_counted(report.rows.back(), report.speeds); !options.empty())
-    text += fmt::format("\nnot counted, since no speed was given: {}\n", fmt::join(options, ", "));
+  std::vector<std::string> options;
+  for (const PlanRow& row : report.rows) {
+    for (const std::string& option : not_counted(row, report.speeds))
+      if (row.refusal.empty() && std::ranges::find(options, option) == options.end()) options.push_back(option);
+  }
+  if (!options.empty()) text += fmt::format("\nnot counted, since no speed was given: {}\n", fmt::join(options, ", "));
   return text;
 }
 
@@ -183,6 +208,7 @@ Json plan_json(const PlanReport& report) {
   Json json{{"parameters", report.rows.front().prediction.parameter_count},
             {"model", report.model},
             {"world_size", report.world_size},
+            {"program_pinned_bytes", report.program_pinned_bytes},
             {"rows", Json::array()}};
   for (const PlanRow& row : report.rows) json["rows"].push_back(row_json(report, row));
   const PlanRow* const best = report.best();

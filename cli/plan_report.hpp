@@ -24,6 +24,7 @@ struct PlanRow {
 
 struct PlanReport {
   std::string model;  // where its shape came from
+  std::uint64_t program_pinned_bytes = 0;
   int world_size = 1;
   StepSpeeds speeds;
   bool has_device_budget = false;

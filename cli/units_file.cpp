@@ -159,8 +159,10 @@ ModelShape read_units(const std::string& path) {
   for (const auto& [name, member] : root.items()) {
     if (name == "program_device_bytes") {
       model.program_device_bytes = count_of(name, member, 0);
+    } else if (name == "program_pinned_bytes") {
+      model.program_pinned_bytes = count_of(name, member, 0);
     } else if (name != "units" && name != "dtype") {
-      throw ConfigError(name, "unknown key; there are units, program_device_bytes and dtype");
+      throw ConfigError(name, "unknown key; there are units, program_device_bytes, program_pinned_bytes and dtype");
     }
   }
   std::size_t index = 0;

@@ -11,10 +11,11 @@
 
 namespace hoist::cli {
 
-// {"units": [{"name": "layer.0", "parameters": 7077888}, ...], "program_device_bytes": 0, "dtype": "bf16"}; the last
-// two are optional. Exactly, as programs describe themselves, `parameters` is a list of {"name", "shape", "dtype",
-// "trainable", "group", "counts_in_norm"}, of which name and shape are needed, and `tied` names parameters of other
-// units. Errors: IoError; ConfigError naming the member ("units[3].parameters") and what it should be.
+// {"units": [{"name": "layer.0", "parameters": 7077888}, ...], "program_device_bytes": 0, "program_pinned_bytes": 0,
+// "dtype": "bf16"}; the last three are optional. Exactly, as programs describe themselves, `parameters` is a list of
+// {"name", "shape", "dtype", "trainable", "group", "counts_in_norm"}, of which name and shape are needed, and `tied`
+// names parameters of other units. Errors: IoError; ConfigError naming the member ("units[3].parameters") and what it
+// should be.
 ModelShape read_units(const std::string& path);
 
 // What a command was told about a model: one of the two.

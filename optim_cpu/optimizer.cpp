@@ -48,9 +48,18 @@ void require_positive_or_zero(std::string_view setting, double value) {
   require(std::isfinite(value) && value >= 0, setting, value, "a finite number of at least 0");
 }
 
+template <typename Enum>
+void require_known(std::string_view setting, Enum last, Enum value) {
+  if (value > last)
+    throw UsageError(fmt::format("the optimizer's {} is {}, which is none", setting, static_cast<unsigned>(value)));
+}
+
 }  // namespace
 
 void check(const OptimizerOptions& options) {
+  require_known("kind", OptimizerKind::sgd, options.kind);
+  require_known("type of moments", MomentType::fp8, options.moments);
+  require_known("type of the remainder", RemainderType::int8, options.remainder);
   require_positive_or_zero("learning rate", options.learning_rate);
   require_positive_or_zero("weight decay", options.weight_decay);
   require_positive_or_zero("epsilon", options.epsilon);

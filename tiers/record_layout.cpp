@@ -14,8 +14,8 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
   for (const RecordSegment& segment : segments_) count += divide_up(segment.shard_elements, kTileElements);
   // Tile numbers are 32 bits in the identity of a checksum and in the manifest.
   HOIST_ASSERT(count < UINT32_MAX, "{} tiles", count);
-  std::vector<Tile> tiles;
-  tiles.reserve(count);
+  Tiles tiles;
+  tiles.all.reserve(count);
   for (std::uint32_t index = 0; index < segments_.size(); ++index) {
     const RecordSegment& segment = segments_[index];
     HOIST_ASSERT(segment.moment_count <= 2, "segment {}: {} moments", index, segment.moment_count);
@@ -31,12 +31,20 @@ RecordLayout::RecordLayout(std::span<const RecordSegment> segments) : segments_(
       tile.w_bytes = round_up(tile.elements * dtype_bytes(segment.dtype), kBlockAlignment);
       tile.s_offset = s_bytes_;
       tile.s_bytes = round_up(segment.state_bytes(tile.elements), kBlockAlignment);
+      if (first == 0 || tile.elements < kTileElements) {
+        tiles.equal.push_back({.segment = index,
+                               .first_tile = tiles.all.size(),
+                               .elements = tile.elements,
+                               .w_bytes = tile.w_bytes,
+                               .s_bytes = tile.s_bytes});
+      }
+      ++tiles.equal.back().tile_count;
       w_bytes_ += tile.w_bytes;
       s_bytes_ += tile.s_bytes;
-      tiles.push_back(tile);
+      tiles.all.push_back(tile);
     }
   }
-  tiles_ = std::make_shared<const std::vector<Tile>>(std::move(tiles));
+  tiles_ = std::make_shared<const Tiles>(std::move(tiles));
 }
 
 StateTileView view_state_tile(const RecordSegment& segment, std::uint64_t elements, std::byte* tile) {

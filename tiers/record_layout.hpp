@@ -69,20 +69,45 @@ struct Tile {
   std::uint64_t s_offset = 0, s_bytes = 0;  // within the S region; s_bytes is 0 when frozen
 };
 
+// Consecutive tiles that differ only in where they lie: the full ones of a segment, or its short last one.
+struct EqualTiles {
+  std::uint32_t segment = 0;
+  std::uint64_t first_tile = 0, tile_count = 0;
+  std::uint64_t elements = 0, w_bytes = 0, s_bytes = 0;  // of each
+
+  std::uint64_t end_tile() const { return first_tile + tile_count; }
+};
+
 class RecordLayout {
  public:
   explicit RecordLayout(std::span<const RecordSegment> segments);
 
   std::span<const RecordSegment> segments() const { return segments_; }
-  std::span<const Tile> tiles() const { return *tiles_; }
+  std::span<const Tile> tiles() const { return tiles_->all; }
+  // The same tiles in few words, two for each segment at most: for sums over all of them.
+  std::span<const EqualTiles> equal_tiles() const { return tiles_->equal; }
   std::uint64_t region_bytes(Region region) const { return region == Region::weights ? w_bytes_ : s_bytes_; }
   std::uint64_t bytes() const { return w_bytes_ + s_bytes_; }
+  // Of consecutive tiles, padding included.
+  std::uint64_t tile_bytes(Region region, std::uint64_t first, std::uint64_t count) const {
+    return offset(region, first + count) - offset(region, first);
+  }
   // Where a segment's weights begin within the W region.
   std::uint64_t segment_w_offset(std::uint32_t segment) const { return segment_w_offsets_[segment]; }
 
  private:
+  // Where a tile begins within its region, or behind the last one its end.
+  std::uint64_t offset(Region region, std::uint64_t tile) const {
+    if (tile == tiles().size()) return region_bytes(region);
+    return region == Region::weights ? tiles()[tile].w_offset : tiles()[tile].s_offset;
+  }
+
   std::vector<RecordSegment> segments_;
-  std::shared_ptr<const std::vector<Tile>> tiles_;  // of all copies: a model of 10^12 parameters has 61 million
+  struct Tiles {
+    std::vector<Tile> all;
+    std::vector<EqualTiles> equal;
+  };
+  std::shared_ptr<const Tiles> tiles_;  // of all copies: a model of 10^12 parameters has 61 million
   std::vector<std::uint64_t> segment_w_offsets_;
   std::uint64_t w_bytes_ = 0;
   std::uint64_t s_bytes_ = 0;

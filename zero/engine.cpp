@@ -5,6 +5,7 @@
 #include <random>
 
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/digest.hpp>
@@ -12,6 +13,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
+#include <hoist/zero/detail/step_form.hpp>
 
 namespace hoist {
 
@@ -211,6 +213,8 @@ void Engine::Impl::seal(bool create_store) {
       metrics = std::make_unique<detail::Metrics>(options.metrics_path, runtime.ledger());
     lay_out(create_store, run, first_commit_is_useless);
   });
+  const std::uint64_t slots = fewest_gather_slots();
+  all_together("start its streams and threads", [&] { start(slots); });
   if (live.store) live.commit_channel = job().duplicate();
   sealed = true;
 }
@@ -233,21 +237,9 @@ void Engine::Impl::agree_on_model(std::string_view call) const {
   model.update(std::as_bytes(std::span(identity)));
   std::uint64_t hash = model.value();
   for (const char c : call) hash = random_bits(hash, static_cast<unsigned char>(c));
-  const UpdateMode mode = detail::update_mode(options);
-  constexpr std::array kModes{"auto", "step", "forward", "backward"};
-  for (const std::uint64_t value :
-       {static_cast<std::uint64_t>(options.stage), static_cast<std::uint64_t>(mode),
-        static_cast<std::uint64_t>(options.micro_batch_order), static_cast<std::uint64_t>(options.micro_batches_max),
-        static_cast<std::uint64_t>(nvme_placement()), static_cast<std::uint64_t>(!options.store_directory.empty()),
-        static_cast<std::uint64_t>(options.durability), static_cast<std::uint64_t>(options.commit_every),
-        static_cast<std::uint64_t>(options.keep_steps), static_cast<std::uint64_t>(options.secondary_shard_ranks),
-        options.prefetch_elements, options.live_elements_max, options.reuse_distance_elements,
-        options.persistence_elements})
-    hash = random_bits(hash, value);
   comm::agree(runtime.communicator(), hash,
-              fmt::format("{}: {} units, {} parameters, stage {}, update {}, commits every {}, {} kept", call,
-                          table.units().size(), table.parameter_count(), options.stage,
-                          kModes[static_cast<std::size_t>(mode)], options.commit_every, options.keep_steps));
+              fmt::format("{}: {} units, {} parameters", call, table.units().size(), table.parameter_count()));
+  detail::agree_on_options(runtime.communicator(), detail::common_options(options, runtime.options(), groups));
 }
 
 std::uint64_t Engine::Impl::agree_on_run() const {
@@ -293,6 +285,22 @@ void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_fi
     }
     live.store = create_store ? tiers::Store::create(store, engines) : tiers::Store::open(store, engines);
   }
+}
+
+// Which units are gathered when follows from the number of slots, and is the same on every rank.
+std::uint64_t Engine::Impl::fewest_gather_slots() const {
+  const std::uint64_t mine = live.memory->gather_slots().size();
+  if (runtime.world_size() == 1) return mine;
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(runtime.world_size()));
+  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  const std::uint64_t fewest = *std::ranges::min_element(all);
+  if (fewest < mine)
+    spdlog::info("rank {} has device memory to gather {} units at once and uses {}: a rank with less has no more",
+                 runtime.rank(), mine, fewest);
+  return fewest;
+}
+
+void Engine::Impl::start(std::uint64_t gather_slots) {
   live.streams.up = runtime.device().create_stream("up");
   live.streams.down = runtime.device().create_stream("down");
   live.streams.comm = runtime.device().create_stream("comm");
@@ -311,9 +319,9 @@ void Engine::Impl::lay_out(bool create_store, std::uint64_t run, bool replace_fi
           return live.deferred ? live.deferred->deliver(unit, target) : std::nullopt;
         });
   }
-  live.gatherer =
-      std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, *live.executor, live.streams,
-                                         live.stager.get(), live.deferred.get(), *alarm, live.group.get());
+  live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, gather_slots,
+                                                     *live.executor, live.streams, live.stager.get(),
+                                                     live.deferred.get(), *alarm, live.group.get());
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams,
                                                        live.deferred.get(), *alarm);
 }

@@ -16,6 +16,7 @@
 #include <hoist/core/float_environment.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
+#include <hoist/zero/detail/step_form.hpp>
 #include <hoist/zero/detail/waits.hpp>
 
 namespace hoist {
@@ -35,6 +36,7 @@ void detail::refuse_capture(StreamRef stream, std::string_view call) {
 
 void Engine::Impl::begin(Pass kind, const PassOptions& pass_options) {
   if (pass) throw UsageError("a pass is already under way");
+  if (kind > Pass::generate) throw UsageError(fmt::format("there is no pass {}", static_cast<unsigned>(kind)));
   if (kind == Pass::train) check_micro_batch(pass_options);
   require_undecided("begin()");
   check_agreement(/*on_settings=*/false);

@@ -15,8 +15,8 @@ using platform::CopyKind;
 using platform::StreamEvent;
 
 Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-                   scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred,
-                   Alarm& alarm, comm::Communicator* group)
+                   std::uint64_t slot_count, scheduler::Executor& executor, Streams& streams, Stager* stager,
+                   DeferredUpdate* deferred, Alarm& alarm, comm::Communicator* group)
     : runtime_(runtime),
       options_(options),
       table_(table),
@@ -27,9 +27,9 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       deferred_(deferred),
       alarm_(alarm),
       group_(group),
-      director_(director_options(options, table, memory.device_needs(), memory.gather_slots().size())),
+      director_(director_options(options, table, memory.device_needs(), slot_count)),
       states_(table.units().size()),
-      slots_(memory.gather_slots().size()) {}
+      slots_(slot_count) {}
 
 void Gatherer::begin_pass(std::size_t kind, bool last) {
   training_ = kind == static_cast<std::size_t>(Pass::train);

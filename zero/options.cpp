@@ -6,7 +6,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
-#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/zero/detail/device_needs.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist {
@@ -15,6 +15,12 @@ namespace {
 
 void refuse(bool wrong, const char* key, const std::string& problem) {
   if (wrong) throw ConfigError(key, problem);
+}
+
+// For programs that fill the structs themselves, from other languages for example.
+template <typename Enum>
+void refuse_beyond(Enum last, Enum value, const char* key) {
+  refuse(value > last, key, fmt::format("{} is none of its values", static_cast<unsigned>(value)));
 }
 
 }  // namespace
@@ -30,10 +36,26 @@ void check(const optim::OptimizerOptions& group, const EngineOptions& options, c
   refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
 }
 
+void check(const RuntimeOptions& options) {
+  refuse_beyond(platform::DeviceKind::cuda, options.device, "hoist.device");
+  refuse_beyond(aio::BackendKind::null, options.aio_backend, "hoist.io_engine");
+  refuse_beyond(CommunicatorKind::mpi, options.communicator, "hoist.communicator");
+}
+
 namespace {
 
 bool uses_nvme(const EngineOptions& options) {
   return options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+}
+
+// A value that no name stands for, as a caller of another language can make one.
+void check_names(const EngineOptions& options) {
+  refuse_beyond(Placement::nvme, options.parameters, "zero_optimization.offload_param.device");
+  refuse_beyond(Placement::nvme, options.optimizer, "zero_optimization.offload_optimizer.device");
+  refuse_beyond(tiers::Durability::none, options.durability, "hoist.durability");
+  refuse_beyond(UpdateMode::backward, options.update_mode, "hoist.update_mode");
+  refuse_beyond(MicroBatchOrder::vertical, options.micro_batch_order, "hoist.micro_batch_order");
+  if (options.weights_dtype) refuse_beyond(DType::fp32, *options.weights_dtype, "bf16.enabled");
 }
 
 void check_placement(const EngineOptions& options, const RuntimeOptions& runtime) {
@@ -106,6 +128,7 @@ void check_counts(const EngineOptions& options) {
 }  // namespace
 
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {
+  check_names(options);
   check_placement(options, runtime);
   check_update_mode(options);
   check_gathering_groups(options, world_size);

@@ -160,6 +160,8 @@ struct EngineOptions {
   LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
 };
 
+// What no runtime would be built with: ConfigError with the key.
+void check(const RuntimeOptions& options);
 // What no engine of so many ranks would be built with, whatever the model: ConfigError with the key and the remedy.
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size);
 // Likewise of one parameter group.

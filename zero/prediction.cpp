@@ -7,8 +7,9 @@
 #include <hoist/scheduler/plan.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/detail/commit_state.hpp>
-#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/zero/detail/pinned_needs.hpp>
 #include <hoist/zero/detail/records.hpp>
+#include <hoist/zero/detail/step_form.hpp>
 #include <hoist/zero/prediction.hpp>
 
 namespace hoist {
@@ -93,17 +94,18 @@ void predict_device(const RuntimeOptions& runtime, const ModelShape& model, int 
   out.gradient_buffers = buffers.gradients;
 }
 
-std::uint64_t pinned_bytes_beside(const RuntimeOptions& runtime, std::uint64_t store_memory_bytes) {
+std::uint64_t pinned_bytes_beside(const RuntimeOptions& runtime, std::uint64_t other_bytes) {
   const std::uint64_t budget = runtime.pinned_memory_bytes;
-  return budget > store_memory_bytes ? budget - store_memory_bytes : 0;
+  return budget > other_bytes ? budget - other_bytes : 0;
 }
 
-void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& needs, std::uint64_t store_memory_bytes,
+// `other_bytes`: of the same budget, the store's tables and what the program takes.
+void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& needs, std::uint64_t other_bytes,
                     Prediction& out) {
   out.pinned.budget_bytes = runtime.pinned_memory_bytes;
-  out.pinned.least_bytes = store_memory_bytes + needs.bytes(needs.choose(0));
-  const detail::PinnedNeeds::Buffers buffers = needs.choose(pinned_bytes_beside(runtime, store_memory_bytes));
-  out.pinned.bytes = store_memory_bytes + needs.bytes(buffers);
+  out.pinned.least_bytes = other_bytes + needs.bytes(needs.choose(0));
+  const detail::PinnedNeeds::Buffers buffers = needs.choose(pinned_bytes_beside(runtime, other_bytes));
+  out.pinned.bytes = other_bytes + needs.bytes(buffers);
   out.staging_buffers = buffers.staging_count;
   out.update_buffers = buffers.update_count;
   out.update_buffer_parameters = buffers.piece_tiles * tiers::kTileElements;
@@ -117,18 +119,14 @@ tiers::Store::Cost store_cost(const EngineOptions& engine, const detail::UnitTab
   return tiers::Store::cost(detail::store_options(engine, table, records, /*rank=*/0));
 }
 
-std::uint64_t update_memory_bytes(const EngineOptions& engine, const detail::UnitTable& table) {
-  const detail::DeviceStates on_device(engine, table);
+// Gradient, weights and state are read, the last two written; weights of fp16 are made of their masters.
+std::uint64_t update_bytes(const detail::Unit& unit) {
   std::uint64_t bytes = 0;
-  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-    const detail::Unit& unit = table.units()[u];
-    if (on_device.holds(UnitId{u})) continue;
-    for (const tiers::Tile& tile : unit.trainable.tiles()) {
-      const detail::Segment& segment = unit.segments[tile.segment];
-      const std::uint64_t record =
-          tile.elements * dtype_bytes(segment.dtype) + segment.record().state_bytes(tile.elements);
-      bytes += tile.elements * dtype_bytes(segment.home_gradient_dtype) + 2 * record;
-    }
+  for (const detail::Segment& segment : unit.segments) {
+    if (!segment.trainable) continue;
+    bytes += segment.shard_elements * dtype_bytes(segment.home_gradient_dtype);
+    bytes += (segment.update_makes_weights() ? 1 : 2) * segment.shard_bytes();
+    bytes += 2 * segment.record().state_bytes(segment.shard_elements);
   }
   return bytes;
 }
@@ -154,10 +152,11 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   const detail::UnitTable table = table_of(options, model, world_size);
   const bool apart = detail::homes_are_apart(runtime, options);
   const tiers::Store::Cost store = store_cost(options, table);
+  const std::uint64_t other_pinned_bytes = store.memory_bytes + model.program_pinned_bytes;
   EngineOptions engine = options;
   if (!engine.optimizer_pinned_fraction) {
     engine.optimizer_pinned_fraction =
-        detail::largest_pinned_fraction(engine, table, apart, pinned_bytes_beside(runtime, store.memory_bytes));
+        detail::largest_pinned_fraction(engine, table, apart, pinned_bytes_beside(runtime, other_pinned_bytes));
   }
 
   Prediction out;
@@ -167,7 +166,7 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   out.nvme_bytes = store.disk_bytes;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;
   const detail::PinnedNeeds pinned(engine, table, apart);
-  predict_pinned(runtime, pinned, store.memory_bytes, out);
+  predict_pinned(runtime, pinned, other_pinned_bytes, out);
   out.device_state_bytes = pinned.device_states().bytes();
   out.device_state_share = pinned.device_states().share();
   out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots), apart);
@@ -178,14 +177,16 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   if (engine.optimizer != Placement::nvme) out.trailing_bytes = out.step.nvme_write;
   out.passes = detail::passes_of_a_step(engine);
   out.update_mode = detail::update_mode(engine);
-  out.update_memory_bytes = update_memory_bytes(engine, table);
+  for (std::uint32_t u = 0; u < table.units().size(); ++u)
+    (pinned.apart(UnitId{u}) ? out.device_update_bytes : out.update_memory_bytes) += update_bytes(table.units()[u]);
   return out;
 }
 
 double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
                                int world_size) {
   const detail::UnitTable table = table_of(engine, model, world_size);
-  const std::uint64_t available = pinned_bytes_beside(runtime, store_cost(engine, table).memory_bytes);
+  const std::uint64_t available =
+      pinned_bytes_beside(runtime, store_cost(engine, table).memory_bytes + model.program_pinned_bytes);
   const double most =
       detail::largest_pinned_fraction(engine, table, detail::homes_are_apart(runtime, engine), available);
   return std::max(most, engine.optimizer_pinned_fraction.value_or(0));

@@ -31,6 +31,7 @@ struct ModelShape {
   // EngineOptions::optimizer_defaults' when none is.
   std::vector<optim::StateForm> groups{};
   std::uint64_t program_device_bytes = 0;  // activations and workspaces, as Engine::require_device_memory
+  std::uint64_t program_pinned_bytes = 0;  // of a tiers::Stash for activations, and what else it takes of that budget
 };
 
 // `parameters` parameters in `units` equal units: for when no more is known about the model.
@@ -55,8 +56,10 @@ struct Prediction {
   std::uint64_t trailing_bytes = 0;
   // Of what the update reads, the most that is read while backward makes gradients: in update mode `forward`.
   std::uint64_t read_ahead_bytes = 0;
-  // What the update on the host reads and writes in memory: gradient, weights and state. 0: it is done on the device.
+  // What the update reads and writes in memory, gradient, weights and state: in that which the host reaches, and in
+  // device memory that it does not, where the device updates.
   std::uint64_t update_memory_bytes = 0;
+  std::uint64_t device_update_bytes = 0;
   std::uint64_t parameter_count = 0;
   double pinned_fraction = 0;  // EngineOptions::optimizer_pinned_fraction, found where it is empty
   // Optimizer states in device memory, and the share of the trainable parameters that they are of: what whole units

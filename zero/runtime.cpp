@@ -69,6 +69,7 @@ std::unique_ptr<comm::Communicator> join_launch(const RuntimeOptions& options, c
 constexpr unsigned kUpdateThreadsMax = 4096;
 
 RuntimeOptions with_device(RuntimeOptions options) {
+  check(options);
   if (options.update_threads > kUpdateThreadsMax)
     throw ConfigError("hoist.update_threads", fmt::format("{} is more than {}; 0 is one for each processor",
                                                           options.update_threads, kUpdateThreadsMax));

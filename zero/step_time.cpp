@@ -36,8 +36,8 @@ double longest(const Seconds& seconds) { return *std::max_element(seconds.begin(
 }  // namespace
 
 const char* resource_name(Resource resource) {
-  static constexpr std::array<const char*, kResourceCount> kNames{"compute",        "nvme", "host_to_device",
-                                                                  "device_to_host", "wire", "host_memory"};
+  static constexpr std::array<const char*, kResourceCount> kNames{
+      "compute", "nvme", "host_to_device", "device_to_host", "wire", "host_memory", "device_memory"};
   return kNames[static_cast<std::size_t>(resource)];
 }
 
@@ -46,12 +46,14 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
   const double read = static_cast<double>(prediction.step.nvme_read);
   const double written = static_cast<double>(prediction.step.nvme_write);
   const double update = time_of(static_cast<double>(prediction.update_memory_bytes), speeds.host_memory);
+  const double device_update = time_of(static_cast<double>(prediction.device_update_bytes), speeds.device_memory);
 
   StepTime time;
   time.busy_seconds = busy(prediction.step, speeds);
   at(time.busy_seconds, Resource::compute) = speeds.compute_seconds;
   at(time.busy_seconds, Resource::nvme) = nvme_seconds(read, written, speeds);
   at(time.busy_seconds, Resource::host_memory) = update;
+  at(time.busy_seconds, Resource::device_memory) = device_update;
   time.least_seconds = longest(time.busy_seconds);
   const auto most = std::max_element(time.busy_seconds.begin(), time.busy_seconds.end());
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
@@ -87,6 +89,7 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
   if (prediction.update_mode == UpdateMode::step) {  // which is over when all is read, computed and written
     expected += std::max(nvme_seconds(static_cast<double>(update_in_pass.nvme_read), written, speeds), update);
   }
+  expected += device_update;
   time.expected_seconds = std::max(expected, time.least_seconds);
   return time;
 }

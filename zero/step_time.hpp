@@ -5,7 +5,8 @@
 // faster. `expected`: as this engine works, where forward, backward and the update follow each other. Within one of
 // them all overlaps; what buffers hold of writes goes on under what comes next, and for an update under forward they
 // are filled under the backward pass before it. An update under the forward or
-// the backward pass (update modes `forward` and `backward`) is part of it, one in step() comes after backward. Left
+// the backward pass (update modes `forward` and `backward`) is part of it, one in step() comes after backward. What the
+// device updates, it does in step() and before all else. Left
 // out: filling the pipeline at the start of a phase, latencies, and processors that the update and the program share.
 //
 // Threading  Pure functions.
@@ -24,10 +25,11 @@ enum class Resource : std::uint8_t {
   nvme,     // all drives of the rank
   host_to_device,
   device_to_host,
-  wire,         // between ranks
-  host_memory,  // the update on the host
+  wire,           // between ranks
+  host_memory,    // the update on the host
+  device_memory,  // the update on the device
 };
-inline constexpr std::size_t kResourceCount = 6;
+inline constexpr std::size_t kResourceCount = 7;
 const char* resource_name(Resource resource);  // "compute", "nvme", ...
 
 // Bytes a second, for one rank. 0: not known, so that its time is not counted.
@@ -39,6 +41,7 @@ struct StepSpeeds {
   double device_to_host = 0;
   double wire = 0;             // received
   double host_memory = 0;      // read and written, by the processors that update
+  double device_memory = 0;    // likewise by a device that updates
   double compute_seconds = 0;  // of forward and backward, when nothing is waited for
   // Forward's part of them: a third, a quarter where backward computes forward once more.
   double forward_share = 1.0 / 3;

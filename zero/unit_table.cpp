@@ -40,6 +40,9 @@ void check(const ParameterSpec& spec, const std::string& unit, std::size_t group
     throw UsageError(
         fmt::format("the name '{}' of unit '{}' holds a control character or '|'", spec.name.c_str(), unit.c_str()));
   }
+  if (spec.dtype > DType::fp32)
+    throw UsageError(
+        fmt::format("parameter '{}' has dtype {}, which is none", spec.name, static_cast<unsigned>(spec.dtype)));
   if (spec.group.index >= group_count) {
     throw UsageError(
         fmt::format("parameter '{}' names group {}, but only {} exist", spec.name, spec.group.index, group_count));

@@ -152,7 +152,12 @@ void Training::describe_units(const std::string& path) const {
     units.push_back({{"name", unit.name}, {"parameters", parameters}, {"tied", unit.tied}});
   }
   ReportFile file(path);
-  file.write(Json{{"program_device_bytes", model_.device_bytes()}, {"units", units}}.dump(1) + "\n");
+  // The engine holds nothing yet: what is taken of the pinned budget is a stash of activations.
+  file.write(Json{{"program_device_bytes", model_.device_bytes()},
+                  {"program_pinned_bytes", runtime_.pinned_budget().held_bytes()},
+                  {"units", units}}
+                 .dump(1) +
+             "\n");
   say(fmt::format("{} units are described in {}", shape.units.size(), path));
 }
 

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What `hoist plan` says of a model before anything is started.
+#include <regex>
+
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include "program.hpp"
@@ -23,7 +26,8 @@ class Plan : public test::ProgramTest {
 };
 
 constexpr const char* kSpeeds =
-    " --nvme-read 6 --nvme-write 3 --host-to-device 25 --device-to-host 25 --host-memory 200 --compute-seconds 5";
+    " --nvme-read 6 --nvme-write 3 --host-to-device 25 --device-to-host 25 --host-memory 200 --device-bandwidth 1000"
+    " --compute-seconds 5";
 
 TEST_F(Plan, FindsTheFastestPlaceThatFits) {
   const auto result =
@@ -44,7 +48,7 @@ TEST_F(Plan, FindsTheFastestPlaceThatFits) {
       EXPECT_GE(other["seconds"]["expected"], best["seconds"]["expected"]);
     }
   EXPECT_THAT(result.output, AllOf(HasSubstr("(fastest)"), HasSubstr("too little"), HasSubstr("compute busiest")));
-  EXPECT_THAT(result.output, Not(HasSubstr("not counted")));
+  EXPECT_THAT(result.output, Not(HasSubstr("no speed was given")));
 }
 
 TEST_F(Plan, NamesTheLinkThatLimitsAndHowLongDrivesLast) {
@@ -81,7 +85,8 @@ TEST_F(Plan, FollowsAConfiguration) {
   EXPECT_NEAR(configured["step"]["nvme_read"].get<double>(), 10 * 0.5e9, 0.1e9);
   EXPECT_NEAR(configured["busy_seconds"]["nvme"].get<double>(), 5 / 6.0 + 6 / 3.0, 0.05);
   EXPECT_GT(configured["busy_seconds"]["wire"], 0.0);
-  EXPECT_THAT(result.output, AllOf(HasSubstr("(configured)"), HasSubstr("not counted"), HasSubstr("--host-memory")));
+  EXPECT_THAT(result.output,
+              AllOf(HasSubstr("(configured)"), HasSubstr("no speed was given"), HasSubstr("--host-memory")));
   // hoist check says the same of the same configuration.
   ASSERT_EQ(run("check offload.json --parameters 1e9 --world 2 --json check.json").exit_code, 0);
   EXPECT_EQ(json_of("check.json")["prediction"]["step"], configured["step"]);
@@ -116,10 +121,70 @@ TEST_F(Plan, WithoutBudgetsSaysWhatIsNeeded) {
   EXPECT_THAT(result.output, HasSubstr("at least"));
 }
 
+TEST_F(Plan, AnUpdateOnTheDeviceTakesTime) {
+  const std::string question =
+      "plan --parameters 1e9 --nvme-read 6 --nvme-write 3 --host-to-device 25 --device-to-host 25 --host-memory 200 "
+      "--compute-seconds 5 --json plan.json";
+  auto result = run(question);
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  const auto without = row(json_of("plan.json"), "device", "device");
+  EXPECT_EQ(without["not_counted"], nlohmann::json::array({"--device-bandwidth"}));
+  EXPECT_THAT(result.output, HasSubstr("no speed was given: --device-bandwidth\n"));
+
+  result = run(question + " --device-bandwidth 1000");
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  const auto with = row(json_of("plan.json"), "device", "device");
+  EXPECT_NEAR(with["busy_seconds"]["device_memory"].get<double>(), 26e9 / 1000e9, 1e-4);
+  EXPECT_NEAR(with["seconds"]["expected"].get<double>() - without["seconds"]["expected"].get<double>(), 0.026, 1e-4);
+  EXPECT_EQ(with["not_counted"], nlohmann::json::array());
+  EXPECT_EQ(row(json_of("plan.json"), "nvme", "nvme")["busy_seconds"]["device_memory"], 0.0);
+}
+
+TEST_F(Plan, CountsWhatTheProgramPins) {
+  const auto result = run("plan --parameters 1e9 --json plan.json");
+  EXPECT_THAT(result.output, HasSubstr("not counted: pinned memory that the program takes"));
+  const auto alone = row(json_of("plan.json"), "nvme", "nvme")["pinned"]["least_bytes"].get<std::uint64_t>();
+  write("units.json", R"({"units": [{"name": "a", "parameters": 1000000}], "program_pinned_bytes": 5368709120})");
+  const auto stashing = run("plan --units units.json --json plan.json");
+  ASSERT_EQ(stashing.exit_code, 0) << stashing.errors;
+  EXPECT_GT(row(json_of("plan.json"), "nvme", "nvme")["pinned"]["least_bytes"].get<std::uint64_t>(), 5ull << 30);
+  EXPECT_LT(alone, 5ull << 30);
+  EXPECT_THAT(stashing.output, HasSubstr("5.0 GiB are the program's own"));
+  write("offload.json", R"({"hoist": {"pinned_memory": "4GiB", "device_memory": "4GiB"}})");
+  const auto checked = run("check offload.json --units units.json --json check.json");
+  EXPECT_THAT(checked.output, AllOf(HasSubstr("5.0 GiB are the program's own"), HasSubstr("does not fit")));
+  EXPECT_EQ(json_of("check.json")["prediction"]["program_pinned_bytes"], 5ull << 30);
+}
+
 TEST_F(Plan, WhatFitsNowhereIsSaid) {
   const auto result = run("plan --parameters 7e9 --device-memory 1MiB --pinned-memory 1MiB");
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(result.output, HasSubstr("nothing fits"));
+  EXPECT_THAT(result.output, HasSubstr("nothing fits: nvme / nvme is closest, with --device-memory "));
+  // What is named is enough, and no more than that.
+  std::smatch found;
+  ASSERT_TRUE(std::regex_search(result.output, found,
+                                std::regex("--device-memory (\\d+)MiB and --pinned-memory (\\d+)MiB at least")));
+  const int device = std::stoi(found[1]), pinned = std::stoi(found[2]);
+  const auto plan = [&](int device_mib, int pinned_mib) {
+    return run(fmt::format("plan --parameters 7e9 --device-memory {}MiB --pinned-memory {}MiB", device_mib, pinned_mib))
+        .output;
+  };
+  EXPECT_THAT(plan(device, pinned), Not(HasSubstr("nothing fits")));
+  EXPECT_THAT(plan(device - 1, pinned), HasSubstr("nothing fits"));
+  EXPECT_THAT(plan(device, pinned - 1), HasSubstr("nothing fits"));
+}
+
+// Without a configuration as with one that names these places: every step is a commit, in one of two extents.
+TEST_F(Plan, ReservesWhatCommitsTake) {
+  ASSERT_EQ(run("plan --parameters 1e9 --json plan.json").exit_code, 0);
+  for (const char* parameters : {"device", "pinned", "nvme"})
+    EXPECT_NEAR(row(json_of("plan.json"), parameters, "nvme")["nvme"]["bytes"].get<double>(), 24e9, 0.1e9);
+  EXPECT_NEAR(row(json_of("plan.json"), "pinned", "nvme")["step"]["nvme_write"].get<double>(), 12e9, 0.1e9);
+  EXPECT_EQ(row(json_of("plan.json"), "pinned", "pinned")["nvme"]["bytes"], 0);
+  write("none.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}},
+                         "hoist": {"durability": "none"}})");
+  ASSERT_EQ(run("plan none.json --parameters 1e9 --json plan.json").exit_code, 0);
+  EXPECT_NEAR(row(json_of("plan.json"), "nvme", "nvme")["nvme"]["bytes"].get<double>(), 12e9, 0.1e9);
 }
 
 // Tables of tiles grow with the model: what equal layers share is held once, or this would take 1 GB.
@@ -145,6 +210,7 @@ TEST_F(Plan, MarksPlacesThatNoEngineWouldTake) {
   report = json_of("plan.json");
   EXPECT_EQ(report["best"], nullptr);
   for (const auto& each : report["rows"]) EXPECT_THAT(each["refusal"], HasSubstr("groups of 2")) << each;
+  EXPECT_THAT(result.output, HasSubstr("nothing fits: every place is refused"));
 }
 
 TEST_F(Plan, RefusesWhatItCannotUse) {

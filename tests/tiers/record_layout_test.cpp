@@ -59,6 +59,22 @@ void expect_partition(const std::vector<RecordSegment>& segments) {
     EXPECT_EQ(element, expected.shard_elements);
   }
   EXPECT_EQ(next, layout.tiles().size());
+  // Every tile is in one run of equal ones.
+  std::uint64_t tile = 0;
+  for (const EqualTiles& run : layout.equal_tiles()) {
+    EXPECT_EQ(run.first_tile, tile);
+    EXPECT_GT(run.tile_count, 0u);
+    for (; tile < run.end_tile(); ++tile) {
+      EXPECT_EQ(layout.tiles()[tile].segment, run.segment);
+      EXPECT_EQ(layout.tiles()[tile].elements, run.elements);
+      EXPECT_EQ(layout.tile_bytes(Region::weights, tile, 1), run.w_bytes);
+      EXPECT_EQ(layout.tile_bytes(Region::state, tile, 1), run.s_bytes);
+      EXPECT_EQ(layout.tiles()[tile].s_bytes, run.s_bytes);
+    }
+  }
+  EXPECT_EQ(tile, layout.tiles().size());
+  EXPECT_LE(layout.equal_tiles().size(), 2 * segments.size());
+  EXPECT_EQ(layout.tile_bytes(Region::state, 0, tile), s_end);
   EXPECT_EQ(layout.region_bytes(Region::weights), w_end);
   EXPECT_EQ(layout.region_bytes(Region::state), s_end);
   EXPECT_EQ(layout.bytes(), w_end + s_end);

@@ -9,7 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/zero/detail/pinned_needs.hpp>
 #include <hoist/zero/prediction.hpp>
 
 #include "toy_program.hpp"

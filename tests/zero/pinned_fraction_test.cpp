@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // EngineOptions::optimizer_pinned_fraction: which states are in memory, what that costs, and that nothing else changes.
 // Bits over placements: placement_test, update_mode_test, keep_test, random_program_test; bytes: budget_test.
+#include <array>
+#include <cmath>
+
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/zero/detail/pinned_needs.hpp>
 #include <hoist/zero/prediction.hpp>
 
 #include "toy_ranks.hpp"
@@ -82,6 +86,65 @@ TEST(PinnedFraction, PiecesCoverEveryTileOnceAndAreOfOneKind) {
         for (std::uint32_t t = 0; t < piece.tile_count; ++t) ++covered[piece.unit.index][piece.first_tile + t];
       }
       for (const auto& unit : covered) EXPECT_THAT(unit, testing::Each(1));
+    }
+  }
+}
+
+// What is computed by runs of equal tiles is what tiles add up to, for every mixture of segments.
+TEST(PinnedFraction, SumsOfRunsAreSumsOfTiles) {
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    Rng rng(seed);
+    detail::UnitTable table(/*world_size=*/static_cast<int>(1 + rng.below(3)));
+    std::vector<optim::StateForm> groups(3);
+    for (optim::StateForm& group : groups) {
+      group.state = optim::kOptimizerStates[rng.below(optim::kOptimizerStates.size())];
+      group.moments = std::array{MomentType::fp32, MomentType::bf16, MomentType::fp8}[rng.below(3)];
+      group.remainder = rng.below(2) == 0 ? RemainderType::int16 : RemainderType::int8;
+    }
+    for (std::uint64_t u = 0; u <= rng.below(5); ++u) {
+      std::vector<ParameterSpec> specs;
+      for (std::uint64_t p = 0; p <= rng.below(4); ++p) {
+        const std::uint64_t elements =
+            std::array{rng.below(100), rng.below(600'000), 16384 * rng.below(9)}[rng.below(3)];
+        specs.push_back({.name = fmt::format("{}.{}", u, p),
+                         .shape = {static_cast<std::int64_t>(1 + elements)},
+                         .dtype = std::array{DType::bf16, DType::fp16, DType::fp32}[rng.below(3)],
+                         .trainable = rng.below(4) != 0,
+                         .group = {static_cast<std::uint32_t>(rng.below(3))}});
+      }
+      table.add("unit" + std::to_string(u), specs, {}, groups);
+    }
+    const bool on_nvme = rng.below(2) == 0, apart = rng.below(2) == 0;
+    EngineOptions options =
+        options_with(rng.below(3) == 0 ? static_cast<double>(rng.below(2)) : static_cast<double>(rng.below(101)) / 100,
+                     on_nvme ? Placement::nvme : Placement::device);
+    if (!on_nvme && rng.below(2) == 0) options.optimizer_offload_ratio = 0.5;
+    const PinnedNeeds needs(options, table, apart);
+    std::uint64_t bytes = 0, home_bytes = 0;
+    for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+      if (needs.state_on_device(UnitId{u})) continue;
+      const auto tiles = table.units()[u].trainable.tiles();
+      for (const tiers::Tile& tile : tiles) bytes += tile.s_bytes;
+      const double most = std::floor(*options.optimizer_pinned_fraction * static_cast<double>(bytes));
+      std::uint32_t count = 0;
+      while (count < tiles.size() && static_cast<double>(home_bytes + tiles[count].s_bytes) <= most)
+        home_bytes += tiles[count++].s_bytes;
+      EXPECT_EQ(needs.state_tiles_at_home(UnitId{u}), count) << "seed " << seed;
+    }
+    for (const std::uint64_t piece_tiles : {1u, 2u, 7u, 1000u}) {
+      std::uint64_t most = apart ? kBlockAlignment : 0;
+      for (const detail::Piece& piece : needs.cut(piece_tiles)) {
+        const bool passes = needs.apart(piece.unit);
+        std::uint64_t sum = 0;
+        for (std::uint32_t t = piece.first_tile; t < piece.first_tile + piece.tile_count; ++t) {
+          const tiers::Tile& tile = table.unit(piece.unit).trainable.tiles()[t];
+          if (on_nvme || passes) sum += tile.w_bytes;
+          if (!needs.state_at_home(piece) || passes) sum += tile.s_bytes;
+        }
+        EXPECT_EQ(needs.buffered_bytes(piece).total(), sum) << "seed " << seed;
+        most = std::max(most, sum);
+      }
+      EXPECT_EQ(needs.update_buffer_bytes(piece_tiles), most) << "seed " << seed << ", " << piece_tiles << " tiles";
     }
   }
 }
@@ -300,6 +363,53 @@ TEST(PinnedFraction, ReadsAndWritesCrossTheBoundary) {
     values[fraction > 0 ? 1 : 0] = moments;
   }
   EXPECT_EQ(values[0], values[1]);
+}
+
+// What a program in another language, or a cast, may make of an enumeration.
+TEST(Options, ValuesThatAreNoneAreRefusedByName) {
+  constexpr auto kNone = static_cast<std::uint8_t>(200);
+  const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  const auto refusal = [&](const auto& change) -> std::string {
+    ToySetup changed = setup;
+    change(changed);
+    try {
+      Runtime runtime(changed.runtime);
+      Engine engine(runtime, changed.engine);
+    } catch (const ConfigError& error) {
+      return error.what();
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  const auto names = [](const char* key) { return testing::AllOf(testing::HasSubstr(key), testing::HasSubstr("200")); };
+  EXPECT_THAT(refusal([](ToySetup& s) { s.runtime.device = platform::DeviceKind{kNone}; }), names("hoist.device"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.runtime.aio_backend = aio::BackendKind{kNone}; }), names("hoist.io_engine"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.runtime.communicator = CommunicatorKind{kNone}; }),
+              names("hoist.communicator"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.parameters = Placement{kNone}; }), names("offload_param.device"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer = Placement{kNone}; }), names("offload_optimizer.device"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.durability = tiers::Durability{kNone}; }), names("hoist.durability"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.update_mode = UpdateMode{kNone}; }), names("hoist.update_mode"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.micro_batch_order = MicroBatchOrder{kNone}; }),
+              names("hoist.micro_batch_order"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.weights_dtype = DType{kNone}; }), names("bf16.enabled"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.kind = optim::OptimizerKind{kNone}; }),
+              names("kind"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.moments = MomentType{kNone}; }), names("moments"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.optimizer_defaults.remainder = RemainderType{kNone}; }),
+              names("remainder"));
+  EXPECT_THAT(refusal([](ToySetup& s) { s.engine.learning_rate_schedule = WarmupRate{.shape = WarmupShape{kNone}}; }),
+              testing::HasSubstr("warmup_type"));
+  EXPECT_EQ(refusal([](ToySetup&) {}), "accepted");
+
+  Runtime runtime(setup.runtime);
+  Engine engine(runtime, setup.engine);
+  EXPECT_THROW(engine.add_unit("unit", std::vector<ParameterSpec>{{.name = "w", .shape = {4}, .dtype = DType{kNone}}}),
+               UsageError);
+  const ToyModel model(engine, ToyShape{});
+  engine.initialize(model.fill());
+  EXPECT_THROW(engine.begin(Pass{kNone}), UsageError);
 }
 
 TEST(PinnedFraction, OutOfRangeIsRefused) {

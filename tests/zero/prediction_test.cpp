@@ -107,6 +107,45 @@ TEST_P(LeastBudget, IsTheSmallestThatStarts) {
 }
 INSTANTIATE_TEST_SUITE_P(Modes, LeastBudget, testing::Values(UpdateMode::automatic, UpdateMode::backward));
 
+// Gradient, weights and state, by hand.
+TEST(Prediction, CountsWhatAnUpdateReadsAndWrites) {
+  const auto bytes_of = [](DType dtype, Placement optimizer, double ratio, bool accessible) {
+    RuntimeOptions runtime;
+    runtime.host_device.host_accessible = accessible;
+    EngineOptions engine{.optimizer = optimizer, .optimizer_offload_ratio = ratio};
+    engine.gradient_clipping = 0;
+    const Prediction p = predict(runtime, engine, uniform_model(8 * 32768, 8, dtype), 1);
+    return std::pair(p.update_memory_bytes / 32768, p.device_update_bytes / 32768);
+  };
+  using Pair = std::pair<std::uint64_t, std::uint64_t>;
+  EXPECT_EQ(bytes_of(DType::bf16, Placement::pinned, 1, true), Pair(8 * (2 + 2 * (2 + 10)), 0));
+  EXPECT_EQ(bytes_of(DType::fp32, Placement::pinned, 1, true), Pair(8 * (4 + 2 * (4 + 8)), 0));
+  // The weights are made of their masters.
+  EXPECT_EQ(bytes_of(DType::fp16, Placement::pinned, 1, true), Pair(8 * (2 + 2 + 2 * 12), 0));
+  // A device that the host reaches is updated by the host.
+  EXPECT_EQ(bytes_of(DType::bf16, Placement::device, 1, true), Pair(8 * 26, 0));
+  EXPECT_EQ(bytes_of(DType::bf16, Placement::device, 1, false), Pair(0, 8 * 26));
+  EXPECT_EQ(bytes_of(DType::bf16, Placement::pinned, 0.75, false), Pair(6 * 26, 2 * 26));
+}
+
+TEST(Prediction, LeavesRoomForWhatTheProgramPins) {
+  ModelShape model = uniform_model(1'000'000'000, 20);
+  RuntimeOptions runtime{.pinned_memory_bytes = 12 * kGiB};
+  const EngineOptions engine{.parameters = Placement::nvme,
+                             .optimizer = Placement::nvme,
+                             .optimizer_pinned_fraction = std::nullopt,
+                             .store_directory = "/nowhere"};
+  const Prediction alone = predict(runtime, engine, model, 1);
+  model.program_pinned_bytes = 3 * kGiB;
+  const Prediction beside = predict(runtime, engine, model, 1);
+  EXPECT_LT(beside.pinned_fraction, alone.pinned_fraction);
+  EXPECT_TRUE(beside.pinned.fits());
+  EXPECT_LE(beside.pinned.bytes, runtime.pinned_memory_bytes);
+  EXPECT_LT(largest_pinned_fraction(runtime, engine, model, 1), alone.pinned_fraction);
+  runtime.pinned_memory_bytes = 4 * kGiB;  // its gradients and buffers, or what the program stashes
+  EXPECT_FALSE(predict(runtime, engine, model, 1).pinned.fits());
+}
+
 TEST(Prediction, OfAModelOnlyItsSizeIsKnown) {
   const ModelShape model = uniform_model(7'000'000'000, 34);
   const Prediction predicted = predict(

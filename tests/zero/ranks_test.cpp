@@ -156,11 +156,74 @@ TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {
       engine.initialize(model.fill());
     });
   };
+  const auto says = [](const char* one, const char* other) {
+    return testing::AllOf(testing::HasSubstr(one), testing::HasSubstr(other), testing::HasSubstr("rank 1 is at"));
+  };
   EXPECT_THAT(with([](EngineOptions& options) { options.update_mode = UpdateMode::step; }),
-              testing::AllOf(testing::HasSubstr("update step"), testing::HasSubstr("update forward")));
-  EXPECT_THAT(with([](EngineOptions& options) { options.prefetch_elements = 7; }), testing::HasSubstr("diverged"));
-  EXPECT_THAT(with([](EngineOptions& options) { options.commit_every = 3; }), testing::HasSubstr("commits every 3"));
+              says("hoist.update_mode = step", "hoist.update_mode = forward"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.parameters = Placement::pinned; }),
+              says("offload_param.device = cpu", "offload_param.device = nvme"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.optimizer = Placement::pinned; }),
+              says("offload_optimizer.device = cpu", "offload_optimizer.device = nvme"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.optimizer_offload_ratio = 0.5; }),
+              says("offload_optimizer.ratio = 0.5", "offload_optimizer.ratio = 1"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.commit_every = 3; }), says("every 3 steps", "every 1 steps"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.loss_scale.scale = 8; }),
+              says("fp16.loss_scale = 8", "fp16.loss_scale = 1"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.loss_scale.window = 10; }), "nobody noticed");
+  EXPECT_THAT(with([](EngineOptions& options) { options.loss_scale.dynamic = true; }), testing::HasSubstr("dynamic"));
+  EXPECT_THAT(with([](EngineOptions& options) { options.optimizer_defaults.initial_accumulator = 0.5; }),
+              testing::HasSubstr("initial_accumulator_value = 0.5"));
+  const std::vector<std::pair<const char*, void (*)(EngineOptions&)>> others{
+      {"keep_steps", [](EngineOptions& o) { o.keep_steps = 2; }},
+      {"gradient_accumulation_steps", [](EngineOptions& o) { o.micro_batches_max = 2; }},
+      {"micro_batch_order", [](EngineOptions& o) { o.micro_batch_order = MicroBatchOrder::vertical; }},
+      {"stage3_prefetch_bucket_size", [](EngineOptions& o) { o.prefetch_elements = 7; }},
+      {"stage3_max_live_parameters", [](EngineOptions& o) { o.live_elements_max = 7; }},
+      {"stage3_max_reuse_distance", [](EngineOptions& o) { o.reuse_distance_elements = 7; }},
+      {"stage3_param_persistence_threshold", [](EngineOptions& o) { o.persistence_elements = 7; }},
+      {"zero_hpz_partition_size", [](EngineOptions& o) { o.secondary_shard_ranks = 2; }},
+      {"durability", [](EngineOptions& o) { o.durability = tiers::Durability::none; }}};
+  for (const auto& [key, change] : others) EXPECT_THAT(with(change), testing::HasSubstr(key));
+  // Of its own memory and drives each rank may make what it wants.
+  EXPECT_EQ(with([](EngineOptions& o) {
+              o.optimizer_pinned_fraction = 0.5;
+              o.sub_group_elements = 20000;
+              o.update_buffer_count = 5;
+              o.staging_buffer_count = 2;
+              o.lock_timeout = std::chrono::seconds(3);
+              o.caller_state_bytes_max = 4096;
+            }),
+            "nobody noticed");
   EXPECT_EQ(with([](EngineOptions&) {}), "nobody noticed");
+}
+
+// A rank with less memory on its device gathers fewer units at once, and then all do: in another order the ranks would
+// wait for each other, or take one unit for another.
+TEST(Ranks, WithMoreDeviceMemoryDoAsTheOneWithLeast) {
+  ToyShape shape{.matrices = {}, .frozen = false, .tied = false};
+  for (int i = 0; i < 6; ++i) shape.matrices.push_back(40000);
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
+  setup.engine.persistence_elements = 0;
+  setup.engine.prefetch_elements = 200000;
+  const Digests reference = train_on(3, setup, shape, 4)[0].digests;
+  std::vector<std::uint64_t> gather_slots(3);
+  std::vector<Digests> digests(3);
+  on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
+    ToySetup own = setup;
+    own.runtime.comm_scratch_bytes = 256 * kKiB;
+    own.runtime.device_memory_bytes = rank == 1 ? 1100 * kKiB : 16 * kMiB;
+    Runtime runtime(own.runtime, join);
+    Engine engine(runtime, own.engine);
+    ToyModel model(engine, shape);
+    gather_slots[static_cast<std::size_t>(rank)] = predict(own.runtime, own.engine, engine.shape(), 3).gather_slots;
+    engine.initialize(model.fill());
+    model.train(1, 4);
+    engine.settle();
+    digests[static_cast<std::size_t>(rank)] = digests_of(engine, model);
+  });
+  ASSERT_LT(gather_slots[1], gather_slots[0]);
+  for (const Digests& each : digests) EXPECT_EQ(each, reference);
 }
 
 // Each rank steps its own shard: settings that differ would mix two trainings in one model without a word.

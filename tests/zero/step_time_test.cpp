@@ -70,6 +70,23 @@ TEST(StepTime, AnUpdateInStepComesAfterBackwardAndOthersHideUnderPasses) {
   EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, 100 + 210);
 }
 
+TEST(StepTime, WhatTheDeviceUpdatesTakesItsTimeInEveryMode) {
+  for (const UpdateMode mode : {UpdateMode::step, UpdateMode::forward, UpdateMode::backward}) {
+    Prediction p = some_prediction();
+    p.update_mode = mode;
+    StepSpeeds speeds{.nvme_read = 10, .nvme_write = 10, .host_memory = 100, .compute_seconds = 300};
+    const double without = predict_time(p, speeds).expected_seconds;
+    p.device_update_bytes = 2800;
+    EXPECT_DOUBLE_EQ(predict_time(p, speeds).expected_seconds, without) << "at a speed that nobody knows";
+    speeds.device_memory = 70;
+    const StepTime time = predict_time(p, speeds);
+    EXPECT_DOUBLE_EQ(time.expected_seconds, without + 40);
+    EXPECT_DOUBLE_EQ(time.busy(Resource::device_memory), 40);
+    speeds.device_memory = 1;
+    EXPECT_EQ(predict_time(p, speeds).limit, Resource::device_memory);
+  }
+}
+
 TEST(StepTime, AnUpdateIsUnderOneOfSeveralPasses) {
   Prediction p = some_prediction();
   p.passes = 4;

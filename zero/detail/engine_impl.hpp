@@ -18,6 +18,7 @@
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/zero/detail/alarm.hpp>
 #include <hoist/zero/detail/commit_state.hpp>
+#include <hoist/zero/detail/common_options.hpp>
 #include <hoist/zero/detail/drives.hpp>
 #include <hoist/zero/detail/gatherer.hpp>
 #include <hoist/zero/detail/gradients.hpp>
@@ -25,6 +26,7 @@
 #include <hoist/zero/detail/metrics.hpp>
 #include <hoist/zero/detail/records.hpp>
 #include <hoist/zero/detail/stager.hpp>
+#include <hoist/zero/detail/step_form.hpp>
 #include <hoist/zero/detail/step_update.hpp>
 #include <hoist/zero/detail/unit_table.hpp>
 #include <hoist/zero/detail/updater.hpp>
@@ -75,7 +77,9 @@ class Engine::Impl {
   void seal(bool create_store);  // takes memory, opens the store, starts threads
   // What `optimizer_pinned_fraction` is where it is left open.
   double affordable_pinned_fraction(std::uint64_t store_memory_bytes) const;
-  void lay_out(bool create_store, std::uint64_t run, bool replace_first_commit);
+  void lay_out(bool create_store, std::uint64_t run, bool replace_first_commit);  // memory, drives and store
+  std::uint64_t fewest_gather_slots() const;                                      // [C] that a rank has
+  void start(std::uint64_t gather_slots);                                         // what works on them
   // [C] That all ranks bring the same model to life by the same call, with options that lead to the same collectives:
   // otherwise they would train parts of different models as one, or wait for each other somewhere on the way.
   void agree_on_model(std::string_view call) const;

@@ -26,9 +26,10 @@ struct Streams {
 
 class Gatherer {
  public:
+  // `slot_count`: of the memory's gather slots, how many there are on every rank.
   Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-           scheduler::Executor& executor, Streams& streams, Stager* stager, DeferredUpdate* deferred, Alarm& alarm,
-           comm::Communicator* group);
+           std::uint64_t slot_count, scheduler::Executor& executor, Streams& streams, Stager* stager,
+           DeferredUpdate* deferred, Alarm& alarm, comm::Communicator* group);
 
   // `last`: the weights may change after this pass.
   void begin_pass(std::size_t kind, bool last);

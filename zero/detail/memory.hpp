@@ -25,7 +25,7 @@
 
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
-#include <hoist/zero/detail/memory_needs.hpp>
+#include <hoist/zero/detail/pinned_needs.hpp>
 #include <hoist/zero/detail/unit_table.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/runtime.hpp>
