@@ -212,7 +212,7 @@ TEST(Ranks, WithMoreDeviceMemoryDoAsTheOneWithLeast) {
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
     ToySetup own = setup;
     own.runtime.comm_scratch_bytes = 256 * kKiB;
-    own.runtime.device_memory_bytes = rank == 1 ? 1100 * kKiB : 16 * kMiB;
+    own.runtime.device_memory_bytes = rank == 1 ? 640 * kKiB : 16 * kMiB;
     Runtime runtime(own.runtime, join);
     Engine engine(runtime, own.engine);
     ToyModel model(engine, shape);
