@@ -121,7 +121,7 @@ class ScratchFile::Marker {
   bool missing_marker(bool made) const {
     const int code = errno;
     if (code == ELOOP) throw not_ours(directory_, "its marker is a link");
-    if (code == EISDIR || code == EINVAL) throw not_ours(directory_, "its marker is no regular file");
+    if (code == EISDIR || code == EINVAL) throw not_ours(directory_, "its marker is not a regular file");
     if (code != ENOENT && !(made && code == EEXIST))
       throw IoError({.operation = "open", .path = path_, .code = code}, "");
     if (code == ENOENT && ::rmdir(directory_.c_str()) != 0 && errno != ENOENT)

@@ -88,7 +88,7 @@ TEST_F(ScratchFileTest, AMarkerThatIsNoFileIsRefusedAndNeverWaitedFor) {
     fs::create_directory(inside());
     write(inside() / ScratchFile::kDataName, "precious");
     if (kind.make((inside() / ScratchFile::kMarkerName).string())) {
-      EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("no regular file")))
+      EXPECT_THAT([&] { ScratchFile(parent(), kMiB); }, ThrowsMessage<InputError>(HasSubstr("not a regular file")))
           << kind.name;
     }
     EXPECT_EQ(text_of(inside() / ScratchFile::kDataName), "precious") << kind.name;

@@ -104,7 +104,7 @@ def tensor_names(path: str) -> set[str]:
         index = os.path.join(path, "model.safetensors.index.json")
         path = index if os.path.exists(index) else os.path.join(path, "model.safetensors")
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-        raise _hoist.UsageError(f"{path} is no regular file")
+        raise _hoist.UsageError(f"{path} is not a regular file")
     with open(path, "rb") as file:
         if path.endswith(".json"):
             return set(json.load(file)["weight_map"])
