@@ -94,7 +94,7 @@ class Training {
     if (!arguments.report.empty() && first_rank()) report_ = std::make_unique<ReportFile>(arguments.report);
   }
 
-  void describe_units(const std::string& path) const;
+  void describe_units(const std::string& path);
   void prepare();
   void train();
   void close();
@@ -135,7 +135,7 @@ class Training {
 };
 
 // The form that hoist check --units reads.
-void Training::describe_units(const std::string& path) const {
+void Training::describe_units(const std::string& path) {
   using Json = nlohmann::ordered_json;
   Json units = Json::array();
   const ModelShape shape = engine_.shape();

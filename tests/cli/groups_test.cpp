@@ -2,6 +2,7 @@
 // inspect and export of the stores of several sharding groups: what the job has, not what one of them has.
 #include <filesystem>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <hoist/interchange/safetensors_reader.hpp>
@@ -26,8 +27,8 @@ class Groups : public test::ProgramTest {
   // Two groups, of one rank and of two, train `steps` steps into job/group-0 and job/group-1.
   void train(std::uint64_t steps, Names names, const std::string& job = "job") {
     test::on_groups({1, 2}, [&](int group, int rank, const Runtime::Groups& groups) {
-      test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme,
-                                             path(job + "/group-" + std::to_string(group) + "/hoist"));
+      test::ToySetup setup =
+          test::toy_setup(Placement::nvme, Placement::nvme, path(job + "/group-" + std::to_string(group) + "/hoist"));
       setup.engine.keep_steps = 1;
       Runtime runtime(setup.runtime, groups);
       Engine engine(runtime, setup.engine);
@@ -64,7 +65,7 @@ class Groups : public test::ProgramTest {
       std::fstream file(manifest, std::ios::in | std::ios::out | std::ios::binary);
       const std::string text = test::text_of(manifest);
       // The superblock's length, then slots of equal length; which of the two is the newest is what look() says after.
-      for (const std::uint64_t slot : {0, 1}) {
+      for (const std::uint64_t slot : {0u, 1u}) {
         const std::uint64_t superblock_bytes = 4096;
         const std::uint64_t slot_bytes = (text.size() - superblock_bytes) / 3;
         const auto at = static_cast<std::streamoff>(superblock_bytes + slot * slot_bytes + 16);
@@ -133,7 +134,7 @@ TEST_F(Groups, StagesAreExportedAsOneModelOfTheStepThatAllHave) {
   result = run("export job/group-0 job/group-1 --to kept --from end");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   const interchange::SafetensorsModel kept(path("kept"));
-  for (const std::size_t group : {0, 1}) {
+  for (const std::size_t group : {0u, 1u}) {
     for (const auto& [name, expected] : masters_[group]) {
       const auto* tensor = kept.find(name);
       ASSERT_NE(tensor, nullptr) << name;

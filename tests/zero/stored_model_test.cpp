@@ -210,11 +210,11 @@ TEST(StoredModel, NoByteOfAManifestCanBeWrongUnnoticed) {
     try {
       const StoreSummary found = look_at_store(directory / "store");
       const bool said = std::ranges::any_of(found.ranks, [](const auto& rank) { return !rank.damage.empty(); });
-      if (!found.layout.empty()) EXPECT_EQ(found.layout, layout) << "byte " << at;
+      EXPECT_TRUE(found.layout.empty() || found.layout == layout) << "byte " << at;
       const std::uint64_t step = found.commits.empty() ? 0 : found.commits.front().step;
       EXPECT_TRUE(step == 3 || (step == 2 && said)) << "byte " << at << ": step " << step;
       ++(step == 3 && !said ? harmless : older);
-      if (at % 61 == 0) EXPECT_EQ(first_master(std::nullopt), step) << "byte " << at;
+      EXPECT_TRUE(at % 61 != 0 || first_master(std::nullopt) == step) << "byte " << at;
     } catch (const StoreError&) {
       ++refused;
     }
