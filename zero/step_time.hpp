@@ -4,10 +4,10 @@
 // Two figures. `least`: everything overlaps with everything, so the busiest resource alone decides; no schedule is
 // faster. `expected`: as this engine works, where forward, backward and the update follow each other. Within one of
 // them all overlaps; what buffers hold of writes goes on under what comes next, and for an update under forward they
-// are filled under the backward pass before it. An update under the forward or
-// the backward pass (update modes `forward` and `backward`) is part of it, one in step() comes after backward. What the
-// device updates, it does in step() and before all else. Left
-// out: filling the pipeline at the start of a phase, latencies, and processors that the update and the program share.
+// are filled under the backward pass before it. An update under the forward or the backward pass (update modes
+// `forward` and `backward`) is part of it, one in step() comes after backward. What the device updates, it does in
+// step() and before all else. Left out: filling the pipeline at the start of a phase, latencies, and processors that
+// the update and the program share.
 //
 // Threading  Pure functions.
 #pragma once
