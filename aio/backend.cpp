@@ -25,7 +25,7 @@ void say_fallback_once(const detail::Unavailable& why) {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_backend(const EngineOptions& options) {
+std::unique_ptr<Backend> make_backend(const DriveQueueOptions& options) {
   if (options.backend == BackendKind::null) return detail::make_null_backend(options);
   if (options.backend == BackendKind::threads) return detail::make_threads_backend(options, {});
   detail::Unavailable why;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/backend.hpp - the small interface behind Engine: one way of getting blocks to and from a file.
+// aio/backend.hpp - the small interface behind DriveQueue: one way of getting blocks to and from a file.
 //
-// Engine cuts transfers into blocks, orders them by priority, checks every result and retries; a backend only moves a
-// block and reports what the kernel said. Tests implement it to inject faults.
+// DriveQueue cuts transfers into blocks, orders them by priority, checks every result and retries; a backend only moves
+// a block and reports what the kernel said. Tests implement it to inject faults.
 //
 // Threading  Made on any thread; submit and reap run on the engine's I/O thread, where the backend is destroyed too;
 //            wake_up on any thread.

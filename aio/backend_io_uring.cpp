@@ -37,7 +37,7 @@ class IoUringBackend final : public Backend {
       : wake_up_(std::make_shared<const WakeUp>(event_descriptor)), ring_(wake_up_) {}
 
   // An errno, or 0.
-  int make(const EngineOptions& options) {
+  int make(const DriveQueueOptions& options) {
     const Polling polling = choose_polling(options);
     const Polling of_first = polling == Polling::completion ? Polling::none : polling;
     if (const int code = ring_.make(options, of_first); code != 0) return code;
@@ -73,7 +73,7 @@ class IoUringBackend final : public Backend {
   void wake_up() override { wake_up_->signal(); }
 
  private:
-  Polling choose_polling(const EngineOptions& options) {
+  Polling choose_polling(const DriveQueueOptions& options) {
     if (options.polling == Polling::none) return Polling::none;
     const auto why = probe_polling({options.polling, options.directory, options.block_bytes});
     note_ = fmt::format(", {}{}", why ? "no " : "", polling_name(options.polling));
@@ -148,7 +148,7 @@ class IoUringBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_io_uring_backend(const EngineOptions& options, Unavailable& why) {
+std::unique_ptr<Backend> make_io_uring_backend(const DriveQueueOptions& options, Unavailable& why) {
   const int event_descriptor = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (event_descriptor < 0) {
     why = io_uring_unavailable(errno);

@@ -55,7 +55,7 @@ class NullBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_null_backend(const EngineOptions& options) {
+std::unique_ptr<Backend> make_null_backend(const DriveQueueOptions& options) {
   return std::make_unique<NullBackend>(options.queue_depth);
 }
 

@@ -64,7 +64,7 @@ std::int64_t transfer(const Block& block, int descriptor) {
 
 class ThreadsBackend final : public Backend {
  public:
-  ThreadsBackend(const EngineOptions& options, const std::string& note)
+  ThreadsBackend(const DriveQueueOptions& options, const std::string& note)
       : description_(note.empty() ? fmt::format("threads ({})", options.thread_count)
                                   : fmt::format("threads ({})", note)),
         waiting_(options.queue_depth),
@@ -154,7 +154,7 @@ class ThreadsBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_threads_backend(const EngineOptions& options, const std::string& note) {
+std::unique_ptr<Backend> make_threads_backend(const DriveQueueOptions& options, const std::string& note) {
   return std::make_unique<ThreadsBackend>(options, note);
 }
 

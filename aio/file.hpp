@@ -64,7 +64,7 @@ class File {
   [[nodiscard]] bool lock(Nanoseconds timeout);
   // Lets go of the lock now. Closing does so only when nobody else has this open file description, and a process that
   // was forked meanwhile has it for as long as it lives. Pre: nothing is in flight. Nothing happens once a drive of
-  // this process was given up (Engine::gave_up): the kernel may still write.
+  // this process was given up (DriveQueue::gave_up): the kernel may still write.
   void unlock() const noexcept;
 
   // Drops what the file holds and reserves `bytes` of it anew, as FileOptions::reserve_bytes does. For whoever holds

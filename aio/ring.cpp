@@ -43,7 +43,7 @@ Ring::~Ring() {
   io_uring_queue_exit(&ring_);
 }
 
-int Ring::make(const EngineOptions& options, Polling polling) {
+int Ring::make(const DriveQueueOptions& options, Polling polling) {
   if (const int code = set_up_ring(ring_, options.queue_depth + kOwnEntries, polling, flags_); code != 0) return code;
   made_ = true;
   if (!has_operations(ring_)) return ENOSYS;

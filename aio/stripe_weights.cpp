@@ -93,7 +93,7 @@ class Meter {
       throw IoError({"measuring", file_.path(), 0, kPieceBytes, ETIMEDOUT}, "check the drive (dmesg, smartctl)");
   }
 
-  Engine& engine_;
+  DriveQueue& engine_;
   const File file_;
   const std::uint64_t file_bytes_;
   const Nanoseconds answer_timeout_;

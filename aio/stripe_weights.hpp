@@ -13,12 +13,12 @@
 #include <string>
 #include <vector>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 
 namespace hoist::aio {
 
 struct MeasuredDrive {
-  Engine* engine = nullptr;
+  DriveQueue* engine = nullptr;
   std::string directory;
 };
 

@@ -11,7 +11,7 @@ namespace hoist::aio {
 
 namespace {
 
-std::vector<StripeDrive> single(Engine& engine, File file) {
+std::vector<StripeDrive> single(DriveQueue& engine, File file) {
   std::vector<StripeDrive> drives;
   drives.push_back({&engine, std::move(file)});
   return drives;
@@ -26,7 +26,7 @@ StripedFile::StripedFile(StripeLayout layout, std::vector<StripeDrive> drives)
   for (const StripeDrive& drive : drives_) HOIST_ASSERT(drive.engine != nullptr, "no engine for {}", drive.file.path());
 }
 
-StripedFile::StripedFile(Engine& engine, File file)
+StripedFile::StripedFile(DriveQueue& engine, File file)
     : StripedFile(StripeLayout::one_drive(), single(engine, std::move(file))) {}
 
 Completion StripedFile::read(std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority) {
@@ -41,7 +41,7 @@ Completion StripedFile::read_padded(std::uint64_t offset_bytes, std::span<std::b
 
 Completion StripedFile::write(std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority) {
   if (drives_.size() == 1) return drives_.front().engine->write(drives_.front().file, offset_bytes, source, priority);
-  // As in Engine::write: the memory of a write is only read.
+  // As in DriveQueue::write: the memory of a write is only read.
   return start(Operation::write, offset_bytes, {const_cast<std::byte*>(source.data()), source.size()}, source.size(),
                priority);
 }

@@ -8,19 +8,19 @@
 //            transfer is in flight.
 // Errors     A transfer ends when its parts on all drives have, with the IoError of the first drive (in their order)
 //            that failed: the path is that drive's, the offset the one in its file.
-// Main path  read -> one range for each drive -> Engine -> when_all.
+// Main path  read -> one range for each drive -> DriveQueue -> when_all.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/aio/stripe_layout.hpp>
 
 namespace hoist::aio {
 
 struct StripeDrive {
-  Engine* engine = nullptr;
+  DriveQueue* engine = nullptr;
   File file;
 };
 
@@ -28,19 +28,20 @@ class StripedFile {
  public:
   // Pre: one drive for each weight of the layout, in the same order.
   StripedFile(StripeLayout layout, std::vector<StripeDrive> drives);
-  StripedFile(Engine& engine, File file);  // on one drive
+  StripedFile(DriveQueue& engine, File file);  // on one drive
   StripedFile(const StripedFile&) = delete;
   StripedFile& operator=(const StripedFile&) = delete;
 
-  // As of Engine, with offsets in the logical file.
-  // Cost: on one drive, that of Engine::read. On several, one transfer for each drive that the range touches and one
+  // As of DriveQueue, with offsets in the logical file.
+  // Cost: on one drive, that of DriveQueue::read. On several, one transfer for each drive that the range touches and
+  // one
   //       joint completion, however many units there are.
   Completion read(std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority);
   Completion write(std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority);
   // A read of which only the first `needed_bytes` have to exist: bytes past the end of the file read as zeros.
   Completion read_padded(std::uint64_t offset_bytes, std::span<std::byte> target, std::uint64_t needed_bytes,
                          Priority priority);
-  // fdatasync of every drive's file, under the rule of Engine::sync.
+  // fdatasync of every drive's file, under the rule of DriveQueue::sync.
   Completion sync();
 
   // Locks the files of all drives, in their order. False when somebody else still holds one after `timeout`; the locks

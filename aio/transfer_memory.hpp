@@ -2,7 +2,7 @@
 // aio/transfer_memory.hpp - heap memory for transfers that are few and short: headers, manifests, single values.
 //
 // Threading  As any object's.
-// Memory     Given back by the destructor, unless a drive of this process was ever given up (Engine::gave_up): its
+// Memory     Given back by the destructor, unless a drive of this process was ever given up (DriveQueue::gave_up): its
 //            kernel may still write here, so from then on it is kept, never used again.
 // Errors     std::bad_alloc.
 #pragma once

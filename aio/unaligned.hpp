@@ -2,12 +2,12 @@
 // aio/unaligned.hpp - reads and writes of any offset, length and address, for callers who cannot keep to 4 KiB.
 //
 // What is aligned goes straight between the drive and the caller's memory; the rest is copied through bounce buffers,
-// and a write of part of a sector reads that sector first. Slower than Engine, by a copy and up to two small reads.
+// and a write of part of a sector reads that sector first. Slower than DriveQueue, by a copy and up to two small reads.
 //
 // Threading  Any thread. Copies are made on the engine's I/O thread.
 // Memory     Bounce buffers of `bounce_bytes` in all, taken at construction; transfers that find none free wait, in
 //            order, foreground first. A transfer borrows its memory and its file until its completion is done.
-// Errors     IoError as of Engine, with the offsets of whole sectors. A read past the end of the file: code 0.
+// Errors     IoError as of DriveQueue, with the offsets of whole sectors. A read past the end of the file: code 0.
 // Main path  read -> plan_unaligned -> pieces -> StripedFile -> copy -> Completion.
 #pragma once
 

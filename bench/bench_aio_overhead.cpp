@@ -18,7 +18,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 
 namespace {
 
@@ -43,7 +43,7 @@ std::span<std::byte> untouchable_memory() {
 
 class Bench {
  public:
-  Bench(aio::Engine& engine, const aio::File& file) : engine_(engine), file_(file) {}
+  Bench(aio::DriveQueue& engine, const aio::File& file) : engine_(engine), file_(file) {}
 
   // Long transfers, as of a whole record: the price of a block alone.
   void long_transfers(std::uint64_t blocks) {
@@ -71,7 +71,7 @@ class Bench {
     return engine_.read(file_, offset, memory_.subspan(offset, bytes), aio::Priority::foreground);
   }
 
-  aio::Engine& engine_;
+  aio::DriveQueue& engine_;
   const aio::File& file_;
   const std::span<std::byte> memory_ = untouchable_memory();
 };
@@ -144,7 +144,7 @@ aio::File some_file() {
 int main(int count, char** words) {
   const Arguments arguments = parse(count, words);
   const aio::File file = some_file();
-  aio::Engine engine({.backend = aio::BackendKind::null, .block_bytes = kBlock, .queue_depth = 32});
+  aio::DriveQueue engine({.backend = aio::BackendKind::null, .block_bytes = kBlock, .queue_depth = 32});
   Bench bench(engine, file);
   bool holds = true;
   std::string json;

@@ -62,7 +62,7 @@ RuntimeOptions runtime_options(const Arguments& arguments) {
   options.communicator = CommunicatorKind::self;
   if (arguments.flush_ms > 0) {
     const auto slow = bench::with_flushes_of(std::chrono::milliseconds(arguments.flush_ms));
-    options.make_aio_backend = [slow](const aio::EngineOptions& engine) {
+    options.make_aio_backend = [slow](const aio::DriveQueueOptions& engine) {
       return std::make_unique<bench::HeldBackend>(aio::make_backend(engine), slow);
     };
   }

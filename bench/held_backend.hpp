@@ -11,7 +11,7 @@
 #include <memory>
 #include <utility>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/clock.hpp>
 
 namespace hoist::bench {

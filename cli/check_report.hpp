@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <hoist/config/config.hpp>
-#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 namespace hoist::cli {
 

@@ -10,7 +10,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/interchange/export.hpp>
 #include <hoist/interchange/safetensors.hpp>
-#include <hoist/zero/stored_job.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
 
 #include "commands.hpp"
 #include "interrupt.hpp"

@@ -9,7 +9,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/units.hpp>
-#include <hoist/zero/stored_job.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
 
 #include "commands.hpp"
 #include "interrupt.hpp"

@@ -8,7 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <hoist/zero/step_time.hpp>
+#include <hoist/zero/predict/step_time.hpp>
 
 namespace hoist::cli {
 

@@ -132,7 +132,7 @@ std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure:
   return result;
 }
 
-std::string engine_name(const aio::Engine& engine) {
+std::string engine_name(const aio::DriveQueue& engine) {
   const std::string& description = engine.description();
   return description.substr(0, description.find(' '));
 }

@@ -12,7 +12,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/measure/machine.hpp>
 #include <hoist/measure/workload.hpp>
 
@@ -56,7 +56,7 @@ class StorageRig {
 std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure::Drive>>& drives);
 
 // "io_uring", "threads" or "null": what an engine turned out to be.
-std::string engine_name(const aio::Engine& engine);
+std::string engine_name(const aio::DriveQueue& engine);
 std::string drive_title(const std::string& path, const measure::DriveFacts& facts);  // "/data (ext4 on nvme0n1)"
 nlohmann::ordered_json machine_json();
 nlohmann::ordered_json drive_facts_json(const measure::DriveFacts& facts);

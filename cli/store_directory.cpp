@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 
-#include <hoist/zero/stored_job.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
 
 namespace hoist::cli {
 

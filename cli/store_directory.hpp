@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <hoist/zero/stored_job.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
 
 namespace hoist::cli {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 namespace hoist::cli {
 

@@ -3,7 +3,7 @@
 //
 // Every operation is started without blocking and polled, so that a rank that has gone away ends in a CommError after
 // the time-out instead of a hang; a roll call among the waiting says which one, and carries a rank's own failure to
-// the others (detail/mpi_roll_call.hpp). After a failure MPI is not called again in this process
+// the others (detail/mpi_liveness_probe.hpp). After a failure MPI is not called again in this process
 // (detail/mpi_process.hpp).
 //
 // Threading  MPI_THREAD_MULTIPLE; each transport has its own duplicate of the world.
@@ -19,12 +19,12 @@
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/detail/host_communicator.hpp>
+#include <hoist/comm/detail/mpi_liveness_probe.hpp>
 #include <hoist/comm/detail/mpi_process.hpp>
-#include <hoist/comm/detail/mpi_roll_call.hpp>
 #include <hoist/comm/detail/mpi_transport.hpp>
 #include <hoist/comm/mpi.hpp>
+#include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/core/patience.hpp>
 
 namespace hoist::comm {
 
@@ -35,22 +35,23 @@ using detail::may_call_mpi;
 using detail::mpi_error_text;
 
 // Never destroyed, like what is broken.
-detail::RollCalls& roll_calls() {
-  static auto* const instance = new detail::RollCalls;
+detail::LivenessProbes& roll_calls() {
+  static auto* const instance = new detail::LivenessProbes;
   return *instance;
 }
 
 // Of the world; made with its first transport, by all ranks together, and kept.
-std::shared_ptr<detail::RollCall>& roll_call_of_world() {
-  static auto* const instance = new std::shared_ptr<detail::RollCall>;
+std::shared_ptr<detail::LivenessProbe>& roll_call_of_world() {
+  static auto* const instance = new std::shared_ptr<detail::LivenessProbe>;
   return *instance;
 }
 
 // Takes `communicator` over.
-std::shared_ptr<detail::RollCall> make_roll_call(MPI_Comm communicator) {
-  const std::shared_ptr<detail::RollCall> made(new detail::RollCall(communicator), [](detail::RollCall* ended) {
-    if (may_call_mpi()) delete ended;
-  });
+std::shared_ptr<detail::LivenessProbe> make_roll_call(MPI_Comm communicator) {
+  const std::shared_ptr<detail::LivenessProbe> made(new detail::LivenessProbe(communicator),
+                                                    [](detail::LivenessProbe* ended) {
+                                                      if (may_call_mpi()) delete ended;
+                                                    });
   roll_calls().add(made);
   return made;
 }
@@ -86,10 +87,10 @@ class Backoff {
 class MpiTransport final : public Transport {
  public:
   enum class Ownership : std::uint8_t { taken, borrowed };
-  // `roll_call`: of the same ranks; null only while that is what is being made.
-  MpiTransport(MPI_Comm communicator, std::shared_ptr<detail::RollCall> roll_call,
+  // `liveness_probe`: of the same ranks; null only while that is what is being made.
+  MpiTransport(MPI_Comm communicator, std::shared_ptr<detail::LivenessProbe> liveness_probe,
                const detail::MpiTransportOptions& options, Ownership ownership = Ownership::taken)
-      : communicator_(communicator), ownership_(ownership), roll_call_(std::move(roll_call)), options_(options) {
+      : communicator_(communicator), ownership_(ownership), roll_call_(std::move(liveness_probe)), options_(options) {
     if (ownership_ == Ownership::taken) MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(communicator_, &rank_);
     MPI_Comm_size(communicator_, &size_);
@@ -161,15 +162,15 @@ class MpiTransport final : public Transport {
     MPI_Comm group = MPI_COMM_NULL;
     check(MPI_Comm_split(communicator_, rank_ / ranks, rank_, &group), kDoing);
     MpiTransport bare(group, nullptr, options_, Ownership::borrowed);
-    auto roll_call = make_roll_call(bare.duplicate_communicator());
-    return std::make_unique<MpiTransport>(group, std::move(roll_call), options_);
+    auto liveness_probe = make_roll_call(bare.duplicate_communicator());
+    return std::make_unique<MpiTransport>(group, std::move(liveness_probe), options_);
   }
 
   // Messages first: once it is reported, this process calls MPI no more.
   void abort(std::string_view why) noexcept override {
     if (!may_call_mpi()) return;
     try {
-      roll_calls().tell(detail::RollCall::News::failed, why);
+      roll_calls().tell(detail::LivenessProbe::News::failed, why);
       breakage().report(fmt::format("{} failed: {}", roll_call_->name_of(rank_), why));
     } catch (...) {  // no memory for the words: the others notice by waiting
     }
@@ -240,7 +241,7 @@ class MpiTransport final : public Transport {
 
   // Polls until all started requests have ended.
   void finish(const Doing& doing) {
-    Patience patience(options_.timeout);
+    Deadline deadline(options_.timeout);
     const Nanoseconds quiet = std::min<Nanoseconds>(kQuiet, options_.timeout / 4);
     statuses_.resize(requests_.size());
     const Backoff backoff;
@@ -251,7 +252,7 @@ class MpiTransport final : public Transport {
       if (code == MPI_ERR_IN_STATUS) check_statuses(doing);
       check(code, doing);
       if (done != 0) break;
-      const Nanoseconds waited = patience.waited();
+      const Nanoseconds waited = deadline.waited();
       if (waited > quiet) look_around(doing, waited);
       backoff.pause(waited);
     }
@@ -266,12 +267,12 @@ class MpiTransport final : public Transport {
       give_up(doing, fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs",
                                  options_.timeout.count()));
     }
-    const Nanoseconds patience = std::min<Nanoseconds>(options_.timeout / 3, kAnswerTime);
-    if (waited > options_.timeout - patience) roll_call_->ask(patience);
+    const Nanoseconds deadline = std::min<Nanoseconds>(options_.timeout / 3, kAnswerTime);
+    if (waited > options_.timeout - deadline) roll_call_->ask(deadline);
     if (waited <= options_.timeout) return;
     const std::string findings = roll_call_->findings(options_.timeout);
     // First: once it is reported, other threads of this process leave their waits, and their memory with them.
-    roll_calls().tell(detail::RollCall::News::gave_up, findings);
+    roll_calls().tell(detail::LivenessProbe::News::gave_up, findings);
     give_up(doing, findings);
   }
 
@@ -304,7 +305,7 @@ class MpiTransport final : public Transport {
 
   MPI_Comm communicator_;
   const Ownership ownership_;
-  const std::shared_ptr<detail::RollCall> roll_call_;
+  const std::shared_ptr<detail::LivenessProbe> roll_call_;
   const detail::MpiTransportOptions options_;
   int rank_ = 0;
   int size_ = 1;
@@ -353,10 +354,10 @@ std::unique_ptr<Communicator> make_mpi_over(MPI_Comm ranks, const CommunicatorOp
   if (ranks == MPI_COMM_NULL || between_groups != 0)
     throw UsageError("make_mpi_over: needs a communicator over one group of ranks, this one among them");
   MpiTransport given(ranks, nullptr, transport_options(options), MpiTransport::Ownership::borrowed);
-  auto roll_call = make_roll_call(given.duplicate_communicator());
-  return over(
-      std::make_unique<MpiTransport>(given.duplicate_communicator(), std::move(roll_call), transport_options(options)),
-      options);
+  auto liveness_probe = make_roll_call(given.duplicate_communicator());
+  return over(std::make_unique<MpiTransport>(given.duplicate_communicator(), std::move(liveness_probe),
+                                             transport_options(options)),
+              options);
 }
 
 }  // namespace hoist::comm

@@ -30,8 +30,8 @@
 #include <hoist/comm/detail/host_communicator.hpp>
 #include <hoist/comm/detail/nccl_transport.hpp>
 #include <hoist/comm/detail/scale_split.hpp>
+#include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/core/patience.hpp>
 
 namespace hoist::comm {
 
@@ -242,13 +242,13 @@ class NcclCommunicator final : public Communicator {
   // control plane knows, or by the time-out.
   bool finalize() noexcept {
     try {
-      Patience patience(timeout_);
+      Deadline deadline(timeout_);
       bool others_gone = false;
       ncclResult_t state = ncclCommFinalize(communicator_);
-      while (state == ncclInProgress && !patience.is_over()) {
+      while (state == ncclInProgress && !deadline.is_over()) {
         if (!others_gone && control_->broken()) {  // or they ended in order, a moment before this one
           others_gone = true;
-          patience = Patience(std::min<Nanoseconds>(kFarewell, timeout_));
+          deadline = Deadline(std::min<Nanoseconds>(kFarewell, timeout_));
         }
         std::this_thread::sleep_for(kPollInterval);
         if (const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &state); asked != ncclSuccess)

@@ -16,8 +16,8 @@
 #include <nccl.h>
 
 #include <hoist/comm/detail/nccl_transport.hpp>
+#include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/core/patience.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::comm::detail {
@@ -190,16 +190,16 @@ class NcclTransport final : public Transport {
 
   // A call that has only begun is waited for.
   void check(const char* what, ncclResult_t code) {
-    for (Patience patience(timeout_); code == ncclInProgress && communicator_ != nullptr;) {
+    for (Deadline deadline(timeout_); code == ncclInProgress && communicator_ != nullptr;) {
       if (const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &code); asked != ncclSuccess) code = asked;
-      if (code == ncclInProgress) pause(what, patience);
+      if (code == ncclInProgress) pause(what, deadline);
     }
     if (code == ncclSuccess) return;
     give_up(what, fmt::format("{}; NCCL_DEBUG=WARN says more", ncclGetErrorString(code)));
   }
 
   void finish(const char* what) {
-    Patience patience(timeout_);
+    Deadline deadline(timeout_);
     while (true) {
       const cudaError_t state = cudaStreamQuery(stream_);
       if (state == cudaSuccess) return;
@@ -208,12 +208,12 @@ class NcclTransport final : public Transport {
       ncclResult_t asynchronous = ncclSuccess;
       check(what, ncclCommGetAsyncError(communicator_, &asynchronous));
       check(what, asynchronous);
-      pause(what, patience);
+      pause(what, deadline);
     }
   }
 
-  void pause(const char* what, Patience& patience) {
-    if (patience.is_over()) {
+  void pause(const char* what, Deadline& deadline) {
+    if (deadline.is_over()) {
       give_up(what,
               fmt::format("not all ranks came within {} ms; look for a rank that ended or hangs", timeout_.count()));
     }

@@ -19,8 +19,8 @@
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/detail/host_communicator.hpp>
 #include <hoist/comm/transport.hpp>
+#include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
-#include <hoist/core/patience.hpp>
 
 namespace hoist::comm {
 
@@ -119,7 +119,7 @@ class Channel {
       return;
     }
     const auto decided = [&] { return meeting_ != meeting || !failure_.empty(); };
-    for (Patience patience(timeout); !decided() && !patience.is_over();) changed_.wait_for(lock, patience.next_look());
+    for (Deadline deadline(timeout); !decided() && !deadline.is_over();) changed_.wait_for(lock, deadline.next_look());
     if (meeting_ != meeting) return;  // it took place, whatever happened since
     if (!decided()) {
       failure_ = fmt::format("{} did not come to {} within {} ms, where rank {} waited", absent_ranks(), offer.text(),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The section "scheduler": DeepSpeed's learning-rate schedules. Which parameters belong to which type, and which it
-// cannot do without, is in schedule_rules.cpp; the formulas are in zero/learning_rate.hpp.
+// cannot do without, is in schedule_rules.cpp; the formulas are in zero/update/learning_rate.hpp.
 #include <hoist/config/detail/key_rows.hpp>
 
 namespace hoist::config::detail {

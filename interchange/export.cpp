@@ -9,7 +9,7 @@
 
 #include <hoist/interchange/export.hpp>
 #include <hoist/interchange/safetensors_writer.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 namespace hoist::interchange {
 

@@ -113,7 +113,8 @@ void read_as_float(const Tensor& tensor, std::uint64_t first_element, std::span<
 
 }  // namespace
 
-Fill fill_from(const std::string& path, std::span<const ParameterSpec> parameters, const ImportOptions& options) {
+Initializer fill_from(const std::string& path, std::span<const ParameterSpec> parameters,
+                      const ImportOptions& options) {
   return [sources = match(path, parameters, options), otherwise = options.otherwise](
              ParameterId parameter, std::uint64_t first_element, std::span<float> out) {
     HOIST_ASSERT(parameter.index < sources->tensors.size(), "parameter {} of {}", parameter.index,

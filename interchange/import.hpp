@@ -24,12 +24,13 @@ struct ImportOptions {
   // What a parameter is called in the files; as in the engine when empty.
   std::function<std::string(const std::string& parameter)> tensor_name{};
   // Fills parameters that the files lack; empty: that is an error.
-  Fill otherwise{};
+  Initializer otherwise{};
   // Whether the files may hold tensors that no parameter wants. Usually they are another model's.
   bool allow_unused = false;
 };
 
 // `path` as SafetensorsModel takes it. `parameters` are the engine's, in its order; only read during the call.
-Fill fill_from(const std::string& path, std::span<const ParameterSpec> parameters, const ImportOptions& options = {});
+Initializer fill_from(const std::string& path, std::span<const ParameterSpec> parameters,
+                      const ImportOptions& options = {});
 
 }  // namespace hoist::interchange

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/core/units.hpp>
@@ -24,7 +24,8 @@ constexpr Nanoseconds kProgressInterval = std::chrono::milliseconds(50);
 void fill_file(const ScratchFile& scratch, std::uint64_t seed, const StopFlag* stop, std::atomic<std::uint64_t>& done) {
   const platform::HostMemory memory({.bytes = kFillDepth * kFillBlockBytes});
   std::vector<Completion> slots(kFillDepth);
-  aio::Engine engine({.block_bytes = kFillBlockBytes, .queue_depth = kFillDepth, .registered_memory = memory.slices()});
+  aio::DriveQueue engine(
+      {.block_bytes = kFillBlockBytes, .queue_depth = kFillDepth, .registered_memory = memory.slices()});
   for (std::uint64_t at = 0, i = 0; at < scratch.bytes(); at += kFillBlockBytes, ++i) {
     throw_if_stopped(stop);
     Completion& slot = slots[i % kFillDepth];

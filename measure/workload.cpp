@@ -111,7 +111,7 @@ class Pump {
     const std::uint64_t offset = options_.region.offset_bytes + cursor;
     cursor = (cursor + block_bytes_) % region_bytes_;
     issued_bytes_ += block_bytes_;
-    aio::Engine& engine = drive_.engine();
+    aio::DriveQueue& engine = drive_.engine();
     const aio::File& file = drive_.file().file();
     const Completion completion = slot.write ? engine.write(file, offset, slot.buffer, aio::Priority::foreground)
                                              : engine.read(file, offset, slot.buffer, aio::Priority::foreground);
@@ -208,16 +208,16 @@ Drive::Drive(const ScratchFile& file, const BlockBuffers& buffers, const DriveOp
     : file_(file), buffers_(buffers), options_(options) {
   const std::uint64_t used_bytes = options.queue_depth * options.block_bytes;
   HOIST_ASSERT(used_bytes <= buffers.bytes().size(), "{} bytes of buffers for {}", buffers.bytes().size(), used_bytes);
-  aio::EngineOptions engine{.backend = options.backend,
-                            .block_bytes = options.block_bytes,
-                            .queue_depth = options.queue_depth,
-                            .thread_count = options.thread_count,
-                            .numa_node = numa_node};
+  aio::DriveQueueOptions engine{.backend = options.backend,
+                                .block_bytes = options.block_bytes,
+                                .queue_depth = options.queue_depth,
+                                .thread_count = options.thread_count,
+                                .numa_node = numa_node};
   // Pieces of at most 1 GiB that no block straddles.
   const std::uint64_t slice_bytes = round_down(platform::HostMemory::kSliceBytes, options.block_bytes);
   for (std::uint64_t at = 0; at < used_bytes; at += slice_bytes)
     engine.registered_memory.push_back(buffers.bytes().subspan(at, std::min(slice_bytes, used_bytes - at)));
-  engine_ = std::make_unique<aio::Engine>(engine);
+  engine_ = std::make_unique<aio::DriveQueue>(engine);
 }
 
 std::span<std::byte> Drive::slot(unsigned index) const {

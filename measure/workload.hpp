@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/measure/fill.hpp>
 #include <hoist/measure/interruption.hpp>
 #include <hoist/measure/latency_histogram.hpp>
@@ -61,14 +61,14 @@ class Drive {
 
   const ScratchFile& file() const { return file_; }
   const DriveOptions& options() const { return options_; }
-  aio::Engine& engine() const { return *engine_; }
+  aio::DriveQueue& engine() const { return *engine_; }
   std::span<std::byte> slot(unsigned index) const;
 
  private:
   const ScratchFile& file_;
   const BlockBuffers& buffers_;
   const DriveOptions options_;
-  std::unique_ptr<aio::Engine> engine_;
+  std::unique_ptr<aio::DriveQueue> engine_;
 };
 
 // The part of each file that is used: reads and writes each go through it in order, from its start, again and again.

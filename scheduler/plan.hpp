@@ -72,7 +72,7 @@ struct Plan {
 };
 
 // What the slots hold at a point of a pass, and the rules for changing it; used by plan() and, while following a plan
-// or improvising, by the Director, so that both see the same residency.
+// or improvising, by the FetchPlanner, so that both see the same residency.
 class SlotTable {
  public:
   SlotTable(std::span<const ItemShape> items, std::uint32_t slot_count);

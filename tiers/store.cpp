@@ -21,7 +21,7 @@ constexpr Nanoseconds kDrainTimeout = std::chrono::seconds(30);
 
 }  // namespace
 
-Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::Engine& engine)
+Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& engine)
     : engine_(engine),
       superblock_(std::move(superblock)),
       paths_(std::move(paths)),

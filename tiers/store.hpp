@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/strong_id.hpp>
 #include <hoist/core/trace.hpp>
@@ -120,14 +120,14 @@ class Store {
   // is there or was and cannot be read any more, with BudgetError{tier "nvme"} when the file system is too small; then
   // leaves nothing behind. A store that never reached its first commit is replaced, and so is one of durability none.
   // `engines`: one for each directory, in their order; the first also carries the manifest.
-  using Engines = std::span<aio::Engine* const>;
+  using Engines = std::span<aio::DriveQueue* const>;
   static std::unique_ptr<Store> create(const StoreOptions& options, Engines engines);
-  static std::unique_ptr<Store> create(const StoreOptions& options, aio::Engine& engine);  // one drive
+  static std::unique_ptr<Store> create(const StoreOptions& options, aio::DriveQueue& engine);  // one drive
   // Opens the store of the same model and locks it. The commits it holds are in commits(); one is chosen by adopt().
   // Refuses one of durability none, of another rank, world size or layout, and files that were cut off. A store made
   // with room for more caller state than asked for keeps its room.
   static std::unique_ptr<Store> open(const StoreOptions& options, Engines engines);
-  static std::unique_ptr<Store> open(const StoreOptions& options, aio::Engine& engine);
+  static std::unique_ptr<Store> open(const StoreOptions& options, aio::DriveQueue& engine);
   // Memory the store keeps for its tables and manifest image, and bytes on disk, for a plan.
   struct Cost {
     std::uint64_t memory_bytes = 0;

@@ -141,14 +141,14 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
                                     : "use another directory, or remove this one"));
 }
 
-void write_superblock(aio::Engine& engine, const aio::File& manifest, const Superblock& superblock) {
+void write_superblock(aio::DriveQueue& engine, const aio::File& manifest, const Superblock& superblock) {
   const TransferMemory buffer(superblock.superblock_bytes());
   encode_superblock(superblock, buffer.span());
   engine.write(manifest, 0, buffer.span(), aio::Priority::foreground).wait();
   engine.sync(manifest).wait();
 }
 
-Superblock read_superblock(aio::Engine& engine, const aio::File& manifest, const StorePaths& paths) {
+Superblock read_superblock(aio::DriveQueue& engine, const aio::File& manifest, const StorePaths& paths) {
   std::string problem = fmt::format("it is {} bytes long", manifest.size_bytes());
   if (manifest.size_bytes() < kBlockAlignment) throw_unreadable(paths, problem);
   const TransferMemory head(kBlockAlignment);
@@ -215,7 +215,7 @@ class NewFiles {
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
   }
 
-  std::unique_ptr<aio::File> make_manifest(aio::Engine& engine) {
+  std::unique_ptr<aio::File> make_manifest(aio::DriveQueue& engine) {
     detail::Creation& creation = *creations_.front();
     const auto new_manifest = creation.make_new_manifest(superblock_.manifest_bytes());
     write_superblock(engine, *new_manifest, superblock_);
@@ -337,13 +337,13 @@ Store::Cost Store::cost(const StoreOptions& options) {
   return {Impl::memory_bytes(options, superblock), superblock.data_bytes + superblock.manifest_bytes()};
 }
 
-std::unique_ptr<Store> Store::create(const StoreOptions& options, aio::Engine& engine) {
-  aio::Engine* const one = &engine;
+std::unique_ptr<Store> Store::create(const StoreOptions& options, aio::DriveQueue& engine) {
+  aio::DriveQueue* const one = &engine;
   return create(options, Engines(&one, 1));
 }
 
-std::unique_ptr<Store> Store::open(const StoreOptions& options, aio::Engine& engine) {
-  aio::Engine* const one = &engine;
+std::unique_ptr<Store> Store::open(const StoreOptions& options, aio::DriveQueue& engine) {
+  aio::DriveQueue* const one = &engine;
   return open(options, Engines(&one, 1));
 }
 
@@ -373,7 +373,7 @@ std::unique_ptr<Store> Store::create(const StoreOptions& options, Engines engine
 std::unique_ptr<Store> Store::open(const StoreOptions& options, Engines engines) {
   const Superblock mine = superblock_for(options);
   require_engines(engines, options.stripe_directories.size() + 1);
-  aio::Engine& engine = *engines.front();
+  aio::DriveQueue& engine = *engines.front();
   const StorePaths paths(options.directory, options.identity.rank);
   auto first = detail::open_locked(paths, options.lock_timeout);
   struct stat status {};

@@ -36,7 +36,7 @@ Superblock superblock_of(const detail::StorePaths& paths, int rank, std::span<co
 
 // The data on all drives, further ones where the superblock says they were.
 std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& superblock,
-                                            const detail::StorePaths& paths, int rank, aio::Engine& engine) {
+                                            const detail::StorePaths& paths, int rank, aio::DriveQueue& engine) {
   const detail::Stripes stripes = detail::decode_stripes(superblock.stripes, paths.manifest);
   const auto drives = detail::drive_paths(paths.directory, stripes.directories, rank);
   std::vector<aio::StripeDrive> files;
@@ -59,7 +59,7 @@ std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& s
 class StoreReader::Impl {
  public:
   Impl(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
-       aio::Engine& engine)
+       aio::DriveQueue& engine)
       : engine_(engine),
         paths_(directory, rank),
         first_(detail::open_shared(paths_, kLockTimeout)),
@@ -105,7 +105,7 @@ class StoreReader::Impl {
                                  paths_.directory, commit.step, commit.revision, commit.incarnation));
   }
 
-  aio::Engine& engine_;
+  aio::DriveQueue& engine_;
   const detail::StorePaths paths_;
   const std::unique_ptr<aio::File> first_;  // its lock is shared, and taken before anything is believed; then empty
   const Superblock superblock_;
@@ -115,7 +115,7 @@ class StoreReader::Impl {
 };
 
 StoreReader::StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records,
-                         const CommitHeader& commit, aio::Engine& engine)
+                         const CommitHeader& commit, aio::DriveQueue& engine)
     : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, engine)) {}
 StoreReader::~StoreReader() = default;
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store.hpp>
 
@@ -24,7 +24,7 @@ class StoreReader {
   // Shares the lock of the data file with other readers while it lives, so that no trainer moves the extents under it;
   // nothing on disk is changed. `records` are those the store was made with (its layout text says which).
   StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
-              aio::Engine& engine);
+              aio::DriveQueue& engine);
   ~StoreReader();
   StoreReader(const StoreReader&) = delete;
   StoreReader& operator=(const StoreReader&) = delete;

@@ -13,7 +13,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
-#include <hoist/zero/detail/step_form.hpp>
+#include <hoist/zero/predict/step_bytes.hpp>
 
 namespace hoist {
 
@@ -22,7 +22,7 @@ Engine::Impl::Impl(Runtime& runtime_in, const EngineOptions& options_in)
       options(options_in),
       groups{options_in.optimizer_defaults},
       table(runtime_in.world_size(), detail::gradient_sums(options_in)),
-      alarm(std::make_shared<detail::Alarm>(runtime_in)),
+      abort_notifier(std::make_shared<detail::AbortNotifier>(runtime_in)),
       scaler(options_in.loss_scale) {
   check(options, runtime.options(), runtime.world_size());
 }
@@ -42,13 +42,13 @@ void Engine::Impl::tell_of_exception() {
   } catch (...) {  // told where it was agreed on
   }
   const std::string refusal = last_refusal.empty() ? "" : fmt::format("; refused in it: {}", last_refusal);
-  alarm->raise(std::make_exception_ptr(Error("its program left a pass by an exception" + refusal)));
+  abort_notifier->notify(std::make_exception_ptr(Error("its program left a pass by an exception" + refusal)));
 }
 
 void Engine::Impl::fail(const std::exception_ptr& error) {
   if (failure) return;
-  alarm->raise(error);
-  failure = alarm->cause_of(error);
+  abort_notifier->notify(error);
+  failure = abort_notifier->cause_of(error);
 }
 
 // Threads first, then what they use. Errors have been delivered, or nobody wants them any more.
@@ -90,9 +90,9 @@ void Engine::Impl::tear_down() noexcept {
   live.gradients.reset();
   live.gatherer.reset();
   live.executor.reset();
-  live.stager.reset();
+  live.weight_reader.reset();
   live.deferred.reset();
-  live.updater.reset();
+  live.pipeline.reset();
   live.streams = {};
   live.store.reset();
   const bool drive_is_lost = live.drives && live.drives->gave_up();
@@ -105,8 +105,8 @@ void Engine::Impl::tear_down() noexcept {
   live.records.reset();
   metrics.reset();
   attempt([&] {
-    alarm->disarm();
-    alarm = std::make_shared<detail::Alarm>(runtime);
+    abort_notifier->disarm();
+    abort_notifier = std::make_shared<detail::AbortNotifier>(runtime);
   });
 
   place = {};
@@ -170,8 +170,8 @@ void Engine::Impl::together_in(comm::Communicator& ranks, const char* what, cons
   std::optional<comm::Problem> problem;
   try {
     problem = detail::first_problem(ranks, error);
-    if (problem && &ranks != &runtime.communicator()) alarm->told_in_norm();
-    if (error) alarm->told_in_exchange();
+    if (problem && &ranks != &runtime.communicator()) abort_notifier->told_in_norm();
+    if (error) abort_notifier->told_in_exchange();
   } catch (const CommError& lost) {
     if (!error) throw CommError(fmt::format("{} (whether all could {})", lost.what(), what));
   } catch (...) {
@@ -305,14 +305,14 @@ void Engine::Impl::start(std::uint64_t gather_slots) {
   live.streams.down = runtime.device().create_stream("down");
   live.streams.comm = runtime.device().create_stream("comm");
   live.executor = std::make_unique<scheduler::Executor>("hoist-submit");
-  live.updater = std::make_unique<detail::Updater>(runtime, table, *live.memory, *live.records, live.store.get());
+  live.pipeline = std::make_unique<detail::TilePipeline>(runtime, table, *live.memory, *live.records, live.store.get());
   const bool weights_on_nvme = options.parameters == Placement::nvme;
   const UpdateMode mode = detail::update_mode(options);
   if (mode != UpdateMode::step)
-    live.deferred = std::make_unique<detail::DeferredUpdate>(
-        *live.updater, table, /*on_request=*/weights_on_nvme && mode == UpdateMode::forward);
+    live.deferred = std::make_unique<detail::UpdateQueue>(
+        *live.pipeline, table, /*on_request=*/weights_on_nvme && mode == UpdateMode::forward);
   if (weights_on_nvme) {
-    live.stager = std::make_unique<detail::Stager>(
+    live.weight_reader = std::make_unique<detail::WeightReader>(
         *live.store, table, *live.records, live.memory->staging_buffers(),
         [this](UnitId unit) { return newest_weights_written(unit); },
         [this](UnitId unit, std::byte* target) {
@@ -320,20 +320,20 @@ void Engine::Impl::start(std::uint64_t gather_slots) {
         });
   }
   live.gatherer = std::make_unique<detail::Gatherer>(runtime, options, table, *live.memory, gather_slots,
-                                                     *live.executor, live.streams, live.stager.get(),
-                                                     live.deferred.get(), *alarm, live.group.get());
+                                                     *live.executor, live.streams, live.weight_reader.get(),
+                                                     live.deferred.get(), *abort_notifier, live.group.get());
   live.gradients = std::make_unique<detail::Gradients>(runtime, table, *live.memory, *live.executor, live.streams,
-                                                       live.deferred.get(), *alarm);
+                                                       live.deferred.get(), *abort_notifier);
 }
 
 // Where the unit's update is still under way, first that, then its writes.
 Completion Engine::Impl::newest_weights_written(UnitId unit) const {
   const Completion updated = live.deferred ? live.deferred->updated(unit) : Completion();
-  if (updated.done()) return updated.error() ? updated : live.updater->weights_written(unit);
+  if (updated.done()) return updated.error() ? updated : live.pipeline->weights_written(unit);
   const auto promise = std::make_shared<Promise>();
-  updated.then([promise, unit, updater = live.updater.get()](std::exception_ptr error) {
+  updated.then([promise, unit, pipeline = live.pipeline.get()](std::exception_ptr error) {
     if (error) return promise->fail(error);
-    updater->weights_written(unit).then([promise](std::exception_ptr failed_write) {
+    pipeline->weights_written(unit).then([promise](std::exception_ptr failed_write) {
       failed_write ? promise->fail(failed_write) : promise->complete();
     });
   });
@@ -355,7 +355,7 @@ void Engine::Impl::book_io() {
   // With nothing placed there, NVMe sees explicit saves only, whichever step it is that hears of them.
   std::optional<Ledger::Apart> apart;
   if (!nvme_placement()) apart.emplace(runtime.ledger());
-  const aio::Engine::Stats now = live.drives->stats();
+  const aio::DriveQueue::Stats now = live.drives->stats();
   runtime.ledger().count(Link::nvme_read, now.read_bytes - counted_io.read_bytes, now.read_busy - counted_io.read_busy);
   runtime.ledger().count(Link::nvme_write, now.written_bytes - counted_io.written_bytes,
                          now.write_busy - counted_io.write_busy);

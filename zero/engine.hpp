@@ -23,7 +23,7 @@
 
 #include <hoist/zero/lease.hpp>
 #include <hoist/zero/options.hpp>
-#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 #include <hoist/zero/runtime.hpp>
 #include <hoist/zero/types.hpp>
 
@@ -67,7 +67,7 @@ class Engine {
   // [J] Fresh state from `fill`; commit 0, with `caller_state`, when something lives on NVMe. Refuses an existing store
   // that holds a commit. When this or restore() throws, on any rank, the engine is as it was and either may be called
   // again, unless the other ranks had to be told (see Errors); most errors of a single rank are exchanged instead.
-  void initialize(const Fill& fill, std::span<const std::byte> caller_state = {});
+  void initialize(const Initializer& fill, std::span<const std::byte> caller_state = {});
   // [J] The newest commit that every rank has, if any. Changes nothing.
   std::optional<std::uint64_t> find_commit();
   // [J] The steps that every rank keeps under a name, oldest first. Changes nothing.

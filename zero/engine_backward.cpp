@@ -28,7 +28,7 @@ void Engine::Impl::begin_updating() {
        .announce =
            [this](UnitId unit) {
              live.deferred->announce(unit);
-             if (live.stager) live.stager->outdate(unit);
+             if (live.weight_reader) live.weight_reader->outdate(unit);
            },
        .take = [this](UnitId unit) { return live.deferred->offer(unit); },
        .withdraw = [this](UnitId unit, const auto& error) { live.deferred->withdraw(unit, error); }});

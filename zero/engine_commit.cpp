@@ -24,7 +24,7 @@ detail::CommitState Engine::Impl::commit_state(std::span<const std::byte> progra
           .program = {program_state.begin(), program_state.end()}};
 }
 
-void Engine::Impl::agree_on_landing(const std::exception_ptr& problem) {
+void Engine::Impl::commit_barrier(const std::exception_ptr& problem) {
   std::optional<comm::Problem> first;
   try {
     first = detail::first_problem(*live.commit_channel, problem);
@@ -35,17 +35,17 @@ void Engine::Impl::agree_on_landing(const std::exception_ptr& problem) {
   throw CommError(fmt::format("{} could not commit the step: {}", name_in_job(first->rank), first->text));
 }
 
-void Engine::Impl::renounce_landing(const std::exception_ptr& problem) noexcept {
+void Engine::Impl::fail_commit_barrier(const std::exception_ptr& problem) noexcept {
   if (peers_gone) return;
   try {
-    agree_on_landing(problem);
+    commit_barrier(problem);
   } catch (...) {  // the error that counts is this rank's own
   }
 }
 
 Completion Engine::Impl::commit(const std::string& name, const detail::CommitState& state) {
   const Completion done =
-      live.store->commit(detail::encode(name, state), [this](const auto& problem) { agree_on_landing(problem); });
+      live.store->commit(detail::encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
   const auto promise = std::make_shared<Promise>();
   last_commit = promise->completion();
   // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this engine.
@@ -59,7 +59,7 @@ Completion Engine::Impl::commit(const std::string& name, const detail::CommitSta
 
 Completion Engine::Impl::keep(const std::string& name, const detail::CommitState& state) {
   last_keep =
-      live.store->keep(name, detail::encode(name, state), [this](const auto& problem) { agree_on_landing(problem); });
+      live.store->keep(name, detail::encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
   return last_keep;
 }
 
@@ -143,13 +143,13 @@ Completion Engine::Impl::save(const std::string& name, std::span<const std::byte
 }
 
 void Engine::Impl::write_homes(bool with_frozen) {
-  live.updater->walk({.read = false,
-                      .write_streamed = false,
-                      .write_homes = true,
-                      .change_apart = false,
-                      .waits = WaitCause::none,
-                      .in_background = true},
-                     [](const TileAccess&) {});
+  live.pipeline->walk({.read = false,
+                       .write_streamed = false,
+                       .write_homes = true,
+                       .change_apart = false,
+                       .waits = WaitCause::none,
+                       .in_background = true},
+                      [](const TileAccess&) {});
   if (!with_frozen) return;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const UnitId id{u};
@@ -162,7 +162,7 @@ void Engine::Impl::write_homes(bool with_frozen) {
       continue;
     }
     const aio::TransferMemory scratch(bytes);
-    live.updater->read_home(home, scratch.first(bytes));
+    live.pipeline->read_home(home, scratch.first(bytes));
     store_frozen(id, scratch.first(bytes)).wait();
   }
 }
@@ -182,7 +182,7 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
       if (live.deferred) live.deferred->finish();
       live.store->begin_step(step);
       if (changed) write_homes(/*with_frozen=*/true);  // else the last commit's records are this one's
-      const auto agree = [this](const std::exception_ptr& problem) { agree_on_landing(problem); };
+      const auto agree = [this](const std::exception_ptr& problem) { commit_barrier(problem); };
       const Completion committed = live.store->commit(state, agree);
       landing = false;
       committed.wait();
@@ -192,7 +192,7 @@ Completion Engine::Impl::save_in_background(const std::string& name, std::span<c
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       changed_since_save = true;
-      if (landing) renounce_landing(error);
+      if (landing) fail_commit_barrier(error);
       ended->fail(error);
     }
   };

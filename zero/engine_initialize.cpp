@@ -8,7 +8,7 @@
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
-#include <hoist/zero/detail/tile_values.hpp>
+#include <hoist/zero/layout/tile_values.hpp>
 
 namespace hoist {
 
@@ -16,7 +16,7 @@ using tiers::Region;
 
 // The initial values of shard elements [first, first + values.size()) of a segment; zero between parameters.
 void Engine::Impl::fill_segment(UnitId id, const detail::Segment& segment, std::uint64_t first, std::span<float> values,
-                                const Fill& fill) const {
+                                const Initializer& fill) const {
   std::fill(values.begin(), values.end(), 0.0f);
   const detail::Unit& unit = table.unit(id);
   const std::uint64_t begin = static_cast<std::uint64_t>(runtime.rank()) * segment.shard_elements + first;
@@ -57,9 +57,9 @@ void store_masters(const detail::TileAccess& access, std::span<const float> valu
 
 }  // namespace
 
-void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> program_state) {
-  if (!fill) throw UsageError("initialize() needs a Fill, which makes the initial values");
-  const Fill checked = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+void Engine::Impl::initialize(const Initializer& fill, std::span<const std::byte> program_state) {
+  if (!fill) throw UsageError("initialize() needs a Initializer, which makes the initial values");
+  const Initializer checked = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     fill(parameter, first, out);
     for (const float value : out) {
       const ParameterSpec& spec = table.spec(parameter);
@@ -86,11 +86,11 @@ void Engine::Impl::initialize(const Fill& fill, std::span<const std::byte> progr
   });
 }
 
-void Engine::Impl::fill_homes(const Fill& fill, const FillMoment& fill_moment) {
+void Engine::Impl::fill_homes(const Initializer& fill, const MomentInitializer& fill_moment) {
   if (nvme_placement()) live.store->begin_step(step_count);
   detail::WalkOptions walk = step_writes();
   walk.read = walk.read_apart = false;
-  live.updater->walk(walk, [&](const detail::TileAccess& tile) {
+  live.pipeline->walk(walk, [&](const detail::TileAccess& tile) {
     std::memset(tile.weights, 0, tile.tile->w_bytes);
     detail::begin_state(tile, groups[tile.segment->group.index]);
     std::vector<float> values(tile.tile->elements);
@@ -109,7 +109,7 @@ void Engine::Impl::fill_homes(const Fill& fill, const FillMoment& fill_moment) {
   for (std::uint32_t u = 0; u < table.units().size(); ++u) initialize_frozen(UnitId{u}, fill);
 }
 
-void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
+void Engine::Impl::initialize_frozen(UnitId id, const Initializer& fill) {
   const detail::Unit& unit = table.unit(id);
   if (unit.frozen.tiles().empty()) return;
   const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
@@ -128,7 +128,7 @@ void Engine::Impl::initialize_frozen(UnitId id, const Fill& fill) {
     fill_segment(id, segment, tile.first_element, values, fill);
     store_masters({.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset}, values);
   }
-  if (apart) live.updater->write_home(home, {weights, bytes});
+  if (apart) live.pipeline->write_home(home, {weights, bytes});
   if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();
 }
 
@@ -145,7 +145,7 @@ Completion Engine::Impl::store_frozen(UnitId id, std::span<const std::byte> weig
                            aio::Priority::background);
 }
 
-void Engine::initialize(const Fill& fill, std::span<const std::byte> caller_state) {
+void Engine::initialize(const Initializer& fill, std::span<const std::byte> caller_state) {
   impl_->initialize(fill, caller_state);
 }
 

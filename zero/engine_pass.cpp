@@ -16,8 +16,8 @@
 #include <hoist/core/float_environment.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
-#include <hoist/zero/detail/step_form.hpp>
-#include <hoist/zero/detail/waits.hpp>
+#include <hoist/zero/passes/waits.hpp>
+#include <hoist/zero/predict/step_bytes.hpp>
 
 namespace hoist {
 
@@ -129,7 +129,7 @@ std::uint64_t Engine::Impl::hash_of_settings() const {
 // step differently: each would change its own shard in its own way, and nobody would ever hear of it.
 void Engine::Impl::check_agreement(bool on_settings) {
   if (!std::exchange(agreement_due, false) || runtime.world_size() == 1) return;
-  const scheduler::AccessTrace& trace = live.gatherer->director().trace();
+  const scheduler::AccessTrace& trace = live.gatherer->planner().trace();
   std::string last = "no unit";
   if (!trace.empty()) last = fmt::format("unit '{}' last", table.units()[trace.back().item].name);
   // Equal accesses in another kind of pass, or another micro-batch, are another program too.
@@ -282,7 +282,7 @@ void Engine::Impl::update_on_device(detail::StepUpdate& update) {
   runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
 }
 
-detail::Updater::Work Engine::Impl::work_of(std::shared_ptr<detail::StepUpdate> update) const {
+detail::TilePipeline::Work Engine::Impl::work_of(std::shared_ptr<detail::StepUpdate> update) const {
   return [this, update = std::move(update)](const detail::TileAccess& tile) {
     if (!live.memory->apart(tile.unit)) update->apply(tile, live.gradients->home(tile.unit));
   };
@@ -291,12 +291,12 @@ detail::Updater::Work Engine::Impl::work_of(std::shared_ptr<detail::StepUpdate> 
 void Engine::Impl::update_now(double gradient_scale) {
   const auto update = make_update(step_count, gradient_scale);
   update_on_device(*update);
-  live.updater->walk(walk_of_update(step_count), work_of(update));
+  live.pipeline->walk(walk_of_update(step_count), work_of(update));
   update->check(table);
 }
 
-detail::DeferredUpdate::Ended Engine::Impl::end_of_step(std::shared_ptr<detail::StepUpdate> update,
-                                                        std::shared_ptr<Promise> committed) {
+detail::UpdateQueue::Ended Engine::Impl::end_of_step(std::shared_ptr<detail::StepUpdate> update,
+                                                     std::shared_ptr<Promise> committed) {
   return [this, update = std::move(update), committed = std::move(committed), due = commit_is_due(),
           state = step_state](std::exception_ptr error) {
     Completion done;
@@ -306,7 +306,7 @@ detail::DeferredUpdate::Ended Engine::Impl::end_of_step(std::shared_ptr<detail::
       done = commit_deferred(state, due);
     } catch (...) {
       // Nothing will land here; the other ranks learn it where they would have heard that it did.
-      if (stores_steps() && due) renounce_landing(std::current_exception());
+      if (stores_steps() && due) fail_commit_barrier(std::current_exception());
       fail_pending_saves(std::current_exception());
       committed->fail(std::current_exception());
       throw;
@@ -412,7 +412,7 @@ StepReport Engine::Impl::step(const StepOptions& step_options) {
   report.gradient_norm = global_norm() * mean;
   report.applied = std::isfinite(report.gradient_norm);
   if (updating && !report.applied) {
-    alarm->told_in_norm();
+    abort_notifier->told_in_norm();
     fail_updating("a gradient is not finite");
     std::rethrow_exception(failure);
   }
@@ -475,7 +475,7 @@ void Engine::settle() {
 
 StepBytes Engine::formula_bytes() const {
   const Impl& e = *impl_;
-  auto fetches = e.live.gatherer ? e.live.gatherer->director().fetch_counts(static_cast<std::size_t>(Pass::train))
+  auto fetches = e.live.gatherer ? e.live.gatherer->planner().fetch_counts(static_cast<std::size_t>(Pass::train))
                                  : std::vector<std::uint32_t>();
   if (fetches.empty()) fetches.assign(e.table.units().size(), 2);  // forward and backward
   const bool apart = detail::homes_are_apart(e.runtime.options(), e.options);

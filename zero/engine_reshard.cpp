@@ -8,8 +8,8 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/detail/restore_source.hpp>
-#include <hoist/zero/stored_model.hpp>
 
 namespace hoist {
 
@@ -61,7 +61,7 @@ void Engine::Impl::reshard(const Source& source, const RestoreOptions& restore_o
   });
   if (step_state.scaler) scaler.restore(*step_state.scaler);
   remove_unfinished_places(source.place.order, passed_over);
-  place = detail::new_place(agree_on_places().front().order + 1, runtime.world_size());
+  place = detail::new_store_directory(agree_on_directories().front().order + 1, runtime.world_size());
   step_count = chosen.step;
   seal(/*create_store=*/true);
   const Ledger::Apart apart(runtime.ledger());
@@ -117,7 +117,7 @@ bool is_among(std::uint64_t order, const std::vector<std::uint64_t>& orders) {
 void Engine::Impl::remove_unfinished_places(std::uint64_t after, const std::vector<std::uint64_t>& passed_over) const {
   all_together("remove what an earlier attempt left", [&] {
     if (runtime.rank() != 0) return;
-    for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
+    for (const detail::StoreDirectory& other : detail::store_directories(options.store_directory)) {
       const std::string directory = other.in(options.store_directory);
       if (other.order <= after || !is_unfinished(directory, is_among(other.order, passed_over))) continue;
       if (!detail::remove_store(drive_directories(), other, options.lock_timeout))
@@ -134,7 +134,7 @@ void Engine::Impl::remove_older_places(const std::vector<std::uint64_t>& passed_
   constexpr Nanoseconds kNow{0};
   all_together("remove the store it took over from", [&] {
     if (runtime.rank() != 0) return;
-    for (const detail::StorePlace& other : detail::store_places(options.store_directory)) {
+    for (const detail::StoreDirectory& other : detail::store_directories(options.store_directory)) {
       if (other.order == place.order) continue;
       if (!other.name.empty() && is_unfinished(other.in(options.store_directory), is_among(other.order, passed_over))) {
         detail::remove_store(drive_directories(), other, kNow);

@@ -116,7 +116,7 @@ void Engine::Impl::load_homes(UnitId id) {
     const std::span<std::byte> here = apart ? scratch.first(bytes.size()) : bytes;
     live.store->read(*record, region, 0, count, here, aio::Priority::foreground).wait();
     live.store->verify(*record, region, 0, count, here);
-    if (apart) live.updater->write_home(target, here);
+    if (apart) live.pipeline->write_home(target, here);
   };
   load(live.records->trainable(id), unit.trainable.tiles(), Region::weights, home.weights);
   load(live.records->trainable(id), unit.trainable.tiles().first(home.state_tiles), Region::state, home.state);

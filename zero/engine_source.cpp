@@ -9,8 +9,8 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/detail/restore_source.hpp>
-#include <hoist/zero/stored_model.hpp>
 
 namespace hoist {
 
@@ -105,19 +105,19 @@ std::vector<PlaceEntry> line_up(comm::Communicator& job, const std::vector<Place
 }  // namespace
 
 // All that any rank sees, newest first.
-std::vector<detail::StorePlace> Engine::Impl::agree_on_places() const {
+std::vector<detail::StoreDirectory> Engine::Impl::agree_on_directories() const {
   std::vector<PlaceEntry> mine;
   all_together("look for stores", [&] {
     if (options.store_directory.empty()) return;
-    for (const detail::StorePlace& p : detail::store_places(options.store_directory))
+    for (const detail::StoreDirectory& p : detail::store_directories(options.store_directory))
       mine.push_back({p.order, p.world_size});
   });
   std::vector<PlaceEntry> entries = listed_by_any(runtime.communicator(), mine);
   if (runtime.has_several_groups()) entries = line_up(job(), entries, runtime.world_size());
-  std::vector<detail::StorePlace> places;
+  std::vector<detail::StoreDirectory> places;
   for (const PlaceEntry& entry : entries)
-    places.push_back(entry.order == 0 ? detail::StorePlace{}
-                                      : detail::new_place(entry.order, static_cast<int>(entry.world_size)));
+    places.push_back(entry.order == 0 ? detail::StoreDirectory{}
+                                      : detail::new_store_directory(entry.order, static_cast<int>(entry.world_size)));
   return places;
 }
 
@@ -180,7 +180,7 @@ int Engine::Impl::agree_on_world_size(const std::string& directory) const {
   return static_cast<int>(*std::ranges::max_element(all));
 }
 
-Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& where,
+Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StoreDirectory& where,
                                                    const std::optional<std::string>& from) const {
   const std::string directory = where.in(options.store_directory);
   Source source{.place = where, .world_size = agree_on_world_size(directory)};
@@ -209,7 +209,7 @@ Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StorePlace& whe
 std::optional<Engine::Impl::Source> Engine::Impl::find_source(const std::optional<std::string>& from,
                                                               bool strict) const {
   std::vector<std::uint64_t> passed_over;
-  for (const detail::StorePlace& where : agree_on_places()) {
+  for (const detail::StoreDirectory& where : agree_on_directories()) {
     Source source = agree_on_source(where, from);
     if (!source.commits.empty()) {
       source.passed_over = std::move(passed_over);
@@ -234,9 +234,9 @@ std::optional<std::uint64_t> Engine::Impl::find_commit() const {
 
 std::vector<Engine::KeptStep> Engine::Impl::find_kept() const {
   std::vector<KeptStep> steps;
-  std::vector<detail::StorePlace> places = agree_on_places();
+  std::vector<detail::StoreDirectory> places = agree_on_directories();
   std::ranges::reverse(places);
-  for (const detail::StorePlace& where : places) {
+  for (const detail::StoreDirectory& where : places) {
     const Source source = agree_on_source(where, "");
     for (const CommitHeader& kept : source.headers)
       if (std::ranges::any_of(source.commits, [&](const CommonCommit& c) { return c.is(kept); }))
@@ -282,7 +282,7 @@ detail::CommonStoreError Engine::Impl::nothing_to_restore(const std::string& fro
     return detail::CommonStoreError(fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
                                                 kept.empty() ? ", nor any other" : "; " + kept));
   std::string why;
-  for (const detail::StorePlace& where : agree_on_places()) {
+  for (const detail::StoreDirectory& where : agree_on_directories()) {
     const int ranks = agree_on_source(where, std::nullopt).world_size;
     if (ranks > 0 && ranks != runtime.world_size())
       why += fmt::format(

@@ -9,7 +9,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
-#include <hoist/zero/detail/tile_values.hpp>
+#include <hoist/zero/layout/tile_values.hpp>
 
 namespace hoist {
 
@@ -110,7 +110,7 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
     std::vector<std::byte> here;
     if (live.memory->apart(id)) {
       here.resize(out.size() * element_bytes);
-      live.updater->read_home(gradient, here);
+      live.pipeline->read_home(gradient, here);
       gradient = here.data();
     }
     for (std::uint64_t i = 0; i < out.size(); ++i)
@@ -127,7 +127,7 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
     const bool weights = run.region == Region::weights;
     if (apart) {
       const auto here = (weights ? weights_scratch : state_scratch).of(run.length_bytes);
-      live.updater->read_home((weights ? home.weights + base : home.state) + run.offset_bytes, here);
+      live.pipeline->read_home((weights ? home.weights + base : home.state) + run.offset_bytes, here);
       return here.data();
     }
     if (weights && home.weights != nullptr) return home.weights + base + run.offset_bytes;
@@ -200,7 +200,7 @@ void Engine::Impl::write(ParameterId parameter, State state, std::uint64_t first
 void Engine::Impl::write_trainable(ParameterId parameter, State state, const OwnedRange& owned,
                                    std::span<const float> values) {
   const detail::Parameter& p = table.parameter(parameter);
-  live.updater->walk(
+  live.pipeline->walk(
       step_writes(),
       [&](const TileAccess& tile) {
         if (tile.segment != &table.segment_of(parameter)) return;
@@ -224,7 +224,7 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   const aio::TransferMemory scratch(home == nullptr || apart ? bytes : 0);
   std::byte* const at_home = home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : nullptr;
   std::byte* const weights = home != nullptr && !apart ? at_home : scratch.first(bytes).data();
-  if (apart) live.updater->read_home(at_home, {weights, bytes});
+  if (apart) live.pipeline->read_home(at_home, {weights, bytes});
   if (home == nullptr) {
     live.store->read(*live.records->frozen(id), Region::weights, 0, count, {weights, bytes}, aio::Priority::foreground)
         .wait();
@@ -238,7 +238,7 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
     const std::uint64_t first = tile.first_element + range.first - owned.shard.first;
     detail::store_values(access, State::master, range.first, values.subspan(first, range.count));
   }
-  if (apart) live.updater->write_home(at_home, {weights, bytes});
+  if (apart) live.pipeline->write_home(at_home, {weights, bytes});
   if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();
 }
 

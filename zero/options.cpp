@@ -6,7 +6,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
-#include <hoist/zero/detail/device_needs.hpp>
+#include <hoist/zero/memory/device_needs.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist {

@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/comm/communicator.hpp>
 #include <hoist/optim_cpu/optimizer.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/store.hpp>
-#include <hoist/zero/learning_rate.hpp>
-#include <hoist/zero/loss_scale.hpp>
+#include <hoist/zero/update/learning_rate.hpp>
+#include <hoist/zero/update/loss_scale.hpp>
 
 namespace hoist {
 
@@ -43,9 +43,9 @@ struct RuntimeOptions {
   unsigned aio_queue_depth = 16;
   unsigned aio_threads = 4;  // of the `threads` backend
   // A drive that has work and answers nothing for this long has failed.
-  Nanoseconds aio_answer_timeout = aio::EngineOptions{}.answer_timeout;
+  Nanoseconds aio_answer_timeout = aio::DriveQueueOptions{}.answer_timeout;
   // Makes what carries the transfers instead of aio_backend, once for each drive. Null: aio_backend does. For tests.
-  std::function<std::unique_ptr<aio::Backend>(const aio::EngineOptions&)> make_aio_backend{};
+  std::function<std::unique_ptr<aio::Backend>(const aio::DriveQueueOptions&)> make_aio_backend{};
 
   // A timeline of what every link, the optimizer and the program did, in Chrome's trace format (open it in Perfetto);
   // one file per rank, written when the runtime ends. Empty: none. Key "hoist.trace".

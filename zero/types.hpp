@@ -82,7 +82,7 @@ enum class State : std::uint8_t { master, moment1, moment2, gradient };
 
 // Writes the initial fp32 values of elements [first_element, first_element + out.size()) of a parameter, flattened
 // row-major. A pure function of its arguments: it is asked for this rank's shard only, in pieces of any size.
-using Fill = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;
+using Initializer = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;
 
 struct StepOptions {
   // Kept in the commit of this step and given back by restore(): data position, random state, schedules. Worth giving

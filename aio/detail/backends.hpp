@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 
 namespace hoist::aio::detail {
 
@@ -17,10 +17,10 @@ struct Unavailable {
 };
 
 // Null when the system does not let us; then `why` is filled in.
-std::unique_ptr<Backend> make_io_uring_backend(const EngineOptions& options, Unavailable& why);
+std::unique_ptr<Backend> make_io_uring_backend(const DriveQueueOptions& options, Unavailable& why);
 // `note` is appended to the description: why this backend was chosen. May be empty.
-std::unique_ptr<Backend> make_threads_backend(const EngineOptions& options, const std::string& note);
-std::unique_ptr<Backend> make_null_backend(const EngineOptions& options);
+std::unique_ptr<Backend> make_threads_backend(const DriveQueueOptions& options, const std::string& note);
+std::unique_ptr<Backend> make_null_backend(const DriveQueueOptions& options);
 
 // Names the calling thread and binds it to a NUMA node when one is given; a refused binding is logged.
 void enter_io_thread(const char* name, int numa_node) noexcept;

@@ -17,7 +17,7 @@
 #include <liburing.h>
 
 #include <hoist/aio/detail/registered_files.hpp>
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 
 namespace hoist::aio::detail {
 
@@ -30,7 +30,7 @@ class Ring {
   Ring& operator=(const Ring&) = delete;
 
   // An errno, or 0. Memory or files that cannot be registered are no failure; description() says so.
-  int make(const EngineOptions& options, Polling polling);
+  int make(const DriveQueueOptions& options, Polling polling);
   std::string description() const;  // "registered buffers, registered files"
 
   void start();

@@ -13,7 +13,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
@@ -51,7 +51,7 @@ Finding direct_transfers(const std::string& directory) {
     const std::span written(memory.get(), kTrialBytes), read(memory.get() + kTrialBytes, kTrialBytes);
     std::ranges::fill(written, std::byte{0x5a});
     std::ranges::fill(read, std::byte{0});
-    aio::Engine engine({});
+    aio::DriveQueue engine({});
     engine.write(file, 0, written, aio::Priority::foreground).wait();
     engine.sync(file).wait();
     engine.read(file, 0, read, aio::Priority::foreground).wait();

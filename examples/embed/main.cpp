@@ -73,7 +73,7 @@ class Autoencoder {
   }
 
   // Any piece of any parameter, as a pure function of where it lies.
-  Fill initial_values() const {
+  Initializer initial_values() const {
     return [this](ParameterId parameter, std::uint64_t first, std::span<float> out) {
       const double deviation = parameter == F_ ? 0.35 : parameter == W_ ? 0.1 : 0.0;
       for (std::size_t i = 0; i < out.size(); ++i)

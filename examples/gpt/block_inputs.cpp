@@ -19,9 +19,9 @@ BlockInputs::BlockInputs(Runtime& runtime, const BlockInputsOptions& options)
     : options_(options), leaving_(buffer_count(options)) {
   if (!options.stash) return;
   stash_.emplace(runtime.device(), runtime.pinned_budget(),
-                 tiers::StashOptions{.items = options.layers * options.held_micro_batches,
-                                     .item_bytes = options.item_bytes,
-                                     .huge_pages = runtime.options().huge_pages});
+                 tiers::ActivationOffloadOptions{.items = options.layers * options.held_micro_batches,
+                                                 .item_bytes = options.item_bytes,
+                                                 .huge_pages = runtime.options().huge_pages});
 }
 
 std::size_t BlockInputs::buffer_count(const BlockInputsOptions& options) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/block_inputs.hpp - where the input of every block, and of the head, lies: what the backward pass begins
-// a block with. All on the device, or in pinned memory but for a few (tiers/stash.hpp).
+// a block with. All on the device, or in pinned memory but for a few (tiers/activation_offload.hpp).
 //
 // Threading  The program's thread: what is waited for is waited for by the compute stream.
 // Memory     Device memory is the model's; pinned memory is taken at construction.
@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include <hoist/tiers/stash.hpp>
+#include <hoist/tiers/activation_offload.hpp>
 
 namespace hoist {
 class Runtime;
@@ -55,7 +55,7 @@ class BlockInputs {
   void fetch(std::size_t turn, platform::StreamRef compute);
   const BlockInputsOptions options_;
   std::vector<std::byte*> buffers_;
-  std::optional<tiers::Stash> stash_;
+  std::optional<tiers::ActivationOffload> stash_;
   std::size_t micro_batches_ = 1;
   Return return_ = Return::comes_back;
   std::vector<platform::StreamEvent> leaving_;  // by buffer: until when it is read

@@ -187,7 +187,7 @@ double Model::flops_per_token() const {
   return 6 * (layers * 12 * d * d + kVocabulary * d) + 3 * layers * 2 * context * d;
 }
 
-Fill Model::initial_values() const {
+Initializer Model::initial_values() const {
   struct Rule {
     float constant = 0;
     float deviation = 0;

@@ -62,7 +62,7 @@ class Model {
 
   // GPT-2's: normal with deviation 0.02, projections back into the residual scaled by 1/sqrt(2 * layers); norms 1,
   // biases 0.
-  Fill initial_values() const;
+  Initializer initial_values() const;
 
   // [C] One pass over the batch; the mean cross-entropy of this rank's part, in nats. train leaves the gradients in
   // the engine for step().

@@ -106,7 +106,7 @@ class Training {
   void say(const std::string& text) const {
     if (first_rank()) std::fputs((text + "\n").c_str(), stdout);  // a full disk under a log ends no training
   }
-  Fill initial_values() const;
+  Initializer initial_values() const;
   void introduce();
   RunState state_at(std::uint64_t step) const;
   double learning_rate_at(std::uint64_t step) const;
@@ -185,9 +185,9 @@ void Training::prepare() {
   introduce();
 }
 
-Fill Training::initial_values() const {
+Initializer Training::initial_values() const {
   if (arguments_.init.empty()) return model_.initial_values();
-  Fill fill = interchange::fill_from(arguments_.init, engine_.parameters());
+  Initializer fill = interchange::fill_from(arguments_.init, engine_.parameters());
   say("weights from " + arguments_.init);
   return fill;
 }

@@ -86,7 +86,7 @@ class CudaCore {
   // Done when `event` is reached. `keep` keeps the event's owner alive until then.
   Completion completion(cudaEvent_t event, std::shared_ptr<const void> keep);
   void measure(Measure measure);
-  // Books the measures whose end has been reached; the number of those that are left. Pre: the card is current.
+  // Statistics the measures whose end has been reached; the number of those that are left. Pre: the card is current.
   std::size_t collect();
   // Ends the thread once everything it was asked for has happened.
   void stop() noexcept;

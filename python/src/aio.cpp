@@ -113,7 +113,7 @@ class AioEngine {
     return (reinterpret_cast<std::uintptr_t>(data) | bytes | offset) % aio::File::kAlignment == 0;
   }
 
-  aio::Engine engine_;
+  aio::DriveQueue engine_;
   aio::Unaligned unaligned_;
 };
 

@@ -87,9 +87,9 @@ class PyLease {
   Lease lease_;
 };
 
-// A Fill that asks a Python function: values(parameter, first_element, out). Borrows it: copies of a Fill may be made
-// without the GIL.
-Fill fill_by(const nb::callable& values) {
+// A Initializer that asks a Python function: values(parameter, first_element, out). Borrows it: copies of a Initializer
+// may be made without the GIL.
+Initializer fill_by(const nb::callable& values) {
   return [&values](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     const nb::gil_scoped_acquire acquire;
     const nb::ndarray<nb::numpy, float, nb::shape<-1>, nb::device::cpu> array(out.data(), {out.size()});
@@ -204,7 +204,7 @@ void bind_engine(nb::module_& module) {
       .def(
           "initialize",
           [](PyEngine& e, const nb::callable& values) {
-            const Fill fill = fill_by(values);
+            const Initializer fill = fill_by(values);
             const nb::gil_scoped_release release;
             e.engine().initialize(fill);
           },

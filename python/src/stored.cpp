@@ -15,7 +15,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "bindings.hpp"
 

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
@@ -25,10 +25,10 @@ class Conformance : public testing::TestWithParam<Way> {
     if (const auto reason = unavailable(GetParam(), directory_.path().string())) GTEST_SKIP() << *reason;
   }
 
-  EngineOptions options(const AlignedBuffer& memory) const {
+  DriveQueueOptions options(const AlignedBuffer& memory) const {
     return engine_options(GetParam(), memory, directory_.path().string());
   }
-  Engine make_engine(const EngineOptions& options) const { return aio::make_engine(GetParam(), options); }
+  DriveQueue make_engine(const DriveQueueOptions& options) const { return aio::make_engine(GetParam(), options); }
 
   File make_file(const std::string& name, std::uint64_t bytes) const {
     return File(directory_ / name, {.mode = OpenMode::create, .reserve_bytes = bytes});
@@ -59,10 +59,10 @@ TEST_P(Conformance, EveryLengthOffsetBlockAndDepthIsByteExact) {
   std::uint64_t round = 0;
   for (const std::uint64_t block_bytes : {4 * kKiB, 60 * kKiB, kMiB}) {
     for (const unsigned queue_depth : {1u, 3u, 32u}) {
-      EngineOptions changed = options(memory);
+      DriveQueueOptions changed = options(memory);
       changed.block_bytes = block_bytes;
       changed.queue_depth = queue_depth;
-      Engine engine = make_engine(changed);
+      DriveQueue engine = make_engine(changed);
       for (const std::uint64_t length :
            {4 * kKiB, 8 * kKiB, 64 * kKiB, 68 * kKiB, kMiB - 4 * kKiB, kMiB, kMiB + 4 * kKiB, 3 * kMiB + 12 * kKiB}) {
         for (const std::uint64_t offset : {std::uint64_t{0}, 4 * kKiB, kMiB + 8 * kKiB}) {
@@ -87,10 +87,10 @@ TEST_P(Conformance, ManyTransfersOfSeveralThreadsAtOnce) {
   constexpr int kRounds = 60;
   const AlignedBuffer memory(2 * kThreads * kRegionBytes);
   const File file = make_file("threads", kThreads * kRegionBytes);
-  EngineOptions changed = options(memory);
+  DriveQueueOptions changed = options(memory);
   changed.block_bytes = 64 * kKiB;
   changed.queue_depth = 8;
-  Engine engine = make_engine(changed);
+  DriveQueue engine = make_engine(changed);
   std::atomic<int> wrong{0};
 
   // Each thread owns a region of the file, and a shadow of it; writes and reads of disjoint halves overlap in time.
@@ -128,10 +128,10 @@ TEST_P(Conformance, ThousandsOfTransfersInFlightAtOnce) {
   constexpr std::uint64_t kTransfers = 2000;
   const AlignedBuffer memory(2 * 16 * kMiB);
   const File file = make_file("thousands", 16 * kMiB);
-  EngineOptions changed = options(memory);
+  DriveQueueOptions changed = options(memory);
   changed.block_bytes = 8 * kKiB;
   changed.queue_depth = 64;
-  Engine engine = make_engine(changed);
+  DriveQueue engine = make_engine(changed);
   Rng rng(kMaster);
   std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;  // 4 to 12 KiB: one block or two
   for (std::uint64_t at = 0; ranges.size() < kTransfers;) {
@@ -159,11 +159,11 @@ TEST_P(Conformance, ThousandsOfTransfersInFlightAtOnce) {
 TEST_P(Conformance, MemoryThatIsNotRegisteredAndBlocksAcrossTwoSlicesWork) {
   const AlignedBuffer memory(2 * kMiB);
   const AlignedBuffer outside(2 * kMiB);
-  EngineOptions changed = options(memory);
+  DriveQueueOptions changed = options(memory);
   changed.block_bytes = 512 * kKiB;
   if (GetParam().registered)
     changed.registered_memory = {memory.part(0, 700 * kKiB), memory.part(700 * kKiB, 1348 * kKiB)};
-  Engine engine = make_engine(changed);
+  DriveQueue engine = make_engine(changed);
   const File file = make_file("slices", 2 * kMiB);
   fill_pattern(memory.span(), kMaster);
   engine.write(file, 0, memory.span(), Priority::foreground).wait();
@@ -174,9 +174,9 @@ TEST_P(Conformance, MemoryThatIsNotRegisteredAndBlocksAcrossTwoSlicesWork) {
 
 TEST_P(Conformance, ReadingBeyondTheEndFailsAndSaysWhere) {
   const AlignedBuffer memory(kMiB);
-  EngineOptions changed = options(memory);
+  DriveQueueOptions changed = options(memory);
   changed.block_bytes = 64 * kKiB;
-  Engine engine = make_engine(changed);
+  DriveQueue engine = make_engine(changed);
   const File file = make_file("short", 256 * kKiB);
   engine.write(file, 0, memory.part(0, 256 * kKiB), Priority::foreground).wait();
 
@@ -201,7 +201,7 @@ TEST_P(Conformance, ReadingBeyondTheEndFailsAndSaysWhere) {
 
 TEST_P(Conformance, AnErrorCarriesOperationPathOffsetAndErrno) {
   const AlignedBuffer memory(kMiB);
-  Engine engine = make_engine(options(memory));
+  DriveQueue engine = make_engine(options(memory));
   static_cast<void>(make_file("read_only", kMiB));
   const File file(directory_ / "read_only", {.mode = OpenMode::read_only});
   const auto error = io_error_of(engine.write(file, 64 * kKiB, memory.part(0, 8 * kKiB), Priority::background));
@@ -216,7 +216,7 @@ TEST_P(Conformance, AnErrorCarriesOperationPathOffsetAndErrno) {
 
 TEST_P(Conformance, SyncAndAnEmptyTransferSucceed) {
   const AlignedBuffer memory(kMiB);
-  Engine engine = make_engine(options(memory));
+  DriveQueue engine = make_engine(options(memory));
   const File file = make_file("sync", kMiB);
   engine.sync(file).wait();
   engine.write(file, 0, memory.part(0, kMiB), Priority::background).wait();
@@ -227,13 +227,13 @@ TEST_P(Conformance, SyncAndAnEmptyTransferSucceed) {
 
 TEST_P(Conformance, CountsBytesAndBusyTime) {
   const AlignedBuffer memory(4 * kMiB);
-  Engine engine = make_engine(options(memory));
+  DriveQueue engine = make_engine(options(memory));
   const File file = make_file("stats", 4 * kMiB);
   const TimePoint start = Clock::now();
   engine.write(file, 0, memory.span(), Priority::background).wait();
   engine.read(file, 0, memory.part(0, kMiB), Priority::foreground).wait();
   const Nanoseconds wall = Clock::now() - start;
-  const Engine::Stats stats = engine.stats();
+  const DriveQueue::Stats stats = engine.stats();
   EXPECT_EQ(stats.written_bytes, 4 * kMiB);
   EXPECT_EQ(stats.read_bytes, kMiB);
   EXPECT_GT(stats.write_busy, Nanoseconds::zero());
@@ -243,7 +243,7 @@ TEST_P(Conformance, CountsBytesAndBusyTime) {
 
 TEST_P(Conformance, AContinuationMayStartTheNextTransfer) {
   const AlignedBuffer memory(64 * kKiB);
-  Engine engine = make_engine(options(memory));
+  DriveQueue engine = make_engine(options(memory));
   const File file = make_file("chain", 64 * kKiB);
   Promise all;
   const Completion finished = all.completion();
@@ -264,10 +264,10 @@ TEST_P(Conformance, DestructionFinishesEverythingThatWasStarted) {
   fill_pattern(memory.span(), kMaster);
   std::vector<Completion> pending;
   {
-    EngineOptions changed = options(memory);
+    DriveQueueOptions changed = options(memory);
     changed.block_bytes = 64 * kKiB;
     changed.queue_depth = 2;
-    Engine engine = make_engine(changed);
+    DriveQueue engine = make_engine(changed);
     for (std::uint64_t at = 0; at < 16 * kMiB; at += kMiB)
       pending.push_back(engine.write(file, at, memory.part(at, kMiB), Priority::background));
   }
@@ -282,7 +282,7 @@ TEST_P(Conformance, DestructionFinishesEverythingThatWasStarted) {
 // the lock until it goes itself.
 TEST_P(Conformance, AClosedFileIsLetGoOfSoon) {
   const AlignedBuffer memory(64 * kKiB);
-  Engine engine = make_engine(options(memory));
+  DriveQueue engine = make_engine(options(memory));
   for (int round = 0; round < 20; ++round) {
     {
       File file(directory_ / "locked",
@@ -298,7 +298,7 @@ TEST_P(Conformance, MoreFilesThanTheRingRegisters) {
   constexpr std::uint64_t kFiles = 100;
   const AlignedBuffer memory(2 * kFiles * 4 * kKiB);
   fill_pattern(memory.part(0, kFiles * 4 * kKiB), kMaster);
-  Engine engine = make_engine(options(memory));
+  DriveQueue engine = make_engine(options(memory));
   std::vector<File> files;
   for (std::uint64_t i = 0; i < kFiles; ++i) files.push_back(make_file(std::to_string(i), 4 * kKiB));
   std::vector<Completion> pending;
@@ -313,10 +313,10 @@ TEST_P(Conformance, MoreFilesThanTheRingRegisters) {
 
 TEST_P(Conformance, FilesOutliveEnginesAndEnginesOutliveFiles) {
   const AlignedBuffer memory(64 * kKiB);
-  Engine outer = make_engine(options(memory));
+  DriveQueue outer = make_engine(options(memory));
   const File file = make_file("outlives", 64 * kKiB);
   for (int i = 0; i < 10; ++i) {
-    Engine inner = make_engine(options(memory));
+    DriveQueue inner = make_engine(options(memory));
     inner.write(file, 0, memory.span(), Priority::foreground).wait();
     outer.write(file, 0, memory.span(), Priority::foreground).wait();
   }
@@ -332,7 +332,7 @@ std::size_t descriptor_count() {
 TEST_P(Conformance, NoDescriptorIsLeaked) {
   const AlignedBuffer memory(64 * kKiB);
   const auto use = [&](int round) {
-    Engine engine = make_engine(options(memory));
+    DriveQueue engine = make_engine(options(memory));
     const File file = make_file("descriptors" + std::to_string(round), 64 * kKiB);
     engine.write(file, 0, memory.span(), Priority::foreground).wait();
   };
@@ -347,7 +347,7 @@ TEST_P(Conformance, MemoryFileSystemsWork) {
   if (!std::filesystem::is_directory("/dev/shm", ignored)) GTEST_SKIP() << "there is no /dev/shm";
   const test::TempDirectory directory("/dev/shm");
   const AlignedBuffer memory(2 * kMiB);
-  Engine engine = make_engine(options(memory));
+  DriveQueue engine = make_engine(options(memory));
   const File file(directory / "memory", {.mode = OpenMode::create, .reserve_bytes = kMiB});
   fill_pattern(memory.part(0, kMiB), kMaster);
   engine.write(file, 0, memory.part(0, kMiB), Priority::background).wait();
@@ -358,7 +358,7 @@ TEST_P(Conformance, MemoryFileSystemsWork) {
 
 TEST_P(Conformance, WorksWithoutDirectTransfersToo) {
   const AlignedBuffer memory(2 * kMiB);
-  Engine engine = make_engine(options(memory));
+  DriveQueue engine = make_engine(options(memory));
   const File file(directory_ / "buffered", {.mode = OpenMode::create, .reserve_bytes = kMiB, .direct = false});
   EXPECT_FALSE(file.is_direct());
   fill_pattern(memory.part(0, kMiB), kMaster);
@@ -378,7 +378,7 @@ TEST(NullBackend, CompletesEverythingAndTouchesNothing) {
   const std::vector<std::byte> before(memory.span().begin(), memory.span().end());
   std::vector<Completion> pending;
   {
-    Engine engine({.backend = BackendKind::null, .block_bytes = 4 * kKiB});
+    DriveQueue engine({.backend = BackendKind::null, .block_bytes = 4 * kKiB});
     for (int i = 0; i < 20; ++i) {
       pending.push_back(engine.read(file, 0, memory.span(), Priority::foreground));
       pending.push_back(engine.write(file, 0, memory.span(), Priority::background));

@@ -33,7 +33,7 @@ class DrainOf {
         file_(directory_ / "file", {.mode = OpenMode::create, .reserve_bytes = 16 * kBlock}),
         memory_(16 * kBlock) {}
 
-  EngineOptions options(Nanoseconds drain_timeout) const {
+  DriveQueueOptions options(Nanoseconds drain_timeout) const {
     return {.backend = kind_, .block_bytes = kBlock, .queue_depth = 2, .drain_timeout = drain_timeout};
   }
 
@@ -60,8 +60,8 @@ TEST_P(Drain, ASlowDriveIsWaitedForAsLongAsItAnswers) {
   faults_->add({.kind = Fault::Kind::delay, .count = Faults::kForever, .delay = milliseconds(100)});
   Completion transfer;
   {
-    const EngineOptions engine_options = options(milliseconds(500));
-    Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
+    const DriveQueueOptions engine_options = options(milliseconds(500));
+    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
     transfer = engine.write(file_, 0, memory_.part(0, 12 * kBlock), Priority::background);
   }
   ASSERT_TRUE(transfer.done());
@@ -74,8 +74,8 @@ TEST_P(Drain, ADriveThatNeverAnswersFailsItsTransfersAndLeaksWhatItMayWriteTo) {
   std::vector<Completion> pending;
   const TimePoint start = Clock::now();
   {
-    const EngineOptions engine_options = options(milliseconds(50));
-    Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
+    const DriveQueueOptions engine_options = options(milliseconds(50));
+    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
     pending.push_back(engine.write(file_, 0, memory_.part(0, 4 * kBlock), Priority::background));  // partly in flight
     pending.push_back(
         engine.read(file_, 0, memory_.part(8 * kBlock, kBlock), Priority::foreground));  // queued or in flight
@@ -97,11 +97,11 @@ TEST_P(Drain, ADriveThatStopsAnsweringIsGivenUp) {
                 .first = 3,
                 .count = Faults::kForever,
                 .delay = std::chrono::hours(9)});
-  EngineOptions engine_options = options(milliseconds(50));
+  DriveQueueOptions engine_options = options(milliseconds(50));
   engine_options.answer_timeout = milliseconds(300);
   const TimePoint start = Clock::now();
   {
-    Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
+    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
     engine.write(file_, 0, memory_.part(0, 3 * kBlock), Priority::background).wait();
     EXPECT_FALSE(engine.gave_up());
     const Completion stuck = engine.write(file_, 0, memory_.part(0, 4 * kBlock), Priority::background);
@@ -120,9 +120,9 @@ TEST_P(Drain, ADriveThatStopsAnsweringIsGivenUp) {
 
 // Time without anything to do is not silence.
 TEST_P(Drain, AnIdleDriveIsNotGivenUp) {
-  EngineOptions engine_options = options(milliseconds(500));
+  DriveQueueOptions engine_options = options(milliseconds(500));
   engine_options.answer_timeout = seconds(1);  // as long as a busy drive may take for a block
-  Engine engine(engine_options, make_backend(engine_options));
+  DriveQueue engine(engine_options, make_backend(engine_options));
   for (int i = 0; i < 2; ++i) {
     engine.write(file_, 0, memory_.part(0, kBlock), Priority::background).wait();
     std::this_thread::sleep_for(milliseconds(1200));
@@ -157,20 +157,20 @@ class StoppedBackend final : public Backend {
 
 // A drive that answers at once: a real one that is busy may itself take longer than these time-outs.
 TEST_F(DrainOfNull, AProcessThatWasStoppedDoesNotBlameTheDrive) {
-  EngineOptions engine_options = options(milliseconds(200));
+  DriveQueueOptions engine_options = options(milliseconds(200));
   engine_options.answer_timeout = milliseconds(200);
   const auto stopped = [&] {
     return std::make_unique<StoppedBackend>(make_backend(engine_options), milliseconds(600));
   };
   {
-    Engine engine(engine_options, stopped());
+    DriveQueue engine(engine_options, stopped());
     EXPECT_FALSE(io_error_of(engine.write(file_, 0, memory_.part(0, kBlock), Priority::background)));
     EXPECT_FALSE(engine.gave_up());
   }
   Completion transfer;
   engine_options.answer_timeout = std::chrono::minutes(1);
   {
-    Engine engine(engine_options, stopped());
+    DriveQueue engine(engine_options, stopped());
     transfer = engine.write(file_, 0, memory_.part(0, kBlock), Priority::background);
   }
   EXPECT_FALSE(io_error_of(transfer)) << "at its end";
@@ -180,8 +180,8 @@ TEST_P(Drain, WhatAContinuationStartsDuringTheDrainIsFinishedToo) {
   faults_->add({.kind = Fault::Kind::delay, .delay = milliseconds(20)});
   Completion second;
   {
-    const EngineOptions engine_options = options(seconds(10));
-    Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
+    const DriveQueueOptions engine_options = options(seconds(10));
+    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
     engine.write(file_, 0, memory_.part(0, kBlock), Priority::background).then([&](std::exception_ptr) {
       second = engine.write(file_, kBlock, memory_.part(0, kBlock), Priority::background);
     });
@@ -195,8 +195,8 @@ TEST_P(Drain, ARetryThatIsDueIsFinished) {
   faults_->add({.kind = Fault::Kind::error, .count = 6, .code = EAGAIN});
   Completion transfer;
   {
-    const EngineOptions engine_options = options(seconds(10));
-    Engine engine(engine_options, test::make_faulty_backend(engine_options, faults_));
+    const DriveQueueOptions engine_options = options(seconds(10));
+    DriveQueue engine(engine_options, test::make_faulty_backend(engine_options, faults_));
     transfer = engine.write(file_, 0, memory_.part(0, kBlock), Priority::background);
   }
   ASSERT_TRUE(transfer.done());
@@ -250,7 +250,7 @@ TEST_P(Drain, WhatTheKernelHoldsMayStillBeUsedByItAfterTheEngineHasGone) {
     const TimePoint start = Clock::now();
     if (!freeze.frozen()) GTEST_SKIP() << "a file system cannot be frozen here (needs root)";
     {
-      Engine engine(options(milliseconds(100)));
+      DriveQueue engine(options(milliseconds(100)));
       for (std::uint64_t i = 0; i < 4; ++i)  // two in flight, two queued
         pending.push_back(engine.write(file, i * kBlock, memory->part(i * kBlock, kBlock), Priority::background));
     }
@@ -279,7 +279,7 @@ TEST_P(Drain, AStuckThreadIsLeftBehind) {
   auto stuck = std::make_shared<std::promise<void>>();
   auto entered = std::make_shared<std::promise<void>>();
   {
-    Engine engine(options(milliseconds(20)));
+    DriveQueue engine(options(milliseconds(20)));
     engine.write(file_, 0, memory_.part(0, kBlock), Priority::background).then([stuck, entered](std::exception_ptr) {
       entered->set_value();
       stuck->get_future().wait();

@@ -38,8 +38,8 @@ class FaultInjection : public testing::Test {
     restart();
   }
   void restart() {
-    const EngineOptions options{.backend = BackendKind::threads, .block_bytes = 64 * kKiB, .queue_depth = 4};
-    engine_ = std::make_unique<Engine>(options, test::make_faulty_backend(options, faults_));
+    const DriveQueueOptions options{.backend = BackendKind::threads, .block_bytes = 64 * kKiB, .queue_depth = 4};
+    engine_ = std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults_));
   }
   void write(std::uint64_t offset, std::uint64_t bytes, std::uint64_t from = 0) {
     engine_->write(file_, offset, memory_.part(from + offset, bytes), Priority::foreground).wait();
@@ -69,7 +69,7 @@ class FaultInjection : public testing::Test {
   File file_;
   AlignedBuffer memory_;  // first half: what is in the file; second half: something else
   std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(1);
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<DriveQueue> engine_;
 };
 
 TEST_F(FaultInjection, WithoutFaultsNothingHappens) {

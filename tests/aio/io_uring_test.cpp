@@ -20,7 +20,7 @@
 
 #include <hoist/aio/detail/polling_probe.hpp>
 #include <hoist/aio/detail/uring_setup.hpp>
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/platform/topology.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
@@ -50,14 +50,14 @@ void in_a_thread(const std::function<void()>& work) { std::thread(work).join(); 
 
 bool have_io_uring() {
   try {
-    const Engine probe({.backend = BackendKind::io_uring});
+    const DriveQueue probe({.backend = BackendKind::io_uring});
     return true;
   } catch (const Error&) {
     return false;
   }
 }
 
-void expect_round_trip(Engine& engine, const AlignedBuffer& memory) {
+void expect_round_trip(DriveQueue& engine, const AlignedBuffer& memory) {
   const test::TempDirectory directory;
   const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = kMiB});
   fill_pattern(memory.part(0, kMiB), 5);
@@ -72,7 +72,7 @@ TEST(IoUringRefused, FallsBackToThreadsAndSaysWhy) {
     in_a_thread([code] {
       if (!refuse_system_call(__NR_io_uring_setup, code)) GTEST_SKIP() << "no seccomp filter can be set here";
       const AlignedBuffer memory(2 * kMiB);
-      Engine engine({.registered_memory = {memory.span()}});
+      DriveQueue engine({.registered_memory = {memory.span()}});
       EXPECT_EQ(engine.description(), code == EPERM ? "threads (io_uring: Operation not permitted)"
                                                     : "threads (io_uring: Function not implemented)");
       expect_round_trip(engine, memory);
@@ -84,7 +84,7 @@ TEST(IoUringRefused, AskedForByNameItIsAnErrorWithTheRemedy) {
   in_a_thread([] {
     if (!refuse_system_call(__NR_io_uring_setup, EPERM)) GTEST_SKIP() << "no seccomp filter can be set here";
     try {
-      const Engine engine({.backend = BackendKind::io_uring});
+      const DriveQueue engine({.backend = BackendKind::io_uring});
       ADD_FAILURE() << "io_uring was had all the same: " << engine.description();
     } catch (const Error& error) {
       EXPECT_THAT(error.what(), testing::HasSubstr("Operation not permitted"));
@@ -101,7 +101,7 @@ TEST(IoUringRefused, WithoutRegistrationOfFilesItUsesDescriptors) {
     if (!refuse_system_call(__NR_io_uring_register, EMFILE, IORING_REGISTER_FILES))
       GTEST_SKIP() << "no seccomp filter can be set here";
     const AlignedBuffer memory(2 * kMiB);
-    Engine engine({.backend = BackendKind::automatic, .registered_memory = {memory.span()}});
+    DriveQueue engine({.backend = BackendKind::automatic, .registered_memory = {memory.span()}});
     EXPECT_THAT(engine.description(), testing::HasSubstr("unregistered files: Too many open files"));
     expect_round_trip(engine, memory);
   });
@@ -130,7 +130,7 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
   in_a_thread([] {
     if (!drop_ipc_lock()) GTEST_SKIP() << "CAP_IPC_LOCK cannot be dropped here";
     const AlignedBuffer memory(4 * kMiB);
-    Engine engine({.backend = BackendKind::io_uring, .registered_memory = {memory.span()}});
+    DriveQueue engine({.backend = BackendKind::io_uring, .registered_memory = {memory.span()}});
     EXPECT_THAT(engine.description(), testing::HasSubstr("unregistered buffers: Cannot allocate memory"));
     expect_round_trip(engine, memory);
   });
@@ -141,7 +141,7 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
 [[noreturn]] void say_that_io_uring_is_refused() {
   const LogCapture log;
   if (!refuse_system_call(__NR_io_uring_setup, EPERM)) std::_Exit(0);
-  for (int i = 0; i < 3; ++i) Engine({});
+  for (int i = 0; i < 3; ++i) DriveQueue({});
   exit_if(log.count("io_uring is not available") == 1 && log.count("To have it") == 1, log);
 }
 
@@ -150,7 +150,7 @@ TEST(IoUringRefused, BeyondTheMemlockLimitMemoryIsNotRegisteredAndTransfersWork)
   const AlignedBuffer memory(4 * kMiB);
   const rlimit low{.rlim_cur = kRoomForRings, .rlim_max = kRoomForRings};
   if (::setrlimit(RLIMIT_MEMLOCK, &low) != 0 || !drop_ipc_lock()) std::_Exit(0);
-  for (int i = 0; i < 3; ++i) Engine({.registered_memory = {memory.span()}});
+  for (int i = 0; i < 3; ++i) DriveQueue({.registered_memory = {memory.span()}});
   exit_if(log.count("refused to register 4.0 MiB") == 1 && log.count("ulimit -l") == 1, log);
 }
 
@@ -200,14 +200,14 @@ TEST_F(PollingProbe, LeavesNothingBehind) {
 TEST_F(PollingProbe, WhatTheDriveCannotIsAnErrorByNameAndDoneWithoutOtherwise) {
   const auto why = detail::probe_polling({Polling::completion, directory()});
   if (!why) GTEST_SKIP() << "this drive can be polled for completions";
-  const EngineOptions options{.block_bytes = 64 * kKiB, .polling = Polling::completion, .directory = directory()};
-  Engine engine(options);
+  const DriveQueueOptions options{.block_bytes = 64 * kKiB, .polling = Polling::completion, .directory = directory()};
+  DriveQueue engine(options);
   EXPECT_THAT(engine.description(), testing::HasSubstr("no completion polling: " + why->reason));
   expect_round_trip(engine, AlignedBuffer(2 * kMiB));
-  EngineOptions by_name = options;
+  DriveQueueOptions by_name = options;
   by_name.backend = BackendKind::io_uring;
   try {
-    const Engine refused(by_name);
+    const DriveQueue refused(by_name);
     ADD_FAILURE() << "it was had all the same: " << refused.description();
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), testing::HasSubstr("completion polling is not available"));
@@ -233,7 +233,7 @@ TEST(RingFlags, TheLastChoiceAsksForNothingNew) {
 TEST(IoThread, RunsOnTheNodeItWasGiven) {
   const auto topology = platform::Topology::detect();
   const auto& node = topology.nodes().back();
-  Engine engine({.numa_node = node.os_index});
+  DriveQueue engine({.numa_node = node.os_index});
   const test::TempDirectory directory;
   const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 4 * kKiB});
   const AlignedBuffer memory(4 * kKiB);
@@ -261,9 +261,9 @@ TEST(IoThread, RunsOnTheNodeItWasGiven) {
 TEST(IoUring, DescribesWhatItHas) {
   if (!have_io_uring()) GTEST_SKIP() << "io_uring is not available here";
   const AlignedBuffer memory(64 * kKiB);
-  EXPECT_EQ(Engine({.backend = BackendKind::io_uring, .registered_memory = {memory.span()}}).description(),
+  EXPECT_EQ(DriveQueue({.backend = BackendKind::io_uring, .registered_memory = {memory.span()}}).description(),
             "io_uring (registered buffers, registered files)");
-  EXPECT_EQ(Engine({.backend = BackendKind::io_uring}).description(), "io_uring (registered files)");
+  EXPECT_EQ(DriveQueue({.backend = BackendKind::io_uring}).description(), "io_uring (registered files)");
 }
 
 }  // namespace

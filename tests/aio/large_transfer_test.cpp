@@ -54,12 +54,12 @@ class LargeTransfers : public testing::TestWithParam<Way> {
     if (std::filesystem::space(directory_.path()).available < 2 * kBytes)
       GTEST_SKIP() << "less than 9 GiB of disk are free";
     memory_ = std::make_unique<AlignedBuffer>(kBytes);
-    EngineOptions options = engine_options(GetParam(), AlignedBuffer(File::kAlignment), directory_.path().string());
+    DriveQueueOptions options = engine_options(GetParam(), AlignedBuffer(File::kAlignment), directory_.path().string());
     options.registered_memory.clear();
     for (std::uint64_t at = 0; GetParam().registered && at < kBytes; at += kSlice)
       options.registered_memory.push_back(memory_->part(at, std::min(kSlice, kBytes - at)));
     for (int drive = 0; drive < 2; ++drive)
-      engines_.push_back(std::unique_ptr<Engine>(new Engine(make_engine(GetParam(), options))));
+      engines_.push_back(std::unique_ptr<DriveQueue>(new DriveQueue(make_engine(GetParam(), options))));
   }
   StripedFile make(const StripeLayout& layout) {
     std::vector<StripeDrive> drives;
@@ -73,7 +73,7 @@ class LargeTransfers : public testing::TestWithParam<Way> {
 
   test::TempDirectory directory_;
   std::unique_ptr<AlignedBuffer> memory_;
-  std::vector<std::unique_ptr<Engine>> engines_;
+  std::vector<std::unique_ptr<DriveQueue>> engines_;
 };
 
 TEST_P(LargeTransfers, AreByteExactInOneCall) {

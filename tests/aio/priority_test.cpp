@@ -8,7 +8,7 @@
 
 #include <gtest/gtest.h>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "aio_test_support.hpp"
@@ -24,7 +24,7 @@ std::size_t blocks_waited_for(unsigned queue_depth, std::uint64_t background_blo
   const File file(directory / "file", {.mode = OpenMode::create});
   const AlignedBuffer memory(background_blocks * kBlock);
   const auto gate = std::make_shared<Gate>();
-  Engine engine({.block_bytes = kBlock, .queue_depth = queue_depth}, std::make_unique<GateBackend>(gate));
+  DriveQueue engine({.block_bytes = kBlock, .queue_depth = queue_depth}, std::make_unique<GateBackend>(gate));
   std::vector<Completion> writes;
   for (std::uint64_t i = 0; i < background_blocks; ++i)
     writes.push_back(engine.write(file, i * kBlock, memory.part(i * kBlock, kBlock), Priority::background));
@@ -84,9 +84,9 @@ std::vector<std::size_t> blocks_submitted_before_reads(Priority of_reads) {
   const File file(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 2 * kWriteBytes + kMiB});
   const AlignedBuffer memory(2 * kWriteBytes + kMiB);
   fill_pattern(memory.span(), 1);
-  const EngineOptions options{.block_bytes = kWriteBlock, .queue_depth = kQueueDepth};
+  const DriveQueueOptions options{.block_bytes = kWriteBlock, .queue_depth = kQueueDepth};
   std::atomic<std::size_t> before = 0;
-  Engine engine(options, std::make_unique<SubmissionOrder>(make_backend(options), before));
+  DriveQueue engine(options, std::make_unique<SubmissionOrder>(make_backend(options), before));
   engine.write(file, 0, memory.span(), Priority::background).wait();
 
   std::vector<std::size_t> blocks;

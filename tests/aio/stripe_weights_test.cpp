@@ -57,15 +57,15 @@ TEST(StripeWeights, NoDriveGetsMoreThanItsRateSaysBeyondTheTolerance) {
 class Measuring : public testing::Test {
  protected:
   std::shared_ptr<Faults> add_drive() {
-    const EngineOptions options{.backend = BackendKind::threads, .drain_timeout = milliseconds(50)};
+    const DriveQueueOptions options{.backend = BackendKind::threads, .drain_timeout = milliseconds(50)};
     auto faults = std::make_shared<Faults>(1);
-    engines_.push_back(std::make_unique<Engine>(options, test::make_faulty_backend(options, faults)));
+    engines_.push_back(std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults)));
     directories_.push_back(std::make_unique<test::TempDirectory>());
     drives_.push_back({engines_.back().get(), directories_.back()->path().string()});
     return faults;
   }
   std::vector<std::unique_ptr<test::TempDirectory>> directories_;
-  std::vector<std::unique_ptr<Engine>> engines_;
+  std::vector<std::unique_ptr<DriveQueue>> engines_;
   std::vector<MeasuredDrive> drives_;
 };
 
@@ -118,8 +118,8 @@ TEST_F(Measuring, ReadsOnlyWhatItWrote) {
                .delay = milliseconds(30)});  // too slow to fill the file in time
   Reach reach;
   {
-    const EngineOptions options{.backend = BackendKind::threads};
-    Engine engine(options, std::make_unique<ReachBackend>(test::make_faulty_backend(options, faults), reach));
+    const DriveQueueOptions options{.backend = BackendKind::threads};
+    DriveQueue engine(options, std::make_unique<ReachBackend>(test::make_faulty_backend(options, faults), reach));
     const std::array drives{MeasuredDrive{&engine, directory.path().string()}};
     static_cast<void>(measure_weights(drives, {.time_limit = milliseconds(90), .file_bytes = 512 * kMiB}));
   }

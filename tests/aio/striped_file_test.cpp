@@ -25,13 +25,13 @@ class Striped : public testing::Test {
  protected:
   std::string path(unsigned drive) const { return directory_ / ("drive" + std::to_string(drive)); }
 
-  void add_engine(EngineOptions options = {.block_bytes = 48 * kKiB, .queue_depth = 4}) {
-    engines_.push_back(std::make_unique<Engine>(options));
+  void add_engine(DriveQueueOptions options = {.block_bytes = 48 * kKiB, .queue_depth = 4}) {
+    engines_.push_back(std::make_unique<DriveQueue>(options));
   }
   std::shared_ptr<Faults> add_faulty_engine() {
-    const EngineOptions options{.block_bytes = 48 * kKiB, .queue_depth = 4};
+    const DriveQueueOptions options{.block_bytes = 48 * kKiB, .queue_depth = 4};
     auto faults = std::make_shared<Faults>(5);
-    engines_.push_back(std::make_unique<Engine>(options, test::make_faulty_backend(options, faults)));
+    engines_.push_back(std::make_unique<DriveQueue>(options, test::make_faulty_backend(options, faults)));
     return faults;
   }
   std::unique_ptr<StripedFile> make(const StripeLayout& layout, std::uint64_t bytes) {
@@ -50,7 +50,7 @@ class Striped : public testing::Test {
   }
 
   test::TempDirectory directory_;
-  std::vector<std::unique_ptr<Engine>> engines_;
+  std::vector<std::unique_ptr<DriveQueue>> engines_;
 };
 
 TEST_F(Striped, EveryRangeIsByteExactWhateverTheWeights) {
@@ -106,7 +106,8 @@ TEST_F(Striped, EachByteIsOnTheDriveTheLayoutSays) {
 TEST_F(Striped, NeighbouringUnitsOfADriveAreOneBlock) {
   const auto gate = std::make_shared<Gate>();
   gate->open();
-  engines_.push_back(std::make_unique<Engine>(EngineOptions{.block_bytes = kMiB}, std::make_unique<GateBackend>(gate)));
+  engines_.push_back(
+      std::make_unique<DriveQueue>(DriveQueueOptions{.block_bytes = kMiB}, std::make_unique<GateBackend>(gate)));
   const StripeLayout layout(kUnit, {3, 1});  // 0 0 1 0 | 0 0 1 0 | ...
   const auto file = make(layout, 8 * kUnit);
   const AlignedBuffer memory(8 * kUnit);
@@ -148,16 +149,16 @@ TEST_F(Striped, AFailedFlushOfAnyDriveFailsTheFlush) {
 TEST_F(Striped, ASlowDriveDoesNotStallTheOthersQueues) {
   constexpr int kTransfers = 6;
   const auto slow = std::make_shared<Gate>();  // does nothing until it is opened
-  engines_.push_back(std::make_unique<Engine>(EngineOptions{.block_bytes = 48 * kKiB, .queue_depth = 4},
-                                              std::make_unique<GateBackend>(slow)));
+  engines_.push_back(std::make_unique<DriveQueue>(DriveQueueOptions{.block_bytes = 48 * kKiB, .queue_depth = 4},
+                                                  std::make_unique<GateBackend>(slow)));
   const StripeLayout layout(kUnit, {1, 1});
   const auto file = make(layout, 8 * kUnit * kTransfers);
   const AlignedBuffer memory(8 * kUnit * kTransfers);
   std::vector<Completion> pending;
   for (std::uint64_t i = 0; i < kTransfers; ++i)
     pending.push_back(file->write(8 * i * kUnit, memory.part(8 * i * kUnit, 8 * kUnit), Priority::background));
-  const TimePoint patience = Clock::now() + std::chrono::minutes(1);
-  while (engines_[1]->stats().written_bytes < 4 * kUnit * kTransfers && Clock::now() < patience)
+  const TimePoint deadline = Clock::now() + std::chrono::minutes(1);
+  while (engines_[1]->stats().written_bytes < 4 * kUnit * kTransfers && Clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   EXPECT_EQ(engines_[1]->stats().written_bytes, 4 * kUnit * kTransfers) << "it waits for the slow drive";
   EXPECT_EQ(engines_[0]->stats().written_bytes, 0u);

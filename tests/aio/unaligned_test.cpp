@@ -67,13 +67,13 @@ class UnalignedTransfers : public testing::TestWithParam<Way> {
   UnalignedTransfers() : memory_(kMemoryBytes) {}
   void SetUp() override {
     if (const auto reason = unavailable(GetParam(), directory_.path().string())) GTEST_SKIP() << *reason;
-    EngineOptions options = engine_options(GetParam(), memory_, directory_.path().string());
+    DriveQueueOptions options = engine_options(GetParam(), memory_, directory_.path().string());
     options.block_bytes = kBlock;
     for (int drive = 0; drive < 2; ++drive) engines_.push_back(make_engine(options));
   }
 
-  std::unique_ptr<Engine> make_engine(const EngineOptions& options) const {
-    return std::unique_ptr<Engine>(new Engine(aio::make_engine(GetParam(), options)));
+  std::unique_ptr<DriveQueue> make_engine(const DriveQueueOptions& options) const {
+    return std::unique_ptr<DriveQueue>(new DriveQueue(aio::make_engine(GetParam(), options)));
   }
   std::unique_ptr<StripedFile> make_file(const StripeLayout& layout, std::uint64_t bytes) const {
     std::vector<StripeDrive> drives;
@@ -92,7 +92,7 @@ class UnalignedTransfers : public testing::TestWithParam<Way> {
   static constexpr std::uint64_t kMemoryBytes = 2 * kMiB;
   test::TempDirectory directory_;
   AlignedBuffer memory_;
-  std::vector<std::unique_ptr<Engine>> engines_;
+  std::vector<std::unique_ptr<DriveQueue>> engines_;
 };
 
 const StripeLayout& two_drives() {
@@ -248,9 +248,9 @@ INSTANTIATE_TEST_SUITE_P(Backends, UnalignedTransfers, testing::ValuesIn(kWays),
 
 TEST(Unaligned, AFailureIsDeliveredOnceAndTheRestIsNotStarted) {
   const test::TempDirectory directory;
-  const EngineOptions options{.backend = BackendKind::threads, .block_bytes = kBlock, .queue_depth = 1};
+  const DriveQueueOptions options{.backend = BackendKind::threads, .block_bytes = kBlock, .queue_depth = 1};
   const auto faults = std::make_shared<test::Faults>(1);
-  Engine engine(options, test::make_faulty_backend(options, faults));
+  DriveQueue engine(options, test::make_faulty_backend(options, faults));
   StripedFile file(engine, File(directory / "file", {.mode = OpenMode::create, .reserve_bytes = 64 * kBlock}));
   const AlignedBuffer memory(64 * kBlock);
   Unaligned door({.bounce_bytes = kBlock, .piece_bytes = kBlock});

@@ -10,7 +10,7 @@
 
 #include <gtest/gtest.h>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 
 #include "aio_test_support.hpp"
@@ -42,16 +42,16 @@ inline constexpr std::array kWays{
 inline void PrintTo(const Way& way, std::ostream* out) { *out << way.name; }
 inline std::string name_of_way(const testing::TestParamInfo<Way>& info) { return info.param.name; }
 
-inline EngineOptions engine_options(const Way& way, const AlignedBuffer& memory, const std::string& directory) {
-  EngineOptions options{.backend = way.backend, .polling = way.polling, .directory = directory};
+inline DriveQueueOptions engine_options(const Way& way, const AlignedBuffer& memory, const std::string& directory) {
+  DriveQueueOptions options{.backend = way.backend, .polling = way.polling, .directory = directory};
   if (way.registered) options.registered_memory = {memory.span()};
   if (way.polling == Polling::completion) options.block_bytes = 64 * kKiB;
   if (way.faulty) options.retries_max = 100;
   return options;
 }
 
-inline Engine make_engine(const Way& way, const EngineOptions& options) {
-  if (!way.faulty) return Engine(options);
+inline DriveQueue make_engine(const Way& way, const DriveQueueOptions& options) {
+  if (!way.faulty) return DriveQueue(options);
   const auto faults = std::make_shared<test::Faults>(20260);
   const auto add = [&](test::Fault::Kind kind, std::optional<Operation> operation, int code) {
     faults->add({.kind = kind,
@@ -67,7 +67,7 @@ inline Engine make_engine(const Way& way, const EngineOptions& options) {
   }
   add(test::Fault::Kind::short_transfer, std::nullopt, 0);
   add(test::Fault::Kind::delay, std::nullopt, 0);
-  return Engine(options, test::make_faulty_backend(options, faults));
+  return DriveQueue(options, test::make_faulty_backend(options, faults));
 }
 
 // Why this machine does not let us, for a skip.
@@ -75,7 +75,7 @@ inline std::optional<std::string> unavailable(const Way& way, const std::string&
   if (way.backend != BackendKind::io_uring && way.polling == Polling::none) return std::nullopt;
   try {
     const AlignedBuffer memory(File::kAlignment);
-    EngineOptions options = engine_options(way, memory, directory);
+    DriveQueueOptions options = engine_options(way, memory, directory);
     options.backend = BackendKind::io_uring;
     static_cast<void>(make_engine(way, options));
   } catch (const Error& error) {

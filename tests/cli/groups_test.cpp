@@ -6,7 +6,7 @@
 #include <gmock/gmock.h>
 
 #include <hoist/interchange/safetensors_reader.hpp>
-#include <hoist/zero/stored_job.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
 
 #include "program.hpp"
 #include "stores.hpp"

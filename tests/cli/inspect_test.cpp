@@ -189,7 +189,7 @@ TEST_F(Inspect, ADamagedManifestIsAFailure) {
 }
 
 TEST_F(Inspect, NothingOfAStoreIsWaitedForThatIsNoFile) {
-  const test::EndOfPatience patience;
+  const test::TestDeadline deadline;
   for (const test::OtherKind& kind : test::kOtherKinds) {
     for (const char* file : {"rank-00000.data", "rank-00000.manifest", "rank-00000.lock-info"}) {
       SCOPED_TRACE(fmt::format("a {} as {}", kind.name, file));
@@ -212,7 +212,7 @@ TEST_F(Inspect, JsonThatCannotBeWrittenIsRefusedBeforeTheWork) {
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.errors, HasSubstr("nowhere/found.json"));
   EXPECT_EQ(result.output, "");
-  const test::EndOfPatience patience;
+  const test::TestDeadline deadline;
   ASSERT_TRUE(test::kOtherKinds.front().make(path("pipe")));
   EXPECT_THAT(run("inspect store --json pipe").errors, HasSubstr("nobody reads from this pipe"));
 }

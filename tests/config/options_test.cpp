@@ -472,7 +472,7 @@ TEST(Load, ADirectoryAndAnEndlessFileSayWhatTheyAre) {
 
 // A named pipe would have to be waited for; what a shell's <(...) and /dev/stdin are has its writer.
 TEST(Load, APipeIsReadIfItWasGivenAndRefusedByName) {
-  const test::EndOfPatience patience;
+  const test::TestDeadline deadline;
   const std::string name = "pipe-" + std::to_string(::getpid());
   ASSERT_TRUE(test::kOtherKinds.front().make(name));
   EXPECT_THROW(Config::load(name), IoError);

@@ -15,9 +15,9 @@
 namespace hoist {
 namespace {
 
-using test::EndOfPatience;
 using test::kOtherKinds;
 using test::OtherKind;
+using test::TestDeadline;
 
 struct Pipe {
   Pipe() { EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0); }
@@ -30,7 +30,7 @@ struct Pipe {
 };
 
 TEST(OpenFile, OtherKindsAreRefusedAtOnceHoweverTheyAreOpened) {
-  const EndOfPatience patience;
+  const TestDeadline deadline;
   const test::TempDirectory directory;
   for (const OtherKind& kind : kOtherKinds) {
     const std::string path = directory / kind.name;
@@ -47,7 +47,7 @@ TEST(OpenFile, OtherKindsAreRefusedAtOnceHoweverTheyAreOpened) {
 }
 
 TEST(OpenFile, ALinkIsFollowedToItsKindOrRefused) {
-  const EndOfPatience patience;
+  const TestDeadline deadline;
   const test::TempDirectory directory;
   ASSERT_TRUE(kOtherKinds.front().make(directory / "pipe"));
   ASSERT_EQ(::symlink("pipe", (directory / "link").c_str()), 0);
@@ -83,7 +83,7 @@ TEST(OpenFile, ARegularFileIsOpenedAsAskedAndWaits) {
 }
 
 TEST(OpenFile, APipeThatThisProcessWasGivenIsReadToItsEnd) {
-  const EndOfPatience patience;
+  const TestDeadline deadline;
   Pipe pipe;
   ASSERT_EQ(::write(pipe.ends[1], "{}", 2), 2);
   const int input = open_input_file(pipe.path(0));
@@ -100,7 +100,7 @@ TEST(OpenFile, APipeThatThisProcessWasGivenIsReadToItsEnd) {
 }
 
 TEST(OpenFile, OutputGoesToFilesAndToPipesThatAreRead) {
-  const EndOfPatience patience;
+  const TestDeadline deadline;
   const test::TempDirectory directory;
   for (const OutputMode mode : {OutputMode::replace, OutputMode::append, OutputMode::append}) {
     std::FILE* file = open_output_file(directory / "file", mode);

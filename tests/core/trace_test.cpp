@@ -116,7 +116,7 @@ TEST(Trace, APlaceThatCannotBeWrittenIsNamed) {
   EXPECT_THROW(Trace::check(directory.path().string()), IoError);
   Trace::check(directory / "trace.json");
   EXPECT_TRUE(std::filesystem::is_empty(directory.path())) << "nothing is left behind";
-  const test::EndOfPatience patience;  // for whoever might read a pipe one day
+  const test::TestDeadline deadline;  // for whoever might read a pipe one day
   ASSERT_TRUE(test::kOtherKinds.front().make(directory / "pipe"));
   EXPECT_THROW(Trace::check(directory / "pipe"), IoError);
   EXPECT_THROW(trace.write(directory / "pipe", "rank 0"), IoError);

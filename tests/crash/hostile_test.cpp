@@ -105,7 +105,7 @@ TEST_F(Hostile, ADriveThatStopsAnsweringIsAnErrorAndNoHang) {
   const auto counted = [&](const std::shared_ptr<Faults>& faults) {
     ToySetup silent = setup;
     silent.runtime.aio_answer_timeout = configured_answer_timeout();
-    silent.runtime.make_aio_backend = [faults](const aio::EngineOptions& options) {
+    silent.runtime.make_aio_backend = [faults](const aio::DriveQueueOptions& options) {
       return make_faulty_backend(options, faults);
     };
     return silent;
@@ -142,7 +142,7 @@ TEST_F(Hostile, WhatASilentDriveMayStillReadIsNotFreed) {
     last = {block.data, {block.data, block.data + block.length_bytes}};
   };
   silent.runtime.aio_answer_timeout = configured_answer_timeout();
-  silent.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+  silent.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
     return std::make_unique<ObservedBackend>(make_faulty_backend(options, faults), note_manifest);
   };
   const Life life = train(silent, [&](std::uint64_t step) {

@@ -130,7 +130,7 @@ bool Power::live(const std::shared_ptr<Faults>& faults, std::uint64_t count, con
       ToySetup toy = this->toy(group);
       // A mutant may wait for somebody who never comes, and is judged by what it left then.
       toy.runtime.comm_timeout = std::chrono::milliseconds(mutation.makes_up_agreements() ? 500 : 5000);
-      toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+      toy.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
         return std::make_unique<ObservedBackend>(
             std::make_unique<ForgetfulBackend>(make_faulty_backend(options, faults), mutation.drops), see);
       };

@@ -107,7 +107,7 @@ std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, Wat
                        const LifeTerms& terms) {
   Witness& witness = rank.kills.witness();
   ToySetup toy = setup;
-  toy.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+  toy.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
     return watch(aio::make_backend(options), rank);
   };
   Runtime::Groups watched;

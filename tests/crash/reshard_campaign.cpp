@@ -9,7 +9,7 @@
 
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/zero/toy_ranks.hpp>
-#include <hoist/zero/detail/store_places.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
 
 namespace hoist::test {
 
@@ -34,7 +34,7 @@ ReshardCampaign::ReshardCampaign(Placement parameters, UpdateMode mode, const st
 
 bool ReshardCampaign::has_two_stores() const {
   for (int group = 0; group < groups_; ++group)
-    if (detail::store_places(store_of_group(store_, groups_, group)).size() > 1) return true;
+    if (detail::store_directories(store_of_group(store_, groups_, group)).size() > 1) return true;
   return false;
 }
 

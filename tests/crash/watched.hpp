@@ -11,7 +11,7 @@
 #include <chrono>
 #include <memory>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/comm/communicator.hpp>
 #include <hoist/tests/support/system_calls.hpp>
 

@@ -20,7 +20,7 @@
 #include <hoist/interchange/export.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 namespace hoist::gpt {
 namespace {

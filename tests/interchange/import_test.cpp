@@ -24,7 +24,7 @@ ParameterSpec parameter(std::string name, std::vector<std::int64_t> shape) {
   return {.name = std::move(name), .shape = std::move(shape)};
 }
 
-std::vector<float> filled(const Fill& fill, std::uint32_t index, std::uint64_t first, std::size_t count) {
+std::vector<float> filled(const Initializer& fill, std::uint32_t index, std::uint64_t first, std::size_t count) {
   std::vector<float> values(count, 777.0f);
   fill(ParameterId{index}, first, values);
   return values;
@@ -38,7 +38,7 @@ TEST(Import, EveryPatternOfTheNarrowTypesIsWidenedExactly) {
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint16_t>(i);
   save(directory / "m", {tensor("b", TensorType::bf16, {256, 256}, all), tensor("h", TensorType::f16, {1 << 16}, all)});
   const std::vector<ParameterSpec> parameters{parameter("b", {256, 256}), parameter("h", {1 << 16})};
-  const Fill fill = fill_from(directory / "m", parameters);
+  const Initializer fill = fill_from(directory / "m", parameters);
   const std::vector<float> widened_b = filled(fill, 0, 0, all.size());
   const std::vector<float> widened_h = filled(fill, 1, 0, all.size());
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -113,7 +113,7 @@ TEST_F(ImportProblems, OptionsRenameFillAndIgnore) {
                                     for (float& value : out) value = static_cast<float>(id.index * 100 + first++);
                                   },
                               .allow_unused = true};
-  const Fill fill = fill_from(directory_ / "m", parameters, options);
+  const Initializer fill = fill_from(directory_ / "m", parameters, options);
   EXPECT_EQ(filled(fill, 0, 1, 1), (std::vector<float>{6}));
   EXPECT_EQ(filled(fill, 1, 1, 2), (std::vector<float>{101, 102}));
 }

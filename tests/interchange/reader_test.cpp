@@ -118,7 +118,7 @@ TEST(SafetensorsReader, RefusesWhatIsNoFile) {
   std::filesystem::create_directory(directory / "d.safetensors");
   EXPECT_THAT(problem_of(directory / "d.safetensors"), HasSubstr("there is no .safetensors file in it"));
   EXPECT_THAT(problem_of("/dev/null"), HasSubstr("not a regular file"));
-  const test::EndOfPatience patience;  // a pipe is not waited for
+  const test::TestDeadline deadline;  // a pipe is not waited for
   for (const test::OtherKind& kind : test::kOtherKinds) {
     for (const char* ending : {"", ".json", ".safetensors"}) {
       const std::string path = directory / (kind.name + std::string(ending));

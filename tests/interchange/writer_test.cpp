@@ -166,7 +166,7 @@ TEST(SafetensorsWriter, AFileSystemThatIsTooSmallIsSaidBeforeTheFirstByte) {
 }
 
 TEST(SafetensorsWriter, WhatIsNoFileUnderATemporaryNameIsRefusedAndNeverWaitedFor) {
-  const test::EndOfPatience patience;
+  const test::TestDeadline deadline;
   for (const test::OtherKind& kind : test::kOtherKinds) {
     const TempDirectory directory;
     const std::string partial = directory / "model.safetensors.partial";

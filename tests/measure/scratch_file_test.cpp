@@ -83,7 +83,7 @@ TEST_F(ScratchFileTest, WhatIsNotOursIsRefusedAndLeftAlone) {
 }
 
 TEST_F(ScratchFileTest, AMarkerThatIsNoFileIsRefusedAndNeverWaitedFor) {
-  const test::EndOfPatience patience;
+  const test::TestDeadline deadline;
   for (const test::OtherKind& kind : test::kOtherKinds) {
     fs::create_directory(inside());
     write(inside() / ScratchFile::kDataName, "precious");

@@ -57,7 +57,7 @@ def test_killed_and_resumed(settings, tmp_path):
         engine = hoist.torch.wrap(make(), {config!r}, resume=True)
         train(engine, 5)
         print(engine.step_count, flush=True)
-        engine._lift.settle()
+        engine._unit_manager.settle()
         train(engine, 20, first=5)
         os.kill(os.getpid(), signal.SIGKILL)
     """)

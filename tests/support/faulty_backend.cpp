@@ -142,7 +142,8 @@ std::size_t FaultyBackend::reap(std::span<Block*> done, Nanoseconds timeout) {
   return count;
 }
 
-std::unique_ptr<aio::Backend> make_faulty_backend(const aio::EngineOptions& options, std::shared_ptr<Faults> faults) {
+std::unique_ptr<aio::Backend> make_faulty_backend(const aio::DriveQueueOptions& options,
+                                                  std::shared_ptr<Faults> faults) {
   return std::make_unique<FaultyBackend>(aio::make_backend(options), std::move(faults));
 }
 

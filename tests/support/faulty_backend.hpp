@@ -3,14 +3,14 @@
 //
 //   auto faults = std::make_shared<test::Faults>(seed);
 //   faults->add({.kind = test::Fault::Kind::error, .operation = aio::Operation::write, .first = 7, .code = ENOSPC});
-//   aio::Engine engine(options, test::make_faulty_backend(options, faults));
+//   aio::DriveQueue engine(options, test::make_faulty_backend(options, faults));
 #pragma once
 
 #include <deque>
 #include <memory>
 #include <vector>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/tests/support/faults.hpp>
 
 namespace hoist::test {
@@ -51,6 +51,7 @@ class FaultyBackend final : public aio::Backend {
 };
 
 // Around the backend that Engine(options) would use.
-std::unique_ptr<aio::Backend> make_faulty_backend(const aio::EngineOptions& options, std::shared_ptr<Faults> faults);
+std::unique_ptr<aio::Backend> make_faulty_backend(const aio::DriveQueueOptions& options,
+                                                  std::shared_ptr<Faults> faults);
 
 }  // namespace hoist::test

@@ -27,12 +27,12 @@ inline constexpr std::array kOtherKinds{OtherKind{"pipe", S_IFIFO}, OtherKind{"s
 
 // Ends the process by a signal when something in its scope waits for good; nothing that is tested under it takes a
 // hundredth of that.
-class EndOfPatience {
+class TestDeadline {
  public:
-  EndOfPatience() { ::alarm(120); }
-  ~EndOfPatience() { ::alarm(0); }
-  EndOfPatience(const EndOfPatience&) = delete;
-  EndOfPatience& operator=(const EndOfPatience&) = delete;
+  TestDeadline() { ::abort_notifier(120); }
+  ~TestDeadline() { ::abort_notifier(0); }
+  TestDeadline(const TestDeadline&) = delete;
+  TestDeadline& operator=(const TestDeadline&) = delete;
 };
 
 }  // namespace hoist::test

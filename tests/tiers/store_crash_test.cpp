@@ -42,10 +42,10 @@ class StoreCrashTest : public ::testing::TestWithParam<unsigned> {
   // As long as a real program's state may be: a commit is more than one sector.
   static std::string long_state(std::uint64_t step) { return std::to_string(step) + std::string(9000, '.'); }
 
-  std::unique_ptr<aio::Engine> engine(const std::shared_ptr<Faults>& faults, ForgetfulBackend::Drops drops) {
+  std::unique_ptr<aio::DriveQueue> engine(const std::shared_ptr<Faults>& faults, ForgetfulBackend::Drops drops) {
     auto faulty = hoist::test::make_faulty_backend(engine_options(), faults);
-    return std::make_unique<aio::Engine>(engine_options(),
-                                         std::make_unique<ForgetfulBackend>(std::move(faulty), std::move(drops)));
+    return std::make_unique<aio::DriveQueue>(engine_options(),
+                                             std::make_unique<ForgetfulBackend>(std::move(faulty), std::move(drops)));
   }
 
   // From this operation on, the drive answers nothing but EIO, and does nothing.
@@ -308,11 +308,11 @@ TEST_P(StoreCrashTest, OperationsHaveTheirOrder) {
     if (log.empty() || log.back() != line) log.push_back(line);
   };
   const auto recorded = [&] {
-    return aio::Engine(engine_options(),
-                       std::make_unique<ObservedBackend>(aio::make_backend(engine_options()), record));
+    return aio::DriveQueue(engine_options(),
+                           std::make_unique<ObservedBackend>(aio::make_backend(engine_options()), record));
   };
   {
-    aio::Engine drive = recorded();
+    aio::DriveQueue drive = recorded();
     const auto store = create_store(options_, drive);
     run_step(*store, options_, 0, all_records(options_));
   }
@@ -320,7 +320,7 @@ TEST_P(StoreCrashTest, OperationsHaveTheirOrder) {
                                            "write manifest", "sync manifest"}));
   log.clear();
   {
-    aio::Engine drive = recorded();
+    aio::DriveQueue drive = recorded();
     const auto store = open_store(options_, drive);
     store->adopt(store->commits().front());
     run_step(*store, options_, 1, all_records(options_));

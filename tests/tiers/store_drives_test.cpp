@@ -54,7 +54,7 @@ class StoreDrivesTest : public ::testing::Test {
 
   TempDirectory directory_;
   StoreOptions options_ = small_model_on(directory_ / "store", 3);
-  std::unique_ptr<aio::Engine> engine_ = clean_engine();
+  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
 };
 
 TEST_F(StoreDrivesTest, HoldsAllItsRecordsByWeight) {
@@ -243,7 +243,7 @@ TEST_F(StoreDrivesTest, AReplacementThatFailsHalfWayLeavesNothingInTheWay) {
     } else {
       const auto faults = std::make_shared<hoist::test::Faults>(1);
       faults->add({.kind = hoist::test::Fault::Kind::error, .code = EIO});
-      aio::Engine engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
+      aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
       EXPECT_THROW(create_store(replaced, engine), IoError);
     }
     replaced.replace_first_commit = false;

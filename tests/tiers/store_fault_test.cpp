@@ -46,8 +46,8 @@ class StoreFaultTest : public ::testing::Test {
   TempDirectory directory_;
   StoreOptions options_;
   std::shared_ptr<Faults> faults_ = std::make_shared<Faults>(7);
-  std::unique_ptr<aio::Engine> engine_ =
-      std::make_unique<aio::Engine>(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults_));
+  std::unique_ptr<aio::DriveQueue> engine_ =
+      std::make_unique<aio::DriveQueue>(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults_));
   std::unique_ptr<Store> store_;
 };
 
@@ -378,7 +378,7 @@ class StoreDamageTest : public ::testing::Test {
 
   TempDirectory directory_;
   StoreOptions options_ = small_model(directory_ / "store");
-  std::unique_ptr<aio::Engine> engine_ = clean_engine();
+  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
   std::unique_ptr<Store> store_;
   std::string path_;
   std::vector<std::byte> first_, now_;  // the data file after steps 0 and 2

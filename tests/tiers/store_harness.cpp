@@ -46,13 +46,13 @@ StoreOptions small_model_on(const std::string& directory, unsigned drives) {
   return options;
 }
 
-std::unique_ptr<Store> create_store(const StoreOptions& options, aio::Engine& engine) {
-  const std::vector<aio::Engine*> engines(options.stripe_directories.size() + 1, &engine);
+std::unique_ptr<Store> create_store(const StoreOptions& options, aio::DriveQueue& engine) {
+  const std::vector<aio::DriveQueue*> engines(options.stripe_directories.size() + 1, &engine);
   return Store::create(options, engines);
 }
 
-std::unique_ptr<Store> open_store(const StoreOptions& options, aio::Engine& engine) {
-  const std::vector<aio::Engine*> engines(options.stripe_directories.size() + 1, &engine);
+std::unique_ptr<Store> open_store(const StoreOptions& options, aio::DriveQueue& engine) {
+  const std::vector<aio::DriveQueue*> engines(options.stripe_directories.size() + 1, &engine);
   return Store::open(options, engines);
 }
 
@@ -62,15 +62,15 @@ std::vector<std::uint32_t> all_records(const StoreOptions& options) {
   return records;
 }
 
-aio::EngineOptions engine_options() {
-  aio::EngineOptions options;
+aio::DriveQueueOptions engine_options() {
+  aio::DriveQueueOptions options;
   options.backend = aio::BackendKind::threads;  // everywhere the same, and cheap to start hundreds of times
   options.thread_count = 2;
   options.block_bytes = 64 * kKiB;
   return options;
 }
 
-std::unique_ptr<aio::Engine> clean_engine() { return std::make_unique<aio::Engine>(engine_options()); }
+std::unique_ptr<aio::DriveQueue> clean_engine() { return std::make_unique<aio::DriveQueue>(engine_options()); }
 
 void fill_tile(std::uint32_t record, Region region, std::uint32_t tile, std::uint64_t writer,
                std::span<std::byte> bytes) {

@@ -38,11 +38,11 @@ StoreOptions small_model(const std::string& directory);
 // The same on `drives` drives below `directory`, in units so small that every record is on all of them.
 StoreOptions small_model_on(const std::string& directory, unsigned drives);
 // With one engine for all drives, so that faults and power cuts are counted in one order.
-std::unique_ptr<Store> create_store(const StoreOptions& options, aio::Engine& engine);
-std::unique_ptr<Store> open_store(const StoreOptions& options, aio::Engine& engine);
+std::unique_ptr<Store> create_store(const StoreOptions& options, aio::DriveQueue& engine);
+std::unique_ptr<Store> open_store(const StoreOptions& options, aio::DriveQueue& engine);
 std::vector<std::uint32_t> all_records(const StoreOptions& options);
-aio::EngineOptions engine_options();
-std::unique_ptr<aio::Engine> clean_engine();
+aio::DriveQueueOptions engine_options();
+std::unique_ptr<aio::DriveQueue> clean_engine();
 
 void fill_tile(std::uint32_t record, Region region, std::uint32_t tile, std::uint64_t writer,
                std::span<std::byte> bytes);

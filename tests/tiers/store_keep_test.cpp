@@ -243,7 +243,7 @@ class StoreKeepCrashTest : public StoreKeepTest {
   bool live(const std::shared_ptr<Faults>& faults, std::uint64_t dies_at, History& history) {
     faults->track_unflushed();
     faults->add({.kind = Fault::Kind::error, .first = dies_at, .count = Faults::kForever, .code = EIO});
-    aio::Engine drive(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
+    aio::DriveQueue drive(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
     try {
       const auto store = create_store(options_, drive);
       for (std::uint64_t step = 0; step < 7; ++step) {

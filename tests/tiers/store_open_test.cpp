@@ -72,7 +72,7 @@ class StoreOpenTest : public ::testing::Test {
 
   TempDirectory directory_;
   StoreOptions options_;
-  std::unique_ptr<aio::Engine> engine_ = clean_engine();
+  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
 };
 
 TEST_F(StoreOpenTest, FilesBelongToTheirOwnerOnly) {
@@ -91,7 +91,7 @@ TEST_F(StoreOpenTest, FilesBelongToTheirOwnerOnly) {
 
 // Every file of a store, and every way of coming near it: nothing waits for whoever would open a pipe's other end.
 TEST_F(StoreOpenTest, WhatIsNoFileIsRefusedAndNeverWaitedFor) {
-  const hoist::test::EndOfPatience patience;
+  const hoist::test::TestDeadline deadline;
   options_.lock_timeout = std::chrono::milliseconds(0);
   for (const hoist::test::OtherKind& kind : hoist::test::kOtherKinds) {
     for (const char* ending : {"data", "manifest", "manifest-new", "lock-info", "label", "label-new"}) {
@@ -482,7 +482,7 @@ TEST_F(StoreOpenTest, WhatFailsHalfWayIsUndone) {
   for (std::uint64_t operation = 0; operation < 2; ++operation) {  // the superblock's write, then its flush
     const auto faults = std::make_shared<Faults>(1);
     faults->add({.kind = Fault::Kind::error, .first = operation, .code = ENOSPC});
-    aio::Engine engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
+    aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
     EXPECT_THROW(Store::create(options_, engine), IoError);
     EXPECT_EQ(faults->hits(Fault::Kind::error), 1u);
     EXPECT_FALSE(fs::exists(directory_ / "a"));
@@ -492,7 +492,7 @@ TEST_F(StoreOpenTest, WhatFailsHalfWayIsUndone) {
   std::ofstream(options_.directory + "/notes") << "mine";
   const auto faults = std::make_shared<Faults>(1);
   faults->add({.kind = Fault::Kind::error, .code = EIO});
-  aio::Engine engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
+  aio::DriveQueue engine(engine_options(), hoist::test::make_faulty_backend(engine_options(), faults));
   EXPECT_THROW(Store::create(options_, engine), IoError);
   EXPECT_EQ(contents().size(), 1u);
 }

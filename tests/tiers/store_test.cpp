@@ -31,7 +31,7 @@ class StoreTest : public ::testing::Test {
 
   TempDirectory directory_;
   StoreOptions options_;
-  std::unique_ptr<aio::Engine> engine_ = clean_engine();
+  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
 };
 
 TEST_F(StoreTest, WhatWasWrittenIsRead) {

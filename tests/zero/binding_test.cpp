@@ -8,7 +8,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
-#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_model.hpp"
 

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "toy_model.hpp"
 

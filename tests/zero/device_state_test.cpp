@@ -9,7 +9,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
-#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"

@@ -212,7 +212,7 @@ TEST(Engine, MisuseIsNamed) {
   EXPECT_THAT(declared("u", {.name = "a", .shape = {1 << 30, 1 << 30}}), HasSubstr("more than 10000000000000"));
   EXPECT_EQ(declared("größe", {.name = "gewicht.größe", .shape = {4}}), "taken");
 
-  EXPECT_THAT(usage_error_of([&] { engine.initialize(Fill{}); }), HasSubstr("needs a Fill"));
+  EXPECT_THAT(usage_error_of([&] { engine.initialize(Initializer{}); }), HasSubstr("needs a Initializer"));
   const auto filled_with = [&](float value) {
     return usage_error_of([&] {
       engine.initialize([&](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, value); });

@@ -132,7 +132,7 @@ TEST_P(FailingDrive, StopsAllRanksAtOnceAndLosesNoDurableStep) {
         },
         [&](int rank, RuntimeOptions& options) {
           if (rank != failing) return;
-          options.make_aio_backend = [&](const aio::EngineOptions& io) { return make_faulty_backend(io, faults); };
+          options.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
         });
     EXPECT_LT(Clock::now() - start, kAtOnce);
     EXPECT_GT(faults->hits(Fault::Kind::error), 0u);

@@ -12,7 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/observed_backend.hpp>
-#include <hoist/zero/detail/store_places.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -38,7 +38,7 @@ class Sabotage {
   void arm() { armed_ = true; }
   bool group_0_came_so_far() const { return came_so_far_; }
 
-  std::unique_ptr<aio::Backend> backend(int group, const aio::EngineOptions& options) {
+  std::unique_ptr<aio::Backend> backend(int group, const aio::DriveQueueOptions& options) {
     const auto on_submit = [this, group](const aio::Block& block) {
       if (!armed_ || block.operation != aio::Operation::write) return;
       if (group == 0 && durable_ && block.file->path().ends_with(data_)) overwrites_ = true;
@@ -98,7 +98,9 @@ class GroupCommit : public testing::TestWithParam<Cell> {
       ToySetup toy = setup(group);
       if (prepare_) prepare_(group, rank, toy);
       if (sabotage != nullptr)
-        toy.runtime.make_aio_backend = [&, group](const aio::EngineOptions& o) { return sabotage->backend(group, o); };
+        toy.runtime.make_aio_backend = [&, group](const aio::DriveQueueOptions& o) {
+          return sabotage->backend(group, o);
+        };
       Runtime runtime(toy.runtime, groups);
       Engine engine(runtime, toy.engine);
       ToyModel model(engine, shape(group));
@@ -247,7 +249,7 @@ TEST_P(GroupCommit, AGroupThatCannotBeRestoredIsHeardByAll) {
   const auto faults = std::make_shared<Faults>(1);
   prepare_ = [&](int group, int, ToySetup& toy) {
     if (group == 1)
-      toy.runtime.make_aio_backend = [&](const aio::EngineOptions& o) { return make_faulty_backend(o, faults); };
+      toy.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& o) { return make_faulty_backend(o, faults); };
   };
   on_engines([](int, int, Engine& engine, ToyModel& model) {
     engine.initialize(model.fill());
@@ -404,7 +406,7 @@ class GroupReshard : public GroupCommit {
   }
   std::vector<std::string> places(int group) const {
     std::vector<std::string> names;
-    for (const detail::StorePlace& place : detail::store_places(store(group))) names.push_back(place.name);
+    for (const detail::StoreDirectory& place : detail::store_directories(store(group))) names.push_back(place.name);
     return names;
   }
 };

@@ -12,7 +12,7 @@
 #include <hoist/aio/file.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/counting_backend.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -202,7 +202,7 @@ TEST_P(KeepTest, WritesBetweenCommitsCommitWhatWasTrained) {
 TEST_P(KeepTest, ASecondSaveOfTheSameStateMovesNoData) {
   if (on_nvme()) GTEST_SKIP() << "there a step's own commit is kept";
   std::atomic<std::uint64_t> written{0};
-  setup_.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+  setup_.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
     return std::make_unique<CountingBackend>(aio::make_backend(options), aio::Operation::write, written);
   };
   on_engines([&](int, Engine& engine, ToyModel& model) {

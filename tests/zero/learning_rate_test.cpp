@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/learning_rate.hpp>
+#include <hoist/zero/update/learning_rate.hpp>
 
 #include "learning_rate_golden.hpp"
 

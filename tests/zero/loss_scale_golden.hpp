@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include <hoist/zero/loss_scale.hpp>
+#include <hoist/zero/update/loss_scale.hpp>
 
 namespace hoist::test {
 

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/detail/commit_state.hpp>
+#include <hoist/zero/checkpoint/commit_state.hpp>
 
 #include "loss_scale_golden.hpp"
 

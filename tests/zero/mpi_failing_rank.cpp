@@ -82,7 +82,7 @@ int main(int argc, char** argv) {
     setup.runtime.device_memory_bytes = 640 * kKiB;
   }
   const auto faults = std::make_shared<Faults>(1);
-  setup.runtime.make_aio_backend = [&](const aio::EngineOptions& io) { return make_faulty_backend(io, faults); };
+  setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
   Runtime runtime(setup.runtime);
   std::optional<TempDirectory> directory(std::in_place);
   char name[512] = {};

@@ -55,7 +55,7 @@ TEST(Metrics, OneLineAStepThatAddsUpToTheBooks) {
 }
 
 TEST(Metrics, APipeThatNobodyReadsIsRefusedAndNotWaitedFor) {
-  const EndOfPatience patience;
+  const TestDeadline deadline;
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   setup.engine.metrics_path = directory / "pipe";

@@ -9,8 +9,8 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/detail/pinned_needs.hpp>
-#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/memory/pinned_needs.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_program.hpp"
 #include "toy_ranks.hpp"

@@ -11,8 +11,8 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/optim_cpu/reference.hpp>
-#include <hoist/zero/prediction.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
 

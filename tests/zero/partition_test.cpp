@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include <hoist/zero/detail/unit_table.hpp>
+#include <hoist/zero/layout/unit_table.hpp>
 
 namespace hoist {
 namespace {

@@ -10,8 +10,8 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
-#include <hoist/zero/detail/pinned_needs.hpp>
-#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/memory/pinned_needs.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
 

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/prediction.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
 

@@ -27,7 +27,7 @@
 #include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "random_player.hpp"
 #include "toy_ranks.hpp"

@@ -27,7 +27,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
   std::unique_ptr<ToyTraining> opened() {
     ToySetup setup = toy_setup(GetParam().parameters, Placement::nvme, directory_ / "store");
     setup.runtime.pinned_memory_bytes = 128 * kMiB;
-    setup.runtime.make_aio_backend = [&](const aio::EngineOptions& options) {
+    setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
       return std::make_unique<CountingBackend>(aio::make_backend(options), aio::Operation::read, read_);
     };
     setup.engine.update_mode = UpdateMode::forward;

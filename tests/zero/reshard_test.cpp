@@ -9,8 +9,8 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
-#include <hoist/zero/detail/store_places.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -79,7 +79,9 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
     ranks_before_ = ranks;
   }
 
-  std::vector<detail::StorePlace> places() const { return detail::store_places(setup_.engine.store_directory); }
+  std::vector<detail::StoreDirectory> places() const {
+    return detail::store_directories(setup_.engine.store_directory);
+  }
 
   TempDirectory directory_;
   ToySetup setup_ = toy_setup(GetParam().first, GetParam().second);

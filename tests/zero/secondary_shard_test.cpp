@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/partition.hpp>
+#include <hoist/zero/layout/partition.hpp>
 
 #include "toy_ranks.hpp"
 

@@ -6,11 +6,11 @@
 
 #include <gtest/gtest.h>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/bench/held_backend.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/zero/engine.hpp>
-#include <hoist/zero/step_time.hpp>
+#include <hoist/zero/predict/step_time.hpp>
 
 namespace hoist::test {
 namespace {
@@ -133,7 +133,7 @@ Outcome train(Nanoseconds compute, UpdateMode mode, Placement parameters, Pinned
   const TempDirectory directory;
   RuntimeOptions runtime_options{.device_memory_bytes = 16 * kMiB, .pinned_memory_bytes = 32 * kMiB};
   runtime_options.communicator = CommunicatorKind::self;
-  runtime_options.make_aio_backend = [](const aio::EngineOptions& options) {
+  runtime_options.make_aio_backend = [](const aio::DriveQueueOptions& options) {
     return std::make_unique<bench::HeldBackend>(aio::make_backend(options), bench::at_speed(kDriveSpeed));
   };
   EngineOptions options{.parameters = parameters, .optimizer = Placement::nvme, .store_directory = directory / "store"};

@@ -12,7 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/full_table.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "toy_ranks.hpp"
 

@@ -47,7 +47,7 @@ ToyModel::ToyModel(Engine& engine, const ToyShape& shape)
   if (shape.tied && units_.size() > 1) engine.tie(units_.back().id, units_.front().matrix);
 }
 
-Fill ToyModel::fill() const {
+Initializer ToyModel::fill() const {
   return [seed = shape_.seed](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     std::vector<float> values(out.size());
     fill_normal(seed + 1000 * parameter.index, first, values);

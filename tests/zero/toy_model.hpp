@@ -40,7 +40,7 @@ ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string&
 class ToyModel {
  public:
   ToyModel(Engine& engine, const ToyShape& shape);
-  Fill fill() const;
+  Initializer fill() const;
   // Forward and backward over all units on `stream`; returns a value that depends on every weight.
   double pass(std::uint64_t step, PassOptions options = {});
   double evaluate();

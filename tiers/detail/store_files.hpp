@@ -2,7 +2,7 @@
 // tiers/detail/store_files.hpp - names, locks and the making and unmaking of a store's files.
 //
 // Everything about a store that is not a transfer: directories, who holds the lock, free space, and what a manifest
-// says to somebody who only looks. Transfers of data and manifest go through aio::Engine instead.
+// says to somebody who only looks. Transfers of data and manifest go through aio::DriveQueue instead.
 //
 // Threading  One thread per object.
 // Errors     IoError for what the system refuses, StoreError for stores that cannot be used, BudgetError for space.

@@ -34,7 +34,7 @@ class Store::Impl {
     std::unique_ptr<aio::File> manifest;
   };
 
-  Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::Engine& engine);
+  Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& engine);
   ~Impl();
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -103,7 +103,7 @@ class Store::Impl {
   void read_slot(std::uint32_t slot);
   void load_slot(std::uint32_t slot);
 
-  aio::Engine& engine_;  // of the manifest
+  aio::DriveQueue& engine_;  // of the manifest
   const Superblock superblock_;
   const detail::StorePaths paths_;
   const Durability durability_;

@@ -13,24 +13,26 @@
 #include <optional>
 #include <thread>
 
-#include <hoist/aio/engine.hpp>
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/scheduler/executor.hpp>
-#include <hoist/zero/detail/alarm.hpp>
-#include <hoist/zero/detail/commit_state.hpp>
-#include <hoist/zero/detail/common_options.hpp>
-#include <hoist/zero/detail/drives.hpp>
-#include <hoist/zero/detail/gatherer.hpp>
-#include <hoist/zero/detail/gradients.hpp>
-#include <hoist/zero/detail/memory.hpp>
-#include <hoist/zero/detail/metrics.hpp>
-#include <hoist/zero/detail/records.hpp>
-#include <hoist/zero/detail/stager.hpp>
-#include <hoist/zero/detail/step_form.hpp>
-#include <hoist/zero/detail/step_update.hpp>
-#include <hoist/zero/detail/unit_table.hpp>
-#include <hoist/zero/detail/updater.hpp>
+#include <hoist/zero/checkpoint/commit_state.hpp>
+#include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/detail/step_metrics.hpp>
 #include <hoist/zero/engine.hpp>
+#include <hoist/zero/layout/record_map.hpp>
+#include <hoist/zero/layout/step_rules.hpp>
+#include <hoist/zero/layout/unit_table.hpp>
+#include <hoist/zero/memory/drives.hpp>
+#include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/passes/gatherer.hpp>
+#include <hoist/zero/passes/gradients.hpp>
+#include <hoist/zero/passes/weight_reader.hpp>
+#include <hoist/zero/predict/step_bytes.hpp>
+#include <hoist/zero/ranks/abort_notifier.hpp>
+#include <hoist/zero/ranks/common_options.hpp>
+#include <hoist/zero/update/step_update.hpp>
+#include <hoist/zero/update/tile_pipeline.hpp>
 
 namespace hoist {
 
@@ -91,14 +93,14 @@ class Engine::Impl {
   void drain();  // executor and streams
 
   // --- engine_initialize.cpp
-  void initialize(const Fill& fill, std::span<const std::byte> program_state);
-  // Values of a moment, as Fill gives masters.
-  using FillMoment = std::function<void(ParameterId, State, std::uint64_t first_element, std::span<float> out)>;
-  void fill_homes(const Fill& fill, const FillMoment& fill_moment = {});
-  void initialize_frozen(UnitId unit, const Fill& fill);
+  void initialize(const Initializer& fill, std::span<const std::byte> program_state);
+  // Values of a moment, as Initializer gives masters.
+  using MomentInitializer = std::function<void(ParameterId, State, std::uint64_t first_element, std::span<float> out)>;
+  void fill_homes(const Initializer& fill, const MomentInitializer& fill_moment = {});
+  void initialize_frozen(UnitId unit, const Initializer& fill);
   Completion store_frozen(UnitId unit, std::span<const std::byte> weights);
   void fill_segment(UnitId unit, const detail::Segment& segment, std::uint64_t first, std::span<float> values,
-                    const Fill& fill) const;
+                    const Initializer& fill) const;
 
   // --- engine_pass.cpp
   bool in_pass(std::uint64_t serial) const { return pass && pass_serial == serial; }
@@ -125,11 +127,11 @@ class Engine::Impl {
   // Units that are apart (Memory::apart): all at once, and waits for it; what else is updated, tile by tile, is what
   // the work is for.
   void update_on_device(detail::StepUpdate& update);
-  detail::Updater::Work work_of(std::shared_ptr<detail::StepUpdate> update) const;
+  detail::TilePipeline::Work work_of(std::shared_ptr<detail::StepUpdate> update) const;
   Completion update_later(double gradient_scale);
   // What a step ends in that is carried out later. `committed` is done when it is durable.
-  detail::DeferredUpdate::Ended end_of_step(std::shared_ptr<detail::StepUpdate> update,
-                                            std::shared_ptr<Promise> committed);
+  detail::UpdateQueue::Ended end_of_step(std::shared_ptr<detail::StepUpdate> update,
+                                         std::shared_ptr<Promise> committed);
   void settle_together();  // [C] carries out what is pending; a failure is every rank's
   void await_deferred();   // carries out what the last step left pending, and books the time as part of this one
   // Ends the engine's life; the first one counts. The other ranks are told, unless an exchange has done so.
@@ -166,9 +168,9 @@ class Engine::Impl {
   // The newest that has one. `strict`: a store that has come further and has none is an error instead of passed over.
   // `from`: nothing for a store's commits, "" for all steps it keeps, or the name of one.
   std::optional<Source> find_source(const std::optional<std::string>& from, bool strict = true) const;
-  std::vector<detail::StorePlace> agree_on_places() const;      // all that any rank sees, newest first
-  int agree_on_world_size(const std::string& directory) const;  // of the store there; 0: no manifest can be read
-  Source agree_on_source(const detail::StorePlace& where, const std::optional<std::string>& from) const;
+  std::vector<detail::StoreDirectory> agree_on_directories() const;  // all that any rank sees, newest first
+  int agree_on_world_size(const std::string& directory) const;       // of the store there; 0: no manifest can be read
+  Source agree_on_source(const detail::StoreDirectory& where, const std::optional<std::string>& from) const;
   // The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
   // them.
   std::vector<CommonCommit> agree_on_commits(std::span<const tiers::CommitHeader> commits,
@@ -208,9 +210,9 @@ class Engine::Impl {
   void fail_pending_saves(const std::exception_ptr& error);
   // Tells the other ranks of the job what kept this one's commit from landing (null: it did); throws when another's
   // did not. On the commit thread.
-  void agree_on_landing(const std::exception_ptr& problem);
+  void commit_barrier(const std::exception_ptr& problem);
   // This rank comes to no commit where the others do: they learn it there.
-  void renounce_landing(const std::exception_ptr& problem) noexcept;
+  void fail_commit_barrier(const std::exception_ptr& problem) noexcept;
   Completion save(const std::string& name, std::span<const std::byte> caller_state);
   void require_room_for(std::span<const std::byte> program_state) const;
   void check_save(const std::string& name, std::span<const std::byte> program_state) const;
@@ -238,7 +240,7 @@ class Engine::Impl {
   std::vector<GroupOptions> groups;
   detail::UnitTable table;
 
-  detail::StorePlace place;  // which of the stores below the offload directory
+  detail::StoreDirectory place;  // which of the stores below the offload directory
 
   // The live engine, in order of dependence: destroyed from the last to the first.
   struct Live {
@@ -250,9 +252,9 @@ class Engine::Impl {
     std::unique_ptr<detail::Drives> drives;
     std::unique_ptr<tiers::Store> store;  // null without one
     detail::Streams streams;
-    std::unique_ptr<detail::Updater> updater;
-    std::unique_ptr<detail::DeferredUpdate> deferred;  // null in update mode `step`
-    std::unique_ptr<detail::Stager> stager;            // null unless parameters are on NVMe
+    std::unique_ptr<detail::TilePipeline> pipeline;
+    std::unique_ptr<detail::UpdateQueue> deferred;        // null in update mode `step`
+    std::unique_ptr<detail::WeightReader> weight_reader;  // null unless parameters are on NVMe
     std::unique_ptr<scheduler::Executor> executor;
     std::unique_ptr<detail::Gatherer> gatherer;
     std::unique_ptr<detail::Gradients> gradients;
@@ -262,7 +264,7 @@ class Engine::Impl {
   bool sealed = false;
   std::atomic<bool> peers_gone{false};  // the engine failed because of other ranks: none is there to be told
   std::exception_ptr failure;
-  std::shared_ptr<detail::Alarm> alarm;  // of the life under way
+  std::shared_ptr<detail::AbortNotifier> abort_notifier;  // of the life under way
   const int exceptions_at_birth = std::uncaught_exceptions();
   bool ended_by_exception = false;
 
@@ -302,7 +304,7 @@ class Engine::Impl {
   // What a commit of the present step keeps beside the records: as of the last step that was applied, or of the save()
   // that committed it.
   detail::CommitState step_state;
-  aio::Engine::Stats counted_io{};  // what the ledger has already been told
+  aio::DriveQueue::Stats counted_io{};  // what the ledger has already been told
   void book_io();
 };
 
@@ -329,7 +331,7 @@ template <typename Call>
 auto Engine::Impl::enliven(Call call) -> decltype(call()) {
   require_open_model();
   const auto give_up = [&](bool all_know) {
-    if (!all_know) alarm->raise(std::current_exception());
+    if (!all_know) abort_notifier->notify(std::current_exception());
     tear_down();
   };
   try {

@@ -28,7 +28,7 @@ struct Engine::Impl::CommonCommit {
 
 // A store, and what of it all ranks can continue from.
 struct Engine::Impl::Source {
-  detail::StorePlace place;
+  detail::StoreDirectory place;
   int world_size = 0;                        // of this sharding group's; 0: no manifest can be read
   std::vector<CommonCommit> commits;         // newest first
   std::vector<tiers::CommitHeader> headers;  // of those, in no order, as this rank sees them

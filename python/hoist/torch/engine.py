@@ -69,13 +69,13 @@ class Engine:
         training = config.training
         micro_batches = int(training.gradient_accumulation_steps or 1)
         config.micro_batches_max = max(config.micro_batches_max, micro_batches)
-        self._lift = _hoist.Lift(config, options, units, *distributed.channels_of(config))
-        self._lift.know_types(torch.float32, torch.bfloat16, torch.float16)
-        settled = config.check_world_size(self._lift.world_size)
+        self._unit_manager = _hoist.UnitManager(config, options, units, *distributed.channels_of(config))
+        self._unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
+        settled = config.check_world_size(self._unit_manager.world_size)
         self._training = settled
 
-        self._passes = Passes(self._lift, cut, self._parameters, micro_batches, config.scales_losses, self._require_life)
-        sources = self._parameters.move(self._lift)
+        self._passes = Passes(self._unit_manager, cut, self._parameters, micro_batches, config.scales_losses, self._require_life)
+        sources = self._parameters.move(self._unit_manager)
         initial.materialize_buffers(model, initialize)
         if dtype is not None:
             self._parameters.cast_buffers()
@@ -83,13 +83,13 @@ class Engine:
         del sources
 
         users = dict(cut.users)
-        self._hooks = [ModuleHook(self._passes, self._lift, model, users.pop(model, []), is_root=True)]
-        self._hooks += [ModuleHook(self._passes, self._lift, module, units, is_root=False) for module, units in users.items()]
+        self._hooks = [ModuleHook(self._passes, self._unit_manager, model, users.pop(model, []), is_root=True)]
+        self._hooks += [ModuleHook(self._passes, self._unit_manager, module, units, is_root=False) for module, units in users.items()]
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
         self._push_all_rates = groups is not None
         self._continue_schedule()
-        atexit.register(_close_quietly, weakref.ref(self._lift), weakref.ref(self._passes))
+        atexit.register(_close_quietly, weakref.ref(self._unit_manager), weakref.ref(self._passes))
 
     # --- construction ------------------------------------------------------------------------------------------------
 
@@ -128,9 +128,9 @@ class Engine:
         return groups, group_of
 
     def _bring_to_life(self, sources, weights, initialize, seed: int, resume: bool, load_later: bool) -> None:
-        if (resume or load_later) and self._lift.find_commit() is not None:
+        if (resume or load_later) and self._unit_manager.find_commit() is not None:
             if resume:
-                step, state = self._lift.restore()
+                step, state = self._unit_manager.restore()
                 self.restored = True
                 self._load_commit_state(bytes(state))
                 _log.info("resuming at step %d", step)
@@ -141,9 +141,9 @@ class Engine:
                 if name not in found and alias in found:
                     names[name] = alias
             extra = any(alias in found for alias, name in self._cut.aliases.items() if names.get(name) != alias)
-            self._lift.initialize_from(weights, names, extra)
+            self._unit_manager.initialize_from(weights, names, extra)
         else:
-            self._lift.initialize(initial.InitialValues(
+            self._unit_manager.initialize(initial.InitialValues(
                 self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed))
 
     # --- calls -------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Engine:
             return None
         if self._push_all_rates or not self.config.has_schedule:
             self.optimizer.push_rates()
-        report = self._lift.step(self._commit_state(schedule_lags=True))
+        report = self._unit_manager.step(self._commit_state(schedule_lags=True))
         self._passes.forget()
         self._last_report = report
         self._step_applied = report.applied
@@ -231,10 +231,10 @@ class Engine:
             self._saved = {}
 
     def _set_rate(self, group: int, rate: float) -> None:
-        self._lift.set_learning_rate(group + self._optimizer_groups_offset, rate)
+        self._unit_manager.set_learning_rate(group + self._optimizer_groups_offset, rate)
 
     def get_lr(self) -> list[float]:
-        return [self._lift.learning_rate(i + self._optimizer_groups_offset)
+        return [self._unit_manager.learning_rate(i + self._optimizer_groups_offset)
                 for i in range(len(self.optimizer.param_groups))]
 
     def get_global_grad_norm(self) -> float | None:
@@ -278,26 +278,26 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        return self._lift.rank
+        return self._unit_manager.rank
 
     @property
     def world_size(self) -> int:
-        return self._lift.world_size
+        return self._unit_manager.world_size
 
     @property
     def global_steps(self) -> int:
         """Steps made, as DeepSpeed counts them: applied and skipped ones."""
-        return self._lift.step_count + self._skipped_steps
+        return self._unit_manager.step_count + self._skipped_steps
 
     @property
     def step_count(self) -> int:
         """Steps applied."""
-        return self._lift.step_count
+        return self._unit_manager.step_count
 
     @property
     def committed_step(self) -> int | None:
         """The newest step that is durable."""
-        return self._lift.committed_step
+        return self._unit_manager.committed_step
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -321,18 +321,18 @@ class Engine:
         self._between_passes()
         if state is not None:
             self.state = state
-        return self._lift.save(name, self._commit_state(schedule_lags=False))
+        return self._unit_manager.save(name, self._commit_state(schedule_lags=False))
 
     def kept(self) -> dict[str, int]:
         """[C] Steps that are kept, by name, oldest first."""
-        return dict(self._lift.find_kept())
+        return dict(self._unit_manager.find_kept())
 
     def restore(self, name: str = "") -> int:
         """[C] Continues from a step that was kept, or from the newest commit; what came after it is given up. Learning rates
         come back as well. Returns the step. Also after an error that ended the engine."""
-        if name and self._lift.is_alive:
+        if name and self._unit_manager.is_alive:
             checkpoints.refuse_unknown(self, name)
-        step, state = self._lift.restore(name)
+        step, state = self._unit_manager.restore(name)
         self.restored = True
         self._passes.forget()
         self._last_report = None
@@ -369,10 +369,10 @@ class Engine:
     def settle(self) -> None:
         """Returns when every update and commit under way is done."""
         self._between_passes()
-        self._lift.settle()
+        self._unit_manager.settle()
 
     def _require_life(self) -> None:
-        if not self._lift.is_alive and self._lift.is_open:
+        if not self._unit_manager.is_alive and self._unit_manager.is_open:
             raise _hoist.StoreError(
                 f"{self.config.store_directory} holds a run already: load_checkpoint() or restore() continues it, as "
                 "resume=True does from the start; to begin anew, choose another directory or remove it")
@@ -412,10 +412,10 @@ class Engine:
         self._passes.begin(_hoist.Pass.evaluate)
         try:
             for unit in units:
-                self._lift.enter(unit)
+                self._unit_manager.enter(unit)
             yield
         finally:
-            self._lift.end()
+            self._unit_manager.end()
 
     def close(self) -> None:
         """Commits the last step and gives everything back. The module's parameters stay, without values.
@@ -424,11 +424,11 @@ class Engine:
         """
         if self._passes.left_by:
             self._abandon(self._passes.left_by)
-        self._lift.close()
+        self._unit_manager.close()
 
     def _abandon(self, why: str) -> None:
-        if self._lift.is_open and self.world_size > 1:
-            self._lift.abandon(why)
+        if self._unit_manager.is_open and self.world_size > 1:
+            self._unit_manager.abandon(why)
 
     def __enter__(self) -> Engine:
         return self
@@ -448,30 +448,30 @@ class Engine:
 
     def books(self) -> dict[str, Any]:
         """Bytes of each link, what was waited for, and each tier's budget and peak."""
-        return self._lift.books()
+        return self._unit_manager.books()
 
     def formula_bytes(self) -> _hoist.StepBytes:
         """What one step must move by the byte formula."""
-        return self._lift.formula_bytes()
+        return self._unit_manager.formula_bytes()
 
     def describe(self) -> list[str]:
         lines = [f"{len(self._cut.units)} units: " + ", ".join(u.name for u in self._cut.units[:6]) +
                  (", ..." if len(self._cut.units) > 6 else "")]
-        return lines + self._lift.describe()
+        return lines + self._unit_manager.describe()
 
     def digest(self, state: _hoist.State = _hoist.State.master) -> str:
         self._between_passes()
-        return self._lift.digest(state)
+        return self._unit_manager.digest(state)
 
 
 def _is_orderly(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and not error.code
 
 
-def _close_quietly(lift: weakref.ref, passes: weakref.ref) -> None:
+def _close_quietly(unit_manager: weakref.ref, passes: weakref.ref) -> None:
     """At the end of the program: what the last step decided is carried out and committed. Other ranks are told of an end by an
     exception: they would wait for this one."""
-    if (alive := lift()) is None:
+    if (alive := unit_manager()) is None:
         return
     why = getattr(passes(), "left_by", "") or text_of(getattr(sys, "last_value", None))
     try:

@@ -21,9 +21,9 @@ class ModuleHook:
     torch.compile does not look into them: a graph ends before a hook and another begins after it.
     """
 
-    def __init__(self, passes: Passes, lift: _hoist.Lift, module: nn.Module, units: list[int], is_root: bool):
+    def __init__(self, passes: Passes, unit_manager: _hoist.UnitManager, module: nn.Module, units: list[int], is_root: bool):
         self.passes = passes
-        self.lift = lift
+        self.unit_manager = unit_manager
         self.units = list(units)
         self.entered: list[list[int]] = []  # of calls under way, innermost last
         self.is_root = is_root
@@ -32,26 +32,26 @@ class ModuleHook:
 
     @outside_of_graphs
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        passes, lift = self.passes, self.lift
+        passes, unit_manager = self.passes, self.unit_manager
         if not passes.calls:
             passes.enter_outermost()
         passes.calls.append(self)
         entered: list[int] = []
         self.entered.append(entered)
         for unit in self.units:
-            lift.enter(unit)
+            unit_manager.enter(unit)
             entered.append(unit)
         if not torch.is_grad_enabled():
             return
         for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad:
                 for unit in entered:
-                    tensor.register_hook(lift.input_hook(unit, tensor.grad_fn is None))
+                    tensor.register_hook(unit_manager.input_hook(unit, tensor.grad_fn is None))
                 return
 
     @outside_of_graphs
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        passes, lift = self.passes, self.lift
+        passes, unit_manager = self.passes, self.unit_manager
         if passes.calls and passes.calls[-1] is self:
             passes.calls.pop()
         outermost = not passes.calls
@@ -60,16 +60,16 @@ class ModuleHook:
         if torch.is_grad_enabled() and not failed:
             nodes = {t.grad_fn for t in tensors_in(output) if t.grad_fn is not None}
             for unit in entered if nodes else ():
-                lift.backward_of_call(unit)
+                unit_manager.backward_of_call(unit)
                 if unit in passes.without_backward:
                     continue
-                hook = lift.backward_hook(unit)
+                hook = unit_manager.backward_hook(unit)
                 for node in nodes:
                     node.register_prehook(hook)
             if outermost:
                 for node in nodes:
                     node.register_prehook(passes.backward_begins)
         for unit in entered:
-            lift.leave(unit)
+            unit_manager.leave(unit)
         if outermost:
             passes.leave_outermost(failed)

@@ -22,7 +22,7 @@ class Parameters:
         self._cut = cut
         self._dtype = dtype  # of all weights, where the configuration says so
         self._between_passes = between_passes
-        self._lift: _hoist.Lift | None = None
+        self._unit_manager: _hoist.UnitManager | None = None
         self._number: dict[str, int] = {}
         self._unit: dict[str, int] = {}
         self._shape: dict[str, torch.Size] = {}
@@ -33,7 +33,7 @@ class Parameters:
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
 
-    def declare(self, group_of: dict[int, int]) -> list[_hoist.LiftUnit]:
+    def declare(self, group_of: dict[int, int]) -> list[_hoist.ManagedUnit]:
         units = []
         for unit in self._cut.units:
             specs = [
@@ -42,7 +42,7 @@ class Parameters:
                     _hoist.GroupId(group_of.get(id(p), -1) + 1))
                 for name, p in unit.parameters.items()
             ]
-            units.append(_hoist.LiftUnit(unit.name, specs, unit.shared))
+            units.append(_hoist.ManagedUnit(unit.name, specs, unit.shared))
         return units
 
     def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -57,15 +57,15 @@ class Parameters:
                                     "{\"enabled\": true}, or build the model in float32")
         return dtype
 
-    def move(self, lift: _hoist.Lift) -> dict[int, torch.Tensor]:
+    def move(self, unit_manager: _hoist.UnitManager) -> dict[int, torch.Tensor]:
         """Makes every parameter a tensor over its unit's window. Returns what they were built with, by id."""
-        self._lift = lift
+        self._unit_manager = unit_manager
         sources: dict[int, torch.Tensor] = {}
         for index, unit in enumerate(self._cut.units):
-            memory = torch.from_dlpack(lift.memory(index))
+            memory = torch.from_dlpack(unit_manager.memory(index))
             self.unit_at[memory.data_ptr()] = index
             for name, parameter in list(unit.parameters.items()):
-                number, self._unit[name], offset = lift.place(name)
+                number, self._unit[name], offset = unit_manager.place(name)
                 dtype = self._type_of(name, parameter)
                 count = parameter.numel() * dtype.itemsize
                 view = memory[offset:offset + count].view(dtype).view(parameter.shape)
@@ -79,7 +79,7 @@ class Parameters:
                 self._type[name] = dtype
                 if parameter.requires_grad:
                     self.trainable.append(parameter)
-                    parameter.register_post_accumulate_grad_hook(lift.gradient_hook(number))
+                    parameter.register_post_accumulate_grad_hook(unit_manager.gradient_hook(number))
         return sources
 
     def _replace(self, unit, name: str, meta: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
@@ -125,7 +125,7 @@ class Parameters:
         self._between_passes()
         name = self.own_name(name)
         out = torch.empty(self._shape[name].numel())
-        self._lift.read(self._number[name], state, 0, out)
+        self._unit_manager.read(self._number[name], state, 0, out)
         return out.view(self._shape[name])
 
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
@@ -133,7 +133,7 @@ class Parameters:
         name = self.own_name(name)
         if values.shape != self._shape[name]:
             raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
-        self._lift.write(self._number[name], state, 0, values.detach().float().contiguous().view(-1))
+        self._unit_manager.write(self._number[name], state, 0, values.detach().float().contiguous().view(-1))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         result: dict[str, torch.Tensor] = {}
@@ -162,7 +162,7 @@ class Parameters:
         self._between_passes()
         if dtype not in initial.DTYPES:
             raise _hoist.UsageError(f"weights are exported as float32, bfloat16 or float16, not {dtype}")
-        return self._lift.export(directory, initial.DTYPES[dtype], shard_bytes_max)
+        return self._unit_manager.export(directory, initial.DTYPES[dtype], shard_bytes_max)
 
     def keep_state_dicts_true(self) -> None:
         """`model.state_dict()`, as save_pretrained and others call it, would show NaN."""

@@ -35,9 +35,9 @@ def text_of(error: BaseException | None) -> str:
 class Passes:
     """`require_life` raises where the engine has no state yet; called before a pass begins."""
 
-    def __init__(self, lift: _hoist.Lift, cut: Model, parameters: Parameters, micro_batches: int, scales_losses: bool,
+    def __init__(self, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters, micro_batches: int, scales_losses: bool,
                  require_life: Callable[[], None]):
-        self._lift = lift
+        self._unit_manager = unit_manager
         self._cut = cut
         self._parameters = parameters
         self._require_life = require_life
@@ -57,23 +57,23 @@ class Passes:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def enter_outermost(self) -> None:
-        lift = self._lift
+        unit_manager = self._unit_manager
         training = torch.is_grad_enabled() and bool(self._parameters.trainable)
-        if lift.current_pass is not None:
+        if unit_manager.current_pass is not None:
             if self._backward_seen:
                 if torch._C._current_graph_task_id() != -1:
                     return  # a part is computed once more, for the backward pass under way
-                lift.discard()
+                unit_manager.discard()
                 self._backward_seen = False
-            elif training and lift.current_pass != _hoist.Pass.train:
-                lift.end()
+            elif training and unit_manager.current_pass != _hoist.Pass.train:
+                unit_manager.end()
             else:
                 return
-        if lift.current_pass is None:
+        if unit_manager.current_pass is None:
             self.begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
-        kind = lift.current_pass
+        kind = unit_manager.current_pass
         if kind not in self._watched and not torch.compiler.is_compiling():
-            self._watch = Watch(self._parameters.unit_at, lift.is_up, self._use_unannounced)
+            self._watch = Watch(self._parameters.unit_at, unit_manager.is_up, self._use_unannounced)
             self._watch.__enter__()
 
     def begin(self, kind: _hoist.Pass) -> None:
@@ -85,31 +85,31 @@ class Passes:
                 raise _hoist.UsageError(
                     f"{self.micro_batches} backward pass{'es' if self.micro_batches > 1 else ''} make a step, and "
                     "they are done: call step() (gradient_accumulation_steps in the configuration asks for more)")
-            self._lift.begin(kind, self.micro_batch, self.micro_batches)
+            self._unit_manager.begin(kind, self.micro_batch, self.micro_batches)
         else:
-            self._lift.begin(kind)
+            self._unit_manager.begin(kind)
         for unit in self._always_up:
-            self._lift.enter(unit)
+            self._unit_manager.enter(unit)
 
     def leave_outermost(self, failed: bool) -> None:
-        lift = self._lift
+        unit_manager = self._unit_manager
         if self._watch is not None:
             self._watch.__exit__(None, None, None)
             self._watch = None
             if not failed:
-                self._watched.add(lift.current_pass)
+                self._watched.add(unit_manager.current_pass)
         if torch._C._current_graph_task_id() != -1:
             return
         if failed:
-            if lift.current_pass is not None:
+            if unit_manager.current_pass is not None:
                 self.left_by = text_of(sys.exc_info()[1])
-                lift.discard()
-        elif lift.current_pass == _hoist.Pass.evaluate and not lift.all_still_up():
-            lift.end()
+                unit_manager.discard()
+        elif unit_manager.current_pass == _hoist.Pass.evaluate and not unit_manager.all_still_up():
+            unit_manager.end()
 
     def _use_unannounced(self, unit: int) -> None:
         """An operator uses weights that no hook has brought up."""
-        self._lift.share(unit)
+        self._unit_manager.share(unit)
         name = self._cut.units[unit].name
         if self.calls:
             hook = self.calls[-1]
@@ -119,29 +119,29 @@ class Passes:
         else:
             self._always_up.append(unit)
             _log.warning("unit '%s' is used outside of every module's forward(): it stays up through whole passes", name)
-        self._lift.enter(unit)
+        self._unit_manager.enter(unit)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """What the backward pass begins with. In fp32, since most scaled losses are beyond fp16."""
         self._is_scaled = True
-        return loss.float() * self._lift.loss_scale() if self._scales_losses else loss
+        return loss.float() * self._unit_manager.loss_scale() if self._scales_losses else loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
         first = "backward" not in self._watched
-        watch = Watch(self._parameters.unit_at, self._lift.is_up, self._use_unannounced_in_backward) if first else None
+        watch = Watch(self._parameters.unit_at, self._unit_manager.is_up, self._use_unannounced_in_backward) if first else None
         scaled = self.scale(loss)
         try:
             with watch if watch is not None else contextlib.nullcontext():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
             self.left_by = text_of(error)
-            self._lift.discard()
+            self._unit_manager.discard()
             self._backward_seen = False
             raise
         self._watched.add("backward")
-        if self._lift.current_pass == _hoist.Pass.train:  # a loss that no part of the model has made
+        if self._unit_manager.current_pass == _hoist.Pass.train:  # a loss that no part of the model has made
             self._backward_seen = True
             self._backward_ends()
 
@@ -149,23 +149,23 @@ class Passes:
         if self._backward_seen:
             return
         if self._scales_losses and not self._is_scaled:
-            self._lift.discard()
+            self._unit_manager.discard()
             raise _hoist.UsageError("a loss that the loss scale of fp16 is missing from: use engine.backward(loss), or "
                                     "engine.scale(loss).backward()")
         self._backward_seen = True
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        if not self._backward_seen or self._lift.current_pass != _hoist.Pass.train:
+        if not self._backward_seen or self._unit_manager.current_pass != _hoist.Pass.train:
             return
         self._backward_seen = self._is_scaled = False
-        self._lift.end_backward()
+        self._unit_manager.end_backward()
         self.micro_batch += 1
         self.due = self.micro_batch == self.micro_batches
 
     def _use_unannounced_in_backward(self, unit: int) -> None:
-        self._lift.share(unit)
-        self._lift.enter(unit)
+        self._unit_manager.share(unit)
+        self._unit_manager.enter(unit)
         self._always_up.append(unit)
         _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays up through whole "
                      "passes", self._cut.units[unit].name)
@@ -175,19 +175,19 @@ class Passes:
     def end_for_step(self, at_boundary: bool) -> bool:
         """Whether a step is to be made. `at_boundary`: also of fewer micro-batches than usual, as at the end of the data;
         the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did not end."""
-        lift = self._lift
-        if lift.current_pass == _hoist.Pass.train:
-            if self._backward_seen or lift.has_gradients():
-                lift.discard()
+        unit_manager = self._unit_manager
+        if unit_manager.current_pass == _hoist.Pass.train:
+            if self._backward_seen or unit_manager.has_gradients():
+                unit_manager.discard()
                 self._backward_seen = False
                 raise _hoist.UsageError("step() after a backward pass that did not end; its gradients were dropped")
-            lift.discard()  # a forward pass whose result was not used
-        elif lift.current_pass is not None:
-            lift.end()
+            unit_manager.discard()  # a forward pass whose result was not used
+        elif unit_manager.current_pass is not None:
+            unit_manager.end()
         if at_boundary and 0 < self.micro_batch < self.micro_batches:
             while self.micro_batch < self.micro_batches:
-                lift.begin(_hoist.Pass.train, self.micro_batch, self.micro_batches)
-                lift.end_backward()
+                unit_manager.begin(_hoist.Pass.train, self.micro_batch, self.micro_batches)
+                unit_manager.end_backward()
                 self.micro_batch += 1
             self.due = True
         if not self.due and self.micro_batch == 0:
@@ -198,14 +198,14 @@ class Passes:
         """Errors: UsageError in the middle of a backward pass."""
         if self._backward_seen:
             raise _hoist.UsageError("state is read and written between passes, not in the middle of one")
-        if self._lift.current_pass == _hoist.Pass.train:
-            self._lift.discard()
-        elif self._lift.current_pass is not None:
-            self._lift.end()
+        if self._unit_manager.current_pass == _hoist.Pass.train:
+            self._unit_manager.discard()
+        elif self._unit_manager.current_pass is not None:
+            self._unit_manager.end()
 
     def drop_gradients(self) -> None:
-        if self._lift.current_pass == _hoist.Pass.train or self.due or self.micro_batch > 0:
-            self._lift.discard()
+        if self._unit_manager.current_pass == _hoist.Pass.train or self.due or self.micro_batch > 0:
+            self._unit_manager.discard()
         self.forget()
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@
 #include <string_view>
 
 #include <hoist/config/config.hpp>
-#include <hoist/zero/learning_rate.hpp>
+#include <hoist/zero/update/learning_rate.hpp>
 
 namespace {
 

@@ -17,7 +17,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/tiers/store_format.hpp>
-#include <hoist/zero/stored_model.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
 
 namespace {
 

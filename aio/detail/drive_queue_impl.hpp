@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// aio/detail/drive_queue_impl.hpp - the I/O thread behind an DriveQueue: queues, blocks in flight, results, retries,
+// draining.
+//
+// Threading  enqueue, stats and stop from any thread; everything below "I/O thread only" on that thread.
+// Main path  enqueue -> take_arrivals -> fill (cut, submit) -> reap -> finish_block -> retire -> Completion.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include <hoist/aio/detail/busy_clock.hpp>
+#include <hoist/aio/detail/quarantine.hpp>
+#include <hoist/aio/detail/transfer.hpp>
+#include <hoist/aio/drive_queue.hpp>
+#include <hoist/core/deadline.hpp>
+
+namespace hoist::aio {
+
+class DriveQueue::Impl {
+ public:
+  Impl(const DriveQueueOptions& options, std::unique_ptr<Backend> backend);
+  ~Impl();
+
+  Completion enqueue(const detail::Request& request, Priority priority);
+  Stats stats() const;
+  bool gave_up() const;
+  const std::string& description() const { return description_; }
+  // Drains and ends the I/O thread. False: it could not be done in time, and this object must be leaked.
+  bool stop() noexcept;
+
+ private:
+  static constexpr std::size_t kPriorityCount = 2;
+  using Queues = std::array<detail::TransferQueue, kPriorityCount>;
+  enum class Direction : std::uint8_t { read, write };
+
+  // I/O thread only.
+  void run() noexcept;
+  bool take_arrivals();  // true while stopping
+  void fill();
+  void resubmit_due();
+  detail::Transfer* next_to_cut();
+  void cut_block(detail::Transfer& transfer);
+  void end_cutting(detail::Transfer& transfer);
+  void submit(detail::Flight& flight);
+  bool may_wait();
+  Nanoseconds wait_limit(bool stopping) const;
+  bool is_silent();
+  void finish_block(detail::Flight& flight);
+  void finish_short(detail::Flight& flight, std::uint64_t moved_bytes);
+  void finish_at_end(detail::Flight& flight, std::uint64_t moved_bytes);
+  bool try_again(detail::Flight& flight, Nanoseconds pause);
+  void count(const detail::Flight& flight, std::uint64_t moved_bytes);
+  void fail(detail::Flight& flight, int code);
+  void close_block(detail::Flight& flight);
+  void retire(detail::Transfer& transfer);
+  void abandon();
+  bool idle() const;
+  detail::BusyClock* busy_clock(Operation operation);
+
+  const DriveQueueOptions options_;
+  std::string description_;
+  std::unique_ptr<Backend> backend_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable ended_changed_;
+  Queues arrivals_;                       // guarded by mutex_
+  detail::TransferQueue unused_;          // guarded by mutex_
+  std::deque<detail::Transfer> records_;  // guarded by mutex_ (growth); addresses are stable
+  bool waiting_ = false;                  // guarded by mutex_: the I/O thread sleeps and has room for more blocks
+  bool stopping_ = false;                 // guarded by mutex_
+  std::uint64_t drain_progress_ = 0;      // guarded by mutex_: grows while the drive answers
+  bool ended_ = false;                    // guarded by mutex_
+  bool abandoned_ = false;                // guarded by mutex_
+
+  // I/O thread only.
+  Queues queues_;
+  detail::TransferQueue retired_;  // on their way to unused_
+  std::vector<detail::Flight> flights_;
+  std::vector<detail::Flight*> free_flights_;
+  std::vector<detail::Flight*> retrying_;
+  std::vector<Block*> done_;
+  unsigned in_flight_ = 0;
+  Deadline silence_;         // since the last answer, or since the drive was given something to do
+  Deadline drain_;           // since the last answer, or since the engine was told to end
+  bool progressed_ = false;  // a block has finished since take_arrivals, or the engine was told to end
+  bool draining_ = false;
+
+  std::array<detail::BusyClock, 2> busy_;
+  std::atomic<std::uint64_t> read_bytes_{0};
+  std::atomic<std::uint64_t> written_bytes_{0};
+  std::atomic<std::uint64_t> retries_{0};
+
+  std::thread thread_;
+};
+
+}  // namespace hoist::aio

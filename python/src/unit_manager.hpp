@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// python/src/unit_manager.hpp - the units of a PyTorch module, brought up and down as its hooks say. Start here.
+//
+// The hooks say "unit 3 is entered", "is left", "its backward pass begins", "this gradient is there"; this class turns
+// that into gather, release, accumulate and finish of an Engine. A unit that was left stays up for as long as no other
+// needs its room: the last layers of the forward pass are the first ones of the backward pass.
+//
+// When a unit's last gradient has arrived, nothing uses its weights any more: whatever multiplies with a weight also
+// makes its gradient. Frozen weights give no such sign; for units that have some, the hooks say when the gradient of
+// the unit's input is there.
+//
+// Threading  One thread at a time, with the GIL held; it is released wherever the engine may wait.
+// Memory     hoist.device_memory is divided: gradient buffers (and states placed there) in the device's arena, the rest
+//            is room for windows. A gradient tensor is kept until it was added up, of two units at most.
+// Errors     Those of the Engine.
+// Main path  begin -> enter/leave... -> backward -> arrived... (finish) -> end_backward -> step.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+
+#include <hoist/comm/transport.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/engine.hpp>
+
+#include "window.hpp"
+
+namespace hoist::python {
+
+namespace nb = nanobind;
+
+struct ManagedUnit {
+  std::string name;
+  std::vector<ParameterSpec> parameters;
+  // Parameters of it are used by other modules too, so that gradients may come at any time of the backward pass.
+  bool shared = false;
+};
+
+struct UnitManagerOptions {
+  RuntimeOptions runtime{};
+  EngineOptions engine{};
+  std::vector<GroupOptions> groups{};  // beside group 0, which has the configuration's settings
+  std::vector<ManagedUnit> units{};
+  // Ranks that the program brings along: makes a channel over all of them. None: those that the configuration names.
+  std::function<std::shared_ptr<comm::Transport>()> make_channel{};
+  int world_size = 0;  // of that channel
+};
+
+class UnitManager {
+ public:
+  // Errors: BudgetError when not even the largest unit fits; UsageError for a device that is no CPU memory.
+  explicit UnitManager(UnitManagerOptions options);
+  ~UnitManager();
+  UnitManager(const UnitManager&) = delete;
+  UnitManager& operator=(const UnitManager&) = delete;
+
+  // Carries out the last step, and ends: the store is free for others. Windows stay, and show NaN.
+  void close();
+  // The same for a program that cannot go on, while other ranks may wait for it: once the step that was decided has
+  // been carried out, they stop with a CommError that names this rank and `why`.
+  void abandon(const std::string& why) noexcept;
+
+  // [C] Brings it to life. restore() may follow either: the engine then ends, and a new one continues from the commit
+  // or kept step; whatever made the old one fail is left behind with it.
+  void initialize(const Initializer& fill);
+  RestoreReport restore(const std::string& from);
+  bool is_alive() const { return alive_; }
+  bool is_open() const { return engine_ != nullptr; }
+
+  Engine& engine() {
+    if (!engine_) throw UsageError("the engine was closed");
+    return *engine_;
+  }
+  std::mutex& engine_mutex() { return mutex_; }
+  std::shared_ptr<Window> window(std::uint32_t unit) const { return units_[unit].window; }
+  const Windows& windows() const { return *windows_; }
+
+  // --- a pass
+  void begin(Pass pass, PassOptions options);
+  void end();  // every unit goes down
+  void discard();
+  std::optional<Pass> pass() const { return pass_; }
+  // Whether every unit that was up in this pass still is: nothing would be gained by ending it.
+  bool all_still_up() const { return evictions_ == 0; }
+
+  void enter(std::uint32_t unit);
+  void leave(std::uint32_t unit);
+  // Gradients of the unit may come at any time of the backward pass from now on.
+  void share(std::uint32_t unit) { units_[unit].shared = true; }
+  bool is_up(std::uint32_t unit) const { return units_[unit].lease.has_value(); }
+
+  // --- the backward pass
+  void backward(std::uint32_t unit);          // the gradient of its output is there
+  void backward_of_call(std::uint32_t unit);  // a forward call of the unit will have a backward pass
+  // The gradient of an input of one such call is there. `last`: everything that the call had to do is done, gradients
+  // included. That is so where the input was computed: autograd goes on to its maker only when nothing newer is left.
+  // An input that begins a graph (of a part that is computed once more) has its gradient as early as the weights do.
+  void input_arrived(std::uint32_t unit, bool last);
+  // Takes the `grad` of a parameter's tensor, and sets it to None.
+  void arrived(ParameterId parameter, nb::handle tensor);
+  // Finishes all units, and ends the pass: one micro-batch is done.
+  void end_backward();
+  bool has_gradients() const { return arrived_count_ > 0; }
+
+  // torch.float32, torch.bfloat16 and torch.float16, to tell gradients' types by.
+  void know_types(nb::object fp32, nb::object bf16, nb::object fp16);
+
+ private:
+  struct Unit {
+    UnitId id{};
+    std::shared_ptr<Window> window;
+    std::optional<Lease> lease;
+    int holds = 0;  // who needs it up now
+    int entered = 0;
+    bool in_backward = false;
+    bool has_frozen = false;
+    bool shared = false;
+    bool finished = false;
+    unsigned trainable = 0;
+    unsigned arrived = 0;
+    unsigned calls = 0;  // in the pass, that will have a backward pass
+    unsigned calls_done = 0;
+    std::uint64_t last_use = 0;
+  };
+  struct PendingGradients {
+    std::vector<nb::object> tensors;
+    platform::StreamEvent added;
+  };
+
+  void divide_memory();
+  void open_engine();
+  void make_windows();
+  int world_size_at_start() const;
+  void hold(Unit& unit);
+  void load(Unit& unit);
+  void unload(Unit& unit);
+  void make_room(const Unit& unit);
+  void finish(Unit& unit);
+  void end_use(Unit& unit);
+  void forget_pass();
+  void end_engine(const std::string* why_for_others = nullptr) noexcept;
+  DType type_of_gradient(nb::handle gradient, ParameterId parameter) const;
+
+  UnitManagerOptions options_;
+  std::uint64_t window_budget_ = 0;
+  bool alive_ = false;
+  std::mutex mutex_;  // of the engine, for Python threads; taken without the GIL
+  std::unique_ptr<Windows> windows_;
+  std::vector<Unit> units_;
+  std::vector<bool> has_arrived_;  // by parameter
+  std::unique_ptr<Runtime> runtime_;
+  std::unique_ptr<platform::Stream> stream_;
+  std::unique_ptr<Engine> engine_;  // before the windows it gathers into
+  std::optional<PassScope> scope_;
+  std::optional<Pass> pass_;
+  std::uint64_t clock_ = 0;
+  std::uint64_t evictions_ = 0;
+  std::uint64_t arrived_count_ = 0;
+  PendingGradients collecting_;  // of the unit whose gradients are coming in
+  PendingGradients adding_;      // of the one before
+  nb::object fp32_, bf16_, fp16_;
+};
+
+}  // namespace hoist::python

@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+
+#include <fmt/format.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <hoist/config/config.hpp>
+#include <hoist/interchange/import.hpp>
+#include <hoist/interchange/safetensors_writer.hpp>
+
+#include "bindings.hpp"
+#include "channel.hpp"
+#include "tensor.hpp"
+#include "unit_manager.hpp"
+
+namespace hoist::python {
+
+using namespace nb::literals;
+
+namespace {
+
+using FloatArray = nb::ndarray<float, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
+using ConstFloatArray = nb::ndarray<nb::ro, float, nb::shape<-1>, nb::device::cpu, nb::c_contig>;
+
+std::span<const std::byte> bytes_of(const nb::bytes& state) {
+  return {static_cast<const std::byte*>(state.data()), state.size()};
+}
+
+// --- initial values --------------------------------------------------------------------------------------------------
+
+// A dense CPU tensor's memory, and what keeps it alive.
+struct Values {
+  const void* data = nullptr;
+  DType dtype = DType::fp32;
+  std::uint64_t count = 0;
+};
+
+void widen(const Values& values, std::uint64_t first, std::span<float> out) {
+  if (first > values.count || out.size() > values.count - first)
+    throw UsageError("an initial value has fewer elements than its parameter");
+  switch (values.dtype) {
+    case DType::fp32:
+      std::copy_n(static_cast<const float*>(values.data) + first, out.size(), out.begin());
+      return;
+    case DType::bf16:
+      std::transform(static_cast<const bf16*>(values.data) + first,
+                     static_cast<const bf16*>(values.data) + first + out.size(), out.begin(), to_float);
+      return;
+    case DType::fp16:
+      std::transform(static_cast<const std::uint16_t*>(values.data) + first,
+                     static_cast<const std::uint16_t*>(values.data) + first + out.size(), out.begin(), fp16_to_float);
+  }
+}
+
+// Values of one unit at a time: `unit_values(unit)` returns {parameter index: (address, type, count)} of tensors that
+// it keeps alive until it is called for the next unit.
+class UnitValues {
+ public:
+  UnitValues(Engine& engine, nb::callable unit_values) : engine_(engine), unit_values_(std::move(unit_values)) {}
+
+  void fill(ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    Values values;
+    {
+      const std::lock_guard lock(mutex_);
+      const std::uint32_t unit = engine_.place(parameter).unit.index;
+      if (unit_ != unit) load(unit);
+      const auto found = values_.find(parameter.index);
+      if (found == values_.end())
+        throw UsageError("no initial value for parameter '" + engine_.parameters()[parameter.index].name + "'");
+      values = found->second;
+    }
+    // The pieces of a unit are filled before the next unit is asked for.
+    widen(values, first, out);
+  }
+
+ private:
+  void load(std::uint32_t unit) {
+    const nb::gil_scoped_acquire acquire;
+    values_.clear();
+    const auto loaded = nb::cast<nb::dict>(unit_values_(unit));
+    for (const auto [key, value] : loaded) {
+      const auto entry = nb::cast<nb::tuple>(value);
+      values_[nb::cast<std::uint32_t>(key)] = {reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(entry[0])),
+                                               nb::cast<DType>(entry[1]), nb::cast<std::uint64_t>(entry[2])};
+    }
+    unit_ = unit;
+  }
+
+  Engine& engine_;
+  nb::callable unit_values_;
+  std::mutex mutex_;
+  std::optional<std::uint32_t> unit_;
+  std::map<std::uint32_t, Values> values_;
+};
+
+void initialize(UnitManager& unit_manager, nb::callable unit_values) {
+  UnitValues values(unit_manager.engine(), std::move(unit_values));
+  unit_manager.initialize(
+      [&](ParameterId parameter, std::uint64_t first, std::span<float> out) { values.fill(parameter, first, out); });
+}
+
+void initialize_from(UnitManager& unit_manager, const std::string& path,
+                     const std::map<std::string, std::string>& names, bool allow_unused) {
+  const interchange::ImportOptions options{.tensor_name =
+                                               [&](const std::string& parameter) {
+                                                 const auto found = names.find(parameter);
+                                                 return found == names.end() ? parameter : found->second;
+                                               },
+                                           .allow_unused = allow_unused};
+  unit_manager.initialize(interchange::fill_from(path, unit_manager.engine().parameters(), options));
+}
+
+// --- weights out -----------------------------------------------------------------------------------------------------
+
+interchange::TensorType tensor_type(DType dtype) {
+  constexpr std::array kTypes{interchange::TensorType::bf16, interchange::TensorType::f16,
+                              interchange::TensorType::f32};
+  return kTypes[static_cast<std::size_t>(dtype)];
+}
+
+void refuse_lost_range(const ParameterSpec& spec, DType dtype) {
+  if (dtype != DType::fp16 || spec.dtype != DType::bf16) return;
+  throw UsageError(
+      fmt::format("parameter '{}' is bf16, of which fp16 would lose range; export as bf16 or fp32", spec.name));
+}
+
+// As the engine rounds for the forward pass.
+void narrow(std::span<const float> masters, DType dtype, const ParameterSpec& spec, std::span<std::uint16_t> out) {
+  if (dtype == DType::bf16) {
+    std::ranges::transform(masters, out.begin(), [](float value) { return to_bf16(value).bits; });
+    return;
+  }
+  for (std::size_t i = 0; i < masters.size(); ++i) {
+    if (!master_is_committable(masters[i], DType::fp16)) {
+      throw UsageError(fmt::format("parameter '{}' holds {}, which is too large for fp16; export as fp32 or bf16",
+                                   spec.name, masters[i]));
+    }
+    out[i] = float_to_fp16(masters[i]);
+  }
+}
+
+// [C] The engine's present masters as safetensors; rank 0 writes. Errors: UsageError for fp16 where a parameter has a
+// larger range.
+std::vector<std::string> export_model(UnitManager& unit_manager, const std::string& directory, DType dtype,
+                                      std::uint64_t shard_bytes_max) {
+  using interchange::SafetensorsWriter;
+  const nb::gil_scoped_release release;
+  const std::lock_guard lock(unit_manager.engine_mutex());
+  Engine& engine = unit_manager.engine();
+  const std::span<const ParameterSpec> parameters = engine.parameters();
+  std::vector<interchange::TensorSpec> tensors;
+  for (const ParameterSpec& spec : parameters) {
+    refuse_lost_range(spec, dtype);
+    tensors.push_back({.name = spec.name, .type = tensor_type(dtype), .shape = {spec.shape.begin(), spec.shape.end()}});
+  }
+  std::optional<SafetensorsWriter> writer;
+  if (engine.runtime().rank() == 0)
+    writer.emplace(interchange::SafetensorsWriterOptions{.directory = directory, .shard_bytes_max = shard_bytes_max},
+                   tensors);
+  std::vector<float> values(kMiB);
+  std::vector<std::uint16_t> narrowed(dtype == DType::fp32 ? 0 : values.size());
+  for (std::uint32_t p = 0; p < tensors.size(); ++p) {
+    std::uint64_t count = 1;
+    for (const std::uint64_t extent : tensors[p].shape) count *= extent;
+    for (std::uint64_t first = 0; first < count; first += values.size()) {
+      const std::span part(values.data(), std::min<std::uint64_t>(values.size(), count - first));
+      engine.read(ParameterId{p}, State::master, first, part);
+      const std::span out(narrowed.data(), narrowed.empty() ? 0 : part.size());
+      if (!out.empty()) narrow(part, dtype, parameters[p], out);  // on every rank: all refuse alike
+      if (writer) writer->write(out.empty() ? std::as_bytes(part) : std::as_bytes(out));
+    }
+  }
+  if (!writer) return {};
+  writer->finish();
+  return writer->files();
+}
+
+// --- the books -------------------------------------------------------------------------------------------------------
+
+nb::dict books(UnitManager& unit_manager) {
+  Runtime& runtime = unit_manager.engine().runtime();
+  nb::dict result, links, apart, waits, tiers;
+  for (std::size_t i = 0; i < kLinkCount; ++i) {
+    const auto link = static_cast<Link>(i);
+    links[link_name(link)] = runtime.ledger().totals(link).bytes;
+    apart[link_name(link)] = runtime.ledger().totals(link, Ledger::Account::apart).bytes;
+  }
+  for (std::size_t i = 0; i + 1 < kWaitCauseCount; ++i) {
+    const auto cause = static_cast<WaitCause>(i);
+    waits[wait_cause_name(cause)] = std::chrono::duration<double>(runtime.ledger().waited(cause)).count();
+  }
+  const auto tier = [](std::uint64_t budget, std::uint64_t peak) {
+    nb::dict entry;
+    entry["budget_bytes"] = budget;
+    entry["peak_bytes"] = peak;
+    return entry;
+  };
+  tiers["device"] = tier(runtime.device_budget().limit_bytes() + unit_manager.windows().budget_bytes(),
+                         runtime.device_budget().peak_bytes() + unit_manager.windows().peak_bytes());
+  tiers["pinned"] = tier(runtime.pinned_budget().limit_bytes(), runtime.pinned_budget().peak_bytes());
+  result["links"] = links;
+  result["wire_in_group"] = unit_manager.engine().wire_bytes_in_group();
+  result["links_apart"] = apart;
+  result["wait_seconds"] = waits;
+  result["tiers"] = tiers;
+  return result;
+}
+
+// --- hooks -----------------------------------------------------------------------------------------------------------
+
+// Callables for PyTorch to call: no line of Python runs for a tensor in a step.
+struct GradientHook {
+  UnitManager* unit_manager;
+  ParameterId parameter;
+  void operator()(nb::handle tensor) const { unit_manager->arrived(parameter, tensor); }
+};
+struct BackwardHook {  // on the node that made a unit's output
+  UnitManager* unit_manager;
+  std::uint32_t unit;
+  void operator()(nb::args) const { unit_manager->backward(unit); }
+};
+struct InputHook {  // on a unit's input: once for each call of the unit, whatever inputs it has
+  UnitManager* unit_manager;
+  std::uint32_t unit;
+  bool begins_graph;
+  bool done = false;
+  void operator()(nb::args) {
+    if (!std::exchange(done, true) && unit_manager->pass() == Pass::train)
+      unit_manager->input_arrived(unit, !begins_graph);
+  }
+};
+
+void bind_hooks(nb::module_& module) {
+  nb::class_<GradientHook>(module, "GradientHook").def("__call__", &GradientHook::operator(), "tensor"_a);
+  nb::class_<BackwardHook>(module, "BackwardHook").def("__call__", &BackwardHook::operator(), "args"_a);
+  nb::class_<InputHook>(module, "InputHook").def("__call__", &InputHook::operator(), "args"_a);
+}
+
+}  // namespace
+
+void bind_unit_manager(nb::module_& module) {
+  bind_hooks(module);
+  const auto keep = nb::keep_alive<0, 1>();
+
+  nb::class_<ManagedUnit>(module, "ManagedUnit", "What is used together: a layer.")
+      .def(
+          "__init__",
+          [](ManagedUnit* self, std::string name, std::vector<ParameterSpec> parameters, bool shared) {
+            new (self) ManagedUnit{std::move(name), std::move(parameters), shared};
+          },
+          "name"_a, "parameters"_a, "shared"_a = false);
+
+  nb::class_<UnitManager>(module, "UnitManager", nb::is_weak_referenceable(),
+                          "The units of a PyTorch module, brought up and down as its hooks say.")
+      .def(
+          "__init__",
+          [](UnitManager* self, const Config& config, const std::vector<GroupOptions>& groups,
+             const std::vector<ManagedUnit>& units, const std::optional<nb::callable>& make, int world_size) {
+            UnitManagerOptions options{.runtime = config.runtime,
+                                       .engine = config.engine,
+                                       .groups = groups,
+                                       .units = units,
+                                       .world_size = world_size};
+            if (make) {
+              options.make_channel = [make = *make] {
+                const nb::gil_scoped_acquire acquire;
+                return make_channel(make());
+              };
+            }
+            new (self) UnitManager(std::move(options));
+          },
+          "config"_a, "groups"_a, "units"_a, "make_channel"_a = nb::none(), "world_size"_a = 0)
+      .def(
+          "memory",
+          [](UnitManager& unit_manager, std::uint32_t unit) {
+            const auto window = unit_manager.window(unit);
+            auto* owner = new std::shared_ptr<Window>(window);
+            const nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Window>*>(p); });
+            const std::size_t bytes = window->bytes();
+            return nb::ndarray<nb::device::cpu, std::uint8_t, nb::shape<-1>>(window->data(), {bytes}, capsule);
+          },
+          "unit"_a, "The unit's window, as bytes: where its weights appear while it is up.")
+      .def("close", &UnitManager::close)
+      .def(
+          "abandon", [](UnitManager& unit_manager, const std::string& why) { unit_manager.abandon(why); }, "why"_a,
+          "For a program that ends by an error while other ranks may wait for it.")
+      .def("know_types", &UnitManager::know_types, "fp32"_a, "bf16"_a, "fp16"_a)
+      .def(
+          "place",
+          [](UnitManager& unit_manager, const std::string& name) {
+            const ParameterId id = unit_manager.engine().parameter(name);
+            const Engine::Place place = unit_manager.engine().place(id);
+            return nb::make_tuple(id.index, place.unit.index, place.offset_bytes);
+          },
+          "name"_a, "(parameter, unit, offset in the unit's window in bytes)")
+      .def("initialize", &initialize, "unit_values"_a)
+      .def("initialize_from", &initialize_from, "path"_a, "names"_a, "allow_unused"_a = false)
+      .def("find_commit",
+           [](UnitManager& unit_manager) {
+             const nb::gil_scoped_release release;
+             return unit_manager.engine().find_commit();
+           })
+      .def("find_kept",
+           [](UnitManager& unit_manager) {
+             const nb::gil_scoped_release release;
+             const std::lock_guard lock(unit_manager.engine_mutex());
+             std::vector<std::pair<std::string, std::uint64_t>> kept;
+             for (const Engine::KeptStep& step : unit_manager.engine().find_kept())
+               kept.emplace_back(step.name, step.step);
+             return kept;
+           })
+      .def(
+          "restore",
+          [](UnitManager& unit_manager, const std::string& from) {
+            const RestoreReport report = unit_manager.restore(from);
+            const auto* state = reinterpret_cast<const char*>(report.caller_state.data());
+            return std::make_pair(report.step, nb::bytes(state, report.caller_state.size()));
+          },
+          "from_"_a = "", "Continues from the newest commit, or from a kept step: (step, caller_state).")
+      .def_prop_ro("is_alive", &UnitManager::is_alive)
+      .def_prop_ro("is_open", &UnitManager::is_open, "Not closed yet.")
+      .def(
+          "begin",
+          [](UnitManager& unit_manager, Pass pass, int micro_batch, int micro_batches) {
+            unit_manager.begin(pass, {.micro_batch = micro_batch, .micro_batches = micro_batches});
+          },
+          "pass_"_a, "micro_batch"_a = 0, "micro_batches"_a = 1)
+      .def("end", &UnitManager::end)
+      .def("discard", &UnitManager::discard)
+      .def_prop_ro("current_pass", &UnitManager::pass)
+      .def("all_still_up", &UnitManager::all_still_up)
+      .def("has_gradients", &UnitManager::has_gradients)
+      .def("is_up", &UnitManager::is_up, "unit"_a)
+      .def("enter", &UnitManager::enter, "unit"_a)
+      .def("leave", &UnitManager::leave, "unit"_a)
+      .def("share", &UnitManager::share, "unit"_a)
+      .def("backward_of_call", &UnitManager::backward_of_call, "unit"_a)
+      .def("end_backward", &UnitManager::end_backward)
+      .def(
+          "gradient_hook",
+          [](UnitManager& unit_manager, std::uint32_t p) {
+            return GradientHook{&unit_manager, ParameterId{p}};
+          },
+          "parameter"_a, keep)
+      .def(
+          "backward_hook",
+          [](UnitManager& unit_manager, std::uint32_t u) {
+            return BackwardHook{&unit_manager, u};
+          },
+          "unit"_a, keep)
+      .def(
+          "input_hook",
+          [](UnitManager& unit_manager, std::uint32_t u, bool begins) {
+            return InputHook{&unit_manager, u, begins};
+          },
+          "unit"_a, "begins_graph"_a, keep)
+      .def(
+          "step",
+          [](UnitManager& unit_manager, const nb::bytes& state) {
+            const auto bytes = bytes_of(state);
+            const nb::gil_scoped_release release;
+            const std::lock_guard lock(unit_manager.engine_mutex());
+            return unit_manager.engine().step({.caller_state = bytes});
+          },
+          "caller_state"_a)
+      .def("settle",
+           [](UnitManager& unit_manager) {
+             const nb::gil_scoped_release release;
+             const std::lock_guard lock(unit_manager.engine_mutex());
+             unit_manager.engine().settle();
+           })
+      .def(
+          "set_learning_rate",
+          [](UnitManager& unit_manager, std::uint32_t group, double rate) {
+            unit_manager.engine().set_learning_rate(GroupId{group}, rate);
+          },
+          "group"_a, "learning_rate"_a)
+      .def("loss_scale", [](UnitManager& unit_manager) { return unit_manager.engine().loss_scale(); })
+      .def(
+          "learning_rate",
+          [](UnitManager& unit_manager, std::uint32_t group) {
+            return unit_manager.engine().learning_rate(GroupId{group});
+          },
+          "group"_a)
+      .def(
+          "read",
+          [](UnitManager& unit_manager, std::uint32_t parameter, State state, std::uint64_t first,
+             const FloatArray& out) {
+            const nb::gil_scoped_release release;
+            const std::lock_guard lock(unit_manager.engine_mutex());
+            unit_manager.engine().read(ParameterId{parameter}, state, first, {out.data(), out.size()});
+          },
+          "parameter"_a, "state"_a, "first_element"_a, "out"_a)
+      .def(
+          "write",
+          [](UnitManager& unit_manager, std::uint32_t parameter, State state, std::uint64_t first,
+             const ConstFloatArray& values) {
+            const nb::gil_scoped_release release;
+            const std::lock_guard lock(unit_manager.engine_mutex());
+            unit_manager.engine().write(ParameterId{parameter}, state, first, {values.data(), values.size()});
+          },
+          "parameter"_a, "state"_a, "first_element"_a, "values"_a)
+      .def(
+          "save",
+          [](UnitManager& unit_manager, const std::string& name, const nb::bytes& state) {
+            const auto bytes = bytes_of(state);
+            const nb::gil_scoped_release release;
+            const std::lock_guard lock(unit_manager.engine_mutex());
+            return unit_manager.engine().save(name, bytes);
+          },
+          "name"_a, "caller_state"_a)
+      .def("export", &export_model, "directory"_a, "dtype"_a, "shard_bytes_max"_a)
+      .def_prop_ro("rank", [](UnitManager& unit_manager) { return unit_manager.engine().runtime().rank(); })
+      .def_prop_ro("world_size", [](UnitManager& unit_manager) { return unit_manager.engine().runtime().world_size(); })
+      .def_prop_ro("step_count", [](UnitManager& unit_manager) { return unit_manager.engine().step_count(); })
+      .def_prop_ro("committed_step", [](UnitManager& unit_manager) { return unit_manager.engine().committed_step(); })
+      .def("formula_bytes", [](UnitManager& unit_manager) { return unit_manager.engine().formula_bytes(); })
+      .def("describe", [](UnitManager& unit_manager) { return unit_manager.engine().describe(); })
+      .def("books", &books)
+      .def(
+          "digest",
+          [](UnitManager& unit_manager, State state) {
+            const nb::gil_scoped_release release;
+            const std::lock_guard lock(unit_manager.engine_mutex());
+            return state_digest(unit_manager.engine(), state);
+          },
+          "state"_a);
+}
+
+}  // namespace hoist::python

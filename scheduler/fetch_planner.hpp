@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// scheduler/fetch_planner.hpp - follows the plan of a pass, records it, and improvises when the program deviates.
+//
+// Every decision is a function of the calls made so far, so all ranks decide alike.
+//
+// Threading  One thread at a time: the program's.
+// Errors     None of its own; a gather that finds every slot pinned gets kNoSlot.
+// Main path  begin(kind) -> gather/release/finish, each returning the fetches to issue now -> end().
+#pragma once
+
+#include <array>
+#include <optional>
+
+#include <hoist/scheduler/plan.hpp>
+
+namespace hoist::scheduler {
+
+inline constexpr Slot kNoSlot = 0xFFFFFFFEu;
+inline constexpr std::size_t kPassKinds = 3;
+
+struct FetchPlannerOptions {
+  std::vector<ItemShape> items;
+  std::uint32_t slot_count = 0;
+  std::uint64_t prefetch_elements = 0;
+  std::uint64_t live_elements_max = 0;
+  std::uint64_t reuse_distance_elements = 0;
+};
+
+class FetchPlanner {
+ public:
+  explicit FetchPlanner(FetchPlannerOptions options);
+
+  // Starts a pass of a kind (0 .. kPassKinds - 1). Slots are empty at this point.
+  std::span<const Fetch> begin(std::size_t kind);
+  // The returned fetches are issued before anything else; valid until the next call. When the item needs a slot and
+  // every slot is pinned, the single fetch returned names kNoSlot, and the access did not happen.
+  std::span<const Fetch> gather(Item item);
+  std::span<const Fetch> release(Item item);
+  std::span<const Fetch> finish(Item item);
+  // Ends the pass. A complete one (not abandoned by an exception) becomes the plan of its kind when it was recorded.
+  void end(bool complete);
+
+  // Fetches the plan being followed will still issue, in order: what may be read from disk ahead. Empty while
+  // recording.
+  std::vector<Item> upcoming_fetches() const;
+  // All fetches that the plan of a kind of pass would issue, in order; empty before the first was recorded.
+  std::vector<Item> planned_fetches(std::size_t kind) const;
+  bool following() const { return following_; }
+  const AccessTrace& trace() const { return trace_; }  // of the pass under way, or of the last one
+  // Fetches of each item in one pass of this kind, by its plan; empty before the first was recorded.
+  std::vector<std::uint32_t> fetch_counts(std::size_t kind) const;
+
+ private:
+  std::span<const Fetch> access(Access access);
+  std::span<const Fetch> serve_on_demand(Access access);
+  PlanInputs inputs() const;
+  void apply(std::span<const Fetch> fetches);
+
+  FetchPlannerOptions options_;
+  SlotTable table_;
+  std::array<std::optional<Plan>, kPassKinds> plans_;
+  std::size_t kind_ = 0;
+  bool following_ = false;
+  AccessTrace trace_;
+  std::vector<std::size_t> last_use_;  // by item: position of its last access
+  std::vector<Fetch> issued_;          // backing of an improvised answer
+};
+
+}  // namespace hoist::scheduler

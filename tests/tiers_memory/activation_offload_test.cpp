@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Activations that leave the device and come back: on every implementation of Device, with streams that are late.
+#include <cstring>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/tiers/activation_offload.hpp>
+
+namespace hoist::tiers {
+namespace {
+
+using platform::CopyKind;
+using platform::DeviceKind;
+
+constexpr std::uint64_t kItemBytes = 3 * 4096 + 64;
+constexpr std::size_t kItems = 7;
+
+struct Case {
+  const char* name;
+  DeviceKind kind;
+  std::uint64_t chaos_seed;
+};
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+class StashTest : public testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    std::string why;
+    if (GetParam().kind == DeviceKind::cuda && platform::cuda_device_count(&why) == 0)
+      GTEST_SKIP() << "no CUDA card: " << why;
+    device_ = platform::Device::create({.kind = GetParam().kind,
+                                        .memory_bytes = 64 * kKiB,
+                                        .host = {.chaos_seed = GetParam().chaos_seed},
+                                        .ledger = &ledger_});
+    compute_ = device_->create_stream("compute");
+  }
+  Ledger ledger_;
+  std::unique_ptr<platform::Device> device_;
+  std::unique_ptr<platform::Stream> compute_;
+};
+
+// What a model does: two buffers, written by layers in turn, overwritten only once they have come down; then brought
+// back in reverse, one layer ahead.
+TEST_P(StashTest, TwoBuffersAreEnoughForAnyNumberOfLayers) {
+  Budget budget("pinned", "hoist.pinned_memory", kMiB);
+  ActivationOffload stash(*device_, budget, {.items = kItems, .item_bytes = kItemBytes, .huge_pages = false});
+  EXPECT_EQ(budget.held_bytes(), ActivationOffload::bytes({.items = kItems, .item_bytes = kItemBytes}));
+  std::byte* const buffers[] = {device_->memory().data(), device_->memory().data() + 16 * kKiB};
+  std::byte* const results = device_->memory().data() + 48 * kKiB;
+  for (int pass = 0; pass < 3; ++pass) {
+    platform::StreamEvent free[2];
+    for (std::size_t i = 0; i < kItems; ++i) {
+      compute_->wait(free[i % 2], WaitCause::host_to_device);
+      compute_->fill(buffers[i % 2], static_cast<std::uint8_t>(10 * pass + static_cast<int>(i) + 1), kItemBytes);
+      free[i % 2] = stash.stash(i, buffers[i % 2], *compute_);
+    }
+    platform::StreamEvent filled[2];
+    filled[0] = stash.unstash(kItems - 1, buffers[0], *compute_);
+    for (std::size_t turn = 0; turn < kItems; ++turn) {
+      const std::size_t item = kItems - 1 - turn;
+      if (item > 0) filled[(turn + 1) % 2] = stash.unstash(item - 1, buffers[(turn + 1) % 2], *compute_);
+      compute_->wait(filled[turn % 2], WaitCause::host_to_device);
+      compute_->copy(results + item, buffers[turn % 2] + kItemBytes - 1, 1, CopyKind::local);
+    }
+    std::vector<std::byte> found(kItems);
+    device_->register_host(found);
+    compute_->copy(found.data(), results, kItems, CopyKind::device_to_host);
+    compute_->synchronize();
+    device_->unregister_host(found);
+    for (std::size_t i = 0; i < kItems; ++i)
+      EXPECT_EQ(found[i], static_cast<std::byte>(10 * pass + static_cast<int>(i) + 1)) << "item " << i;
+  }
+  EXPECT_EQ(ledger_.totals(Link::host_to_device).bytes, 3 * kItems * kItemBytes);
+  EXPECT_EQ(ledger_.totals(Link::device_to_host).bytes, 3 * kItems * (kItemBytes + 1));
+}
+
+TEST_P(StashTest, WhatDoesNotFitTheBudgetIsRefused) {
+  Budget budget("pinned", "hoist.pinned_memory", 16 * kKiB);
+  try {
+    const ActivationOffload stash(*device_, budget, {.items = 2, .item_bytes = kItemBytes, .huge_pages = false});
+    FAIL() << "16 KiB were enough";
+  } catch (const BudgetError& error) {
+    EXPECT_EQ(error.need.key, "hoist.pinned_memory");
+  }
+  EXPECT_EQ(budget.held_bytes(), 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, StashTest,
+                         testing::Values(Case{"host", DeviceKind::host, 0}, Case{"host_chaos", DeviceKind::host, 3},
+                                         Case{"host_chaos_2", DeviceKind::host, 44}, Case{"cuda", DeviceKind::cuda, 0}),
+                         [](const auto& one) { return std::string(one.param.name); });
+
+}  // namespace
+}  // namespace hoist::tiers

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/assert.hpp>
+#include <hoist/tiers/activation_offload.hpp>
+
+namespace hoist::tiers {
+
+ActivationOffload::ActivationOffload(platform::Device& device, Budget& pinned, const ActivationOffloadOptions& options)
+    : device_(device),
+      options_(options),
+      pool_(pinned, {.bytes = bytes(options), .huge_pages = options.huge_pages}),
+      down_(device.create_stream("stash")),
+      up_(device.create_stream("unstash")) {
+  for (std::size_t i = 0; i < options.items; ++i)
+    places_.push_back(pool_.carve(options.item_bytes, "stashed activations"));
+  device_.register_host(pool_.memory().bytes());
+}
+
+ActivationOffload::~ActivationOffload() {
+  down_.reset();  // drained: nothing is in flight when the memory goes
+  up_.reset();
+  device_.unregister_host(pool_.memory().bytes());
+}
+
+std::uint64_t ActivationOffload::bytes(const ActivationOffloadOptions& options) {
+  PinnedPlan plan;
+  for (std::size_t i = 0; i < options.items; ++i) plan.add(options.item_bytes);
+  return plan.bytes();
+}
+
+std::byte* ActivationOffload::place(std::size_t item) const {
+  HOIST_ASSERT(item < places_.size(), "item {} of a stash of {}", item, places_.size());
+  return places_[item].data();
+}
+
+platform::StreamEvent ActivationOffload::stash(std::size_t item, const std::byte* source, platform::StreamRef compute) {
+  down_->wait(compute->record(), WaitCause::none);
+  down_->copy(place(item), source, options_.item_bytes, platform::CopyKind::device_to_host);
+  last_stashed_ = down_->record();
+  return last_stashed_;
+}
+
+platform::StreamEvent ActivationOffload::unstash(std::size_t item, std::byte* target, platform::StreamRef compute) {
+  up_->wait(last_stashed_, WaitCause::none);
+  up_->wait(compute->record(), WaitCause::none);
+  up_->copy(target, place(item), options_.item_bytes, platform::CopyKind::host_to_device);
+  return up_->record();
+}
+
+}  // namespace hoist::tiers

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <string_view>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+
+namespace hoist::detail {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr std::string_view kPrefix = "reshard-", kRanks = "-ranks-";
+constexpr int kGroupBits = 16;  // of a run's number, the highest
+
+// The place of that name, when it is one that new_store_directory() gives.
+StoreDirectory parsed(const std::string& name) {
+  StoreDirectory place;
+  const std::size_t ranks_at = name.find(kRanks);
+  if (!name.starts_with(kPrefix) || ranks_at == std::string::npos) return place;
+  std::from_chars(name.data() + kPrefix.size(), name.data() + ranks_at, place.order);
+  std::from_chars(name.data() + ranks_at + kRanks.size(), name.data() + name.size(), place.world_size);
+  return place.order > 0 && place.world_size > 0 && new_store_directory(place.order, place.world_size).name == name
+             ? new_store_directory(place.order, place.world_size)
+             : StoreDirectory{};
+}
+
+}  // namespace
+
+StoreDirectory new_store_directory(std::uint64_t order, int world_size) {
+  return {fmt::format("{}{:04}{}{}", kPrefix, order, kRanks, world_size), order, world_size};
+}
+
+std::vector<StoreDirectory> store_directories(const std::string& directory) {
+  std::vector<StoreDirectory> places;
+  std::error_code failed, ignored;
+  for (fs::directory_iterator entry(directory, failed), end; !failed && entry != end; entry.increment(failed)) {
+    if (!entry->is_directory(ignored) || entry->is_symlink(ignored)) continue;
+    const StoreDirectory place = parsed(entry->path().filename().string());
+    if (!place.name.empty()) places.push_back(place);
+  }
+  const bool absent = failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory;
+  if (failed && !absent)  // a store that is not seen might be taken for one that was never finished
+    throw IoError({"list", directory, 0, 0, failed.value()}, "which stores are in it cannot be known");
+  if (!tiers::Store::ranks_in(directory).empty()) places.push_back({});
+  std::ranges::sort(places, std::greater{}, &StoreDirectory::order);
+  return places;
+}
+
+std::uint64_t run_of_group(std::uint64_t job_run, int group) {
+  return (static_cast<std::uint64_t>(group) << (64 - kGroupBits)) | job_part(job_run);
+}
+
+std::uint64_t job_part(std::uint64_t run) { return run & (~std::uint64_t{0} >> kGroupBits); }
+
+bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout) {
+  std::vector<std::string> drives;
+  for (const std::string& directory : directories) drives.push_back(place.in(directory));
+  if (!tiers::Store::remove(drives, lock_timeout)) return false;
+  if (place.name.empty()) return true;
+  std::error_code ignored;
+  for (const std::string& drive : drives) fs::remove(drive, ignored);  // unless somebody has put something there
+  return true;
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/store_directory.hpp - the stores below one offload directory: the first one lies in it, and each
+// change of the world size makes a new one in a directory of its own, which has taken over the state before the old one
+// goes.
+//
+// A store is the files of one world size (tiers/store.hpp). Which of several continues the run is said by their order
+// alone: the newest one that holds a commit at all its ranks.
+//
+// A run's number joins the stores that are made together (tiers/store.hpp): by it the files of one store know each
+// other, and the stores of one job's sharding groups theirs.
+//
+// Threading  Pure functions on the file system.
+// Errors     IoError.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <hoist/core/clock.hpp>
+
+namespace hoist::detail {
+
+struct StoreDirectory {
+  std::string name;         // of the directory below the offload directory; empty: that itself
+  std::uint64_t order = 0;  // 0: the first one
+  int world_size = 0;       // 0: not known from the name
+  std::string in(const std::string& directory) const { return name.empty() ? directory : directory + "/" + name; }
+};
+
+// Newest first. The first one is listed when a rank's manifest is in it.
+std::vector<StoreDirectory> store_directories(const std::string& directory);
+StoreDirectory new_store_directory(std::uint64_t order, int world_size);
+
+// Of a job with several sharding groups: the number of the run that makes the store of one of them. Two groups have
+// different ones, so that a file of the one is no file of the other.
+std::uint64_t run_of_group(std::uint64_t job_run, int group);
+// What the runs of a job's groups have in common.
+std::uint64_t job_part(std::uint64_t run);
+
+// Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; false when
+// another process holds it. `directories`: of all its drives.
+bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout);
+
+}  // namespace hoist::detail

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <functional>
+#include <set>
+#include <tuple>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
+
+namespace hoist {
+
+using tiers::CommitHeader;
+
+namespace {
+
+// Incarnations are each group's own.
+bool same_state(const CommitHeader& a, const CommitHeader& b) {
+  return std::tie(a.step, a.revision, a.name, a.kept_serial) == std::tie(b.step, b.revision, b.name, b.kept_serial);
+}
+
+std::vector<CommitHeader> common(std::span<const StoreSummary> groups, std::vector<CommitHeader> StoreSummary::*list) {
+  std::vector<CommitHeader> found = groups.front().*list;
+  std::erase_if(found, [&](const CommitHeader& candidate) {
+    return !std::ranges::all_of(groups, [&](const StoreSummary& group) {
+      return std::ranges::any_of(group.*list, [&](const CommitHeader& c) { return same_state(c, candidate); });
+    });
+  });
+  return found;
+}
+
+// Why these are not a job's groups; empty when they are.
+std::string objection(std::span<const StoreSummary> groups) {
+  for (std::size_t b = 1; b < groups.size(); ++b) {
+    for (std::size_t a = 0; a < b; ++a) {
+      if (groups[a].run == groups[b].run)
+        return fmt::format("{} and {} hold the same group's store", groups[a].directory, groups[b].directory);
+      if (!are_of_one_job(groups[a], groups[b]))
+        return fmt::format("{} and {} are stores of different jobs", groups[a].directory, groups[b].directory);
+    }
+  }
+  return {};
+}
+
+// The stores of one place below each directory, where all have it.
+std::vector<StoreSummary> at_place(std::span<const std::string> directories, std::uint64_t order) {
+  std::vector<StoreSummary> groups;
+  for (const std::string& directory : directories) {
+    const auto places = detail::store_directories(directory);
+    const auto place = std::ranges::find(places, order, &detail::StoreDirectory::order);
+    if (place == places.end()) return {};
+    groups.push_back(look_at_one_store(place->in(directory)));
+  }
+  return groups;
+}
+
+}  // namespace
+
+bool are_of_one_job(const StoreSummary& a, const StoreSummary& b) {
+  return a.world_size && b.world_size && a.run != b.run && detail::job_part(a.run) == detail::job_part(b.run);
+}
+
+StoredJob look_at_job(std::span<const std::string> directories) {
+  if (directories.empty()) throw UsageError("a job has at least one store");
+  std::set<std::uint64_t, std::greater<>> orders;
+  for (const std::string& directory : directories)
+    for (const detail::StoreDirectory& place : detail::store_directories(directory)) orders.insert(place.order);
+  // As restore(): a newer place that came to nothing gives way to the one before it.
+  for (const std::uint64_t order : orders) {
+    std::vector<StoreSummary> groups = at_place(directories, order);
+    if (groups.empty() || !objection(groups).empty()) continue;
+    StoredJob job{.commits = common(groups, &StoreSummary::commits), .kept = common(groups, &StoreSummary::kept)};
+    if (job.commits.empty()) continue;
+    job.groups = std::move(groups);
+    return job;
+  }
+  StoredJob job;
+  for (const std::string& directory : directories) job.groups.push_back(look_at_store(directory));
+  if (const std::string problem = objection(job.groups); !problem.empty()) throw UsageError(problem);
+  job.kept = common(job.groups, &StoreSummary::kept);
+  return job;
+}
+
+}  // namespace hoist

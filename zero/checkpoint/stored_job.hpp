@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/stored_job.hpp - the stores of a job's sharding groups (Runtime::Groups), looked at together.
+//
+// Each group keeps its slice of the model in a store of its own, and a step counts when all of them have it. One store
+// alone cannot say what a restore would go on from, nor how many groups there are: only that two are of one job.
+//
+// Threading  Pure functions on the file system.
+// Errors     Those of look_at_store().
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include <hoist/zero/checkpoint/stored_model.hpp>
+
+namespace hoist {
+
+struct StoredJob {
+  std::vector<StoreSummary> groups{};          // as they were named
+  std::vector<tiers::CommitHeader> commits{};  // that all groups have, newest first
+  std::vector<tiers::CommitHeader> kept{};     // likewise, oldest first
+};
+
+// Looks at the stores that continue the job, one below each of `directories`. Errors: UsageError when they are not of
+// one job, or not of different groups.
+StoredJob look_at_job(std::span<const std::string> directories);
+
+// Whether two stores are those of two groups of one job.
+bool are_of_one_job(const StoreSummary& a, const StoreSummary& b);
+
+}  // namespace hoist

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <tuple>
+
+#include <fmt/format.h>
+
+#include <hoist/aio/transfer_memory.hpp>
+#include <hoist/tiers/store_reader.hpp>
+#include <hoist/zero/checkpoint/commit_state.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/layout/record_map.hpp>
+#include <hoist/zero/layout/tile_values.hpp>
+
+namespace hoist {
+
+using detail::TileRun;
+using tiers::CommitHeader;
+using tiers::Region;
+using tiers::Store;
+
+namespace {
+
+bool same_state(const CommitHeader& a, const CommitHeader& b) {
+  return std::tie(a.step, a.revision, a.name, a.kept_serial) == std::tie(b.step, b.revision, b.name, b.kept_serial);
+}
+
+// What all ranks have in their `list`, in the order of the first one's.
+std::vector<CommitHeader> common_commits(std::span<const StoreSummary::Rank> ranks,
+                                         std::vector<CommitHeader> StoreSummary::Rank::*list) {
+  std::vector<CommitHeader> common;
+  for (const CommitHeader& candidate : ranks.front().*list) {
+    const bool everywhere = std::ranges::all_of(ranks, [&](const StoreSummary::Rank& rank) {
+      return std::ranges::any_of(rank.*list, [&](const CommitHeader& c) { return same_state(c, candidate); });
+    });
+    if (everywhere) common.push_back(candidate);
+  }
+  return common;
+}
+
+std::vector<StoredParameter> describe(const detail::UnitTable& table) {
+  std::vector<StoredParameter> parameters;
+  for (std::uint32_t i = 0; i < table.specs().size(); ++i) {
+    const ParameterSpec& spec = table.specs()[i];
+    parameters.push_back({.name = spec.name,
+                          .unit = table.unit(table.parameter(ParameterId{i}).unit).name,
+                          .shape = spec.shape,
+                          .dtype = spec.dtype,
+                          .trainable = spec.trainable,
+                          .state = table.segment_of(ParameterId{i}).state});
+  }
+  return parameters;
+}
+
+// What a store can hold at most: tiles have their checksums in the manifest, whose length was compared with the file's.
+// A store of durability none has no checksums there; no more is believed of it than this machine could list.
+std::uint64_t elements_max(const Store::Found& found) {
+  constexpr std::uint64_t kTilesMax = 1 << 24;
+  const std::uint64_t tiles =
+      found.durability == tiers::Durability::none ? std::min(found.tile_count, kTilesMax) : found.tile_count;
+  const std::uint64_t tile_elements = tiers::kTileElements * static_cast<std::uint64_t>(found.identity->world_size);
+  return tiles > ~std::uint64_t{0} / tile_elements ? ~std::uint64_t{0} : tiles * tile_elements;
+}
+
+}  // namespace
+
+StoreSummary look_at_one_store(const std::string& directory) {
+  StoreSummary summary{.directory = directory};
+  std::optional<std::string> layout;
+  std::uint64_t first_run = 0, largest_model = 0;
+  for (const int rank : Store::ranks_in(directory)) {
+    Store::Found found = Store::look(directory, rank);
+    if (!found.exists) continue;  // replaced meanwhile
+    if (found.identity && found.identity->rank != rank)
+      throw StoreError(fmt::format("a file of rank {} in {} was written by rank {}: restore its own name", rank,
+                                   directory, found.identity->rank));
+    summary.ranks.push_back(
+        {rank, std::move(found.commits), std::move(found.kept), std::move(found.damage), found.data_bytes});
+    summary.kept_steps_max = found.kept_steps_max;
+    if (!found.identity) continue;
+    const std::uint64_t run = found.store_number - static_cast<std::uint64_t>(rank);
+    if (layout && run != first_run)
+      throw StoreError(fmt::format("{} holds files of two different runs: rank {}'s is not of the run of rank {}'s",
+                                   directory, rank, summary.ranks.front().rank));
+    first_run = run;
+    if (layout && (*layout != found.identity->layout || *summary.world_size != found.identity->world_size))
+      throw StoreError(
+          fmt::format("{} holds files of two different models or world sizes: rank {} differs from rank {}", directory,
+                      rank, summary.ranks.front().rank));
+    largest_model = elements_max(found);
+    layout = found.identity->layout;
+    summary.world_size = found.identity->world_size;
+    summary.durability = found.durability;
+  }
+  if (summary.ranks.empty()) throw StoreError(fmt::format("there is no store in {}", directory));
+  if (!layout) return summary;
+  summary.run = first_run;
+  summary.layout = *layout;
+  const detail::UnitTable table = detail::UnitTable::from_identity(*layout, *summary.world_size, largest_model);
+  summary.parameters = describe(table);
+  summary.unit_count = table.units().size();
+  if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size)) {
+    summary.commits = common_commits(summary.ranks, &StoreSummary::Rank::commits);
+    summary.kept = common_commits(summary.ranks, &StoreSummary::Rank::kept);
+  }
+  return summary;
+}
+
+bool has_store(const std::string& directory) { return !detail::store_directories(directory).empty(); }
+
+StoreSummary look_at_store(const std::string& directory) {
+  const std::vector<detail::StoreDirectory> places = detail::store_directories(directory);
+  // One that was being made when its program died holds nothing yet; the one before it still counts.
+  for (const detail::StoreDirectory& place : places) {
+    StoreSummary summary = look_at_one_store(place.in(directory));
+    if (!summary.commits.empty() || &place == &places.back()) return summary;
+  }
+  return look_at_one_store(directory);
+}
+
+class StoredModel::Impl {
+ public:
+  Impl(const std::string& directory, const StoredModelOptions& options)
+      : summary_(readable(find(directory, options))),
+        commit_(choose(summary_, options)),
+        table_(detail::UnitTable::from_identity(summary_.layout, *summary_.world_size)),
+        records_(table_) {
+    for (const StoreSummary::Rank& rank : summary_.ranks) {
+      const std::vector<CommitHeader>& commits = commit_.name.empty() ? rank.commits : rank.kept;
+      const auto commit = std::ranges::find_if(commits, [&](const CommitHeader& c) { return same_state(c, commit_); });
+      readers_.push_back(
+          std::make_unique<tiers::StoreReader>(summary_.directory, rank.rank, records_.records(), *commit, io_));
+    }
+  }
+
+  const StoreSummary& summary() const { return summary_; }
+  std::uint64_t step() const { return commit_.step; }
+
+  std::span<const std::byte> caller_state(int rank) const {
+    if (rank < 0 || rank >= *summary_.world_size) throw UsageError(fmt::format("there is no rank {}", rank));
+    const auto state = readers_[static_cast<std::size_t>(rank)]->caller_state();
+    return state.size() < detail::kCommitHeadBytes ? state : state.subspan(detail::kCommitHeadBytes);
+  }
+
+  // The ranks' scalers are alike.
+  std::optional<LossScaler::State> loss_scaler() const {
+    const auto state = detail::decode(readers_.front()->caller_state());
+    return state ? state->scaler : std::nullopt;
+  }
+
+  void read(std::size_t parameter, State state, std::uint64_t first, std::span<float> out) {
+    check(parameter, first, out.size());
+    if (state == State::gradient) throw UsageError("gradients are not stored");
+    if (state != State::master && !summary_.parameters[parameter].trainable)
+      throw UsageError(
+          fmt::format("parameter '{}' is frozen: it has weights only", summary_.parameters[parameter].name));
+    if (state != State::master && !table_.segment_of(ParameterId{static_cast<std::uint32_t>(parameter)}).has(state))
+      throw UsageError(fmt::format("the optimizer of parameter '{}' keeps no {} moment",
+                                   summary_.parameters[parameter].name, state == State::moment1 ? "first" : "second"));
+    for_each_shard(parameter, first, out.size(), [&](const Shard& shard) {
+      detail::read_values(*shard.layout, *shard.segment, state, shard.owned.shard.first,
+                          out.subspan(shard.owned.offset, shard.owned.shard.count), shard.fetch);
+    });
+  }
+
+  void read_weights(std::size_t parameter, std::uint64_t first, std::span<std::byte> out) {
+    check(parameter, first, 0);
+    const std::uint64_t width = dtype_bytes(summary_.parameters[parameter].dtype);
+    if (out.size() % width != 0)
+      throw UsageError(fmt::format("{} bytes are no whole number of the {} weights of parameter '{}', {} bytes each",
+                                   out.size(), dtype_name(summary_.parameters[parameter].dtype),
+                                   summary_.parameters[parameter].name, width));
+    check(parameter, first, out.size() / width);
+    for_each_shard(parameter, first, out.size() / width, [&](const Shard& shard) {
+      detail::read_weights(*shard.layout, *shard.segment, shard.owned.shard.first,
+                           out.subspan(shard.owned.offset * width, shard.owned.shard.count * width), shard.fetch);
+    });
+  }
+
+  std::uint64_t memory_bytes() const {
+    std::uint64_t bytes = weights_.span().size() + state_.span().size();
+    for (const auto& reader : readers_) bytes += reader->memory_bytes();
+    return bytes;
+  }
+
+  std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+    std::uint64_t total = 0, done = 0;
+    for (const tiers::StoreRecord& record : records_.records()) total += record.layout.bytes();
+    total *= readers_.size();
+    std::vector<CorruptionError> errors;
+    for (const auto& reader : readers_) {
+      for (std::uint32_t r = 0; r < records_.records().size(); ++r) {
+        for (const Region region : {Region::weights, Region::state}) {
+          verify_region(*reader, tiers::RecordId{r}, region, errors, [&](std::uint64_t bytes) {
+            done += bytes;
+            if (progress) progress(done, total);
+          });
+        }
+      }
+    }
+    return errors;
+  }
+
+ private:
+  // A rank's part of a range of a parameter, and how its tiles are read.
+  struct Shard {
+    const tiers::RecordLayout* layout = nullptr;
+    const detail::Segment* segment = nullptr;
+    OwnedRange owned;
+    detail::FetchTiles fetch;
+  };
+
+  static StoreSummary find(const std::string& directory, const StoredModelOptions& options) {
+    if (!options.below) return look_at_one_store(directory);
+    if (!options.from.empty()) {
+      for (const detail::StoreDirectory& place : detail::store_directories(directory)) {
+        StoreSummary summary = look_at_one_store(place.in(directory));
+        if (std::ranges::find(summary.kept, options.from, &CommitHeader::name) != summary.kept.end()) return summary;
+      }
+    }
+    return look_at_store(directory);
+  }
+
+  static StoreSummary readable(StoreSummary summary) {
+    const std::string& directory = summary.directory;
+    if (!summary.world_size)
+      throw StoreError(
+          fmt::format("no manifest in {} can be read: {}", directory, summary.ranks.front().damage.front()));
+    if (summary.durability == tiers::Durability::none)
+      throw StoreError(fmt::format("the store in {} was made with durability 'none' and holds no commit", directory));
+    if (summary.ranks.size() != static_cast<std::size_t>(*summary.world_size))
+      throw StoreError(
+          fmt::format("the store in {} is one of {} ranks, and the files of {} are here: bring them together",
+                      directory, *summary.world_size, summary.ranks.size()));
+    return summary;
+  }
+
+  static CommitHeader choose_kept(const StoreSummary& summary, const std::string& name) {
+    std::string held;
+    for (auto kept = summary.kept.rbegin(); kept != summary.kept.rend(); ++kept) {
+      if (kept->name == name) return *kept;
+      held += fmt::format("{}'{}'", held.empty() ? "; it keeps " : ", ", kept->name);
+    }
+    throw StoreError(fmt::format("{} keeps no step '{}'{}", summary.directory, name, held));
+  }
+
+  static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
+    if (!options.from.empty()) return choose_kept(summary, options.from);
+    for (const CommitHeader& commit : summary.commits) {
+      const bool other_revision = options.revision && commit.revision != *options.revision;
+      if (!options.step || (commit.step == *options.step && !other_revision)) return commit;
+    }
+    std::string held;
+    for (const CommitHeader& commit : summary.commits) held += fmt::format(" {}", commit.step);
+    if (!options.step || held.empty()) {
+      std::string damage;
+      for (const StoreSummary::Rank& rank : summary.ranks)
+        for (const std::string& problem : rank.damage) damage += "; " + problem;
+      throw StoreError(fmt::format("{} holds no commit that every rank has{}", summary.directory, damage));
+    }
+    throw StoreError(fmt::format("{} holds no commit of step {}; it holds{}", summary.directory, *options.step, held));
+  }
+
+  void check(std::size_t parameter, std::uint64_t first, std::uint64_t count) const {
+    if (parameter >= summary_.parameters.size()) throw UsageError(fmt::format("there is no parameter {}", parameter));
+    const std::uint64_t elements = summary_.parameters[parameter].element_count();
+    if (first > elements || count > elements - first)
+      throw UsageError(fmt::format("{} elements from {} of parameter '{}', which has {}", count, first,
+                                   summary_.parameters[parameter].name, elements));
+  }
+
+  template <typename Visit>
+  void for_each_shard(std::size_t index, std::uint64_t first, std::uint64_t count, const Visit& visit) {
+    const ParameterId id{static_cast<std::uint32_t>(index)};
+    const detail::Parameter& parameter = table_.parameter(id);
+    const detail::Segment& segment = table_.segment_of(id);
+    const detail::Unit& unit = table_.unit(parameter.unit);
+    const tiers::RecordId record =
+        segment.trainable ? records_.trainable(parameter.unit).value() : records_.frozen(parameter.unit).value();
+    for (int rank = 0; rank < table_.world_size(); ++rank) {
+      const OwnedRange owned = owned_range(parameter.first_element + first, count, segment.shard_elements, rank);
+      if (owned.shard.count == 0) continue;
+      visit(Shard{.layout = segment.trainable ? &unit.trainable : &unit.frozen,
+                  .segment = &segment,
+                  .owned = owned,
+                  .fetch = [this, rank, record](const TileRun& run) -> const std::byte* {
+                    const auto target = (run.region == Region::weights ? weights_ : state_).first(run.length_bytes);
+                    readers_[static_cast<std::size_t>(rank)]->read(record, run.region, run.first, run.count, target);
+                    return target.data();
+                  }});
+    }
+  }
+
+  template <typename Progress>
+  void verify_region(tiers::StoreReader& reader, tiers::RecordId record, Region region,
+                     std::vector<CorruptionError>& errors, const Progress& progress) {
+    const auto tiles = records_.records()[record.index].layout.tiles();
+    for (std::uint32_t first = 0; first < tiles.size(); first += detail::kAccessTiles) {
+      const auto count = std::min(detail::kAccessTiles, static_cast<std::uint32_t>(tiles.size()) - first);
+      std::uint64_t bytes = 0;
+      for (const tiers::Tile& tile : tiles.subspan(first, count))
+        bytes += region == Region::weights ? tile.w_bytes : tile.s_bytes;
+      const auto target = (region == Region::weights ? weights_ : state_).first(bytes);
+      for (CorruptionError& error : reader.check(record, region, first, count, target)) errors.push_back(error);
+      progress(bytes);
+    }
+  }
+
+  const StoreSummary summary_;
+  const CommitHeader commit_;
+  const detail::UnitTable table_;
+  const detail::RecordMap records_;
+  aio::TransferMemory weights_{detail::kAccessTiles * tiers::kTileElements * sizeof(float)};
+  aio::TransferMemory state_{detail::kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax};
+  aio::DriveQueue io_{aio::DriveQueueOptions{}};  // after the buffers: it lets go of them before they are freed
+  std::vector<std::unique_ptr<tiers::StoreReader>> readers_;
+};
+
+StoredModel::StoredModel(const std::string& directory, const StoredModelOptions& options)
+    : impl_(std::make_unique<Impl>(directory, options)) {}
+StoredModel::~StoredModel() = default;
+std::span<const StoredParameter> StoredModel::parameters() const { return impl_->summary().parameters; }
+int StoredModel::world_size() const { return *impl_->summary().world_size; }
+std::uint64_t StoredModel::step() const { return impl_->step(); }
+std::span<const std::byte> StoredModel::caller_state(int rank) const { return impl_->caller_state(rank); }
+std::optional<LossScaler::State> StoredModel::loss_scaler() const { return impl_->loss_scaler(); }
+void StoredModel::read(std::size_t parameter, State state, std::uint64_t first_element, std::span<float> out) {
+  impl_->read(parameter, state, first_element, out);
+}
+void StoredModel::read_weights(std::size_t parameter, std::uint64_t first_element, std::span<std::byte> out) {
+  impl_->read_weights(parameter, first_element, out);
+}
+std::uint64_t StoredModel::memory_bytes() const { return impl_->memory_bytes(); }
+std::vector<CorruptionError> StoredModel::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+  return impl_->verify(progress);
+}
+
+}  // namespace hoist

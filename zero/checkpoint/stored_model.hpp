@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/stored_model.hpp - one commit of a whole store, read by parameter, without the program that trained
+// it.
+//
+// A store's manifests say what model they hold and how it is cut over ranks; this puts the ranks' shards together
+// again. For inspection and export; nothing on disk is changed.
+//
+// Threading  One thread at a time per object.
+// Memory     Tables of every rank's records (16 bytes a tile of 16384 parameters), and buffers of a few MiB.
+// Errors     StoreError (no store, a rank's files missing, no such commit, a trainer holds it), IoError,
+//            CorruptionError naming unit, file and offset: every byte handed out was verified.
+// Main path  StoredModel(directory) -> parameters() -> read(parameter, state, range).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/zero/types.hpp>
+#include <hoist/zero/update/loss_scale.hpp>
+
+namespace hoist {
+
+struct StoredParameter {
+  std::string name;
+  std::string unit;
+  std::vector<std::int64_t> shape;
+  DType dtype = DType::bf16;
+  bool trainable = true;
+  optim::StateForm state{};  // what its optimizer keeps; of trainable ones
+
+  std::uint64_t element_count() const { return TensorView{.shape = shape}.element_count(); }
+};
+
+// What is found without locking or reading records; true of a store in use as well.
+struct StoreSummary {
+  struct Rank {
+    int rank = 0;
+    std::vector<tiers::CommitHeader> commits;  // newest first
+    std::vector<tiers::CommitHeader> kept;     // steps kept under a name, oldest first
+    std::vector<std::string> damage;           // what of its manifest cannot be used
+    std::uint64_t data_bytes = 0;              // reserved on disk
+  };
+  std::string directory;
+  std::uint64_t run = 0;          // what the store numbers of all ranks have in common
+  std::string layout;             // the model, as text: equal for equal models
+  std::vector<Rank> ranks;        // those found here, ascending; on shared storage all of them
+  std::optional<int> world_size;  // nothing when no manifest could be read
+  std::vector<StoredParameter> parameters;
+  std::uint64_t unit_count = 0;
+  tiers::Durability durability = tiers::Durability::step;
+  // Commits that every rank has, newest first. Empty when a rank is missing.
+  std::vector<tiers::CommitHeader> commits;
+  std::vector<tiers::CommitHeader> kept;  // likewise, oldest first
+  std::uint32_t kept_steps_max = 0;
+};
+// Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it.
+// Errors: StoreError when there is no store in `directory`, or its ranks hold different models.
+StoreSummary look_at_store(const std::string& directory);
+// Whether there is one to look at.
+bool has_store(const std::string& directory);
+// The same of the store whose files are in `directory` itself.
+StoreSummary look_at_one_store(const std::string& directory);
+
+struct StoredModelOptions {
+  std::optional<std::uint64_t> step;        // the newest commit that all ranks have when absent
+  std::optional<std::uint32_t> revision{};  // with `step`: that one of the step's; else the newest of them
+  std::string from{};                       // the name of a kept step, instead
+  bool below = true;  // the store that continues the run, if it is a newer one below the directory
+};
+
+class StoredModel {
+ public:
+  // Shares the store's lock with other readers while the object lives.
+  explicit StoredModel(const std::string& directory, const StoredModelOptions& options = {});
+  ~StoredModel();
+  StoredModel(const StoredModel&) = delete;
+  StoredModel& operator=(const StoredModel&) = delete;
+
+  std::span<const StoredParameter> parameters() const;  // in declaration order
+  int world_size() const;
+  std::uint64_t step() const;
+  std::span<const std::byte> caller_state(int rank) const;  // as the program gave it to step() or save()
+  std::optional<LossScaler::State> loss_scaler() const;     // nothing without dynamic loss scaling
+
+  // Elements [first_element, first_element + out.size()) of parameters()[parameter], flattened row-major.
+  // State::gradient is not stored. Frozen parameters have a master only. No elements at all may be asked for, up to and
+  // at the end. Errors: UsageError; `out` is then as it was.
+  void read(std::size_t parameter, State state, std::uint64_t first_element, std::span<float> out);
+  // The weights themselves, in the parameter's dtype; `out` may lie at any address. Errors: UsageError, also where
+  // out.size() is no multiple of the dtype's bytes.
+  void read_weights(std::size_t parameter, std::uint64_t first_element, std::span<std::byte> out);
+
+  // What it keeps in memory as long as it lives: the tables of all ranks' files, and what it reads into.
+  std::uint64_t memory_bytes() const;
+
+  // Reads and verifies every tile of the commit, on every rank. `progress` is called with bytes done and bytes in all.
+  std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace hoist

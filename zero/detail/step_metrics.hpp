@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/detail/step_metrics.hpp - what each step did, in files that other programs watch.
+//
+// `path` gets a line of JSON for every step, appended; `path`.prom the numbers of the last step in the text format of
+// Prometheus, replaced as a whole, for a node exporter's text collector.
+//
+// Threading  One thread at a time.
+// Errors     IoError from construction when the file cannot be opened. Later ones never stop training: a line in the
+//            log, once.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include <hoist/core/ledger.hpp>
+#include <hoist/zero/types.hpp>
+
+namespace hoist::detail {
+
+class Metrics {
+ public:
+  Metrics(std::string path, const Ledger& ledger);
+
+  // The step that has just returned: its report, and what the books say since the last call.
+  // `committed_step`: the newest durable step, negative for none.
+  void write(const StepReport& report, const Ledger& ledger, std::int64_t committed_step) noexcept;
+
+ private:
+  struct Statistics {
+    std::array<Ledger::LinkTotals, kLinkCount> links{};
+    std::array<Nanoseconds, kWaitCauseCount> waits{};
+  };
+  struct Line {
+    const StepReport& report;
+    double seconds = 0;
+    Statistics moved;  // since the last step
+    std::int64_t committed_step = -1;
+  };
+  struct CloseFile {
+    void operator()(std::FILE* file) const { std::fclose(file); }
+  };
+
+  static Statistics read(const Ledger& ledger);
+  void append_json(const Line& line);
+  void replace_prometheus(const Line& line);
+
+  const std::string path_;
+  std::unique_ptr<std::FILE, CloseFile> file_;
+  Statistics last_;
+  TimePoint last_step_;
+  bool complained_ = false;
+};
+
+}  // namespace hoist::detail

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// The model as text: what a store keeps to recognise it by, and to be read without the program that made it.
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <optional>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/layout/unit_table.hpp>
+
+namespace hoist::detail {
+
+namespace {
+
+constexpr std::string_view kShortRemainder = " remainder int8";
+
+}  // namespace
+
+std::string UnitTable::identity() const {
+  std::string text;
+  for (const Unit& unit : units_) {
+    for (const ParameterId id : unit.parameters) {
+      const ParameterSpec& spec = specs_[id.index];
+      const Parameter& parameter = parameters_[id.index];
+      text += fmt::format("{} | {} | {} | [{}] | {} | segment {} at {}", unit.name, spec.name, dtype_name(spec.dtype),
+                          fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen", parameter.segment,
+                          parameter.first_element);
+      // Adam's two moments of fp32 and remainders of 16 bits go without saying.
+      const optim::StateForm& state = unit.segments[parameter.segment].state;
+      if (spec.trainable && state != optim::StateForm{})
+        text += fmt::format(" | {} {}{}", optim::state_name(state.state), moment_type_name(state.moments),
+                            state.remainder == RemainderType::int8 ? kShortRemainder : "");
+      text += '\n';
+    }
+  }
+  return text;
+}
+
+namespace {
+
+constexpr std::size_t kFieldCount = 7;
+constexpr std::string_view kSeparator = " | ";  // no name holds a '|'
+
+template <typename Integer>
+bool read_number(std::string_view text, Integer& number) {
+  const char* const last = text.data() + text.size();
+  const auto [end, error] = std::from_chars(text.data(), last, number);
+  return error == std::errc{} && end == last;
+}
+
+// Everything before `separator`; `text` is left with what follows it.
+std::string_view take_until(std::string_view& text, std::string_view separator) {
+  const std::size_t at = text.find(separator);
+  const std::string_view part = text.substr(0, at);
+  text = at == std::string_view::npos ? std::string_view{} : text.substr(at + separator.size());
+  return part;
+}
+
+std::optional<std::vector<std::int64_t>> read_shape(std::string_view text) {
+  if (!text.starts_with('[') || !text.ends_with(']')) return std::nullopt;
+  text = text.substr(1, text.size() - 2);
+  std::vector<std::int64_t> shape;
+  while (!text.empty()) {
+    std::int64_t extent = 0;
+    if (!read_number(take_until(text, ", "), extent)) return std::nullopt;
+    shape.push_back(extent);
+  }
+  return shape;
+}
+
+struct Line {
+  std::string unit;
+  ParameterSpec spec;  // its group is the segment
+  optim::StateForm state;
+};
+
+std::optional<optim::StateForm> read_state(std::string_view text) {
+  if (text.empty()) return optim::StateForm{};
+  const std::string_view name = take_until(text, " ");
+  const bool is_short = text.ends_with(kShortRemainder);
+  if (is_short) text.remove_suffix(kShortRemainder.size());
+  for (const optim::OptimizerState state : optim::kOptimizerStates) {
+    for (const MomentType moments : {MomentType::fp32, MomentType::bf16, MomentType::fp8}) {
+      if (name == optim::state_name(state) && text == moment_type_name(moments))
+        return optim::StateForm{
+            .state = state, .moments = moments, .remainder = is_short ? RemainderType::int8 : RemainderType::int16};
+    }
+  }
+  return std::nullopt;
+}
+
+// One line of identity(); nothing when it is not.
+std::optional<Line> read_line(std::string_view text) {
+  std::array<std::string_view, kFieldCount> fields;
+  for (std::string_view& field : fields) field = take_until(text, kSeparator);
+  Line line{.unit = std::string(fields[0]), .spec = {.name = std::string(fields[1])}};
+  bool known_dtype = false;
+  for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32}) {
+    if (fields[2] != dtype_name(dtype)) continue;
+    line.spec.dtype = dtype;
+    known_dtype = true;
+  }
+  auto shape = read_shape(fields[3]);
+  line.spec.trainable = fields[4] == "trainable";
+  take_until(fields[5], "segment ");
+  const bool known_segment = read_number(take_until(fields[5], " at "), line.spec.group.index);
+  const auto state = read_state(fields[6]);
+  if (!known_dtype || !shape || !known_segment || !state) return std::nullopt;
+  line.spec.shape = std::move(*shape);
+  line.state = *state;
+  return line;
+}
+
+}  // namespace
+
+UnitTable UnitTable::from_identity(std::string_view text, int world_size, std::uint64_t elements_max) {
+  const auto refuse = [](std::string_view line) {
+    throw StoreError(fmt::format("the store describes its model in a way this version does not understand: \"{}\"",
+                                 line.substr(0, 200)));
+  };
+  UnitTable table(world_size);
+  std::string unit;
+  std::vector<ParameterSpec> specs;
+  std::vector<optim::StateForm> states;  // by parameter
+  const auto end_unit = [&] {
+    // A unit has no more segments than parameters, so a damaged line names a group that does not exist.
+    std::vector<optim::StateForm> groups(specs.size());
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      if (specs[i].trainable && specs[i].group.index < groups.size()) groups[specs[i].group.index] = states[i];
+    }
+    if (!specs.empty()) table.add(unit, specs, {}, groups);
+    specs.clear();
+    states.clear();
+  };
+  try {
+    for (std::string_view rest = text; !rest.empty();) {
+      const std::string_view text_line = take_until(rest, "\n");
+      auto line = read_line(text_line);
+      if (!line) refuse(text_line);
+      std::uint64_t elements = 1;
+      for (const std::int64_t extent : line->spec.shape) {
+        if (extent > 0 && elements > elements_max / static_cast<std::uint64_t>(extent)) refuse(text_line);
+        elements *= static_cast<std::uint64_t>(std::max<std::int64_t>(extent, 0));
+      }
+      elements_max -= elements;
+      if (line->unit != unit) end_unit();
+      unit = std::move(line->unit);
+      specs.push_back(std::move(line->spec));
+      states.push_back(line->state);
+    }
+    end_unit();
+  } catch (const UsageError& error) {
+    refuse(error.what());
+  }
+  if (table.identity() != text) refuse("its segments are cut differently");
+  return table;
+}
+
+}  // namespace hoist::detail

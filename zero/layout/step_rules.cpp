@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <hoist/zero/layout/step_rules.hpp>
+
+namespace hoist::detail {
+
+GradientSums gradient_sums(const EngineOptions& options) {
+  if (options.micro_batches_max <= 1) return GradientSums::none;
+  return options.micro_batch_order == MicroBatchOrder::vertical ? GradientSums::on_device : GradientSums::at_home;
+}
+
+unsigned passes_of_a_step(const EngineOptions& options) {
+  return gradient_sums(options) == GradientSums::at_home ? options.micro_batches_max : 1;
+}
+
+UpdateMode update_mode(const EngineOptions& options) {
+  if (options.update_mode != UpdateMode::automatic) return options.update_mode;
+  return options.optimizer == Placement::device ? UpdateMode::step : UpdateMode::forward;
+}
+
+std::string describe_update_mode(const EngineOptions& options) {
+  switch (options.update_mode) {
+    case UpdateMode::step:
+      return "step";
+    case UpdateMode::forward:
+      return "forward";
+    case UpdateMode::backward:
+      return "backward";
+    case UpdateMode::automatic:
+      break;
+  }
+  return options.optimizer == Placement::device ? "step (auto: optimizer states are on the device)"
+                                                : "forward (auto: optimizer states are offloaded)";
+}
+
+bool writes_homes(const EngineOptions& options, bool committed) {
+  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  return nvme && options.durability == tiers::Durability::step && committed;
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/optim_cpu/block_fp8.hpp>
+#include <hoist/zero/layout/tile_values.hpp>
+
+namespace hoist::detail {
+
+using tiers::Region;
+using tiers::Tile;
+
+StateArrays TileAccess::view() const {
+  const tiers::StateTileView arrays = tiers::view_state_tile(segment->record(), tile->elements, state);
+  const bool has_first = segment->has(State::moment1);
+  const bool has_second = segment->has(State::moment2);
+  const std::size_t second = has_first ? 1 : 0;
+  return {.remainder = arrays.remainder,
+          .remainder8 = arrays.remainder8,
+          .master = arrays.master,
+          .moment1 = has_first ? arrays.moments[0] : nullptr,
+          .moment2 = has_second ? arrays.moments[second] : nullptr,
+          .scale1 = has_first ? arrays.scales[0] : nullptr,
+          .scale2 = has_second ? arrays.scales[second] : nullptr};
+}
+
+namespace {
+
+// One moment's arrays.
+struct MomentArrays {
+  void* values = nullptr;
+  std::uint8_t* scales = nullptr;  // of fp8
+  optim::Moment moment = optim::Moment::first;
+};
+MomentArrays moment_of(const TileAccess& tile, State state) {
+  const StateArrays arrays = tile.view();
+  const bool first = state == State::moment1;
+  void* const values = first ? arrays.moment1 : arrays.moment2;
+  HOIST_ASSERT(values != nullptr, "segment without moment {}", first ? 1 : 2);
+  return {.values = values,
+          .scales = first ? arrays.scale1 : arrays.scale2,
+          .moment = first ? optim::Moment::first : optim::Moment::second};
+}
+
+float load_moment(const MomentArrays& arrays, MomentType type, std::uint64_t element) {
+  switch (type) {
+    case MomentType::bf16:
+      return to_float(static_cast<const bf16*>(arrays.values)[element]);
+    case MomentType::fp8:
+      return optim::decode_moment(static_cast<const std::uint8_t*>(arrays.values)[element],
+                                  arrays.scales[element / kMomentBlock], arrays.moment);
+    case MomentType::fp32:
+      break;
+  }
+  return static_cast<const float*>(arrays.values)[element];
+}
+
+// Block by block, since its elements share an exponent.
+void store_fp8(const MomentArrays& arrays, std::uint64_t first, std::span<const float> values) {
+  auto* const codes = static_cast<std::uint8_t*>(arrays.values);
+  while (!values.empty()) {
+    const std::uint64_t block = first / kMomentBlock;
+    const std::uint64_t begin = block * kMomentBlock;
+    const std::uint64_t count = std::min<std::uint64_t>(values.size(), begin + kMomentBlock - first);
+    std::array<float, kMomentBlock> whole{};
+    for (std::uint64_t i = 0; i < kMomentBlock; ++i)
+      whole[i] = optim::decode_moment(codes[begin + i], arrays.scales[block], arrays.moment);
+    std::ranges::copy(values.first(count), whole.begin() + static_cast<std::ptrdiff_t>(first - begin));
+    if (!optim::encode_block(whole, optim::kAllNearest, arrays.moment, codes + begin, arrays.scales[block])) {
+      // The nearest is infinite; down it is not.
+      constexpr std::array<std::uint32_t, kMomentBlock> kDown{};
+      (void)optim::encode_block(whole, kDown, arrays.moment, codes + begin, arrays.scales[block]);
+    }
+    first += count;
+    values = values.subspan(count);
+  }
+}
+
+void store_moment(const TileAccess& tile, State state, std::uint64_t first, std::span<const float> values) {
+  const MomentArrays arrays = moment_of(tile, state);
+  switch (tile.segment->state.moments) {
+    case MomentType::fp32:
+      std::ranges::copy(values, static_cast<float*>(arrays.values) + first);
+      return;
+    case MomentType::bf16:
+      std::ranges::transform(values, static_cast<bf16*>(arrays.values) + first, to_bf16);
+      return;
+    case MomentType::fp8:
+      return store_fp8(arrays, first, values);
+  }
+}
+
+void store_master(const TileAccess& tile, std::uint64_t element, float value) {
+  const StateArrays arrays = tile.state != nullptr ? tile.view() : StateArrays{};
+  switch (tile.segment->dtype) {
+    case DType::fp32:
+      reinterpret_cast<float*>(tile.weights)[element] = value;
+      return;
+    case DType::fp16:
+      reinterpret_cast<std::uint16_t*>(tile.weights)[element] = float_to_fp16(value);
+      if (arrays.master != nullptr) arrays.master[element] = value;
+      return;
+    case DType::bf16:
+      const SplitMaster split = split_master(arrays.remainder8 != nullptr ? to_master24(value) : value);
+      reinterpret_cast<bf16*>(tile.weights)[element] = split.weight;
+      if (arrays.remainder != nullptr) arrays.remainder[element] = split.remainder;
+      if (arrays.remainder8 != nullptr) arrays.remainder8[element] = static_cast<std::int8_t>(split.remainder / 256);
+      return;
+  }
+}
+
+}  // namespace
+
+float load_element(const std::byte* elements, DType dtype, std::uint64_t index) {
+  switch (dtype) {
+    case DType::bf16:
+      return to_float(reinterpret_cast<const bf16*>(elements)[index]);
+    case DType::fp16:
+      return fp16_to_float(reinterpret_cast<const std::uint16_t*>(elements)[index]);
+    case DType::fp32:
+      break;
+  }
+  return reinterpret_cast<const float*>(elements)[index];
+}
+
+float load_value(const TileAccess& tile, State state, std::uint64_t element) {
+  if (state != State::master) return load_moment(moment_of(tile, state), tile.segment->state.moments, element);
+  const DType dtype = tile.segment->dtype;
+  if (tile.state == nullptr || dtype == DType::fp32) return load_element(tile.weights, dtype, element);
+  const StateArrays arrays = tile.view();
+  if (dtype == DType::fp16) return arrays.master[element];
+  const bf16 weight = reinterpret_cast<const bf16*>(tile.weights)[element];
+  return arrays.remainder8 != nullptr ? join_master24(weight, arrays.remainder8[element])
+                                      : join_master(weight, arrays.remainder[element]);
+}
+
+void store_values(const TileAccess& tile, State state, std::uint64_t first, std::span<const float> values) {
+  if (state != State::master) return store_moment(tile, state, first, values);
+  for (std::uint64_t i = 0; i < values.size(); ++i) store_master(tile, first + i, values[i]);
+}
+
+void begin_state(const TileAccess& tile, const GroupOptions& group) {
+  if (tile.tile->s_bytes == 0) return;  // there may be no memory for it
+  std::memset(tile.state, 0, tile.tile->s_bytes);
+  if (group.kind != optim::OptimizerKind::adagrad || group.initial_accumulator == 0) return;
+  const std::vector<float> values(tile.tile->elements, static_cast<float>(group.initial_accumulator));
+  store_values(tile, State::moment2, 0, values);
+}
+
+ElementRange overlap(const Tile& tile, std::uint64_t first, std::uint64_t count) {
+  const std::uint64_t low = std::max(first, tile.first_element);
+  const std::uint64_t high = std::min(first + count, tile.first_element + tile.elements);
+  return low < high ? ElementRange{low - tile.first_element, high - low} : ElementRange{};
+}
+
+namespace {
+
+// Calls visit(tiles, weights, state) for the tiles that hold the elements, kAccessTiles at most at a time.
+template <typename Visit>
+void for_each_run(const tiers::RecordLayout& layout, const Segment& segment, std::uint64_t first, std::uint64_t count,
+                  bool with_state, const FetchTiles& fetch, const Visit& visit) {
+  const auto tiles = layout.tiles();
+  const auto wanted = [&](const Tile& tile) {
+    return tile.segment == segment.record_segment && overlap(tile, first, count).count > 0;
+  };
+  const auto begin = std::find_if(tiles.begin(), tiles.end(), wanted);
+  const auto end = std::find_if_not(begin, tiles.end(), wanted);
+  for (auto run = begin; run != end;) {
+    const auto run_end = run + std::min<std::ptrdiff_t>(kAccessTiles, end - run);
+    const Tile& last = *(run_end - 1);
+    TileRun wanted_run{.first = static_cast<std::uint32_t>(run - tiles.begin()),
+                       .count = static_cast<std::uint32_t>(run_end - run)};
+    wanted_run.region = Region::weights;
+    wanted_run.offset_bytes = run->w_offset;
+    wanted_run.length_bytes = last.w_offset + last.w_bytes - run->w_offset;
+    const std::byte* weights = fetch(wanted_run);
+    const std::byte* state = nullptr;
+    if (with_state && last.s_offset + last.s_bytes > run->s_offset) {
+      wanted_run.region = Region::state;
+      wanted_run.offset_bytes = run->s_offset;
+      wanted_run.length_bytes = last.s_offset + last.s_bytes - run->s_offset;
+      state = fetch(wanted_run);
+    }
+    visit(std::span(run, run_end), weights, state);
+    run = run_end;
+  }
+}
+
+}  // namespace
+
+void read_values(const tiers::RecordLayout& layout, const Segment& segment, State state, std::uint64_t first,
+                 std::span<float> out, const FetchTiles& fetch) {
+  for_each_run(layout, segment, first, out.size(), segment.trainable, fetch,
+               [&](std::span<const Tile> tiles, const std::byte* weights, const std::byte* states) {
+                 for (const Tile& tile : tiles) {
+                   // Only looked at; TileAccess has one form for reading and writing.
+                   const TileAccess access{
+                       .segment = &segment,
+                       .tile = &tile,
+                       .weights = const_cast<std::byte*>(weights + (tile.w_offset - tiles.front().w_offset)),
+                       .state = states == nullptr
+                                    ? nullptr
+                                    : const_cast<std::byte*>(states + (tile.s_offset - tiles.front().s_offset))};
+                   const ElementRange range = overlap(tile, first, out.size());
+                   float* target = out.data() + (tile.first_element + range.first - first);
+                   for (std::uint64_t i = 0; i < range.count; ++i)
+                     target[i] = load_value(access, state, range.first + i);
+                 }
+               });
+}
+
+void read_weights(const tiers::RecordLayout& layout, const Segment& segment, std::uint64_t first,
+                  std::span<std::byte> out, const FetchTiles& fetch) {
+  const std::uint64_t width = dtype_bytes(segment.dtype);
+  const std::uint64_t count = out.size() / width;
+  for_each_run(layout, segment, first, count, /*with_state=*/false, fetch,
+               [&](std::span<const Tile> tiles, const std::byte* weights, const std::byte*) {
+                 for (const Tile& tile : tiles) {
+                   const ElementRange range = overlap(tile, first, count);
+                   std::memcpy(out.data() + (tile.first_element + range.first - first) * width,
+                               weights + (tile.w_offset - tiles.front().w_offset) + range.first * width,
+                               range.count * width);
+                 }
+               });
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/layout/unit_table.hpp - the model as declared: units, their segments, and where everything lies.
+//
+// A segment is the run of a unit's parameters with one dtype, trainability, group and norm membership. Trainable
+// segments come first and form one record (weights + optimizer state); frozen ones form a second, weights only, which
+// is written once and never again.
+//
+// Three layouts of a unit, all in bytes:
+//   gathered   device: per segment [rank, shard], segments at multiples of 4 KiB
+//   host       this rank's weights: the W region of the trainable record, then that of the frozen one
+//   gradient   device: per trainable segment [rank, shard]; home: this rank's shards alone. In vertical order behind it
+//              the same in fp32, where micro-batches are added up
+// With one rank, gathered and host are the same bytes.
+#pragma once
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <hoist/tiers/record_layout.hpp>
+#include <hoist/zero/layout/partition.hpp>
+#include <hoist/zero/types.hpp>
+
+namespace hoist::detail {
+
+struct Segment {
+  DType dtype = DType::bf16;
+  bool trainable = true;
+  GroupId group{};
+  bool counts_in_norm = true;
+  optim::StateForm state{};          // what the group's optimizer keeps; of trainable segments
+  std::uint64_t elements = 0;        // parameters and the alignment between them
+  std::uint64_t shard_elements = 0;  // per rank
+  std::uint32_t record_segment = 0;  // index within its record's layout
+  std::uint64_t gathered_offset = 0;
+  std::uint64_t host_offset = 0;
+  std::uint64_t gradient_offset = 0;
+  std::uint64_t gradient_sum_offset = 0;  // from the beginning of the unit's gradient memory
+  std::uint64_t home_gradient_offset = 0;
+  DType home_gradient_dtype = DType::bf16;  // as it comes down, or fp32 where micro-batches are added up
+
+  std::uint64_t shard_bytes() const { return shard_elements * dtype_bytes(dtype); }
+  tiers::RecordSegment record() const {
+    return {.dtype = dtype,
+            .trainable = trainable,
+            .shard_elements = shard_elements,
+            .moment_count = optim::moment_count(state.state),
+            .moment_type = state.moments,
+            .remainder = state.remainder};
+  }
+  // Of the masters alone, whatever they were.
+  bool update_makes_weights() const { return dtype == DType::fp16; }
+  bool has(State moment) const;  // whether the optimizer keeps this moment
+};
+
+struct Unit {
+  std::string name;
+  UnitOptions options;
+  std::vector<Segment> segments;
+  std::vector<ParameterId> parameters;
+  std::vector<UnitId> tied;  // owners of parameters this unit also uses
+  bool owns_tied = false;    // another unit uses a parameter of this one
+  tiers::RecordLayout trainable{std::span<const tiers::RecordSegment>{}};
+  tiers::RecordLayout frozen{std::span<const tiers::RecordSegment>{}};
+  std::uint64_t elements = 0;
+  std::uint64_t gathered_bytes = 0;
+  std::uint64_t gradient_bytes = 0;
+  std::uint64_t gradient_sum_bytes = 0;  // 0 unless micro-batches are added up on the device
+  std::uint64_t home_gradient_bytes = 0;
+
+  std::uint64_t host_bytes() const {
+    return trainable.region_bytes(tiers::Region::weights) + frozen.region_bytes(tiers::Region::weights);
+  }
+  std::uint64_t frozen_offset() const { return trainable.region_bytes(tiers::Region::weights); }
+  std::uint64_t gradient_buffer_bytes() const { return gradient_bytes + gradient_sum_bytes; }
+  bool is_trainable() const { return !trainable.tiles().empty(); }
+};
+
+struct Parameter {
+  UnitId unit{};
+  std::uint32_t segment = 0;
+  std::uint64_t first_element = 0;  // within the segment
+  std::uint64_t count = 0;
+};
+
+// Where the gradients of a step's micro-batches are added up, in fp32.
+enum class GradientSums : std::uint8_t {
+  none,       // a step has one
+  at_home,    // horizontal order
+  on_device,  // vertical order
+};
+
+class UnitTable {
+ public:
+  explicit UnitTable(int world_size, GradientSums sums = GradientSums::none) : world_size_(world_size), sums_(sums) {}
+
+  // `groups`: what the optimizer of each parameter group keeps. UsageError for an empty unit, a repeated name, a zero
+  // or negative extent, an unsupported dtype, an unknown group.
+  UnitId add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options,
+             std::span<const optim::StateForm> groups);
+  void tie(UnitId user, ParameterId owner);
+
+  const std::vector<Unit>& units() const { return units_; }
+  const Unit& unit(UnitId id) const { return units_[id.index]; }
+  const Parameter& parameter(ParameterId id) const { return parameters_[id.index]; }
+  const ParameterSpec& spec(ParameterId id) const { return specs_[id.index]; }
+  const std::vector<ParameterSpec>& specs() const { return specs_; }
+  const Segment& segment_of(ParameterId id) const { return unit(parameter(id).unit).segments[parameter(id).segment]; }
+  std::optional<ParameterId> find(std::string_view name) const;
+  int world_size() const { return world_size_; }
+  GradientSums gradient_sums() const { return sums_; }
+  std::uint64_t parameter_count() const;  // elements
+
+  // The text by which a store recognises its model: one line per parameter.
+  std::string identity() const;
+  // The table such a text describes: same parameters, segments and records. The text does not say which groups the
+  // segments of a unit had and what was tied; groups are numbered by segment instead.
+  // Errors: StoreError when the text is none of ours, or describes more than `elements_max` elements: nothing is made
+  // for those.
+  static UnitTable from_identity(std::string_view text, int world_size, std::uint64_t elements_max = ~std::uint64_t{0});
+
+ private:
+  tiers::RecordLayout layout_of(std::span<const tiers::RecordSegment> segments) const;
+  void lay_out(Unit& unit) const;
+  int world_size_;
+  GradientSums sums_;
+  std::vector<Unit> units_;
+  std::vector<Parameter> parameters_;
+  std::vector<ParameterSpec> specs_;
+  std::map<std::string, ParameterId, std::less<>> by_name_;
+};
+
+}  // namespace hoist::detail

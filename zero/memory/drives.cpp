@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <optional>
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/aio/stripe_weights.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/platform/topology.hpp>
+#include <hoist/zero/memory/drives.hpp>
+
+namespace hoist::detail {
+
+namespace {
+
+// A store's directory may not exist yet; what is measured, or looked up, is the drive.
+std::string existing_part(const std::string& directory) {
+  std::filesystem::path path = std::filesystem::absolute(directory);
+  std::error_code ignored;
+  while (path.has_relative_path() && !std::filesystem::exists(path, ignored)) path = path.parent_path();
+  return path.string();
+}
+
+}  // namespace
+
+Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options,
+               const std::vector<std::span<std::byte>>& registered_memory)
+    : directories_{options.store_directory} {
+  directories_.insert(directories_.end(), options.stripe_directories.begin(), options.stripe_directories.end());
+  std::optional<platform::Topology> topology;
+  if (platform::may_have_several_nodes()) topology = platform::Topology::detect();
+  const bool bound = topology && topology->nodes().size() > 1;
+  for (const std::string& directory : directories_) {
+    const std::string place = existing_part(directory);
+    const aio::DriveQueueOptions engine{.backend = runtime.aio_backend,
+                                        .block_bytes = runtime.aio_block_bytes,
+                                        .queue_depth = runtime.aio_queue_depth,
+                                        .thread_count = runtime.aio_threads,
+                                        .numa_node = bound ? topology->node_of_path(place).value_or(-1) : -1,
+                                        .registered_memory = registered_memory,
+                                        .directory = place,
+                                        .answer_timeout = runtime.aio_answer_timeout};
+    engines_.push_back(runtime.make_aio_backend
+                           ? std::make_unique<aio::DriveQueue>(engine, runtime.make_aio_backend(engine))
+                           : std::make_unique<aio::DriveQueue>(engine));
+  }
+}
+
+std::vector<aio::DriveQueue*> Drives::engines() const {
+  std::vector<aio::DriveQueue*> engines;
+  for (const auto& engine : engines_) engines.push_back(engine.get());
+  return engines;
+}
+
+std::vector<std::uint32_t> Drives::measured_weights() const {
+  if (engines_.size() == 1) return {};
+  std::vector<aio::MeasuredDrive> drives;
+  for (std::size_t d = 0; d < engines_.size(); ++d)
+    drives.push_back({engines_[d].get(), existing_part(directories_[d])});
+  try {
+    return aio::measure_weights(drives).weights;
+  } catch (const IoError& error) {
+    if (error.where.code != ENOSPC && error.where.code != EDQUOT) throw;
+    spdlog::warn("the drives were not measured, and get equal shares of the store: {}", error.what());
+    return {};
+  }
+}
+
+bool Drives::gave_up() const {
+  return std::any_of(engines_.begin(), engines_.end(), [](const auto& engine) { return engine->gave_up(); });
+}
+
+aio::DriveQueue::Stats Drives::stats() const {
+  aio::DriveQueue::Stats all;
+  for (const auto& engine : engines_) {
+    const aio::DriveQueue::Stats one = engine->stats();
+    all.read_bytes += one.read_bytes;
+    all.written_bytes += one.written_bytes;
+    all.read_busy = std::max(all.read_busy, one.read_busy);
+    all.write_busy = std::max(all.write_busy, one.write_busy);
+    all.retries += one.retries;
+  }
+  return all;
+}
+
+std::string Drives::describe() const {
+  std::string text = engines_.front()->description();
+  if (engines_.size() > 1) text += fmt::format(", {} drives", engines_.size());
+  return text;
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/memory/drives.hpp - the drives of a store: one aio engine, so one thread and one queue, for each directory.
+//
+// Threading  Constant after construction; stats from any thread.
+// Memory     The engines borrow the registered memory, which must outlive this.
+// Errors     As aio::DriveQueue; IoError from measuring.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <hoist/aio/drive_queue.hpp>
+#include <hoist/zero/options.hpp>
+
+namespace hoist::detail {
+
+class Drives {
+ public:
+  Drives(const RuntimeOptions& runtime, const EngineOptions& options,
+         const std::vector<std::span<std::byte>>& registered_memory);
+
+  std::vector<aio::DriveQueue*> engines() const;
+  // Each drive's share of a new store. Measured, for about a second, when there are several; a drive with no room for
+  // that counts like the others.
+  std::vector<std::uint32_t> measured_weights() const;
+  // Of all drives: bytes are summed; busy is that of the busiest drive.
+  aio::DriveQueue::Stats stats() const;
+  // Some drive stopped answering, and may still write to memory that it was given.
+  bool gave_up() const;
+  std::string describe() const;
+
+ private:
+  std::vector<std::string> directories_;
+  std::vector<std::unique_ptr<aio::DriveQueue>> engines_;
+};
+
+}  // namespace hoist::detail

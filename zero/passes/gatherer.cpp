@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/passes/gatherer.hpp>
+#include <hoist/zero/passes/waits.hpp>
+
+namespace hoist::detail {
+
+using platform::CopyKind;
+using platform::StreamEvent;
+
+Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
+                   std::uint64_t slot_count, scheduler::Executor& executor, Streams& streams,
+                   WeightReader* weight_reader, UpdateQueue* deferred, AbortNotifier& abort_notifier,
+                   comm::Communicator* group)
+    : runtime_(runtime),
+      options_(options),
+      table_(table),
+      memory_(memory),
+      executor_(executor),
+      streams_(streams),
+      weight_reader_(weight_reader),
+      updates_(deferred),
+      abort_notifier_(abort_notifier),
+      group_(group),
+      planner_(fetch_planner_options(options, table, memory.device_needs(), slot_count)),
+      states_(table.units().size()),
+      slots_(slot_count) {}
+
+void Gatherer::begin_pass(std::size_t kind, bool last) {
+  training_ = kind == static_cast<std::size_t>(Pass::train);
+  last_ = last;
+  planned_fetches_ = planner_.fetch_counts(kind);
+  const auto first = planner_.begin(kind);
+  // A pass that is being recorded has no order; what was staged for another kind's is given up.
+  if (weight_reader_ != nullptr)
+    weight_reader_->expect(planner_.following() ? reads_ahead(first) : std::vector<UnitId>());
+  issue(first);
+}
+
+void Gatherer::end_pass(bool complete) {
+  for (std::uint32_t u = 0; u < states_.size(); ++u) drop_pins(UnitId{u});
+  planner_.end(complete);
+  if (weight_reader_ != nullptr) weight_reader_->expect({});
+}
+
+std::vector<UnitId> Gatherer::staged_in_order(std::vector<UnitId> order, bool keeps) const {
+  std::vector<bool> secondary(states_.size());
+  for (std::size_t u = 0; u < states_.size(); ++u) secondary[u] = states_[u].secondary_current;
+  std::erase_if(order, [&](UnitId unit) {
+    if (states_[unit.index].valid_in_own_memory) return true;
+    const bool has_been_kept = secondary[unit.index];
+    secondary[unit.index] = has_been_kept || (keeps && memory_.home(unit).secondary != nullptr);
+    return has_been_kept;
+  });
+  return order;
+}
+
+// The units the plan will read from NVMe in this pass, in order: those fetched at its beginning, then the others.
+std::vector<UnitId> Gatherer::reads_ahead(std::span<const scheduler::Fetch> first) const {
+  std::vector<UnitId> order;
+  for (const scheduler::Fetch& f : first) order.push_back(UnitId{f.item});
+  for (const scheduler::Item item : planner_.upcoming_fetches()) order.push_back(UnitId{item});
+  return staged_in_order(std::move(order), training_);
+}
+
+std::vector<UnitId> Gatherer::expected(std::size_t kind) const {
+  std::vector<UnitId> order;
+  for (const scheduler::Item item : planner_.planned_fetches(kind)) order.push_back(UnitId{item});
+  return order;
+}
+
+void Gatherer::stage_for(std::size_t kind) {
+  if (weight_reader_ == nullptr) return;
+  weight_reader_->expect(staged_in_order(expected(kind), kind == static_cast<std::size_t>(Pass::train)));
+}
+
+// Runs an access past the planner; the weight_reader's expectations end with the plan they came from.
+template <typename Access>
+void Gatherer::direct(Access access) {
+  const bool followed = planner_.following();
+  const auto fetches = access();
+  if (followed && !planner_.following() && weight_reader_ != nullptr) weight_reader_->expect({});
+  issue(fetches);
+}
+
+void Gatherer::issue(std::span<const scheduler::Fetch> fetches) {
+  for (const scheduler::Fetch& f : fetches) {
+    if (f.slot == scheduler::kNoSlot) no_slot(UnitId{f.item});
+    if (f.slot != scheduler::kOwnMemory) {
+      fetch_into_slot(UnitId{f.item}, f.slot);
+      continue;
+    }
+    UnitState& state = states_[f.item];
+    if (state.bound != nullptr) {
+      fetch(UnitId{f.item}, state.bound, {std::exchange(state.bound_free, {})}, nullptr);
+      continue;
+    }
+    std::byte* own = memory_.home(UnitId{f.item}).own_memory;
+    if (own == nullptr || state.valid_in_own_memory) continue;
+    state.valid_in_own_memory = true;
+    fetch(UnitId{f.item}, own, std::exchange(state.uses, {}), state.transfer);
+  }
+}
+
+// The slot is free once every lease of its former occupants has ended on the device, and the last transfer into it.
+void Gatherer::fetch_into_slot(UnitId unit, scheduler::Slot index) {
+  UnitState& state = states_[unit.index];
+  if (state.slot != scheduler::kNoSlot) vacate(state);
+  SlotState& slot = slots_[index];
+  if (slot.occupant != scheduler::SlotTable::kEmpty) vacate(states_[slot.occupant]);
+  slot.occupant = unit.index;
+  state.slot = index;
+  fetch(unit, memory_.gather_slots()[index], std::exchange(slot.uses, {}), std::exchange(slot.transfer, nullptr));
+}
+
+// What the unit still does with its slot becomes the slot's own affair.
+void Gatherer::vacate(UnitState& state) {
+  SlotState& slot = slots_[state.slot];
+  slot.uses.insert(slot.uses.end(), state.uses.begin(), state.uses.end());
+  slot.transfer = std::move(state.transfer);
+  slot.occupant = scheduler::SlotTable::kEmpty;
+  state.uses.clear();
+  state.transfer = nullptr;
+  state.slot = scheduler::kNoSlot;
+}
+
+void Gatherer::fetch(UnitId unit, std::byte* target, std::vector<StreamEvent> after, std::shared_ptr<Transfer> former) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->target = target;
+  transfer->source = choose_source(unit);
+  states_[unit.index].transfer = transfer;
+  transfer->submitted = executor_.enqueue([this, unit, transfer, after = std::move(after), former = std::move(former)] {
+    try {
+      for (const StreamEvent& event : after) streams_.up->wait(event, WaitCause::none);
+      if (former) {
+        streams_.up->wait(former->gathered, WaitCause::none);
+        streams_.up->wait(former->kept, WaitCause::none);
+      }
+      submit(unit, *transfer);
+    } catch (...) {
+      abort_notifier_.notify(std::current_exception(), table_.unit(unit).name);
+      throw;
+    }
+  });
+}
+
+// On the executor.
+void Gatherer::submit(UnitId unit, Transfer& transfer) {
+  const bool in_group = transfer.source == Source::secondary;
+  in_group ? copy_secondary_up(unit, transfer.target) : copy_up(unit, transfer.target);
+  transfer.copied = streams_.up->record();
+  transfer.gathered = transfer.copied;
+  if (table_.world_size() == 1) return;
+  streams_.comm->wait(transfer.copied, WaitCause::none);
+  in_group ? gather_in_group(table_.unit(unit), transfer.target) : all_gather(table_.unit(unit), transfer.target);
+  transfer.gathered = streams_.comm->record();
+  if (transfer.source == Source::shards_and_keep) keep_secondary(unit, transfer);
+  abort_notifier_.watch(transfer.gathered, table_.unit(unit).name);
+}
+
+void Gatherer::copy_up(UnitId id, std::byte* target) {
+  const Unit& unit = table_.unit(id);
+  const UnitHome& home = memory_.home(id);
+  UnitState& state = states_[id.index];
+  if (updates_ != nullptr && home.weights != nullptr) updates_->hurry(id).wait();
+  if (home.device_shard != nullptr) {
+    if (home.weights != home.device_shard && !state.shard_current) {
+      streams_.up->copy(home.device_shard, home.weights, unit.host_bytes(), CopyKind::host_to_device);
+      state.shard_current = true;
+    }
+    copy_segments(unit, target, home.device_shard, CopyKind::local);
+  } else if (home.weights != nullptr) {
+    if (home.weights != target) copy_segments(unit, target, home.weights, CopyKind::host_to_device);
+  } else {
+    std::byte* staged = weight_reader_->take(id);
+    Completion copied;
+    try {
+      copy_segments(unit, target, staged, CopyKind::host_to_device);
+      copied = streams_.up->record().completion();
+    } catch (...) {
+      weight_reader_->hand_back(staged);
+      throw;
+    }
+    copied.then([weight_reader = weight_reader_, staged](std::exception_ptr) { weight_reader->hand_back(staged); });
+  }
+}
+
+// This rank's shard of every segment, to its place among the ranks'.
+void Gatherer::copy_segments(const Unit& unit, std::byte* target, const std::byte* source, CopyKind kind) {
+  if (table_.world_size() == 1) return streams_.up->copy(target, source, unit.host_bytes(), kind);  // the same layout
+  const auto rank = static_cast<std::uint64_t>(runtime_.rank());
+  for (const Segment& segment : unit.segments) {
+    streams_.up->copy(target + segment.gathered_offset + rank * segment.shard_bytes(), source + segment.host_offset,
+                      segment.shard_bytes(), kind);
+  }
+}
+
+// Before the weights change, as far as is known: a unit that stays gathered needs no secondary shard.
+bool Gatherer::is_fetched_again(UnitId unit) const {
+  return !last_ || !planner_.following() || planned_fetches_[unit.index] > 1;
+}
+
+// By the program's calls alone, so that all ranks choose alike.
+Gatherer::Source Gatherer::choose_source(UnitId unit) {
+  if (memory_.home(unit).secondary == nullptr) return Source::shards;
+  UnitState& state = states_[unit.index];
+  if (state.secondary_current) return Source::secondary;
+  if (!training_ || !is_fetched_again(unit)) return Source::shards;
+  state.secondary_current = true;
+  return Source::shards_and_keep;
+}
+
+template <typename Part>
+void Gatherer::for_secondary_parts(const Unit& unit, const Part& part) const {
+  const std::uint64_t shards = secondary_shard(options_, table_, unit).shards;
+  std::uint64_t offset = 0;
+  for (const Segment& segment : unit.segments) {
+    const std::uint64_t bytes = shards * segment.shard_bytes();
+    part(segment, offset, bytes);
+    offset += bytes;
+  }
+}
+
+void Gatherer::copy_secondary_up(UnitId id, std::byte* target) {
+  const std::byte* const secondary = memory_.home(id).secondary;
+  const CopyKind kind = options_.parameters == Placement::device ? CopyKind::local : CopyKind::host_to_device;
+  const auto rank = static_cast<std::uint64_t>(group_->rank());
+  streams_.up->wait(states_[id.index].secondary, WaitCause::none);
+  for_secondary_parts(table_.unit(id), [&](const Segment& segment, std::uint64_t offset, std::uint64_t bytes) {
+    streams_.up->copy(target + segment.gathered_offset + rank * bytes, secondary + offset, bytes, kind);
+  });
+}
+
+// What still reads the former secondary shard was enqueued before the copy that this unit was gathered from.
+void Gatherer::keep_secondary(UnitId id, Transfer& transfer) {
+  std::byte* const secondary = memory_.home(id).secondary;
+  const CopyKind kind = options_.parameters == Placement::device ? CopyKind::local : CopyKind::device_to_host;
+  const auto rank = static_cast<std::uint64_t>(group_->rank());
+  streams_.down->wait(transfer.gathered, WaitCause::none);
+  for_secondary_parts(table_.unit(id), [&](const Segment& segment, std::uint64_t offset, std::uint64_t bytes) {
+    streams_.down->copy(secondary + offset, transfer.target + segment.gathered_offset + rank * bytes, bytes, kind);
+  });
+  transfer.kept = streams_.down->record();
+  states_[id.index].secondary = transfer.kept;
+}
+
+void Gatherer::gather_in_group(const Unit& unit, std::byte* target) {
+  std::vector<comm::GatherPiece> pieces;
+  pieces.reserve(unit.segments.size());
+  for_secondary_parts(unit, [&](const Segment& segment, std::uint64_t, std::uint64_t bytes) {
+    pieces.push_back({target + segment.gathered_offset, bytes, unit.name});
+  });
+  group_->all_gather(pieces, *streams_.comm);
+}
+
+void Gatherer::all_gather(const Unit& unit, std::byte* target) {
+  std::vector<comm::GatherPiece> pieces;
+  pieces.reserve(unit.segments.size());
+  for (const Segment& segment : unit.segments)
+    pieces.push_back({target + segment.gathered_offset, segment.shard_bytes(), unit.name});
+  runtime_.communicator().all_gather(pieces, *streams_.comm);
+}
+
+void Gatherer::gather(UnitId unit, StreamRef stream) {
+  pin(unit, stream);
+  const std::vector<UnitId>& owners = table_.unit(unit).tied;
+  for (std::size_t i = 0; i < owners.size(); ++i) {
+    try {
+      pin(owners[i], stream);
+    } catch (...) {
+      while (i-- > 0) unpin(owners[i], stream, stream);
+      unpin(unit, stream, stream);
+      throw;
+    }
+  }
+}
+
+void Gatherer::pin(UnitId unit, StreamRef stream) {
+  UnitState& state = states_[unit.index];
+  if (state.pins.empty()) {
+    state.bound = bind(unit, stream);  // first: it may refuse, and then nothing has happened
+    if (state.bound != nullptr) state.bound_free = stream->record();
+    direct([&] { return planner_.gather(unit.index); });
+  }
+  await(state, stream);
+  state.pins.push_back(&*stream);
+}
+
+// Memory of the embedder's for a unit that has a binding, else null.
+std::byte* Gatherer::bind(UnitId unit, StreamRef stream) const {
+  const Unit& description = table_.unit(unit);
+  if (!description.options.binding) return nullptr;
+  std::byte* bound = description.options.binding.bind(unit, description.gathered_bytes, stream);
+  if (bound == nullptr) throw UsageError(fmt::format("the binding of unit '{}' returned no memory", description.name));
+  if (reinterpret_cast<std::uintptr_t>(bound) % kBindingAlignment != 0) {
+    throw UsageError(fmt::format("the binding of unit '{}' returned memory at {}, which is not aligned to {} bytes",
+                                 description.name, static_cast<const void*>(bound), kBindingAlignment));
+  }
+  return bound;
+}
+
+// What the embedder enqueues on `stream` after this may overwrite the memory: nothing writes to it or reads from it by
+// then.
+void Gatherer::unbind(UnitId unit, StreamRef stream) {
+  UnitState& state = states_[unit.index];
+  if (std::exchange(state.bound, nullptr) == nullptr) return;
+  stream->wait(state.transfer->gathered, WaitCause::none);
+  stream->wait(state.transfer->kept, WaitCause::none);
+  for (const StreamEvent& event : state.uses) stream->wait(event, WaitCause::none);
+  if (const auto& give_back = table_.unit(unit).options.binding.unbind) give_back(unit, stream);
+}
+
+// The host waits only until the fetch is submitted (for weights on NVMe: until they were read); the device then waits
+// for the copy and the all-gather.
+void Gatherer::await(UnitState& state, StreamRef stream) {
+  Transfer& transfer = *state.transfer;
+  await_submitted(transfer.submitted, stream, updates_, runtime_.ledger());
+  stream->wait(transfer.copied, WaitCause::host_to_device);
+  if (table_.world_size() > 1) stream->wait(transfer.gathered, WaitCause::comm);
+}
+
+void Gatherer::release(UnitId unit, StreamRef gathered_on, StreamRef stream) {
+  unpin(unit, gathered_on, stream);
+  for (const UnitId owner : table_.unit(unit).tied) unpin(owner, gathered_on, stream);
+}
+
+void Gatherer::unpin(UnitId unit, StreamRef gathered_on, StreamRef stream) {
+  UnitState& state = states_[unit.index];
+  const auto pin = std::find(state.pins.begin(), state.pins.end(), &*gathered_on);
+  HOIST_ASSERT(pin != state.pins.end(), "unit {} is not pinned", unit.index);
+  std::erase_if(state.uses, [](const StreamEvent& event) { return event.reached(); });
+  state.uses.push_back(stream->record());
+  state.pins.erase(pin);
+  if (!state.pins.empty()) return;
+  unbind(unit, stream);
+  direct([&] { return planner_.release(unit.index); });
+}
+
+// For leases that outlive their pass.
+void Gatherer::drop_pins(UnitId unit) {
+  UnitState& state = states_[unit.index];
+  if (state.pins.empty()) return;
+  for (platform::Stream* stream : state.pins) state.uses.push_back(stream->record());
+  const StreamRef last = *state.pins.back();
+  state.pins.clear();
+  unbind(unit, last);
+}
+
+void Gatherer::finish(UnitId unit) {
+  direct([&] { return planner_.finish(unit.index); });
+}
+
+std::byte* Gatherer::address(UnitId unit) const {
+  const UnitState& state = states_[unit.index];
+  return state.pins.empty() ? nullptr : state.transfer->target;
+}
+
+void Gatherer::quiesce() const {
+  for (const UnitState& state : states_) {
+    for (const StreamEvent& event : state.uses) event.wait();
+  }
+  for (const SlotState& slot : slots_) {
+    for (const StreamEvent& event : slot.uses) event.wait();
+  }
+}
+
+void Gatherer::invalidate() {
+  for (UnitState& state : states_) {
+    state.valid_in_own_memory = false;
+    state.shard_current = false;
+    state.secondary_current = false;
+  }
+  if (weight_reader_ != nullptr) weight_reader_->invalidate();
+}
+
+void Gatherer::no_slot(UnitId unit) const {
+  std::string holders;
+  std::uint64_t slot_bytes = 0;
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    slot_bytes = std::max(slot_bytes, table_.units()[u].gathered_bytes);
+    if (!states_[u].pins.empty()) holders += (holders.empty() ? "'" : ", '") + table_.units()[u].name + "'";
+  }
+  const tiers::Budget& budget = runtime_.device_budget();
+  throw BudgetError(
+      {.tier = budget.tier(),
+       .have_bytes = budget.limit_bytes(),
+       .need_bytes = budget.limit_bytes() + slot_bytes,
+       .key = budget.key(),
+       .detail = fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders)});
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include <fmt/format.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/optim_cpu/norm.hpp>
+#include <hoist/zero/passes/gradients.hpp>
+#include <hoist/zero/passes/waits.hpp>
+
+namespace hoist::detail {
+
+using platform::CopyKind;
+
+Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
+                     Streams& streams, UpdateQueue* deferred, AbortNotifier& abort_notifier)
+    : runtime_(runtime),
+      table_(table),
+      memory_(memory),
+      executor_(executor),
+      streams_(streams),
+      updates_(deferred),
+      abort_notifier_(abort_notifier),
+      states_(table.units().size()),
+      own_(table.units().size()) {
+  for (std::byte* data : memory.gradient_slots()) shared_.push_back({.data = data});
+  for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.home(UnitId{u}).own_gradient;
+  if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
+  for (std::uint32_t u = 0; u < own_.size(); ++u) homes_.push_back(memory.home(UnitId{u}).gradient);
+  if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());
+  if (memory.hands_gradients_on()) arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
+  list_chunks();
+}
+
+void Gradients::list_chunks() {
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    first_chunk_.push_back(chunks_.size());
+    for (const Segment& segment : table_.units()[u].segments) {
+      if (!segment.trainable) continue;
+      for (std::uint64_t first = 0; first < segment.shard_elements; first += optim::kNormChunkElements) {
+        const std::uint64_t count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first);
+        chunks_.push_back(
+            {.unit = u,
+             .offset_bytes = segment.home_gradient_offset + first * dtype_bytes(segment.home_gradient_dtype),
+             .dtype = segment.home_gradient_dtype,
+             .count = count,
+             .in_norm = segment.counts_in_norm});
+      }
+    }
+  }
+  first_chunk_.push_back(chunks_.size());
+  partial_sums_.resize(chunks_.size());
+}
+
+// Where gradients that stay on the device have homes there.
+bool Gradients::in_ring(UnitId unit) const { return ring_ && !memory_.state_on_device(unit); }
+
+std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
+  State& state = states_[unit.index];
+  if (state.finished) {
+    throw UsageError(fmt::format("gradients of unit '{}' were already finished in this pass", table_.unit(unit).name));
+  }
+  if (state.buffer != nullptr) {
+    if (state.stream != &*stream) stream->wait(state.stream->record(), WaitCause::none);
+  } else {
+    state.buffer = &acquire(unit);
+    state.buffer->busy = true;
+    if (state.buffer->reduction) {
+      await_submitted(state.buffer->reduction->submitted, stream, updates_, runtime_.ledger());
+      stream->wait(state.buffer->reduction->home, WaitCause::none);
+    }
+    stream->wait(state.buffer->dropped, WaitCause::none);
+    const Unit& description = table_.unit(unit);
+    if (held_ > 1)
+      stream->fill(state.buffer->data + description.gradient_bytes, 0, description.gradient_sum_bytes);
+    else
+      stream->fill(state.buffer->data, 0, description.gradient_bytes);
+  }
+  state.stream = &*stream;
+  return state.buffer->data;
+}
+
+Gradients::Place Gradients::place(const Segment& segment) const {
+  if (held_ > 1) return {segment.gradient_sum_offset, DType::fp32};
+  return {segment.gradient_offset, segment.dtype};
+}
+
+// The unit's own buffer, else a shared one; of several free ones, one whose last reduction is furthest along.
+Gradients::Buffer& Gradients::acquire(UnitId unit) {
+  if (own_[unit.index].data != nullptr) return own_[unit.index];
+  Buffer* best = nullptr;
+  for (Buffer& buffer : shared_) {
+    if (buffer.busy) continue;
+    const bool submitted = !buffer.reduction || buffer.reduction->submitted.done();
+    if (submitted && (!buffer.reduction || buffer.reduction->home.reached())) return buffer;
+    if (best == nullptr || submitted) best = &buffer;
+  }
+  if (best != nullptr) return *best;
+  std::uint64_t bytes = 0;
+  for (const Unit& other : table_.units()) bytes = std::max(bytes, other.gradient_buffer_bytes());
+  const tiers::Budget& budget = runtime_.device_budget();
+  throw BudgetError(
+      {.tier = budget.tier(),
+       .have_bytes = budget.limit_bytes(),
+       .need_bytes = budget.limit_bytes() + bytes,
+       .key = budget.key(),
+       .detail = fmt::format("gradients of unit '{}' while other units' are not finished", table_.unit(unit).name)});
+}
+
+void Gradients::finish(UnitId id, StreamRef stream) {
+  State& state = states_[id.index];
+  std::byte* source = buffer(id, stream);  // zeros when the pass made no gradient for this unit
+  if (held_ > 1) take_mean(table_.unit(id), source, stream);
+  auto reduction = std::make_shared<Reduction>();
+  reduction->hand_on = handing_on_ && !memory_.state_on_device(id);
+  last_made_ = stream->record();
+  reduction->submitted =
+      executor_.enqueue([this, id, source, reduction, ready = last_made_,
+                         how = state.summed ? optim::Accumulate::add : optim::Accumulate::overwrite] {
+        try {
+          reduce(id, source, ready, how, *reduction);
+        } catch (...) {
+          abort_notifier_.notify(std::current_exception(), table_.unit(id).name);
+          throw;
+        }
+      });
+  state.buffer->reduction = reduction;
+  state.buffer->busy = false;
+  state.buffer = nullptr;
+  state.reduction = std::move(reduction);
+  state.finished = true;
+}
+
+// Of the micro-batches' sum, as it goes over the links.
+void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const {
+  for (const Segment& segment : unit.segments) {
+    if (!segment.trainable) continue;
+    stream->scale_into(buffer + segment.gradient_offset, segment.dtype, buffer + segment.gradient_sum_offset,
+                       DType::fp32, static_cast<std::uint64_t>(table_.world_size()) * segment.shard_elements,
+                       1.0f / static_cast<float>(held_), platform::Stream::Combine::overwrite);
+  }
+}
+
+// On the executor. The mean over ranks, this rank's shard of it brought home.
+void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
+                       Reduction& reduction) {
+  const Unit& unit = table_.unit(id);
+  const int world = table_.world_size();
+  if (world > 1) {
+    std::vector<comm::ReducePiece> pieces;
+    pieces.reserve(unit.segments.size());
+    for (const Segment& segment : unit.segments) {
+      if (!segment.trainable) continue;
+      pieces.push_back({.data = source + segment.gradient_offset,
+                        .dtype = segment.dtype,
+                        .shard_elements = segment.shard_elements,
+                        .scale = 1.0f / static_cast<float>(world),
+                        .what = unit.name});
+    }
+    streams_.comm->wait(ready, WaitCause::none);
+    runtime_.communicator().reduce_scatter(pieces, *streams_.comm);
+    const platform::StreamEvent reduced = streams_.comm->record();
+    abort_notifier_.watch(reduced, unit.name);
+    streams_.down->wait(reduced, WaitCause::none);
+  } else {
+    streams_.down->wait(ready, WaitCause::none);
+  }
+  // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
+  if (updates_ != nullptr) updates_->hurry(id).wait();
+  if (in_ring(id)) homes_[id.index] = ring_->take(unit.home_gradient_bytes);
+  if (table_.gradient_sums() == GradientSums::at_home) {
+    sum_at_home(id, source, how, reduction);
+  } else {
+    bring_home(id, source);
+    reduction.home = streams_.down->record();
+  }
+  if (reduction.hand_on) enqueue_hand_on(id, reduction);
+}
+
+// --- handing on ------------------------------------------------------------------------------------------------------
+
+void Gradients::hand_on(Recipient recipient) {
+  recipient_ = std::move(recipient);
+  handing_on_ = true;
+  opened_ = arrivals_->enqueue(recipient_.open);
+}
+
+void Gradients::await_opened() noexcept {
+  try {
+    opened_.wait();
+  } catch (...) {  // thrown where it counts
+  }
+}
+
+// On the executor. The unit's weights are about to change: what was submitted so far may still be copying them up, and
+// what comes next waits for the new ones.
+void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
+  recipient_.announce(id);
+  const auto updated = std::make_shared<Completion>();
+  reduction.handed_on = arrivals_->enqueue(
+      [this, id, updated, home = reduction.home, added = reduction.added, copied_up = streams_.up->record()] {
+        home.wait();
+        added.wait();
+        copied_up.wait();
+        *updated = hand_on_now(id);
+      });
+  reduction.handed_on.then([withdraw = recipient_.withdraw, id](std::exception_ptr error) {
+    if (error) withdraw(id, error);
+  });
+  if (!in_ring(id)) return;
+  const auto used = std::make_shared<Promise>();
+  const auto settle = [used](std::exception_ptr error) { error ? used->fail(error) : used->complete(); };
+  reduction.handed_on.then(
+      [updated, settle](std::exception_ptr error) { error ? settle(error) : updated->then(settle); });
+  ring_->lend(used->completion());
+}
+
+Completion Gradients::hand_on_now(UnitId id) {
+  const std::size_t begin = first_chunk_[id.index], end = first_chunk_[id.index + 1];
+  sum_chunks(begin, end);
+  const bool finite = std::ranges::all_of(std::span(partial_sums_).subspan(begin, end - begin),
+                                          [](double sum) { return std::isfinite(sum); });
+  if (finite) return recipient_.take(id);
+  recipient_.withdraw(id, nullptr);  // step() will say so
+  return {};
+}
+
+void Gradients::await_handed_on() noexcept {
+  if (!arrivals_) return;
+  try {
+    arrivals_->drain();
+  } catch (...) {  // was, or will be, thrown by wait()
+  }
+}
+
+const std::byte* Gradients::own_shard(const Segment& segment, const std::byte* source) const {
+  return source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
+}
+
+void Gradients::bring_home(UnitId id, const std::byte* source) {
+  const CopyKind kind = memory_.state_on_device(id) ? CopyKind::local : CopyKind::device_to_host;
+  for (const Segment& segment : table_.unit(id).segments) {
+    if (!segment.trainable) continue;
+    streams_.down->copy(homes_[id.index] + segment.home_gradient_offset, own_shard(segment, source),
+                        segment.shard_bytes(), kind);
+  }
+}
+
+void Gradients::sum_at_home(UnitId id, const std::byte* source, optim::Accumulate how, Reduction& reduction) {
+  std::vector<Accumulator::Part> parts;
+  const bool on_device = memory_.state_on_device(id);
+  std::byte* buffer = on_device ? nullptr : accumulator_->acquire();
+  for (const Segment& segment : table_.unit(id).segments) {
+    if (!segment.trainable) continue;
+    std::byte* const sums = homes_[id.index] + segment.home_gradient_offset;
+    if (on_device) {
+      using Combine = platform::Stream::Combine;
+      streams_.down->scale_into(sums, DType::fp32, own_shard(segment, source), segment.dtype, segment.shard_elements,
+                                1.0f, how == optim::Accumulate::add ? Combine::add : Combine::overwrite);
+      continue;
+    }
+    streams_.down->copy(buffer, own_shard(segment, source), segment.shard_bytes(), CopyKind::device_to_host);
+    parts.push_back({reinterpret_cast<float*>(sums), buffer, segment.dtype, segment.shard_elements});
+    buffer += round_up(segment.shard_bytes(), 64);
+  }
+  reduction.home = streams_.down->record();
+  if (!on_device) reduction.added = accumulator_->add(reduction.home, std::move(parts), how);
+}
+
+void Gradients::begin_pass(bool first, int held) {
+  held_ = held;
+  for (State& state : states_) {
+    const bool summed = !first && state.finished;
+    const auto reduction = std::move(state.reduction);
+    state = State{};
+    state.summed = summed;
+    state.reduction = summed ? reduction : nullptr;
+  }
+}
+
+void Gradients::await_made() noexcept {
+  try {
+    last_made_.wait();
+  } catch (...) {  // its reduction fails with it
+  }
+}
+
+void Gradients::wait() {
+  opened_.wait();  // where every unit's states are on the device, nothing else has waited for it
+  for (const State& state : states_) {
+    if (!state.reduction) continue;
+    state.reduction->home.wait();
+    state.reduction->added.wait();
+    state.reduction->handed_on.wait();
+  }
+  for (const std::vector<Buffer>* buffers : {&shared_, &own_}) {
+    for (const Buffer& buffer : *buffers) buffer.dropped.wait();
+  }
+}
+
+// Pre: the gradients of units that are apart are at home.
+void Gradients::sum_on_device() {
+  auto* const sums = reinterpret_cast<double*>(memory_.device_findings());
+  std::uint64_t count = 0;
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
+    if (!memory_.apart(UnitId{u})) continue;
+    for (const Segment& segment : table_.units()[u].segments) {
+      if (!segment.trainable) continue;
+      streams_.down->sums_of_squares(sums + count, memory_.home(UnitId{u}).gradient + segment.home_gradient_offset,
+                                     segment.home_gradient_dtype, segment.shard_elements);
+      count += divide_up(segment.shard_elements, optim::kNormChunkElements);
+    }
+  }
+  const std::span<std::byte> here = memory_.findings().first(count * sizeof(double));
+  streams_.down->copy(here.data(), memory_.device_findings(), here.size(), CopyKind::device_to_host);
+  streams_.down->synchronize();
+  const auto* next = reinterpret_cast<const double*>(here.data());
+  for (std::size_t i = 0; i < chunks_.size(); ++i)
+    if (memory_.apart(UnitId{chunks_[i].unit})) partial_sums_[i] = *next++;
+}
+
+// What neither the device sums up nor was summed up when it arrived.
+void Gradients::sum_on_host() {
+  const auto is_left = [&](const Chunk& chunk) {
+    const UnitId unit{chunk.unit};
+    return !memory_.apart(unit) && (!handing_on_ || memory_.state_on_device(unit));
+  };
+  for (std::size_t begin = 0, end = 0; begin < chunks_.size(); begin = end) {
+    const bool left = is_left(chunks_[begin]);
+    for (end = begin + 1; end < chunks_.size() && is_left(chunks_[end]) == left;) ++end;
+    if (left) sum_chunks(begin, end);
+  }
+}
+
+void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
+  runtime_.update_pool().run(end - begin, [&](std::size_t i) {
+    const Chunk& chunk = chunks_[begin + i];
+    partial_sums_[begin + i] =
+        optim::sum_of_squares_chunk(homes_[chunk.unit] + chunk.offset_bytes, chunk.dtype, chunk.count);
+  });
+}
+
+double Gradients::sum_of_squares() {
+  if (memory_.homes_apart()) sum_on_device();
+  sum_on_host();
+  double total = 0;
+  bool finite = true;
+  for (std::size_t i = 0; i < chunks_.size();) {
+    double unit_sum = 0;
+    const std::uint32_t unit = chunks_[i].unit;
+    for (; i < chunks_.size() && chunks_[i].unit == unit; ++i) {
+      if (chunks_[i].in_norm) unit_sum += partial_sums_[i];
+      finite = finite && std::isfinite(partial_sums_[i]);
+    }
+    total += unit_sum;
+  }
+  return finite ? total : std::numeric_limits<double>::infinity();
+}
+
+void Gradients::clear() {
+  for (State& state : states_) {
+    if (state.buffer != nullptr) {
+      state.buffer->dropped = state.stream->record();
+      state.buffer->busy = false;
+    }
+    state = State{};
+  }
+  handing_on_ = false;
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/passes/gradients.hpp - gradients on their way down: accumulated on the device, reduced over ranks, copied home.
+//
+// Several micro-batches a step: in horizontal order home gradients are fp32 sums, added to as each comes down. In
+// vertical order one pass holds them all; they are added up in fp32 in the buffer, and what is reduced and comes down
+// is their mean, rounded once to the parameter's type.
+//
+// Gradients of units whose state is in device memory stay there.
+//
+// Update mode `backward`: in the pass that completes a step, a gradient that has come home to the host is summed up for
+// the norm and handed on at once. Unless sums at home must outlive a pass, there are no homes then: a gradient lies in
+// a ring, from its arrival to the end of its unit's update.
+//
+// Threading  The program's thread calls everything; reductions are submitted by the executor. home() of a unit whose
+//            gradient was handed on: whoever it was handed to, until its update ends. What is handed on is so on a
+//            thread of this object.
+// Errors     BudgetError when more units have unfinished gradients than there are buffers.
+// Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> home gradient.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <hoist/optim_cpu/update_pool.hpp>
+#include <hoist/scheduler/executor.hpp>
+#include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/passes/accumulator.hpp>
+#include <hoist/zero/passes/gatherer.hpp>
+#include <hoist/zero/passes/gradient_ring.hpp>
+#include <hoist/zero/ranks/abort_notifier.hpp>
+
+namespace hoist::detail {
+
+class Gradients {
+ public:
+  Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
+            Streams& streams, UpdateQueue* deferred, AbortNotifier& abort_notifier);
+
+  // The unit's gradient buffer of this pass, laid out as place() says; zeroed on `stream` when it is the first request.
+  // A request on another stream than the one before makes it wait for what that one has to do so far. The stream
+  // outlives finish() or clear().
+  std::byte* buffer(UnitId unit, StreamRef stream);
+  // Where in a buffer the program of the pass under way adds to a segment's gradient, and as what.
+  struct Place {
+    std::uint64_t offset_bytes = 0;
+    DType dtype = DType::bf16;
+  };
+  Place place(const Segment& segment) const;
+  // Reduces and copies home, once the work on `stream` so far is done.
+  void finish(UnitId unit, StreamRef stream);
+  bool finished(UnitId unit) const { return states_[unit.index].finished; }
+
+  // Forgets what was finished, but, unless this is the `first` micro-batch of a step, not the sums so far. `held`:
+  // micro-batches that the pass holds; more than one in vertical order only.
+  void begin_pass(bool first, int held);
+  // Who gets gradients as they arrive.
+  struct Recipient {
+    // First of all. Like what follows but for announce(), on the thread that hands on.
+    std::function<void()> open;
+    // On the executor, between what was submitted before the unit's reduction and what comes after it: the unit will
+    // be taken, or withdrawn.
+    std::function<void(UnitId)> announce;
+    // In the order of arrival; the gradient is used until what this returns is done.
+    std::function<Completion(UnitId)> take;
+    // The gradient did not arrive, or (null) is not finite.
+    std::function<void(UnitId, std::exception_ptr)> withdraw;
+  };
+  // From the next finish() on until clear(), gradients that come to the host are handed on. Pre: made for update mode
+  // `backward`; all micro-batches but this one are at home.
+  void hand_on(Recipient recipient);
+  // Returns when the last `open` has ended, with or without an error.
+  void await_opened() noexcept;
+  // Nothing more is handed on. Pre: executor drained.
+  void await_handed_on() noexcept;
+  // This rank's shards of a unit's gradient.
+  const std::byte* home(UnitId unit) const { return homes_[unit.index]; }
+  // Returns when the device has made the last gradient that was finished, or failed to.
+  void await_made() noexcept;
+  // Returns when every finished gradient is at home, and handed on, and no dropped one is still being made. Pre:
+  // executor drained.
+  void wait();
+  // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order; not a finite
+  // number when any gradient, of whichever parameter, is none.
+  double sum_of_squares();
+  // Forgets the gradients; buffers become free as their last use ends.
+  void clear();
+
+ private:
+  // One reduction, shared between the program's thread and the executor.
+  struct Reduction {
+    Completion submitted;
+    platform::StreamEvent home;  // the gradient has come down, the buffer is free; set before `submitted`
+    Completion added;            // to the sums of the micro-batches before it
+    bool hand_on = false;        // set by finish()
+    Completion handed_on;
+  };
+  struct Buffer {
+    std::byte* data = nullptr;
+    bool busy = false;                     // between the first request and finish()
+    std::shared_ptr<Reduction> reduction;  // the last one out of it
+    platform::StreamEvent dropped;         // end of a use that was never finished
+  };
+  struct State {
+    Buffer* buffer = nullptr;  // of the pass under way
+    platform::Stream* stream = nullptr;
+    std::shared_ptr<Reduction> reduction;
+    bool finished = false;
+    bool summed = false;  // an earlier micro-batch of the step is at home
+  };
+  struct Chunk {
+    std::uint32_t unit = 0;
+    std::uint64_t offset_bytes = 0;  // from the unit's home
+    DType dtype = DType::bf16;
+    std::size_t count = 0;
+    bool in_norm = true;
+  };
+  Buffer& acquire(UnitId unit);
+  void take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const;
+  void reduce(UnitId unit, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
+              Reduction& reduction);
+  void bring_home(UnitId unit, const std::byte* source);
+  void sum_at_home(UnitId unit, const std::byte* source, optim::Accumulate how, Reduction& reduction);
+  const std::byte* own_shard(const Segment& segment, const std::byte* source) const;
+  void list_chunks();
+  bool in_ring(UnitId unit) const;
+  void sum_on_device();  // this and the next two: partial_sums_
+  void sum_on_host();
+  void sum_chunks(std::size_t begin, std::size_t end);
+  void enqueue_hand_on(UnitId id, Reduction& reduction);
+  Completion hand_on_now(UnitId id);
+
+  Runtime& runtime_;
+  const UnitTable& table_;
+  const Memory& memory_;
+  scheduler::Executor& executor_;
+  Streams& streams_;
+  UpdateQueue* updates_;  // null in update mode `step`
+  AbortNotifier& abort_notifier_;
+  std::unique_ptr<Accumulator> accumulator_;  // null where steps have one micro-batch, or gradients stay on the device
+  int held_ = 1;                              // micro-batches of the pass under way
+  std::vector<State> states_;
+  std::vector<Buffer> shared_;     // any unit
+  std::vector<Buffer> own_;        // by unit; data is null for units that share
+  std::vector<std::byte*> homes_;  // by unit; where there is a ring, of the last gradient that came down
+  std::vector<Chunk> chunks_;
+  std::vector<std::size_t> first_chunk_;  // by unit, and one past the last
+  std::vector<double> partial_sums_;      // by chunk
+  platform::StreamEvent last_made_;       // of the last finish()
+  std::optional<GradientRing> ring_;
+  Recipient recipient_;                            // of the last step that handed on
+  bool handing_on_ = false;                        // the gradients that finish() takes
+  Completion opened_;                              // of the last `open`
+  std::unique_ptr<scheduler::Executor> arrivals_;  // null unless there are such steps
+};
+
+}  // namespace hoist::detail

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/passes/waits.hpp - waiting, and what it is booked as.
+//
+// Whoever waits for units that are read, updated or written waits for the update's arithmetic as long as that runs, and
+// else for the drive.
+//
+// Threading  The program's thread.
+// Errors     What is waited for fails with its own.
+#pragma once
+
+#include <hoist/core/completion.hpp>
+#include <hoist/core/ledger.hpp>
+#include <hoist/platform/stream.hpp>
+#include <hoist/zero/update/update_queue.hpp>
+
+namespace hoist::detail {
+
+// From its construction on: how long some waiting took, and what of it was the update's arithmetic.
+class UpdateWait {
+ public:
+  // `deferred` may be null: then all of it is the drive's.
+  explicit UpdateWait(const UpdateQueue* deferred);
+  Nanoseconds elapsed() const { return Clock::now() - began_; }
+  // Statistics so much of it.
+  void book(Ledger& ledger, Nanoseconds waited) const;
+
+ private:
+  const UpdateQueue* updates_;
+  const TimePoint began_;
+  const Nanoseconds busy_before_;
+};
+
+// Until the executor has submitted something that `stream` will use. Only updates and the drive hold the executor up;
+// booked is what the stream stood still for meanwhile.
+void await_submitted(const Completion& submitted, StreamRef stream, const UpdateQueue* deferred, Ledger& ledger);
+
+}  // namespace hoist::detail

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/zero/passes/weight_reader.hpp>
+
+namespace hoist::detail {
+
+using tiers::Region;
+
+WeightReader::WeightReader(tiers::Store& store, const UnitTable& table, const RecordMap& records,
+                           const std::vector<std::span<std::byte>>& buffers, Written written, Deliver deliver)
+    : store_(store), table_(table), records_(records), written_(std::move(written)), deliver_(std::move(deliver)) {
+  for (const auto& bytes : buffers) buffers_.push_back({.bytes = bytes});
+}
+
+WeightReader::~WeightReader() {
+  {
+    std::unique_lock lock(mutex_);
+    expected_.clear();
+    await_copies(lock);
+  }
+  for (Buffer& buffer : buffers_) {
+    try {
+      buffer.read.wait();
+    } catch (...) {  // nobody is interested in it any more
+    }
+  }
+}
+
+void WeightReader::expect(std::vector<UnitId> order) {
+  std::lock_guard lock(mutex_);
+  // Drop what is staged but not among the next few; keep the rest and do not read it again.
+  const std::size_t horizon = std::min(order.size(), buffers_.size());
+  for (Buffer& buffer : buffers_) {
+    if (buffer.use != Use::staged) continue;
+    const auto wanted = std::find(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(horizon), buffer.unit);
+    if (wanted == order.begin() + static_cast<std::ptrdiff_t>(horizon)) buffer.use = Use::free;
+  }
+  expected_.assign(order.begin(), order.end());
+  for (Buffer& buffer : buffers_) {
+    if (buffer.use != Use::staged) continue;
+    const auto first = std::find(expected_.begin(), expected_.end(), buffer.unit);
+    if (first != expected_.end()) expected_.erase(first);
+  }
+  start_reads();
+}
+
+void WeightReader::invalidate() {
+  std::unique_lock lock(mutex_);
+  expected_.clear();
+  await_copies(lock);
+  for (Buffer& buffer : buffers_) buffer.use = Use::free;
+}
+
+void WeightReader::outdate(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  for (Buffer& buffer : buffers_)
+    if (buffer.use == Use::staged && buffer.unit == unit) buffer.use = Use::free;
+  start_reads();
+}
+
+void WeightReader::await_copies(std::unique_lock<std::mutex>& lock) {
+  changed_.wait(lock, [&] {
+    return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& b) { return b.use == Use::taken; });
+  });
+}
+
+// A free buffer may still be the target of a read that was given up; it is used again only when that has ended.
+void WeightReader::start_reads() {
+  for (Buffer& buffer : buffers_) {
+    if (expected_.empty()) return;
+    if (buffer.use != Use::free || !buffer.read.done()) continue;
+    const UnitId unit = expected_.front();
+    expected_.pop_front();
+    start_read(buffer, unit);
+  }
+}
+
+// A read that cannot even be started fails like one that ended badly: to whoever takes the unit.
+void WeightReader::start_read(Buffer& buffer, UnitId id) {
+  buffer.use = Use::staged;
+  buffer.unit = id;
+  if (const auto updated = deliver_(id, buffer.bytes.data())) {
+    try {
+      const std::array parts{*updated, read_frozen(id, buffer.bytes)};
+      buffer.read = when_all(parts);
+    } catch (...) {
+      // The buffer is the update's until that has ended.
+      const std::array parts{*updated, Completion::failed(std::current_exception())};
+      buffer.read = when_all(parts);
+    }
+    return;
+  }
+  const Completion written = written_(id);
+  if (written.done() && !written.error()) {
+    try {
+      buffer.read = read_weights(id, buffer.bytes);
+    } catch (...) {
+      buffer.read = Completion::failed(std::current_exception());
+    }
+    return;
+  }
+  // The last step's weights are still on their way down: read them when they have landed.
+  auto promise = std::make_shared<Promise>();
+  buffer.read = promise->completion();
+  written.then([this, id, target = buffer.bytes, promise](std::exception_ptr failed_write) {
+    if (failed_write) return promise->fail(failed_write);
+    try {
+      read_weights(id, target).then([promise](std::exception_ptr error) {
+        error ? promise->fail(error) : promise->complete();
+      });
+    } catch (...) {
+      promise->fail(std::current_exception());
+    }
+  });
+}
+
+Completion WeightReader::read_weights(UnitId id, std::span<std::byte> target) {
+  const std::array reads{read_record(records_.trainable(id), table_.unit(id).trainable, target),
+                         read_frozen(id, target)};
+  return when_all(reads);
+}
+
+Completion WeightReader::read_frozen(UnitId id, std::span<std::byte> target) {
+  const Unit& unit = table_.unit(id);
+  return read_record(records_.frozen(id), unit.frozen, target.subspan(unit.frozen_offset()));
+}
+
+Completion WeightReader::read_record(std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
+                                     std::span<std::byte> target) {
+  if (!record) return {};
+  return store_.read(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
+                     target.first(layout.region_bytes(Region::weights)), aio::Priority::foreground);
+}
+
+WeightReader::Buffer* WeightReader::staged(UnitId unit) {
+  const auto found = std::find_if(buffers_.begin(), buffers_.end(),
+                                  [&](const Buffer& b) { return b.use == Use::staged && b.unit == unit; });
+  return found == buffers_.end() ? nullptr : &*found;
+}
+
+// Not read ahead: read it now, into a free buffer, else one whose contents are not needed soonest.
+WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock) {
+  while (true) {
+    if (Buffer* buffer = staged(unit)) return *buffer;
+    Buffer* victim = nullptr;
+    for (Buffer& buffer : buffers_) {
+      if (buffer.use == Use::taken) continue;
+      if (victim == nullptr || buffer.use == Use::free) victim = &buffer;
+    }
+    if (victim == nullptr) {
+      changed_.wait(lock);
+      continue;
+    }
+    if (!victim->read.done()) {
+      const Completion abandoned = victim->read;
+      victim->use = Use::taken;  // nobody else may pick it meanwhile
+      lock.unlock();
+      try {
+        abandoned.wait();
+      } catch (...) {  // the read that matters is still to come
+      }
+      lock.lock();
+    }
+    const auto expected = std::find(expected_.begin(), expected_.end(), unit);
+    if (expected != expected_.end()) expected_.erase(expected);
+    start_read(*victim, unit);
+    return *victim;
+  }
+}
+
+std::byte* WeightReader::take(UnitId unit) {
+  Completion read;
+  std::span<std::byte> bytes;
+  {
+    std::unique_lock lock(mutex_);
+    Buffer& buffer = buffer_for(unit, lock);
+    buffer.use = Use::taken;
+    read = buffer.read;
+    bytes = buffer.bytes;
+  }
+  try {
+    read.wait();
+    verify(unit, bytes);
+  } catch (...) {
+    hand_back(bytes.data());
+    throw;
+  }
+  return bytes.data();
+}
+
+void WeightReader::verify(UnitId id, std::span<const std::byte> bytes) const {
+  const Unit& unit = table_.unit(id);
+  const auto check = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
+                         std::uint64_t offset) {
+    if (!record) return;
+    store_.verify(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
+                  bytes.subspan(offset, layout.region_bytes(Region::weights)));
+  };
+  check(records_.trainable(id), unit.trainable, 0);
+  check(records_.frozen(id), unit.frozen, unit.frozen_offset());
+}
+
+void WeightReader::hand_back(std::byte* bytes) {
+  std::lock_guard lock(mutex_);
+  const auto buffer =
+      std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.bytes.data() == bytes; });
+  HOIST_ASSERT(buffer != buffers_.end() && buffer->use == Use::taken);
+  buffer->use = Use::free;
+  start_reads();
+  changed_.notify_all();  // under the mutex: who waits may destroy this next
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/passes/weight_reader.hpp - weights on their way from NVMe: a few pinned buffers, read ahead in the planned
+// order. Where a unit's update is still to come, the buffer is filled by the update instead.
+//
+// Threading  expect() and invalidate() come from the program's thread, take() and outdate() from the executor,
+//            hand_back() from whichever thread saw the copy finish. One mutex.
+// Errors     take() throws what the read failed with, or CorruptionError.
+// Main path  expect(order) -> reads start while buffers are free -> take(unit) waits and verifies -> copy up ->
+//            hand_back(buffer) -> the next read starts.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include <hoist/zero/layout/record_map.hpp>
+#include <hoist/zero/memory/memory.hpp>
+
+namespace hoist::detail {
+
+class WeightReader {
+ public:
+  // `written(unit)` is done when the unit's newest weights have reached the store: reads wait for it.
+  using Written = std::function<Completion(UnitId)>;
+  // Asks for a unit whose update is still to come: its new trainable weights will be at `target`, without a read from
+  // here. Nothing when there is no such update.
+  using Deliver = std::function<std::optional<Completion>(UnitId, std::byte* target)>;
+  WeightReader(tiers::Store& store, const UnitTable& table, const RecordMap& records,
+               const std::vector<std::span<std::byte>>& buffers, Written written, Deliver deliver);
+  ~WeightReader();  // waits for reads under way and for buffers under copy
+
+  // Units whose weights will be asked for, in order. Replaces what was expected before; buffers already filled with
+  // units that come early in the new order are kept.
+  void expect(std::vector<UnitId> order);
+  // Nothing staged is valid any more: the store has newer weights. Waits until buffers under copy are handed back.
+  void invalidate();
+  // The unit's weights are about to change: what is staged of it will not do. From here on, written(unit) waits for the
+  // new ones. Not while the unit is being taken.
+  void outdate(UnitId unit);
+
+  // The unit's weights in host layout, verified. Blocks for the read.
+  std::byte* take(UnitId unit);
+  void hand_back(std::byte* buffer);
+
+ private:
+  enum class Use : std::uint8_t { free, staged, taken };
+  struct Buffer {
+    std::span<std::byte> bytes;
+    Use use = Use::free;
+    UnitId unit{};
+    Completion read;
+  };
+  void await_copies(std::unique_lock<std::mutex>& lock);
+  void start_reads();  // with the mutex held
+  void start_read(Buffer& buffer, UnitId unit);
+  Completion read_weights(UnitId unit, std::span<std::byte> target);
+  Completion read_frozen(UnitId unit, std::span<std::byte> target);
+  Completion read_record(std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
+                         std::span<std::byte> target);
+  Buffer* staged(UnitId unit);
+  Buffer& buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock);
+  void verify(UnitId unit, std::span<const std::byte> bytes) const;
+
+  tiers::Store& store_;
+  const UnitTable& table_;
+  const RecordMap& records_;
+  Written written_;
+  Deliver deliver_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Buffer> buffers_;
+  std::deque<UnitId> expected_;  // not yet being read
+};
+
+}  // namespace hoist::detail

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/predict/prediction.hpp - what an engine will hold and move, computed without taking anything.
+//
+// The same arithmetic lays out the engine itself, so predicted and real bytes are equal for the same model; the fetches
+// of a step are those of a plain pass (every unit once forward, once backward), planned like a recorded one.
+//
+// Threading  Pure functions.
+// Errors     UsageError for a model that Engine would refuse too. Too small a budget is not an error here: see fits().
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <hoist/zero/options.hpp>
+#include <hoist/zero/types.hpp>
+
+namespace hoist {
+
+struct UnitShape {
+  std::string name;
+  std::vector<ParameterSpec> parameters;
+  std::vector<std::string> tied;  // names of parameters of other units that this one also uses
+  bool bound = false;             // gathered into memory of the embedder's (UnitOptions::binding)
+};
+
+struct ModelShape {
+  std::vector<UnitShape> units;
+  // What the optimizers of parameter groups keep, group 0 first; those not named keep what group 0 does, and that is
+  // EngineOptions::optimizer_defaults' when none is.
+  std::vector<optim::StateForm> groups{};
+  std::uint64_t program_device_bytes = 0;  // activations and workspaces, as Engine::require_device_memory
+  std::uint64_t program_pinned_bytes =
+      0;  // of a tiers::ActivationOffload for activations, and what else it takes of that budget
+};
+
+// `parameters` parameters in `units` equal units: for when no more is known about the model.
+ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units, DType dtype = DType::bf16);
+
+// Of one rank; all ranks are alike.
+struct Prediction {
+  struct Tier {
+    std::uint64_t budget_bytes = 0;  // configured
+    std::uint64_t least_bytes = 0;   // below this the engine refuses to start
+    std::uint64_t bytes = 0;         // what will be held under the budget; the least where that does not fit
+    bool fits() const { return least_bytes <= budget_bytes; }
+  };
+  Tier device;
+  Tier pinned;
+  std::uint64_t nvme_bytes = 0;               // reserved in the store's directories
+  StepBytes step;                             // per training step
+  StepPhases phases;                          // the same, by what it is for
+  unsigned passes = 1;                        // that a step is made of: of several micro-batches in horizontal order
+  UpdateMode update_mode = UpdateMode::step;  // when the update is carried out
+  // Of what a step writes, the most that can wait in memory while the program goes on.
+  std::uint64_t trailing_bytes = 0;
+  // Of what the update reads, the most that is read while backward makes gradients: in update mode `forward`.
+  std::uint64_t read_ahead_bytes = 0;
+  // What the update reads and writes in memory, gradient, weights and state: in that which the host reaches, and in
+  // device memory that it does not, where the device updates.
+  std::uint64_t update_memory_bytes = 0;
+  std::uint64_t device_update_bytes = 0;
+  std::uint64_t parameter_count = 0;
+  double pinned_fraction = 0;  // EngineOptions::optimizer_pinned_fraction, found where it is empty
+  // Optimizer states in device memory, and the share of the trainable parameters that they are of: what whole units
+  // make of 1 - EngineOptions::optimizer_offload_ratio.
+  std::uint64_t device_state_bytes = 0;
+  double device_state_share = 0;
+  // The smallest larger one, in hundredths, that fits the device's budget; empty where this one does, or none does.
+  std::optional<double> fitting_offload_ratio{};
+
+  std::uint64_t gather_slots = 0;
+  std::uint64_t gradient_buffers = 0;
+  unsigned staging_buffers = 0;
+  unsigned update_buffers = 0;
+  std::uint64_t update_buffer_parameters = 0;
+  // In update mode `backward`: what gradients share that wait for their unit's update. 0 where they have homes.
+  std::uint64_t gradient_ring_bytes = 0;
+};
+Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model, int world_size);
+
+// The largest EngineOptions::optimizer_pinned_fraction, in hundredths, that fits the pinned budget beside the buffers
+// that `engine` gets; at least the one it asks for. Of a ring of gradients, which otherwise takes what is left, room
+// for two of the largest stays.
+double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
+                               int world_size);
+
+}  // namespace hoist

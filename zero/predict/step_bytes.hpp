@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/predict/step_bytes.hpp - how many bytes a step moves over each link, by formula.
+//
+// Threading  Pure functions.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include <hoist/zero/layout/unit_table.hpp>
+#include <hoist/zero/options.hpp>
+
+namespace hoist::detail {
+
+// What one step of training moves, by formula, when each unit is fetched fetches[unit] times: bytes per parameter of
+// each link, summed over the parameters whose state crosses it. Of several steps to a commit, their mean.
+StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches,
+                       bool homes_apart = false);
+
+}  // namespace hoist::detail

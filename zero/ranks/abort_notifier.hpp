@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/ranks/abort_notifier.hpp - a rank that fails where the others would wait for it in vain tells them why.
+//
+// Most of what can fail on one rank alone fails where all ranks meet next, and is exchanged there
+// (Engine::Impl::together, commit_barrier). A fetch, a reduction or the program's own work does not: the others wait
+// in a collective that this rank will never join. Then the communicators are aborted (Communicator::abort). They stop
+// with a CommError that holds this rank's error; nothing that was being agreed on is decided otherwise than if this
+// rank had died.
+//
+// Threading  Any thread.
+// Errors     None of its own.
+// Main path  executor task throws -> notify -> Communicator::abort.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include <hoist/comm/agreement.hpp>
+#include <hoist/platform/stream.hpp>
+#include <hoist/zero/runtime.hpp>
+
+namespace hoist::detail {
+
+// What a person reads of an error.
+std::string text_of(const std::exception_ptr& error);
+
+// [collective] comm::first_problem, of what a rank caught; null: nothing.
+std::optional<comm::Problem> first_problem(comm::Communicator& communicator, const std::exception_ptr& mine);
+
+class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
+ public:
+  explicit AbortNotifier(Runtime& runtime);
+
+  // This rank has failed; `where` is the unit it was about, or empty. The first call counts. An error that came from
+  // the other ranks (CommError) is no news to those of the same sharding group, but may be to the rest of the norm
+  // group.
+  void notify(const std::exception_ptr& error, std::string_view where = {}) noexcept;
+  // Raises when the work before `event` fails: nobody waits on the host for a collective that was never started.
+  void watch(const platform::StreamEvent& event, const std::string& unit);
+  // The sharding group has been told in an exchange of its own. What is raised afterwards goes to the norm group only.
+  void told_in_exchange() noexcept;
+  // The whole norm group has: nobody is left to be told, and its communicators stay of use.
+  void told_in_norm() noexcept;
+  // Nothing is told any more: the runtime may go.
+  void disarm() noexcept;
+
+  // What this rank failed with first: when it has told the others, its own calls fail with what they are told, and the
+  // error that counts is the one before that. Otherwise `error`.
+  std::exception_ptr cause_of(const std::exception_ptr& error) const;
+
+ private:
+  mutable std::mutex mutex_;
+  Runtime* runtime_;  // null: disarmed
+  bool sharding_knows_ = false;
+  bool norm_knows_ = false;
+  std::exception_ptr cause_;
+};
+
+}  // namespace hoist::detail

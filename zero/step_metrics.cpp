@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+#include <cmath>
+#include <utility>
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/open_file.hpp>
+#include <hoist/zero/detail/step_metrics.hpp>
+
+namespace hoist::detail {
+
+namespace {
+
+// JSON has no infinity and no NaN; a norm may be either when a step is skipped.
+std::string number(double value) { return std::isfinite(value) ? fmt::format("{}", value) : "null"; }
+
+template <typename Visit>
+void for_each_link(const Visit& visit) {
+  for (std::size_t i = 0; i < kLinkCount; ++i) visit(link_name(static_cast<Link>(i)), i);
+}
+
+template <typename Visit>
+void for_each_cause(const Visit& visit) {
+  for (std::size_t i = 0; i < kWaitCauseCount; ++i) {
+    if (static_cast<WaitCause>(i) != WaitCause::none) visit(wait_cause_name(static_cast<WaitCause>(i)), i);
+  }
+}
+
+}  // namespace
+
+Metrics::Metrics(std::string path, const Ledger& ledger)
+    : path_(std::move(path)),
+      file_(open_output_file(path_, OutputMode::append)),
+      last_(read(ledger)),
+      last_step_(Clock::now()) {
+  if (!file_)
+    throw IoError({"open", path_, 0, 0, errno},
+                  errno == ENXIO ? open_file_remedy(ENXIO) : "choose another place for hoist.metrics");
+}
+
+Metrics::Statistics Metrics::read(const Ledger& ledger) {
+  Statistics books;
+  for (std::size_t i = 0; i < kLinkCount; ++i) books.links[i] = ledger.totals(static_cast<Link>(i));
+  for (std::size_t i = 0; i < kWaitCauseCount; ++i) books.waits[i] = ledger.waited(static_cast<WaitCause>(i));
+  return books;
+}
+
+void Metrics::write(const StepReport& report, const Ledger& ledger, std::int64_t committed_step) noexcept {
+  try {
+    const Statistics now = read(ledger);
+    const TimePoint ended = Clock::now();
+    Line line{
+        .report = report, .seconds = to_seconds(ended - last_step_), .moved = now, .committed_step = committed_step};
+    for (std::size_t i = 0; i < kLinkCount; ++i) {
+      line.moved.links[i].bytes -= last_.links[i].bytes;
+      line.moved.links[i].busy -= last_.links[i].busy;
+    }
+    for (std::size_t i = 0; i < kWaitCauseCount; ++i) line.moved.waits[i] -= last_.waits[i];
+    last_ = now;
+    last_step_ = ended;
+    append_json(line);
+    replace_prometheus(line);
+  } catch (const std::exception& error) {
+    if (!std::exchange(complained_, true)) spdlog::warn("metrics are incomplete from here on: {}", error.what());
+  }
+}
+
+void Metrics::append_json(const Line& line) {
+  const StepReport& r = line.report;
+  std::string text = fmt::format(
+      R"({{"step":{},"applied":{},"seconds":{:.6f},"gradient_norm":{},"clip_factor":{},"learning_rate":{},"loss_scale":{})",
+      r.step, r.applied, line.seconds, number(r.gradient_norm), number(r.clip_factor), number(r.learning_rate),
+      number(r.loss_scale));
+  text += R"(,"links":{)";
+  const char* comma = "";
+  for_each_link([&](const char* name, std::size_t i) {
+    text += fmt::format(R"({}"{}":{{"bytes":{},"busy_seconds":{:.6f}}})", std::exchange(comma, ","), name,
+                        line.moved.links[i].bytes, to_seconds(line.moved.links[i].busy));
+  });
+  text += R"(},"wait_seconds":{)";
+  comma = "";
+  for_each_cause([&](const char* name, std::size_t i) {
+    text += fmt::format(R"({}"{}":{:.6f})", std::exchange(comma, ","), name, to_seconds(line.moved.waits[i]));
+  });
+  text += fmt::format(R"(}},"committed_step":{}}})"
+                      "\n",
+                      line.committed_step < 0 ? "null" : fmt::format("{}", line.committed_step));
+  // One call for a line, flushed: whoever follows the file sees whole lines.
+  if (std::fwrite(text.data(), 1, text.size(), file_.get()) != text.size() || std::fflush(file_.get()) != 0)
+    throw IoError({"write", path_, 0, text.size(), errno}, "");
+}
+
+void Metrics::replace_prometheus(const Line& line) {
+  std::string text;
+  const auto gauge = [&](const char* name, const char* help, double value) {
+    text += fmt::format("# HELP hoist_{0} {1}\n# TYPE hoist_{0} gauge\nhoist_{0} {2}\n", name, help, value);
+  };
+  const auto head = [&](const char* name, const char* help) {
+    text += fmt::format("# HELP hoist_{0} {1}\n# TYPE hoist_{0} gauge\n", name, help);
+  };
+  gauge("step", "Steps applied.", static_cast<double>(line.report.step));
+  gauge("committed_step", "The newest durable step, -1 for none.", static_cast<double>(line.committed_step));
+  gauge("step_seconds", "Wall time of the last step.", line.seconds);
+  gauge("gradient_norm", "Global norm of the last step's gradient, before clipping.", line.report.gradient_norm);
+  gauge("learning_rate", "Learning rate of the first parameter group.", line.report.learning_rate);
+  gauge("loss_scale", "What the last step's losses were multiplied by.", line.report.loss_scale);
+  gauge("step_applied", "1, or 0 where a gradient was not finite and the last step was skipped.",
+        line.report.applied ? 1 : 0);
+  head("link_bytes", "Bytes the last step moved, by link.");
+  for_each_link([&](const char* name, std::size_t i) {
+    text += fmt::format("hoist_link_bytes{{link=\"{}\"}} {}\n", name, line.moved.links[i].bytes);
+  });
+  head("wait_seconds", "What the last step waited for.");
+  for_each_cause([&](const char* name, std::size_t i) {
+    text += fmt::format("hoist_wait_seconds{{cause=\"{}\"}} {}\n", name, to_seconds(line.moved.waits[i]));
+  });
+  const std::string target = path_ + ".prom", partial = target + ".partial";
+  const std::unique_ptr<std::FILE, CloseFile> file(open_output_file(partial, OutputMode::replace));
+  if (!file) throw IoError({"open", partial, 0, 0, errno}, "");
+  if (std::fwrite(text.data(), 1, text.size(), file.get()) != text.size() || std::fflush(file.get()) != 0)
+    throw IoError({"write", partial, 0, text.size(), errno}, "");
+  if (std::rename(partial.c_str(), target.c_str()) != 0) throw IoError({"rename", partial, 0, 0, errno}, "");
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/update/step_update.hpp - what every tile's update of one decided step needs: formulas and coefficients by group.
+//
+// Threading  apply() from any thread, on different tiles; check() when all of them are done.
+// Errors     check() throws Error when a state came out that cannot be committed.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <hoist/optim_cpu/update.hpp>
+#include <hoist/zero/update/tile_pipeline.hpp>
+
+namespace hoist::detail {
+
+class StepUpdate {
+ public:
+  // `groups` as the schedule has them for `step`, which is counted from 1.
+  StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale, int rank);
+
+  // Updates a tile. `home_gradient`: of its unit, this rank's shards.
+  void apply(const TileAccess& tile, const std::byte* home_gradient);
+  // Has the device update the units that are apart (Memory::apart), and waits for it. Pre: nothing uses their weights.
+  void run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream);
+  void check(const UnitTable& table) const;
+
+ private:
+  // Of what is rounded stochastically: by the parameter's place in its segment, whichever rank it belongs to.
+  optim::Rounding rounding(const TileAccess& tile) const;
+  // Tiles of one segment that lie behind each other, all but the last of full length.
+  void enqueue(UnitId unit, const Segment& segment, std::span<const tiers::Tile> tiles, const Memory& memory,
+               platform::Stream& stream) const;
+
+  std::uint64_t step_;
+  std::uint64_t rank_;
+  std::vector<std::uint64_t> seeds_;                     // by group
+  std::vector<optim::UpdateCoefficients> coefficients_;  // by group
+  std::atomic<std::uint32_t> broken_{~0u};               // a unit with a state that cannot be committed
+};
+
+}  // namespace hoist::detail

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/update/tile_pipeline.hpp - the optimizer step over all records: read ahead, update, write behind.
+//
+// Works in pieces (runs of tiles) through a ring of buffers: while one piece is updated, later ones are being read and
+// earlier ones written. A tile is verified, updated and checksummed in one pass while it is in cache. State that lives
+// in memory is updated in place and, when steps are durable, written from there. State in device memory that the CPU
+// cannot read is brought into the buffers and back, by walks that are no steps: those the device carries out itself.
+//
+// Between walks the buffers are idle: read_ahead() fills them with what the next step begins with, while the program is
+// still making its gradients.
+//
+// Threading  One caller at a time; tiles run on the update pool.
+// Errors     IoError, CorruptionError; Error when a master or moment is not finite or too large to be committed.
+// Main path  run -> for each piece: read -> tiles (verify, update, checksum) -> write.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include <hoist/zero/layout/record_map.hpp>
+#include <hoist/zero/layout/tile_access.hpp>
+#include <hoist/zero/memory/memory.hpp>
+
+namespace hoist::detail {
+
+// What a walk over all trainable tiles reads and writes.
+struct WalkOptions {
+  bool read = true;            // what lives on NVMe is read first (false: it is being made, or not looked at)
+  bool write_streamed = true;  // and written again
+  bool write_homes = true;     // what lives in memory is written to the store, as a commit needs it
+  // Of units that are apart (Memory::apart): what is there is looked at, and what the work makes goes back.
+  bool read_apart = true;
+  bool change_apart = true;
+  WaitCause waits = WaitCause::nvme;
+  bool in_background = false;  // nobody stands still meanwhile: not booked as waiting
+  // The work makes weights where Segment::update_makes_weights(): they are not read, and all of them are written.
+  bool makes_weights = false;
+};
+
+// A unit to be updated, and where to leave a copy of its new trainable weights (host layout), unless null.
+struct UpdateRequest {
+  UnitId unit{};
+  std::byte* target = nullptr;
+};
+
+class TilePipeline {
+ public:
+  TilePipeline(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
+               tiers::Store* store);
+  ~TilePipeline();  // sees reads ahead out
+  TilePipeline(const TilePipeline&) = delete;
+  TilePipeline& operator=(const TilePipeline&) = delete;
+
+  // Runs work(tile) over every trainable tile of `units` (all when empty), in parallel within a piece, pieces in order.
+  // Pre: a step of the store is open when anything is written. Returns when everything was computed and all writes
+  // are started; the store's commit waits for them.
+  using Work = std::function<void(const TileAccess&)>;
+  void walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
+  // The same over the units that `next` names, until it names none. next(wait): `wait` when there is nothing else to go
+  // on with; otherwise it returns at once. `updated`: the unit's tiles are computed and their writes started, or its
+  // weights are what they will be without this walk: a unit that is apart and not changed.
+  using Next = std::function<std::optional<UpdateRequest>(bool wait)>;
+  using Updated = std::function<void(UnitId)>;
+  void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
+
+  // Starts reading the records of `units`, in this order, for the next step, into as many buffers as there are; behind
+  // whatever else is read. Waits until they are written out. The next run with WalkOptions::makes_weights takes what
+  // was read instead of reading it; any other walk drops it. What fails here, or while it is read, fails in that run.
+  void read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept;
+
+  // Time spent computing in runs in the background.
+  Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
+
+  // The same bytes of a home, wherever it is; through an update buffer where some homes are apart. Block.
+  // Pre: no walk is under way.
+  void read_home(const std::byte* home, std::span<std::byte> out);
+  void write_home(std::byte* home, std::span<const std::byte> bytes);
+
+  // Done when the unit's weights of the last walk have reached the store.
+  Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
+
+ private:
+  struct Buffer {
+    std::span<std::byte> bytes;
+    Completion idle;             // last write out of it
+    std::uint64_t last_use = 0;  // counts uses of all buffers
+  };
+  struct Job {
+    Piece piece;
+    std::byte* weights = nullptr;  // of the piece's first tile
+    std::byte* state = nullptr;
+    Buffer* buffer = nullptr;
+    std::byte* target = nullptr;  // of a copy of the unit's weights
+    bool ends_unit = false;
+    aio::Priority priority = aio::Priority::foreground;  // of the reads
+    std::vector<Completion> reads;
+    bool weights_read = false, state_read = false;  // but weights that are made
+  };
+  void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
+  void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
+  bool is_only_written(UnitId unit, const WalkOptions& options) const;
+  Job job_of(std::size_t piece, Buffer* buffer) const;
+  bool ends_unit(std::size_t piece) const;
+  std::deque<Job>::iterator read_already(const Piece& piece);  // in ahead_
+  bool start(std::size_t piece, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs);
+  bool held(const Buffer& buffer, const std::deque<Job>& jobs) const;
+  Buffer* idle_buffer(const std::deque<Job>& jobs);
+  Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
+  void read(Job& job, const WalkOptions& options);
+  void read_weights(Job& job, const WalkOptions& options);
+  bool makes_weights(const Job& job, const tiers::Tile& tile, const WalkOptions& options) const;
+  void update(Job& job, const WalkOptions& options, const Work& work);
+  struct Writes {
+    bool weights = false, state = false;
+  };
+  Writes writes(const Piece& piece, const WalkOptions& options) const;
+  void write(Job& job, const WalkOptions& options);
+  // Between a job's buffer and homes that are apart; done when the copies are.
+  Completion copy_apart(const Job& job, platform::CopyKind direction);
+  std::span<std::byte> bounce_buffer();
+  std::span<const tiers::Tile> tiles(const Piece& piece) const;
+  void timed_wait(const Completion& completion, WaitCause cause);
+
+  Runtime& runtime_;
+  const UnitTable& table_;
+  const Memory& memory_;
+  const RecordMap& records_;
+  tiers::Store* store_;
+  std::unique_ptr<platform::Stream> apart_;  // null unless some homes are apart
+  std::vector<Buffer> buffers_;
+  std::deque<Job> ahead_;  // read for the next step
+  std::uint64_t uses_ = 0;
+  std::vector<std::size_t> first_piece_;  // by unit, and one past the last
+  std::atomic<std::int64_t> busy_ns_{0};
+  std::vector<Completion> weights_written_;               // by unit
+  std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the piece being updated
+};
+
+}  // namespace hoist::detail

@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <utility>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
+#include <hoist/zero/update/update_queue.hpp>
+
+namespace hoist::detail {
+
+namespace {
+
+// After so long without a request, the rest is updated unasked; its weights are then read twice.
+constexpr Nanoseconds kPatience = std::chrono::seconds(5);
+
+}  // namespace
+
+UpdateQueue::UpdateQueue(TilePipeline& pipeline, const UnitTable& table, bool on_request)
+    : pipeline_(pipeline), table_(table), on_request_(on_request), states_(table.units().size()) {
+  thread_ = start_thread("hoist-update", [this] { run(); });
+}
+
+UpdateQueue::~UpdateQueue() {
+  stop();
+  thread_.join();
+}
+
+void UpdateQueue::stop() noexcept {
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  unqueued_ += requests_.size();
+  requests_.clear();
+  ahead_.reset();
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return !step_ && !reading_ahead_; });
+}
+
+void UpdateQueue::begin(Step step) {
+  {
+    const std::lock_guard lock(mutex_);
+    HOIST_ASSERT(!step_ && !failure_, "a step begins before the last one was finished");
+    for (std::uint32_t u = 0; u < states_.size(); ++u) {
+      if (!table_.units()[u].is_trainable()) continue;
+      states_[u].stage = Stage::pending;
+      states_[u].promise.emplace();
+      states_[u].updated = states_[u].promise->completion();
+      ++unqueued_;
+    }
+    const std::vector<UnitId> expected = std::move(step.expected);
+    ahead_.reset();
+    step_ = std::move(step);
+    if (!on_request_) {
+      for (const UnitId unit : expected)
+        if (states_[unit.index].stage == Stage::pending) enqueue(unit, nullptr);
+      enqueue_rest();
+    }
+  }
+  changed_.notify_all();
+}
+
+void UpdateQueue::open(const WalkOptions& walk, TilePipeline::Work work) {
+  {
+    const std::lock_guard lock(mutex_);
+    HOIST_ASSERT(!step_ && !failure_, "a step is opened before the last one was finished");
+    step_ = Step{.walk = walk, .work = std::move(work), .expected = {}, .ended = {}};
+    open_ = true;
+  }
+  changed_.notify_all();
+}
+
+void UpdateQueue::announce(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  UnitState& state = states_[unit.index];
+  if (failure_) {
+    state.updated = Completion::failed(failure_);
+    return;
+  }
+  HOIST_ASSERT(state.stage == Stage::current, "unit {} is announced twice, or before its last update", unit.index);
+  state.stage = Stage::announced;
+  state.hurried = false;
+  state.promise.emplace();
+  state.updated = state.promise->completion();
+}
+
+Completion UpdateQueue::offer(UnitId unit) {
+  std::exception_ptr refusal;
+  {
+    const std::lock_guard lock(mutex_);
+    UnitState& state = states_[unit.index];
+    refusal = failure_;
+    if (!refusal && (!step_ || stopping_)) refusal = std::make_exception_ptr(Error("the step was dropped"));
+    if (!refusal) {
+      HOIST_ASSERT(open_ && state.stage == Stage::announced, "unit {} is offered unannounced, or to no step",
+                   unit.index);
+      state.stage = Stage::queued;
+      requests_.insert(state.hurried ? requests_.begin() : requests_.end(), {unit, nullptr});
+      changed_.notify_all();
+      return state.updated;
+    }
+  }
+  withdraw(unit, refusal);
+  return Completion::failed(refusal);
+}
+
+void UpdateQueue::withdraw(UnitId unit, const std::exception_ptr& error) {
+  std::optional<Promise> promise;
+  {
+    const std::lock_guard lock(mutex_);
+    UnitState& state = states_[unit.index];
+    if (state.stage != Stage::announced) return;  // the step failed first
+    state.stage = Stage::current;
+    promise = std::exchange(state.promise, std::nullopt);
+  }
+  error ? promise->fail(error) : promise->complete();
+}
+
+void UpdateQueue::conclude(Ended ended, std::span<const UnitId> expected) {
+  const std::lock_guard lock(mutex_);
+  HOIST_ASSERT(step_ && open_, "no step is open");
+  std::ranges::stable_sort(requests_, {}, [&](const Request& request) {
+    return std::ranges::find(expected, request.unit) - expected.begin();
+  });
+  step_->ended = std::move(ended);
+  open_ = false;
+  changed_.notify_all();
+}
+
+void UpdateQueue::check() const {
+  const std::lock_guard lock(mutex_);
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void UpdateQueue::read_ahead(const WalkOptions& walk, std::vector<UnitId> units) {
+  const std::lock_guard lock(mutex_);
+  if (failure_ || stopping_) return;
+  ahead_ = Ahead{.walk = walk, .units = std::move(units)};
+  changed_.notify_all();
+}
+
+Completion UpdateQueue::updated(UnitId unit) const {
+  const std::lock_guard lock(mutex_);
+  return states_[unit.index].updated;
+}
+
+std::optional<Completion> UpdateQueue::deliver(UnitId unit, std::byte* target) {
+  const std::lock_guard lock(mutex_);
+  if (states_[unit.index].stage != Stage::pending) return std::nullopt;
+  enqueue(unit, target);
+  changed_.notify_all();
+  return states_[unit.index].updated;
+}
+
+Completion UpdateQueue::hurry(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  if (states_[unit.index].stage == Stage::pending) {
+    enqueue(unit, nullptr);
+    changed_.notify_all();
+  } else if (states_[unit.index].stage == Stage::announced) {
+    states_[unit.index].hurried = true;
+  } else if (const auto queued = std::ranges::find(requests_, unit, &Request::unit); queued != requests_.end()) {
+    std::rotate(requests_.begin(), queued, queued + 1);  // out of the expected order
+  }
+  return states_[unit.index].updated;
+}
+
+void UpdateQueue::finish() {
+  std::unique_lock lock(mutex_);
+  HOIST_ASSERT(!open_, "a step is to be carried out that is not decided");
+  enqueue_rest();
+  ahead_.reset();
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return !step_ && !reading_ahead_; });
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void UpdateQueue::enqueue(UnitId unit, std::byte* target) {
+  states_[unit.index].stage = Stage::queued;
+  requests_.push_back({unit, target});
+  --unqueued_;
+}
+
+void UpdateQueue::enqueue_rest() {
+  for (std::uint32_t u = 0; u < states_.size() && unqueued_ > 0; ++u)
+    if (states_[u].stage == Stage::pending) enqueue(UnitId{u}, nullptr);
+}
+
+void UpdateQueue::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return step_ || ahead_ || stopping_; });
+    if (step_) {
+      lock.unlock();
+      carry_out();
+      lock.lock();
+      continue;
+    }
+    if (!ahead_) return;
+    const Ahead ahead = *std::exchange(ahead_, std::nullopt);
+    reading_ahead_ = true;
+    lock.unlock();
+    pipeline_.read_ahead(ahead.walk, ahead.units);
+    lock.lock();
+    reading_ahead_ = false;
+    changed_.notify_all();
+  }
+}
+
+void UpdateQueue::carry_out() {
+  std::exception_ptr error;
+  try {
+    pipeline_.run(
+        step_->walk, step_->work, [this](bool wait) { return next(wait); },
+        [this](UnitId unit) { unit_updated(unit); });
+    const std::lock_guard lock(mutex_);
+    if (unqueued_ > 0 || open_) throw Error("the engine ended before its last step was carried out");
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Before anything that waits for other ranks: whoever waits here is to know at once.
+  if (error) fail_pending(error);
+  try {
+    if (const Ended ended = conclusion()) ended(error);
+  } catch (...) {
+    if (!error) error = std::current_exception();
+  }
+  const std::lock_guard lock(mutex_);
+  failure_ = error;
+  step_.reset();
+  open_ = false;
+  changed_.notify_all();
+}
+
+// What the step ends in; nothing when it was dropped before it was decided. One that failed early waits for that.
+UpdateQueue::Ended UpdateQueue::conclusion() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !open_ || stopping_; });
+  return std::move(step_->ended);
+}
+
+// What to update next; with nothing queued, waits for a request unless there is other work to go on with.
+std::optional<UpdateRequest> UpdateQueue::next(bool wait) {
+  std::unique_lock lock(mutex_);
+  while (requests_.empty()) {
+    if (!wait || stopping_ || (unqueued_ == 0 && !open_)) return std::nullopt;
+    if (open_)
+      changed_.wait(lock);
+    else if (!changed_.wait_for(lock, kPatience, [&] { return !requests_.empty() || stopping_; }))
+      enqueue_rest();
+  }
+  const Request request = requests_.front();
+  requests_.pop_front();
+  return UpdateRequest{request.unit, request.target};
+}
+
+void UpdateQueue::unit_updated(UnitId unit) {
+  std::optional<Promise> promise;
+  {
+    const std::lock_guard lock(mutex_);
+    states_[unit.index].stage = Stage::current;
+    promise = std::exchange(states_[unit.index].promise, std::nullopt);
+  }
+  promise->complete();
+}
+
+void UpdateQueue::fail_pending(const std::exception_ptr& error) {
+  std::vector<Promise> unfulfilled;
+  {
+    const std::lock_guard lock(mutex_);
+    failure_ = error;
+    for (UnitState& state : states_) {
+      if (!state.promise) continue;
+      unfulfilled.push_back(std::move(*state.promise));
+      state.promise.reset();
+      state.stage = Stage::queued;  // for ever: nobody can ask for it again
+    }
+    requests_.clear();
+    unqueued_ = 0;
+  }
+  for (Promise& promise : unfulfilled) promise.fail(error);
+}
+
+}  // namespace hoist::detail

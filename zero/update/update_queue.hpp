@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/update/update_queue.hpp - update mode `forward`: a step that was decided is carried out under the next
+// forward pass, unit by unit, each just before its weights are needed.
+//
+// Weights that live in memory are updated in the order they are expected, as fast as records arrive. Weights that live
+// on NVMe are updated when somebody asks for them, and handed over on the way: one read serves update and forward.
+// What nobody asked for is updated by finish(), or when nobody has asked for anything for a while: whoever waits for
+// the step to be committed is not left waiting for a pass that never comes.
+//
+// Update mode `backward` is the same thread with another source of work: open() begins a step before it is decided,
+// offer() hands over each unit whose gradient is final, and conclude() says that there are no more. What is left then
+// trails into the next pass. A unit is announced before it is offered: whoever wants its weights from then on waits.
+//
+// Threading  begin() and finish() from the program's thread, the others from any. Updates run on a thread of this
+//            object, in parallel over tiles on the update pool.
+// Errors     An update that fails fails every unit that is still pending, and finish().
+// Main path  begin(step) -> deliver(unit) or the expected order -> TilePipeline::run -> updated(unit) -> ended.
+//            open(work), announce(unit) -> offer(unit) -> TilePipeline::run -> updated(unit); conclude(ended) -> ended.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include <hoist/zero/update/tile_pipeline.hpp>
+
+namespace hoist::detail {
+
+class UpdateQueue {
+ public:
+  // `on_request`: units wait to be asked for (weights on NVMe); else they follow the expected order.
+  UpdateQueue(TilePipeline& pipeline, const UnitTable& table, bool on_request);
+  ~UpdateQueue();  // drops what is pending
+  UpdateQueue(const UpdateQueue&) = delete;
+  UpdateQueue& operator=(const UpdateQueue&) = delete;
+
+  // On this object's thread, when the last unit was updated and its writes were started, or the first one failed.
+  // What it throws counts like the failure of an update.
+  using Ended = std::function<void(std::exception_ptr)>;
+  struct Step {
+    WalkOptions walk;
+    TilePipeline::Work work;
+    std::vector<UnitId> expected;  // the order of the next pass, as far as it is known
+    Ended ended;
+  };
+  // Pre: finish() returned since the last step.
+  void begin(Step step);
+
+  // A step without any unit yet. Pre: as begin().
+  void open(const WalkOptions& walk, TilePipeline::Work work);
+  // The unit will be offered, or withdrawn: updated(unit) waits for that. Pre: its last update is done.
+  void announce(UnitId unit);
+  // The unit's gradient is final: updates it after those offered before. Done when its tiles are computed and its
+  // writes started: the gradient is not looked at any more. Failed when the step has failed or was dropped.
+  // Pre: announced, and the step is open.
+  Completion offer(UnitId unit);
+  // An announced unit is not offered, because of an error or (null) because it stays as it is.
+  void withdraw(UnitId unit, const std::exception_ptr& error);
+  // Nothing more will be offered. What is left is updated in the order in which the next pass will want it, as far as
+  // that is known. Pre: open(), and neither conclude() nor stop() since.
+  void conclude(Ended ended, std::span<const UnitId> expected);
+  // Throws what any update of the step failed with so far.
+  void check() const;
+  // As soon as no step is under way, fills the pipeline's buffers for the next one (TilePipeline::read_ahead). What has
+  // not begun when finish() or the next step comes is forgotten.
+  void read_ahead(const WalkOptions& walk, std::vector<UnitId> units);
+
+  // Done when the unit's weights are those of the last step that was begun.
+  Completion updated(UnitId unit) const;
+  // Updates a pending unit soon and also leaves its trainable weights, in host layout, at `target`. Null when the unit
+  // is not pending, or somebody else asked first: its weights are in the store, or will be once updated(unit) is done.
+  std::optional<Completion> deliver(UnitId unit, std::byte* target);
+  // Updates a pending unit soon; for those who do not want its weights.
+  Completion hurry(UnitId unit);
+  // Carries out all that is pending. Throws what any update failed with. Pre: no step is open.
+  void finish();
+  // Drops what is pending and was not started; returns when nothing runs any more. For an engine that has failed.
+  void stop() noexcept;
+
+  // Time spent updating so far, for telling apart what somebody waited for.
+  Nanoseconds busy() const { return pipeline_.busy(); }
+
+ private:
+  enum class Stage : std::uint8_t { current, announced, pending, queued };
+  struct UnitState {
+    Stage stage = Stage::current;
+    bool hurried = false;            // while announced
+    std::optional<Promise> promise;  // while not current
+    Completion updated;
+  };
+  struct Request {
+    UnitId unit{};
+    std::byte* target = nullptr;
+  };
+  struct Ahead {
+    WalkOptions walk;
+    std::vector<UnitId> units;
+  };
+  void run();
+  void carry_out();
+  Ended conclusion();
+  void enqueue(UnitId unit, std::byte* target);  // with the mutex held
+  void enqueue_rest();                           // likewise
+  std::optional<UpdateRequest> next(bool wait);
+  void fail_pending(const std::exception_ptr& error);
+  void unit_updated(UnitId unit);
+
+  TilePipeline& pipeline_;
+  const UnitTable& table_;
+  const bool on_request_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<UnitState> states_;
+  std::deque<Request> requests_;
+  std::size_t unqueued_ = 0;    // pending units that nobody has asked for
+  std::optional<Step> step_;    // under way
+  bool open_ = false;           // more may be offered
+  std::optional<Ahead> ahead_;  // to be read, once there is no step
+  bool reading_ahead_ = false;
+  std::exception_ptr failure_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace hoist::detail
