@@ -19,6 +19,7 @@
 #include <vector>
 
 #include <hoist/aio/backend.hpp>
+#include <hoist/aio/backend_kind.hpp>
 #include <hoist/aio/file.hpp>
 #include <hoist/core/completion.hpp>
 
@@ -27,13 +28,6 @@ namespace hoist::aio {
 namespace detail {
 struct Request;
 }
-
-// automatic: io_uring, or `threads` where the system forbids it (said once in the log, with the remedy).
-// io_uring:  an Error when it cannot be had.
-// null:      every transfer succeeds at once and no data is moved: measures our own overhead, nothing else.
-// NVMe passthrough is not among them: it needs /dev/ng* and root, and addresses blocks under the file system's feet, so
-// that nothing it wrote would be a file.
-enum class BackendKind : std::uint8_t { automatic, io_uring, threads, null };
 
 // Spends a processor on waiting, to answer faster; worth it for small blocks only. Each is probed with one transfer and
 // a time-out of 1 s. What the probe finds missing is done without, said once in the log with the remedy; with the

@@ -24,16 +24,12 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/strong_id.hpp>
 #include <hoist/core/trace.hpp>
+#include <hoist/tiers/durability.hpp>
 #include <hoist/tiers/record_layout.hpp>
 
 namespace hoist::tiers {
 
 using RecordId = StrongId<struct RecordTag>;
-
-enum class Durability : std::uint8_t {
-  step,  // steps are committed; records alternate between extents
-  none,  // records are rewritten in place; nothing is ever committed and the store cannot be reopened
-};
 
 // What makes two runs the same model: compared as text, line by line, when a store is opened. One line per parameter,
 // made by zero/; the store only keeps and compares it. World size and rank are kept beside it.

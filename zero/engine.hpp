@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/engine.hpp - ZeRO-partitioned training state on three tiers. Start here.
 //
-// Life of a program: add_group/add_unit/tie -> initialize() or restore() -> for each step: begin(train), gather and
-// release units, gradients/accumulate and finish, end the pass, step().
+// Life of a program: Engine::create() or Engine::restore() -> for each step: begin(train), gather and release units,
+// gradients/accumulate and finish, end the pass, step(). An engine that exists can train: there is no half-built one.
 //
 // Threading  One thread at a time, not always the same. [C] marks collective calls: every rank makes the same calls in
-//            the same order; a rank that differs is named in a CommError. Of a job with several sharding groups, [C] is
-//            every rank of the group, and [J] of the job.
-// Memory     Device and pinned memory are laid out by initialize() or restore(); nothing is taken afterwards.
+//            the same order; a rank that differs is named in a CommError. In a job with several sharding groups, [C]
+//            means every rank of the group, and [J] every rank of the job.
+// Memory     Device and pinned memory are laid out when the engine is made; nothing is taken afterwards.
 // Errors     UsageError and BudgetError leave the state unchanged. After any other error in a step or pass the engine
-//            has failed: it can only be destroyed, and a new one restored. The others do not wait for a failed rank:
-//            they stop at once, with a CommError that names it, the unit and its error, and unless they learned of it
-//            in an exchange, the runtimes' communicators cannot be used afterwards. The same goes for an exception that
-//            leaves a pass and then destroys the engine, and for abandon().
+//            has failed: it can only be destroyed, and a new one restored. The other ranks do not wait for a failed
+//            rank: they stop at once, with a CommError that names it, the unit and its error, and unless they learned
+//            of it in an exchange, the runtimes' communicators cannot be used afterwards. The same holds for an
+//            exception that leaves a pass and then destroys the engine, and for abandon().
 // Main path  gather -> (scheduler) -> store.read -> copy up -> all-gather -> lease; finish -> reduce-scatter -> copy
 //            down; step -> norm -> update -> store.write -> commit.
 #pragma once
@@ -22,66 +22,55 @@
 #include <string_view>
 
 #include <hoist/zero/lease.hpp>
+#include <hoist/zero/model.hpp>
 #include <hoist/zero/options.hpp>
-#include <hoist/zero/predict/prediction.hpp>
 #include <hoist/zero/runtime.hpp>
 #include <hoist/zero/types.hpp>
 
 namespace hoist {
 
+namespace detail {
+class EngineCore;
+}
+
 class Engine {
  public:
-  // Refuses with ConfigError what this version does not support, naming the option and the alternative.
-  Engine(Runtime& runtime, const EngineOptions& options);
-  ~Engine();
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
+  // --- making one ----------------------------------------------------------------------------------------------------
+  // [J] An engine with fresh state from `initializer`. With state on NVMe it is committed as step 0, with
+  // `caller_state`. The runtime outlives the engine; model and options are copied.
+  // Errors: ConfigError for options that this version does not support, naming the option and the alternative;
+  // UsageError for a model without units; BudgetError; StoreError when the store already holds a commit. A rank that
+  // fails alone is named to the others.
+  static Engine create(Runtime& runtime, const EngineOptions& options, Model model, const Initializer& initializer,
+                       std::span<const std::byte> caller_state = {});
+  // [J] An engine that continues from the newest commit that every rank has, or from a kept step (RestoreOptions).
+  // Commits after that one are then abandoned, kept steps stay. If another number of ranks made the commit, its state
+  // is distributed anew into a store of its own below the offload directory. That needs room there, and every rank must
+  // reach all old ranks' files. The old store is removed once the new one is committed (with nothing on NVMe: at the
+  // next restore after that), unless it keeps steps. restored() tells what was found.
+  // Errors: as create(), and StoreError when there is no such commit, or it belongs to another model.
+  static Engine restore(Runtime& runtime, const EngineOptions& options, Model model,
+                        const RestoreOptions& restore_options = {});
+  // [J] The newest commit that every rank has, if there is one. Changes nothing.
+  static std::optional<std::uint64_t> find_commit(Runtime& runtime, const EngineOptions& options);
+  // [J] The steps that every rank keeps under a name, oldest first. Changes nothing.
+  static std::vector<KeptStep> find_kept(Runtime& runtime, const EngineOptions& options);
 
-  // --- the model; before initialize() or restore() -------------------------------------------------------------------
-  GroupId add_group(const GroupOptions& options);
-  // A unit is what is used together: a layer. Parameters of one dtype, trainability and group form a segment.
-  UnitId add_unit(std::string name, std::span<const ParameterSpec> parameters, UnitOptions options = {});
-  // gather(user) also gathers the unit that owns `owner`; its gradient has one home, the owner's.
-  void tie(UnitId user, ParameterId owner);
-  ParameterId parameter(std::string_view name) const;  // UsageError when there is none; look up once, not per layer
-  std::span<const ParameterSpec> parameters() const;   // in declaration order; index is ParameterId::index
+  Engine(Engine&&) noexcept;
+  Engine& operator=(Engine&&) noexcept;
+  // Carries out the step that was decided last, unless the engine has failed, and ends every lease.
+  ~Engine();
+
+  // --- what it trains ------------------------------------------------------------------------------------------------
+  const Model& model() const;
+  ParameterId parameter(std::string_view name) const { return model().parameter(name); }
+  // What restore() continued from; null for an engine that create() made.
+  const RestoreReport* restored() const;
   // Whether there is such a state of the parameter: a frozen one has its master only, and not every optimizer keeps
   // both moments.
   bool keeps(ParameterId parameter, State state) const;
-  std::uint64_t parameter_count() const;  // elements, padding not counted
-  // Where the parameter will lie in its unit's gathered memory: what a Binding needs to know before the first gather.
-  struct Place {
-    UnitId unit{};
-    std::uint64_t offset_bytes = 0;
-    std::uint64_t unit_bytes = 0;  // of the whole unit, as Binding::bind is told
-  };
-  Place place(ParameterId parameter) const;
-  ModelShape shape() const;  // what was declared, for predict()
-
-  // BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's own
-  // blocks beside what the model needs at least. For a program that is about to allocate them, once the model is
-  // declared.
-  void require_device_memory(std::uint64_t program_bytes) const;
-
-  // --- bringing it to life -------------------------------------------------------------------------------------------
-  // [J] Fresh state from `fill`; commit 0, with `caller_state`, when something lives on NVMe. Refuses an existing store
-  // that holds a commit. When this or restore() throws, on any rank, the engine is as it was and either may be called
-  // again, unless the other ranks had to be told (see Errors); most errors of a single rank are exchanged instead.
-  void initialize(const Initializer& fill, std::span<const std::byte> caller_state = {});
-  // [J] The newest commit that every rank has, if any. Changes nothing.
-  std::optional<std::uint64_t> find_commit();
-  // [J] The steps that every rank keeps under a name, oldest first. Changes nothing.
-  struct KeptStep {
-    std::string name;
-    std::uint64_t step = 0;
-  };
-  std::vector<KeptStep> find_kept();
-  // [J] Continues from the newest commit, or from a kept step; commits after that one are then abandoned, kept steps
-  // stay. When another number of ranks made it, its state is dealt out anew into a store of its own below the offload
-  // directory, which needs room there and all old ranks' files in sight; the old store goes once the new one is
-  // committed (with nothing on NVMe: at the next restore() after that), unless it keeps steps. StoreError when there is
-  // none, no step of that name, or it is another model's.
-  RestoreReport restore(const RestoreOptions& options = {});
+  // Where the parameter lies in its unit's gathered memory.
+  ParameterPlace place(ParameterId parameter) const;
 
   // --- a pass --------------------------------------------------------------------------------------------------------
   // A stream that is being captured into a CUDA graph is refused by all of these, and by Lease::release: UsageError.
@@ -145,9 +134,15 @@ class Engine {
   friend class Lease;
   friend class GradientLease;
   friend class PassScope;
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  explicit Engine(std::unique_ptr<detail::EngineCore> core);
+  std::unique_ptr<detail::EngineCore> core_;
 };
+
+// BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's
+// own blocks beside what the engine needs at least. For a program that is about to allocate them, before it makes the
+// engine.
+void require_device_memory(Runtime& runtime, const EngineOptions& options, const Model& model,
+                           std::uint64_t program_bytes);
 
 // XXH3-64 over `state` of all parameters in declaration order, as fp32 in little-endian; 16 hex digits. Independent of
 // placement and partition. [C] Parameters without such a moment do not enter its digest.

@@ -6,7 +6,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/detail/engine_impl.hpp>
+#include <hoist/zero/detail/engine_core.hpp>
 
 namespace hoist {
 
@@ -39,8 +39,8 @@ Lease::~Lease() {
 TensorView Lease::view(ParameterId parameter) const {
   if (stream_ == nullptr) throw UsageError("the lease was released");
   const auto engine = engine_.lock();
-  if (!engine || !engine->impl_->in_pass(pass_)) throw UsageError("the lease's pass has ended");
-  const Engine::Impl& e = *engine->impl_;
+  if (!engine || !engine->pass->is_serial(pass_)) throw UsageError("the lease's pass has ended");
+  const detail::EngineCore& e = *engine;
   if (parameter.index >= e.table.specs().size())
     throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = e.table.parameter(parameter);
@@ -51,7 +51,7 @@ TensorView Lease::view(ParameterId parameter) const {
   }
   const detail::Segment& segment = e.table.segment_of(parameter);
   std::byte* data =
-      e.live.gatherer->address(p.unit) + segment.gathered_offset + p.first_element * dtype_bytes(segment.dtype);
+      e.gatherer->address(p.unit) + segment.gathered_offset + p.first_element * dtype_bytes(segment.dtype);
   return {.data = data,
           .dtype = segment.dtype,
           .shape = e.table.spec(parameter).shape,
@@ -63,11 +63,11 @@ void Lease::release(StreamRef stream) {
   detail::refuse_capture(stream, "release()");
   const StreamRef gathered_on = *std::exchange(stream_, nullptr);
   const auto engine = engine_.lock();
-  if (!engine || !engine->impl_->in_pass(pass_)) return;
+  if (!engine || !engine->pass->is_serial(pass_)) return;
   try {
-    engine->impl_->live.gatherer->release(unit_, gathered_on, stream);
+    engine->gatherer->release(unit_, gathered_on, stream);
   } catch (...) {
-    engine->impl_->fail(std::current_exception());
+    engine->fail(std::current_exception());
     throw;
   }
 }
@@ -76,10 +76,10 @@ void Lease::release(StreamRef stream) {
 
 TensorView GradientLease::view(ParameterId parameter) const {
   const auto engine = engine_.lock();
-  if (!engine || !engine->impl_->in_pass(pass_) || engine->impl_->live.gradients->finished(unit_)) {
+  if (!engine || !engine->pass->is_serial(pass_) || engine->gradients->finished(unit_)) {
     throw UsageError("the gradients were finished, or their pass has ended");
   }
-  const Engine::Impl& e = *engine->impl_;
+  const detail::EngineCore& e = *engine;
   if (parameter.index >= e.table.specs().size())
     throw UsageError(fmt::format("there is no parameter {}", parameter.index));
   const detail::Parameter& p = e.table.parameter(parameter);
@@ -88,7 +88,7 @@ TensorView GradientLease::view(ParameterId parameter) const {
     throw UsageError(fmt::format("parameter '{}' has no gradient in unit '{}'", e.table.spec(parameter).name,
                                  e.table.unit(unit_).name));
   }
-  const detail::Gradients::Place place = e.live.gradients->place(segment);
+  const detail::Gradients::Place place = e.gradients->place(segment);
   return {.data = data_ + place.offset_bytes + p.first_element * dtype_bytes(place.dtype),
           .dtype = place.dtype,
           .shape = e.table.spec(parameter).shape,
@@ -97,16 +97,16 @@ TensorView GradientLease::view(ParameterId parameter) const {
 
 // --- PassScope -------------------------------------------------------------------------------------------------------
 
-PassScope::PassScope(std::weak_ptr<Engine> engine, std::uint64_t pass)
+PassScope::PassScope(std::weak_ptr<detail::EngineCore> engine, std::uint64_t pass)
     : engine_(std::move(engine)), pass_(pass), exceptions_(std::uncaught_exceptions()) {}
 
 PassScope::~PassScope() {
   const auto engine = engine_.lock();
-  if (!engine || !engine->impl_->in_pass(pass_)) return;  // moved from, or discarded
+  if (!engine || !engine->pass->is_serial(pass_)) return;  // moved from, or discarded
   try {
-    engine->impl_->end_pass(/*complete=*/std::uncaught_exceptions() <= exceptions_);
+    engine->end_pass(/*complete=*/std::uncaught_exceptions() <= exceptions_);
   } catch (...) {
-    engine->impl_->fail(std::current_exception());
+    engine->fail(std::current_exception());
   }
 }
 

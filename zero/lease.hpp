@@ -9,6 +9,9 @@
 namespace hoist {
 
 class Engine;
+namespace detail {
+class EngineCore;
+}
 
 // The gathered weights of a unit (and of the parameters tied to it), valid on the stream given to gather() from that
 // call on. Shared: gathering a unit that is already gathered yields another lease on the same memory, so recomputation
@@ -33,9 +36,9 @@ class Lease {
 
  private:
   friend class Engine;
-  Lease(std::weak_ptr<Engine> engine, UnitId unit, StreamRef stream, std::uint64_t pass)
+  Lease(std::weak_ptr<detail::EngineCore> engine, UnitId unit, StreamRef stream, std::uint64_t pass)
       : engine_(std::move(engine)), unit_(unit), stream_(&*stream), pass_(pass) {}
-  std::weak_ptr<Engine> engine_;
+  std::weak_ptr<detail::EngineCore> engine_;
   UnitId unit_{};
   platform::Stream* stream_ = nullptr;  // gathered on; null when there is nothing to release
   std::uint64_t pass_ = 0;
@@ -52,9 +55,9 @@ class GradientLease {
 
  private:
   friend class Engine;
-  GradientLease(std::weak_ptr<Engine> engine, UnitId unit, std::byte* data, std::uint64_t pass)
+  GradientLease(std::weak_ptr<detail::EngineCore> engine, UnitId unit, std::byte* data, std::uint64_t pass)
       : engine_(std::move(engine)), unit_(unit), data_(data), pass_(pass) {}
-  std::weak_ptr<Engine> engine_;
+  std::weak_ptr<detail::EngineCore> engine_;
   UnitId unit_{};
   std::byte* data_ = nullptr;
   std::uint64_t pass_ = 0;
@@ -69,8 +72,8 @@ class PassScope {
 
  private:
   friend class Engine;
-  PassScope(std::weak_ptr<Engine> engine, std::uint64_t pass);
-  std::weak_ptr<Engine> engine_;
+  PassScope(std::weak_ptr<detail::EngineCore> engine, std::uint64_t pass);
+  std::weak_ptr<detail::EngineCore> engine_;
   std::uint64_t pass_ = 0;
   int exceptions_ = 0;
 };

@@ -10,15 +10,21 @@
 #include <string>
 #include <vector>
 
-#include <hoist/aio/drive_queue.hpp>
-#include <hoist/comm/communicator.hpp>
+#include <hoist/aio/backend_kind.hpp>
+#include <hoist/core/clock.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/optim_cpu/optimizer.hpp>
 #include <hoist/platform/device.hpp>
-#include <hoist/tiers/store.hpp>
+#include <hoist/tiers/durability.hpp>
 #include <hoist/zero/update/learning_rate.hpp>
 #include <hoist/zero/update/loss_scale.hpp>
 
 namespace hoist {
+
+namespace aio {
+class Backend;
+struct DriveQueueOptions;
+}  // namespace aio
 
 enum class CommunicatorKind : std::uint8_t {
   // What the launcher (comm/launch.hpp) started. Several ranks of mpirun or srun meet over MPI, on CUDA devices with
@@ -43,7 +49,7 @@ struct RuntimeOptions {
   unsigned aio_queue_depth = 16;
   unsigned aio_threads = 4;  // of the `threads` backend
   // A drive that has work and answers nothing for this long has failed.
-  Nanoseconds aio_answer_timeout = aio::DriveQueueOptions{}.answer_timeout;
+  Nanoseconds aio_answer_timeout = std::chrono::minutes(5);
   // Makes what carries the transfers instead of aio_backend, once for each drive. Null: aio_backend does. For tests.
   std::function<std::unique_ptr<aio::Backend>(const aio::DriveQueueOptions&)> make_aio_backend{};
 

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
@@ -125,6 +126,10 @@ Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone
 }
 
 Runtime::~Runtime() { write_trace(); }
+
+bool Runtime::has_several_groups() const { return norm_group_ && norm_group_->size() > communicator_->size(); }
+int Runtime::rank() const { return communicator_->rank(); }
+int Runtime::world_size() const { return communicator_->size(); }
 
 const comm::Communicator& Runtime::job_ranks() const { return norm_group_ ? *norm_group_ : *communicator_; }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/runtime.hpp - what a process owns once: device, budgets, communicator, update threads, the books.
+// zero/runtime.hpp - what a process owns once: device, budgets, communicator, update threads, the ledger.
 //
 // Threading  Any thread. Several engines may share one runtime.
 // Memory     The device's budget is taken at construction; pinned memory when an engine is laid out. A runtime outlives
@@ -9,15 +9,21 @@
 //            can be written. One that turns out at the end not to be writable is only logged.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
+#include <hoist/core/ledger.hpp>
 #include <hoist/tiers/budget.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist {
 
+namespace comm {
+class Communicator;
+struct CommunicatorOptions;
+}  // namespace comm
 namespace optim {
 class UpdatePool;
 }
@@ -55,12 +61,12 @@ class Runtime {
   tiers::Budget& pinned_budget() { return pinned_budget_; }
   comm::Communicator& communicator() { return *communicator_; }
   comm::Communicator& norm_group() { return norm_group_ ? *norm_group_ : *communicator_; }
-  bool has_several_groups() const { return norm_group_ && norm_group_->size() > communicator_->size(); }
+  bool has_several_groups() const;
   optim::UpdatePool& update_pool() { return *update_pool_; }
   Ledger& ledger() { return ledger_; }
   Trace* trace() { return trace_.get(); }  // null unless RuntimeOptions::trace_path asks for one
-  int rank() const { return communicator_->rank(); }
-  int world_size() const { return communicator_->size(); }
+  int rank() const;
+  int world_size() const;
 
  private:
   Runtime(const RuntimeOptions& options, const Groups& groups, bool alone);

@@ -31,7 +31,7 @@ void for_each_cause(const Visit& visit) {
 
 }  // namespace
 
-Metrics::Metrics(std::string path, const Ledger& ledger)
+StepMetrics::StepMetrics(std::string path, const Ledger& ledger)
     : path_(std::move(path)),
       file_(open_output_file(path_, OutputMode::append)),
       last_(read(ledger)),
@@ -41,14 +41,14 @@ Metrics::Metrics(std::string path, const Ledger& ledger)
                   errno == ENXIO ? open_file_remedy(ENXIO) : "choose another place for hoist.metrics");
 }
 
-Metrics::Statistics Metrics::read(const Ledger& ledger) {
+StepMetrics::Statistics StepMetrics::read(const Ledger& ledger) {
   Statistics books;
   for (std::size_t i = 0; i < kLinkCount; ++i) books.links[i] = ledger.totals(static_cast<Link>(i));
   for (std::size_t i = 0; i < kWaitCauseCount; ++i) books.waits[i] = ledger.waited(static_cast<WaitCause>(i));
   return books;
 }
 
-void Metrics::write(const StepReport& report, const Ledger& ledger, std::int64_t committed_step) noexcept {
+void StepMetrics::write(const StepReport& report, const Ledger& ledger, std::int64_t committed_step) noexcept {
   try {
     const Statistics now = read(ledger);
     const TimePoint ended = Clock::now();
@@ -68,7 +68,7 @@ void Metrics::write(const StepReport& report, const Ledger& ledger, std::int64_t
   }
 }
 
-void Metrics::append_json(const Line& line) {
+void StepMetrics::append_json(const Line& line) {
   const StepReport& r = line.report;
   std::string text = fmt::format(
       R"({{"step":{},"applied":{},"seconds":{:.6f},"gradient_norm":{},"clip_factor":{},"learning_rate":{},"loss_scale":{})",
@@ -93,7 +93,7 @@ void Metrics::append_json(const Line& line) {
     throw IoError({"write", path_, 0, text.size(), errno}, "");
 }
 
-void Metrics::replace_prometheus(const Line& line) {
+void StepMetrics::replace_prometheus(const Line& line) {
   std::string text;
   const auto gauge = [&](const char* name, const char* help, double value) {
     text += fmt::format("# HELP hoist_{0} {1}\n# TYPE hoist_{0} gauge\nhoist_{0} {2}\n", name, help, value);

@@ -80,6 +80,13 @@ struct PassOptions {
 // What read() and write() address. `master` is the fp32 value whatever the parameter's type.
 enum class State : std::uint8_t { master, moment1, moment2, gradient };
 
+// Where a parameter lies in its unit's gathered memory.
+struct ParameterPlace {
+  UnitId unit{};
+  std::uint64_t offset_bytes = 0;
+  std::uint64_t unit_bytes = 0;  // of the whole unit, as Binding::bind is told
+};
+
 // Writes the initial fp32 values of elements [first_element, first_element + out.size()) of a parameter, flattened
 // row-major. A pure function of its arguments: it is asked for this rank's shard only, in pieces of any size.
 using Initializer = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;
@@ -101,6 +108,12 @@ struct StepReport {
   // Done when the step is durable at all ranks; at once without durability, and for a step that is not committed
   // (EngineOptions::commit_every): Engine::committed_step() says what is.
   Completion committed;
+};
+
+// A step that Engine::save() keeps under a name.
+struct KeptStep {
+  std::string name;
+  std::uint64_t step = 0;
 };
 
 struct RestoreOptions {

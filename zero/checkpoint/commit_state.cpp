@@ -6,6 +6,11 @@
 
 namespace hoist::detail {
 
+CommitState CommitState::of(const LossScaler& scaler, std::span<const std::byte> program_state) {
+  return {.scaler = scaler.is_dynamic() ? std::optional(scaler.state()) : std::nullopt,
+          .program = {program_state.begin(), program_state.end()}};
+}
+
 std::vector<std::byte> encode(const std::string& name, const CommitState& state) {
   std::vector<std::byte> bytes(kCommitHeadBytes + state.program.size());
   std::memcpy(bytes.data(), name.data(), std::min(name.size(), kCommitNameBytes - 1));

@@ -24,6 +24,9 @@ static_assert(kCommitHeadBytes == 256, "part of the format");
 struct CommitState {
   std::optional<LossScaler::State> scaler;
   std::vector<std::byte> program;
+
+  // With the scaler's state if it is a dynamic one.
+  static CommitState of(const LossScaler& scaler, std::span<const std::byte> program_state);
 };
 
 std::vector<std::byte> encode(const std::string& name, const CommitState& state);

@@ -18,7 +18,6 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::string_view kPrefix = "reshard-", kRanks = "-ranks-";
-constexpr int kGroupBits = 16;  // of a run's number, the highest
 
 // The place of that name, when it is one that new_store_directory() gives.
 StoreDirectory parsed(const std::string& name) {
@@ -53,12 +52,6 @@ std::vector<StoreDirectory> store_directories(const std::string& directory) {
   std::ranges::sort(places, std::greater{}, &StoreDirectory::order);
   return places;
 }
-
-std::uint64_t run_of_group(std::uint64_t job_run, int group) {
-  return (static_cast<std::uint64_t>(group) << (64 - kGroupBits)) | job_part(job_run);
-}
-
-std::uint64_t job_part(std::uint64_t run) { return run & (~std::uint64_t{0} >> kGroupBits); }
 
 bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout) {
   std::vector<std::string> drives;

@@ -32,12 +32,6 @@ struct StoreDirectory {
 std::vector<StoreDirectory> store_directories(const std::string& directory);
 StoreDirectory new_store_directory(std::uint64_t order, int world_size);
 
-// Of a job with several sharding groups: the number of the run that makes the store of one of them. Two groups have
-// different ones, so that a file of the one is no file of the other.
-std::uint64_t run_of_group(std::uint64_t job_run, int group);
-// What the runs of a job's groups have in common.
-std::uint64_t job_part(std::uint64_t run);
-
 // Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; false when
 // another process holds it. `directories`: of all its drives.
 bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout);

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
 
@@ -18,6 +21,13 @@ tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable&
           .kept_steps_max = options.keep_steps,
           .lock_timeout = options.lock_timeout,
           .trace = trace};
+}
+
+void require_room(const EngineOptions& options, std::span<const std::byte> program_state) {
+  if (program_state.size() <= options.caller_state_bytes_max) return;
+  throw UsageError(
+      fmt::format("the caller state has {} bytes; at most {} were reserved (EngineOptions::caller_state_bytes_max)",
+                  program_state.size(), options.caller_state_bytes_max));
 }
 
 }  // namespace hoist::detail

@@ -4,6 +4,9 @@
 // Threading  Pure function.
 #pragma once
 
+#include <cstddef>
+#include <span>
+
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/layout/record_map.hpp>
@@ -14,5 +17,8 @@ namespace hoist::detail {
 // `directory`: which of the stores below EngineOptions::store_directory. `trace` may be null.
 tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                                   int rank, const StoreDirectory& directory = {}, Trace* trace = nullptr);
+
+// UsageError when a program's state is larger than EngineOptions::caller_state_bytes_max.
+void require_room(const EngineOptions& options, std::span<const std::byte> program_state);
 
 }  // namespace hoist::detail

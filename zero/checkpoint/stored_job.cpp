@@ -9,6 +9,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
+#include <hoist/zero/ranks/rank_agreement.hpp>
 
 namespace hoist {
 

@@ -20,11 +20,11 @@
 
 namespace hoist::detail {
 
-class Metrics {
+class StepMetrics {
  public:
-  Metrics(std::string path, const Ledger& ledger);
+  StepMetrics(std::string path, const Ledger& ledger);
 
-  // The step that has just returned: its report, and what the books say since the last call.
+  // The step that has just returned: its report, and what the ledger says since the last call.
   // `committed_step`: the newest durable step, negative for none.
   void write(const StepReport& report, const Ledger& ledger, std::int64_t committed_step) noexcept;
 

@@ -23,8 +23,8 @@ std::string UnitTable::identity() const {
   std::string text;
   for (const Unit& unit : units_) {
     for (const ParameterId id : unit.parameters) {
-      const ParameterSpec& spec = specs_[id.index];
-      const Parameter& parameter = parameters_[id.index];
+      const ParameterSpec& spec = this->spec(id);
+      const Parameter& parameter = this->parameter(id);
       text += fmt::format("{} | {} | {} | [{}] | {} | segment {} at {}", unit.name, spec.name, dtype_name(spec.dtype),
                           fmt::join(spec.shape, ", "), spec.trainable ? "trainable" : "frozen", parameter.segment,
                           parameter.first_element);
@@ -121,17 +121,24 @@ UnitTable UnitTable::from_identity(std::string_view text, int world_size, std::u
     throw StoreError(fmt::format("the store describes its model in a way this version does not understand: \"{}\"",
                                  line.substr(0, 200)));
   };
-  UnitTable table(world_size);
+  Model model;
   std::string unit;
   std::vector<ParameterSpec> specs;
-  std::vector<optim::StateForm> states;  // by parameter
+  std::vector<optim::StateForm> states;                       // by parameter of the unit
+  std::vector<std::vector<optim::StateForm>> states_by_unit;  // by segment, which stands for the group
   const auto end_unit = [&] {
     // A unit has no more segments than parameters, so a damaged line names a group that does not exist.
     std::vector<optim::StateForm> groups(specs.size());
     for (std::size_t i = 0; i < specs.size(); ++i) {
       if (specs[i].trainable && specs[i].group.index < groups.size()) groups[specs[i].group.index] = states[i];
     }
-    if (!specs.empty()) table.add(unit, specs, {}, groups);
+    if (!specs.empty()) {
+      while (model.added_groups().size() + 1 < specs.size()) model.add_group();
+      if (std::ranges::any_of(specs, [&](const ParameterSpec& spec) { return spec.group.index >= specs.size(); }))
+        throw UsageError("a segment that its unit has not");
+      model.add_unit(unit, specs);
+      states_by_unit.push_back(std::move(groups));
+    }
     specs.clear();
     states.clear();
   };
@@ -155,6 +162,8 @@ UnitTable UnitTable::from_identity(std::string_view text, int world_size, std::u
   } catch (const UsageError& error) {
     refuse(error.what());
   }
+  UnitTable table(
+      std::move(model), [&](UnitId id, GroupId group) { return states_by_unit[id.index][group.index]; }, world_size);
   if (table.identity() != text) refuse("its segments are cut differently");
   return table;
 }

@@ -3,6 +3,19 @@
 
 namespace hoist::detail {
 
+std::vector<GroupOptions> group_options(const EngineOptions& options, const Model& model) {
+  std::vector<GroupOptions> groups{options.optimizer_defaults};
+  for (const std::optional<GroupOptions>& added : model.added_groups())
+    groups.push_back(added.value_or(options.optimizer_defaults));
+  return groups;
+}
+
+std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Model& model) {
+  std::vector<optim::StateForm> forms;
+  for (const GroupOptions& group : group_options(options, model)) forms.push_back(optim::state_form(group));
+  return forms;
+}
+
 GradientSums gradient_sums(const EngineOptions& options) {
   if (options.micro_batches_max <= 1) return GradientSums::none;
   return options.micro_batch_order == MicroBatchOrder::vertical ? GradientSums::on_device : GradientSums::at_home;
@@ -31,6 +44,14 @@ std::string describe_update_mode(const EngineOptions& options) {
   return options.optimizer == Placement::device ? "step (auto: optimizer states are on the device)"
                                                 : "forward (auto: optimizer states are offloaded)";
 }
+
+UpdateOrder update_order(const EngineOptions& options) {
+  const bool delivers = options.parameters == Placement::nvme && updates_under_forward(options);
+  return delivers ? UpdateOrder::on_request : UpdateOrder::expected;
+}
+
+bool hands_gradients_on(const EngineOptions& options) { return update_mode(options) == UpdateMode::backward; }
+bool updates_under_forward(const EngineOptions& options) { return update_mode(options) == UpdateMode::forward; }
 
 bool writes_homes(const EngineOptions& options, bool committed) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;

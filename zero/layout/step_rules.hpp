@@ -5,11 +5,17 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include <hoist/zero/layout/unit_table.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist::detail {
+
+// The options of every parameter group of a model, group 0 first.
+std::vector<GroupOptions> group_options(const EngineOptions& options, const Model& model);
+// What the optimizer of each of them keeps.
+std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Model& model);
 
 // Where the gradients of a step's micro-batches are summed.
 GradientSums gradient_sums(const EngineOptions& options);
@@ -18,6 +24,15 @@ unsigned passes_of_a_step(const EngineOptions& options);
 // The mode that steps are carried out in: never `automatic`.
 UpdateMode update_mode(const EngineOptions& options);
 std::string describe_update_mode(const EngineOptions& options);  // and the reason, when `automatic` chose it
+
+// Whether units wait in the update queue until somebody asks for them, or follow the order of the next pass.
+enum class UpdateOrder : std::uint8_t { expected, on_request };
+UpdateOrder update_order(const EngineOptions& options);
+
+// Whether gradients are used by updates as soon as they arrive, before step(): they can then share memory.
+bool hands_gradients_on(const EngineOptions& options);
+// Whether an update's reads serve the next forward pass, too.
+bool updates_under_forward(const EngineOptions& options);
 
 // Whether a step also writes state that lives in memory to the store: it does when the step is committed.
 bool writes_homes(const EngineOptions& options, bool committed);

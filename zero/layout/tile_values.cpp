@@ -93,21 +93,25 @@ void store_moment(const TileAccess& tile, State state, std::uint64_t first, std:
   }
 }
 
-void store_master(const TileAccess& tile, std::uint64_t element, float value) {
+void store_masters(const TileAccess& tile, std::uint64_t first, std::span<const float> values) {
   const StateArrays arrays = tile.state != nullptr ? tile.view() : StateArrays{};
   switch (tile.segment->dtype) {
     case DType::fp32:
-      reinterpret_cast<float*>(tile.weights)[element] = value;
+      std::ranges::copy(values, reinterpret_cast<float*>(tile.weights) + first);
       return;
     case DType::fp16:
-      reinterpret_cast<std::uint16_t*>(tile.weights)[element] = float_to_fp16(value);
-      if (arrays.master != nullptr) arrays.master[element] = value;
+      std::ranges::transform(values, reinterpret_cast<std::uint16_t*>(tile.weights) + first, float_to_fp16);
+      if (arrays.master != nullptr) std::ranges::copy(values, arrays.master + first);
       return;
     case DType::bf16:
-      const SplitMaster split = split_master(arrays.remainder8 != nullptr ? to_master24(value) : value);
-      reinterpret_cast<bf16*>(tile.weights)[element] = split.weight;
-      if (arrays.remainder != nullptr) arrays.remainder[element] = split.remainder;
-      if (arrays.remainder8 != nullptr) arrays.remainder8[element] = static_cast<std::int8_t>(split.remainder / 256);
+      auto* const weights = reinterpret_cast<bf16*>(tile.weights);
+      for (std::uint64_t i = 0; i < values.size(); ++i) {
+        const SplitMaster split = split_master(arrays.remainder8 != nullptr ? to_master24(values[i]) : values[i]);
+        weights[first + i] = split.weight;
+        if (arrays.remainder != nullptr) arrays.remainder[first + i] = split.remainder;
+        if (arrays.remainder8 != nullptr)
+          arrays.remainder8[first + i] = static_cast<std::int8_t>(split.remainder / 256);
+      }
       return;
   }
 }
@@ -139,7 +143,7 @@ float load_value(const TileAccess& tile, State state, std::uint64_t element) {
 
 void store_values(const TileAccess& tile, State state, std::uint64_t first, std::span<const float> values) {
   if (state != State::master) return store_moment(tile, state, first, values);
-  for (std::uint64_t i = 0; i < values.size(); ++i) store_master(tile, first + i, values[i]);
+  store_masters(tile, first, values);
 }
 
 void begin_state(const TileAccess& tile, const GroupOptions& group) {

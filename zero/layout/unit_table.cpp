@@ -1,52 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include <fmt/format.h>
-
 #include <hoist/core/assert.hpp>
-#include <hoist/core/error.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
 
 namespace hoist::detail {
 
 namespace {
 
-// 10 trillion: a model of one parameter. Bytes of any state of it are far from the end of 64 bits, and its tiles from
-// that of 32.
-constexpr std::uint64_t kParameterElementsMax = 10'000'000'000'000;
-
-std::uint64_t checked_count(const ParameterSpec& spec) {
-  std::uint64_t count = 1;
-  for (const std::int64_t extent : spec.shape) {
-    if (extent <= 0)
-      throw UsageError(fmt::format("parameter '{}' has extent {}; every extent is at least 1", spec.name, extent));
-    if (count > kParameterElementsMax / static_cast<std::uint64_t>(extent)) {
-      throw UsageError(fmt::format("parameter '{}' has more than {} elements", spec.name, kParameterElementsMax));
-    }
-    count *= static_cast<std::uint64_t>(extent);
-  }
-  return count;
-}
-
 bool same_segment(const Segment& segment, const ParameterSpec& spec) {
   return segment.dtype == spec.dtype && segment.trainable == spec.trainable && segment.group == spec.group &&
          segment.counts_in_norm == spec.counts_in_norm;
-}
-
-void check(const ParameterSpec& spec, const std::string& unit, std::size_t group_count) {
-  if (spec.name.empty()) throw UsageError(fmt::format("a parameter of unit '{}' has no name", unit));
-  const auto is_unfit = [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7f' || c == '|'; };
-  if (std::ranges::any_of(spec.name, is_unfit) || std::ranges::any_of(unit, is_unfit)) {
-    throw UsageError(
-        fmt::format("the name '{}' of unit '{}' holds a control character or '|'", spec.name.c_str(), unit.c_str()));
-  }
-  if (spec.dtype > DType::fp32)
-    throw UsageError(
-        fmt::format("parameter '{}' has dtype {}, which is none", spec.name, static_cast<unsigned>(spec.dtype)));
-  if (spec.group.index >= group_count) {
-    throw UsageError(
-        fmt::format("parameter '{}' names group {}, but only {} exist", spec.name, spec.group.index, group_count));
-  }
 }
 
 }  // namespace
@@ -57,57 +21,54 @@ bool Segment::has(State moment) const {
                                   : moment == State::moment2 && optim::has_moment2(state.state);
 }
 
-UnitId UnitTable::add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options,
-                      std::span<const optim::StateForm> groups) {
-  if (specs.empty()) throw UsageError(fmt::format("unit '{}' has no parameters", name));
-  if (!units_.empty() && units_.back().name == name)
-    throw UsageError(fmt::format("two units in a row are called '{}': a store could not tell them apart", name));
-  for (std::size_t i = 0; i < specs.size(); ++i) {
-    check(specs[i], name, groups.size());
-    checked_count(specs[i]);
-    const bool repeated = by_name_.contains(specs[i].name) ||
-                          std::any_of(specs.begin(), specs.begin() + static_cast<std::ptrdiff_t>(i),
-                                      [&](const ParameterSpec& other) { return other.name == specs[i].name; });
-    if (repeated) throw UsageError(fmt::format("two parameters are called '{}'", specs[i].name));
-  }
+UnitTable::UnitTable(Model model, std::span<const optim::StateForm> groups, int world_size, GradientSums sums)
+    : UnitTable(
+          std::move(model), [groups](UnitId, GroupId group) { return groups[group.index]; }, world_size, sums) {}
 
-  const UnitId id{static_cast<std::uint32_t>(units_.size())};
-  Unit unit{.name = std::move(name), .options = std::move(options)};
+UnitTable::UnitTable(Model model, const StateOf& state_of, int world_size, GradientSums sums)
+    : model_(std::move(model)), world_size_(world_size), sums_(sums), parameters_(model_.parameters().size()) {
+  for (std::uint32_t u = 0; u < model_.units().size(); ++u) units_.push_back(make_unit(UnitId{u}, state_of));
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    for (const ParameterId owner : model_.units()[u].tied) {
+      const UnitId owner_unit = model_.unit_of(owner);
+      std::vector<UnitId>& tied = units_[u].tied;
+      if (std::ranges::find(tied, owner_unit) == tied.end()) tied.push_back(owner_unit);
+      units_[owner_unit.index].owns_tied = true;
+    }
+  }
+}
+
+Unit UnitTable::make_unit(UnitId id, const StateOf& state_of) {
+  const ModelUnit& declared = model_.units()[id.index];
+  Unit unit{.name = declared.name, .options = declared.options, .parameters = declared.parameters};
   // Segments in order of first appearance, trainable ones before frozen ones.
   for (const bool trainable : {true, false}) {
-    for (const ParameterSpec& spec : specs) {
-      if (spec.trainable != trainable) continue;
-      if (std::any_of(unit.segments.begin(), unit.segments.end(),
-                      [&](const Segment& s) { return same_segment(s, spec); }))
-        continue;
-      optim::StateForm state = groups[spec.group.index];
-      if (spec.dtype != DType::bf16) state.remainder = RemainderType::int16;  // there is none
-      unit.segments.push_back({.dtype = spec.dtype,
-                               .trainable = spec.trainable,
-                               .group = spec.group,
-                               .counts_in_norm = spec.counts_in_norm,
+    for (const ParameterId parameter : unit.parameters) {
+      const ParameterSpec& of = spec(parameter);
+      if (of.trainable != trainable) continue;
+      if (std::ranges::any_of(unit.segments, [&](const Segment& s) { return same_segment(s, of); })) continue;
+      optim::StateForm state = state_of(id, of.group);
+      if (of.dtype != DType::bf16) state.remainder = RemainderType::int16;  // there is none
+      unit.segments.push_back({.dtype = of.dtype,
+                               .trainable = of.trainable,
+                               .group = of.group,
+                               .counts_in_norm = of.counts_in_norm,
                                .state = state});
     }
   }
-  for (const ParameterSpec& spec : specs) {
-    const auto segment = std::find_if(unit.segments.begin(), unit.segments.end(),
-                                      [&](const Segment& s) { return same_segment(s, spec); });
-    const std::uint64_t count = checked_count(spec);
+  for (const ParameterId parameter : unit.parameters) {
+    const auto segment =
+        std::ranges::find_if(unit.segments, [&](const Segment& s) { return same_segment(s, spec(parameter)); });
     segment->elements = round_up(segment->elements, kParameterAlignment);
-    const ParameterId parameter{static_cast<std::uint32_t>(specs_.size())};
-    parameters_.push_back({.unit = id,
-                           .segment = static_cast<std::uint32_t>(segment - unit.segments.begin()),
-                           .first_element = segment->elements,
-                           .count = count});
-    segment->elements += count;
-    unit.elements += count;
-    unit.parameters.push_back(parameter);
-    by_name_.emplace(spec.name, parameter);
-    specs_.push_back(spec);
+    parameters_[parameter.index] = {.unit = id,
+                                    .segment = static_cast<std::uint32_t>(segment - unit.segments.begin()),
+                                    .first_element = segment->elements,
+                                    .count = element_count(spec(parameter))};
+    segment->elements += parameters_[parameter.index].count;
+    unit.elements += parameters_[parameter.index].count;
   }
   lay_out(unit);
-  units_.push_back(std::move(unit));
-  return id;
+  return unit;
 }
 
 // Layers are alike: the layout of one before it, where there is an equal one.
@@ -155,27 +116,6 @@ void UnitTable::lay_out(Unit& unit) const {
   }
   HOIST_ASSERT(world_size_ > 1 || unit.gathered_bytes == unit.host_bytes(), "{} and {}", unit.gathered_bytes,
                unit.host_bytes());
-}
-
-void UnitTable::tie(UnitId user, ParameterId owner) {
-  if (user.index >= units_.size() || owner.index >= parameters_.size())
-    throw UsageError("tie: unknown unit or parameter");
-  const UnitId owner_unit = parameters_[owner.index].unit;
-  if (owner_unit == user) return;
-  auto& tied = units_[user.index].tied;
-  if (std::find(tied.begin(), tied.end(), owner_unit) == tied.end()) tied.push_back(owner_unit);
-  units_[owner_unit.index].owns_tied = true;
-}
-
-std::optional<ParameterId> UnitTable::find(std::string_view name) const {
-  const auto found = by_name_.find(name);
-  return found == by_name_.end() ? std::nullopt : std::optional(found->second);
-}
-
-std::uint64_t UnitTable::parameter_count() const {
-  std::uint64_t count = 0;
-  for (const Parameter& parameter : parameters_) count += parameter.count;
-  return count;
 }
 
 }  // namespace hoist::detail

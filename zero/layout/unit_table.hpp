@@ -13,13 +13,15 @@
 // With one rank, gathered and host are the same bytes.
 #pragma once
 
-#include <map>
+#include <functional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include <hoist/tiers/record_layout.hpp>
 #include <hoist/zero/layout/partition.hpp>
+#include <hoist/zero/model.hpp>
 #include <hoist/zero/types.hpp>
 
 namespace hoist::detail {
@@ -93,24 +95,22 @@ enum class GradientSums : std::uint8_t {
 
 class UnitTable {
  public:
-  explicit UnitTable(int world_size, GradientSums sums = GradientSums::none) : world_size_(world_size), sums_(sums) {}
+  // What the optimizer of a unit's parameters keeps.
+  using StateOf = std::function<optim::StateForm(UnitId, GroupId)>;
+  // `groups`: what the optimizer of each parameter group keeps. Pre: the model's parameters name no others.
+  UnitTable(Model model, std::span<const optim::StateForm> groups, int world_size,
+            GradientSums sums = GradientSums::none);
+  UnitTable(Model model, const StateOf& state_of, int world_size, GradientSums sums = GradientSums::none);
 
-  // `groups`: what the optimizer of each parameter group keeps. UsageError for an empty unit, a repeated name, a zero
-  // or negative extent, an unsupported dtype, an unknown group.
-  UnitId add(std::string name, std::span<const ParameterSpec> specs, UnitOptions options,
-             std::span<const optim::StateForm> groups);
-  void tie(UnitId user, ParameterId owner);
-
+  const Model& model() const { return model_; }
   const std::vector<Unit>& units() const { return units_; }
   const Unit& unit(UnitId id) const { return units_[id.index]; }
   const Parameter& parameter(ParameterId id) const { return parameters_[id.index]; }
-  const ParameterSpec& spec(ParameterId id) const { return specs_[id.index]; }
-  const std::vector<ParameterSpec>& specs() const { return specs_; }
+  const ParameterSpec& spec(ParameterId id) const { return model_.parameters()[id.index]; }
+  std::span<const ParameterSpec> specs() const { return model_.parameters(); }
   const Segment& segment_of(ParameterId id) const { return unit(parameter(id).unit).segments[parameter(id).segment]; }
-  std::optional<ParameterId> find(std::string_view name) const;
   int world_size() const { return world_size_; }
   GradientSums gradient_sums() const { return sums_; }
-  std::uint64_t parameter_count() const;  // elements
 
   // The text by which a store recognises its model: one line per parameter.
   std::string identity() const;
@@ -121,14 +121,14 @@ class UnitTable {
   static UnitTable from_identity(std::string_view text, int world_size, std::uint64_t elements_max = ~std::uint64_t{0});
 
  private:
+  Unit make_unit(UnitId id, const StateOf& state_of);
   tiers::RecordLayout layout_of(std::span<const tiers::RecordSegment> segments) const;
   void lay_out(Unit& unit) const;
+  Model model_;
   int world_size_;
   GradientSums sums_;
   std::vector<Unit> units_;
   std::vector<Parameter> parameters_;
-  std::vector<ParameterSpec> specs_;
-  std::map<std::string, ParameterId, std::less<>> by_name_;
 };
 
 }  // namespace hoist::detail

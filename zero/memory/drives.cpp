@@ -86,6 +86,15 @@ aio::DriveQueue::Stats Drives::stats() const {
   return all;
 }
 
+void Drives::book(Ledger& ledger, bool in_steps) {
+  std::optional<Ledger::Apart> apart;
+  if (!in_steps) apart.emplace(ledger);
+  const aio::DriveQueue::Stats now = stats();
+  ledger.count(Link::nvme_read, now.read_bytes - booked_.read_bytes, now.read_busy - booked_.read_busy);
+  ledger.count(Link::nvme_write, now.written_bytes - booked_.written_bytes, now.write_busy - booked_.write_busy);
+  booked_ = now;
+}
+
 std::string Drives::describe() const {
   std::string text = engines_.front()->description();
   if (engines_.size() > 1) text += fmt::format(", {} drives", engines_.size());

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <hoist/aio/drive_queue.hpp>
+#include <hoist/core/ledger.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist::detail {
@@ -26,6 +27,8 @@ class Drives {
   std::vector<std::uint32_t> measured_weights() const;
   // Of all drives: bytes are summed; busy is that of the busiest drive.
   aio::DriveQueue::Stats stats() const;
+  // Tells the ledger what the drives have moved since the last call: as work of steps, or apart from them.
+  void book(Ledger& ledger, bool in_steps);
   // Some drive stopped answering, and may still write to memory that it was given.
   bool gave_up() const;
   std::string describe() const;
@@ -33,6 +36,7 @@ class Drives {
  private:
   std::vector<std::string> directories_;
   std::vector<std::unique_ptr<aio::DriveQueue>> engines_;
+  aio::DriveQueue::Stats booked_{};
 };
 
 }  // namespace hoist::detail

@@ -16,7 +16,7 @@ using platform::StreamEvent;
 
 Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
                    std::uint64_t slot_count, scheduler::Executor& executor, Streams& streams,
-                   WeightReader* weight_reader, UpdateQueue* deferred, AbortNotifier& abort_notifier,
+                   WeightReader* weight_reader, UpdateQueue& updates, AbortNotifier& abort_notifier,
                    comm::Communicator* group)
     : runtime_(runtime),
       options_(options),
@@ -25,7 +25,7 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       executor_(executor),
       streams_(streams),
       weight_reader_(weight_reader),
-      updates_(deferred),
+      updates_(updates),
       abort_notifier_(abort_notifier),
       group_(group),
       planner_(fetch_planner_options(options, table, memory.device_needs(), slot_count)),
@@ -168,7 +168,7 @@ void Gatherer::copy_up(UnitId id, std::byte* target) {
   const Unit& unit = table_.unit(id);
   const UnitHome& home = memory_.home(id);
   UnitState& state = states_[id.index];
-  if (updates_ != nullptr && home.weights != nullptr) updates_->hurry(id).wait();
+  if (home.weights != nullptr) updates_.hurry(id).wait();
   if (home.device_shard != nullptr) {
     if (home.weights != home.device_shard && !state.shard_current) {
       streams_.up->copy(home.device_shard, home.weights, unit.host_bytes(), CopyKind::host_to_device);

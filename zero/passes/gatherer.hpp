@@ -23,6 +23,12 @@ namespace hoist::detail {
 // The streams an engine owns, beside the program's.
 struct Streams {
   std::unique_ptr<platform::Stream> up, down, comm;
+
+  void synchronize() const {
+    up->synchronize();
+    comm->synchronize();
+    down->synchronize();
+  }
 };
 
 class Gatherer {
@@ -30,7 +36,7 @@ class Gatherer {
   // `slot_count`: of the memory's gather slots, how many there are on every rank.
   Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
            std::uint64_t slot_count, scheduler::Executor& executor, Streams& streams, WeightReader* weight_reader,
-           UpdateQueue* deferred, AbortNotifier& abort_notifier, comm::Communicator* group);
+           UpdateQueue& updates, AbortNotifier& abort_notifier, comm::Communicator* group);
 
   // `last`: the weights may change after this pass.
   void begin_pass(std::size_t kind, bool last);
@@ -128,7 +134,7 @@ class Gatherer {
   scheduler::Executor& executor_;
   Streams& streams_;
   WeightReader* weight_reader_;
-  UpdateQueue* updates_;  // null in update mode `step`
+  UpdateQueue& updates_;
   AbortNotifier& abort_notifier_;
   comm::Communicator* const group_;             // null where there are no groups
   bool training_ = false;                       // the pass under way

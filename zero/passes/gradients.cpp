@@ -17,13 +17,13 @@ namespace hoist::detail {
 using platform::CopyKind;
 
 Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-                     Streams& streams, UpdateQueue* deferred, AbortNotifier& abort_notifier)
+                     Streams& streams, UpdateQueue& updates, AbortNotifier& abort_notifier)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
       executor_(executor),
       streams_(streams),
-      updates_(deferred),
+      updates_(updates),
       abort_notifier_(abort_notifier),
       states_(table.units().size()),
       own_(table.units().size()) {
@@ -170,7 +170,7 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
     streams_.down->wait(ready, WaitCause::none);
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
-  if (updates_ != nullptr) updates_->hurry(id).wait();
+  updates_.hurry(id).wait();
   if (in_ring(id)) homes_[id.index] = ring_->take(unit.home_gradient_bytes);
   if (table_.gradient_sums() == GradientSums::at_home) {
     sum_at_home(id, source, how, reduction);

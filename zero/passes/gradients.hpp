@@ -36,7 +36,7 @@ namespace hoist::detail {
 class Gradients {
  public:
   Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-            Streams& streams, UpdateQueue* deferred, AbortNotifier& abort_notifier);
+            Streams& streams, UpdateQueue& updates, AbortNotifier& abort_notifier);
 
   // The unit's gradient buffer of this pass, laid out as place() says; zeroed on `stream` when it is the first request.
   // A request on another stream than the one before makes it wait for what that one has to do so far. The stream
@@ -136,7 +136,7 @@ class Gradients {
   const Memory& memory_;
   scheduler::Executor& executor_;
   Streams& streams_;
-  UpdateQueue* updates_;  // null in update mode `step`
+  UpdateQueue& updates_;
   AbortNotifier& abort_notifier_;
   std::unique_ptr<Accumulator> accumulator_;  // null where steps have one micro-batch, or gradients stay on the device
   int held_ = 1;                              // micro-batches of the pass under way

@@ -18,20 +18,20 @@ namespace hoist::detail {
 // From its construction on: how long some waiting took, and what of it was the update's arithmetic.
 class UpdateWait {
  public:
-  // `deferred` may be null: then all of it is the drive's.
-  explicit UpdateWait(const UpdateQueue* deferred);
+  explicit UpdateWait(const UpdateQueue& updates);
+  UpdateWait() : began_(Clock::now()) {}  // all of it is the drive's
   Nanoseconds elapsed() const { return Clock::now() - began_; }
   // Statistics so much of it.
   void book(Ledger& ledger, Nanoseconds waited) const;
 
  private:
-  const UpdateQueue* updates_;
+  const UpdateQueue* updates_ = nullptr;
   const TimePoint began_;
-  const Nanoseconds busy_before_;
+  const Nanoseconds busy_before_{0};
 };
 
 // Until the executor has submitted something that `stream` will use. Only updates and the drive hold the executor up;
 // booked is what the stream stood still for meanwhile.
-void await_submitted(const Completion& submitted, StreamRef stream, const UpdateQueue* deferred, Ledger& ledger);
+void await_submitted(const Completion& submitted, StreamRef stream, const UpdateQueue& updates, Ledger& ledger);
 
 }  // namespace hoist::detail

@@ -18,31 +18,10 @@ namespace hoist {
 
 namespace {
 
-detail::UnitTable table_of(const EngineOptions& engine, const ModelShape& model, int world_size) {
+detail::UnitTable table_of(const EngineOptions& engine, const Model& model, int world_size) {
   if (world_size < 1) throw UsageError(fmt::format("{} ranks cannot train anything", world_size));
-  if (model.units.empty()) throw UsageError("the model has no units");
-  std::size_t group_count = 1;
-  for (const UnitShape& unit : model.units)
-    for (const ParameterSpec& spec : unit.parameters)
-      group_count = std::max<std::size_t>(group_count, spec.group.index + 1);
-  std::vector<optim::StateForm> groups = model.groups;
-  if (groups.empty()) groups.push_back(optim::state_form(engine.optimizer_defaults));
-  groups.resize(std::max(groups.size(), group_count), groups.front());
-  detail::UnitTable table(world_size, detail::gradient_sums(engine));
-  for (const UnitShape& unit : model.units) {
-    UnitOptions options;
-    if (unit.bound) options.binding.bind = [](UnitId, std::uint64_t, StreamRef) { return nullptr; };
-    table.add(unit.name, unit.parameters, std::move(options), groups);
-  }
-  for (std::uint32_t u = 0; u < model.units.size(); ++u) {
-    for (const std::string& name : model.units[u].tied) {
-      const auto owner = table.find(name);
-      if (!owner)
-        throw UsageError(fmt::format("unit '{}' is tied to '{}', which no unit has", model.units[u].name, name));
-      table.tie(UnitId{u}, *owner);
-    }
-  }
-  return table;
+  if (model.units().empty()) throw UsageError("the model has no units");
+  return detail::UnitTable(model, detail::state_forms(engine, model), world_size, detail::gradient_sums(engine));
 }
 
 // Every unit once forward, once backward.
@@ -80,11 +59,11 @@ std::vector<std::uint32_t> fetches_of(const EngineOptions& engine, const detail:
   return fetches;
 }
 
-void predict_device(const RuntimeOptions& runtime, const ModelShape& model, int world_size,
+void predict_device(const RuntimeOptions& runtime, const ProgramMemory& program, int world_size,
                     const detail::DeviceNeeds& needs, Prediction& out) {
   const auto rounded = [](std::uint64_t bytes) { return round_up(bytes, tiers::DeviceArena::kAlignment); };
   const std::uint64_t others =
-      rounded(model.program_device_bytes) + (world_size > 1 ? rounded(runtime.comm_scratch_bytes) : 0);
+      rounded(program.device_bytes) + (world_size > 1 ? rounded(runtime.comm_scratch_bytes) : 0);
   out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
   out.device.least_bytes = others + needs.least_bytes();
   if (!out.device.fits() && out.device.budget_bytes > others)
@@ -135,26 +114,12 @@ std::uint64_t update_bytes(const detail::Unit& unit) {
 
 }  // namespace
 
-ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units, DType dtype) {
-  if (parameters == 0 || units == 0) throw UsageError("a model has at least one parameter and one unit");
-  ModelShape model;
-  units = std::min(units, parameters);
-  for (std::uint64_t u = 0; u < units; ++u) {
-    const std::uint64_t count = parameters / units + (u < parameters % units ? 1 : 0);
-    model.units.push_back({.name = fmt::format("unit {}", u),
-                           .parameters = {{.name = fmt::format("unit {}.weights", u),
-                                           .shape = {static_cast<std::int64_t>(count)},
-                                           .dtype = dtype}}});
-  }
-  return model;
-}
-
-Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, const ModelShape& model,
-                   int world_size) {
+Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, const Model& model, int world_size,
+                   const ProgramMemory& program) {
   const detail::UnitTable table = table_of(options, model, world_size);
   const bool apart = detail::homes_are_apart(runtime, options);
   const tiers::Store::Cost store = store_cost(options, table);
-  const std::uint64_t other_pinned_bytes = store.memory_bytes + model.program_pinned_bytes;
+  const std::uint64_t other_pinned_bytes = store.memory_bytes + program.pinned_bytes;
   EngineOptions engine = options;
   if (!engine.optimizer_pinned_fraction) {
     engine.optimizer_pinned_fraction =
@@ -162,9 +127,9 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   }
 
   Prediction out;
-  out.parameter_count = table.parameter_count();
+  out.parameter_count = model.parameter_count();
   const detail::DeviceNeeds device(engine, table, apart);
-  predict_device(runtime, model, world_size, device, out);
+  predict_device(runtime, program, world_size, device, out);
   out.nvme_bytes = store.disk_bytes;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;
   const detail::PinnedNeeds pinned(engine, table, apart);
@@ -184,11 +149,11 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   return out;
 }
 
-double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
-                               int world_size) {
+double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model,
+                               int world_size, const ProgramMemory& program) {
   const detail::UnitTable table = table_of(engine, model, world_size);
   const std::uint64_t available =
-      pinned_bytes_beside(runtime, store_cost(engine, table).memory_bytes + model.program_pinned_bytes);
+      pinned_bytes_beside(runtime, store_cost(engine, table).memory_bytes + program.pinned_bytes);
   const double most =
       detail::largest_pinned_fraction(engine, table, detail::homes_are_apart(runtime, engine), available);
   return std::max(most, engine.optimizer_pinned_fraction.value_or(0));

@@ -5,7 +5,7 @@
 // of a step are those of a plain pass (every unit once forward, once backward), planned like a recorded one.
 //
 // Threading  Pure functions.
-// Errors     UsageError for a model that Engine would refuse too. Too small a budget is not an error here: see fits().
+// Errors     UsageError for a model without units. Too small a budget is not an error here: see fits().
 #pragma once
 
 #include <optional>
@@ -13,32 +13,19 @@
 #include <utility>
 #include <vector>
 
+#include <hoist/zero/model.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/types.hpp>
 
 namespace hoist {
 
-struct UnitShape {
-  std::string name;
-  std::vector<ParameterSpec> parameters;
-  std::vector<std::string> tied;  // names of parameters of other units that this one also uses
-  bool bound = false;             // gathered into memory of the embedder's (UnitOptions::binding)
+// What the program takes of the budgets beside the engine.
+struct ProgramMemory {
+  std::uint64_t device_bytes = 0;  // activations and workspaces, as require_device_memory() takes them
+  std::uint64_t pinned_bytes = 0;  // activation offload, and whatever else it takes of that budget
 };
 
-struct ModelShape {
-  std::vector<UnitShape> units;
-  // What the optimizers of parameter groups keep, group 0 first; those not named keep what group 0 does, and that is
-  // EngineOptions::optimizer_defaults' when none is.
-  std::vector<optim::StateForm> groups{};
-  std::uint64_t program_device_bytes = 0;  // activations and workspaces, as Engine::require_device_memory
-  std::uint64_t program_pinned_bytes =
-      0;  // of a tiers::ActivationOffload for activations, and what else it takes of that budget
-};
-
-// `parameters` parameters in `units` equal units: for when no more is known about the model.
-ModelShape uniform_model(std::uint64_t parameters, std::uint64_t units, DType dtype = DType::bf16);
-
-// Of one rank; all ranks are alike.
+// For one rank; all ranks are alike.
 struct Prediction {
   struct Tier {
     std::uint64_t budget_bytes = 0;  // configured
@@ -78,12 +65,13 @@ struct Prediction {
   // In update mode `backward`: what gradients share that wait for their unit's update. 0 where they have homes.
   std::uint64_t gradient_ring_bytes = 0;
 };
-Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model, int world_size);
+Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model, int world_size,
+                   const ProgramMemory& program = {});
 
 // The largest EngineOptions::optimizer_pinned_fraction, in hundredths, that fits the pinned budget beside the buffers
 // that `engine` gets; at least the one it asks for. Of a ring of gradients, which otherwise takes what is left, room
 // for two of the largest stays.
-double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const ModelShape& model,
-                               int world_size);
+double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model,
+                               int world_size, const ProgramMemory& program = {});
 
 }  // namespace hoist

@@ -16,8 +16,8 @@ constexpr Nanoseconds kPatience = std::chrono::seconds(5);
 
 }  // namespace
 
-UpdateQueue::UpdateQueue(TilePipeline& pipeline, const UnitTable& table, bool on_request)
-    : pipeline_(pipeline), table_(table), on_request_(on_request), states_(table.units().size()) {
+UpdateQueue::UpdateQueue(TilePipeline& pipeline, const UnitTable& table, UpdateOrder order)
+    : pipeline_(pipeline), table_(table), order_(order), states_(table.units().size()) {
   thread_ = start_thread("hoist-update", [this] { run(); });
 }
 
@@ -50,7 +50,7 @@ void UpdateQueue::begin(Step step) {
     const std::vector<UnitId> expected = std::move(step.expected);
     ahead_.reset();
     step_ = std::move(step);
-    if (!on_request_) {
+    if (order_ == UpdateOrder::expected) {
       for (const UnitId unit : expected)
         if (states_[unit.index].stage == Stage::pending) enqueue(unit, nullptr);
       enqueue_rest();

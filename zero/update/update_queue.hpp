@@ -27,14 +27,14 @@
 #include <thread>
 #include <vector>
 
+#include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/update/tile_pipeline.hpp>
 
 namespace hoist::detail {
 
 class UpdateQueue {
  public:
-  // `on_request`: units wait to be asked for (weights on NVMe); else they follow the expected order.
-  UpdateQueue(TilePipeline& pipeline, const UnitTable& table, bool on_request);
+  UpdateQueue(TilePipeline& pipeline, const UnitTable& table, UpdateOrder order);
   ~UpdateQueue();  // drops what is pending
   UpdateQueue(const UpdateQueue&) = delete;
   UpdateQueue& operator=(const UpdateQueue&) = delete;
@@ -112,7 +112,7 @@ class UpdateQueue {
 
   TilePipeline& pipeline_;
   const UnitTable& table_;
-  const bool on_request_;
+  const UpdateOrder order_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<UnitState> states_;

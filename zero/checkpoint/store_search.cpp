@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/engine_source.cpp - which store below the offload directory, and which of its commits, a restore continues from:
-// the newest that all ranks have. It reads manifests alone and changes nothing.
 #include <algorithm>
 #include <array>
 #include <compare>
@@ -9,17 +7,18 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/checkpoint/store_search.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
-#include <hoist/zero/detail/restore_source.hpp>
 
-namespace hoist {
+namespace hoist::detail {
 
 using tiers::CommitHeader;
 
 // --- commits ---------------------------------------------------------------------------------------------------------
 
-std::vector<Engine::Impl::CommonCommit> Engine::Impl::common_to(comm::Communicator& ranks,
-                                                                std::span<const CommonCommit> listed) {
+namespace {
+
+std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const CommonCommit> listed) {
   struct List {
     std::uint64_t count = 0;
     std::array<CommonCommit, tiers::kSlotCount + tiers::kKeptStepsMax + 1> commits{};
@@ -43,16 +42,17 @@ std::vector<Engine::Impl::CommonCommit> Engine::Impl::common_to(comm::Communicat
   return common;
 }
 
+}  // namespace
+
 // First within the sharding group, whose stores are of one run, then of what its groups have the whole job.
-std::vector<Engine::Impl::CommonCommit> Engine::Impl::agree_on_commits(std::span<const CommitHeader> commits,
-                                                                       std::uint64_t store_number) const {
-  const std::uint64_t run = store_number - static_cast<std::uint64_t>(runtime.rank());
+std::vector<CommonCommit> StoreSearch::common(std::span<const CommitHeader> commits, std::uint64_t store_number) const {
+  const std::uint64_t run = store_number - static_cast<std::uint64_t>(ranks_.group().rank());
   std::vector<CommonCommit> listed;
-  for (const CommitHeader& c : commits) listed.push_back({c.step, c.revision, run, c.kept_serial, name_digest(c.name)});
-  std::vector<CommonCommit> common = common_to(runtime.communicator(), listed);
-  if (!runtime.has_several_groups()) return common;
-  for (CommonCommit& c : common) c.run = detail::job_part(c.run);
-  return common_to(job(), common);
+  for (const CommitHeader& c : commits) listed.push_back({c.step, c.revision, run, c.kept_serial, text_hash(c.name)});
+  std::vector<CommonCommit> common = common_to(ranks_.group(), listed);
+  if (!ranks_.has_several_groups()) return common;
+  for (CommonCommit& c : common) c.run = job_part(c.run);
+  return common_to(ranks_.job(), common);
 }
 
 // --- places ----------------------------------------------------------------------------------------------------------
@@ -105,19 +105,18 @@ std::vector<PlaceEntry> line_up(comm::Communicator& job, const std::vector<Place
 }  // namespace
 
 // All that any rank sees, newest first.
-std::vector<detail::StoreDirectory> Engine::Impl::agree_on_directories() const {
+std::vector<StoreDirectory> StoreSearch::directories() const {
   std::vector<PlaceEntry> mine;
-  all_together("look for stores", [&] {
-    if (options.store_directory.empty()) return;
-    for (const detail::StoreDirectory& p : detail::store_directories(options.store_directory))
-      mine.push_back({p.order, p.world_size});
+  ranks_.all_together("look for stores", [&] {
+    if (options_.store_directory.empty()) return;
+    for (const StoreDirectory& p : store_directories(options_.store_directory)) mine.push_back({p.order, p.world_size});
   });
-  std::vector<PlaceEntry> entries = listed_by_any(runtime.communicator(), mine);
-  if (runtime.has_several_groups()) entries = line_up(job(), entries, runtime.world_size());
-  std::vector<detail::StoreDirectory> places;
+  std::vector<PlaceEntry> entries = listed_by_any(ranks_.group(), mine);
+  if (ranks_.has_several_groups()) entries = line_up(ranks_.job(), entries, ranks_.group().size());
+  std::vector<StoreDirectory> places;
   for (const PlaceEntry& entry : entries)
-    places.push_back(entry.order == 0 ? detail::StoreDirectory{}
-                                      : detail::new_store_directory(entry.order, static_cast<int>(entry.world_size)));
+    places.push_back(entry.order == 0 ? StoreDirectory{}
+                                      : new_store_directory(entry.order, static_cast<int>(entry.world_size)));
   return places;
 }
 
@@ -141,7 +140,7 @@ RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t 
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   const bool unreadable = own.exists && !own.identity;
   const std::size_t count = own.commits.size() + own.abandoned.size() + 2 * own.kept.size();
-  const bool came_further = unreadable || count > 1 || detail::was_resumed(own.commits);
+  const bool came_further = unreadable || count > 1 || was_resumed(own.commits);
   return {.commits = std::move(own.commits),
           .abandoned = std::move(own.abandoned),
           .kept = std::move(own.kept),
@@ -155,7 +154,7 @@ RankView look_at_all_ranks(const std::string& directory, int rank) {
   StoreSummary summary = look_at_one_store(directory);
   for (const StoreSummary::Rank& of : summary.ranks) {
     const bool unreadable = of.commits.empty() && !of.damage.empty();
-    if (unreadable || of.commits.size() + 2 * of.kept.size() > 1 || detail::was_resumed(of.commits))
+    if (unreadable || of.commits.size() + 2 * of.kept.size() > 1 || was_resumed(of.commits))
       view.answers.came_further = true;
   }
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
@@ -166,78 +165,77 @@ RankView look_at_all_ranks(const std::string& directory, int rank) {
 
 }  // namespace
 
-int Engine::Impl::agree_on_world_size(const std::string& directory) const {
+int StoreSearch::agree_on_world_size(const std::string& directory) const {
   std::int64_t mine = 0;
-  all_together("look at its store", [&] {
+  ranks_.all_together("look at its store", [&] {
     for (const int rank : tiers::Store::ranks_in(directory)) {
       const auto identity = tiers::Store::look(directory, rank).identity;
       if (identity) mine = identity->world_size;
       if (identity) break;
     }
   });
-  std::vector<std::int64_t> all(static_cast<std::size_t>(runtime.world_size()));
-  runtime.communicator().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  std::vector<std::int64_t> all(static_cast<std::size_t>(ranks_.group().size()));
+  ranks_.group().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
   return static_cast<int>(*std::ranges::max_element(all));
 }
 
-Engine::Impl::Source Engine::Impl::agree_on_source(const detail::StoreDirectory& where,
-                                                   const std::optional<std::string>& from) const {
-  const std::string directory = where.in(options.store_directory);
-  Source source{.place = where, .world_size = agree_on_world_size(directory)};
+RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional<std::string>& from) const {
+  const std::string directory = where.in(options_.store_directory);
+  RestoreSource source{.directory = where, .world_size = agree_on_world_size(directory)};
   RankView mine;
-  all_together("look at its store", [&] {
-    mine = source.world_size == runtime.world_size() ? look_at_own_rank(directory, runtime.rank(), options.keep_steps)
-                                                     : look_at_all_ranks(directory, runtime.rank());
+  ranks_.all_together("look at its store", [&] {
+    mine = source.world_size == ranks_.group().size()
+               ? look_at_own_rank(directory, ranks_.group().rank(), options_.keep_steps)
+               : look_at_all_ranks(directory, ranks_.group().rank());
   });
   using Answers = RankView::Answers;
-  std::vector<Answers> all(static_cast<std::size_t>(job().size()));
-  job().exchange(std::as_bytes(std::span(&mine.answers, 1)), std::as_writable_bytes(std::span(all)));
+  std::vector<Answers> all(static_cast<std::size_t>(ranks_.job().size()));
+  ranks_.job().exchange(std::as_bytes(std::span(&mine.answers, 1)), std::as_writable_bytes(std::span(all)));
   source.same_ranks = std::ranges::none_of(all, &Answers::other_ranks);
   source.has_room = std::ranges::none_of(all, &Answers::no_room);
   source.came_further = std::ranges::any_of(all, &Answers::came_further);
 
   source.headers = from ? std::move(mine.kept) : std::move(mine.commits);
   if (from && !from->empty()) std::erase_if(source.headers, [&](const CommitHeader& c) { return c.name != *from; });
-  source.commits = agree_on_commits(source.headers, mine.store_number);
+  source.commits = common(source.headers, mine.store_number);
   if (source.commits.empty() && !from) {
     source.headers.insert(source.headers.end(), mine.abandoned.begin(), mine.abandoned.end());
-    source.commits = agree_on_commits(source.headers, mine.store_number);
+    source.commits = common(source.headers, mine.store_number);
   }
   return source;
 }
 
-std::optional<Engine::Impl::Source> Engine::Impl::find_source(const std::optional<std::string>& from,
-                                                              bool strict) const {
+std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>& from, Incomplete incomplete) const {
   std::vector<std::uint64_t> passed_over;
-  for (const detail::StoreDirectory& where : agree_on_directories()) {
-    Source source = agree_on_source(where, from);
+  for (const StoreDirectory& where : directories()) {
+    RestoreSource source = look(where, from);
     if (!source.commits.empty()) {
       source.passed_over = std::move(passed_over);
       return source;
     }
-    if (runtime.has_several_groups() && !source.came_further) passed_over.push_back(where.order);
+    if (ranks_.has_several_groups() && !source.came_further) passed_over.push_back(where.order);
     // Of the first one, create() knows as much. A newer one that was only being made gives way to the one before it.
-    if (!strict || !source.came_further || where.name.empty()) continue;
-    throw detail::CommonStoreError(fmt::format(
+    if (incomplete == Incomplete::pass_over || !source.came_further || where.name.empty()) continue;
+    throw CommonStoreError(fmt::format(
         "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, "
         "or out of sight (`hoist inspect` says which); bring them back, or move the directory away to go "
         "back to the store before it",
-        where.in(options.store_directory)));
+        where.in(options_.store_directory)));
   }
   return std::nullopt;
 }
 
-std::optional<std::uint64_t> Engine::Impl::find_commit() const {
-  const auto source = find_source(std::nullopt);
+std::optional<std::uint64_t> StoreSearch::find_commit() const {
+  const auto source = find(std::nullopt);
   return source ? std::optional(source->commits.front().step) : std::nullopt;
 }
 
-std::vector<Engine::KeptStep> Engine::Impl::find_kept() const {
+std::vector<KeptStep> StoreSearch::find_kept() const {
   std::vector<KeptStep> steps;
-  std::vector<detail::StoreDirectory> places = agree_on_directories();
+  std::vector<StoreDirectory> places = directories();
   std::ranges::reverse(places);
-  for (const detail::StoreDirectory& where : places) {
-    const Source source = agree_on_source(where, "");
+  for (const StoreDirectory& where : places) {
+    const RestoreSource source = look(where, "");
     for (const CommitHeader& kept : source.headers)
       if (std::ranges::any_of(source.commits, [&](const CommonCommit& c) { return c.is(kept); }))
         steps.push_back({kept.name, kept.step});
@@ -246,55 +244,52 @@ std::vector<Engine::KeptStep> Engine::Impl::find_kept() const {
 }
 
 // A fresh start must not pass over a store that another number of ranks has committed to.
-void Engine::Impl::refuse_resharded() const {
-  const auto source = find_source(std::nullopt);
-  if (!source || (source->place.order == 0 && source->same_ranks)) return;  // create() sees it
-  throw detail::CommonStoreError(
+void StoreSearch::refuse_resharded() const {
+  const auto source = find(std::nullopt);
+  if (!source || (source->directory.order == 0 && source->same_ranks)) return;  // create() sees it
+  throw CommonStoreError(
       fmt::format("the store in {} holds step {} of a run of {} ranks; continue it (restore(); hoist-gpt --resume), or "
                   "remove the directory",
-                  source->place.in(options.store_directory), source->commits.front().step, source->world_size));
+                  source->directory.in(options_.store_directory), source->commits.front().step, source->world_size));
 }
 
 // From what was found under the lock: whoever held it before may have committed meanwhile.
-Engine::Impl::CommonCommit Engine::Impl::choose_commit(const std::string& from) const {
+CommonCommit StoreSearch::choose(const tiers::Store& store, const std::string& from) const {
   std::vector<CommitHeader> candidates;
   if (from.empty()) {
-    const auto commits = live.store->commits();
+    const auto commits = store.commits();
     candidates.assign(commits.begin(), commits.end());
-    if (const auto common = agree_on_commits(candidates, live.store->store_number()); !common.empty())
-      return common.front();
-    const auto abandoned = live.store->abandoned();
+    if (const auto shared = common(candidates, store.store_number()); !shared.empty()) return common.front();
+    const auto abandoned = store.abandoned();
     candidates.insert(candidates.end(), abandoned.begin(), abandoned.end());
   } else {
-    for (const CommitHeader& kept : live.store->kept())
+    for (const CommitHeader& kept : store.kept())
       if (kept.name == from) candidates.push_back(kept);
   }
-  const auto common = agree_on_commits(candidates, live.store->store_number());
-  if (common.empty()) throw nothing_to_restore(from);
-  return from.empty() ? common.front() : *std::ranges::max_element(common, {}, &CommonCommit::kept_serial);
+  const auto shared = common(candidates, store.store_number());
+  if (shared.empty()) throw nothing_to_restore(from);
+  return from.empty() ? shared.front() : *std::ranges::max_element(shared, {}, &CommonCommit::kept_serial);
 }
 
-detail::CommonStoreError Engine::Impl::nothing_to_restore(const std::string& from) const {
+CommonStoreError StoreSearch::nothing_to_restore(const std::string& from) const {
   std::string kept;
   for (const KeptStep& step : find_kept())
     kept += fmt::format("{}'{}' (step {})", kept.empty() ? "it keeps " : ", ", step.name, step.step);
   if (!from.empty())
-    return detail::CommonStoreError(fmt::format("{} keeps no step '{}'{}", options.store_directory, from,
-                                                kept.empty() ? ", nor any other" : "; " + kept));
+    return CommonStoreError(fmt::format("{} keeps no step '{}'{}", options_.store_directory, from,
+                                        kept.empty() ? ", nor any other" : "; " + kept));
   std::string why;
-  for (const detail::StoreDirectory& where : agree_on_directories()) {
-    const int ranks = agree_on_source(where, std::nullopt).world_size;
-    if (ranks > 0 && ranks != runtime.world_size())
+  for (const StoreDirectory& where : directories()) {
+    const int ranks = look(where, std::nullopt).world_size;
+    if (ranks > 0 && ranks != ranks_.group().size())
       why += fmt::format(
           "; {} is of a run of {} ranks, whose files are not all in sight of every one of these {}: "
           "start {} ranks, or bring the files together",
-          where.in(options.store_directory), ranks, runtime.world_size(), ranks);
+          where.in(options_.store_directory), ranks, ranks_.group().size(), ranks);
   }
-  const char* const whose = runtime.has_several_groups() ? " of all sharding groups, which made it in one job," : "";
-  return detail::CommonStoreError(fmt::format("{} holds no commit that every rank{} has{}{}", options.store_directory,
-                                              whose, kept.empty() ? "" : "; " + kept, why));
+  const char* const whose = ranks_.has_several_groups() ? " of all sharding groups, which made it in one job," : "";
+  return CommonStoreError(fmt::format("{} holds no commit that every rank{} has{}{}", options_.store_directory, whose,
+                                      kept.empty() ? "" : "; " + kept, why));
 }
 
-std::vector<Engine::KeptStep> Engine::find_kept() { return impl_->find_kept(); }
-
-}  // namespace hoist
+}  // namespace hoist::detail

@@ -11,11 +11,10 @@ std::string state_digest(Engine& engine, State state) {
   constexpr std::uint64_t kPieceElements = 1 << 18;
   Digest digest;
   std::vector<float> values;
-  const auto parameters = engine.parameters();
+  const auto parameters = engine.model().parameters();
   for (std::uint32_t p = 0; p < parameters.size(); ++p) {
     if (!engine.keeps(ParameterId{p}, state)) continue;
-    std::uint64_t count = 1;
-    for (const std::int64_t extent : parameters[p].shape) count *= static_cast<std::uint64_t>(extent);
+    const std::uint64_t count = element_count(parameters[p]);
     for (std::uint64_t first = 0; first < count; first += kPieceElements) {
       values.resize(std::min(kPieceElements, count - first));
       engine.read(ParameterId{p}, state, first, values);

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/checkpointer.hpp - commits of steps, and the steps that save() asks for.
+//
+// With state on NVMe every step that is due is committed, and save() keeps such a commit under a name. With all state
+// in memory only save() writes: a thread copies the state to the store under the next pass.
+//
+// A commit counts once it is durable on every rank of the job: each rank tells the others what became of its own
+// (commit_barrier), on a communicator that nothing else uses.
+//
+// Threading  The program's thread calls everything, but commit(Decided) and fail(Decided), which the update thread
+//            calls, too. The barrier runs on the store's commit thread.
+// Errors     A commit that fails anywhere fails its Completion, and every later call that waits for it.
+// Main path  open_step -> (update) -> decide -> commit -> [store: flush, manifest] -> commit_barrier -> done.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <hoist/core/completion.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/zero/checkpoint/commit_state.hpp>
+#include <hoist/zero/checkpoint/state_access.hpp>
+#include <hoist/zero/options.hpp>
+#include <hoist/zero/ranks/rank_agreement.hpp>
+#include <hoist/zero/update/update_queue.hpp>
+
+namespace hoist::detail {
+
+class Checkpointer {
+ public:
+  // `store` is null where the options name none. `channel`: over all ranks of the job, for commit barriers alone.
+  Checkpointer(const EngineOptions& options, const RankAgreement& ranks, tiers::Store* store,
+               std::unique_ptr<comm::Communicator> channel, StateAccess& state_access, UpdateQueue& updates);
+  ~Checkpointer();
+  // Waits for the commit and the save under way. The store is ended before this object: its commit thread uses it.
+  void end() noexcept;
+
+  // --- the rules
+  bool on_nvme() const;       // some state lives on NVMe
+  bool stores_steps() const;  // and its steps are committed
+  bool is_due(std::uint64_t step) const { return step % options_.commit_every == 0; }
+
+  // --- commits of steps
+  // Begins a step of the store; waits for the last commit, whose extents and memory are free after it.
+  void open_step(std::uint64_t step);
+  void await_last() const { last_commit_.wait(); }
+  Completion last() const { return last_commit_; }
+
+  // A step that was decided: commit() or fail() follows, on any thread.
+  struct Decided {
+    std::uint64_t step = 0;
+    CommitState state;
+    bool due = false;
+  };
+  Decided decide(std::uint64_t step, CommitState state);
+  // The step's writes are started. Done when the step is durable; at once when it is not to be committed.
+  Completion commit(const Decided& decided);
+  // The step will never be committed.
+  void fail(const Decided& decided, const std::exception_ptr& error);
+
+  // Commits the open step beside the steps' own commits: the first state, a change by write().
+  Completion commit_open(std::uint64_t step) { return commit_as("", state_, step); }
+  // Opens the store's step once more, to change records of it. State in memory that no commit holds yet is written, so
+  // that the commit is complete.
+  void reopen_step(std::uint64_t step);
+  // Waits for writes that no commit waits for yet, and for the named step under way.
+  void settle(std::uint64_t step);
+
+  // --- what a commit holds beside the records
+  const CommitState& state() const { return state_; }
+  void set_state(CommitState state) { state_ = std::move(state); }
+
+  // --- saves
+  void check_save(const std::string& name, std::span<const std::byte> program_state) const;
+  // What save() needs first: nothing; streams without work; or every update and commit ended, on all ranks.
+  enum class SaveNeeds : std::uint8_t { nothing, drained_streams, settled_engine };
+  SaveNeeds save_needs(const std::string& name) const;
+  // [J] Pre: check_save(), and what save_needs() says.
+  Completion save(const std::string& name, CommitState state, std::uint64_t step);
+  void state_changed() { changed_since_save_ = true; }
+
+  std::optional<std::uint64_t> committed_step() const;
+  void restored(std::uint64_t step) { committed_step_ = static_cast<std::int64_t>(step); }
+  // The other ranks are gone: no barrier is entered any more.
+  void peers_are_gone() { peers_gone_ = true; }
+
+ private:
+  struct PendingSave {
+    std::string name;
+    CommitState state;
+    Promise promise;
+  };
+  bool keeps(const std::string& name) const { return options_.keep_steps > 0 && !name.empty(); }
+  bool is_durable() const { return !on_nvme() || stores_steps(); }
+  Completion commit_as(const std::string& name, const CommitState& state, std::uint64_t step);
+  Completion keep(const std::string& name, const CommitState& state);
+  Completion save_in_background(const std::string& name, std::uint64_t step);
+  void commit_barrier(const std::exception_ptr& problem);
+  void fail_commit_barrier(const std::exception_ptr& problem) noexcept;
+
+  const EngineOptions& options_;
+  const RankAgreement& ranks_;
+  tiers::Store* const store_;
+  const std::unique_ptr<comm::Communicator> channel_;
+  StateAccess& state_access_;
+  UpdateQueue& updates_;
+
+  CommitState state_;  // as of the last step that was applied, or of the save() that committed it
+  Completion last_commit_;
+  bool uncommitted_ = false;                    // steps were taken that no commit holds, and none is on its way
+  std::atomic<bool> changed_since_save_{true};  // state that lives in memory
+  std::atomic<bool> peers_gone_{false};
+  std::atomic<std::int64_t> committed_step_{-1};
+
+  std::mutex mutex_;                        // guards the rest
+  bool commit_ahead_ = false;               // a step was decided whose commit is still to come
+  std::exception_ptr decided_error_;        // why the decided step will never be committed
+  std::vector<PendingSave> pending_saves_;  // that wait for its commit
+  Completion last_keep_;
+  std::thread saver_;  // writes state that lives in memory; last_commit_ is its end
+};
+
+}  // namespace hoist::detail

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/reshard.hpp - continuing with another number of ranks: a new store beside the old one takes over its
+// state, and the old one is removed once the new one is committed everywhere. A crash at any moment leaves one of them
+// whole.
+//
+// Threading  The program's thread.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <hoist/tiers/budget.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+#include <hoist/zero/ranks/rank_agreement.hpp>
+
+namespace hoist::detail {
+
+// Takes `bytes` of the pinned budget for the tables of the store that is read, until the new engine runs.
+// Errors: BudgetError unless the engine with its smallest buffers fits beside them.
+tiers::Budget::Hold hold_for_reading(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
+                                     std::uint64_t bytes);
+
+// [J] Removes stores newer than order `after` that an earlier attempt did not finish. `passed_over`: the orders of
+// stores of which no commit is in all sharding groups. Errors: StoreError when another process is making one of them.
+void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after,
+                              const std::vector<std::uint64_t>& passed_over);
+
+// [J] Removes stores that `present` has taken over from. A store stays if it keeps named steps or is not whole, and,
+// until the next start, if somebody reads it.
+void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
+                         const std::vector<std::uint64_t>& passed_over);
+
+}  // namespace hoist::detail

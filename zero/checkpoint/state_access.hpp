@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/state_access.hpp - this rank's masters, moments and frozen weights as values: made, loaded, read,
+// changed and written to the store, wherever they live.
+//
+// Threading  The program's thread, or the save thread between two steps. Pre: nothing else uses the state meanwhile.
+// Errors     IoError, CorruptionError; whatever an initializer throws.
+#pragma once
+
+#include <functional>
+#include <span>
+
+#include <hoist/zero/layout/partition.hpp>
+#include <hoist/zero/layout/record_map.hpp>
+#include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/options.hpp>
+#include <hoist/zero/update/tile_pipeline.hpp>
+
+namespace hoist::detail {
+
+class StateAccess {
+ public:
+  // `groups`: every parameter group. `store` is null where the options name none.
+  StateAccess(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
+              std::span<const GroupOptions> groups, const Memory& memory, const RecordMap& records,
+              TilePipeline& pipeline, tiers::Store* store)
+      : runtime_(runtime),
+        options_(options),
+        table_(table),
+        groups_(groups),
+        memory_(memory),
+        records_(records),
+        pipeline_(pipeline),
+        store_(store) {}
+
+  // Values of a moment, as Initializer gives masters.
+  using MomentInitializer = std::function<void(ParameterId, State, std::uint64_t first_element, std::span<float> out)>;
+  // Makes all state; with state on NVMe into the step of the store that is open.
+  void fill(const Initializer& initializer, const MomentInitializer& moments = {});
+  // Loads what lives in memory from the commit that the store has adopted, verified.
+  void load();
+  // Writes the records' trainable state that lives in memory into the step of the store that is open.
+  void write_resident();
+  void write_frozen_resident();  // likewise the frozen weights
+
+  // Values of elements [first, first + out.size()) of this rank's shard of the parameter's segment.
+  void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
+  // The same of a reduced gradient, each element multiplied by `scale`. `gradient`: this rank's shards of the unit.
+  void read_gradient(ParameterId parameter, const std::byte* gradient, float scale, std::uint64_t first,
+                     std::span<float> out);
+  // Changes elements of this rank's shard. With state on NVMe the unit's record is rewritten whole, in the step of the
+  // store that is open, so that a commit makes the change atomic.
+  void write(ParameterId parameter, State state, ElementRange shard, std::span<const float> values);
+
+ private:
+  void fill_segment(UnitId unit, const Segment& segment, std::uint64_t first, std::span<float> values,
+                    const Initializer& initializer) const;
+  void fill_frozen(UnitId unit, const Initializer& initializer);
+  void load(UnitId unit);
+  void write_trainable(ParameterId parameter, State state, ElementRange shard, std::span<const float> values);
+  void write_frozen(ParameterId parameter, ElementRange shard, std::span<const float> values);
+  Completion store_frozen(UnitId unit, std::span<const std::byte> weights);
+  bool stores_frozen() const;
+  WalkOptions walk() const;
+
+  Runtime& runtime_;
+  const EngineOptions& options_;
+  const UnitTable& table_;
+  const std::span<const GroupOptions> groups_;
+  const Memory& memory_;
+  const RecordMap& records_;
+  TilePipeline& pipeline_;
+  tiers::Store* const store_;
+};
+
+}  // namespace hoist::detail

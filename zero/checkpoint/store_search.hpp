@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/store_search.hpp - which store below the offload directory, and which of its commits, a run continues
+// from: the newest that all ranks have.
+//
+// Threading  The program's thread.
+// Errors     IoError and StoreError of one rank become CommErrors of the others; CommonStoreError is thrown by every
+// rank. Main path  find -> directories -> look at each, newest first -> commits that all ranks list.
+#pragma once
+
+#include <algorithm>
+#include <compare>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+#include <hoist/zero/ranks/rank_agreement.hpp>
+#include <hoist/zero/types.hpp>
+
+namespace hoist::detail {
+
+// A StoreError that every rank throws, because all of them exchanged what it is about.
+class CommonStoreError : public StoreError {
+ public:
+  using StoreError::StoreError;
+};
+
+// By which two ranks mean the same commit.
+struct CommonCommit {
+  std::uint64_t step = 0;
+  std::uint64_t revision = 0;
+  std::uint64_t run = 0;          // equal for the stores that ranks made together
+  std::uint64_t kept_serial = 0;  // of steps kept under a name
+  std::uint64_t name_hash = 0;
+  friend auto operator<=>(const CommonCommit&, const CommonCommit&) = default;
+  bool is(const tiers::CommitHeader& header) const {
+    return step == header.step && revision == header.revision && kept_serial == header.kept_serial;
+  }
+};
+
+// A store, and the commits in it that all ranks can continue from.
+struct RestoreSource {
+  StoreDirectory directory;
+  int world_size = 0;                 // of the run that made this sharding group's store; 0: no readable manifest
+  std::vector<CommonCommit> commits;  // newest first
+  std::vector<tiers::CommitHeader> headers;  // of those, in no order, as this rank sees them
+  // For the whole job, however its groups differ:
+  bool same_ranks = false;    // every group has as many ranks as made its store
+  bool has_room = false;      // every store has room for the steps that are to be kept
+  bool came_further = false;  // some rank holds more than the commit that a new store begins with
+  // With several groups, the newer stores that were skipped: no commit is in all groups, and no run continued from one.
+  std::vector<std::uint64_t> passed_over;
+};
+
+class StoreSearch {
+ public:
+  StoreSearch(const RankAgreement& ranks, const EngineOptions& options) : ranks_(ranks), options_(options) {}
+
+  // Whether a store that has come further than its first commit, and has no commit that every rank has, is an error.
+  enum class Incomplete : std::uint8_t { refuse, pass_over };
+  // [J] The newest store that has a commit to continue from. `from`: nothing for a store's commits, "" for all steps it
+  // keeps, or the name of one.
+  std::optional<RestoreSource> find(const std::optional<std::string>& from,
+                                    Incomplete incomplete = Incomplete::refuse) const;
+  std::optional<std::uint64_t> find_commit() const;  // [J]
+  std::vector<KeptStep> find_kept() const;           // [J]
+  // [J] Every store that any rank sees, newest first.
+  std::vector<StoreDirectory> directories() const;
+  // [J] A fresh start must not overlook a store that another number of ranks has committed to.
+  void refuse_resharded() const;
+  // [J] The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
+  // them.
+  std::vector<CommonCommit> common(std::span<const tiers::CommitHeader> commits, std::uint64_t store_number) const;
+  // [J] The commit of an open store to continue from, chosen under its lock: its last owner may have committed since
+  // find(). `from`: the name of a kept step, or "".
+  CommonCommit choose(const tiers::Store& store, const std::string& from) const;
+  CommonStoreError nothing_to_restore(const std::string& from) const;  // [J]
+
+ private:
+  int agree_on_world_size(const std::string& directory) const;  // of the store there; 0: no manifest can be read
+  RestoreSource look(const StoreDirectory& where, const std::optional<std::string>& from) const;
+
+  const RankAgreement& ranks_;
+  const EngineOptions& options_;
+};
+
+// Whether a restore has continued from one of these: each restore begins a new incarnation.
+inline bool was_resumed(std::span<const tiers::CommitHeader> commits) {
+  return std::ranges::any_of(commits, [](const tiers::CommitHeader& commit) { return commit.incarnation > 1; });
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,659 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <mutex>
+#include <utility>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <spdlog/spdlog.h>
+
+#include <hoist/comm/agreement.hpp>
+#include <hoist/comm/communicator.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/checkpoint/reshard.hpp>
+#include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/detail/engine_core.hpp>
+#include <hoist/zero/passes/waits.hpp>
+
+namespace hoist::detail {
+
+using tiers::CommitHeader;
+
+namespace {
+
+const EngineOptions& checked(const EngineOptions& options, const Runtime& runtime, const Model& model) {
+  check(options, runtime.options(), runtime.world_size());
+  for (const std::optional<GroupOptions>& group : model.added_groups())
+    if (group) check(*group, options, runtime.options());
+  const std::optional<DType> wanted = options.weights_dtype;
+  for (const ParameterSpec& spec : model.parameters()) {
+    if (!wanted || !spec.trainable || spec.dtype == DType::fp32 || spec.dtype == *wanted) continue;
+    const std::string key =
+        *wanted == DType::fp32 ? "bf16.enabled is false" : fmt::format("{}.enabled", dtype_name(*wanted));
+    throw UsageError(fmt::format(
+        "parameter '{}' is {}, but the configuration asks for {} weights ({}); declare it so, or change the "
+        "configuration",
+        spec.name, dtype_name(spec.dtype), dtype_name(*wanted), key));
+  }
+  return options;
+}
+
+}  // namespace
+
+EngineCore::EngineCore(Runtime& runtime_in, const EngineOptions& options_in, Model model)
+    : runtime(runtime_in),
+      options(checked(options_in, runtime_in, model)),
+      table(model, state_forms(options, model), runtime.world_size(), gradient_sums(options)),
+      settings(options, group_options(options, table.model()), runtime.rank()),
+      notifier(std::make_shared<AbortNotifier>(runtime)),
+      ranks(runtime, *notifier),
+      records(table) {
+  self = std::shared_ptr<EngineCore>(this, [](EngineCore*) {});
+}
+
+// --- the end ---------------------------------------------------------------------------------------------------------
+
+// Threads first, then what they use. Errors have been delivered, or nobody wants them any more.
+EngineCore::~EngineCore() {
+  self.reset();
+  const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
+  const bool ended_by_exception = alive_ && !failure && unwinding && (pass->under_way() || pass->was_left());
+  const auto attempt = [](const auto& call) {
+    try {
+      call();
+    } catch (...) {
+    }
+  };
+  attempt([&] { end_pass(/*complete=*/false); });
+  attempt([&] {
+    if (executor) executor->drain();
+  });
+  attempt([&] {
+    if (checkpoints && failed_in_communication()) checkpoints->peers_are_gone();
+    if (!updates) return;
+    if (gradients) gradients->await_handed_on();
+    if (failure || !alive_ || stepper->policy().is_decided()) return updates->stop();
+    updates->finish();  // a step that was taken is not lost by an orderly end
+  });
+  attempt([&] {
+    if (ended_by_exception) tell_of_exception();
+  });
+  for (platform::Stream* stream : {streams.up.get(), streams.comm.get(), streams.down.get()}) {
+    attempt([&] {
+      if (stream != nullptr) stream->synchronize();
+    });
+  }
+  // The program's streams may still use gathered weights and gradient buffers.
+  attempt([&] {
+    if (gatherer) gatherer->quiesce();
+  });
+  attempt([&] {
+    if (gradients) gradients->wait();
+  });
+  if (checkpoints) checkpoints->end();
+  stepper.reset();
+  pass.reset();
+  gradients.reset();
+  gatherer.reset();
+  executor.reset();
+  weight_reader.reset();
+  updates.reset();
+  store.reset();  // its commit thread uses the checkpointer's channel
+  checkpoints.reset();
+  state_access.reset();
+  pipeline.reset();
+  streams = {};
+  const bool drive_is_lost = drives && drives->gave_up();
+  drives.reset();
+  gathering_group.reset();
+  runtime.device().unregister_host(std::exchange(registered_, {}));
+  if (drive_is_lost) memory->quarantine();
+  memory.reset();
+  metrics.reset();
+  notifier->disarm();
+}
+
+// The program's exception left a pass and takes the engine with it, while the others wait in that pass. They are told
+// after the step decided before it, which is whole on this rank and is not lost by an end of the program's.
+void EngineCore::tell_of_exception() {
+  try {
+    checkpoints->await_last();
+  } catch (...) {  // told where it was agreed on
+  }
+  const std::string refusal = last_refusal_.empty() ? "" : fmt::format("; refused in it: {}", last_refusal_);
+  notifier->notify(std::make_exception_ptr(Error("its program left a pass by an exception" + refusal)));
+}
+
+void EngineCore::fail(const std::exception_ptr& error) {
+  if (failure) return;
+  notifier->notify(error);
+  failure = notifier->cause_of(error);
+}
+
+bool EngineCore::failed_in_communication() const {
+  if (!failure) return false;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const CommError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// --- making one ------------------------------------------------------------------------------------------------------
+
+template <typename Call>
+void EngineCore::make(Call call) {
+  try {
+    call();
+    alive_ = true;
+  } catch (const UsageError&) {  // of what every rank was given alike
+    throw;
+  } catch (const ConfigError&) {
+    throw;
+  } catch (const CommonStoreError&) {
+    throw;
+  } catch (...) {
+    notifier->notify(std::current_exception());
+    throw;
+  }
+}
+
+// A loss scale that the program does not know of would shrink its gradients without a word.
+void EngineCore::require_model() const {
+  if (table.units().empty()) throw UsageError("the engine has no units");
+  if (options.weights_dtype != DType::fp16) return;
+  const bool has_fp16 = std::ranges::any_of(
+      table.specs(), [](const ParameterSpec& spec) { return spec.trainable && spec.dtype == DType::fp16; });
+  if (has_fp16) return;
+  throw ConfigError("fp16.enabled",
+                    "no trainable parameter of the program is fp16: declare its matrices so (ParameterSpec::dtype) and "
+                    "multiply its loss by Engine::loss_scale(), or remove the section fp16");
+}
+
+void EngineCore::create(const Initializer& initializer, std::span<const std::byte> program_state) {
+  if (!initializer) throw UsageError("Engine::create() needs an Initializer, which makes the initial values");
+  const Initializer checked = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    initializer(parameter, first, out);
+    for (const float value : out) {
+      const ParameterSpec& spec = table.spec(parameter);
+      if (master_is_committable(value, spec.dtype)) continue;
+      if (!std::isfinite(value))
+        throw UsageError(fmt::format("the initial value {} of parameter '{}' is not finite", value, spec.name));
+      throw UsageError(fmt::format("the initial value {} of parameter '{}' is too large for {}", value, spec.name,
+                                   dtype_name(spec.dtype == DType::fp16 ? DType::fp16 : DType::bf16)));
+    }
+  };
+  make([&] {
+    ranks.compare_groups(options, [&] { require_model(); });
+    ranks.agree_on_model("initialize()", table, options, settings.groups());
+    ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
+    StoreSearch(ranks, options).refuse_resharded();
+    make_parts({}, StoreUse::create);
+    const Ledger::Apart apart(runtime.ledger());
+    ranks.all_together("make its initial state", [&] {
+      checkpoints->open_step(0);
+      state_access->fill(checked);
+    });
+    checkpoints->set_state(CommitState::of(settings.scaler, program_state));
+    if (!checkpoints->on_nvme()) return;
+    checkpoints->commit_open(0).wait();
+    book_io();
+  });
+}
+
+void EngineCore::make_parts(const StoreDirectory& directory, StoreUse use) {
+  require_model();
+  directory_ = directory;
+  const bool create_store = use == StoreUse::create;
+  const std::uint64_t run = create_store ? ranks.agree_on_run() : 0;
+  // Ranks that died between each other's first commits left one here and none there: nothing that could be resumed.
+  const bool first_commit_is_useless =
+      create_store && ranks.job().size() > 1 && !StoreSearch(ranks, options).find_commit();
+  if (const int size = detail::gathering_group(options, runtime.world_size()); size > 1)
+    gathering_group = runtime.communicator().split(size);
+  ranks.all_together(create_store ? "take its memory and make its store" : "take its memory and open its store", [&] {
+    if (ranks.job().rank() == 0 && !options.metrics_path.empty())
+      metrics = std::make_unique<StepMetrics>(options.metrics_path, runtime.ledger());
+    lay_out(directory, use, run, first_commit_is_useless);
+  });
+  // Which units are gathered when follows from the number of slots, and is the same on every rank.
+  const std::uint64_t mine = memory->gather_slots().size();
+  const std::uint64_t slots = ranks.smallest(mine);
+  if (slots < mine)
+    spdlog::info("rank {} has device memory to gather {} units at once and uses {}: a rank with less has no more",
+                 runtime.rank(), mine, slots);
+  ranks.all_together("start its streams and threads", [&] { start(slots); });
+  checkpoints = std::make_unique<Checkpointer>(options, ranks, store.get(), store ? ranks.job().duplicate() : nullptr,
+                                               *state_access, *updates);
+  pass = std::make_unique<PassState>(options, table, ranks, *gatherer, *gradients);
+  stepper = std::make_unique<StepRunner>(StepParts{.runtime = runtime,
+                                                   .options = options,
+                                                   .table = table,
+                                                   .memory = *memory,
+                                                   .ranks = ranks,
+                                                   .settings = settings,
+                                                   .updates = *updates,
+                                                   .streams = streams,
+                                                   .executor = *executor,
+                                                   .gatherer = *gatherer,
+                                                   .gradients = *gradients,
+                                                   .weight_reader = weight_reader.get(),
+                                                   .pass = *pass,
+                                                   .checkpoints = *checkpoints},
+                                         *notifier);
+}
+
+double EngineCore::affordable_pinned_fraction(std::uint64_t store_memory_bytes) const {
+  const tiers::Budget& budget = runtime.pinned_budget();
+  const std::uint64_t taken = budget.held_bytes() + store_memory_bytes;
+  return largest_pinned_fraction(options, table, homes_are_apart(runtime.options(), options),
+                                 budget.limit_bytes() > taken ? budget.limit_bytes() - taken : 0);
+}
+
+void EngineCore::lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit) {
+  const bool with_store = !options.store_directory.empty();
+  tiers::StoreOptions wanted = store_options(options, table, records, runtime.rank(), directory, runtime.trace());
+  const std::uint64_t store_memory = with_store ? tiers::Store::cost(wanted).memory_bytes : 0;
+  if (!options.optimizer_pinned_fraction) options.optimizer_pinned_fraction = affordable_pinned_fraction(store_memory);
+  memory = std::make_unique<Memory>(runtime, options, table, store_memory);
+
+  if (const std::span<std::byte> pinned = memory->pinned(); !pinned.empty()) {
+    runtime.device().register_host(pinned);  // in one: a copy may not cross two registrations
+    registered_ = pinned;
+  }
+  if (!with_store) return;
+  drives = std::make_unique<Drives>(runtime.options(), options, memory->io_slices());
+  if (use == StoreUse::open) {
+    store = tiers::Store::open(wanted, drives->engines());
+    return;
+  }
+  wanted.store_number = run + static_cast<std::uint64_t>(runtime.rank());
+  wanted.replace_first_commit = replace_first_commit;
+  wanted.stripe_weights = drives->measured_weights();
+  store = tiers::Store::create(wanted, drives->engines());
+}
+
+void EngineCore::start(std::uint64_t gather_slots) {
+  streams.up = runtime.device().create_stream("up");
+  streams.down = runtime.device().create_stream("down");
+  streams.comm = runtime.device().create_stream("comm");
+  executor = std::make_unique<scheduler::Executor>("hoist-submit");
+  pipeline = std::make_unique<TilePipeline>(runtime, table, *memory, records, store.get());
+  updates = std::make_unique<UpdateQueue>(*pipeline, table, update_order(options));
+  if (options.parameters == Placement::nvme) {
+    weight_reader = std::make_unique<WeightReader>(
+        *store, table, records, memory->staging_buffers(), [this](UnitId unit) { return newest_weights_written(unit); },
+        [this](UnitId unit, std::byte* target) { return updates->deliver(unit, target); });
+  }
+  gatherer = std::make_unique<Gatherer>(runtime, options, table, *memory, gather_slots, *executor, streams,
+                                        weight_reader.get(), *updates, *notifier, gathering_group.get());
+  gradients = std::make_unique<Gradients>(runtime, table, *memory, *executor, streams, *updates, *notifier);
+  state_access = std::make_unique<StateAccess>(runtime, options, table, settings.groups(), *memory, records, *pipeline,
+                                               store.get());
+}
+
+// Where the unit's update is still under way, first that, then its writes.
+Completion EngineCore::newest_weights_written(UnitId unit) const {
+  const Completion updated = updates->updated(unit);
+  if (updated.done()) return updated.error() ? updated : pipeline->weights_written(unit);
+  const auto promise = std::make_shared<Promise>();
+  updated.then([promise, unit, of = pipeline.get()](std::exception_ptr error) {
+    if (error) return promise->fail(error);
+    of->weights_written(unit).then([promise](std::exception_ptr failed_write) {
+      failed_write ? promise->fail(failed_write) : promise->complete();
+    });
+  });
+  return promise->completion();
+}
+
+// --- continuing one --------------------------------------------------------------------------------------------------
+
+void EngineCore::restore(const RestoreOptions& restore_options) {
+  make([&] {
+    ranks.compare_groups(options, [&] { require_model(); });
+    if (options.store_directory.empty()) {
+      throw UsageError(
+          "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
+    }
+    ranks.agree_on_model("restore()", table, options, settings.groups());
+    using Incomplete = StoreSearch::Incomplete;
+    const StoreSearch search(ranks, options);
+    const bool newest_wanted = restore_options.from.empty();
+    const auto newest = search.find(std::nullopt, newest_wanted ? Incomplete::refuse : Incomplete::pass_over);
+    const auto source = newest_wanted ? newest : search.find(restore_options.from, Incomplete::pass_over);
+    if (!source) throw search.nothing_to_restore(restore_options.from);
+    const bool in_place =
+        source->same_ranks && source->has_room && (!newest || newest->directory.order == source->directory.order);
+    const std::vector<std::uint64_t> passed_over = newest ? newest->passed_over : std::vector<std::uint64_t>();
+    if (in_place)
+      restore_in_place(*source, restore_options);
+    else
+      reshard(*source, restore_options, passed_over);
+    checkpoints->restored(settings.step_count);
+    // With nothing on NVMe, the old store goes after the next save(), which is the new one's first commit.
+    if (checkpoints->on_nvme() || !store->commits().empty())
+      remove_older_stores(ranks, options, directory_, passed_over);
+    book_io();
+    restored = RestoreReport{
+        .step = settings.step_count, .caller_state = checkpoints->state().program, .world_size = source->world_size};
+  });
+}
+
+void EngineCore::use_state(CommitState state, std::uint64_t step) {
+  if (state.scaler) settings.scaler.restore(*state.scaler);
+  settings.step_count = step;
+  checkpoints->set_state(std::move(state));
+}
+
+void EngineCore::restore_in_place(const RestoreSource& source, const RestoreOptions& restore_options) {
+  make_parts(source.directory, StoreUse::open);
+  const Ledger::Apart apart(runtime.ledger());
+  const CommonCommit chosen = StoreSearch(ranks, options).choose(*store, restore_options.from);
+  ranks.all_together("adopt the commit", [&] {
+    std::vector<CommitHeader> all = store->kept();
+    const auto commits = store->commits();
+    all.insert(all.end(), commits.begin(), commits.end());
+    const auto abandoned = store->abandoned();
+    all.insert(all.end(), abandoned.begin(), abandoned.end());
+    store->adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
+  });
+  forget_what_others_lack();
+  ranks.all_together("read the commit", [&] {
+    try {
+      state_access->load();
+    } catch (const CorruptionError& error) {
+      throw CorruptionError(error.where, remedy_for(error.where));
+    }
+    auto state = decode(store->caller_state());
+    if (!state) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
+    use_state(std::move(*state), chosen.step);
+  });
+}
+
+// A crash while a step was being kept leaves it on some ranks only, or beside the one it was to replace.
+void EngineCore::forget_what_others_lack() {
+  const std::vector<CommitHeader> kept = store->kept();
+  auto common = StoreSearch(ranks, options).common(kept, store->store_number());
+  std::ranges::sort(common, std::greater{}, &CommonCommit::kept_serial);
+  ranks.all_together("give up kept steps", [&] {
+    std::vector<std::string> names;
+    for (auto k = kept.rbegin(); k != kept.rend(); ++k) {  // newest first
+      const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });
+      const bool replaced = std::ranges::find(names, k->name) != names.end();
+      if (shared && !replaced && names.size() < store->kept_steps_max())
+        names.push_back(k->name);
+      else
+        store->forget(k->kept_serial);
+    }
+  });
+}
+
+std::string EngineCore::remedy_for(const CorruptionError::Where& damage) const {
+  if (!store || store->kept().empty()) return {};
+  std::vector<std::string> names;
+  for (const CommitHeader& kept : store->kept_apart_from(damage))
+    names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
+  if (names.empty()) return "every kept step holds the same bytes: none of them is whole";
+  return fmt::format(
+      "kept steps that do not hold these bytes: {}; when `hoist inspect --verify` has found one whole, go back to it "
+      "with --resume --from NAME",
+      fmt::join(names, ", "));
+}
+
+// Into a new store, so that the old one is whole until this one is committed everywhere.
+void EngineCore::reshard(const RestoreSource& source, const RestoreOptions& restore_options,
+                         const std::vector<std::uint64_t>& passed_over) {
+  const std::string directory = source.directory.in(options.store_directory);
+  const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  if (on_nvme && options.durability == tiers::Durability::none)
+    throw CommonStoreError(
+        fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
+                    "\"none\", which nothing outlives; use \"step\"",
+                    directory, source.world_size));
+  const CommonCommit chosen = restore_options.from.empty()
+                                  ? source.commits.front()
+                                  : *std::ranges::max_element(source.commits, {}, &CommonCommit::kept_serial);
+  std::unique_ptr<StoredModel> stored;
+  tiers::Budget::Hold reading;
+  CommitState state;
+  ranks.all_together("open the store it goes on from", [&] {
+    const std::string layout = look_at_one_store(directory).layout;
+    if (layout != table.identity())
+      throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
+                                   tiers::first_difference(layout, table.identity())));
+    StoredModelOptions which{.from = restore_options.from, .below = false};
+    if (which.from.empty()) which.step = chosen.step;
+    stored = std::make_unique<StoredModel>(directory, which);
+    reading = hold_for_reading(runtime, options, table, stored->memory_bytes());
+    const auto program = stored->caller_state(runtime.rank() < stored->world_size() ? runtime.rank() : 0);
+    require_room(options, program);
+    state = {.scaler = stored->loss_scaler(), .program = {program.begin(), program.end()}};
+  });
+  remove_unfinished_stores(ranks, options, source.directory.order, passed_over);
+  const std::uint64_t newest = StoreSearch(ranks, options).directories().front().order;
+  make_parts(new_store_directory(newest + 1, runtime.world_size()), StoreUse::create);
+  use_state(std::move(state), chosen.step);
+  const Ledger::Apart apart(runtime.ledger());
+  ranks.all_together("take over the state", [&] {
+    std::mutex one_at_a_time;
+    const auto read = [&](ParameterId parameter, State of, std::uint64_t first, std::span<float> out) {
+      const std::lock_guard lock(one_at_a_time);
+      stored->read(parameter.index, of, first, out);
+    };
+    checkpoints->open_step(chosen.step);
+    state_access->fill([&](ParameterId parameter, std::uint64_t first,
+                           std::span<float> out) { read(parameter, State::master, first, out); },
+                       read);
+    stored.reset();
+  });
+  reading = {};
+  if (!checkpoints->on_nvme()) return;  // the next save() will be the new store's first commit
+  checkpoints->set_state(CommitState::of(settings.scaler, checkpoints->state().program));
+  checkpoints->commit_open(chosen.step).wait();
+}
+
+// --- calls -----------------------------------------------------------------------------------------------------------
+
+void EngineCore::begin_pass(Pass kind, const PassOptions& pass_options) {
+  pass->check_begin(kind, pass_options);
+  stepper->policy().require_undecided("begin()");
+  pass->begin(kind, pass_options);
+  stepper->policy().pass_begins();
+  last_refusal_.clear();
+}
+
+void EngineCore::end_pass(bool complete) {
+  if (!pass || !pass->under_way()) return;
+  const bool decided = stepper->policy().is_decided();
+  pass->end(complete);
+  if (!complete && decided) fail(stepper->policy().undone("its pass was left before its end"));
+}
+
+void EngineCore::discard() {
+  if (pass->under_way()) return end_pass(/*complete=*/false);
+  if (stepper->policy().is_decided()) fail(stepper->policy().undone("it was discarded"));
+  pass->drop();
+}
+
+StepReport EngineCore::step(const StepOptions& step_options) {
+  const StepReport report = stepper->run(step_options);
+  book_io();
+  if (metrics) {
+    const auto committed = checkpoints->committed_step();
+    metrics->write(report, runtime.ledger(), committed ? static_cast<std::int64_t>(*committed) : -1);
+  }
+  return report;
+}
+
+void EngineCore::drain() {
+  executor->drain();
+  streams.synchronize();
+}
+
+// With nothing placed on NVMe, drives see explicit saves only, whichever step it is that hears of them.
+void EngineCore::book_io() {
+  if (drives) drives->book(runtime.ledger(), checkpoints->on_nvme());
+}
+
+void EngineCore::settle() {
+  stepper->policy().require_undecided("settle()");
+  if (!pass->under_way()) drain();
+  updates->finish();
+  checkpoints->settle(settings.step_count);
+  book_io();
+}
+
+void EngineCore::settle_together() {
+  ranks.together("carry out the last step", [&] { updates->finish(); });
+  settle();
+}
+
+bool EngineCore::keeps(ParameterId parameter, State state) const {
+  require_parameter(parameter);
+  if (state == State::master) return true;
+  const Segment& segment = table.segment_of(parameter);
+  return state == State::gradient ? segment.trainable : segment.has(state);
+}
+
+void EngineCore::require_parameter(ParameterId parameter) const {
+  if (parameter.index >= table.specs().size())
+    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+}
+
+void EngineCore::require_unit(UnitId unit) const {
+  if (unit.index >= table.units().size()) throw UsageError(fmt::format("there is no unit {}", unit.index));
+}
+
+void EngineCore::check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const {
+  require_parameter(parameter);
+  const std::uint64_t elements = table.parameter(parameter).count;
+  if (first > elements || count > elements - first) {
+    throw UsageError(fmt::format("elements [{}, {}) of parameter '{}', which has {}", first, first + count,
+                                 table.spec(parameter).name, elements));
+  }
+}
+
+void EngineCore::check_kept(ParameterId parameter, State state) const {
+  const std::string& name = table.spec(parameter).name;
+  if (state == State::master) return;
+  if (!table.spec(parameter).trainable)
+    throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", name));
+  if (state != State::gradient && !table.segment_of(parameter).has(state))
+    throw UsageError(fmt::format("the optimizer of parameter '{}' keeps no {} moment", name,
+                                 state == State::moment1 ? "first" : "second"));
+}
+
+void EngineCore::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
+  check_range(parameter, first, out.size());
+  if (pass->under_way()) throw UsageError("state is read between passes, not inside of one");
+  check_kept(parameter, state);
+  if (state == State::gradient && !pass->gradients_due())
+    throw UsageError("gradients are there after the last pass of a step, and until step()");
+  const Parameter& p = table.parameter(parameter);
+  if (state == State::gradient && !gradients->finished(p.unit)) {
+    throw UsageError(
+        fmt::format("the gradient of parameter '{}' was not finished in the pass", table.spec(parameter).name));
+  }
+  stepper->policy().require_undecided("read()");
+  settle_together();
+  const Ledger::Apart apart(runtime.ledger());
+  gradients->wait();
+
+  const auto mean = static_cast<float>(1.0 / pass->micro_batches() / settings.scaler.scale());
+  const std::uint64_t shard = table.segment_of(parameter).shard_elements;
+  for (int rank = 0; rank < runtime.world_size(); ++rank) {
+    const OwnedRange owned = owned_range(p.first_element + first, out.size(), shard, rank);
+    if (owned.shard.count == 0) continue;
+    const std::span<float> part = out.subspan(owned.offset, owned.shard.count);
+    if (rank == runtime.rank() && state == State::gradient)
+      state_access->read_gradient(parameter, gradients->home(p.unit), mean, owned.shard.first, part);
+    else if (rank == runtime.rank())
+      state_access->read(parameter, state, owned.shard.first, part);
+    if (runtime.world_size() > 1) runtime.communicator().broadcast_host(std::as_writable_bytes(part), rank);
+  }
+  book_io();
+}
+
+void EngineCore::write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values) {
+  check_range(parameter, first, values.size());
+  if (pass->under_way()) throw UsageError("state is written between passes, not inside of one");
+  if (state == State::gradient) throw UsageError("gradients cannot be written; use accumulate() in a pass");
+  check_kept(parameter, state);
+  for (const float value : values) {
+    if (!master_is_committable(value, state == State::master ? table.spec(parameter).dtype : DType::fp32) ||
+        (state == State::moment2 && value < 0)) {
+      throw UsageError(
+          fmt::format("{} cannot be committed as state of parameter '{}'", value, table.spec(parameter).name));
+    }
+  }
+  stepper->policy().require_undecided("write()");
+  // A commit is the whole job's: a group that made one alone would be one ahead from here on.
+  if (checkpoints->on_nvme() && ranks.has_several_groups())
+    comm::agree(ranks.job(), settings.step_count, fmt::format("write() after step {}", settings.step_count));
+  settle_together();
+  const Ledger::Apart apart(runtime.ledger());
+  gatherer->quiesce();
+  checkpoints->state_changed();
+  ranks.together("begin the change", [&] { checkpoints->reopen_step(settings.step_count); });
+  const OwnedRange owned = owned_range(table.parameter(parameter).first_element + first, values.size(),
+                                       table.segment_of(parameter).shard_elements, runtime.rank());
+  state_access->write(parameter, state, owned.shard, values.subspan(owned.offset, owned.shard.count));
+  if (checkpoints->on_nvme()) checkpoints->commit_open(settings.step_count).wait();
+  gatherer->invalidate();
+  book_io();
+}
+
+Completion EngineCore::save(const std::string& name, std::span<const std::byte> program_state) {
+  if (pass->under_way() || pass->micro_batches_done() > 0)
+    throw UsageError("save() belongs between step() and the next pass");
+  checkpoints->check_save(name, program_state);
+  if (ranks.job().size() > 1) {
+    comm::agree(ranks.job(), random_bits(text_hash(name), settings.step_count),
+                fmt::format("save '{}' of step {}", name, settings.step_count));
+  }
+  switch (checkpoints->save_needs(name)) {
+    case Checkpointer::SaveNeeds::nothing:
+      break;
+    case Checkpointer::SaveNeeds::drained_streams:
+      drain();
+      break;
+    case Checkpointer::SaveNeeds::settled_engine:
+      settle_together();
+      break;
+  }
+  return checkpoints->save(name, CommitState::of(settings.scaler, program_state), settings.step_count);
+}
+
+std::vector<std::string> EngineCore::describe() const {
+  std::vector<std::string> lines;
+  constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
+  const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 0;
+  const double on_device = options.optimizer == Placement::device ? 0 : DeviceStates(options, table).share();
+  lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}{}, update mode {}",
+                              kPlaces[static_cast<std::size_t>(options.parameters)],
+                              kPlaces[static_cast<std::size_t>(options.optimizer)],
+                              fraction > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * fraction) : "",
+                              on_device > 0 ? fmt::format(", but {:.4g} % in device memory", 100 * on_device) : "",
+                              describe_update_mode(options)));
+  if (table.gradient_sums() == GradientSums::on_device) {
+    lines.push_back(
+        fmt::format("vertical order: a pass holds up to {} micro-batches, their gradients added up in fp32 on "
+                    "the device",
+                    options.micro_batches_max));
+  }
+  if (const LossScaler& scaler = settings.scaler; scaler.is_dynamic() || scaler.scale() != 1)
+    lines.push_back(fmt::format("loss scale {}{}", scaler.scale(), scaler.is_dynamic() ? ", dynamic" : ""));
+  lines.push_back(memory->describe());
+  if (drives) lines.push_back("io: " + drives->describe());
+  lines.push_back("device: " + runtime.device().description());
+  return lines;
+}
+
+}  // namespace hoist::detail

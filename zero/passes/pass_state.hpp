@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/passes/pass_state.hpp - the pass under way, and the micro-batches of the step that it belongs to.
+//
+// Threading  The program's thread.
+// Errors     UsageError for calls out of order; CommError where ranks made different calls.
+// Main path  begin -> (gather, release, finish of units) -> end -> ... -> step() checks agreement and takes_gradients.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <hoist/zero/options.hpp>
+#include <hoist/zero/passes/gatherer.hpp>
+#include <hoist/zero/passes/gradients.hpp>
+#include <hoist/zero/ranks/rank_agreement.hpp>
+
+namespace hoist::detail {
+
+class PassState {
+ public:
+  PassState(const EngineOptions& options, const UnitTable& table, const RankAgreement& ranks, Gatherer& gatherer,
+            Gradients& gradients)
+      : options_(options), table_(table), ranks_(ranks), gatherer_(gatherer), gradients_(gradients) {}
+
+  // Throws when the pass cannot begin now: another one is under way, or the micro-batch is out of order.
+  void check_begin(Pass pass, const PassOptions& wanted) const;
+  void begin(Pass pass, const PassOptions& wanted);  // Pre: check_begin()
+  // Pre: a pass is under way. `complete`: neither an exception nor discard() ended it.
+  void end(bool complete);
+  // Forgets the micro-batches that ended since the last step. Pre: no pass is under way.
+  void drop();
+
+  bool under_way() const { return pass_.has_value(); }
+  bool is(Pass pass) const { return pass_ == pass; }
+  bool is_serial(std::uint64_t serial) const { return pass_ && serial_ == serial; }
+  std::uint64_t serial() const { return serial_; }
+  bool was_left() const { return was_left_; }  // the last pass, by an exception or discard()
+
+  // --- the step that the train passes make
+  int micro_batches() const { return micro_batches_; }  // train passes that make one step
+  int micro_batches_done() const { return micro_batches_done_; }
+  bool gradients_due() const { return gradients_due_; }  // all passes ended; step() or discard() is next
+  bool completes_step() const { return pass_ == Pass::train && micro_batches_done_ + 1 == micro_batches_; }
+  void require_gradients() const;  // UsageError unless step() can follow
+  void gradients_taken();          // step() has applied or skipped them
+
+  // What decides how the next step changes state, beside the gradients.
+  struct Settings {
+    std::uint64_t hash = 0;
+    std::string text;
+  };
+  // [C] All ranks made the same calls in the pass that ended, and have equal settings. Once for each pass: ranks that
+  // differ have mixed up their data, or would each change their own shard in their own way.
+  void check_agreement(const std::optional<Settings>& settings = std::nullopt);
+
+ private:
+  bool in_vertical_order() const { return table_.gradient_sums() == GradientSums::on_device; }
+  void check_micro_batch(const PassOptions& wanted) const;
+  void require_finished() const;  // every trainable unit's gradient in the last pass
+
+  const EngineOptions& options_;
+  const UnitTable& table_;
+  const RankAgreement& ranks_;
+  Gatherer& gatherer_;
+  Gradients& gradients_;
+  std::optional<Pass> pass_;
+  bool was_left_ = false;
+  TimePoint began_{};
+  std::uint64_t serial_ = 0;
+  Pass ended_ = Pass::train;  // the last one
+  bool agreement_due_ = false;
+  int held_micro_batches_ = 1;  // by the train pass under way; several in vertical order
+  int micro_batches_ = 1;
+  int micro_batches_done_ = 0;
+  bool gradients_due_ = false;
+};
+
+}  // namespace hoist::detail

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/agreement.hpp>
+#include <hoist/core/digest.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/zero/ranks/common_options.hpp>
+#include <hoist/zero/ranks/rank_agreement.hpp>
+
+namespace hoist::detail {
+
+namespace {
+
+constexpr int kGroupBits = 16;  // of a run's number, the highest: they differ between sharding groups
+
+std::uint64_t of_first_rank(comm::Communicator& ranks, std::uint64_t mine) {
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(ranks.size()));
+  ranks.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  return all.front();
+}
+
+}  // namespace
+
+std::uint64_t text_hash(std::string_view text) {
+  Digest digest;
+  digest.update(std::as_bytes(std::span(text)));
+  return digest.value();
+}
+
+std::uint64_t job_part(std::uint64_t run) { return run & (~std::uint64_t{0} >> kGroupBits); }
+
+std::string RankAgreement::name_in_job(int rank) const {
+  return fmt::format("rank {}{}", rank, has_several_groups() ? " of the norm group" : "");
+}
+
+void RankAgreement::run(comm::Communicator& ranks, const char* what, const std::function<void()>& part) const {
+  std::exception_ptr error;
+  try {
+    part();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  std::optional<comm::Problem> problem;
+  try {
+    problem = first_problem(ranks, error);
+    if (problem && &ranks != &group()) notifier_.told_in_norm();
+    if (error) notifier_.told_in_exchange();
+  } catch (const CommError& lost) {
+    if (!error) throw CommError(fmt::format("{} (whether all could {})", lost.what(), what));
+  } catch (...) {
+    if (!error) throw;
+  }
+  if (error) std::rethrow_exception(error);
+  if (!problem) return;
+  const std::string who = &ranks == &job() ? name_in_job(problem->rank) : fmt::format("rank {}", problem->rank);
+  throw CommError(fmt::format("{} could not {}: {}", who, what, problem->text));
+}
+
+void RankAgreement::compare_groups(const EngineOptions& options, const std::function<void()>& check_model) const {
+  if (!has_several_groups()) return;
+  all_together("lay out its model", check_model);
+  const bool has_store = !options.store_directory.empty();
+  const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  const std::string rules = !has_store ? "no store"
+                                       : fmt::format("{}, durability {}, a commit every {} steps, room to keep {}",
+                                                     on_nvme ? "a store of steps" : "a store of saves",
+                                                     options.durability == tiers::Durability::step ? "step" : "none",
+                                                     options.commit_every, options.keep_steps);
+  comm::agree(job(), text_hash(rules), rules);
+}
+
+void RankAgreement::agree_on_model(std::string_view call, const UnitTable& table, const EngineOptions& options,
+                                   std::span<const GroupOptions> groups) const {
+  if (group().size() == 1) return;
+  std::uint64_t hash = text_hash(table.identity());
+  for (const char c : call) hash = random_bits(hash, static_cast<unsigned char>(c));
+  comm::agree(group(), hash,
+              fmt::format("{}: {} units, {} parameters", call, table.units().size(), table.model().parameter_count()));
+  agree_on_options(group(), common_options(options, runtime_.options(), groups));
+}
+
+std::uint64_t RankAgreement::agree_on_run() const {
+  std::random_device device;
+  const std::uint64_t run = of_first_rank(job(), (std::uint64_t{device()} << 32) | device() | 1);
+  if (!has_several_groups()) return run;
+  // Two groups have different numbers, so that a file of one is never taken for a file of the other.
+  const std::uint64_t first = of_first_rank(group(), static_cast<std::uint64_t>(job().rank()));
+  return (first << (64 - kGroupBits)) | job_part(run);
+}
+
+std::uint64_t RankAgreement::smallest(std::uint64_t mine) const {
+  if (group().size() == 1) return mine;
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(group().size()));
+  group().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  return *std::ranges::min_element(all);
+}
+
+}  // namespace hoist::detail

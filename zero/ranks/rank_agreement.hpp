@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/ranks/rank_agreement.hpp - steps that all ranks take, or none: a rank that fails alone tells the others why.
+//
+// Two circles of ranks. The sharding group partitions one model's state. The job is all sharding groups of a tensor- or
+// pipeline-parallel run (Runtime::norm_group()): its commits are one, and so is the start of its engines. With one
+// group both are the same.
+//
+// Threading  The program's thread.
+// Errors     A part's own error on the rank where it failed; a CommError that names that rank on all others.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <hoist/zero/layout/unit_table.hpp>
+#include <hoist/zero/options.hpp>
+#include <hoist/zero/ranks/abort_notifier.hpp>
+#include <hoist/zero/runtime.hpp>
+
+namespace hoist::detail {
+
+class RankAgreement {
+ public:
+  RankAgreement(Runtime& runtime, AbortNotifier& notifier) : runtime_(runtime), notifier_(notifier) {}
+
+  Runtime& runtime() const { return runtime_; }
+  comm::Communicator& group() const { return runtime_.communicator(); }
+  comm::Communicator& job() const { return runtime_.norm_group(); }
+  bool has_several_groups() const { return runtime_.has_several_groups(); }
+  std::string name_in_job(int rank) const;
+
+  // [C] Runs a part that may fail on one rank alone; `what` completes "rank 3 could not ...".
+  void together(const char* what, const std::function<void()>& part) const { run(group(), what, part); }
+  // [J] The same for all ranks of the job.
+  void all_together(const char* what, const std::function<void()>& part) const { run(job(), what, part); }
+
+  // [C] Every rank brings the same model to life, by the same call, with options that lead to the same collectives.
+  // Otherwise ranks would train parts of different models as one, or wait for each other on the way.
+  void agree_on_model(std::string_view call, const UnitTable& table, const EngineOptions& options,
+                      std::span<const GroupOptions> groups) const;
+  // [J] Every sharding group keeps commits by the same rules. `check_model` throws unless this rank's model can be
+  // trained. What follows consists of exchanges between all ranks of the job, where one group cannot turn back alone.
+  void compare_groups(const EngineOptions& options, const std::function<void()>& check_model) const;
+  // [J] A random number that joins the stores that are made together: equal in a sharding group, partly in the job.
+  std::uint64_t agree_on_run() const;
+  // [C] The smallest of a number that every rank has.
+  std::uint64_t smallest(std::uint64_t mine) const;
+
+ private:
+  void run(comm::Communicator& ranks, const char* what, const std::function<void()>& part) const;
+
+  Runtime& runtime_;
+  AbortNotifier& notifier_;
+};
+
+// A hash by which ranks compare names and rules.
+std::uint64_t text_hash(std::string_view text);
+
+// Of the number that agree_on_run() gave one sharding group, the part that is equal in all of them.
+std::uint64_t job_part(std::uint64_t run);
+
+}  // namespace hoist::detail

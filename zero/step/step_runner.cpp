@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/float_environment.hpp>
+#include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/step/step_runner.hpp>
+
+namespace hoist::detail {
+
+double StepRunner::global_norm() {
+  const double mine = parts_.gradients.sum_of_squares();
+  std::vector<double> all(static_cast<std::size_t>(parts_.ranks.job().size()));
+  try {
+    parts_.ranks.job().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  } catch (const CommError& lost) {
+    throw CommError(fmt::format("{} (the gradient norm of step {})", lost.what(), parts_.settings.step_count + 1));
+  }
+  double total = 0;
+  for (const double rank : all) total += rank;
+  return std::sqrt(total);
+}
+
+StepReport StepRunner::run(const StepOptions& step_options) {
+  const FloatEnvironment environment;  // of the norm, the clip factor and the rates; the program may have another
+  const TraceSpan span(parts_.runtime.trace(), TraceRow::program, "step");
+  StepSettings& settings = parts_.settings;
+  parts_.pass.require_gradients();
+  require_room(parts_.options, step_options.caller_state);
+  parts_.pass.check_agreement(PassState::Settings{settings.hash(), settings.describe()});
+  policy_->await_inputs();
+
+  StepReport report;
+  report.learning_rate = settings.learning_rate(GroupId{0});
+  report.loss_scale = settings.scaler.scale();
+  const double mean = 1.0 / parts_.pass.micro_batches() / settings.scaler.scale();
+  report.gradient_norm = global_norm() * mean;
+  report.applied = std::isfinite(report.gradient_norm);
+  if (!report.applied && policy_->is_decided()) {
+    notifier_.told_in_norm();
+    std::rethrow_exception(policy_->undone("a gradient is not finite"));
+  }
+  settings.scaler.update(/*overflow=*/!report.applied);  // before the commit, which the next scale belongs to
+  parts_.pass.gradients_taken();
+  if (report.applied) {
+    if (parts_.options.gradient_clipping > 0)
+      report.clip_factor = std::min(1.0, parts_.options.gradient_clipping / (report.gradient_norm + 1e-6));
+    parts_.gatherer.quiesce();
+    report.committed =
+        policy_->apply(report.clip_factor * mean, CommitState::of(settings.scaler, step_options.caller_state));
+  } else {
+    report.committed = parts_.checkpoints.last();
+  }
+  if (!parts_.checkpoints.stores_steps()) report.committed = {};
+  parts_.gradients.clear();
+  report.step = settings.step_count;
+  return report;
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/layout/step_rules.hpp>
+#include <hoist/zero/passes/waits.hpp>
+#include <hoist/zero/step/update_policy.hpp>
+
+namespace hoist::detail {
+
+// --- what the modes share --------------------------------------------------------------------------------------------
+
+double UpdatePolicy::gradient_mean() const {
+  return 1.0 / parts_.pass.micro_batches() / parts_.settings.scaler.scale();
+}
+
+WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
+  WalkOptions walk{.write_homes = writes_homes(parts_.options, parts_.checkpoints.is_due(step)),
+                   .waits = WaitCause::none,
+                   .in_background = true,
+                   .makes_weights = true};
+  // What the device updates, a walk only writes where it is to be written.
+  walk.read_apart = walk.write_homes;
+  walk.change_apart = false;
+  return walk;
+}
+
+TilePipeline::Work UpdatePolicy::work(std::shared_ptr<StepUpdate> update) const {
+  return [memory = &parts_.memory, gradients = &parts_.gradients, update = std::move(update)](const TileAccess& tile) {
+    if (!memory->apart(tile.unit)) update->apply(tile, gradients->home(tile.unit));
+  };
+}
+
+void UpdatePolicy::update_on_device(StepUpdate& update) const {
+  if (!parts_.memory.homes_apart()) return;
+  const TimePoint begin = Clock::now();
+  update.run_on_device(parts_.table, parts_.memory, *parts_.streams.down);
+  parts_.runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
+}
+
+// While the program's kernels run nobody waits. The rest of the time is for reductions, as far as the communicator says
+// that it was busy, and for updates whose gradients must make room.
+void UpdatePolicy::await_gradients() {
+  parts_.gradients.await_made();
+  const UpdateWait wait(parts_.updates);
+  Ledger& ledger = parts_.runtime.ledger();
+  const Nanoseconds reducing_before = ledger.totals(Link::wire).busy;
+  parts_.executor.drain();
+  parts_.streams.synchronize();
+  parts_.gradients.wait();
+  Nanoseconds reducing{0};
+  if (parts_.table.world_size() > 1) {
+    reducing = std::min(wait.elapsed(), ledger.totals(Link::wire).busy - reducing_before);
+    ledger.waited(WaitCause::comm, reducing);
+  }
+  if (is_decided()) wait.book(ledger, wait.elapsed() - reducing);
+}
+
+void UpdatePolicy::await_updates() {
+  const UpdateWait wait(parts_.updates);
+  parts_.updates.finish();
+  wait.book(parts_.runtime.ledger(), wait.elapsed());
+}
+
+UpdateQueue::Ended UpdatePolicy::end_of_step(std::shared_ptr<StepUpdate> update, Checkpointer::Decided decided,
+                                             std::shared_ptr<Promise> committed) const {
+  return [table = &parts_.table, checkpoints = &parts_.checkpoints, update = std::move(update),
+          decided = std::move(decided), committed = std::move(committed)](std::exception_ptr error) {
+    Completion done;
+    try {
+      if (error) std::rethrow_exception(error);
+      update->check(*table);
+      done = checkpoints->commit(decided);
+    } catch (...) {
+      checkpoints->fail(decided, std::current_exception());
+      committed->fail(std::current_exception());
+      throw;
+    }
+    done.then([committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
+  };
+}
+
+namespace {
+
+constexpr auto kTrain = static_cast<std::size_t>(Pass::train);
+
+// What modes `step` and `forward` share: nothing is updated before step().
+class DecidedAtStep : public UpdatePolicy {
+ public:
+  using UpdatePolicy::UpdatePolicy;
+
+  void await_inputs() override {
+    await_gradients();
+    parts_.ranks.together("carry out the last step", [&] { await_updates(); });
+  }
+
+ protected:
+  // Opens the step, on all ranks or none, and runs `part` within it.
+  template <typename Part>
+  void open(const Part& part) {
+    parts_.ranks.together("apply the step", [&] {
+      const UpdateWait wait;
+      parts_.checkpoints.await_last();  // its extents, and memory it may still be written from, are free after it
+      wait.book(parts_.runtime.ledger(), wait.elapsed());
+      ++parts_.settings.step_count;
+      parts_.checkpoints.open_step(parts_.settings.step_count);
+      part();
+    });
+  }
+};
+
+// --- step ------------------------------------------------------------------------------------------------------------
+
+class UpdateInStep final : public DecidedAtStep {
+ public:
+  using DecidedAtStep::DecidedAtStep;
+
+  Completion apply(double gradient_scale, CommitState state) override {
+    open([&] {
+      const std::uint64_t step = parts_.settings.step_count;
+      const auto update = parts_.settings.make_update(step, gradient_scale);
+      update_on_device(*update);
+      const auto check = [&](std::exception_ptr error) {
+        if (!error) update->check(parts_.table);
+      };
+      parts_.updates.begin({.walk = walk(step), .work = work(update), .expected = {}, .ended = check});
+      await_updates();
+    });
+    parts_.gatherer.invalidate();
+    return parts_.checkpoints.commit(parts_.checkpoints.decide(parts_.settings.step_count, std::move(state)));
+  }
+};
+
+// --- forward ---------------------------------------------------------------------------------------------------------
+
+class UpdateUnderForward final : public DecidedAtStep {
+ public:
+  using DecidedAtStep::DecidedAtStep;
+
+  void pass_begins() override { reading_ahead_ = false; }
+
+  // Nothing can be updated before the norm is known, but what comes first can be read.
+  void after_finish() override {
+    if (std::exchange(reading_ahead_, true) || !parts_.checkpoints.on_nvme()) return;
+    parts_.updates.read_ahead(walk(parts_.settings.step_count + 1), parts_.gatherer.expected(kTrain));
+  }
+
+  Completion apply(double gradient_scale, CommitState state) override {
+    open([] {});
+    parts_.gatherer.invalidate();
+    const std::uint64_t step = parts_.settings.step_count;
+    const auto update = parts_.settings.make_update(step, gradient_scale);
+    update_on_device(*update);
+    const auto committed = std::make_shared<Promise>();
+    const Completion completion = committed->completion();
+    auto ended = end_of_step(update, parts_.checkpoints.decide(step, std::move(state)), committed);
+    parts_.updates.begin({.walk = walk(step),
+                          .work = work(update),
+                          .expected = parts_.gatherer.expected(kTrain),
+                          .ended = std::move(ended)});
+    parts_.gatherer.stage_for(kTrain);
+    return completion;
+  }
+
+ private:
+  bool reading_ahead_ = false;  // for the step of the pass under way
+};
+
+// --- backward --------------------------------------------------------------------------------------------------------
+
+class UpdateInBackward final : public UpdatePolicy {
+ public:
+  using UpdatePolicy::UpdatePolicy;
+
+  void before_finish(UnitId unit, StreamRef stream) override {
+    if (update_) return;
+    parts_.gradients.buffer(unit, stream);  // a budget that refuses it does so before the step is begun
+    begin();
+  }
+
+  bool is_decided() const override { return update_ != nullptr; }
+
+  void require_undecided(const char* call) const override {
+    if (!is_decided()) return;
+    throw UsageError(
+        fmt::format("{} after a unit's finish() and before step(): in update mode \"backward\" units are being updated "
+                    "for the step already; call step() first",
+                    call));
+  }
+
+  void require_gatherable(UnitId id) const override {
+    if (!is_decided()) return;
+    const auto require = [&](UnitId unit) {
+      if (!parts_.table.unit(unit).is_trainable() || !parts_.gradients.finished(unit)) return;
+      throw UsageError(
+          fmt::format("unit '{}' is gathered after its finish(): in update mode \"backward\" its weights are being "
+                      "updated already; finish it after its last use, or set hoist.update_mode to \"forward\"",
+                      parts_.table.unit(unit).name));
+    };
+    require(id);
+    for (const UnitId owner : parts_.table.unit(id).tied) require(owner);
+  }
+
+  std::exception_ptr undone(const std::string& why) override {
+    // The commit of the step before may still be under way; telling the other ranks of a failure would break it off.
+    parts_.gradients.await_opened();
+    return std::make_exception_ptr(
+        Error(fmt::format("step {} cannot be taken: {}, and units were updated for it already (hoist.update_mode "
+                          "\"backward\"). Nothing of it was committed: restore the last commit, in a new engine; "
+                          "\"forward\" can drop such a step",
+                          parts_.settings.step_count + 1, why)));
+  }
+
+  void await_inputs() override {
+    if (!update_) begin();  // no unit has gradients
+    parts_.ranks.together("update its units", [&] {
+      await_gradients();
+      parts_.updates.check();
+    });
+  }
+
+  Completion apply(double, CommitState state) override {
+    ++parts_.settings.step_count;
+    parts_.gatherer.invalidate();
+    offer_the_rest();
+    const auto committed = std::make_shared<Promise>();
+    const Completion completion = committed->completion();
+    auto decided = parts_.checkpoints.decide(parts_.settings.step_count, std::move(state));
+    parts_.updates.conclude(end_of_step(std::exchange(update_, nullptr), std::move(decided), committed),
+                            parts_.gatherer.expected(kTrain));
+    parts_.gatherer.stage_for(kTrain);
+    return completion;
+  }
+
+ private:
+  // Takes down what the step depends on, on the program's thread. The rest waits for the step before, which must not
+  // hold up the program.
+  void begin() {
+    const std::uint64_t step = parts_.settings.step_count + 1;
+    update_ = parts_.settings.make_update(step, gradient_mean());
+    const auto open = [updates = &parts_.updates, checkpoints = &parts_.checkpoints, step, walk = walk(step),
+                       work = work(update_)] {
+      updates->finish();
+      checkpoints->open_step(step);
+      updates->open(walk, work);
+    };
+    parts_.gradients.hand_on(
+        {.open = open,
+         .announce =
+             [updates = &parts_.updates, reader = parts_.weight_reader](UnitId unit) {
+               updates->announce(unit);
+               if (reader != nullptr) reader->outdate(unit);
+             },
+         .take = [updates = &parts_.updates](UnitId unit) { return updates->offer(unit); },
+         .withdraw = [updates = &parts_.updates](UnitId unit, const auto& error) { updates->withdraw(unit, error); }});
+  }
+
+  // Units whose gradients stayed on the device. Those that come to the host make room for others there by being used at
+  // once; these do not, and the program may use weights until here that are updated where they are.
+  void offer_the_rest() {
+    update_on_device(*update_);
+    for (std::uint32_t u = 0; u < parts_.table.units().size(); ++u) {
+      const UnitId unit{u};
+      if (!parts_.table.unit(unit).is_trainable() || !parts_.memory.state_on_device(unit)) continue;
+      parts_.updates.announce(unit);
+      parts_.updates.offer(unit);  // a failure of the step is its end's
+    }
+  }
+
+  std::shared_ptr<StepUpdate> update_;  // of the step for which units are being updated
+};
+
+}  // namespace
+
+std::unique_ptr<UpdatePolicy> make_update_policy(const StepParts& parts) {
+  switch (update_mode(parts.options)) {
+    case UpdateMode::forward:
+      return std::make_unique<UpdateUnderForward>(parts);
+    case UpdateMode::backward:
+      return std::make_unique<UpdateInBackward>(parts);
+    case UpdateMode::step:
+    case UpdateMode::automatic:  // never chosen
+      break;
+  }
+  return std::make_unique<UpdateInStep>(parts);
+}
+
+}  // namespace hoist::detail

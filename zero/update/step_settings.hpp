@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/update/step_settings.hpp - what the next step is computed with, beside its gradients: the number of steps so
+// far, the groups' optimizers as the schedule has them, the loss scale.
+//
+// Threading  The program's thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <hoist/zero/options.hpp>
+#include <hoist/zero/update/step_update.hpp>
+
+namespace hoist::detail {
+
+class StepSettings {
+ public:
+  // `groups`: every parameter group, group 0 first.
+  StepSettings(const EngineOptions& options, std::vector<GroupOptions> groups, int rank)
+      : scaler(options.loss_scale), options_(options), groups_(std::move(groups)), rank_(rank) {}
+
+  std::uint64_t step_count = 0;  // steps applied
+  LossScaler scaler;             // changes in a step alone, and only after the step before has been carried out
+
+  const std::vector<GroupOptions>& groups() const { return groups_; }
+  // Errors (both): UsageError for a group that does not exist; for a rate that is negative or not finite.
+  double learning_rate(GroupId group) const;  // of the next step
+  // False when the group has that rate already.
+  bool changes_learning_rate(GroupId group, double learning_rate) const;
+  void set_learning_rate(GroupId group, double learning_rate);
+
+  // Updates tiles for step `step`, counted from 1. `gradient_scale`: what sums of gradients are multiplied by.
+  std::shared_ptr<StepUpdate> make_update(std::uint64_t step, double gradient_scale) const;
+  // Equal where the next step changes equal state with equal gradients in the same way.
+  std::uint64_t hash() const;
+  std::string describe() const;  // ", learning rate 0.1, clipping 1"
+
+ private:
+  // The group's options for the step after `applied_steps` others.
+  GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
+
+  const EngineOptions& options_;
+  std::vector<GroupOptions> groups_;
+  int rank_;
+};
+
+}  // namespace hoist::detail
