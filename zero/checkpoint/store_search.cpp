@@ -259,7 +259,7 @@ CommonCommit StoreSearch::choose(const tiers::Store& store, const std::string& f
   if (from.empty()) {
     const auto commits = store.commits();
     candidates.assign(commits.begin(), commits.end());
-    if (const auto shared = common(candidates, store.store_number()); !shared.empty()) return common.front();
+    if (const auto shared = common(candidates, store.store_number()); !shared.empty()) return shared.front();
     const auto abandoned = store.abandoned();
     candidates.insert(candidates.end(), abandoned.begin(), abandoned.end());
   } else {
