@@ -34,6 +34,7 @@
 #include <hoist/core/checksum.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/measure/statistics.hpp>
+#include <hoist/tiers/record_layout.hpp>
 #include <hoist/zero/engine.hpp>
 
 #include "checksum_twice.hpp"
@@ -79,6 +80,10 @@ EngineOptions engine_options(const std::string& store, tiers::Durability durabil
   return options;
 }
 
+Model model_of(const Arguments& arguments) {
+  return uniform_model(static_cast<std::uint64_t>(arguments.elements) * arguments.layers, arguments.layers);
+}
+
 // A training whose passes only move what has to be moved, and take their time.
 class Training {
  public:
@@ -86,15 +91,13 @@ class Training {
            unsigned commit_every = 1)
       : arguments_(arguments),
         runtime_(runtime_options(arguments)),
-        engine_(runtime_, engine_options(store, durability, commit_every)),
+        engine_(Engine::create(runtime_, engine_options(store, durability, commit_every), model_of(arguments),
+                               [](ParameterId, std::uint64_t first, std::span<float> values) {
+                                 for (std::size_t i = 0; i < values.size(); ++i)
+                                   values[i] = 1e-3f * static_cast<float>((first + i) % 1000);
+                               })),
         stream_(runtime_.device().create_stream("compute")) {
-    for (unsigned layer = 0; layer < arguments.layers; ++layer) {
-      const std::vector<ParameterSpec> specs{{.name = fmt::format("layer{}", layer), .shape = {arguments.elements}}};
-      units_.push_back(engine_.add_unit(specs.front().name, specs));
-    }
-    engine_.initialize([](ParameterId, std::uint64_t first, std::span<float> values) {
-      for (std::size_t i = 0; i < values.size(); ++i) values[i] = 1e-3f * static_cast<float>((first + i) % 1000);
-    });
+    for (std::uint32_t u = 0; u < arguments.layers; ++u) units_.push_back(UnitId{u});
     // The first pass is recorded, the next one planned; then to the beginning of a cycle of commits.
     for (unsigned i = 0; i < 4; ++i) step();
     engine_.settle();

@@ -68,13 +68,12 @@ double quantile(std::vector<double> values, double share) {
 class Program {
  public:
   Program(const Arguments& arguments, Placement placement)
-      : arguments_(arguments), runtime_(runtime_options(arguments)), engine_(runtime_, options(arguments, placement)) {
-    const auto elements = static_cast<std::int64_t>(arguments.parameters / kUnits);
-    for (unsigned u = 0; u < kUnits; ++u) {
-      const ParameterSpec spec{.name = fmt::format("unit {}", u), .shape = {elements}};
-      units_.push_back(engine_.add_unit(spec.name, std::span(&spec, 1)));
-    }
-    engine_.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); });
+      : arguments_(arguments),
+        runtime_(runtime_options(arguments)),
+        engine_(
+            Engine::create(runtime_, options(arguments, placement), uniform_model(arguments.parameters, kUnits),
+                           [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); })) {
+    for (std::uint32_t u = 0; u < kUnits; ++u) units_.push_back(UnitId{u});
   }
 
   Figures measure() {

@@ -30,13 +30,14 @@ void add_prediction(const CheckArguments& arguments, CheckReport& report) {
   if (!arguments.model.given()) return;
   const NamedModel model = read_model(arguments.model, report.config.engine.weights_dtype.value_or(DType::bf16));
   report.model = model.name;
-  report.program_pinned_bytes = model.shape.program_pinned_bytes;
+  report.program_pinned_bytes = model.program.pinned_bytes;
   EngineOptions engine = report.config.engine;
   engine.micro_batches_max = static_cast<unsigned>(report.training.gradient_accumulation_steps.value_or(1));
   const int ranks = std::max(1, report.world_size);
-  report.prediction = predict(report.config.runtime, engine, model.shape, ranks);
+  report.prediction = predict(report.config.runtime, engine, model.model, ranks, model.program);
   if (engine.optimizer == Placement::nvme && report.prediction->pinned.fits())
-    report.pinned_fraction_max = largest_pinned_fraction(report.config.runtime, engine, model.shape, ranks);
+    report.pinned_fraction_max =
+        largest_pinned_fraction(report.config.runtime, engine, model.model, ranks, model.program);
 }
 
 // What every engine would refuse, whatever its model.

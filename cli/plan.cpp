@@ -117,7 +117,7 @@ PlanReport plan_of(const PlanArguments& arguments) {
   const NamedModel model = read_model(arguments.model, config.engine.weights_dtype.value_or(DType::bf16));
   const bool has_config = !arguments.config.empty();
   PlanReport report{.model = model.name,
-                    .program_pinned_bytes = model.shape.program_pinned_bytes,
+                    .program_pinned_bytes = model.program.pinned_bytes,
                     .world_size = arguments.world_size,
                     .has_device_budget = has_config || !arguments.device_memory.empty(),
                     .has_pinned_budget = has_config || !arguments.pinned_memory.empty()};
@@ -127,7 +127,7 @@ PlanReport plan_of(const PlanArguments& arguments) {
     for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme}) {
       PlanRow row{.engine = placed(config, parameters, optimizer)};
       row.refusal = refusal_of(row.engine, config.runtime, arguments.world_size);
-      row.prediction = predict(config.runtime, row.engine, model.shape, arguments.world_size);
+      row.prediction = predict(config.runtime, row.engine, model.model, arguments.world_size, model.program);
       report.speeds = speeds_of(arguments, config.measured, row.prediction.parameter_count);
       row.time = predict_time(row.prediction, report.speeds);
       row.configured = has_config && parameters == config.engine.parameters && optimizer == config.engine.optimizer;

@@ -63,7 +63,7 @@ std::vector<std::int64_t> shape_of(const std::string& key, const Json& value) {
 
 ParameterSpec parameter_of(const std::string& key, const Json& value, DType dtype) {
   if (!value.is_object()) refuse(key, value, "an object with name and shape");
-  constexpr double kGroupMax = 1e6;
+  constexpr double kGroupMax = 1e4;
   ParameterSpec spec{.dtype = dtype};
   for (const auto& [name, member] : value.items()) {
     const std::string path = key + "." + name;
@@ -79,7 +79,7 @@ ParameterSpec parameter_of(const std::string& key, const Json& value, DType dtyp
       spec.counts_in_norm = flag_of(path, member);
     } else if (name == "group") {
       const std::uint64_t group = count_of(path, member, 0);
-      if (static_cast<double>(group) > kGroupMax) refuse(path, member, "an integer from 0 to 1e6");
+      if (static_cast<double>(group) > kGroupMax) refuse(path, member, "an integer from 0 to 10000");
       spec.group.index = static_cast<std::uint32_t>(group);
     } else {
       throw ConfigError(path, "unknown key; there are name, shape, dtype, trainable, group and counts_in_norm");
@@ -90,9 +90,16 @@ ParameterSpec parameter_of(const std::string& key, const Json& value, DType dtyp
   return spec;
 }
 
-UnitShape unit_of(const std::string& key, const Json& value, DType dtype) {
+// A unit as the file has it.
+struct DeclaredUnit {
+  std::string name;
+  std::vector<ParameterSpec> parameters;
+  std::vector<std::string> tied;  // names of parameters of other units
+};
+
+DeclaredUnit unit_of(const std::string& key, const Json& value, DType dtype) {
   if (!value.is_object()) refuse(key, value, "an object with name and parameters");
-  UnitShape unit;
+  DeclaredUnit unit;
   std::uint64_t parameters = 0;  // where only their number is given
   for (const auto& [name, member] : value.items()) {
     if (name == "name") {
@@ -149,39 +156,52 @@ Json parse_file(const std::string& path) {
 
 }  // namespace
 
-ModelShape read_units(const std::string& path) {
+NamedModel read_units(const std::string& path) {
   const Json root = parse_file(path);
   if (!root.is_object() || !root.contains("units") || !root["units"].is_array() || root["units"].empty()) {
     throw ConfigError("units", R"(is missing: write {"units": [{"name": "layer.0", "parameters": 7077888}]})");
   }
-  ModelShape model;
+  NamedModel named;
   const DType dtype = root.contains("dtype") ? dtype_of("dtype", root["dtype"]) : DType::bf16;
   for (const auto& [name, member] : root.items()) {
     if (name == "program_device_bytes") {
-      model.program_device_bytes = count_of(name, member, 0);
+      named.program.device_bytes = count_of(name, member, 0);
     } else if (name == "program_pinned_bytes") {
-      model.program_pinned_bytes = count_of(name, member, 0);
+      named.program.pinned_bytes = count_of(name, member, 0);
     } else if (name != "units" && name != "dtype") {
       throw ConfigError(name, "unknown key; there are units, program_device_bytes, program_pinned_bytes and dtype");
     }
   }
-  std::size_t index = 0;
-  for (const Json& unit : root["units"]) model.units.push_back(unit_of(fmt::format("units[{}]", index++), unit, dtype));
-  return model;
+  Model& model = named.model;
+  std::vector<std::vector<std::string>> tied;  // by unit
+  for (const Json& member : root["units"]) {
+    DeclaredUnit unit = unit_of(fmt::format("units[{}]", tied.size()), member, dtype);
+    for (const ParameterSpec& spec : unit.parameters)
+      while (model.added_groups().size() < spec.group.index) model.add_group();
+    model.add_unit(unit.name, unit.parameters);
+    tied.push_back(std::move(unit.tied));
+  }
+  for (std::uint32_t u = 0; u < tied.size(); ++u) {
+    for (const std::string& name : tied[u]) {
+      const auto owner = model.find(name);
+      if (!owner)
+        throw UsageError(fmt::format("unit '{}' is tied to '{}', which no unit has", model.units()[u].name, name));
+      model.tie(UnitId{u}, *owner);
+    }
+  }
+  named.name = fmt::format("{} units of {}", model.units().size(), path);
+  return named;
 }
 
 NamedModel read_model(const ModelArguments& arguments, DType dtype) {
-  if (!arguments.units.empty()) {
-    ModelShape shape = read_units(arguments.units);
-    std::string name = fmt::format("{} units of {}", shape.units.size(), arguments.units);
-    return {std::move(shape), std::move(name)};
-  }
+  if (!arguments.units.empty()) return read_units(arguments.units);
   const auto count = parse_count(arguments.parameters);
   if (!count)
     throw UsageError(fmt::format("--parameters {} is not a count from 1 to {:g}; write 350000000, 3.5e8 or 350M",
                                  arguments.parameters, kCountMax));
-  ModelShape shape = uniform_model(*count, std::min(*count, kAssumedUnits), dtype);
-  return {shape, fmt::format("taken as {} equal units; --units FILE for the real ones", shape.units.size())};
+  NamedModel named{.model = uniform_model(*count, std::min(*count, kAssumedUnits), dtype)};
+  named.name = fmt::format("taken as {} equal units; --units FILE for the real ones", named.model.units().size());
+  return named;
 }
 
 std::optional<std::uint64_t> parse_count(std::string_view text) {

@@ -11,12 +11,18 @@
 
 namespace hoist::cli {
 
+struct NamedModel {
+  Model model;
+  ProgramMemory program{};
+  std::string name;  // where the model came from
+};
+
 // {"units": [{"name": "layer.0", "parameters": 7077888}, ...], "program_device_bytes": 0, "program_pinned_bytes": 0,
 // "dtype": "bf16"}; the last three are optional. Exactly, as programs describe themselves, `parameters` is a list of
 // {"name", "shape", "dtype", "trainable", "group", "counts_in_norm"}, of which name and shape are needed, and `tied`
 // names parameters of other units. Errors: IoError; ConfigError naming the member ("units[3].parameters") and what it
 // should be.
-ModelShape read_units(const std::string& path);
+NamedModel read_units(const std::string& path);
 
 // What a command was told about a model: one of the two.
 struct ModelArguments {
@@ -24,10 +30,6 @@ struct ModelArguments {
   std::string units;
 
   bool given() const { return !parameters.empty() || !units.empty(); }
-};
-struct NamedModel {
-  ModelShape shape;
-  std::string name;  // where the shape came from
 };
 // Of only a size equal units are made, of `dtype`. Errors: as of read_units; UsageError for a size that is none.
 NamedModel read_model(const ModelArguments& arguments, DType dtype);

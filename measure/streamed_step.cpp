@@ -68,49 +68,44 @@ EngineOptions engine_options(const StreamedStepOptions& options, const std::stri
 }
 
 // Layers whose gradient is a thousandth of their weights: no time is lost on mathematics.
-class Model {
+class Layers {
  public:
-  Model(Runtime& runtime, Engine& engine, std::uint64_t parameters)
-      : engine_(engine), stream_(runtime.device().create_stream("compute")) {
-    for (std::uint64_t u = 0; u < kUnits; ++u) {
-      const std::uint64_t count = parameters / kUnits + (u < parameters % kUnits ? 1 : 0);
-      const std::string name = fmt::format("unit {}", u);
-      const ParameterSpec spec{.name = name + " weights", .shape = {static_cast<std::int64_t>(count)}};
-      units_.push_back({engine.add_unit(name, std::span(&spec, 1)), engine.parameter(spec.name), count});
-    }
-    engine.initialize([](ParameterId parameter, std::uint64_t first, std::span<float> out) {
-      for (std::size_t i = 0; i < out.size(); ++i)
-        out[i] = static_cast<float>(0.1 * (random_uniform(parameter.index, first + i) - 0.5));
-    });
-  }
-  ~Model() { stream_->synchronize(); }
-  Model(const Model&) = delete;
-  Model& operator=(const Model&) = delete;
+  Layers(Runtime& runtime, const EngineOptions& options, std::uint64_t parameters)
+      : model_(uniform_model(parameters, kUnits)),
+        engine_(Engine::create(runtime, options, model_,
+                               [](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+                                 for (std::size_t i = 0; i < out.size(); ++i)
+                                   out[i] =
+                                       static_cast<float>(0.1 * (random_uniform(parameter.index, first + i) - 0.5));
+                               })),
+        stream_(runtime.device().create_stream("compute")) {}
+  ~Layers() { stream_->synchronize(); }
+  Layers(const Layers&) = delete;
+  Layers& operator=(const Layers&) = delete;
+
+  Engine& engine() { return engine_; }
 
   void pass() {
     const PassScope scope = engine_.begin(Pass::train);
-    for (const Unit& unit : units_) {
-      Lease lease = engine_.gather(unit.id, *stream_);
-      const GradientLease gradients = engine_.gradients(unit.id, *stream_);
-      const TensorView weights = lease.view(unit.weights);
-      const TensorView gradient = gradients.view(unit.weights);
+    for (std::uint32_t u = 0; u < model_.units().size(); ++u) {
+      const UnitId unit{u};
+      const ParameterId parameter = model_.units()[u].parameters.front();
+      Lease lease = engine_.gather(unit, *stream_);
+      const GradientLease gradients = engine_.gradients(unit, *stream_);
+      const TensorView weights = lease.view(parameter);
+      const TensorView gradient = gradients.view(parameter);
       stream_->scale_into(static_cast<std::byte*>(gradient.data), gradient.dtype,
-                          static_cast<const std::byte*>(weights.data), weights.dtype, unit.count, 1e-3f,
+                          static_cast<const std::byte*>(weights.data), weights.dtype, weights.element_count(), 1e-3f,
                           platform::Stream::Combine::add);
       lease.release(*stream_);
-      engine_.finish(unit.id, *stream_);
+      engine_.finish(unit, *stream_);
     }
   }
 
  private:
-  struct Unit {
-    UnitId id;
-    ParameterId weights;
-    std::uint64_t count;
-  };
-  Engine& engine_;
+  const Model model_;
+  Engine engine_;
   std::unique_ptr<platform::Stream> stream_;
-  std::vector<Unit> units_;
 };
 
 struct Counted {
@@ -129,8 +124,8 @@ class Comparison {
         mixed_options_(mixed_options(options)),
         directory_((std::filesystem::path(options.directory) / "hoist-bench-optimizer").string()),
         runtime_(runtime_options(options)),
-        engine_(runtime_, engine_options(options, directory_.path())),
-        model_(runtime_, engine_, options.parameters) {
+        layers_(runtime_, engine_options(options, directory_.path()), options.parameters),
+        engine_(layers_.engine()) {
     result_.parameters = options.parameters;
     result_.mixed_block_bytes = mixed_options_.block_bytes;
     result_.mixed_queue_depth = mixed_options_.queue_depth;
@@ -148,8 +143,8 @@ class Comparison {
 
   // Seconds from the call until the commit.
   double step() {
-    model_.pass();
-    engine_.settle();  // what the pass moved is in the books
+    layers_.pass();
+    engine_.settle();  // what the pass moved is in the ledger
     const Counted before = counted(runtime_.ledger());
     const TimePoint begin = Clock::now();
     const StepReport report = engine_.step();
@@ -184,8 +179,8 @@ class Comparison {
   const DriveOptions mixed_options_;
   Directory directory_;
   Runtime runtime_;
-  Engine engine_;
-  Model model_;
+  Layers layers_;
+  Engine& engine_;
   std::unique_ptr<ScratchFile> file_;
   std::unique_ptr<BlockBuffers> buffers_;
   std::unique_ptr<Drive> drive_;

@@ -63,22 +63,25 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
   detail::require_device_memory(runtime, needs, std::min(program_bytes, kProgramBytesMax));
 }
 
+std::vector<ParameterPlace> gathered_layout(const EngineOptions& options, const Model& model, int world_size) {
+  const detail::UnitTable table(model, detail::state_forms(options, model), world_size, detail::gradient_sums(options));
+  std::vector<ParameterPlace> places;
+  for (std::uint32_t p = 0; p < model.parameters().size(); ++p) {
+    const detail::Parameter& parameter = table.parameter(ParameterId{p});
+    const detail::Segment& segment = table.segment_of(ParameterId{p});
+    places.push_back({.unit = parameter.unit,
+                      .offset_bytes = segment.gathered_offset + parameter.first_element * dtype_bytes(segment.dtype),
+                      .unit_bytes = table.unit(parameter.unit).gathered_bytes});
+  }
+  return places;
+}
+
 // --- what it trains --------------------------------------------------------------------------------------------------
 
 const Model& Engine::model() const { return core_->table.model(); }
 Runtime& Engine::runtime() { return core_->runtime; }
 const RestoreReport* Engine::restored() const { return core_->restored ? &*core_->restored : nullptr; }
 bool Engine::keeps(ParameterId parameter, State state) const { return core_->keeps(parameter, state); }
-
-ParameterPlace Engine::place(ParameterId parameter) const {
-  core_->require_parameter(parameter);
-  const detail::UnitTable& table = core_->table;
-  const detail::Parameter& p = table.parameter(parameter);
-  const detail::Segment& segment = table.segment_of(parameter);
-  return {.unit = p.unit,
-          .offset_bytes = segment.gathered_offset + p.first_element * dtype_bytes(segment.dtype),
-          .unit_bytes = table.unit(p.unit).gathered_bytes};
-}
 
 // --- a pass ----------------------------------------------------------------------------------------------------------
 

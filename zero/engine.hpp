@@ -19,7 +19,10 @@
 
 #include <memory>
 #include <optional>
+#include <span>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include <hoist/zero/lease.hpp>
 #include <hoist/zero/model.hpp>
@@ -69,8 +72,6 @@ class Engine {
   // Whether there is such a state of the parameter: a frozen one has its master only, and not every optimizer keeps
   // both moments.
   bool keeps(ParameterId parameter, State state) const;
-  // Where the parameter lies in its unit's gathered memory.
-  ParameterPlace place(ParameterId parameter) const;
 
   // --- a pass --------------------------------------------------------------------------------------------------------
   // A stream that is being captured into a CUDA graph is refused by all of these, and by Lease::release: UsageError.
@@ -137,6 +138,10 @@ class Engine {
   explicit Engine(std::unique_ptr<detail::EngineCore> core);
   std::unique_ptr<detail::EngineCore> core_;
 };
+
+// Where each parameter of a model lies in its unit's gathered memory, by ParameterId::index: what a Binding needs to
+// know before an engine gathers into it.
+std::vector<ParameterPlace> gathered_layout(const EngineOptions& options, const Model& model, int world_size);
 
 // BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's
 // own blocks beside what the engine needs at least. For a program that is about to allocate them, before it makes the

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include <hoist/core/rng.hpp>
-#include <hoist/zero/engine.hpp>
+#include <hoist/hoist.hpp>
 
 namespace {
 
@@ -57,20 +57,20 @@ Matrix load(const TensorView& view) {
 
 class Autoencoder {
  public:
-  Autoencoder(Runtime& runtime, Engine& engine) : engine_(engine), stream_(runtime.device().create_stream("compute")) {
-    const GroupId biases = engine.add_group({.learning_rate = 1e-2, .weight_decay = 0});
-    const ParameterSpec features[] = {{.name = "F", .shape = {kFeatures, kInput}, .trainable = false}};
-    const ParameterSpec encoder[] = {{.name = "W", .shape = {kHidden, kFeatures}},
-                                     {.name = "a", .shape = {kHidden}, .dtype = DType::fp32, .group = biases}};
-    const ParameterSpec decoder[] = {{.name = "b", .shape = {kFeatures}, .dtype = DType::fp32, .group = biases}};
-    features_ = engine.add_unit("features", features);
-    encoder_ = engine.add_unit("encoder", encoder);
-    decoder_ = engine.add_unit("decoder", decoder);
-    F_ = engine.parameter("F"), W_ = engine.parameter("W"), a_ = engine.parameter("a"), b_ = engine.parameter("b");
-    engine.tie(decoder_, W_);
+  explicit Autoencoder(Runtime& runtime) : stream_(runtime.device().create_stream("compute")) {
+    const GroupId biases = model_.add_group(GroupOptions{.learning_rate = 1e-2, .weight_decay = 0});
+    features_ = model_.add_unit("features", {{.name = "F", .shape = {kFeatures, kInput}, .trainable = false}});
+    encoder_ = model_.add_unit("encoder", {{.name = "W", .shape = {kHidden, kFeatures}},
+                                           {.name = "a", .shape = {kHidden}, .dtype = DType::fp32, .group = biases}});
+    decoder_ = model_.add_unit("decoder", {{.name = "b", .shape = {kFeatures}, .dtype = DType::fp32, .group = biases}});
+    F_ = model_.parameter("F"), W_ = model_.parameter("W"), a_ = model_.parameter("a"), b_ = model_.parameter("b");
+    model_.tie(decoder_, W_);
     // Memory of the program's own comes from the same arena and budget, before the engine takes the rest.
     scratch_ = runtime.device_arena().allocate(kHidden * kFeatures * sizeof(float), "gradients");
   }
+
+  const Model& model() const { return model_; }
+  void attach(Engine& engine) { engine_ = &engine; }
 
   // Any piece of any parameter, as a pure function of where it lies.
   Initializer initial_values() const {
@@ -83,15 +83,15 @@ class Autoencoder {
 
   // One pass over `inputs` [samples, kInput]. After Pass::train the gradients wait in the engine for step().
   double run(Pass pass, const Matrix& inputs) {
-    const PassScope scope = engine_.begin(pass);
-    Lease features = engine_.gather(features_, *stream_);
+    const PassScope scope = engine_->begin(pass);
+    Lease features = engine_->gather(features_, *stream_);
     stream_->launch("features", [this, &inputs, F = features.view(F_)] { z_ = inputs * transposed(load(F)); });
     features.release(*stream_);  // as of this point of the stream; the host does not wait
     if (!std::all_of(inputs.values.begin(), inputs.values.end(), [](float x) { return std::isfinite(x); })) {
       stream_->synchronize();                              // `inputs` is still being read
       throw std::runtime_error("a sample is not finite");  // halfway through a pass, which is dropped
     }
-    Lease encoder = engine_.gather(encoder_, *stream_);
+    Lease encoder = engine_->gather(encoder_, *stream_);
     stream_->launch("encoder", [this, W = encoder.view(W_), a = encoder.view(a_)] {
       h_ = z_ * transposed(load(W));
       const Matrix bias = load(a);
@@ -103,7 +103,7 @@ class Autoencoder {
     if (pass == Pass::train) {
       gradient(W_, {kHidden, kFeatures}, [this] { return transposed(dh_) * z_; });
       gradient(a_, {kHidden}, [this] { return ones_ * dh_; });
-      engine_.finish(encoder_, *stream_);
+      engine_->finish(encoder_, *stream_);
     }
     stream_->synchronize();
     return loss_;
@@ -118,11 +118,11 @@ class Autoencoder {
       const Matrix values = compute();
       std::copy(values.values.begin(), values.values.end(), target);
     });
-    engine_.accumulate(parameter, {.data = target, .dtype = DType::fp32, .shape = shape}, *stream_);
+    engine_->accumulate(parameter, {.data = target, .dtype = DType::fp32, .shape = shape}, *stream_);
   }
 
   void decode(Pass pass) {
-    Lease decoder = engine_.gather(decoder_, *stream_);  // and with it the tied W
+    Lease decoder = engine_->gather(decoder_, *stream_);  // and with it the tied W
     stream_->launch("decoder", [this, W = decoder.view(W_), b = decoder.view(b_)] {
       const Matrix weights = load(W), bias = load(b);
       dy_ = h_ * weights;
@@ -140,10 +140,11 @@ class Autoencoder {
     if (pass != Pass::train) return;
     gradient(W_, {kHidden, kFeatures}, [this] { return transposed(h_) * dy_; });  // the tied parameter's first part
     gradient(b_, {kFeatures}, [this] { return ones_ * dy_; });
-    engine_.finish(decoder_, *stream_);
+    engine_->finish(decoder_, *stream_);
   }
 
-  Engine& engine_;
+  Model model_;
+  Engine* engine_ = nullptr;
   UnitId features_{}, encoder_{}, decoder_{};
   ParameterId F_{}, W_{}, a_{}, b_{};
   const Matrix ones_{1, kSamples, std::vector<float>(kSamples, 1.0f)};
@@ -161,16 +162,17 @@ Matrix samples(std::uint64_t seed) {
 
 int train(const std::string& store) {
   Runtime runtime({.device_memory_bytes = 4 * kMiB, .pinned_memory_bytes = 32 * kMiB});
-  Engine engine(runtime, {.parameters = Placement::nvme,
-                          .optimizer = Placement::nvme,
-                          .store_directory = store,
-                          .optimizer_defaults = {.learning_rate = 1e-2, .weight_decay = 0.01}});
-  Autoencoder model(runtime, engine);
-  if (engine.find_commit()) {
-    std::printf("continuing at step %llu\n", static_cast<unsigned long long>(engine.restore().step));
-  } else {
-    engine.initialize(model.initial_values());
-  }
+  const EngineOptions options{.parameters = Placement::nvme,
+                              .optimizer = Placement::nvme,
+                              .store_directory = store,
+                              .optimizer_defaults = {.learning_rate = 1e-2, .weight_decay = 0.01}};
+  Autoencoder model(runtime);
+  Engine engine = Engine::find_commit(runtime, options)
+                      ? Engine::restore(runtime, options, model.model())
+                      : Engine::create(runtime, options, model.model(), model.initial_values());
+  if (engine.restored() != nullptr)
+    std::printf("continuing at step %llu\n", static_cast<unsigned long long>(engine.restored()->step));
+  model.attach(engine);
 
   const Matrix held_out = samples(0);
   const double before = model.run(Pass::evaluate, held_out);

@@ -18,14 +18,14 @@ constexpr std::uint64_t kBufferAlignment = 256;  // what products on a card like
 
 }  // namespace
 
-Model::Model(Runtime& runtime, Engine& engine, const ModelOptions& options, const GroupOptions& defaults)
-    : runtime_(runtime), engine_(engine), options_(options) {
+Gpt::Gpt(Runtime& runtime, const EngineOptions& engine, const GptOptions& options)
+    : runtime_(runtime), options_(options) {
   stream_ = runtime.device().create_stream("compute");
   operations_ = options.make_operations ? options.make_operations(runtime, *stream_, operations_options())
                                         : Operations::create(runtime, *stream_, operations_options());
-  declare(defaults);
+  declare(engine.optimizer_defaults);
   carve(nullptr, device_bytes_);
-  engine.require_device_memory(device_bytes_);
+  require_device_memory(runtime, engine, model_, device_bytes_);
   memory_ = runtime.device_arena().allocate(device_bytes_, "hoist-gpt's activations and work buffers");
   work_ = std::make_unique<Workspace>(carve(memory_.data(), device_bytes_));
   operations_->use_workspace(work_->operations);
@@ -33,33 +33,33 @@ Model::Model(Runtime& runtime, Engine& engine, const ModelOptions& options, cons
   inputs_->use_buffers(work_->inputs);
 }
 
-Model::~Model() = default;
+Gpt::~Gpt() = default;
 
-// Collects the parameters of one unit, named after it, and adds it to the engine.
-class Model::UnitBuilder {
+// Collects the parameters of one unit, named after it, and adds it to the model.
+class Gpt::UnitBuilder {
  public:
-  UnitBuilder(const Model& model, std::string unit) : model_(model), unit_(std::move(unit)) {}
+  UnitBuilder(Gpt& gpt, std::string unit) : gpt_(gpt), unit_(std::move(unit)) {}
 
   void matrix(const char* name, std::int64_t out, std::int64_t in) {
-    specs_.push_back({.name = full(name), .shape = {out, in}, .dtype = model_.options_.matrix_dtype});
+    specs_.push_back({.name = full(name), .shape = {out, in}, .dtype = gpt_.options_.matrix_dtype});
   }
   void vector(const char* name, std::int64_t count) {
-    specs_.push_back({.name = full(name), .shape = {count}, .dtype = DType::fp32, .group = model_.no_decay_});
+    specs_.push_back({.name = full(name), .shape = {count}, .dtype = DType::fp32, .group = gpt_.no_decay_});
   }
-  UnitId add() { return model_.engine_.add_unit(unit_, specs_); }
-  ParameterId id(const char* name) const { return model_.engine_.parameter(full(name)); }
+  UnitId add() { return gpt_.model_.add_unit(unit_, specs_); }
+  ParameterId id(const char* name) const { return gpt_.model_.parameter(full(name)); }
 
  private:
   std::string full(const char* name) const { return fmt::format("{}.{}", unit_, name); }
-  const Model& model_;
+  Gpt& gpt_;
   const std::string unit_;
   std::vector<ParameterSpec> specs_;
 };
 
-void Model::declare(const GroupOptions& defaults) {
+void Gpt::declare(const GroupOptions& defaults) {
   GroupOptions without_decay = defaults;
   without_decay.weight_decay = 0;
-  no_decay_ = engine_.add_group(without_decay);
+  no_decay_ = model_.add_group(without_decay);
 
   UnitBuilder first(*this, "embed");
   first.matrix("token", kVocabulary, options_.width);
@@ -76,10 +76,10 @@ void Model::declare(const GroupOptions& defaults) {
   head_ = last.add();
   norm_weight_ = last.id("norm.weight");
   norm_bias_ = last.id("norm.bias");
-  engine_.tie(head_, token_embedding_);
+  model_.tie(head_, token_embedding_);
 }
 
-Model::Block Model::declare_block(int layer) {
+Gpt::Block Gpt::declare_block(int layer) {
   const std::int64_t d = options_.width;
   UnitBuilder unit(*this, fmt::format("block.{}", layer));
   unit.vector("norm1.weight", d);
@@ -110,7 +110,7 @@ Model::Block Model::declare_block(int layer) {
 }
 
 // Called once with a null base to learn the bytes, and once to place the buffers.
-Model::Workspace Model::carve(std::byte* base, std::uint64_t& bytes) const {
+Gpt::Workspace Gpt::carve(std::byte* base, std::uint64_t& bytes) const {
   bytes = 0;
   const auto take_bytes = [&](std::uint64_t count) {
     std::byte* at = base == nullptr ? nullptr : base + bytes;
@@ -156,11 +156,11 @@ Model::Workspace Model::carve(std::byte* base, std::uint64_t& bytes) const {
   return w;
 }
 
-std::uint64_t Model::activation_bytes_of(Index values_per_row) const {
+std::uint64_t Gpt::activation_bytes_of(Index values_per_row) const {
   return static_cast<std::uint64_t>(rows() * values_per_row) * dtype_bytes(operations_->activation_dtype());
 }
 
-OperationsOptions Model::operations_options() const {
+OperationsOptions Gpt::operations_options() const {
   return {.attention = {.batch = options_.batch,
                         .context = options_.context,
                         .heads = options_.heads,
@@ -172,7 +172,7 @@ OperationsOptions Model::operations_options() const {
           .threads = options_.threads};
 }
 
-BlockInputsOptions Model::input_options() const {
+BlockInputsOptions Gpt::input_options() const {
   return {.layers = static_cast<std::size_t>(options_.layers),
           .held_micro_batches = static_cast<std::size_t>(options_.held_micro_batches),
           .item_bytes = activation_bytes_of(options_.width),
@@ -182,19 +182,19 @@ BlockInputsOptions Model::input_options() const {
 // A parameter of a matrix is in one product forward and in two backward, each a multiplication and an addition; the
 // embedding's rows are looked up, but the tied head multiplies by the tokens'. Attention: two products of context *
 // width forward, half of each below the diagonal, and twice that backward.
-double Model::flops_per_token() const {
+double Gpt::flops_per_token() const {
   const double d = options_.width, layers = options_.layers, context = options_.context;
   return 6 * (layers * 12 * d * d + kVocabulary * d) + 3 * layers * 2 * context * d;
 }
 
-Initializer Model::initial_values() const {
+Initializer Gpt::initial_values() const {
   struct Rule {
     float constant = 0;
     float deviation = 0;
   };
   std::vector<Rule> rules;
   const float residual = kInitialDeviation / std::sqrt(2.0f * static_cast<float>(options_.layers));
-  for (const ParameterSpec& spec : engine_.parameters()) {
+  for (const ParameterSpec& spec : model_.parameters()) {
     if (spec.shape.size() == 1) {
       rules.push_back({.constant = spec.name.ends_with(".weight") ? 1.0f : 0.0f});  // a norm's scale, else a bias
     } else {
@@ -212,9 +212,9 @@ Initializer Model::initial_values() const {
   };
 }
 
-void Model::set_learning_rate(double learning_rate) {
-  engine_.set_learning_rate(GroupId{0}, learning_rate);
-  engine_.set_learning_rate(no_decay_, learning_rate);
+void Gpt::set_learning_rate(double learning_rate) {
+  engine_->set_learning_rate(GroupId{0}, learning_rate);
+  engine_->set_learning_rate(no_decay_, learning_rate);
 }
 
 }  // namespace hoist::gpt

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// examples/gpt/model.hpp - a byte-level GPT whose state is lifted by a hoist::Engine, layer by layer.
+// examples/gpt/model.hpp - a byte-level GPT whose state is kept by a hoist::Engine, layer by layer.
 //
 // Units: "embed" (token and position embedding), "block.0" ... "block.L-1", "head" (final norm; tied to the token
 // embedding). Matrices are bf16, or fp16 with a scaled loss, with weight decay, norms and biases fp32 without: two
@@ -32,7 +32,7 @@ enum class ActivationPolicy : std::uint8_t {
   stash,      // as recompute, but inputs wait in pinned memory: least device memory
 };
 
-struct ModelOptions {
+struct GptOptions {
   int layers = 2;
   int width = 64;
   int heads = 2;
@@ -47,18 +47,21 @@ struct ModelOptions {
   std::function<std::unique_ptr<Operations>(Runtime&, platform::Stream&, const OperationsOptions&)> make_operations{};
 };
 
-class Model {
+class Gpt {
  public:
   static constexpr int kVocabulary = 256;
 
-  // Declares units and groups on `engine`; `defaults` is the optimizer setting of group 0. Call before
-  // engine.initialize(initial_values()) or engine.restore().
+  // Declares the model and takes memory for activations. `engine`: the options of the engine that will train it.
   // Errors: UsageError for a shape that the device's operations cannot compute, BudgetError when activations do not
   // fit.
-  Model(Runtime& runtime, Engine& engine, const ModelOptions& options, const GroupOptions& defaults);
-  ~Model();
-  Model(const Model&) = delete;
-  Model& operator=(const Model&) = delete;
+  Gpt(Runtime& runtime, const EngineOptions& engine, const GptOptions& options);
+  ~Gpt();
+  Gpt(const Gpt&) = delete;
+  Gpt& operator=(const Gpt&) = delete;
+
+  const Model& model() const { return model_; }  // what Engine::create() or restore() is to train
+  // Pre for what follows: an engine of model(), which outlives the passes.
+  void attach(Engine& engine) { engine_ = &engine; }
 
   // GPT-2's: normal with deviation 0.02, projections back into the residual scaled by 1/sqrt(2 * layers); norms 1,
   // biases 0.
@@ -74,7 +77,7 @@ class Model {
   // For both groups, at the next step().
   void set_learning_rate(double learning_rate);
 
-  const ModelOptions& options() const { return options_; }
+  const GptOptions& options() const { return options_; }
   std::uint64_t device_bytes() const { return device_bytes_; }  // of activations and work buffers
   std::uint64_t activation_bytes() const { return memory_.bytes().size(); }
   // Time kernels have run.
@@ -127,8 +130,9 @@ class Model {
   std::uint64_t activation_bytes_of(Index values_per_row) const;
 
   Runtime& runtime_;
-  Engine& engine_;
-  const ModelOptions options_;
+  const GptOptions options_;
+  Model model_;
+  Engine* engine_ = nullptr;
   GroupId no_decay_{};
   UnitId embed_{}, head_{};
   ParameterId token_embedding_{}, position_embedding_{}, norm_weight_{}, norm_bias_{};

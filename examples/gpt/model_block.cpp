@@ -5,10 +5,10 @@
 
 namespace hoist::gpt {
 
-void Model::block_forward(int layer, std::size_t count) {
+void Gpt::block_forward(int layer, std::size_t count) {
   const Block& block = blocks_[static_cast<std::size_t>(layer)];
   const auto index = static_cast<std::size_t>(layer);
-  Lease lease = engine_.gather(block.unit, *stream_);
+  Lease lease = engine_->gather(block.unit, *stream_);
   const BlockWeights weights(block, lease);
   for (std::size_t m = 0; m < count; ++m) {
     const void* const input = inputs_->forward_input(index, m);
@@ -24,12 +24,12 @@ void Model::block_forward(int layer, std::size_t count) {
   lease.release(*stream_);
 }
 
-void Model::block_backward(int layer, std::size_t count) {
+void Gpt::block_backward(int layer, std::size_t count) {
   const Block& block = blocks_[static_cast<std::size_t>(layer)];
   const auto index = static_cast<std::size_t>(layer);
-  Lease lease = engine_.gather(block.unit, *stream_);
+  Lease lease = engine_->gather(block.unit, *stream_);
   const BlockWeights weights(block, lease);
-  const BlockGradients gradients(block, engine_.gradients(block.unit, *stream_));
+  const BlockGradients gradients(block, engine_->gradients(block.unit, *stream_));
   for (std::size_t m = 0; m < count; ++m) {
     const void* const input = inputs_->bring(index, m, *stream_);
     operations_->run("block backward", [this, index, m, weights, gradients, input] {
@@ -46,11 +46,11 @@ void Model::block_backward(int layer, std::size_t count) {
     });
   }
   lease.release(*stream_);
-  engine_.finish(block.unit, *stream_);
+  engine_->finish(block.unit, *stream_);
 }
 
 // The block up to GELU: everything its backward pass needs, and all but one of the products of its forward pass.
-void Model::compute_to_wide(const void* input, const BlockActivations& block, const BlockWeights& weights) {
+void Gpt::compute_to_wide(const void* input, const BlockActivations& block, const BlockWeights& weights) {
   const Workspace& w = *work_;
   first_norm(input, block, weights);
   operations_->linear_forward({.x = w.normed, .weight = weights.qkv, .bias = weights.qkv_bias, .y = block.qkv});
@@ -62,7 +62,7 @@ void Model::compute_to_wide(const void* input, const BlockActivations& block, co
       {.x = w.normed, .weight = weights.up, .bias = weights.up_bias, .y = block.hidden, .gelu = w.wide});
 }
 
-void Model::first_norm(const void* input, const BlockActivations& block, const BlockWeights& weights) {
+void Gpt::first_norm(const void* input, const BlockActivations& block, const BlockWeights& weights) {
   operations_->layer_norm_forward({.x = input,
                                    .weight = weights.norm1_weight,
                                    .bias = weights.norm1_bias,
@@ -71,7 +71,7 @@ void Model::first_norm(const void* input, const BlockActivations& block, const B
                                    .y = work_->normed});
 }
 
-void Model::second_norm(const BlockActivations& block, const BlockWeights& weights) {
+void Gpt::second_norm(const BlockActivations& block, const BlockWeights& weights) {
   operations_->layer_norm_forward({.x = block.middle,
                                    .weight = weights.norm2_weight,
                                    .bias = weights.norm2_bias,
@@ -81,8 +81,8 @@ void Model::second_norm(const BlockActivations& block, const BlockWeights& weigh
 }
 
 // Takes the gradient from the block's output to the stream between attention and feed-forward.
-void Model::feed_forward_backward(void* gradient, const BlockActivations& block, const BlockWeights& weights,
-                                  const BlockGradients& gradients) {
+void Gpt::feed_forward_backward(void* gradient, const BlockActivations& block, const BlockWeights& weights,
+                                const BlockGradients& gradients) {
   const Workspace& w = *work_;
   operations_->linear_backward_weight(
       {.dy = gradient, .x = w.wide, .gradient = gradients.down, .bias_gradient = gradients.down_bias});
@@ -102,8 +102,8 @@ void Model::feed_forward_backward(void* gradient, const BlockActivations& block,
 }
 
 // Takes the gradient the rest of the way to the block's input.
-void Model::attention_branch_backward(const void* input, void* gradient, const BlockActivations& block,
-                                      const BlockWeights& weights, const BlockGradients& gradients) {
+void Gpt::attention_branch_backward(const void* input, void* gradient, const BlockActivations& block,
+                                    const BlockWeights& weights, const BlockGradients& gradients) {
   const Workspace& w = *work_;
   operations_->linear_backward_weight(
       {.dy = gradient, .x = block.mixed, .gradient = gradients.out, .bias_gradient = gradients.out_bias});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// examples/gpt/model_parts.hpp - what the sources of Model share: the ids of a block's parameters, where these and
+// examples/gpt/model_parts.hpp - what the sources of Gpt share: the ids of a block's parameters, where these and
 // their gradients are while they are gathered, and the buffers of a pass.
 //
 // model.cpp declares the model and divides its memory, model_pass.cpp takes micro-batches through it, model_block.cpp
@@ -19,7 +19,7 @@ MatrixView matrix_of(const TensorView& view) {
 }
 inline float* floats_of(const TensorView& view) { return static_cast<float*>(view.data); }
 
-struct Model::Block {
+struct Gpt::Block {
   UnitId unit{};
   ParameterId norm1_weight{}, norm1_bias{};
   ParameterId qkv_weight{}, qkv_bias{};  // [3 * width, width]
@@ -31,7 +31,7 @@ struct Model::Block {
 
 // A block's parameters where they were gathered (const float*, Matrix), or their gradients (float*, GradientMatrix).
 template <typename Floats, typename MatrixView>
-struct Model::BlockViews {
+struct Gpt::BlockViews {
   template <typename AnyLease>
   BlockViews(const Block& block, const AnyLease& lease)
       : norm1_weight(floats_of(lease.view(block.norm1_weight))),
@@ -52,7 +52,7 @@ struct Model::BlockViews {
   Floats qkv_bias, out_bias, up_bias, down_bias;
 };
 
-struct Model::BlockActivations {
+struct Gpt::BlockActivations {
   void* qkv = nullptr;        // [rows, 3 * width]
   void* attention = nullptr;  // what attention keeps
   void* mixed = nullptr;      // [rows, width]: attention's output
@@ -64,14 +64,14 @@ struct Model::BlockActivations {
   float* inverse_dev2 = nullptr;
 };
 
-struct Model::Kept {
+struct Gpt::Kept {
   std::vector<BlockActivations> blocks;  // [layers]; computed again: every layer's are the same memory
   void* gradient = nullptr;              // [rows, width]: of the residual stream
   const std::uint8_t* tokens = nullptr;  // that the pass under way begins with
 };
 
 // Sizes are in values per row of activations unless said otherwise.
-struct Model::Workspace {
+struct Gpt::Workspace {
   std::vector<Kept> kept;          // by micro-batch of the pass
   std::vector<std::byte*> inputs;  // width each: what BlockInputs divides
   void* normed = nullptr;          // width

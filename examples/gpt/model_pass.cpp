@@ -8,19 +8,19 @@
 
 namespace hoist::gpt {
 
-double Model::train(const Batch& batch, PassOptions options) { return run({&batch, 1}, Pass::train, options); }
-double Model::train(std::span<const Batch> micro_batches) {
+double Gpt::train(const Batch& batch, PassOptions options) { return run({&batch, 1}, Pass::train, options); }
+double Gpt::train(std::span<const Batch> micro_batches) {
   return run(micro_batches, Pass::train, {.micro_batches = static_cast<int>(micro_batches.size())});
 }
-double Model::evaluate(const Batch& batch) { return run({&batch, 1}, Pass::evaluate, {}); }
+double Gpt::evaluate(const Batch& batch) { return run({&batch, 1}, Pass::evaluate, {}); }
 
-double Model::run(std::span<const Batch> micro_batches, Pass pass, PassOptions options) {
+double Gpt::run(std::span<const Batch> micro_batches, Pass pass, PassOptions options) {
   if (micro_batches.empty() || micro_batches.size() > work_->kept.size()) {
     throw UsageError(fmt::format("{} micro-batches in one pass of a model made to hold 1 to {}", micro_batches.size(),
                                  work_->kept.size()));
   }
   for (const Batch& batch : micro_batches) check(batch);
-  const PassScope scope = engine_.begin(pass, options);
+  const PassScope scope = engine_->begin(pass, options);
   // The batches are read by enqueued work, so they must not go before the stream has caught up, also when this throws.
   struct CatchUp {
     platform::Stream& stream;
@@ -49,7 +49,7 @@ double Model::run(std::span<const Batch> micro_batches, Pass pass, PassOptions o
   return loss;
 }
 
-void Model::check(const Batch& batch) const {
+void Gpt::check(const Batch& batch) const {
   const auto count = static_cast<std::size_t>(rows());
   if (batch.inputs.size() != count || batch.targets.size() != count) {
     throw UsageError(fmt::format("a batch of {} and {} bytes was given to a model of {} sequences of {} bytes",
@@ -57,8 +57,8 @@ void Model::check(const Batch& batch) const {
   }
 }
 
-void Model::embed(std::span<const Batch> micro_batches) {
-  Lease lease = engine_.gather(embed_, *stream_);
+void Gpt::embed(std::span<const Batch> micro_batches) {
+  Lease lease = engine_->gather(embed_, *stream_);
   const Matrix token_weight = matrix_of<Matrix>(lease.view(token_embedding_));
   const Matrix position_weight = matrix_of<Matrix>(lease.view(position_embedding_));
   for (std::size_t m = 0; m < micro_batches.size(); ++m) {
@@ -73,8 +73,8 @@ void Model::embed(std::span<const Batch> micro_batches) {
   lease.release(*stream_);
 }
 
-void Model::embed_backward(std::size_t count) {
-  const GradientLease gradients = engine_.gradients(embed_, *stream_);
+void Gpt::embed_backward(std::size_t count) {
+  const GradientLease gradients = engine_->gradients(embed_, *stream_);
   const GradientMatrix token_gradient = matrix_of<GradientMatrix>(gradients.view(token_embedding_));
   const GradientMatrix position_gradient = matrix_of<GradientMatrix>(gradients.view(position_embedding_));
   for (std::size_t m = 0; m < count; ++m) {
@@ -85,32 +85,32 @@ void Model::embed_backward(std::size_t count) {
                                        .position_gradient = position_gradient});
     });
   }
-  engine_.finish(embed_, *stream_);
+  engine_->finish(embed_, *stream_);
 }
 
 // --- the head ------------------------------------------------------------------------------------------------------
 
-struct Model::HeadWeights {
+struct Gpt::HeadWeights {
   const float* norm_weight;
   const float* norm_bias;
   Matrix tokens;  // tied: the embedding's
 };
 
-struct Model::HeadGradients {
+struct Gpt::HeadGradients {
   float* norm_weight;
   float* norm_bias;
   GradientMatrix tokens;
 };
 
-void Model::head(std::span<const Batch> micro_batches, Pass pass) {
-  Lease lease = engine_.gather(head_, *stream_);
+void Gpt::head(std::span<const Batch> micro_batches, Pass pass) {
+  Lease lease = engine_->gather(head_, *stream_);
   const HeadWeights weights{floats_of(lease.view(norm_weight_)), floats_of(lease.view(norm_bias_)),
                             matrix_of<Matrix>(lease.view(token_embedding_))};
-  const float loss_scale = engine_.loss_scale();
+  const float loss_scale = engine_->loss_scale();
   HeadGradients gradients{};
   if (pass == Pass::train) {
-    const GradientLease own = engine_.gradients(head_, *stream_);
-    const GradientLease tied = engine_.gradients(embed_, *stream_);
+    const GradientLease own = engine_->gradients(head_, *stream_);
+    const GradientLease tied = engine_->gradients(embed_, *stream_);
     gradients = {floats_of(own.view(norm_weight_)), floats_of(own.view(norm_bias_)),
                  matrix_of<GradientMatrix>(tied.view(token_embedding_))};
   }
@@ -136,10 +136,10 @@ void Model::head(std::span<const Batch> micro_batches, Pass pass) {
   }
   operations_->fetch_losses();
   lease.release(*stream_);
-  if (pass == Pass::train) engine_.finish(head_, *stream_);
+  if (pass == Pass::train) engine_->finish(head_, *stream_);
 }
 
-void Model::head_norm(const void* input, const HeadWeights& weights) {
+void Gpt::head_norm(const void* input, const HeadWeights& weights) {
   operations_->layer_norm_forward({.x = input,
                                    .weight = weights.norm_weight,
                                    .bias = weights.norm_bias,
@@ -148,8 +148,7 @@ void Model::head_norm(const void* input, const HeadWeights& weights) {
                                    .y = work_->normed});
 }
 
-void Model::head_backward(const void* input, void* gradient, const HeadWeights& weights,
-                          const HeadGradients& gradients) {
+void Gpt::head_backward(const void* input, void* gradient, const HeadWeights& weights, const HeadGradients& gradients) {
   const Workspace& w = *work_;
   operations_->linear_backward_weight({.dy = w.logits_gradient, .x = w.normed, .gradient = gradients.tokens});
   operations_->linear_backward_input(w.logits_gradient, weights.tokens, w.gradient_part);

@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/interchange/import.hpp>
 #include <hoist/interchange/safetensors.hpp>
 
@@ -55,7 +56,7 @@ void install_signal_handlers() {
   sigaction(SIGTERM, &action, nullptr);
 }
 
-ModelOptions model_options(const Arguments& a, const Config& config, const Settled& settled) {
+GptOptions gpt_options(const Arguments& a, const Config& config, const Settled& settled) {
   return {.layers = a.layers,
           .width = a.width,
           .heads = a.heads,
@@ -83,8 +84,8 @@ class Training {
         config_(Config::load(arguments.config)),
         runtime_(runtime_options(arguments, config_)),
         settled_(settle(arguments, config_, runtime_.world_size())),
-        engine_(runtime_, engine_options(config_, settled_)),
-        model_(runtime_, engine_, model_options(arguments, config_, settled_), config_.engine.optimizer_defaults) {
+        engine_options_(engine_options(config_, settled_)),
+        gpt_(runtime_, engine_options_, gpt_options(arguments, config_, settled_)) {
     if (arguments.save_every > 0 && config_.engine.keep_steps == 0) {
       throw InputError(
           fmt::format("{}: --save-every needs room for what it saves: set hoist.keep_steps to the number of "
@@ -125,8 +126,9 @@ class Training {
   const Config config_;
   Runtime runtime_;
   const Settled settled_;
-  Engine engine_;
-  Model model_;
+  const EngineOptions engine_options_;
+  Gpt gpt_;
+  std::optional<Engine> engine_;  // made by prepare()
   std::unique_ptr<ReportFile> report_;
   std::uint64_t step_ = 0;  // steps done
   bool stopping_ = false;
@@ -138,10 +140,11 @@ class Training {
 void Training::describe_units(const std::string& path) {
   using Json = nlohmann::ordered_json;
   Json units = Json::array();
-  const ModelShape shape = engine_.shape();
-  for (const UnitShape& unit : shape.units) {
+  const Model& model = gpt_.model();
+  for (const ModelUnit& unit : model.units()) {
     Json parameters = Json::array();
-    for (const ParameterSpec& spec : unit.parameters) {
+    for (const ParameterId parameter : unit.parameters) {
+      const ParameterSpec& spec = model.parameters()[parameter.index];
       parameters.push_back({{"name", spec.name},
                             {"shape", spec.shape},
                             {"dtype", std::string(dtype_name(spec.dtype))},
@@ -149,23 +152,25 @@ void Training::describe_units(const std::string& path) {
                             {"group", spec.group.index},
                             {"counts_in_norm", spec.counts_in_norm}});
     }
-    units.push_back({{"name", unit.name}, {"parameters", parameters}, {"tied", unit.tied}});
+    Json tied = Json::array();
+    for (const ParameterId owner : unit.tied) tied.push_back(model.parameters()[owner.index].name);
+    units.push_back({{"name", unit.name}, {"parameters", parameters}, {"tied", tied}});
   }
   ReportFile file(path);
-  // The engine holds nothing yet: what is taken of the pinned budget is a stash of activations.
-  file.write(Json{{"program_device_bytes", model_.device_bytes()},
+  // No engine was made yet: only activation offload has taken part of the pinned budget.
+  file.write(Json{{"program_device_bytes", gpt_.device_bytes()},
                   {"program_pinned_bytes", runtime_.pinned_budget().held_bytes()},
                   {"units", units}}
                  .dump(1) +
              "\n");
-  say(fmt::format("{} units are described in {}", shape.units.size(), path));
+  say(fmt::format("{} units are described in {}", model.units().size(), path));
 }
 
-// Brings the state to life: from the newest commit, or fresh.
+// Makes the engine: from the newest commit, or with fresh state.
 void Training::prepare() {
   for (const std::string& warning : config_.warnings) say("warning: " + warning);
   for (const std::string& note : settled_.notes) say(note);
-  std::optional<std::uint64_t> commit = engine_.find_commit();
+  std::optional<std::uint64_t> commit = Engine::find_commit(runtime_, engine_options_);
   if (!commit && !arguments_.from.empty()) commit = 0;  // the kept step may be all that is left
   if (commit && !arguments_.resume) {
     throw InputError(
@@ -173,35 +178,36 @@ void Training::prepare() {
                     config_.engine.store_directory, *commit));
   }
   if (commit) {
-    const RestoreReport restored = engine_.restore({.from = arguments_.from});
-    const RunState state = decode(restored.caller_state);
+    engine_ = Engine::restore(runtime_, engine_options_, gpt_.model(), {.from = arguments_.from});
+    const RunState state = decode(engine_->restored()->caller_state);
     check_same_run(state, state_at(0));
     step_ = state.step;
     say(fmt::format("resuming at step {}", step_));
   } else {
     if (arguments_.resume) say("nothing to resume: no commit yet, starting at step 0");
-    engine_.initialize(initial_values(), encode(state_at(0)));
+    engine_ = Engine::create(runtime_, engine_options_, gpt_.model(), initial_values(), encode(state_at(0)));
   }
+  gpt_.attach(*engine_);
   introduce();
 }
 
 Initializer Training::initial_values() const {
-  if (arguments_.init.empty()) return model_.initial_values();
-  Initializer fill = interchange::fill_from(arguments_.init, engine_.parameters());
+  if (arguments_.init.empty()) return gpt_.initial_values();
+  Initializer initializer = interchange::fill_from(arguments_.init, gpt_.model().parameters());
   say("weights from " + arguments_.init);
-  return fill;
+  return initializer;
 }
 
 void Training::introduce() {
   record_.device = runtime_.device().description();
-  record_.parameters = engine_.parameter_count();
+  record_.parameters = gpt_.model().parameter_count();
   record_.world_size = runtime_.world_size();
   record_.tokens_per_step = tokens_per_step();
-  record_.flops_per_token = model_.flops_per_token();
+  record_.flops_per_token = gpt_.flops_per_token();
   say(fmt::format("{} parameters in {} blocks, {} bytes of text, {} x {} bytes a step on {} rank{}, {}",
                   record_.parameters, arguments_.layers, text_.byte_count(), settled_.batch, arguments_.context,
                   record_.world_size, record_.world_size == 1 ? "" : "s", record_.device));
-  for (const std::string& line : engine_.describe()) say("  " + line);
+  for (const std::string& line : engine_->describe()) say("  " + line);
 }
 
 RunState Training::state_at(std::uint64_t step) const {
@@ -236,7 +242,7 @@ void Training::train() {
   if (step_ >= arguments_.steps) say(fmt::format("step {} is done already; nothing to train", step_));
   while (step_ < arguments_.steps && !stopping_) {
     record_.steps.push_back(one_step());
-    if (first_rank()) progress.show(record_.steps.back(), tier_use(engine_, config_.engine), Clock::now());
+    if (first_rank()) progress.show(record_.steps.back(), tier_use(*engine_, config_.engine), Clock::now());
   }
   progress.finish();
   if (stopping_) say(fmt::format("stopped by a signal after step {}", step_));
@@ -257,11 +263,11 @@ double Training::train_micro_batches() {
   if (settled_.vertical) {
     std::vector<Batch> all;
     for (int i = 0; i < settled_.micro_batches; ++i) all.push_back(micro_batch(i));
-    return model_.train(all);
+    return gpt_.train(all);
   }
   double loss = 0;
   for (int i = 0; i < settled_.micro_batches; ++i)
-    loss += model_.train(micro_batch(i), {.micro_batch = i, .micro_batches = settled_.micro_batches}) /
+    loss += gpt_.train(micro_batch(i), {.micro_batch = i, .micro_batches = settled_.micro_batches}) /
             settled_.micro_batches;
   return loss;
 }
@@ -278,13 +284,13 @@ StepRecord Training::one_step() {
     loss += rank_loss / static_cast<double>(all.size());
     stopping_ = stopping_ || rank_stops != 0.0;
   }
-  model_.set_learning_rate(learning_rate_at(step_));
+  gpt_.set_learning_rate(learning_rate_at(step_));
   const std::vector<std::byte> state = encode(state_at(step_ + 1));
-  const StepReport report = engine_.step({.caller_state = state});
+  const StepReport report = engine_->step({.caller_state = state});
   committed_ = report.committed;
   ++step_;
   if (arguments_.save_every > 0 && step_ % arguments_.save_every == 0)
-    committed_ = engine_.save(fmt::format("step-{}", step_), state);
+    committed_ = engine_->save(fmt::format("step-{}", step_), state);
   StepRecord record{
       .step = step_, .loss = loss, .seconds = to_seconds(Clock::now() - begin), .gradient_norm = report.gradient_norm};
   record.applied = report.applied;
@@ -297,25 +303,25 @@ StepRecord Training::one_step() {
 void Training::save_at_end() {
   committed_.wait();
   if (on_nvme() && !steps_are_commits()) return;
-  if (config_.engine.store_directory.empty() || engine_.committed_step() == step_) return;
-  engine_.save("", encode(state_at(step_))).wait();
+  if (config_.engine.store_directory.empty() || engine_->committed_step() == step_) return;
+  engine_->save("", encode(state_at(step_))).wait();
   say(fmt::format("saved step {} in {}", step_, config_.engine.store_directory));
 }
 
 void Training::close() {
-  engine_.settle();
+  engine_->settle();
   take_books(record_, runtime_.ledger());
-  record_.wire_in_group = engine_.wire_bytes_in_group();
-  record_.formula = engine_.formula_bytes();
-  record_.stashed_bytes = model_.stashed_bytes();
-  record_.compute = model_.compute_time();
+  record_.wire_in_group = engine_->wire_bytes_in_group();
+  record_.formula = engine_->formula_bytes();
+  record_.stashed_bytes = gpt_.stashed_bytes();
+  record_.compute = gpt_.compute_time();
   save_at_end();
-  record_.committed_step = engine_.committed_step();
-  record_.tiers = tier_use(engine_, config_.engine);
+  record_.committed_step = engine_->committed_step();
+  record_.tiers = tier_use(*engine_, config_.engine);
   if (!arguments_.report.empty()) {
-    record_.digests = {.master = state_digest(engine_, State::master),
-                       .moment1 = state_digest(engine_, State::moment1),
-                       .moment2 = state_digest(engine_, State::moment2)};
+    record_.digests = {.master = state_digest(*engine_, State::master),
+                       .moment1 = state_digest(*engine_, State::moment1),
+                       .moment2 = state_digest(*engine_, State::moment2)};
     for (const Link link : {Link::nvme_read, Link::host_to_device, Link::wire}) {
       record_.links_apart[static_cast<std::size_t>(link)] = runtime_.ledger().totals(link, Ledger::Account::apart);
     }

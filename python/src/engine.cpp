@@ -3,6 +3,7 @@
 // does not need it.
 //
 // Everything runs on one stream of the host device. Arrays are DLPack tensors over device memory, which is CPU memory.
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -45,9 +46,10 @@ std::vector<std::size_t> shape_of(const TensorView& view) { return {view.shape.b
 // An engine with the runtime and the stream it works on.
 class PyEngine {
  public:
-  explicit PyEngine(const Config& config)
+  // `make`: Engine::create or Engine::restore.
+  PyEngine(const Config& config, const std::function<Engine(Runtime&, const EngineOptions&)>& make)
       : runtime_(config.runtime),
-        engine_(runtime_, config.engine),
+        engine_(make(runtime_, config.engine)),
         stream_(runtime_.device().create_stream("python")) {}
   ~PyEngine() {
     const nb::gil_scoped_release release;
@@ -87,9 +89,9 @@ class PyLease {
   Lease lease_;
 };
 
-// A Initializer that asks a Python function: values(parameter, first_element, out). Borrows it: copies of a Initializer
-// may be made without the GIL.
-Initializer fill_by(const nb::callable& values) {
+// Asks a Python function: values(parameter, first_element, out). Borrows it, because copies of an Initializer may be
+// made without the GIL.
+Initializer initializer_of(const nb::callable& values) {
   return [&values](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     const nb::gil_scoped_acquire acquire;
     const nb::ndarray<nb::numpy, float, nb::shape<-1>, nb::device::cpu> array(out.data(), {out.size()});
@@ -182,55 +184,74 @@ void bind_engine(nb::module_& module) {
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
       .def("__exit__", [](PyLease& self, const nb::args&) { self.release(); });
 
-  nb::class_<PyEngine>(module, "Engine", "ZeRO-partitioned training state on three tiers.")
-      .def(nb::init<const Config&>(), "config"_a)
+  nb::class_<Model>(module, "Model", "What is trained: units (layers) and their parameters, optimizer groups, ties.")
+      .def(nb::init<>())
       .def(
-          "add_group", [](PyEngine& e, const GroupOptions& group) { return e.engine().add_group(group); }, "options"_a)
+          "add_group", [](Model& m, const std::optional<GroupOptions>& options) { return m.add_group(options); },
+          "options"_a = nb::none())
       .def(
           "add_unit",
-          [](PyEngine& e, std::string name, const std::vector<ParameterSpec>& parameters) {
-            return e.engine().add_unit(std::move(name), parameters);
+          [](Model& m, std::string name, const std::vector<ParameterSpec>& parameters) {
+            return m.add_unit(std::move(name), parameters);
           },
           "name"_a, "parameters"_a)
+      .def("tie", &Model::tie, "user"_a, "owner"_a)
       .def(
-          "tie", [](PyEngine& e, UnitId user, ParameterId owner) { e.engine().tie(user, owner); }, "user"_a, "owner"_a)
-      .def(
-          "parameter", [](PyEngine& e, const std::string& name) { return e.engine().parameter(name); }, "name"_a)
-      .def_prop_ro("parameters",
-                   [](PyEngine& e) {
-                     const auto all = e.engine().parameters();
-                     return std::vector<ParameterSpec>(all.begin(), all.end());
-                   })
-      .def(
-          "initialize",
-          [](PyEngine& e, const nb::callable& values) {
-            const Initializer fill = fill_by(values);
+          "parameter", [](const Model& m, const std::string& name) { return m.parameter(name); }, "name"_a)
+      .def_prop_ro("parameters", [](const Model& m) {
+        return std::vector<ParameterSpec>(m.parameters().begin(), m.parameters().end());
+      });
+
+  nb::class_<PyEngine>(module, "Engine", "ZeRO-partitioned training state on three tiers.")
+      .def_static(
+          "create",
+          [](const Config& config, const Model& model, const nb::callable& values) {
+            const Initializer initializer = initializer_of(values);
             const nb::gil_scoped_release release;
-            e.engine().initialize(fill);
+            return std::make_unique<PyEngine>(config, [&](Runtime& runtime, const EngineOptions& options) {
+              return Engine::create(runtime, options, model, initializer);
+            });
           },
-          "values"_a, "Fresh state: values(parameter, first_element, out) writes into the array `out`.")
-      .def(
-          "find_commit", [](PyEngine& e) { return e.engine().find_commit(); }, no_gil)
-      .def(
+          "config"_a, "model"_a, "values"_a,
+          "An engine with fresh state: values(parameter, first_element, out) writes into the array `out`.")
+      .def_static(
+          "restore",
+          [](const Config& config, const Model& model, const std::string& from) {
+            return std::make_unique<PyEngine>(config, [&](Runtime& runtime, const EngineOptions& options) {
+              return Engine::restore(runtime, options, model, {.from = from});
+            });
+          },
+          "config"_a, "model"_a, "from_"_a = "", no_gil,
+          "An engine that continues from the newest commit, or from a kept step.")
+      .def_static(
+          "find_commit",
+          [](const Config& config) {
+            Runtime runtime(config.runtime);
+            return Engine::find_commit(runtime, config.engine);
+          },
+          "config"_a, no_gil)
+      .def_static(
           "find_kept",
-          [](PyEngine& e) {
+          [](const Config& config) {
+            Runtime runtime(config.runtime);
             std::vector<std::pair<std::string, std::uint64_t>> kept;
-            for (const Engine::KeptStep& step : e.engine().find_kept()) kept.emplace_back(step.name, step.step);
+            for (const KeptStep& step : Engine::find_kept(runtime, config.engine))
+              kept.emplace_back(step.name, step.step);
             return kept;
           },
-          no_gil, "Steps that are kept, oldest first: [(name, step)].")
-      .def(
-          "restore",
-          [](PyEngine& e, const std::string& from) {
-            std::optional<RestoreReport> report;
-            {
-              const nb::gil_scoped_release release;
-              report = e.engine().restore({.from = from});
-            }
+          "config"_a, no_gil, "Steps that are kept, oldest first: [(name, step)].")
+      .def_prop_ro(
+          "restored",
+          [](PyEngine& e) -> std::optional<std::pair<std::uint64_t, nb::bytes>> {
+            const RestoreReport* const report = e.engine().restored();
+            if (report == nullptr) return std::nullopt;
             const auto* state = reinterpret_cast<const char*>(report->caller_state.data());
             return std::make_pair(report->step, nb::bytes(state, report->caller_state.size()));
           },
-          "from_"_a = "", "Continues from the newest commit, or from a kept step: (step, caller_state).")
+          "(step, caller_state) that restore() continued from, or None.")
+      .def_prop_ro("model", [](PyEngine& e) { return e.engine().model(); })
+      .def(
+          "parameter", [](PyEngine& e, const std::string& name) { return e.engine().parameter(name); }, "name"_a)
       .def(
           "begin",
           [](PyEngine& e, Pass pass, int micro_batch, int micro_batches) {

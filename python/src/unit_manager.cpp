@@ -13,15 +13,6 @@
 namespace hoist::python {
 namespace {
 
-ModelShape shape_of(const UnitManagerOptions& options) {
-  ModelShape model;
-  model.groups.push_back(optim::state_form(options.engine.optimizer_defaults));
-  for (const GroupOptions& group : options.groups) model.groups.push_back(optim::state_form(group));
-  for (const ManagedUnit& unit : options.units)
-    model.units.push_back({.name = unit.name, .parameters = unit.parameters, .bound = true});
-  return model;
-}
-
 // A little more than the unit's window will have.
 std::uint64_t window_bytes_about(const ManagedUnit& unit, int world_size) {
   std::uint64_t bytes = 0;
@@ -45,18 +36,19 @@ UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(option
     throw ConfigError("hoist.micro_batch_order",
                       "autograd takes a micro-batch through the whole model before the next one; use \"horizontal\"");
   }
+  declare_model();
   divide_memory();
-  open_engine();
+  open_runtime();
   make_windows();
 }
 
 UnitManager::~UnitManager() { end_engine(); }
 
 void UnitManager::close() {
-  if (!engine_) return;
+  if (!is_open()) return;
   if (pass_) discard();
   std::exception_ptr failure;
-  if (alive_) {
+  if (engine_) {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(mutex_);
     try {
@@ -70,21 +62,21 @@ void UnitManager::close() {
 }
 
 void UnitManager::abandon(const std::string& why) noexcept {
-  if (!engine_) return;
+  if (!is_open()) return;
   if (pass_) discard();
   end_engine(&why);
 }
 
-void UnitManager::initialize(const Initializer& fill) {
+void UnitManager::initialize(const Initializer& initializer) {
   const nb::gil_scoped_release release;
   const std::lock_guard lock(mutex_);
-  engine().initialize(fill);
-  alive_ = true;
+  if (engine_) throw UsageError("the model is being trained already");
+  engine_ = Engine::create(runtime(), options_.engine, model_, initializer);
 }
 
 RestoreReport UnitManager::restore(const std::string& from) {
   if (pass_) discard();
-  if (std::exchange(alive_, false)) {
+  if (engine_) {
     {
       const nb::gil_scoped_release release;
       const std::lock_guard lock(mutex_);
@@ -94,18 +86,23 @@ RestoreReport UnitManager::restore(const std::string& from) {
       }
     }
     end_engine();
-    open_engine();
+    open_runtime();
   }
   const nb::gil_scoped_release release;
   const std::lock_guard lock(mutex_);
-  RestoreReport report = engine().restore({.from = from});
-  alive_ = true;
-  return report;
+  engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
+  return *engine_->restored();
+}
+
+std::optional<std::uint64_t> UnitManager::find_commit() { return Engine::find_commit(runtime(), options_.engine); }
+
+std::vector<KeptStep> UnitManager::find_kept() {
+  const std::lock_guard lock(mutex_);
+  return Engine::find_kept(runtime(), options_.engine);
 }
 
 void UnitManager::end_engine(const std::string* why_for_others) noexcept {
   if (!runtime_) return;
-  alive_ = false;
   pass_.reset();
   collecting_ = {};
   adding_ = {};
@@ -133,7 +130,7 @@ void UnitManager::divide_memory() {
   RuntimeOptions& runtime = options_.runtime;
   const int world = world_size_at_start();
   const std::uint64_t budget = runtime.device_memory_bytes;
-  const Prediction prediction = predict(runtime, options_.engine, shape_of(options_), world);
+  const Prediction prediction = predict(runtime, options_.engine, model_, world);
   std::uint64_t largest = 0;
   for (const ManagedUnit& unit : options_.units) largest = std::max(largest, window_bytes_about(unit, world));
   std::uint64_t arena = prediction.device.bytes;
@@ -149,19 +146,8 @@ void UnitManager::divide_memory() {
   window_budget_ = round_down(budget - arena, kBlockAlignment);
 }
 
-void UnitManager::open_engine() {
-  const nb::gil_scoped_release release;
-  if (options_.make_channel) {
-    runtime_ = std::make_unique<Runtime>(options_.runtime, [this](const comm::CommunicatorOptions& comm) {
-      const std::shared_ptr<comm::Transport> control = options_.make_channel();
-      return comm::make_over("torch.distributed", control->duplicate(), control, comm);
-    });
-  } else {
-    runtime_ = std::make_unique<Runtime>(options_.runtime);
-  }
-  engine_ = std::make_unique<Engine>(*runtime_, options_.engine);
-  stream_ = runtime_->device().create_stream("torch");
-  for (const GroupOptions& group : options_.groups) engine_->add_group(group);
+void UnitManager::declare_model() {
+  for (const GroupOptions& group : options_.groups) model_.add_group(group);
   const Binding binding{.bind =
                             [this](UnitId id, std::uint64_t, StreamRef) {
                               windows_->open(*units_[id.index].window);
@@ -173,25 +159,39 @@ void UnitManager::open_engine() {
                               stream->synchronize();
                               windows_->close(*units_[id.index].window);
                             }};
-  for (const ManagedUnit& unit : options_.units) engine_->add_unit(unit.name, unit.parameters, {.binding = binding});
+  for (const ManagedUnit& unit : options_.units) model_.add_unit(unit.name, unit.parameters, {.binding = binding});
+}
+
+void UnitManager::open_runtime() {
+  const nb::gil_scoped_release release;
+  if (options_.make_channel) {
+    runtime_ = std::make_unique<Runtime>(options_.runtime, [this](const comm::CommunicatorOptions& comm) {
+      const std::shared_ptr<comm::Transport> control = options_.make_channel();
+      return comm::make_over("torch.distributed", control->duplicate(), control, comm);
+    });
+  } else {
+    runtime_ = std::make_unique<Runtime>(options_.runtime);
+  }
+  stream_ = runtime_->device().create_stream("torch");
 }
 
 // Once: parameters keep their addresses for good.
 void UnitManager::make_windows() {
+  places_ = gathered_layout(options_.engine, model_, runtime_->world_size());
   std::uint64_t total = 0;
-  for (const ManagedUnit& unit : options_.units)
-    total += engine_->place(engine_->parameter(unit.parameters.front().name)).unit_bytes;
+  for (const ModelUnit& unit : model_.units()) total += place(unit.parameters.front()).unit_bytes;
   windows_ = std::make_unique<Windows>(window_budget_, total);
-  for (const ManagedUnit& unit : options_.units) {
-    const Engine::Place place = engine_->place(engine_->parameter(unit.parameters.front().name));
-    Unit& state = units_.emplace_back(Unit{.id = place.unit, .window = windows_->make(place.unit_bytes)});
-    state.shared = unit.shared;
-    for (const ParameterSpec& spec : unit.parameters) {
-      state.trainable += spec.trainable ? 1 : 0;
-      state.has_frozen = state.has_frozen || !spec.trainable;
+  for (std::uint32_t u = 0; u < model_.units().size(); ++u) {
+    const ModelUnit& declared = model_.units()[u];
+    Unit& unit = units_.emplace_back(
+        Unit{.id = UnitId{u}, .window = windows_->make(place(declared.parameters.front()).unit_bytes)});
+    unit.shared = options_.units[u].shared;
+    for (const ParameterSpec& spec : options_.units[u].parameters) {
+      unit.trainable += spec.trainable ? 1 : 0;
+      unit.has_frozen = unit.has_frozen || !spec.trainable;
     }
   }
-  has_arrived_.resize(engine_->parameters().size());
+  has_arrived_.resize(model_.parameters().size());
 }
 
 void UnitManager::know_types(nb::object fp32, nb::object bf16, nb::object fp16) {
@@ -203,13 +203,14 @@ void UnitManager::know_types(nb::object fp32, nb::object bf16, nb::object fp16) 
 // --- up and down -----------------------------------------------------------------------------------------------------
 
 void UnitManager::load(Unit& unit) {
-  if (!engine_) throw UsageError("the engine was closed, and the model's weights with it");
+  if (!is_open()) throw UsageError("the engine was closed, and the model's weights with it");
   unit.last_use = ++clock_;
   if (unit.lease) return;
+  Engine& live = engine();
   make_room(unit);
   const nb::gil_scoped_release release;
   const std::lock_guard lock(mutex_);
-  unit.lease.emplace(engine_->gather(unit.id, *stream_));
+  unit.lease.emplace(live.gather(unit.id, *stream_));
   stream_->synchronize();  // PyTorch computes on this thread, not on the stream
 }
 
@@ -238,7 +239,7 @@ void UnitManager::make_room(const Unit& wanted) {
                          .need_bytes = have + missing,
                          .key = "hoist.device_memory",
                          .detail = fmt::format("the weights of unit '{}' beside those of the units in use",
-                                               engine_->shape().units[wanted.id.index].name)});
+                                               model_.units()[wanted.id.index].name)});
     }
     unload(*oldest);
     ++evictions_;
@@ -268,11 +269,12 @@ void UnitManager::leave(std::uint32_t index) {
 
 void UnitManager::begin(Pass pass, PassOptions options) {
   if (pass_) throw UsageError("a pass is already under way");
-  if (!engine_) throw UsageError("the engine was closed, and the model's weights with it");
+  if (!is_open()) throw UsageError("the engine was closed, and the model's weights with it");
   {
+    Engine& live = engine();
     const nb::gil_scoped_release release;
     const std::lock_guard lock(mutex_);
-    scope_.emplace(engine_->begin(pass, options));
+    scope_.emplace(live.begin(pass, options));
   }
   pass_ = pass;
   evictions_ = 0;
@@ -355,15 +357,15 @@ DType UnitManager::type_of_gradient(nb::handle gradient, ParameterId parameter) 
   if (type.is(bf16_)) return DType::bf16;
   if (type.is(fp16_)) return DType::fp16;
   throw UsageError(fmt::format("the gradient of '{}' is of a type that cannot be added up: {}",
-                               engine_->parameters()[parameter.index].name, nb::str(type).c_str()));
+                               model_.parameters()[parameter.index].name, nb::str(type).c_str()));
 }
 
 void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
   nb::object gradient = tensor.attr("grad");
   if (gradient.is_none()) return;
   tensor.attr("grad") = nb::none();
-  Unit& unit = units_[engine_->place(parameter).unit.index];
-  const ParameterSpec& spec = engine_->parameters()[parameter.index];
+  Unit& unit = units_[place(parameter).unit.index];
+  const ParameterSpec& spec = model_.parameters()[parameter.index];
   if (pass_ != Pass::train)
     throw UsageError(fmt::format("a gradient of '{}' arrived outside of a training pass", spec.name));
   if (unit.finished) {

@@ -25,9 +25,11 @@
 
 #include <nanobind/nanobind.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/comm/transport.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/engine.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "window.hpp"
 
@@ -66,15 +68,25 @@ class UnitManager {
   // been carried out, they stop with a CommError that names this rank and `why`.
   void abandon(const std::string& why) noexcept;
 
-  // [C] Brings it to life. restore() may follow either: the engine then ends, and a new one continues from the commit
-  // or kept step; whatever made the old one fail is left behind with it.
-  void initialize(const Initializer& fill);
+  // [C] Makes the engine. restore() may follow either: the engine then ends, and a new one continues from the commit or
+  // kept step; whatever made the old one fail is left behind with it.
+  void initialize(const Initializer& initializer);
   RestoreReport restore(const std::string& from);
-  bool is_alive() const { return alive_; }
-  bool is_open() const { return engine_ != nullptr; }
+  // [C] What the stores hold. Changes nothing.
+  std::optional<std::uint64_t> find_commit();
+  std::vector<KeptStep> find_kept();
+  bool is_alive() const { return engine_.has_value(); }
+  bool is_open() const { return runtime_ != nullptr; }
 
+  const Model& model() const { return model_; }
+  const ParameterPlace& place(ParameterId parameter) const { return places_[parameter.index]; }
+  Runtime& runtime() {
+    if (!runtime_) throw UsageError("the engine was closed");
+    return *runtime_;
+  }
   Engine& engine() {
-    if (!engine_) throw UsageError("the engine was closed");
+    runtime();
+    if (!engine_) throw UsageError("call initialize() or restore() first");
     return *engine_;
   }
   std::mutex& engine_mutex() { return mutex_; }
@@ -134,7 +146,8 @@ class UnitManager {
   };
 
   void divide_memory();
-  void open_engine();
+  void declare_model();
+  void open_runtime();
   void make_windows();
   int world_size_at_start() const;
   void hold(Unit& unit);
@@ -148,15 +161,16 @@ class UnitManager {
   DType type_of_gradient(nb::handle gradient, ParameterId parameter) const;
 
   UnitManagerOptions options_;
+  Model model_;
+  std::vector<ParameterPlace> places_;  // by parameter
   std::uint64_t window_budget_ = 0;
-  bool alive_ = false;
   std::mutex mutex_;  // of the engine, for Python threads; taken without the GIL
   std::unique_ptr<Windows> windows_;
   std::vector<Unit> units_;
   std::vector<bool> has_arrived_;  // by parameter
   std::unique_ptr<Runtime> runtime_;
   std::unique_ptr<platform::Stream> stream_;
-  std::unique_ptr<Engine> engine_;  // before the windows it gathers into
+  std::optional<Engine> engine_;  // before the windows it gathers into
   std::optional<PassScope> scope_;
   std::optional<Pass> pass_;
   std::uint64_t clock_ = 0;

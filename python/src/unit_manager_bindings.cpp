@@ -67,17 +67,19 @@ void widen(const Values& values, std::uint64_t first, std::span<float> out) {
 // it keeps alive until it is called for the next unit.
 class UnitValues {
  public:
-  UnitValues(Engine& engine, nb::callable unit_values) : engine_(engine), unit_values_(std::move(unit_values)) {}
+  UnitValues(UnitManager& unit_manager, nb::callable unit_values)
+      : unit_manager_(unit_manager), unit_values_(std::move(unit_values)) {}
 
   void fill(ParameterId parameter, std::uint64_t first, std::span<float> out) {
     Values values;
     {
       const std::lock_guard lock(mutex_);
-      const std::uint32_t unit = engine_.place(parameter).unit.index;
+      const std::uint32_t unit = unit_manager_.place(parameter).unit.index;
       if (unit_ != unit) load(unit);
       const auto found = values_.find(parameter.index);
       if (found == values_.end())
-        throw UsageError("no initial value for parameter '" + engine_.parameters()[parameter.index].name + "'");
+        throw UsageError("no initial value for parameter '" + unit_manager_.model().parameters()[parameter.index].name +
+                         "'");
       values = found->second;
     }
     // The pieces of a unit are filled before the next unit is asked for.
@@ -97,7 +99,7 @@ class UnitValues {
     unit_ = unit;
   }
 
-  Engine& engine_;
+  UnitManager& unit_manager_;
   nb::callable unit_values_;
   std::mutex mutex_;
   std::optional<std::uint32_t> unit_;
@@ -105,7 +107,7 @@ class UnitValues {
 };
 
 void initialize(UnitManager& unit_manager, nb::callable unit_values) {
-  UnitValues values(unit_manager.engine(), std::move(unit_values));
+  UnitValues values(unit_manager, std::move(unit_values));
   unit_manager.initialize(
       [&](ParameterId parameter, std::uint64_t first, std::span<float> out) { values.fill(parameter, first, out); });
 }
@@ -118,7 +120,7 @@ void initialize_from(UnitManager& unit_manager, const std::string& path,
                                                  return found == names.end() ? parameter : found->second;
                                                },
                                            .allow_unused = allow_unused};
-  unit_manager.initialize(interchange::fill_from(path, unit_manager.engine().parameters(), options));
+  unit_manager.initialize(interchange::fill_from(path, unit_manager.model().parameters(), options));
 }
 
 // --- weights out -----------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ std::vector<std::string> export_model(UnitManager& unit_manager, const std::stri
   const nb::gil_scoped_release release;
   const std::lock_guard lock(unit_manager.engine_mutex());
   Engine& engine = unit_manager.engine();
-  const std::span<const ParameterSpec> parameters = engine.parameters();
+  const std::span<const ParameterSpec> parameters = engine.model().parameters();
   std::vector<interchange::TensorSpec> tensors;
   for (const ParameterSpec& spec : parameters) {
     refuse_lost_range(spec, dtype);
@@ -186,10 +188,11 @@ std::vector<std::string> export_model(UnitManager& unit_manager, const std::stri
   return writer->files();
 }
 
-// --- the books -------------------------------------------------------------------------------------------------------
+// --- statistics
+// -------------------------------------------------------------------------------------------------------
 
-nb::dict books(UnitManager& unit_manager) {
-  Runtime& runtime = unit_manager.engine().runtime();
+nb::dict statistics(UnitManager& unit_manager) {
+  Runtime& runtime = unit_manager.runtime();
   nb::dict result, links, apart, waits, tiers;
   for (std::size_t i = 0; i < kLinkCount; ++i) {
     const auto link = static_cast<Link>(i);
@@ -299,8 +302,8 @@ void bind_unit_manager(nb::module_& module) {
       .def(
           "place",
           [](UnitManager& unit_manager, const std::string& name) {
-            const ParameterId id = unit_manager.engine().parameter(name);
-            const Engine::Place place = unit_manager.engine().place(id);
+            const ParameterId id = unit_manager.model().parameter(name);
+            const ParameterPlace& place = unit_manager.place(id);
             return nb::make_tuple(id.index, place.unit.index, place.offset_bytes);
           },
           "name"_a, "(parameter, unit, offset in the unit's window in bytes)")
@@ -309,15 +312,13 @@ void bind_unit_manager(nb::module_& module) {
       .def("find_commit",
            [](UnitManager& unit_manager) {
              const nb::gil_scoped_release release;
-             return unit_manager.engine().find_commit();
+             return unit_manager.find_commit();
            })
       .def("find_kept",
            [](UnitManager& unit_manager) {
              const nb::gil_scoped_release release;
-             const std::lock_guard lock(unit_manager.engine_mutex());
              std::vector<std::pair<std::string, std::uint64_t>> kept;
-             for (const Engine::KeptStep& step : unit_manager.engine().find_kept())
-               kept.emplace_back(step.name, step.step);
+             for (const KeptStep& step : unit_manager.find_kept()) kept.emplace_back(step.name, step.step);
              return kept;
            })
       .def(
@@ -421,13 +422,13 @@ void bind_unit_manager(nb::module_& module) {
           },
           "name"_a, "caller_state"_a)
       .def("export", &export_model, "directory"_a, "dtype"_a, "shard_bytes_max"_a)
-      .def_prop_ro("rank", [](UnitManager& unit_manager) { return unit_manager.engine().runtime().rank(); })
-      .def_prop_ro("world_size", [](UnitManager& unit_manager) { return unit_manager.engine().runtime().world_size(); })
+      .def_prop_ro("rank", [](UnitManager& unit_manager) { return unit_manager.runtime().rank(); })
+      .def_prop_ro("world_size", [](UnitManager& unit_manager) { return unit_manager.runtime().world_size(); })
       .def_prop_ro("step_count", [](UnitManager& unit_manager) { return unit_manager.engine().step_count(); })
       .def_prop_ro("committed_step", [](UnitManager& unit_manager) { return unit_manager.engine().committed_step(); })
       .def("formula_bytes", [](UnitManager& unit_manager) { return unit_manager.engine().formula_bytes(); })
       .def("describe", [](UnitManager& unit_manager) { return unit_manager.engine().describe(); })
-      .def("books", &books)
+      .def("statistics", &statistics)
       .def(
           "digest",
           [](UnitManager& unit_manager, State state) {

@@ -218,7 +218,7 @@ def test_memory_of_the_process_is_bounded(tmp_path):
             output = engine(input_ids=tokens, labels=tokens, use_cache=False)
             engine.backward(output.loss)
             assert engine.step().applied
-        tiers = engine.books()["tiers"]
+        tiers = engine.statistics()["tiers"]
         assert all(t["peak_bytes"] <= t["budget_bytes"] for t in tiers.values()), tiers
         engine.close()
         print(json.dumps({"parameters": parameters, "grown": resident() - before}))

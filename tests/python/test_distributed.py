@@ -96,9 +96,9 @@ join()
 engine = hoist.torch.wrap(make(), config)
 assert engine.world_size == size and engine.rank == rank
 losses = train_share(engine, rank, size)
-tiers = engine.books()["tiers"]
+tiers = engine.statistics()["tiers"]
 assert all(t["peak_bytes"] <= t["budget_bytes"] for t in tiers.values()), tiers
-assert engine.books()["links"]["wire"] > 0
+assert engine.statistics()["links"]["wire"] > 0
 print(json.dumps([losses, digests(engine)]))
 engine.close()
 dist.destroy_process_group()
@@ -391,7 +391,7 @@ def test_groups_of_ranks_that_gather_among_themselves(settings, tmp_path):
             join()
             engine = hoist.torch.wrap(make(width=128), config)
             losses = train_share(engine, rank, size, 4)
-            wire, within = engine.books()["links"]["wire"], engine.books()["wire_in_group"]
+            wire, within = engine.statistics()["links"]["wire"], engine.statistics()["wire_in_group"]
             print(json.dumps([losses, digests(engine), wire - within, within]))
             engine.close()
         """, tmp_path / f"meet-{group}", config, size=4)))

@@ -23,14 +23,14 @@ def config(path, **changes):
     }))
 
 
-def declare(path):
-    engine = hoist.Engine(config(path))
-    units = [engine.add_unit(name, [hoist.ParameterSpec(f"{name}.weight", [WIDTH, WIDTH], hoist.DType.fp32)])
+def declare():
+    model = hoist.Model()
+    units = [model.add_unit(name, [hoist.ParameterSpec(f"{name}.weight", [WIDTH, WIDTH], hoist.DType.fp32)])
              for name in ("first", "second")]
-    return engine, units
+    return model, units
 
 
-def fill(parameter, first, out):
+def values(parameter, first, out):
     out[:] = np.sin(np.arange(first, first + len(out), dtype=np.float32) + int(parameter))
 
 
@@ -51,9 +51,10 @@ def step(engine, units):
 
 
 def test_a_program_with_its_own_passes(tmp_path):
-    engine, units = declare(tmp_path)
-    engine.initialize(fill)
-    assert [p.name for p in engine.parameters] == ["first.weight", "second.weight"]
+    model, units = declare()
+    engine = hoist.Engine.create(config(tmp_path), model, values)
+    assert engine.restored is None
+    assert [p.name for p in engine.model.parameters] == ["first.weight", "second.weight"]
     out = np.empty(5, dtype=np.float32)
     engine.read(engine.parameter("second.weight"), hoist.State.master, 3, out)
     assert np.array_equal(out, np.sin(np.arange(3, 8, dtype=np.float32) + 1))
@@ -62,32 +63,30 @@ def test_a_program_with_its_own_passes(tmp_path):
     at_five = engine.digest(hoist.State.master)
     losses += [step(engine, units)[0] for _ in range(15)]
     assert losses[-1] < 0.1 * losses[0]
-    assert engine.find_kept() == [("five", 5)]
     engine.settle()
     at_twenty = engine.digest(hoist.State.master)
     del engine
 
-    engine, units = declare(tmp_path)
-    assert engine.find_commit() == 20
-    assert engine.restore() == (20, b"after 20")
+    assert hoist.Engine.find_kept(config(tmp_path)) == [("five", 5)]
+    assert hoist.Engine.find_commit(config(tmp_path)) == 20
+    engine = hoist.Engine.restore(config(tmp_path), model)
+    assert engine.restored == (20, b"after 20")
     assert engine.digest(hoist.State.master) == at_twenty
     del engine
 
-    engine, units = declare(tmp_path)
-    assert engine.restore("five") == (5, b"kept")
+    engine = hoist.Engine.restore(config(tmp_path), model, "five")
+    assert engine.restored == (5, b"kept")
     assert engine.digest(hoist.State.master) == at_five
     assert [step(engine, units)[0] for _ in range(15)] == losses[5:]
 
 
 def test_what_the_engine_refuses_is_raised(tmp_path):
-    engine, units = declare(tmp_path)
-    with pytest.raises(hoist.UsageError, match="initialize"):
-        engine.gather(units[0])
+    model, units = declare()
     with pytest.raises(hoist.UsageError, match="nothing"):
-        engine.parameter("nothing")
+        model.parameter("nothing")
     with pytest.raises(hoist.StoreError, match="no commit"):
-        engine.restore()
-    engine.initialize(fill)
+        hoist.Engine.restore(config(tmp_path), model)
+    engine = hoist.Engine.create(config(tmp_path), model, values)
     with pytest.raises(hoist.UsageError, match="begin"):
         engine.gather(units[0])
     with pytest.raises(hoist.UsageError):

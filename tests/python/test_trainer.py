@@ -475,7 +475,7 @@ def test_memory_of_the_process_is_bounded(tmp_path):
         trainer = trainer_of(args, config, model=model, hoist_options={{"initialize": initialize}})
         before = resident()
         trainer.train()
-        tiers = trainer.engine.books()["tiers"]
+        tiers = trainer.engine.statistics()["tiers"]
         assert all(t["peak_bytes"] <= t["budget_bytes"] for t in tiers.values()), tiers
         trainer.engine.close()
         print(json.dumps({{"parameters": parameters, "grown": resident() - before}}))

@@ -83,7 +83,7 @@ def test_a_tied_transformer_trains_as_with_adamw(settings, recompute):
         assert_losses_agree(ours, train_reference(reference, adamw(reference.parameters())))
         assert_equal_within_ulps(engine, reference)
         assert engine.committed_step is not None
-        tiers = engine.books()["tiers"]
+        tiers = engine.statistics()["tiers"]
         for tier in ("device", "pinned"):
             assert 0 < tiers[tier]["peak_bytes"] <= tiers[tier]["budget_bytes"]
 
@@ -289,7 +289,7 @@ def test_the_stages_end_in_the_same_bits(settings, tmp_path, where):
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
-            tiers = engine.books()["tiers"]
+            tiers = engine.statistics()["tiers"]
             assert all(t["peak_bytes"] <= t["budget_bytes"] for t in tiers.values()), tiers
             ends.append((losses, [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)]))
     assert all(end == ends[0] for end in ends[1:])

@@ -446,9 +446,9 @@ class Engine:
 
     # --- what happened -----------------------------------------------------------------------------------------------
 
-    def books(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Bytes of each link, what was waited for, and each tier's budget and peak."""
-        return self._unit_manager.books()
+        return self._unit_manager.statistics()
 
     def formula_bytes(self) -> _hoist.StepBytes:
         """What one step must move by the byte formula."""
