@@ -194,7 +194,7 @@ std::vector<KeyRow> bf16_rows() {
       hint("bf16.loss_scale", ValueType::number, "0", "A loss scale.", kNoLossScale),
       hint("bf16.initial_scale_power", ValueType::integer, "16", "A loss scale's start.", kNoLossScale),
       hint("bf16.loss_scale_window", ValueType::integer, "1000", "A loss scale's growth.", kNoLossScale),
-      hint("bf16.hysteresis", ValueType::integer, "2", "A loss scale's deadline.", kNoLossScale),
+      hint("bf16.hysteresis", ValueType::integer, "2", "Overflows that a loss scale tolerates before it shrinks.", kNoLossScale),
       hint("bf16.min_loss_scale", ValueType::integer, "1", "A loss scale's floor.", kNoLossScale),
   };
 }

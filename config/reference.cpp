@@ -14,7 +14,7 @@ constexpr std::string_view kIntroduction =
 
 A configuration is the JSON file DeepSpeed users have; what only hoist can do stands under the key `"hoist"`. This page is
 printed by `hoist check --print-keys` from the table the parser uses, and so is the schema for editors
-(`config/hoist.schema.json`, installed as `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
+(`docs/hoist.schema.json`, installed as `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
 - An unknown key is an error, anywhere. So is a key given twice.
 - Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are taken, as DeepSpeed takes them.

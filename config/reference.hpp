@@ -11,6 +11,6 @@
 namespace hoist::config {
 
 std::string reference_markdown();  // docs/config.md; hoist check --print-keys
-std::string schema_json();         // config/hoist.schema.json, JSON Schema 2020-12; hoist check --print-schema
+std::string schema_json();         // docs/hoist.schema.json, JSON Schema 2020-12; hoist check --print-schema
 
 }  // namespace hoist::config

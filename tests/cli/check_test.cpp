@@ -166,7 +166,7 @@ TEST_F(Check, AReportNeverReplacesWhatIsRead) {
 
 TEST_F(Check, PrintsTheSchema) {
   EXPECT_EQ(run("check --print-schema").output,
-            test::text_of(std::string(HOIST_SOURCE_DIR) + "/config/hoist.schema.json"));
+            test::text_of(std::string(HOIST_SOURCE_DIR) + "/docs/hoist.schema.json"));
 }
 
 // Every command and option that --help names is in each script.

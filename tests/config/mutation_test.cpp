@@ -12,14 +12,6 @@
 namespace hoist {
 namespace {
 
-std::vector<std::string> all_samples() {
-  std::vector<std::string> texts;
-  for (const char* kind : {"accept", "refuse", "wild"}) {
-    for (const auto& file : test::sample_files(kind)) texts.push_back(test::read_text(file));
-  }
-  return texts;
-}
-
 // True when parsing ended in one of the two legal ways.
 bool survives(const std::string& text) {
   try {
@@ -69,7 +61,7 @@ class Truncation : public testing::TestWithParam<std::size_t> {};
 constexpr std::size_t kTruncationParts = 4;
 
 TEST_P(Truncation, IsHandled) {
-  for (const std::string& text : all_samples()) {
+  for (const std::string& text : test::sample_texts()) {
     // The sample of 100 kB is brackets and nothing else: fewer places will do.
     const std::size_t stride = 3 * kTruncationParts * (1 + text.size() / 10'000);
     for (std::size_t length = 3 * GetParam(); length < text.size(); length += stride) {
@@ -83,7 +75,7 @@ INSTANTIATE_TEST_SUITE_P(Parts, Truncation, testing::Range<std::size_t>(0, kTrun
 TEST(Mutation, RandomDamageIsHandled) {
   const std::uint64_t seed = std::random_device{}();
   RecordProperty("seed", std::to_string(seed));
-  const std::vector<std::string> samples = all_samples();
+  const std::vector<std::string> samples = test::sample_texts();
   Rng rng(seed);
   for (int round = 0; round < 6000; ++round) {
     const std::string text = mutate(samples[rng.below(samples.size())], samples, rng);

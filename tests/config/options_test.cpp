@@ -438,7 +438,7 @@ TEST(WorldSize, MoreSamplesThanCanBeCountedAreRefused) {
 
 TEST(Problems, BeyondTheHundredthAreCounted) {
   try {
-    Config::load((test::data_directory() / "refuse" / "hundreds_of_problems.json").string());
+    parse(test::table_sample("refuse", "hundreds_of_problems").text);
     FAIL() << "accepted";
   } catch (const ConfigProblems& error) {
     EXPECT_EQ(error.problems.size(), kProblemsMax);

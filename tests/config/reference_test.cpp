@@ -22,7 +22,7 @@ void expect_in_tree(const std::filesystem::path& file, const std::string& text) 
 }
 
 TEST(Reference, TheDocumentIsTheTable) { expect_in_tree("docs/config.md", reference_markdown()); }
-TEST(Reference, TheSchemaIsTheTable) { expect_in_tree("config/hoist.schema.json", schema_json()); }
+TEST(Reference, TheSchemaIsTheTable) { expect_in_tree("docs/hoist.schema.json", schema_json()); }
 
 TEST(Reference, EveryKeyIsInIt) {
   const std::string document = reference_markdown();

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same model, data and JSON in hoist and in DeepSpeed, in turns on this machine. Prints one table.
+
+    python bench/deepspeed/compare.py --directory /local_nvme [--pairs 3 --steps 8] [--json FILE]
+
+Both read ds_config.json; the key "hoist" is taken out for DeepSpeed, which does not know it. Every run is a process of its
+own and begins with an empty directory. The first two steps of a run are left out: buffers are made, the order of layers is
+learnt. OpenMP's threads wait asleep in both (OMP_WAIT_POLICY=PASSIVE, unless the caller has set it): awake, they take the
+processors from whoever moves data. Every pair also has a second run of hoist, whose ratio to the first is the control, and
+a program that moves the bytes of hoist's step and computes nothing (drive.py). At the end a run of each is killed after a
+step, and started again.
+
+    --keep-activations      without torch.utils.checkpoint
+    --hoist '{"moments_dtype": "bf16"}'      over what stands under "hoist" in the file
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+WARM_UP = 2
+
+
+def run(engine: str, arguments, directory: str, *extra: str, kill_after: int | None = None):
+    """(first line, lines of steps, the end of what it said when it failed)."""
+    config = json.load(open(os.path.join(HERE, "ds_config.json")))
+    config["hoist"] |= json.loads(arguments.hoist)
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part]["nvme_path"] = directory
+    path = directory + ".json"
+    with open(path, "w") as file:
+        json.dump(config, file)
+    command = [sys.executable, os.path.join(HERE, "train.py"), "--engine", engine, "--config", path,
+               "--steps", str(arguments.steps), "--layers", str(arguments.layers), "--width", str(arguments.width),
+               "--batch", str(arguments.batch), *extra]
+    if arguments.keep_activations:
+        command.append("--keep-activations")
+    head, steps = {}, []
+    environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    with open(directory + ".log", "w+") as log, \
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
+        for line in process.stdout:
+            if not line.startswith("{"):
+                continue
+            entry = json.loads(line)
+            if "step" not in entry:
+                head = entry
+                continue
+            steps.append(entry)
+            if kill_after is not None and len(steps) == kill_after:
+                process.send_signal(signal.SIGKILL)
+        process.wait()
+        log.seek(0)
+        said = log.read().strip().splitlines()[-1:]
+    failed = process.returncode not in (0, -signal.SIGKILL)
+    return head, steps, (" ".join(said) if failed else "")
+
+
+def fresh(directory: str) -> str:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.makedirs(directory)
+    return directory
+
+
+def drive_alone(arguments, steps: list[dict]) -> list[float]:
+    """Seconds of moving what one step moves, with nothing else to do."""
+    read, written = (statistics.median(step[key] for step in steps[WARM_UP:]) for key in ("read", "written"))
+    ended = subprocess.run([sys.executable, os.path.join(HERE, "drive.py"), "--directory", arguments.directory, "--read",
+                            str(read), "--written", str(written)], capture_output=True, text=True, check=True)
+    return [json.loads(line)["seconds"] for line in ended.stdout.splitlines()]
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", required=True, help="on the drive to be measured")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--keep-activations", action="store_true")
+    parser.add_argument("--hoist", default="{}")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    result: dict = {"engines": {}, "losses": {}, "ratios": {"deepspeed": [], "control": []}, "drive": []}
+    seen: dict[str, dict[str, list[float]]] = {}
+    parameters = 0
+    for pair in range(arguments.pairs):
+        seconds: dict[str, float] = {}
+        for name in ("hoist", "deepspeed", "control") if pair % 2 == 0 else ("control", "deepspeed", "hoist"):
+            engine = "hoist" if name == "control" else name
+            directory = fresh(os.path.join(arguments.directory, "compare-" + engine))
+            head, steps, error = run(engine, arguments, directory)
+            if error:
+                result["engines"].setdefault(engine, {})["error"] = error
+                continue
+            seconds[name] = statistics.median(step["seconds"] for step in steps[WARM_UP:])
+            if name == "control":
+                continue
+            parameters = head["parameters"]
+            into = seen.setdefault(engine, {"seconds": [], "read": [], "written": [], "peak_rss": []})
+            for key in into:
+                into[key] += [step[key] for step in steps[WARM_UP:]] if key != "peak_rss" else [steps[-1][key]]
+            result["losses"][engine] = [step["loss"] for step in steps]
+            if engine == "hoist":
+                result["drive"] += drive_alone(arguments, steps)
+        for name, ratios in result["ratios"].items():
+            if name in seconds and "hoist" in seconds:
+                ratios.append(seconds["hoist"] / seconds[name])
+    for engine, values in seen.items():
+        result["engines"][engine] = {key: summary(v) for key, v in values.items()}
+    for engine in seen:
+        directory = fresh(os.path.join(arguments.directory, "compare-" + engine))
+        _, before, _ = run(engine, arguments, directory, kill_after=arguments.steps - 2)
+        head, after, error = run(engine, arguments, directory, *(["--resume"] if engine == "hoist" else []))
+        result["engines"][engine]["killed"] = {
+            "after": before[-1]["step"], "continues_from": head.get("first"), "error": error,
+            "loss_at_end": after[-1]["loss"] if after else None}
+    _, steps, _ = run("reference", arguments, fresh(os.path.join(arguments.directory, "compare-reference")))
+    result["losses"]["reference"] = [step["loss"] for step in steps]
+    for engine in ("hoist", "deepspeed", "reference"):
+        for suffix in ("", ".json", ".log"):
+            path = os.path.join(arguments.directory, "compare-" + engine) + suffix
+            shutil.rmtree(path, ignore_errors=True) if suffix == "" else os.path.exists(path) and os.remove(path)
+    result["parameters"] = parameters
+    print_table(result)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+def print_table(result: dict) -> None:
+    engines = result["engines"]
+    print(f"{result['parameters'] / 1e6:.1f} M parameters, weights and optimizer state on NVMe, one process")
+    for engine, values in engines.items():
+        if "error" in values and "seconds" not in values:
+            print(f"{engine} did not run: {values['error']}")
+    if not all(e in engines and "seconds" in engines[e] for e in ("hoist", "deepspeed")):
+        return
+    ours, theirs = engines["hoist"], engines["deepspeed"]
+
+    def row(name, key, scale, unit):
+        a, b = ours[key]["median"] / scale, theirs[key]["median"] / scale
+        print(f"| {name} | {a:.2f} {unit} ({ours[key]['min'] / scale:.2f}-{ours[key]['max'] / scale:.2f}) | {b:.2f} {unit} "
+              f"({theirs[key]['min'] / scale:.2f}-{theirs[key]['max'] / scale:.2f}) | {a / b:.2f} |")
+
+    print("| median of steps (range) | hoist | DeepSpeed | hoist / DeepSpeed |\n|---|---|---|---|")
+    row("time of a step", "seconds", 1, "s")
+    for name, ratios in result["ratios"].items():
+        about = "hoist / DeepSpeed" if name == "deepspeed" else "hoist / hoist, the control"
+        print(f"| its ratio, pair by pair: {about} | | | {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) |")
+    drive = summary(result["drive"])
+    print(f"| the drive alone, for hoist's bytes | {drive['median']:.2f} s ({drive['min']:.2f}-{drive['max']:.2f}) | | |")
+    row("NVMe read a step, per parameter", "read", result["parameters"], "B")
+    row("NVMe written a step, per parameter", "written", result["parameters"], "B")
+    row("peak memory of the process", "peak_rss", 2**20, "MiB")
+    for engine, values in engines.items():
+        killed = values["killed"]
+        print(f"{engine}: killed after step {killed['after']}, goes on from step {killed['continues_from']}"
+              + (f" ({killed['error']})" if killed["error"] else ""))
+    print("loss, step by step: hoist, DeepSpeed, PyTorch in memory with fp32 masters")
+    losses = result["losses"]
+    for step, row_ in enumerate(zip(losses["hoist"], losses["deepspeed"], losses["reference"], strict=True), start=1):
+        print(f"  {step:3}  " + "  ".join(f"{loss:.4f}" for loss in row_))
+
+
+if __name__ == "__main__":
+    main()
