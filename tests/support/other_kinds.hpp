@@ -29,8 +29,8 @@ inline constexpr std::array kOtherKinds{OtherKind{"pipe", S_IFIFO}, OtherKind{"s
 // hundredth of that.
 class TestDeadline {
  public:
-  TestDeadline() { ::abort_notifier(120); }
-  ~TestDeadline() { ::abort_notifier(0); }
+  TestDeadline() { ::alarm(120); }
+  ~TestDeadline() { ::alarm(0); }
   TestDeadline(const TestDeadline&) = delete;
   TestDeadline& operator=(const TestDeadline&) = delete;
 };
