@@ -93,6 +93,7 @@ void Engine::Impl::tear_down() noexcept {
   live.weight_reader.reset();
   live.deferred.reset();
   live.pipeline.reset();
+  live.record_io.reset();
   live.streams = {};
   live.store.reset();
   const bool drive_is_lost = live.drives && live.drives->gave_up();
@@ -305,7 +306,9 @@ void Engine::Impl::start(std::uint64_t gather_slots) {
   live.streams.down = runtime.device().create_stream("down");
   live.streams.comm = runtime.device().create_stream("comm");
   live.executor = std::make_unique<scheduler::Executor>("hoist-submit");
-  live.pipeline = std::make_unique<detail::TilePipeline>(runtime, table, *live.memory, *live.records, live.store.get());
+  live.record_io = std::make_unique<detail::RecordIo>(runtime, table, *live.memory, *live.records, live.store.get());
+  live.pipeline = std::make_unique<detail::TilePipeline>(runtime, table, *live.memory, *live.records, *live.record_io,
+                                                         live.store.get());
   const bool weights_on_nvme = options.parameters == Placement::nvme;
   const UpdateMode mode = detail::update_mode(options);
   if (mode != UpdateMode::step)

@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/digest.hpp>
 #include <hoist/core/error.hpp>
@@ -153,17 +152,8 @@ void Engine::Impl::write_homes(bool with_frozen) {
   if (!with_frozen) return;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const UnitId id{u};
-    const detail::Unit& unit = table.unit(id);
-    if (unit.frozen.tiles().empty()) continue;
-    const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-    const std::byte* const home = live.memory->home(id).weights + unit.frozen_offset();
-    if (!live.memory->apart(id)) {
-      store_frozen(id, {home, bytes});
-      continue;
-    }
-    const aio::TransferMemory scratch(bytes);
-    live.pipeline->read_home(home, scratch.first(bytes));
-    store_frozen(id, scratch.first(bytes)).wait();
+    if (table.unit(id).frozen.tiles().empty()) continue;
+    live.record_io->store(live.record_io->whole_region(id, detail::RecordKind::frozen, Region::weights));
   }
 }
 

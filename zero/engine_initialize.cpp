@@ -5,7 +5,6 @@
 
 #include <fmt/format.h>
 
-#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
 #include <hoist/zero/layout/tile_values.hpp>
@@ -112,37 +111,21 @@ void Engine::Impl::fill_homes(const Initializer& fill, const MomentInitializer& 
 void Engine::Impl::initialize_frozen(UnitId id, const Initializer& fill) {
   const detail::Unit& unit = table.unit(id);
   if (unit.frozen.tiles().empty()) return;
-  const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-  const bool apart = live.memory->apart(id);
-  const aio::TransferMemory scratch(apart ? bytes : 0);
-  std::byte* const home =
-      live.memory->home(id).weights != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : nullptr;
-  std::byte* const weights = apart             ? scratch.first(bytes).data()
-                             : home != nullptr ? home
-                                               : live.memory->staging_buffers().front().data();
-  std::memset(weights, 0, bytes);
-  const std::size_t first_segment = unit.trainable.segments().size();
-  for (const tiers::Tile& tile : unit.frozen.tiles()) {
-    const detail::Segment& segment = unit.segments[first_segment + tile.segment];
-    std::vector<float> values(tile.elements);
-    fill_segment(id, segment, tile.first_element, values, fill);
-    store_masters({.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset}, values);
-  }
-  if (apart) live.pipeline->write_home(home, {weights, bytes});
-  if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();
-}
-
-// Writes a unit's frozen record whole, in the step of the store that is open.
-Completion Engine::Impl::store_frozen(UnitId id, std::span<const std::byte> weights) {
-  const tiers::RecordId record = *live.records->frozen(id);
-  std::vector<std::uint64_t> checksums;
-  for (const tiers::Tile& tile : table.unit(id).frozen.tiles()) {
-    const auto index = static_cast<std::uint32_t>(checksums.size());
-    checksums.push_back(
-        live.store->checksum(record, Region::weights, index, weights.subspan(tile.w_offset, tile.w_bytes)));
-  }
-  return live.store->write(record, Region::weights, 0, static_cast<std::uint32_t>(checksums.size()), weights, checksums,
-                           aio::Priority::background);
+  const auto& staging = live.memory->staging_buffers();
+  live.record_io->change(
+      live.record_io->whole_region(id, detail::RecordKind::frozen, Region::weights),
+      {.read = false, .store = stores_frozen(), .scratch = staging.empty() ? std::span<std::byte>() : staging.front()},
+      [&](std::span<std::byte> weights) {
+        std::ranges::fill(weights, std::byte{0});
+        const std::size_t first_segment = unit.trainable.segments().size();
+        for (const tiers::Tile& tile : unit.frozen.tiles()) {
+          const detail::Segment& segment = unit.segments[first_segment + tile.segment];
+          std::vector<float> values(tile.elements);
+          fill_segment(id, segment, tile.first_element, values, fill);
+          store_masters({.unit = id, .segment = &segment, .tile = &tile, .weights = weights.data() + tile.w_offset},
+                        values);
+        }
+      });
 }
 
 void Engine::initialize(const Initializer& fill, std::span<const std::byte> caller_state) {

@@ -6,14 +6,12 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/restore_source.hpp>
 
 namespace hoist {
 
 using tiers::CommitHeader;
-using tiers::Region;
 
 RestoreReport Engine::Impl::restore(const RestoreOptions& restore_options) {
   return enliven([&] {
@@ -57,7 +55,7 @@ void Engine::Impl::restore_in_place(const RestoreOptions& restore_options) {
   forget_what_others_lack();
   all_together("read the commit", [&] {
     try {
-      for (std::uint32_t u = 0; u < table.units().size(); ++u) load_homes(UnitId{u});
+      for (std::uint32_t u = 0; u < table.units().size(); ++u) live.record_io->load(UnitId{u});
     } catch (const CorruptionError& error) {
       throw CorruptionError(error.where, remedy_for(error.where));
     }
@@ -97,31 +95,6 @@ std::string Engine::Impl::remedy_for(const CorruptionError::Where& damage) const
       "kept steps that do not hold these bytes: {}; when `hoist inspect --verify` has found one whole, go back to it "
       "with --resume --from NAME",
       fmt::join(names, ", "));
-}
-
-// State that lives in memory comes back from the store, verified.
-void Engine::Impl::load_homes(UnitId id) {
-  const detail::Unit& unit = table.unit(id);
-  const detail::UnitHome& home = live.memory->home(id);
-  const auto load = [&](std::optional<tiers::RecordId> record, std::span<const tiers::Tile> tiles, Region region,
-                        std::byte* target) {
-    if (!record || target == nullptr || tiles.empty()) return;
-    const tiers::Tile& last = tiles.back();
-    const std::span bytes(target,
-                          region == Region::weights ? last.w_offset + last.w_bytes : last.s_offset + last.s_bytes);
-    if (bytes.empty()) return;
-    const auto count = static_cast<std::uint32_t>(tiles.size());
-    const bool apart = live.memory->apart(id);
-    const aio::TransferMemory scratch(apart ? bytes.size() : 0);
-    const std::span<std::byte> here = apart ? scratch.first(bytes.size()) : bytes;
-    live.store->read(*record, region, 0, count, here, aio::Priority::foreground).wait();
-    live.store->verify(*record, region, 0, count, here);
-    if (apart) live.pipeline->write_home(target, here);
-  };
-  load(live.records->trainable(id), unit.trainable.tiles(), Region::weights, home.weights);
-  load(live.records->trainable(id), unit.trainable.tiles().first(home.state_tiles), Region::state, home.state);
-  load(live.records->frozen(id), unit.frozen.tiles(), Region::weights,
-       home.weights == nullptr ? nullptr : home.weights + unit.frozen_offset());
 }
 
 RestoreReport Engine::restore(const RestoreOptions& options) { return impl_->restore(options); }

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
-#include <optional>
 
 #include <fmt/format.h>
 
-#include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/detail/engine_impl.hpp>
@@ -54,22 +52,6 @@ void Engine::Impl::check_kept(ParameterId parameter, State state) const {
 
 // --- reading ---------------------------------------------------------------------------------------------------------
 
-namespace {
-
-// Where one run of tiles after another is read to: no longer than the longest, which as a rule is the first.
-class RunMemory {
- public:
-  std::span<std::byte> of(std::uint64_t bytes) {
-    if (!memory_ || memory_->span().size() < bytes) memory_.emplace(bytes);
-    return memory_->first(bytes);
-  }
-
- private:
-  std::optional<aio::TransferMemory> memory_;
-};
-
-}  // namespace
-
 void Engine::Impl::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
   check_range(parameter, first, out.size());
   if (pass) throw UsageError("state is read between passes, not inside of one");
@@ -102,51 +84,24 @@ void Engine::Impl::read_owned(ParameterId parameter, State state, std::uint64_t 
   const UnitId id = table.parameter(parameter).unit;
   const detail::Unit& unit = table.unit(id);
   const detail::Segment& segment = table.segment_of(parameter);
-  const detail::UnitHome& home = live.memory->home(id);
   if (state == State::gradient) {
     const auto mean = static_cast<float>(gradient_mean());
     const std::uint64_t element_bytes = dtype_bytes(segment.home_gradient_dtype);
-    const std::byte* gradient = live.gradients->home(id) + segment.home_gradient_offset + first * element_bytes;
-    std::vector<std::byte> here;
-    if (live.memory->apart(id)) {
-      here.resize(out.size() * element_bytes);
-      live.pipeline->read_home(gradient, here);
-      gradient = here.data();
-    }
+    detail::PartScratch scratch;
+    const std::byte* const gradient = live.record_io->view_gradient(
+        id, live.gradients->home(id) + segment.home_gradient_offset + first * element_bytes, out.size() * element_bytes,
+        scratch);
     for (std::uint64_t i = 0; i < out.size(); ++i)
       out[i] = mean * detail::load_element(gradient, segment.home_gradient_dtype, i);
     return;
   }
-  const tiers::RecordLayout& layout = segment.trainable ? unit.trainable : unit.frozen;
-  const tiers::RecordId record = segment.trainable ? live.records->trainable(id).value_or(tiers::RecordId{})
-                                                   : live.records->frozen(id).value_or(tiers::RecordId{});
-  const std::uint64_t base = segment.trainable ? 0 : unit.frozen_offset();
-  const bool apart = live.memory->apart(id);
-  RunMemory weights_scratch, state_scratch;
-  detail::read_values(layout, segment, state, first, out, [&](const detail::TileRun& run) -> const std::byte* {
-    const bool weights = run.region == Region::weights;
-    if (apart) {
-      const auto here = (weights ? weights_scratch : state_scratch).of(run.length_bytes);
-      live.pipeline->read_home((weights ? home.weights + base : home.state) + run.offset_bytes, here);
-      return here.data();
-    }
-    if (weights && home.weights != nullptr) return home.weights + base + run.offset_bytes;
-    // The first tiles of a run of state may be at home, and the others not.
-    const std::uint32_t at_home =
-        weights ? 0 : std::clamp(home.state_tiles, run.first, run.first + run.count) - run.first;
-    if (at_home > 0 && at_home == run.count) return home.state + run.offset_bytes;
-    const auto target = (weights ? weights_scratch : state_scratch).of(run.length_bytes);
-    std::uint64_t home_bytes = 0;
-    if (at_home > 0) {
-      home_bytes = layout.tiles()[run.first + at_home].s_offset - run.offset_bytes;
-      std::memcpy(target.data(), home.state + run.offset_bytes, home_bytes);
-    }
-    const auto streamed = target.subspan(home_bytes);
-    const std::uint32_t first_tile = run.first + at_home, count = run.count - at_home;
-    live.store->read(record, run.region, first_tile, count, streamed, aio::Priority::foreground).wait();
-    live.store->verify(record, run.region, first_tile, count, streamed);
-    return target.data();
-  });
+  const auto kind = segment.trainable ? detail::RecordKind::trainable : detail::RecordKind::frozen;
+  detail::PartScratch weights, states;
+  detail::read_values(segment.trainable ? unit.trainable : unit.frozen, segment, state, first, out,
+                      [&](const detail::TileRun& run) {
+                        return live.record_io->view({.unit = id, .kind = kind, .tiles = run},
+                                                    run.region == Region::weights ? weights : states);
+                      });
 }
 
 // --- writing ---------------------------------------------------------------------------------------------------------
@@ -216,30 +171,19 @@ void Engine::Impl::write_frozen(ParameterId parameter, const OwnedRange& owned, 
   const UnitId id = table.parameter(parameter).unit;
   const detail::Unit& unit = table.unit(id);
   const detail::Segment& segment = table.segment_of(parameter);
-  const std::byte* home = live.memory->home(id).weights;
-  const auto tiles = unit.frozen.tiles();
-  const auto count = static_cast<std::uint32_t>(tiles.size());
-  const std::uint64_t bytes = unit.frozen.region_bytes(Region::weights);
-  const bool apart = live.memory->apart(id);
-  const aio::TransferMemory scratch(home == nullptr || apart ? bytes : 0);
-  std::byte* const at_home = home != nullptr ? live.memory->home(id).weights + unit.frozen_offset() : nullptr;
-  std::byte* const weights = home != nullptr && !apart ? at_home : scratch.first(bytes).data();
-  if (apart) live.pipeline->read_home(at_home, {weights, bytes});
-  if (home == nullptr) {
-    live.store->read(*live.records->frozen(id), Region::weights, 0, count, {weights, bytes}, aio::Priority::foreground)
-        .wait();
-    live.store->verify(*live.records->frozen(id), Region::weights, 0, count, {weights, bytes});
-  }
-  for (const Tile& tile : tiles) {
-    if (tile.segment != segment.record_segment) continue;
-    const ElementRange range = detail::overlap(tile, owned.shard.first, owned.shard.count);
-    const TileAccess access{.unit = id, .segment = &segment, .tile = &tile, .weights = weights + tile.w_offset};
-    if (range.count == 0) continue;
-    const std::uint64_t first = tile.first_element + range.first - owned.shard.first;
-    detail::store_values(access, State::master, range.first, values.subspan(first, range.count));
-  }
-  if (apart) live.pipeline->write_home(at_home, {weights, bytes});
-  if (stores_frozen()) store_frozen(id, {weights, bytes}).wait();
+  live.record_io->change(
+      live.record_io->whole_region(id, detail::RecordKind::frozen, Region::weights), {.store = stores_frozen()},
+      [&](std::span<std::byte> weights) {
+        for (const Tile& tile : unit.frozen.tiles()) {
+          if (tile.segment != segment.record_segment) continue;
+          const ElementRange range = detail::overlap(tile, owned.shard.first, owned.shard.count);
+          if (range.count == 0) continue;
+          const TileAccess access{
+              .unit = id, .segment = &segment, .tile = &tile, .weights = weights.data() + tile.w_offset};
+          const std::uint64_t first = tile.first_element + range.first - owned.shard.first;
+          detail::store_values(access, State::master, range.first, values.subspan(first, range.count));
+        }
+      });
 }
 
 void Engine::read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out) {

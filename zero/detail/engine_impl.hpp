@@ -25,6 +25,7 @@
 #include <hoist/zero/layout/unit_table.hpp>
 #include <hoist/zero/memory/drives.hpp>
 #include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/memory/record_io.hpp>
 #include <hoist/zero/passes/gatherer.hpp>
 #include <hoist/zero/passes/gradients.hpp>
 #include <hoist/zero/passes/weight_reader.hpp>
@@ -98,7 +99,6 @@ class Engine::Impl {
   using MomentInitializer = std::function<void(ParameterId, State, std::uint64_t first_element, std::span<float> out)>;
   void fill_homes(const Initializer& fill, const MomentInitializer& fill_moment = {});
   void initialize_frozen(UnitId unit, const Initializer& fill);
-  Completion store_frozen(UnitId unit, std::span<const std::byte> weights);
   void fill_segment(UnitId unit, const detail::Segment& segment, std::uint64_t first, std::span<float> values,
                     const Initializer& fill) const;
 
@@ -185,7 +185,6 @@ class Engine::Impl {
   // --- engine_restore.cpp
   RestoreReport restore(const RestoreOptions& restore_options);
   void restore_in_place(const RestoreOptions& restore_options);
-  void load_homes(UnitId unit);
   void forget_what_others_lack();                                      // of kept steps, after a restore
   std::string remedy_for(const CorruptionError::Where& damage) const;  // which kept steps it leaves alone
 
@@ -252,6 +251,7 @@ class Engine::Impl {
     std::unique_ptr<detail::Drives> drives;
     std::unique_ptr<tiers::Store> store;  // null without one
     detail::Streams streams;
+    std::unique_ptr<detail::RecordIo> record_io;
     std::unique_ptr<detail::TilePipeline> pipeline;
     std::unique_ptr<detail::UpdateQueue> deferred;        // null in update mode `step`
     std::unique_ptr<detail::WeightReader> weight_reader;  // null unless parameters are on NVMe
