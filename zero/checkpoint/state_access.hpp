@@ -10,8 +10,7 @@
 #include <span>
 
 #include <hoist/zero/layout/partition.hpp>
-#include <hoist/zero/layout/record_map.hpp>
-#include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/memory/record_io.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/update/tile_pipeline.hpp>
 
@@ -19,23 +18,16 @@ namespace hoist::detail {
 
 class StateAccess {
  public:
-  // `groups`: every parameter group. `store` is null where the options name none.
-  StateAccess(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
-              std::span<const GroupOptions> groups, const Memory& memory, const RecordMap& records,
-              TilePipeline& pipeline, tiers::Store* store)
-      : runtime_(runtime),
-        options_(options),
-        table_(table),
-        groups_(groups),
-        memory_(memory),
-        records_(records),
-        pipeline_(pipeline),
-        store_(store) {}
+  // `groups`: every parameter group.
+  StateAccess(int rank, const EngineOptions& options, const UnitTable& table, std::span<const GroupOptions> groups,
+              RecordIo& records, TilePipeline& pipeline)
+      : rank_(rank), options_(options), table_(table), groups_(groups), records_(records), pipeline_(pipeline) {}
 
   // Values of a moment, as Initializer gives masters.
   using MomentInitializer = std::function<void(ParameterId, State, std::uint64_t first_element, std::span<float> out)>;
   // Makes all state; with state on NVMe into the step of the store that is open.
-  void fill(const Initializer& initializer, const MomentInitializer& moments = {});
+  // `scratch`: memory for frozen weights that have no place in memory; new memory is taken if it is too small.
+  void fill(const Initializer& initializer, std::span<std::byte> scratch, const MomentInitializer& moments = {});
   // Loads what lives in memory from the commit that the store has adopted, verified.
   void load();
   // Writes the records' trainable state that lives in memory into the step of the store that is open.
@@ -54,22 +46,18 @@ class StateAccess {
  private:
   void fill_segment(UnitId unit, const Segment& segment, std::uint64_t first, std::span<float> values,
                     const Initializer& initializer) const;
-  void fill_frozen(UnitId unit, const Initializer& initializer);
-  void load(UnitId unit);
+  void fill_frozen(UnitId unit, const Initializer& initializer, std::span<std::byte> scratch);
   void write_trainable(ParameterId parameter, State state, ElementRange shard, std::span<const float> values);
   void write_frozen(ParameterId parameter, ElementRange shard, std::span<const float> values);
-  Completion store_frozen(UnitId unit, std::span<const std::byte> weights);
   bool stores_frozen() const;
   WalkOptions walk() const;
 
-  Runtime& runtime_;
+  const int rank_;
   const EngineOptions& options_;
   const UnitTable& table_;
   const std::span<const GroupOptions> groups_;
-  const Memory& memory_;
-  const RecordMap& records_;
+  RecordIo& records_;
   TilePipeline& pipeline_;
-  tiers::Store* const store_;
 };
 
 }  // namespace hoist::detail

@@ -107,6 +107,7 @@ EngineCore::~EngineCore() {
   checkpoints.reset();
   state_access.reset();
   pipeline.reset();
+  record_io.reset();
   streams = {};
   const bool drive_is_lost = drives && drives->gave_up();
   drives.reset();
@@ -199,7 +200,7 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
     const Ledger::Apart apart(runtime.ledger());
     ranks.all_together("make its initial state", [&] {
       checkpoints->open_step(0);
-      state_access->fill(checked);
+      state_access->fill(checked, unused_staging_buffer());
     });
     checkpoints->set_state(CommitState::of(settings.scaler, program_state));
     if (!checkpoints->on_nvme()) return;
@@ -285,7 +286,8 @@ void EngineCore::start(std::uint64_t gather_slots) {
   streams.down = runtime.device().create_stream("down");
   streams.comm = runtime.device().create_stream("comm");
   executor = std::make_unique<scheduler::Executor>("hoist-submit");
-  pipeline = std::make_unique<TilePipeline>(runtime, table, *memory, records, store.get());
+  record_io = std::make_unique<RecordIo>(runtime, table, *memory, records, store.get());
+  pipeline = std::make_unique<TilePipeline>(runtime, table, *memory, records, *record_io, store.get());
   updates = std::make_unique<UpdateQueue>(*pipeline, table, update_order(options));
   if (options.parameters == Placement::nvme) {
     weight_reader = std::make_unique<WeightReader>(
@@ -295,8 +297,13 @@ void EngineCore::start(std::uint64_t gather_slots) {
   gatherer = std::make_unique<Gatherer>(runtime, options, table, *memory, gather_slots, *executor, streams,
                                         weight_reader.get(), *updates, *notifier, gathering_group.get());
   gradients = std::make_unique<Gradients>(runtime, table, *memory, *executor, streams, *updates, *notifier);
-  state_access = std::make_unique<StateAccess>(runtime, options, table, settings.groups(), *memory, records, *pipeline,
-                                               store.get());
+  state_access =
+      std::make_unique<StateAccess>(runtime.rank(), options, table, settings.groups(), *record_io, *pipeline);
+}
+
+std::span<std::byte> EngineCore::unused_staging_buffer() const {
+  const auto& buffers = memory->staging_buffers();
+  return buffers.empty() ? std::span<std::byte>() : buffers.front();
 }
 
 // Where the unit's update is still under way, first that, then its writes.
@@ -450,7 +457,7 @@ void EngineCore::reshard(const RestoreSource& source, const RestoreOptions& rest
     checkpoints->open_step(chosen.step);
     state_access->fill([&](ParameterId parameter, std::uint64_t first,
                            std::span<float> out) { read(parameter, State::master, first, out); },
-                       read);
+                       unused_staging_buffer(), read);
     stored.reset();
   });
   reading = {};

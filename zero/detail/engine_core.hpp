@@ -21,6 +21,7 @@
 #include <hoist/zero/engine.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/drives.hpp>
+#include <hoist/zero/memory/record_io.hpp>
 #include <hoist/zero/passes/pass_state.hpp>
 #include <hoist/zero/step/step_runner.hpp>
 
@@ -79,6 +80,7 @@ class EngineCore {
   std::unique_ptr<tiers::Store> store;  // null without one
   Streams streams;
   std::unique_ptr<scheduler::Executor> executor;
+  std::unique_ptr<RecordIo> record_io;
   std::unique_ptr<TilePipeline> pipeline;
   std::unique_ptr<UpdateQueue> updates;
   std::unique_ptr<WeightReader> weight_reader;  // null unless parameters are on NVMe
@@ -100,6 +102,7 @@ class EngineCore {
   double affordable_pinned_fraction(std::uint64_t store_memory_bytes) const;
   void start(std::uint64_t gather_slots);
   Completion newest_weights_written(UnitId unit) const;
+  std::span<std::byte> unused_staging_buffer() const;  // until the first pass
 
   void restore_in_place(const RestoreSource& source, const RestoreOptions& options);
   void forget_what_others_lack();  // named steps that not every rank has

@@ -100,6 +100,7 @@ void Memory::take_pinned(const PinnedNeeds::Buffers& buffers) {
   for (unsigned i = 0; pinned_needs_.sum_buffer_bytes() > 0 && i < PinnedNeeds::kSumBuffers; ++i)
     sum_buffers_.push_back(pool_->carve(pinned_needs_.sum_buffer_bytes(), "gradient on its way to a sum"));
   if (homes_apart_) findings_ = pool_->carve(pinned_needs_.findings_bytes(), "sums of squares");
+  if (homes_apart_) copy_buffer_ = pool_->carve(pinned_needs_.copy_buffer_bytes(), "copy buffer");
 }
 
 // --- device memory ---------------------------------------------------------------------------------------------------

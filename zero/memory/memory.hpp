@@ -11,7 +11,7 @@
 // Of an optimizer that is offloaded in part, some units are as if it were on the device (DeviceStates).
 //
 // Where the device's memory is not the CPU's to read, units with state there are `apart()`: nobody dereferences their
-// homes; their steps run there, and everything else goes through update buffers (TilePipeline).
+// homes; their steps run there, and everything else goes through buffers in pinned memory (TilePipeline, RecordIo).
 //
 // Where weights stay on the device but are updated on the host, the host copy is their home and the device's copy is
 // refreshed after each step.
@@ -67,6 +67,7 @@ class Memory {
   // Of a step on the device, and where they come down to; empty unless homes are apart.
   std::byte* device_findings() const { return device_findings_; }
   std::span<std::byte> findings() const { return findings_; }
+  std::span<std::byte> copy_buffer() const { return copy_buffer_; }  // RecordIo's alone
   std::string describe() const;
   // Pinned memory is never given back to the system: a drive may still write to it.
   void quarantine() { pool_->quarantine(); }
@@ -100,6 +101,7 @@ class Memory {
   std::vector<std::span<std::byte>> sum_buffers_;
   std::byte* device_findings_ = nullptr;
   std::span<std::byte> findings_;
+  std::span<std::byte> copy_buffer_;
   std::span<std::byte> gradient_ring_;
   std::vector<Piece> pieces_;
   std::uint64_t piece_tiles_ = 0;

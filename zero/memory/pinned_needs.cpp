@@ -153,6 +153,7 @@ std::uint64_t PinnedNeeds::bytes(const Buffers& buffers) const {
     for (unsigned i = 0; i < kSumBuffers; ++i) plan.add(sum_buffer_bytes());
   }
   if (findings_bytes() > 0) plan.add(findings_bytes());
+  if (copy_buffer_bytes() > 0) plan.add(copy_buffer_bytes());
   return plan.bytes();
 }
 

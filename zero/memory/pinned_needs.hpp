@@ -69,6 +69,9 @@ class PinnedNeeds {
   static constexpr unsigned kSumBuffers = 2;
   std::uint64_t sum_buffer_bytes() const;
   std::uint64_t findings_bytes() const;  // where they come down to; 0 unless homes are apart
+  // What passes through it at once between device-only memory and pageable memory.
+  static constexpr std::uint64_t kCopyBufferBytes = 1 << 20;
+  std::uint64_t copy_buffer_bytes() const { return homes_apart_ ? kCopyBufferBytes : 0; }
   const DeviceStates& device_states() const { return states_; }
   // The largest gradients that a ring is wanted to hold at least; with more of them the drive may lag further behind.
   static constexpr unsigned kRingGradients = 2;

@@ -14,15 +14,15 @@ using tiers::Region;
 using tiers::Tile;
 
 TilePipeline::TilePipeline(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
-                           tiers::Store* store)
+                           RecordIo& record_io, tiers::Store* store)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
       records_(records),
+      record_io_(record_io),
       store_(store),
       weights_written_(table.units().size()) {
   for (const auto& bytes : memory.update_buffers()) buffers_.push_back({.bytes = bytes});
-  if (memory.homes_apart()) apart_ = runtime.device().create_stream("state");
   first_piece_.resize(table.units().size() + 1);
   for (const Piece& piece : memory.pieces()) ++first_piece_[piece.unit.index + 1];
   std::partial_sum(first_piece_.begin(), first_piece_.end(), first_piece_.begin());
@@ -95,7 +95,7 @@ void TilePipeline::run(const WalkOptions& options, const Work& work, const Next&
     abandon(ahead_);
     throw;
   }
-  if (apart_) apart_->synchronize();  // whoever comes next finds the homes changed
+  record_io_.await_copies();  // whoever comes next finds device-only memory changed
 }
 
 void TilePipeline::go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated) {
@@ -156,11 +156,7 @@ bool TilePipeline::start(std::size_t index, std::byte* target, const WalkOptions
   if (needs_buffer && buffer == nullptr) return false;
   jobs.push_back(job_of(index, buffer));
   jobs.back().target = target;
-  if (memory_.apart(piece.unit)) {
-    if (options.read_apart) jobs.back().reads.push_back(copy_apart(jobs.back(), platform::CopyKind::device_to_host));
-  } else if (options.read) {
-    read(jobs.back(), options);
-  }
+  if (memory_.apart(piece.unit) ? options.read_apart : options.read) read(jobs.back(), options);
   return true;
 }
 
@@ -221,30 +217,35 @@ std::deque<TilePipeline::Job>::iterator TilePipeline::read_already(const Piece& 
   });
 }
 
-void TilePipeline::read(Job& job, const WalkOptions& options) {
-  if (const std::uint64_t bytes = memory_.buffered_bytes(job.piece).state; bytes > 0) {
-    job.reads.push_back(store_->read(*records_.trainable(job.piece.unit), Region::state, job.piece.first_tile,
-                                     job.piece.tile_count, {job.state, bytes}, job.priority));
-    job.state_read = true;
-  }
-  if (memory_.home(job.piece.unit).weights == nullptr) read_weights(job, options);
+RecordPart TilePipeline::part(const Piece& piece, Region region) const {
+  return record_io_.part(piece.unit, RecordKind::trainable, region, piece.first_tile, piece.tile_count);
 }
 
-// Runs of tiles whose weights the work looks at.
+void TilePipeline::read(Job& job, const WalkOptions& options) {
+  const auto buffered = memory_.buffered_bytes(job.piece);
+  const bool comes_from_store = !memory_.apart(job.piece.unit);
+  if (buffered.state > 0) {
+    job.reads.push_back(record_io_.start_read(part(job.piece, Region::state), job.state, job.priority));
+    job.verifies_state = comes_from_store;
+  }
+  if (buffered.weights == 0) return;
+  if (comes_from_store) return read_weights(job, options);
+  job.reads.push_back(record_io_.start_read(part(job.piece, Region::weights), job.weights, job.priority));
+}
+
+// From the store, runs of tiles whose weights the work looks at.
 void TilePipeline::read_weights(Job& job, const WalkOptions& options) {
   const auto piece_tiles = tiles(job.piece);
   const std::uint64_t base = piece_tiles.front().w_offset;
-  job.weights_read = true;
+  job.verifies_weights = true;
   for (std::size_t first = 0, end = 0; first < piece_tiles.size(); first = end) {
     const bool made = makes_weights(job, piece_tiles[first], options);
     for (end = first; end < piece_tiles.size() && makes_weights(job, piece_tiles[end], options) == made;) ++end;
     if (made) continue;
-    const Tile& last = piece_tiles[end - 1];
-    const std::uint64_t begin_bytes = piece_tiles[first].w_offset - base;
-    job.reads.push_back(
-        store_->read(*records_.trainable(job.piece.unit), Region::weights,
-                     job.piece.first_tile + static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(end - first),
-                     {job.weights + begin_bytes, last.w_offset + last.w_bytes - base - begin_bytes}, job.priority));
+    const Piece run{job.piece.unit, job.piece.first_tile + static_cast<std::uint32_t>(first),
+                    static_cast<std::uint32_t>(end - first)};
+    job.reads.push_back(record_io_.start_read(part(run, Region::weights),
+                                              job.weights + (piece_tiles[first].w_offset - base), job.priority));
   }
 }
 
@@ -265,12 +266,12 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
     const std::span<std::byte> weights(job.weights + (tile.w_offset - first.w_offset), tile.w_bytes);
     const std::span<std::byte> state(job.state + (tile.s_offset - first.s_offset), tile.s_bytes);
     const bool made = makes_weights(job, tile, options);
-    if (job.weights_read && !made) store_->verify(*record, Region::weights, index, 1, weights);
-    if (job.weights_read && made) {  // what fills the tile up is stored with it
+    if (job.verifies_weights && !made) store_->verify(*record, Region::weights, index, 1, weights);
+    if (job.verifies_weights && made) {  // what fills the tile up is stored with it
       const std::uint64_t used = tile.elements * dtype_bytes(unit.segments[tile.segment].dtype);
       std::ranges::fill(weights.subspan(used), std::byte{0});
     }
-    if (job.state_read) store_->verify(*record, Region::state, index, 1, state);
+    if (job.verifies_state) store_->verify(*record, Region::state, index, 1, state);
     work({.unit = job.piece.unit,
           .segment = &unit.segments[tile.segment],
           .tile = &tile,
@@ -312,57 +313,11 @@ void TilePipeline::write(Job& job, const WalkOptions& options) {
   if (writes_state) {
     start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
   }
-  if (memory_.apart(job.piece.unit) && options.change_apart)
-    started.push_back(copy_apart(job, platform::CopyKind::host_to_device));
+  if (memory_.apart(job.piece.unit) && options.change_apart) {
+    started.push_back(record_io_.start_write(part(job.piece, Region::weights), job.weights));
+    started.push_back(record_io_.start_write(part(job.piece, Region::state), job.state));
+  }
   if (job.buffer != nullptr) job.buffer->idle = when_all(started);
-}
-
-// --- homes that are apart --------------------------------------------------------------------------------------------
-
-Completion TilePipeline::copy_apart(const Job& job, platform::CopyKind direction) {
-  const UnitHome& home = memory_.home(job.piece.unit);
-  const Tile& first = tiles(job.piece).front();
-  const auto bytes = memory_.buffered_bytes(job.piece);
-  const auto copy = [&](std::byte* at_home, std::byte* here, std::uint64_t count) {
-    if (direction == platform::CopyKind::device_to_host) std::swap(at_home, here);
-    apart_->copy(at_home, here, count, direction);
-  };
-  copy(home.weights + first.w_offset, job.weights, bytes.weights);
-  if (bytes.state > 0) copy(home.state + first.s_offset, job.state, bytes.state);
-  return apart_->record().completion();
-}
-
-std::span<std::byte> TilePipeline::bounce_buffer() {
-  buffers_.front().idle.wait();
-  return buffers_.front().bytes;
-}
-
-void TilePipeline::read_home(const std::byte* home, std::span<std::byte> out) {
-  if (!apart_) {
-    if (!out.empty()) std::memcpy(out.data(), home, out.size());
-    return;
-  }
-  const std::span<std::byte> buffer = bounce_buffer();
-  for (std::size_t first = 0; first < out.size(); first += buffer.size()) {
-    const std::size_t count = std::min(buffer.size(), out.size() - first);
-    apart_->copy(buffer.data(), home + first, count, platform::CopyKind::device_to_host);
-    apart_->synchronize();
-    std::memcpy(out.data() + first, buffer.data(), count);
-  }
-}
-
-void TilePipeline::write_home(std::byte* home, std::span<const std::byte> bytes) {
-  if (!apart_) {
-    if (!bytes.empty()) std::memcpy(home, bytes.data(), bytes.size());
-    return;
-  }
-  const std::span<std::byte> buffer = bounce_buffer();
-  for (std::size_t first = 0; first < bytes.size(); first += buffer.size()) {
-    const std::size_t count = std::min(buffer.size(), bytes.size() - first);
-    std::memcpy(buffer.data(), bytes.data() + first, count);
-    apart_->copy(home + first, buffer.data(), count, platform::CopyKind::host_to_device);
-    apart_->synchronize();
-  }
 }
 
 }  // namespace hoist::detail

@@ -23,6 +23,7 @@
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/layout/tile_access.hpp>
 #include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/memory/record_io.hpp>
 
 namespace hoist::detail {
 
@@ -49,7 +50,7 @@ struct UpdateRequest {
 class TilePipeline {
  public:
   TilePipeline(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
-               tiers::Store* store);
+               RecordIo& record_io, tiers::Store* store);
   ~TilePipeline();  // sees reads ahead out
   TilePipeline(const TilePipeline&) = delete;
   TilePipeline& operator=(const TilePipeline&) = delete;
@@ -74,11 +75,6 @@ class TilePipeline {
   // Time spent computing in runs in the background.
   Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
 
-  // The same bytes of a home, wherever it is; through an update buffer where some homes are apart. Block.
-  // Pre: no walk is under way.
-  void read_home(const std::byte* home, std::span<std::byte> out);
-  void write_home(std::byte* home, std::span<const std::byte> bytes);
-
   // Done when the unit's weights of the last walk have reached the store.
   Completion weights_written(UnitId unit) const { return weights_written_[unit.index]; }
 
@@ -97,7 +93,7 @@ class TilePipeline {
     bool ends_unit = false;
     aio::Priority priority = aio::Priority::foreground;  // of the reads
     std::vector<Completion> reads;
-    bool weights_read = false, state_read = false;  // but weights that are made
+    bool verifies_weights = false, verifies_state = false;  // but weights that are made
   };
   void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
   void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
@@ -118,9 +114,7 @@ class TilePipeline {
   };
   Writes writes(const Piece& piece, const WalkOptions& options) const;
   void write(Job& job, const WalkOptions& options);
-  // Between a job's buffer and homes that are apart; done when the copies are.
-  Completion copy_apart(const Job& job, platform::CopyKind direction);
-  std::span<std::byte> bounce_buffer();
+  RecordPart part(const Piece& piece, tiers::Region region) const;
   std::span<const tiers::Tile> tiles(const Piece& piece) const;
   void timed_wait(const Completion& completion, WaitCause cause);
 
@@ -128,8 +122,8 @@ class TilePipeline {
   const UnitTable& table_;
   const Memory& memory_;
   const RecordMap& records_;
+  RecordIo& record_io_;
   tiers::Store* store_;
-  std::unique_ptr<platform::Stream> apart_;  // null unless some homes are apart
   std::vector<Buffer> buffers_;
   std::deque<Job> ahead_;  // read for the next step
   std::uint64_t uses_ = 0;
