@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The house's rule: a room includes only from rows below it, and only its own detail/; certain libraries have one door.
+// A module includes only from rows below it, and only its own detail/; only certain modules include certain libraries.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -19,6 +19,13 @@ namespace fs = std::filesystem;
 const std::vector<std::set<std::string>> kRows{
     {"core"},      {"platform"}, {"aio", "comm", "optim_cpu"},         {"tiers"},
     {"scheduler"}, {"zero"},     {"config", "interchange", "measure"}, {"cli", "examples", "bench", "python"}};
+// The modules inside zero/, lowest row first. Files directly in zero/ are the public face: its headers of types,
+// options, model, leases and the runtime may be included by every module of zero/, engine.hpp by none of them.
+const std::vector<std::set<std::string>> kZeroRows{
+    {"layout"}, {"ranks", "memory"}, {"update"}, {"passes"}, {"checkpoint"}, {"step"}, {"predict"}, {"detail"}};
+const std::set<std::string> kZeroVocabulary{"types.hpp", "options.hpp", "model.hpp", "lease.hpp", "runtime.hpp"};
+// Headers of options that are declared in a higher row than they are used from.
+const std::set<std::string> kZeroOptions{"update/learning_rate.hpp", "update/loss_scale.hpp"};
 // platform is hardware's door; the optimizers need none of it.
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only rooms that may include them.
@@ -74,6 +81,10 @@ TEST(Layering, RoomsIncludeOnlyFromRowsBelow) {
   std::set<std::string> rooms_seen;
   for (const Include& include : includes) {
     if (!include.header.starts_with("hoist/")) continue;
+    if (include.header == "hoist/hoist.hpp") {
+      EXPECT_EQ(row_of(include.room), kRows.size() - 1) << include.file << " includes <hoist/hoist.hpp>";
+      continue;
+    }
     const std::string target = include.header.substr(6, include.header.find('/', 6) - 6);
     rooms_seen.insert(target);
     ASSERT_LT(row_of(target), kRows.size())
@@ -85,6 +96,54 @@ TEST(Layering, RoomsIncludeOnlyFromRowsBelow) {
         << include.file << " includes another room's <" << include.header << ">";
   }
   EXPECT_GE(rooms_seen.size(), 8u);
+}
+
+TEST(Layering, ModulesOfZeroIncludeOnlyFromRowsBelow) {
+  const auto zero_row = [](const std::string& module) {
+    for (std::size_t row = 0; row < kZeroRows.size(); ++row)
+      if (kZeroRows[row].contains(module)) return row;
+    return kZeroRows.size();
+  };
+  const std::string prefix = "hoist/zero/";
+  std::set<std::string> seen;
+  for (const Include& include : all_includes()) {
+    const fs::path file = include.file;
+    const bool in_module = include.room == "zero" && std::distance(file.begin(), file.end()) == 3;
+    if (!in_module || !include.header.starts_with(prefix)) continue;
+    const std::string module = std::next(file.begin())->string();
+    const std::string header = include.header.substr(prefix.size());
+    ASSERT_LT(zero_row(module), kZeroRows.size()) << include.file << " is in no module of zero/";
+    if (kZeroOptions.contains(header)) continue;
+    if (header.find('/') == std::string::npos) {
+      EXPECT_TRUE(kZeroVocabulary.contains(header) || module == "detail")
+          << include.file << " includes <" << include.header << ">";
+      continue;
+    }
+    const std::string target = header.substr(0, header.find('/'));
+    seen.insert(target);
+    if (target == module) continue;
+    EXPECT_LT(zero_row(target), zero_row(module)) << include.file << " includes <" << include.header << ">";
+  }
+  EXPECT_GE(seen.size(), kZeroRows.size() - 2);
+}
+
+// What a program includes brings in neither the drives' queues nor the communicators nor the store.
+TEST(Layering, ThePublicHeaderIsLight) {
+  std::set<std::string> seen;
+  std::vector<std::string> open{"hoist/hoist.hpp"};
+  const std::regex line_pattern(R"(^\s*#\s*include\s*<(hoist/[^>]+)>)");
+  while (!open.empty()) {
+    const std::string header = open.back();
+    open.pop_back();
+    if (!seen.insert(header).second) continue;
+    std::ifstream file(fs::path(HOIST_SOURCE_DIR) / header.substr(6));
+    ASSERT_TRUE(file.is_open()) << header;
+    std::smatch match;
+    for (std::string line; std::getline(file, line);)
+      if (std::regex_search(line, match, line_pattern)) open.push_back(match[1]);
+  }
+  for (const char* heavy : {"hoist/aio/drive_queue.hpp", "hoist/comm/communicator.hpp", "hoist/tiers/store.hpp"})
+    EXPECT_FALSE(seen.contains(heavy)) << "<hoist/hoist.hpp> includes <" << heavy << ">";
 }
 
 TEST(Layering, EveryLibraryHasOneDoor) {

@@ -5,7 +5,6 @@
 
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/pinned_needs.hpp>
-#include <hoist/zero/predict/step_bytes.hpp>
 
 namespace hoist::detail {
 

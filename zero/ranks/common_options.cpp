@@ -8,7 +8,6 @@
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/digest.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
-#include <hoist/zero/predict/step_bytes.hpp>
 #include <hoist/zero/ranks/common_options.hpp>
 
 namespace hoist::detail {
