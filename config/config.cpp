@@ -33,12 +33,12 @@ std::string join_problems(const std::string& origin, const std::vector<ConfigPro
   return text;
 }
 
-// No configuration is larger; a device or a data file is.
+// No configuration is larger than this; a larger file is a device or a data file.
 constexpr std::size_t kFileBytesMax = 64u << 20;
 
 [[noreturn]] void unreadable(const std::string& operation, const std::string& path, int code) {
   std::string remedy = "check the path of the configuration";
-  if (code == EISDIR) remedy = "name the file in it that is the configuration";
+  if (code == EISDIR) remedy = "name the configuration file in it";
   if (code == EINVAL) remedy = open_file_remedy(code);
   if (code == EFBIG) remedy = "a configuration has at most 64 MiB; name the right file";
   throw IoError({.operation = operation, .path = path, .code = code}, remedy);
@@ -142,7 +142,7 @@ TrainingOptions Config::check_world_size(int world_size) const {
 
   TrainingOptions result = training;
   const auto world = static_cast<std::uint64_t>(world_size);
-  // Two of the three sizes imply the third; with less than that, a step is one micro-batch.
+  // Two of the three sizes imply the third. If fewer are given, a step is one micro-batch.
   const auto& micro_batch = result.train_micro_batch_size_per_gpu;
   if (!result.gradient_accumulation_steps && result.train_batch_size && micro_batch &&
       *result.train_batch_size % world == 0 && *result.train_batch_size / world % *micro_batch == 0)
@@ -164,8 +164,9 @@ TrainingOptions Config::check_world_size(int world_size) const {
   } else if (result.train_micro_batch_size_per_gpu) {
     constexpr std::uint64_t kBatchMax = std::numeric_limits<std::int64_t>::max();
     if (*result.train_micro_batch_size_per_gpu > kBatchMax / per_micro_batch) {
-      refuse("train_micro_batch_size_per_gpu", fmt::format("{} on each of {} ranks is more samples than can be counted",
-                                                           *result.train_micro_batch_size_per_gpu, world));
+      refuse("train_micro_batch_size_per_gpu",
+             fmt::format("{} on each of {} ranks is more samples than fit a 64-bit count",
+                         *result.train_micro_batch_size_per_gpu, world));
     }
     result.train_batch_size = *result.train_micro_batch_size_per_gpu * per_micro_batch;
   }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/config.hpp - a DeepSpeed JSON file, understood or refused. Start here.
+// config/config.hpp - reads a DeepSpeed JSON file, or refuses it. Start here.
 //
-// Names and structure are DeepSpeed's; what only hoist has stands under the key "hoist". An unknown key is an error; a
-// key that changes the mathematics is implemented or refused, never ignored; a performance hint without effect is named
-// in `warnings`. docs/config.md lists every key.
+// Names and structure are DeepSpeed's; hoist's own settings go under the key "hoist". An unknown key is an error. A key
+// that changes the mathematics is implemented or refused, never ignored. `warnings` names performance hints without
+// effect. docs/config.md lists every key.
 //
 // Threading  A Config is a plain value.
 // Errors     ConfigProblems with every problem of the file (up to kProblemsMax), each with key, value, what is allowed,
@@ -23,13 +23,13 @@
 
 namespace hoist {
 
-// A file with more problems than this is some other kind of file; the message says how many more there are.
+// A file with more problems than this is probably not a configuration; the message says how many more there are.
 inline constexpr std::size_t kProblemsMax = 100;
 
 struct ConfigProblem {
   std::string key;       // path, empty for malformed JSON
   std::string problem;   // one sentence
-  std::size_t line = 0;  // 0: not about one place of the file
+  std::size_t line = 0;  // 0: the problem has no single position
   std::size_t column = 0;
 };
 
@@ -41,21 +41,21 @@ class ConfigProblems : public ConfigError {
   const std::size_t unlisted;  // further ones that were only counted
 };
 
-// What the program's own loop needs to know; absent when the file does not say ("auto" included).
+// Settings for the program's own loop; absent if the file does not set them or says "auto".
 struct TrainingOptions {
   std::optional<std::uint64_t> train_batch_size;
   std::optional<std::uint64_t> train_micro_batch_size_per_gpu;
   std::optional<std::uint64_t> gradient_accumulation_steps;
 };
 
-// What the drives can do, from `hoist tune`; for predictions.
+// Bandwidths of the drives, from `hoist tune`; for predictions.
 struct MeasuredBandwidth {
   std::optional<std::uint64_t> read_bytes_per_second;
   std::optional<std::uint64_t> write_bytes_per_second;
   std::optional<std::uint64_t> mixed_bytes_per_second;  // both directions together
 };
 
-// A key and the value in effect, in the order of the key table; hints and neutral values of refused keys included.
+// A key and the value in effect, in the order of the key table. Includes hints and neutral values of refused keys.
 struct ConfigSetting {
   enum class Source : std::uint8_t {
     file,
@@ -81,11 +81,11 @@ class Config {
   EngineOptions engine;
   TrainingOptions training;
   MeasuredBandwidth measured;
-  std::vector<std::string> warnings;  // say them once
-  std::vector<std::string> notes;     // what "auto" and absent keys came to, where that may surprise
+  std::vector<std::string> warnings;  // print them once
+  std::vector<std::string> notes;     // values of "auto" and absent keys that may surprise
 
-  // train_batch_size = micro-batch * accumulation * world; two of them imply the third. Returns them completed as far
-  // as they are implied. Errors: ConfigProblems. A program that uses an implied accumulation also sets
+  // train_batch_size = micro-batch * accumulation * world; two of them imply the third. Returns the batch sizes with
+  // the implied ones filled in. Errors: ConfigProblems. A program that uses an implied accumulation also sets
   // engine.micro_batches_max to it.
   TrainingOptions check_world_size(int world_size) const;
 

@@ -18,7 +18,7 @@ bool is_word_letter(char c) {
   return std::isalnum(byte) != 0 || c == '_' || c == '.' || c == '+' || c == '-';
 }
 
-// The letters from `begin` on, no more than a person would read.
+// The letters from `begin` on, shortened for a message.
 std::string_view word_at(std::string_view text, std::size_t begin) {
   constexpr std::size_t kLettersMax = 40;
   const std::string_view rest = text.substr(std::min(begin, text.size()));
@@ -66,7 +66,7 @@ std::string about_number(std::string_view word) {
              : std::string{};
 }
 
-// The token is a string, and something in it is wrong.
+// For a string token with an error inside.
 std::string inside_string(char offender, const std::string& parser_says) {
   if (parser_says.find("UTF-8") != std::string::npos) return "a byte that is not UTF-8; save the file as UTF-8";
   if (parser_says.find("missing closing quote") != std::string::npos) return "a string without its closing quote";
@@ -112,7 +112,7 @@ std::string sentence(std::string_view text, const SyntaxFailure& failure) {
   const std::string_view from_token = text.substr(failure.token_begin);
   if (from_token.starts_with("/*")) return "a comment begins here and does not end; close it with */";
   if (from_token.starts_with('\'')) return "single quotes; JSON strings and keys are in double quotes";
-  // "016" and "0x10" are a zero and something else to the parser.
+  // The parser reads "016" and "0x10" as a zero and something else.
   std::size_t word_begin = failure.token_begin;
   while (word_begin > 0 && is_word_letter(text[word_begin - 1])) --word_begin;
   const std::string_view word = word_at(text, word_begin);

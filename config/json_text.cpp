@@ -64,7 +64,7 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
   bool number_unsigned(number_unsigned_t value) override { return scalar(value); }
   bool number_float(number_float_t value, const string_t&) override { return scalar(value); }
   bool string(string_t& value) override { return scalar(value); }
-  bool binary(binary_t&) override { return false; }  // no such thing in text
+  bool binary(binary_t&) override { return false; }  // text never has it
 
   bool start_object(std::size_t) override { return open(JsonNode::Kind::object); }
   bool start_array(std::size_t) override { return open(JsonNode::Kind::list); }

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Features of DeepSpeed that do not exist here. Most would change the result, so they are refused unless switched off;
-// sections that recent releases of DeepSpeed removed are still known by name, since files keep them.
+// Features of DeepSpeed that hoist does not implement. Most would change the result, so they are refused unless
+// switched off. The table still names sections that recent releases of DeepSpeed removed, because files keep them.
 #include <hoist/config/detail/key_rows.hpp>
 
 namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kRemove = "does not exist here and would change the result; remove the section";
+constexpr std::string_view kRemove =
+    "hoist does not implement it, and ignoring it would change the result; remove the section";
 
 std::vector<KeyRow> optimizer_choice_rows() {
   using enum ValueType;
@@ -27,7 +28,7 @@ std::vector<KeyRow> parallelism_rows() {
   using enum ValueType;
   return {
       refused("use_data_before_expert_parallelism", boolean, "false", "Order of expert groups.",
-              "there is no expert parallelism; leave this key out"),
+              "hoist has no expert parallelism; leave this key out"),
       refused_section("tensor_parallel", "", "Tensor parallelism.", "split tensors in the program; remove the section"),
       refused_section("expert_parallel", "enabled", "Expert parallelism.",
                       "split experts in the program; remove the section"),
@@ -60,9 +61,9 @@ std::vector<KeyRow> quantisation_rows() {
 std::vector<KeyRow> engine_choice_rows() {
   return {
       refused_section("autotuning", "enabled", "DeepSpeed's own search for settings.",
-                      "runs are not searched over here; remove the section, and see `hoist tune` for the drives"),
+                      "hoist does not search over runs; remove the section, and see `hoist tune` for the drives"),
       refused_section("compile", "deepcompile", "DeepCompile.",
-                      "there is no model graph to compile; remove the section"),
+                      "hoist has no model graph to compile; remove the section"),
       refused_section("hybrid_engine", "enabled", "Training and generation in one engine.",
                       "begin a pass of kind generate instead; remove the section"),
   };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The section "hoist": what DeepSpeed has no word for.
+// The section "hoist": settings that DeepSpeed does not have.
 #include <hoist/config/detail/key_rows.hpp>
 #include <hoist/core/units.hpp>
 
@@ -25,7 +25,8 @@ std::vector<KeyRow> memory_rows() {
       {.path = "hoist.device_ordinal",
        .type = ValueType::integer,
        .range = {.max = 1023},
-       .meaning = "Which GPU. When absent: the launcher's local rank, modulo the GPUs in sight; 0 without a launcher.",
+       .meaning =
+           "Which GPU. Default: the launcher's local rank, modulo the number of visible GPUs; 0 without a launcher.",
        .apply = [](Draft& d, const Value& v) { d.runtime.device_ordinal = static_cast<int>(as_count(v)); }},
       {.path = "hoist.device_memory",
        .type = ValueType::bytes,
@@ -44,13 +45,13 @@ std::vector<KeyRow> memory_rows() {
       {.path = "hoist.huge_pages",
        .type = ValueType::boolean,
        .default_value = "true",
-       .meaning = "Pinned memory on huge pages where the system has them.",
+       .meaning = "Uses huge pages for pinned memory if the system has them.",
        .apply = [](Draft& d, const Value& v) { d.runtime.huge_pages = as_bool(v); }},
       {.path = "hoist.comm_scratch",
        .type = ValueType::bytes,
        .default_value = "\"4MiB\"",
        .range = {.min = 65536, .max = 1099511627776.0},
-       .meaning = "Device memory for staging reductions, taken when there are several ranks.",
+       .meaning = "Device memory for staging reductions; used only with several ranks.",
        .apply = [](Draft& d,
                    const Value& v) { d.runtime.comm_scratch_bytes = round_up(as_count(v), kBlockAlignment); }},
       {.path = "hoist.chaos_seed",
@@ -67,9 +68,9 @@ std::vector<KeyRow> durability_rows() {
        .type = ValueType::cadence,
        .range = {.min = 1, .max = 1e9},
        .choices = {"none", "step"},
-       .meaning = "step: each step is committed and a killed run resumes; {\"every\": N}: each N-th is, and what lives "
-                  "in memory "
-                  "is written only then; none: nothing is. Default: step when something lives on NVMe.",
+       .meaning =
+           "step: each step is committed, and a killed run resumes. {\"every\": N}: each N-th step is committed, and "
+           "state in memory is written only then. none: nothing is committed. Default: step if state lives on NVMe.",
        .apply =
            [](Draft& d, const Value& v) {
              const auto* every = std::get_if<std::int64_t>(&v);
@@ -79,27 +80,27 @@ std::vector<KeyRow> durability_rows() {
            }},
       {.path = "hoist.checkpoint_path",
        .type = ValueType::path,
-       .meaning = "Where Engine::save commits to when nothing lives on NVMe; the store is its subdirectory hoist.",
+       .meaning =
+           "Directory that Engine::save commits to if nothing lives on NVMe; the store is its subdirectory hoist.",
        .apply = [](Draft& d, const Value& v) { d.checkpoint_path = as_text(v); }},
       {.path = "hoist.caller_state_max",
        .type = ValueType::bytes,
        .default_value = "\"64KiB\"",
        .range = {.min = 0, .max = 1073741824.0},
-       .meaning = "Most bytes of the program's own that a commit keeps.",
+       .meaning = "Largest number of the program's own bytes in a commit.",
        .apply = [](Draft& d, const Value& v) { d.engine.caller_state_bytes_max = as_count(v); }},
       {.path = "hoist.lock_timeout_seconds",
        .type = ValueType::number,
        .default_value = "10.0",
        .range = {.max = 1e6},
-       .meaning = "How long opening a store waits for another process to let go of it.",
+       .meaning = "How long opening a store waits for another process to release it.",
        .apply = [](Draft& d, const Value& v) { d.engine.lock_timeout = milliseconds_of(v); }},
       {.path = "hoist.keep_steps",
        .type = ValueType::integer,
        .default_value = "0",
        .range = {.max = 64},
-       .meaning =
-           "Steps saved under a name that stay beside the newest commit; the oldest goes. Each takes 12 bytes per "
-           "parameter on NVMe, reserved at start.",
+       .meaning = "Named checkpoints that stay beside the newest commit; a new one replaces the oldest. Each takes 12 "
+                  "bytes per parameter on NVMe, reserved at the start.",
        .apply = [](Draft& d, const Value& v) { d.engine.keep_steps = static_cast<unsigned>(as_count(v)); }},
       {.path = "hoist.gradient_spill",
        .type = ValueType::boolean,
@@ -117,16 +118,12 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::choice,
        .default_value = "\"auto\"",
        .choices = {"auto", "step", "forward", "backward"},
-       .meaning =
-           "When parameters are updated; the result is the same. step: inside Engine::step. forward: under the next "
-           "pass, each unit before its weights are needed. backward: each unit as soon as its gradient is final; "
-           "pinned memory for the largest unit's gradient is then enough (for all of them with several micro-batches "
-           "in "
-           "horizontal order), weights on NVMe are read once more a step than in forward, clipping and loss scaling "
-           "are "
-           "refused, and a gradient that is not finite ends the run, where the other modes skip the step. auto: "
-           "forward, "
-           "unless optimizer state is on the device.",
+       .meaning = "When parameters are updated; the result is the same. step: inside Engine::step. forward: under the "
+                  "next pass, each unit before its weights are needed. backward: each unit as soon as its gradient is "
+                  "final. In mode backward, pinned memory for the largest unit's gradient is enough (for all gradients "
+                  "with several micro-batches in horizontal order), weights on NVMe are read once more a step than in "
+                  "forward, clipping and loss scaling are refused, and a gradient that is not finite ends the run, "
+                  "while the other modes skip the step. auto: forward, unless optimizer state is on the device.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.update_mode = as_text(v) == "step"       ? UpdateMode::step
@@ -138,12 +135,11 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::choice,
        .default_value = "\"horizontal\"",
        .choices = {"horizontal", "vertical"},
-       .meaning =
-           "How a step goes through its micro-batches. horizontal: one pass each. vertical: one pass, each layer with "
-           "all micro-batches before the next layer: weights and gradients move once a step and nothing is added up "
-           "in pinned memory, but the program keeps all micro-batches' activations on the device, and gradient buffers "
-           "take 6 bytes a parameter instead of 2. The program must be written for it (hoist-gpt is; hoist.torch "
-           "refuses it).",
+       .meaning = "Order of a step's micro-batches. horizontal: one pass for each. vertical: one pass, in which each "
+                  "layer works through all micro-batches before the next layer. Weights and gradients then move once a "
+                  "step and nothing is added up in pinned memory, but the activations of all micro-batches stay on the "
+                  "device, and gradient buffers take 6 bytes a parameter instead of 2. The program must be written for "
+                  "it (hoist-gpt is; hoist.torch refuses it).",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.micro_batch_order =
@@ -154,9 +150,9 @@ std::vector<KeyRow> engine_rows() {
        .default_value = "0.0",
        .range = {.max = 1},
        .choices = {"auto"},
-       .meaning = "With offload_optimizer on nvme: the share of optimizer state that lives in pinned memory all the "
-                  "same. It is not read, and written with commits only; the result is the same. auto: as much as "
-                  "hoist.pinned_memory has room for beside everything else.",
+       .meaning = "With offload_optimizer on nvme: the share of optimizer state that lives in pinned memory. A step "
+                  "does not read it, and only commits write it; the result is the same. auto: as much as fits "
+                  "hoist.pinned_memory beside everything else.",
        .apply =
            [](Draft& d, const Value& v) {
              const auto* share = std::get_if<double>(&v);
@@ -166,9 +162,9 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::choice,
        .default_value = "\"fp32\"",
        .choices = {"fp32", "bf16", "fp8"},
-       .meaning = "What the optimizer's moments are kept as. bf16: half the bytes, the second moment rounded "
-                  "stochastically. fp8: little more than a quarter, in blocks that share an exponent, both rounded "
-                  "stochastically (docs/optimizers.md). A store is written with one and read with the same.",
+       .meaning = "Type of the stored moments. bf16: half the bytes; the second moment is rounded stochastically. fp8: "
+                  "little more than a quarter, in blocks that share an exponent; both are rounded stochastically "
+                  "(docs/optimizers.md). A store must be read with the type it was written with.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.optimizer_defaults.moments = as_text(v) == "bf16"  ? MomentType::bf16
@@ -179,10 +175,9 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::choice,
        .default_value = "\"int16\"",
        .choices = {"int16", "int8"},
-       .meaning =
-           "What is kept of the fp32 master beside a weight of bf16. int16: all of it. int8: masters have 24 bits, "
-           "rounded stochastically (docs/optimizers.md). Nothing to weights of fp16 and fp32, whose masters are "
-           "whole. A store is written with one and read with the same.",
+       .meaning = "Type of the remainder that completes a bf16 weight to its fp32 master. int16: the master is exact. "
+                  "int8: the master has 24 bits, rounded stochastically (docs/optimizers.md). No effect on fp16 and "
+                  "fp32 weights, whose masters are whole. A store must be read with the type it was written with.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.optimizer_defaults.remainder = as_text(v) == "int8" ? RemainderType::int8 : RemainderType::int16;
@@ -190,8 +185,8 @@ std::vector<KeyRow> engine_rows() {
       {.path = "hoist.moments_seed",
        .type = ValueType::integer,
        .default_value = "0",
-       .meaning = "Of the stochastic rounding of moments and masters: the same seed, the same bits, on any number of "
-                  "threads.",
+       .meaning = "Seed of the stochastic rounding of moments and masters. The same seed gives the same bits on any "
+                  "number of threads.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.rounding_seed = as_count(v); }},
       {.path = "hoist.update_threads",
        .type = ValueType::integer,
@@ -203,7 +198,7 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::choice,
        .default_value = "\"auto\"",
        .choices = {"auto", "io_uring", "threads"},
-       .meaning = "How the drive is driven. auto: io_uring where the system allows it, else threads.",
+       .meaning = "Interface to the drives. auto: io_uring if the system allows it, else threads.",
        .apply =
            [](Draft& d, const Value& v) {
              using aio::BackendKind;
@@ -215,17 +210,16 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::number,
        .default_value = "300.0",
        .range = {.min = 0.001, .max = 1e6},
-       .meaning = "A drive that has work and answers nothing for this long is given up: an error, the last commit "
-                  "intact. Its buffers are then never used again. Time in which the process itself was stopped is left "
-                  "out.",
+       .meaning = "A drive that has work and does not answer for this long is given up: the run ends with an error, "
+                  "the last commit is intact, and the drive's buffers are never used again. Time in which the process "
+                  "itself was stopped does not count.",
        .apply = [](Draft& d, const Value& v) { d.runtime.aio_answer_timeout = milliseconds_of(v); }},
       {.path = "hoist.communicator",
        .type = ValueType::choice,
        .default_value = "\"auto\"",
        .choices = {"auto", "self", "mpi"},
-       .meaning =
-           "Who the other ranks are. auto: what mpirun, srun or torchrun started (torchrun: GPUs only), else only "
-           "this process. On GPUs data goes over NCCL.",
+       .meaning = "How ranks find each other. auto: the ranks that mpirun, srun or torchrun started (torchrun: GPUs "
+                  "only), else only this process. On GPUs data goes over NCCL.",
        .apply =
            [](Draft& d, const Value& v) {
              d.runtime.communicator = as_text(v) == "self"  ? CommunicatorKind::self
@@ -236,23 +230,24 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::number,
        .default_value = "600.0",
        .range = {.min = 0.001, .max = 1e6},
-       .meaning = "A rank that stays away from a collective this long is an error.",
+       .meaning = "A collective that a rank does not join within this time is an error.",
        .apply = [](Draft& d, const Value& v) { d.runtime.comm_timeout = milliseconds_of(v); }},
       {.path = "hoist.metrics",
        .type = ValueType::path,
-       .meaning = "A file that gets one line of JSON a step, and beside it a text file for Prometheus with the latest.",
+       .meaning = "A file that gets one line of JSON for each step; beside it, a text file for Prometheus has the "
+                  "latest step.",
        .apply = [](Draft& d, const Value& v) { d.engine.metrics_path = as_text(v); }},
       {.path = "hoist.trace",
        .type = ValueType::path,
-       .meaning = "A Chrome trace of what each link, the optimizer and the program did; one file a rank.",
+       .meaning = "A Chrome trace of the work of each link, the optimizer and the program; one file for each rank.",
        .apply = [](Draft& d, const Value& v) { d.runtime.trace_path = as_text(v); }},
   };
 }
 
-// What `hoist tune` measured. Nothing but predictions depends on it.
+// Measurements of `hoist tune`. Only predictions depend on them.
 std::vector<KeyRow> measured_rows() {
   return {
-      section_row("hoist.measured", "Bandwidths of the drives together, written by `hoist tune`, for predictions."),
+      section_row("hoist.measured", "Bandwidths of all drives together, for predictions. `hoist tune` writes them."),
       {.path = "hoist.measured.read_bytes_per_second",
        .type = ValueType::integer,
        .range = {.min = 1},
@@ -276,9 +271,9 @@ std::vector<KeyRow> measured_rows() {
 std::vector<KeyRow> hoist_rows() {
   std::vector<KeyRow> rows{{.path = "$schema",
                             .type = ValueType::string,
-                            .meaning = "Where editors find this file's schema; hoist does not read it.",
+                            .meaning = "Location of this file's schema, for editors; hoist does not read it.",
                             .apply = [](Draft&, const Value&) { /* for editors */ }},
-                           section_row("hoist", "What only hoist has.")};
+                           section_row("hoist", "hoist's own settings.")};
   for (auto part : {memory_rows, durability_rows, engine_rows, measured_rows}) {
     for (KeyRow& row : part()) rows.push_back(std::move(row));
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The section "scheduler": DeepSpeed's learning-rate schedules. Which parameters belong to which type, and which it
-// cannot do without, is in schedule_rules.cpp; the formulas are in zero/update/learning_rate.hpp.
+// The section "scheduler": DeepSpeed's learning-rate schedules. schedule_rules.cpp knows which parameters belong to
+// which type and which it requires; the formulas are in zero/update/learning_rate.hpp.
 #include <hoist/config/detail/key_rows.hpp>
 
 namespace hoist::config::detail {
@@ -19,13 +19,13 @@ std::vector<KeyRow> type_rows() {
     refusals.push_back({name, kTorchSchedule});
   }
   return {
-      section_row("scheduler", "A learning rate that changes with the number of applied steps, of every group."),
+      section_row("scheduler", "A learning rate for every group that changes with the number of applied steps."),
       {.path = "scheduler.type",
        .type = ValueType::choice,
        .choices = {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"},
        .refusals = std::move(refusals),
        .nullable = true,
-       .meaning = "Which schedule. Without it the rate stays what optimizer.params.lr and the program say.",
+       .meaning = "The schedule. Without it optimizer.params.lr and the program set the rate.",
        .apply = [](Draft& d, const Value& v) { d.schedule.type = as_text(v); }},
       section_row("scheduler.params", "Settings of the schedule; each belongs to some types only."),
       {.path = "scheduler.params.last_batch_iteration",

@@ -6,16 +6,17 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kOtherOptimizer = "it does not exist here; use \"AdamW\"";
+constexpr std::string_view kOtherOptimizer = "hoist does not have it; use \"AdamW\"";
 constexpr std::string_view kOneKernel = "there is one kernel, the same on every instruction set";
 constexpr std::string_view kOneReduction =
     "gradients are averaged over ranks in their own type with an fp32 sum; leave this key out";
 constexpr std::string_view kFp16Sums =
-    "a sum of fp16 loses what each micro-batch adds and overflows early; sums are fp32, so leave this key out";
+    "an fp16 sum loses the smaller micro-batches' contributions and overflows early; sums are fp32, so leave this key "
+    "out";
 constexpr std::string_view kMixedPrecision =
     "mixed precision is bf16 or fp16 weights beside fp32 masters; remove the section, and for fp16 use fp16.enabled";
 constexpr std::string_view kNoLossScale = "bf16 has the range of fp32, so there is no loss to scale";
-constexpr std::string_view kNoSequenceParallelism = "there is no sequence parallelism; leave this key out";
+constexpr std::string_view kNoSequenceParallelism = "hoist has no sequence parallelism; leave this key out";
 
 std::vector<KeyRow> batch_rows() {
   return {
@@ -35,10 +36,9 @@ std::vector<KeyRow> batch_rows() {
        .type = ValueType::integer,
        .range = {.min = 1, .max = 1 << 20},
        .nullable = true,
-       .meaning = "Micro-batches whose gradients a step is the mean of; when absent, what the other two batch sizes "
-                  "imply, else 1. With more than one, gradients are kept as fp32 "
-                  "sums: 4 bytes a parameter of pinned memory instead of 2 (unless hoist.micro_batch_order is "
-                  "vertical).",
+       .meaning = "Micro-batches of a step, which takes the mean of their gradients. Default: the number that the "
+                  "other two batch sizes imply, else 1. With more than one, gradients are fp32 sums: 4 bytes a "
+                  "parameter of pinned memory instead of 2 (unless hoist.micro_batch_order is vertical).",
        .apply =
            [](Draft& d, const Value& v) {
              d.training.gradient_accumulation_steps = as_count(v);
@@ -70,10 +70,9 @@ std::vector<KeyRow> optimizer_rows() {
                     {"\"MuAdam\"", kOtherOptimizer},
                     {"\"MuAdamW\"", kOtherOptimizer},
                     {"\"MuSGD\"", kOtherOptimizer}},
-       .meaning =
-           "AdamW decays weights apart from the gradient. Adam does too, as in DeepSpeed, unless adam_w_mode is "
-           "false: then decay is added to the gradient (L2). Lion decays apart, Adagrad and SGD in the gradient. "
-           "Formulas: docs/optimizers.md.",
+       .meaning = "AdamW and Lion decay weights separately from the gradient. Adam does too, as in DeepSpeed, unless "
+                  "adam_w_mode is false: then it adds decay to the gradient (L2), as Adagrad and SGD do. Formulas: "
+                  "docs/optimizers.md.",
        .apply = [](Draft& d, const Value& v) { d.optimizer_type = as_text(v); }},
       refused("optimizer.legacy_fusion", ValueType::boolean, "false", "An old fused kernel's choice.",
               "there is one kernel, the same on every instruction set; leave this key out"),
@@ -81,15 +80,15 @@ std::vector<KeyRow> optimizer_rows() {
       {.path = "optimizer.params.lr",
        .type = ValueType::number,
        .default_value = "0.001",
-       .meaning = "Learning rate at the start; the program may change it every step. When absent: Adagrad 0.01, Lion "
-                  "0.0001, as their authors have it.",
+       .meaning = "Learning rate at the start; the program may change it every step. Default for Adagrad: 0.01, for "
+                  "Lion: 0.0001, as in their papers.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.learning_rate = as_number(v); }},
       {.path = "optimizer.params.betas",
        .type = ValueType::number_pair,
        .default_value = "[0.9, 0.999]",
        .range = {.max = 1, .max_excluded = true},
        .meaning = "Decay of the first and of the second moment; Lion: share of the moment in the step, and its decay. "
-                  "When absent, Lion: [0.9, 0.99]. Adam, AdamW and Lion only.",
+                  "Default for Lion: [0.9, 0.99]. Adam, AdamW and Lion only.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.optimizer_defaults.beta1 = std::get<std::vector<double>>(v)[0];
@@ -98,7 +97,7 @@ std::vector<KeyRow> optimizer_rows() {
       {.path = "optimizer.params.eps",
        .type = ValueType::number,
        .default_value = "1e-8",
-       .meaning = "Added to the root of the second moment. When absent, Adagrad: 1e-10. Adam, AdamW and Adagrad only.",
+       .meaning = "Added to the root of the second moment. Default for Adagrad: 1e-10. Adam, AdamW and Adagrad only.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.epsilon = as_number(v); }},
       {.path = "optimizer.params.weight_decay",
        .type = ValueType::number,
@@ -119,19 +118,19 @@ std::vector<KeyRow> optimizer_rows() {
        .type = ValueType::boolean,
        .default_value = "false",
        .meaning =
-           "Asks for PyTorch's formula, which is the one always used; only the default of weight_decay follows it.",
+           "Selects PyTorch's formula, which hoist always uses; the key only changes the default of weight_decay.",
        .apply = [](Draft& d, const Value& v) { d.torch_adam = as_bool(v); }},
       {.path = "optimizer.params.momentum",
        .type = ValueType::number,
        .default_value = "0.0",
        .range = {.max = 1e6},
-       .meaning = "SGD only: share of the sum of gradients so far that a step keeps. With 0 no moment is kept.",
+       .meaning = "SGD only: share of the earlier sum of gradients that enters a step. With 0 no moment is stored.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.momentum = as_number(v); }},
       {.path = "optimizer.params.dampening",
        .type = ValueType::number,
        .default_value = "0.0",
        .range = {.max = 1e6},
-       .meaning = "SGD only: what is left out of a gradient when it is added to the sum.",
+       .meaning = "SGD only: share of a gradient that is left out when it is added to the sum.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.dampening = as_number(v); }},
       {.path = "optimizer.params.nesterov",
        .type = ValueType::boolean,
@@ -146,18 +145,18 @@ std::vector<KeyRow> optimizer_rows() {
       {.path = "optimizer.params.initial_accumulator_value",
        .type = ValueType::number,
        .default_value = "0.0",
-       .meaning = "Adagrad only: what every sum of squares begins with.",
+       .meaning = "Adagrad only: initial value of every sum of squares.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_defaults.initial_accumulator = as_number(v); }},
       refused("optimizer.params.fp32_optimizer_states", ValueType::boolean, "true", "Whether moments are fp32.",
               "leave this key out; for moments of bf16 set hoist.moments_dtype"),
       refused("optimizer.params.amsgrad", ValueType::boolean, "false", "The AMSGrad variant.",
-              "AMSGrad does not exist here; use Adam or AdamW without it"),
+              "hoist does not have AMSGrad; use Adam or AdamW without it"),
       refused("optimizer.params.maximize", ValueType::boolean, "false", "Ascend instead of descend.",
               "steps always descend; negate the loss"),
       hint("optimizer.params.fused", ValueType::boolean, "false", "PyTorch's fused kernel.", kOneKernel),
       hint("optimizer.params.foreach", ValueType::boolean, "false", "PyTorch's multi-tensor kernel.", kOneKernel),
       hint("optimizer.params.set_grad_none", ValueType::boolean, "true", "Free gradients instead of zeroing them.",
-           "gradients are zeroed in the buffers they have"),
+           "gradient buffers are zeroed in place"),
       {.path = "optimizer.params.max_grad_norm",
        .type = ValueType::number,
        .status = KeyStatus::refused,
@@ -177,11 +176,11 @@ std::vector<KeyRow> bf16_rows() {
        .default_value = "true",
        .deepspeed_default = "false",
        .meaning =
-           "Parameters declared bf16 are trained with a split fp32 master. Where the file says true, fp16 ones are "
-           "refused; where it says false, so are bf16 ones: all are fp32, or fp16 with fp16.enabled.",
+           "Parameters declared bf16 are trained with a split fp32 master. If the file says true, fp16 parameters are "
+           "refused. If it says false, bf16 parameters are refused: all are fp32, or fp16 with fp16.enabled.",
        .apply = [](Draft&, const Value&) { /* what parameters declared bf16 do anyway */ }},
       hint("bf16.immediate_grad_update", ValueType::boolean, "false",
-           "Whether gradients reach the accumulator at once.", "there is no accumulator to postpone"),
+           "Whether gradients reach the accumulator at once.", "hoist has no accumulator to postpone"),
       refused("bf16.check_grad_overflow", ValueType::boolean, "true",
               "Whether a step with infinite gradients is skipped.",
               "a step with a gradient that is not finite is always skipped; leave this key out"),
@@ -194,7 +193,8 @@ std::vector<KeyRow> bf16_rows() {
       hint("bf16.loss_scale", ValueType::number, "0", "A loss scale.", kNoLossScale),
       hint("bf16.initial_scale_power", ValueType::integer, "16", "A loss scale's start.", kNoLossScale),
       hint("bf16.loss_scale_window", ValueType::integer, "1000", "A loss scale's growth.", kNoLossScale),
-      hint("bf16.hysteresis", ValueType::integer, "2", "Overflows that a loss scale tolerates before it shrinks.", kNoLossScale),
+      hint("bf16.hysteresis", ValueType::integer, "2", "Overflows that a loss scale tolerates before it shrinks.",
+           kNoLossScale),
       hint("bf16.min_loss_scale", ValueType::integer, "1", "A loss scale's floor.", kNoLossScale),
   };
 }
@@ -202,7 +202,8 @@ std::vector<KeyRow> bf16_rows() {
 std::vector<KeyRow> fp16_rows() {
   return {
       section_row("fp16",
-                  "fp16 weights beside whole fp32 masters, with a scaled loss. The other keys count with enabled."),
+                  "fp16 weights beside whole fp32 masters, with a scaled loss. The other keys have an effect only with "
+                  "enabled."),
       {.path = "fp16.enabled",
        .type = ValueType::boolean,
        .default_value = "false",
@@ -211,7 +212,7 @@ std::vector<KeyRow> fp16_rows() {
            "and multiplies its loss by Engine::loss_scale().",
        .apply = [](Draft& d, const Value& v) { d.fp16.enabled = as_bool(v); }},
       refused("fp16.auto_cast", ValueType::boolean, "false", "Whether inputs are cast to fp16.",
-              "inputs are the program's own, which casts them where its layers want it; leave this key out"),
+              "the program casts its own inputs where its layers need it; leave this key out"),
       {.path = "fp16.loss_scale",
        .type = ValueType::number,
        .default_value = "0",
@@ -236,14 +237,13 @@ std::vector<KeyRow> fp16_rows() {
        .type = ValueType::integer,
        .default_value = "2",
        .range = {.min = 1, .max = 1'000'000},
-       .meaning =
-           "Overflows until the dynamic scale halves: the first ones only count down, as skipped steps. The count "
-           "begins anew when the scale doubles.",
+       .meaning = "Overflows until the dynamic scale halves; the first ones skip their step and only count. The count "
+                  "restarts when the scale doubles.",
        .apply = [](Draft& d, const Value& v) { d.fp16.hysteresis = as_unsigned(v); }},
       {.path = "fp16.consecutive_hysteresis",
        .type = ValueType::boolean,
        .default_value = "false",
-       .meaning = "Whether that count begins anew with every step without an overflow.",
+       .meaning = "Whether that count restarts with every step without an overflow.",
        .apply = [](Draft& d, const Value& v) { d.fp16.consecutive_hysteresis = as_bool(v); }},
       {.path = "fp16.min_loss_scale",
        .type = ValueType::integer,
@@ -252,7 +252,7 @@ std::vector<KeyRow> fp16_rows() {
        .meaning = "Smallest dynamic scale; an overflow at it ends the run with an error, as in DeepSpeed.",
        .apply = [](Draft& d, const Value& v) { d.fp16.scale_min = static_cast<double>(as_count(v)); }},
       refused("fp16.fp16_master_weights_and_grads", ValueType::boolean, "false", "fp16 master weights.",
-              "a master of fp16 would not take in most updates; masters are fp32, so leave this key out"),
+              "most updates are too small for an fp16 master; masters are fp32, so leave this key out"),
       refused_section("amp", "enabled", "NVIDIA Apex mixed precision.", kMixedPrecision),
       refused_section("torch_autocast", "enabled", "PyTorch autocast.", kMixedPrecision),
   };
@@ -268,7 +268,7 @@ std::vector<KeyRow> data_type_rows() {
        .choices = {"bf16", "bfloat16", "fp32", "float32"},
        .refusals = {{"\"fp16\"", kFp16Sums}, {"\"float16\"", kFp16Sums}, {"\"half\"", kFp16Sums}},
        .nullable = true,
-       .meaning = "Type gradients of micro-batches are added in.",
+       .meaning = "Type in which the gradients of micro-batches are added.",
        .note = "sums over micro-batches are fp32, exact where their types allow it"},
       {.path = "data_types.param_dtype",
        .type = ValueType::choice,
@@ -305,7 +305,7 @@ std::vector<KeyRow> reduction_rows() {
        .choices = {"bf16", "fp16", "fp32"},
        .neutral = "\"bf16\"",
        .nullable = true,
-       .meaning = "Type gradients travel in.",
+       .meaning = "Type in which gradients travel.",
        .note = kOneReduction},
       {.path = "seq_parallel_communication_data_type",
        .type = ValueType::choice,

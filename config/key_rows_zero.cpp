@@ -11,12 +11,11 @@ namespace {
 constexpr std::string_view kBuckets = "each unit's gradients are one bucket, reduced as its backward ends";
 constexpr std::string_view kOneGather = "each unit is gathered in one grouped operation";
 constexpr std::string_view kQuantized =
-    "quantised collectives change the result and do not exist here; leave this key out";
+    "quantised collectives change the result, and hoist does not have them; leave this key out";
 constexpr std::string_view kSecondary = "parameters are partitioned over all ranks; leave this key out";
-constexpr std::string_view kPythonHooks = "units are declared by the program, so there are no module hooks to tune";
+constexpr std::string_view kPythonHooks = "the program declares the units, so there are no module hooks to tune";
 constexpr std::string_view kAlwaysPipelined =
-    "reading, updating and writing are always pipelined; how deep is set by "
-    "offload_optimizer.buffer_count";
+    "reading, updating and writing are always pipelined; offload_optimizer.buffer_count sets the depth";
 constexpr std::string_view kAlwaysPinned = "staging memory is always pinned, within hoist.pinned_memory";
 constexpr std::string_view kNvmePath =
     "Directory on the drive; the store is its subdirectory hoist. Required by device nvme. A list spreads the store "
@@ -51,7 +50,7 @@ std::vector<KeyRow> offload_param_rows() {
        .type = ValueType::integer,
        .default_value = "5",
        .range = {.min = 1, .max = 1024},
-       .meaning = "Units whose weights may be on their way from NVMe.",
+       .meaning = "Units whose weights may be in transit from NVMe.",
        .apply = [](Draft& d, const Value& v) { d.engine.staging_buffer_count = as_unsigned(v); }},
       hint("zero_optimization.offload_param.buffer_size", ValueType::integer, "100000000",
            "Elements of one staging buffer.", "buffers take the size of the largest unit"),
@@ -86,7 +85,8 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .default_value = "8",
        .deepspeed_default = "4",
        .range = {.min = 3, .max = 1024},
-       .meaning = "Pieces of optimizer state in flight: one read, one updated, one written, and slack.",
+       .meaning =
+           "Pieces of optimizer state in flight: one being read, one being updated, one being written, and slack.",
        .apply = [](Draft& d, const Value& v) { d.engine.update_buffer_count = as_unsigned(v); }},
       hint("zero_optimization.offload_optimizer.pin_memory", ValueType::boolean, "true",
            "Whether host memory is pinned.", kAlwaysPinned),
@@ -100,14 +100,13 @@ std::vector<KeyRow> offload_optimizer_rows() {
        .type = ValueType::number,
        .default_value = "1.0",
        .range = {.max = 1},
-       .meaning = "Share of the parameters whose optimizer state is offloaded. That of the others, whole layers from "
-                  "the first "
-                  "on, lives in device memory (hoist.device_memory) and is updated there; the result is the same. At "
-                  "any stage, "
-                  "with cpu and nvme; below 1 on a GPU not beside offload_param.",
+       .meaning =
+           "Share of the parameters whose optimizer state is offloaded. The state of the others, whole layers from the "
+           "first on, lives in device memory (hoist.device_memory) and is updated there; the result is the same. Works "
+           "at any stage, with cpu and nvme. On a GPU, a ratio below 1 cannot be combined with offload_param.",
        .apply = [](Draft& d, const Value& v) { d.engine.optimizer_offload_ratio = as_number(v); }},
       refused("zero_optimization.offload_optimizer.super_offload", ValueType::boolean, "false",
-              "DeepSpeed's speculative CPU optimizer.", "updates are never speculative here; leave this key out"),
+              "DeepSpeed's speculative CPU optimizer.", "hoist never updates speculatively; leave this key out"),
       {.path = "zero_optimization.offload_optimizer.cpuadam_cores_perc",
        .type = ValueType::number,
        .status = KeyStatus::hint,
@@ -124,9 +123,8 @@ std::vector<KeyRow> gather_rows() {
        .type = ValueType::integer,
        .default_value = "262144",
        .deepspeed_default = "1000000000",
-       .meaning =
-           "Elements that are read, updated and written as one piece; rounded to whole tiles, and made smaller where "
-           "the pinned budget is. 0: the default.",
+       .meaning = "Elements that are read, updated and written as one piece; rounded to whole tiles, and reduced if "
+                  "the pinned budget is small. 0: the default.",
        .apply =
            [](Draft& d, const Value& v) {
              if (as_count(v) > 0) d.engine.sub_group_elements = as_count(v);
@@ -141,13 +139,13 @@ std::vector<KeyRow> gather_rows() {
        .aliases = {"max_live_parameters"},
        .type = ValueType::integer,
        .default_value = "1000000000",
-       .meaning = "Elements that prefetch may bring the gathered total up to; the hard limit is hoist.device_memory.",
+       .meaning = "Elements that may be gathered at once by prefetching; the hard limit is hoist.device_memory.",
        .apply = [](Draft& d, const Value& v) { d.engine.live_elements_max = as_count(v); }},
       {.path = "zero_optimization.stage3_max_reuse_distance",
        .aliases = {"max_reuse_distance"},
        .type = ValueType::integer,
        .default_value = "1000000000",
-       .meaning = "A gathered unit needed again within this many elements is kept.",
+       .meaning = "A gathered unit that is needed again within this many elements stays gathered.",
        .apply = [](Draft& d, const Value& v) { d.engine.reuse_distance_elements = as_count(v); }},
       {.path = "zero_optimization.stage3_param_persistence_threshold",
        .aliases = {"param_persistence_threshold"},
@@ -236,21 +234,21 @@ std::vector<KeyRow> bucket_rows() {
   };
 }
 
-// What DeepSpeed calls deprecated, and still takes.
+// Keys that DeepSpeed calls deprecated and still accepts.
 std::vector<KeyRow> deprecated_rows() {
   return {
       {.path = "zero_optimization.cpu_offload",
        .type = ValueType::boolean,
        .default_value = "false",
        .nullable = true,
-       .meaning = "The old form of offload_optimizer with device cpu; not together with it.",
+       .meaning = "The old form of offload_optimizer with device cpu; not allowed beside that section.",
        .apply = [](Draft& d, const Value& v) { d.old_optimizer_offload = as_bool(v); }},
       {.path = "zero_optimization.cpu_offload_param",
        .aliases = {"cpu_offload_params"},
        .type = ValueType::boolean,
        .default_value = "false",
        .nullable = true,
-       .meaning = "The old form of offload_param with device cpu; not together with it.",
+       .meaning = "The old form of offload_param with device cpu; not allowed beside that section.",
        .apply = [](Draft& d, const Value& v) { d.old_parameter_offload = as_bool(v); }},
       {.path = "zero_optimization.cpu_offload_use_pin_memory",
        .type = ValueType::boolean,
@@ -262,7 +260,7 @@ std::vector<KeyRow> deprecated_rows() {
       refused("zero_optimization.elastic_checkpoint", ValueType::boolean, "false", "A legacy checkpoint layout.",
               "the store is the checkpoint; leave this key out"),
       refused("zero_optimization.legacy_stage1", ValueType::boolean, "false", "A legacy form of stage 1.",
-              "stage 1 has one form here; leave it out"),
+              "hoist has one form of stage 1; leave this key out"),
   };
 }
 
@@ -273,8 +271,9 @@ std::vector<KeyRow> refused_zero_rows() {
   return {
       refused("zero_optimization.load_from_fp32_weights", ValueType::boolean, "true", "Restore masters from fp32.",
               "masters are always restored exactly; leave this key out"),
-      refused("zero_optimization.compute_grad_norm", ValueType::boolean, "true", "Whether the norm is computed.",
-              "the norm is always computed, on the way down; DeepSpeed lets stages 1 and 2 leave it out"),
+      refused(
+          "zero_optimization.compute_grad_norm", ValueType::boolean, "true", "Whether the norm is computed.",
+          "hoist always computes the norm, while gradients are copied down; in DeepSpeed stages 1 and 2 may skip it"),
       {.path = "zero_optimization.zenflow",
        .type = ValueType::opaque,
        .status = KeyStatus::refused,
@@ -295,9 +294,9 @@ std::vector<KeyRow> refused_zero_rows() {
        .default_value = "1",
        .range = {.max = 1e6},
        .meaning =
-           "Consecutive ranks, usually those of a machine, that keep the weights all ranks have gathered once and "
-           "gather them among themselves from then on, until the next step. Each keeps one part in so many of the "
-           "weights, in pinned memory; divides the number of ranks. 0, 1, or as many as all: none.",
+           "Size of a group of consecutive ranks, usually those of a machine. After all ranks have gathered weights "
+           "once, the group stores them, one part in each rank's pinned memory, and gathers them among itself until "
+           "the next step. Must divide the number of ranks. 0, 1, or the number of all ranks: no groups.",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.secondary_shard_ranks = static_cast<int>(std::max<std::uint64_t>(1, as_count(v)));
@@ -312,7 +311,7 @@ std::vector<KeyRow> refused_zero_rows() {
        .note = kSecondary},
       off("zero_optimization.mics_hierarchical_params_gather", "Gather in two levels.", kSecondary),
       off("zero_optimization.save_muon_momentum_buffer_in_memory", "Keep Muon's buffer in memory.",
-          "Muon does not exist here; leave this key out"),
+          "hoist does not have Muon; leave this key out"),
   };
 }
 
@@ -342,8 +341,8 @@ std::vector<KeyRow> aio_rows() {
        .deepspeed_default = "1",
        .range = {.min = 1, .max = 256},
        .meaning = "Threads of the io engine \"threads\"; io_uring needs one.",
-       .note = "The three names are one setting: DeepSpeed reads the first, its pages say the second, its tuner prints "
-               "the third.",
+       .note = "The three names are one setting: DeepSpeed reads the first, its documentation uses the second, its "
+               "tuner prints the third.",
        .apply = [](Draft& d, const Value& v) { d.runtime.aio_threads = as_unsigned(v); }},
       hint("aio.single_submit", ValueType::boolean, "false", "Submit requests one by one.",
            "the engine submits in the way that is fastest"),
@@ -358,15 +357,14 @@ std::vector<KeyRow> aio_rows() {
 
 std::vector<KeyRow> zero_rows() {
   std::vector<KeyRow> rows{
-      section_row("zero_optimization", "What is partitioned over ranks and where it lives."),
+      section_row("zero_optimization", "Which state is partitioned over ranks and where it lives."),
       {.path = "zero_optimization.stage",
        .type = ValueType::integer,
        .default_value = "3",
        .deepspeed_default = "0",
        .range = {.min = 0, .max = 3},
-       .meaning = "3: parameters, gradients and optimizer state are partitioned. 0 to 2: parameters stay on the "
-                  "device, whole; "
-                  "gradients and optimizer state are partitioned all the same, with the same result.",
+       .meaning = "3: parameters, gradients and optimizer state are partitioned. 0 to 2: whole parameters stay on the "
+                  "device, and gradients and optimizer state are partitioned as in stage 3, with the same result.",
        .apply = [](Draft& d, const Value& v) { d.engine.stage = static_cast<int>(as_count(v)); }},
   };
   for (auto part : {offload_param_rows, offload_optimizer_rows, gather_rows, bucket_rows, deprecated_rows,

@@ -113,7 +113,7 @@ std::string bound_text(double bound, ValueType type) {
 std::string range_text(const KeyRow& row) {
   const Range& range = row.range;
   std::string text;
-  if (range.max >= 9e18) {  // no limit anyone could want to know
+  if (range.max >= 9e18) {  // not a limit that a person needs to know
     text = fmt::format(" {} {}", range.min_excluded ? "greater than" : "of at least", bound_text(range.min, row.type));
   } else {
     text = fmt::format(" {}{} {}{}", range.min_excluded ? "above " : "from ", bound_text(range.min, row.type),
@@ -169,7 +169,7 @@ std::string_view nearest_name(const std::vector<std::string_view>& names, std::s
   std::string_view best;
   std::size_t best_distance = std::max<std::size_t>(1, name.size() / 3) + 1;
   for (const std::string_view candidate : names) {
-    // Long names differ by much; do not compute what cannot win.
+    // Names of very different lengths cannot be near; skip the computation.
     const std::size_t apart =
         candidate.size() > name.size() ? candidate.size() - name.size() : name.size() - candidate.size();
     if (apart >= best_distance) continue;

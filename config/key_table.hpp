@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/key_table.hpp - every key a configuration may hold: its type, range, default and what becomes of it.
+// config/key_table.hpp - every key of a configuration: its type, range, default and status.
 //
-// One table, as data. The reader checks files against it, the options structs are filled through it, and the reference
-// (docs/config.md) is printed from it, so that they cannot drift apart.
+// One table, as data. The reader checks files against it, fills the options structs through it, and prints the
+// reference (docs/config.md) from it, so that they cannot drift apart.
 //
 // Threading  The table is built on first use and constant afterwards.
 #pragma once
@@ -23,7 +23,7 @@ struct Draft;
 enum class ValueType : std::uint8_t {
   boolean,
   integer,  // an integral float such as 5e8 counts
-  number,   // finite; or one of KeyRow::choices, where there are any
+  number,   // finite; or one of KeyRow::choices, if the row has any
   bytes,    // an integer, or a string such as "8GiB"
   string,
   choice,       // one of KeyRow::choices
@@ -44,8 +44,8 @@ enum class KeyStatus : std::uint8_t {
 };
 std::string_view key_status_name(KeyStatus status);
 
-// A checked value. bytes is an integer; choice and path are strings, path_list is a list of them; cadence is a string or
-// an integer; sections have none.
+// A checked value. bytes is an integer; choice and path are strings, path_list is a list of them; cadence is a string
+// or an integer; sections have none.
 using Value = std::variant<std::monostate, bool, std::int64_t, double, std::string, std::vector<double>,
                            std::vector<std::string>>;
 
@@ -57,7 +57,7 @@ struct Range {
   std::uint64_t multiple_of = 1;
 };
 
-// One value of an otherwise implemented key that this version does not honour. `value` is JSON text; "{}" stands for
+// A value that this version refuses, of a key that is otherwise implemented. `value` is JSON text; "{}" stands for
 // any object.
 struct Refusal {
   std::string_view value;
@@ -73,7 +73,7 @@ struct KeyRow {
   std::string_view deepspeed_default{};  // JSON text, when it differs
   Range range{};
   std::vector<std::string_view> choices{};
-  // Refused keys only. JSON text of the value at which the key asks for nothing; empty: no value is accepted. For
+  // Refused keys only. JSON text of the value that changes nothing; empty: no value is accepted. For
   // opaque sections the name of the member that switches the section on: off, or absent, is accepted.
   std::string_view neutral{};
   std::vector<Refusal> refusals{};
@@ -98,10 +98,10 @@ std::string_view section_of(std::string_view path);  // "" at the top level
 // What the row allows, for messages and the reference: "an integer from 1 to 4096".
 std::string allowed_text(const KeyRow& row);
 
-// The nearest of some names, when it is near enough to be a slip of the finger; else empty.
+// The most similar of some names, if it is similar enough for a typing error; else empty.
 std::string_view nearest_name(const std::vector<std::string_view>& names, std::string_view name);
 
-// "did you mean ...?" for a member that does not exist, or where a key of that name does exist; else where to look.
+// For an unknown member: "did you mean ...?", or the section that has a key of that name, or how to list all keys.
 std::string suggestion(std::string_view section_path, std::string_view name);
 
 }  // namespace hoist::config

@@ -23,7 +23,8 @@ struct OptimizerType {
   std::vector<std::string_view> parameters;
 };
 
-// The parameters that PyTorch's (Lion: DeepSpeed's) constructors have. What is refused or a hint is so for all types.
+// The parameters that PyTorch's (Lion: DeepSpeed's) constructors have. Refused keys and hints are the same for all
+// types.
 const std::vector<OptimizerType>& optimizer_types() {
   static const std::vector<std::string_view> adam{"lr",          "betas",     "eps", "weight_decay", "bias_correction",
                                                   "adam_w_mode", "torch_adam"};
@@ -96,7 +97,7 @@ class OptimizerRules {
     }
   }
 
-  // What the file leaves out is the type's own default.
+  // A setting that the file leaves out gets the type's own default.
   void defaults() {
     const OptimizerOptions own = optim::default_options(options_.kind);
     standard("lr", options_.learning_rate, own.learning_rate);
@@ -116,7 +117,7 @@ class OptimizerRules {
   void nesterov() {
     if (!options_.nesterov || (options_.momentum > 0 && options_.dampening == 0)) return;
     const ConfigSetting* found = setting("nesterov");
-    if (found == nullptr) return;  // not SGD, and refused already
+    if (found == nullptr) return;  // not SGD; already refused
     read_.problems.push_back({std::string(found->row->path), "needs a momentum above 0 and no dampening, as in PyTorch",
                               found->line, found->column});
   }

@@ -15,8 +15,8 @@ std::size_t end_of_string(std::string_view text, std::size_t at) {
   return std::min(at + 1, text.size());
 }
 
-// Past the comment that begins at `at`; nothing when none does, or when it does not end. `last_close`: of the last
-// "*/", so that a text full of beginnings is not searched from each of them.
+// The position after the comment that begins at `at`; nullopt if none begins there or it does not end. `last_close` is
+// the position of the last "*/", so that a text with many "/*" is not searched from each of them.
 std::optional<std::size_t> end_of_comment(std::string_view text, std::size_t at, std::size_t last_close) {
   const std::string_view rest = text.substr(at);
   if (rest.starts_with('#') || rest.starts_with("//")) return std::min(text.find('\n', at), text.size());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/plain_json.hpp - what configurations in the wild have beyond JSON, and DeepSpeed's reader takes: comments from
-// # or // to the end of the line, comments between /* and */, and a comma after the last member or item.
+// config/plain_json.hpp - turns the extensions that DeepSpeed's reader accepts into JSON: comments from # or // to the
+// end of the line, comments between /* and */, and a comma after the last member or item.
 //
 // Threading  Pure function of its argument.
 #pragma once
@@ -10,8 +10,8 @@
 
 namespace hoist::config {
 
-// `text` with spaces instead of all of them: JSON, when there was nothing else wrong, with every byte of it where it
-// was. What is within strings is left alone, and so is a comment that does not end.
+// Returns `text` with spaces in their place, so that every other byte keeps its position. Leaves strings alone, and
+// comments that do not end.
 std::string plain_json(std::string_view text);
 
 }  // namespace hoist::config

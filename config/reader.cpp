@@ -16,7 +16,7 @@ namespace {
 using nlohmann::json;
 using Kind = JsonNode::Kind;
 
-// A key as it can be printed: plain when it is plain.
+// A key for messages; quoted only if it needs to be.
 std::string printable(const std::string& name) {
   const auto plain = [](char c) { return c > ' ' && c < '\x7f' && c != '"' && c != '\\'; };
   if (!name.empty() && name.size() <= 80 && std::ranges::all_of(name, plain)) return name;
@@ -68,7 +68,7 @@ class Reader {
   }
 
  private:
-  // Counts a problem that would be one too many: line and column of each cost a walk over the text.
+  // Counts a problem beyond the limit instead of storing it: line and column of each cost a walk over the text.
   bool is_full() {
     if (result_.problems.size() < kProblemsMax) return false;
     ++result_.unlisted;
@@ -155,8 +155,8 @@ class Reader {
     if (is_null(node)) sentence += "; leave the section out";
     if (row.path.starts_with("zero_optimization.offload_")) sentence += "; write {\"device\": \"cpu\"} or \"nvme\"";
     if (row.path == "zero_optimization" && node.kind == Kind::scalar && node.scalar.is_boolean()) {
-      sentence += fmt::format("; in old DeepSpeed it asked for stage {}, here write {{\"stage\": 3}}",
-                              node.scalar.get<bool>() ? 1 : 0);
+      sentence +=
+          fmt::format("; in old DeepSpeed it meant stage {}; write {{\"stage\": 3}}", node.scalar.get<bool>() ? 1 : 0);
     }
     return sentence;
   }

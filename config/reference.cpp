@@ -12,28 +12,30 @@ namespace {
 constexpr std::string_view kIntroduction =
     R"(# Configuration reference
 
-A configuration is the JSON file DeepSpeed users have; what only hoist can do stands under the key `"hoist"`. This page is
-printed by `hoist check --print-keys` from the table the parser uses, and so is the schema for editors
-(`docs/hoist.schema.json`, installed as `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
+A configuration is the JSON file that DeepSpeed users have. hoist's own settings go under the key `"hoist"`. `hoist
+check --print-keys` prints this page from the table that the parser uses; do not edit it by hand. `hoist check
+--print-schema` prints the schema for editors from the same table (`docs/hoist.schema.json`, installed as
+`share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
 - An unknown key is an error, anywhere. So is a key given twice.
-- Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are taken, as DeepSpeed takes them.
-- A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at the
-  value that asks for nothing. A **hint** could only change speed or logging; it is accepted without effect and named once
-  in a warning.
-- `"auto"` means the default, which may differ from what another tool would choose; `hoist check` shows it.
-- Integers may be written as integral floats (`5e8`), byte counts also as `"8GiB"` (a power of two) or `"8GB"` (a power of
-  ten). Booleans are never strings. `null` is a value only where DeepSpeed's own default is none (marked below), and then
-  the same as leaving the key out.
+- Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are accepted, as in
+  DeepSpeed.
+- A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at its
+  neutral value. A **hint** could only change speed or logging; it is accepted without effect and named once in a
+  warning.
+- `"auto"` means hoist's default, which may differ from another tool's choice. `hoist check` shows it.
+- Integers may be written as integral floats (`5e8`), byte counts also as `"8GiB"` (a power of two) or `"8GB"` (a power
+  of ten). Booleans are never strings. `null` is allowed only where DeepSpeed's own default is none (marked below); it
+  means the same as leaving the key out.
 - All problems of a file are reported at once, each with line and column.
-- The weights' types are the program's: it declares every parameter bf16, fp16 or fp32. bf16 parameters train with an exact
-  fp32 master, whether or not the file has a `bf16` section; `"bf16": {"enabled": false}` is for models of fp32: a file cannot
-  turn bf16 parameters into fp32 ones, and the engine refuses them then.
+- The program declares every parameter as bf16, fp16 or fp32. bf16 parameters train with an exact fp32 master, whether
+  or not the file has a `bf16` section. `"bf16": {"enabled": false}` is for fp32 models: a file cannot turn bf16
+  parameters into fp32 ones, so the engine then refuses them.
 - The store is the subdirectory `hoist` of `nvme_path`. With nothing on NVMe, `hoist.checkpoint_path` names a directory
-  that `Engine::save` commits to; there is then no commit for each step.
+  that `Engine::save` commits to; steps are then not committed.
 - `train_batch_size` is micro-batch times accumulation times world size; two of them imply the third.
-- A `scheduler` gives the rate of step n as DeepSpeed would: the first step has the rate its schedule starts with, skipped
-  steps do not count.
+- A `scheduler` gives step n the rate that DeepSpeed would: the first step has the rate that its schedule starts with,
+  and skipped steps do not count.
 )";
 
 std::string cell(std::string_view text) {
@@ -55,7 +57,7 @@ std::string default_cell(const KeyRow& row) {
 std::string sentence(std::string_view text) {
   if (text.empty()) return {};
   std::string result(text);
-  // A sentence may begin with the name of a key, which keeps its case.
+  // A sentence may begin with the name of a key, whose case stays as it is.
   const bool begins_with_key = text.substr(0, text.find(' ')).find_first_of("._") != std::string_view::npos;
   if (result[0] >= 'a' && result[0] <= 'z' && !begins_with_key) result[0] = static_cast<char>(result[0] - 'a' + 'A');
   if (!result.ends_with('.')) result += '.';

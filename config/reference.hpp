@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // config/reference.hpp - the key table as documents, for people and for editors.
 //
-// Both are in the tree as files and printed by `hoist check`; a test compares, so that they cannot drift.
+// Both are files in the tree, and `hoist check` prints them; a test compares the two.
 //
 // Threading  Pure functions.
 #pragma once

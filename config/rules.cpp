@@ -35,7 +35,7 @@ std::vector<std::string> plain_paths(const std::vector<std::string>& paths) {
   return plain;
 }
 
-// As the file has them: one path, or a list.
+// As written in the file: one path, or a list.
 std::string quoted(const std::vector<std::string>& paths) {
   const std::string inside = fmt::format("\"{}\"", fmt::join(paths, "\", \""));
   return paths.size() == 1 ? inside : "[" + inside + "]";
@@ -92,7 +92,7 @@ class Rules {
                               found == nullptr ? 0 : found->column});
   }
 
-  // Another optimizer or schedule has other parameters: that it is refused says enough.
+  // A refused optimizer or schedule has other parameters; do not report those as well.
   void forgive_parameters(std::string_view type_key, std::string_view section) {
     if (!is_wrong(type_key)) return;
     std::erase_if(read_.problems, [&](const ConfigProblem& p) {
@@ -108,7 +108,8 @@ class Rules {
       return s.row->path.starts_with(section) && s.source != ConfigSetting::Source::standard;
     });
     if (both) {
-      problem(old_key, fmt::format("stands beside {}, which replaces it; keep the section", last_part(section)));
+      problem(old_key,
+              fmt::format("must not be combined with {}, which replaces it; keep the section", last_part(section)));
       return;
     }
     placement = Placement::pinned;
@@ -121,7 +122,7 @@ class Rules {
                               .column = old_setting->column};
     }
     notes_.warnings.push_back(
-        fmt::format("{} is deprecated; it is taken as {} with \"device\": \"cpu\"", old_key, last_part(section)));
+        fmt::format("{} is deprecated; hoist reads it as {} with \"device\": \"cpu\"", old_key, last_part(section)));
   }
 
   void placements() {
@@ -129,7 +130,7 @@ class Rules {
     placement(draft_.engine.optimizer, draft_.optimizer_paths, kOptimizerDevice, kOptimizerPath);
     if (!is_wrong("zero_optimization.stage") && draft_.engine.stage < 3 &&
         draft_.engine.parameters != Placement::device) {
-      problem(kParamDevice, "needs stage 3; DeepSpeed ignores offload_param below it without a word");
+      problem(kParamDevice, "needs stage 3; DeepSpeed silently ignores offload_param below it");
     }
     const bool both = draft_.engine.parameters == Placement::nvme && draft_.engine.optimizer == Placement::nvme;
     if (both && !draft_.parameter_paths.empty() && !draft_.optimizer_paths.empty() &&
@@ -153,26 +154,25 @@ class Rules {
           "zero_optimization.offload_optimizer.ratio is not used: its device is \"none\", which offloads nothing");
   }
 
-  // What the engine refuses too, where a configuration says it.
+  // The engine refuses these too; here the message names the key.
   void update_mode() {
     constexpr std::string_view kMode = "hoist.update_mode";
     if (draft_.engine.update_mode != UpdateMode::backward || is_wrong(kMode)) return;
     if (draft_.engine.optimizer == Placement::device && !is_wrong(kOptimizerDevice))
-      problem(kMode,
-              fmt::format("\"backward\" is for optimizer states that are offloaded; set {} to \"cpu\" or \"nvme\"",
-                          kOptimizerDevice));
+      problem(kMode, fmt::format("\"backward\" needs offloaded optimizer states; set {} to \"cpu\" or \"nvme\"",
+                                 kOptimizerDevice));
     if (draft_.engine.gradient_clipping > 0 && !is_wrong("gradient_clipping"))
       problem(kMode,
-              "\"backward\" updates units before the norm is known that clipping needs; set gradient_clipping to 0, or "
+              "\"backward\" updates units before it knows the norm that clipping needs; set gradient_clipping to 0, or "
               "use \"forward\"");
     const LossScaleOptions& scale = draft_.engine.loss_scale;
     if ((scale.dynamic || scale.scale != 1) && !is_wrong("fp16"))
       problem(kMode,
-              "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
-              "fp16.enabled");
+              "\"backward\" cannot skip a step, which loss scaling requires; use \"forward\", or bf16.enabled instead "
+              "of fp16.enabled");
   }
 
-  // True when a problem with `path` or a key below it is known: what follows from it is not worth saying.
+  // Whether there is a problem with `path` or a key below it; its consequences are then not reported.
   bool is_wrong(std::string_view path) const {
     return std::ranges::any_of(read_.problems, [&](const ConfigProblem& p) {
       return p.key.starts_with(path) && (p.key.size() == path.size() || p.key[path.size()] == '.');
@@ -189,7 +189,7 @@ class Rules {
     }
     const std::vector<std::string> plain = plain_paths(paths);
     if (std::set<std::string>(plain.begin(), plain.end()).size() != plain.size()) {
-      problem(path_key, fmt::format("{} names a directory twice; each drive once", quoted(paths)));
+      problem(path_key, fmt::format("{} names a directory twice; name each drive once", quoted(paths)));
     }
   }
 
@@ -224,10 +224,10 @@ class Rules {
     using tiers::Durability;
     if (draft_.engine.keep_steps > 0 && !uses_nvme() && draft_.checkpoint_path.empty() &&
         !is_wrong("zero_optimization")) {
-      problem("hoist.keep_steps", "there is no store to keep steps in; set hoist.checkpoint_path");
+      problem("hoist.keep_steps", "there is no store for named checkpoints; set hoist.checkpoint_path");
     }
     if (draft_.engine.keep_steps > 0 && uses_nvme() && draft_.durability == Durability::none) {
-      problem("hoist.keep_steps", "with durability \"none\" nothing is kept; use \"step\" or {\"every\": N}");
+      problem("hoist.keep_steps", "durability \"none\" keeps no checkpoints; use \"step\" or {\"every\": N}");
     }
     if (!uses_nvme() && draft_.durability == Durability::step && !is_wrong("zero_optimization")) {
       problem(
@@ -241,11 +241,11 @@ class Rules {
   void host_device_only() {
     if (draft_.runtime.device == platform::DeviceKind::cuda && draft_.runtime.host_device.chaos_seed != 0) {
       problem("hoist.chaos_seed",
-              "delays the streams of the host device only; remove it, or set hoist.device to \"host\"");
+              "affects only the streams of the host device; remove it, or set hoist.device to \"host\"");
     }
   }
 
-  // What holds for every world size; Config::check_world_size does the rest.
+  // Checks that hold for every world size; Config::check_world_size does the rest.
   void batch() {
     const TrainingOptions& training = draft_.training;
     if (!training.train_batch_size || !training.train_micro_batch_size_per_gpu) return;
@@ -265,8 +265,8 @@ class Rules {
     }
     if (ConfigSetting* bf16 = setting("bf16.enabled"); bf16 != nullptr && !in_file("bf16.enabled")) bf16->value = false;
     draft_.engine.weights_dtype = DType::fp16;
-    own_type_only("communication_data_type", "gradients travel in their own type, which is fp16 here");
-    own_type_only("data_types.param_dtype", "parameters are fp16 here");
+    own_type_only("communication_data_type", "gradients travel in their own type, which is fp16 in this configuration");
+    own_type_only("data_types.param_dtype", "parameters are fp16 in this configuration");
     loss_scale();
   }
 
@@ -318,7 +318,7 @@ class Rules {
   void reports() {
     const std::string& metrics = draft_.engine.metrics_path;
     if (!metrics.empty() && plain_path(metrics) == plain_path(draft_.runtime.trace_path)) {
-      problem("hoist.trace", fmt::format("\"{}\" is the file of hoist.metrics too; name another", metrics));
+      problem("hoist.trace", fmt::format("\"{}\" is also the file of hoist.metrics; name another file", metrics));
     }
   }
 
@@ -328,14 +328,15 @@ class Rules {
     }
     if (const ConfigSetting* bf16 = setting("bf16.enabled");
         bf16 != nullptr && bf16->source == ConfigSetting::Source::standard && !draft_.fp16.enabled) {
-      notes_.notes.push_back("bf16 is not asked for: parameters the program declares bf16 are bf16 all the same");
+      notes_.notes.push_back(
+          "bf16 is not enabled in the file; parameters that the program declares bf16 are bf16 anyway");
     }
     if (!read_.automatic.empty()) {
-      notes_.notes.push_back(fmt::format("\"auto\" is the default here: {}", fmt::join(read_.automatic, ", ")));
+      notes_.notes.push_back(fmt::format("\"auto\" selects the default for: {}", fmt::join(read_.automatic, ", ")));
     }
     if (!read_.hints.empty()) {
       notes_.warnings.push_back(
-          fmt::format("accepted, but without effect here (none changes results): {}", fmt::join(read_.hints, ", ")));
+          fmt::format("accepted without effect (none of these changes results): {}", fmt::join(read_.hints, ", ")));
     }
   }
 

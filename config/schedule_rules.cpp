@@ -118,11 +118,12 @@ class ScheduleRules {
     }
     for (const std::string_view name : kind.required) {
       if (is_given(name)) continue;
-      problem(setting("scheduler.type"), "scheduler.type",
-              is_automatic(name) ? fmt::format("{} needs {} as a number: \"auto\" is for trainers that know how long "
-                                               "they run",
-                                               kind.type, name)
-                                 : fmt::format("{} needs {} in scheduler.params", kind.type, name));
+      problem(
+          setting("scheduler.type"), "scheduler.type",
+          is_automatic(name)
+              ? fmt::format("{} needs {} as a number; only a trainer that knows the run's length can resolve \"auto\"",
+                            kind.type, name)
+              : fmt::format("{} needs {} in scheduler.params", kind.type, name));
     }
   }
 

@@ -31,7 +31,7 @@ Json ranged(const char* type, const Range& range) {
   return schema;
 }
 
-// The parser takes choices in any case; editors offer the usual spelling, and take it in lower or upper case.
+// The parser accepts choices in any case; editors offer the usual spelling, and accept it in lower or upper case.
 Json spellings(const std::vector<std::string_view>& choices) {
   std::vector<std::string> all;
   const auto add = [&](std::string text) {
@@ -88,7 +88,7 @@ Json any_value_of(const KeyRow& row) {
   return {};
 }
 
-// What of that is honoured; null: nothing.
+// The values that are accepted; null: none.
 Json honoured_value_of(const KeyRow& row) {
   if (row.status == KeyStatus::refused) {
     if (row.type == ValueType::opaque) {
@@ -111,7 +111,7 @@ Json honoured_value_of(const KeyRow& row) {
 std::string description_of(const KeyRow& row) {
   std::string text(row.meaning);
   if (row.status == KeyStatus::hint) text += " Accepted without effect:";
-  if (row.status == KeyStatus::refused) text += " Refused but for the value that asks for nothing:";
+  if (row.status == KeyStatus::refused) text += " Refused except at its neutral value:";
   if (!row.note.empty()) text += " " + std::string(row.note);
   if (row.status != KeyStatus::implemented) text += ".";
   return text;
@@ -161,7 +161,7 @@ std::string schema_json() {
       {"title", "hoist configuration"},
       {"description",
        "A DeepSpeed configuration with hoist's own settings under \"hoist\". Printed by `hoist check --print-schema` "
-       "from the table the parser uses. Rules between keys are known to `hoist check` only."},
+       "from the table the parser uses. Only `hoist check` knows the rules between keys."},
       {"type", "object"},
       {"additionalProperties", false},
       {"properties", properties_of("")}};

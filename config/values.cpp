@@ -30,7 +30,7 @@ bool reads_as_number(const std::string& text) {
   return error == std::errc{} && end == text.data() + text.size() && std::isfinite(number);
 }
 
-// What somebody meant who wrote a boolean in another way: 1, "yes", Python's "True".
+// The boolean meant by another spelling: 1, "yes", Python's "True".
 std::optional<bool> meant_as_bool(const JsonNode& node) {
   if (is_number(node)) {
     const double value = node.scalar.get<double>();
@@ -45,7 +45,8 @@ std::optional<bool> meant_as_bool(const JsonNode& node) {
   return std::nullopt;
 }
 
-// Of a count of which the table names no upper limit: "is not an integer of at least 0" would be no answer.
+// For a count without an upper limit in the table, where "is not an integer of at least 0" would not explain the
+// problem.
 bool is_beyond_counting(const KeyRow& row, const JsonNode& node) {
   if (row.type != ValueType::integer && row.type != ValueType::bytes) return false;
   return is_number(node) && node.scalar.get<double>() >= 0x1p63;
@@ -54,7 +55,7 @@ bool is_beyond_counting(const KeyRow& row, const JsonNode& node) {
 Wrong not_allowed(const KeyRow& row, const JsonNode& node) {
   std::string sentence = fmt::format("{} is not {}", display(node), allowed_text(row));
   if (is_null(node)) sentence += "; leave the key out for its default";
-  if (is_beyond_counting(row, node)) sentence += "; it is beyond 2^63 - 1, the largest count";
+  if (is_beyond_counting(row, node)) sentence += "; it is larger than 2^63 - 1, the largest count";
   if (row.type == ValueType::boolean && !is_string(node)) {
     if (const auto meant = meant_as_bool(node)) sentence += fmt::format("; write {}", *meant);
   }

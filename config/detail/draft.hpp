@@ -10,7 +10,7 @@
 
 namespace hoist::config::detail {
 
-// Settings of the section "scheduler", of every type at once; the type says which of them count.
+// Settings of the section "scheduler" for all types; the type decides which are used.
 struct ScheduleDraft {
   std::string type;  // empty: no schedule
   std::optional<std::uint64_t> total_steps;
@@ -33,7 +33,7 @@ struct Fp16Draft {
   double scale_min = 1;
 };
 
-// Values that become options only together with others.
+// Values that need other values to become options.
 struct Draft {
   RuntimeOptions runtime;
   EngineOptions engine;

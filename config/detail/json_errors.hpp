@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/detail/json_errors.hpp - what is wrong with a text that is no JSON, said to a person.
+// config/detail/json_errors.hpp - explains to a person why a text is not JSON.
 //
-// A parser says what it expected; a person wants to know what they did: a comment, a trailing comma, Python's True,
-// single quotes. These look at the text around the place and say that; the parser's words remain for the rest.
+// A parser reports what it expected, but a person needs to know the mistake: a trailing comma, Python's True, single
+// quotes. These functions look at the text around the position and name the mistake. If they find none, the parser's
+// message remains.
 //
 // Threading  Pure functions of their arguments.
 #pragma once
@@ -25,7 +26,7 @@ struct SyntaxFailure {
 
 JsonSyntaxError explain(std::string_view text, const SyntaxFailure& failure);
 
-// A text no parser need look at: empty, or not UTF-8 at all.
+// The problem of a text that no parser needs to read: empty, or not UTF-8.
 std::optional<JsonSyntaxError> refuse_at_sight(std::string_view text);
 
 }  // namespace hoist::config::detail

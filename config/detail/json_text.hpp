@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/detail/json_text.hpp - JSON as a tree that remembers where everything stands in the text.
+// config/detail/json_text.hpp - JSON as a tree with the position of every value in the text.
 //
 // Values are read by nlohmann-json; positions are kept because every message to the user names line and column.
 // Members keep their order and their duplicates, so that a duplicate key can be reported.
@@ -41,12 +41,12 @@ class JsonSyntaxError : public std::runtime_error {
   std::size_t offset;
 };
 
-// Nesting deeper than any configuration; keeps hostile input from exhausting the stack.
+// Deeper nesting than any configuration has; hostile input cannot exhaust the stack.
 inline constexpr std::size_t kJsonDepthMax = 64;
-// More values than any configuration; keeps a data file from filling memory, one node of the tree for each.
+// More values than any configuration has; a data file cannot fill memory with one tree node for each.
 inline constexpr std::size_t kJsonValuesMax = 1'000'000;
 
-// Comments and commas too many, as plain_json() knows them, are no error.
+// The comments and trailing commas that plain_json() accepts are no error.
 JsonNode parse_json_text(std::string_view text);
 
 // Both counted from 1; the column in bytes.
@@ -56,7 +56,7 @@ struct TextPosition {
 };
 TextPosition position_of(std::string_view text, std::size_t offset);
 
-// The value as the user would recognise it, shortened when long; for messages.
+// The value as the user wrote it, shortened if it is long; for messages.
 std::string display(const JsonNode& node);
 
 }  // namespace hoist::config::detail

@@ -12,9 +12,9 @@ namespace hoist::config::detail {
 std::vector<KeyRow> training_rows();  // batch, optimizer, number formats
 std::vector<KeyRow> schedule_rows();  // scheduler
 std::vector<KeyRow> zero_rows();      // zero_optimization, aio
-std::vector<KeyRow> hoist_rows();     // what only hoist has
+std::vector<KeyRow> hoist_rows();     // hoist's own settings
 std::vector<KeyRow> service_rows();   // logging, profiling, checkpoints, activations
-std::vector<KeyRow> feature_rows();   // features of DeepSpeed that do not exist here
+std::vector<KeyRow> feature_rows();   // features of DeepSpeed that hoist does not have
 
 inline bool as_bool(const Value& value) { return std::get<bool>(value); }
 inline std::uint64_t as_count(const Value& value) { return static_cast<std::uint64_t>(std::get<std::int64_t>(value)); }
@@ -40,7 +40,7 @@ inline KeyRow hint(std::string_view path, ValueType type, std::string_view defau
           .note = note};
 }
 
-// A hint without a default, which DeepSpeed's own files may spell null.
+// A hint without a default; DeepSpeed's own files may write null for it.
 inline KeyRow optional_hint(std::string_view path, ValueType type, std::string_view meaning, std::string_view note) {
   return {.path = path, .type = type, .status = KeyStatus::hint, .nullable = true, .meaning = meaning, .note = note};
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/detail/optimizer_rules.hpp - the section "optimizer", once its values are valid one by one.
+// config/detail/optimizer_rules.hpp - rules of the section "optimizer", applied once each of its values is valid.
 #pragma once
 
 #include <hoist/config/detail/draft.hpp>
@@ -8,8 +8,8 @@
 
 namespace hoist::config::detail {
 
-// Completes draft.engine.optimizer_defaults. Parameters that the type does not have become problems; settings that do
-// not count are removed from read.settings.
+// Completes draft.engine.optimizer_defaults. Parameters that the type does not have become problems. Settings without
+// effect are removed from read.settings.
 void apply_optimizer(Draft& draft, ReadResult& read, RuleNotes& notes);
 
 }  // namespace hoist::config::detail

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/detail/reader.hpp - a JSON tree checked against the key table, every problem noted and none thrown.
+// config/detail/reader.hpp - checks a JSON tree against the key table; collects every problem and throws none.
 #pragma once
 
 #include <string>
@@ -20,7 +20,7 @@ struct ReadResult {
   std::vector<std::string> automatic;   // keys given as "auto"
 };
 
-// What the sentence about a key without a row begins with.
+// The first words of the message about a key without a row.
 inline constexpr std::string_view kUnknownKey = "unknown key; ";
 
 ReadResult read_settings(const JsonNode& root, std::string_view text);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/detail/rules.hpp - what keys mean together, once each is valid by itself.
+// config/detail/rules.hpp - rules between keys, applied once each key is valid by itself.
 #pragma once
 
 #include <string>

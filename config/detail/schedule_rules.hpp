@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// config/detail/schedule_rules.hpp - the section "scheduler", once its values are valid one by one.
+// config/detail/schedule_rules.hpp - rules of the section "scheduler", applied once each of its values is valid.
 #pragma once
 
 #include <hoist/config/detail/draft.hpp>
@@ -8,8 +8,8 @@
 
 namespace hoist::config::detail {
 
-// Fills draft.engine.learning_rate_schedule. Parameters that the type does not have, or lacks, become problems;
-// settings that do not count are removed from read.settings.
+// Fills draft.engine.learning_rate_schedule. Parameters that the type does not have, or that are missing, become
+// problems. Settings without effect are removed from read.settings.
 void apply_schedule(Draft& draft, ReadResult& read, RuleNotes& notes);
 
 }  // namespace hoist::config::detail

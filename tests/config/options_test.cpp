@@ -466,7 +466,7 @@ TEST(Load, ADirectoryAndAnEndlessFileSayWhatTheyAre) {
     }
     return "loaded";
   };
-  EXPECT_THAT(message("/tmp"), HasSubstr("name the file in it"));
+  EXPECT_THAT(message("/tmp"), HasSubstr("name the configuration file in it"));
   EXPECT_THAT(message("/dev/zero"), HasSubstr("only regular files"));
 }
 
