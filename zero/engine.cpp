@@ -259,7 +259,7 @@ std::uint64_t Engine::Impl::agree_on_run() const {
 double Engine::Impl::affordable_pinned_fraction(std::uint64_t store_memory_bytes) const {
   const tiers::Budget& budget = runtime.pinned_budget();
   const std::uint64_t taken = budget.held_bytes() + store_memory_bytes;
-  return detail::largest_pinned_fraction(options, table, detail::homes_are_apart(runtime.options(), options),
+  return detail::largest_pinned_fraction(options, table, detail::device_access(runtime.options()),
                                          budget.limit_bytes() > taken ? budget.limit_bytes() - taken : 0);
 }
 
@@ -446,9 +446,7 @@ ModelShape Engine::shape() const {
 constexpr std::uint64_t kProgramBytesMax = std::uint64_t{1} << 62;
 
 void Engine::require_device_memory(std::uint64_t program_bytes) const {
-  detail::require_device_memory(impl_->runtime,
-                                detail::DeviceNeeds(impl_->options, impl_->table,
-                                                    detail::homes_are_apart(impl_->runtime.options(), impl_->options)),
+  detail::require_device_memory(impl_->runtime, impl_->options, impl_->table,
                                 std::min(program_bytes, kProgramBytesMax));
 }
 
@@ -483,7 +481,10 @@ std::vector<std::string> Engine::describe() const {
   const double fraction =
       impl_->options.optimizer == Placement::nvme ? impl_->options.optimizer_pinned_fraction.value_or(0) : 0;
   const double on_device =
-      impl_->options.optimizer == Placement::device ? 0 : detail::DeviceStates(impl_->options, impl_->table).share();
+      impl_->options.optimizer == Placement::device
+          ? 0
+          : detail::UnitRegions(impl_->options, impl_->table, detail::device_access(impl_->runtime.options()))
+                .device_state_share();
   lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}{}, update mode {}",
                               kPlaces[static_cast<std::size_t>(impl_->options.parameters)],
                               kPlaces[static_cast<std::size_t>(impl_->options.optimizer)],

@@ -143,9 +143,9 @@ Completion Engine::Impl::save(const std::string& name, std::span<const std::byte
 
 void Engine::Impl::write_homes(bool with_frozen) {
   live.pipeline->walk({.read = false,
-                       .write_streamed = false,
-                       .write_homes = true,
-                       .change_apart = false,
+                       .write_stored = false,
+                       .write_resident = true,
+                       .change_device_only = false,
                        .waits = WaitCause::none,
                        .in_background = true},
                       [](const TileAccess&) {});

@@ -88,7 +88,7 @@ void Engine::Impl::initialize(const Initializer& fill, std::span<const std::byte
 void Engine::Impl::fill_homes(const Initializer& fill, const MomentInitializer& fill_moment) {
   if (nvme_placement()) live.store->begin_step(step_count);
   detail::WalkOptions walk = step_writes();
-  walk.read = walk.read_apart = false;
+  walk.read = walk.read_device_only = false;
   live.pipeline->walk(walk, [&](const detail::TileAccess& tile) {
     std::memset(tile.weights, 0, tile.tile->w_bytes);
     detail::begin_state(tile, groups[tile.segment->group.index]);

@@ -264,8 +264,8 @@ detail::WalkOptions Engine::Impl::walk_of_update(std::uint64_t step) const {
   detail::WalkOptions walk = step_writes(commit_is_due(step));
   walk.makes_weights = true;
   // Of what the device updates, a walk only writes what there is to be written.
-  walk.read_apart = walk.write_homes;
-  walk.change_apart = false;
+  walk.read_device_only = walk.write_resident;
+  walk.change_device_only = false;
   return walk;
 }
 
@@ -276,7 +276,7 @@ void Engine::Impl::read_ahead() {
 }
 
 void Engine::Impl::update_on_device(detail::StepUpdate& update) {
-  if (!live.memory->homes_apart()) return;
+  if (!live.memory->has_device_only()) return;
   const TimePoint begin = Clock::now();
   update.run_on_device(table, *live.memory, *live.streams.down);
   runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);
@@ -284,7 +284,7 @@ void Engine::Impl::update_on_device(detail::StepUpdate& update) {
 
 detail::TilePipeline::Work Engine::Impl::work_of(std::shared_ptr<detail::StepUpdate> update) const {
   return [this, update = std::move(update)](const detail::TileAccess& tile) {
-    if (!live.memory->apart(tile.unit)) update->apply(tile, live.gradients->home(tile.unit));
+    if (!live.memory->device_only(tile.unit)) update->apply(tile, live.gradients->home(tile.unit));
   };
 }
 
@@ -478,8 +478,8 @@ StepBytes Engine::formula_bytes() const {
   auto fetches = e.live.gatherer ? e.live.gatherer->planner().fetch_counts(static_cast<std::size_t>(Pass::train))
                                  : std::vector<std::uint32_t>();
   if (fetches.empty()) fetches.assign(e.table.units().size(), 2);  // forward and backward
-  const bool apart = detail::homes_are_apart(e.runtime.options(), e.options);
-  return detail::step_phases(e.options, e.table, fetches, apart).sum();
+  const detail::UnitRegions units(e.options, e.table, detail::device_access(e.runtime.options()));
+  return detail::step_phases(e.options, units, fetches).sum();
 }
 
 }  // namespace hoist

@@ -17,10 +17,10 @@ using tiers::CommitHeader;
 
 tiers::Budget::Hold Engine::Impl::hold_for_reading(std::uint64_t bytes) const {
   tiers::Budget& budget = runtime.pinned_budget();
-  const detail::PinnedNeeds needs(options, table, detail::homes_are_apart(runtime.options(), options));
+  const detail::MemoryPlan least(options, table, {detail::device_access(runtime.options()), 0, 0});
   const tiers::StoreOptions store =
       detail::store_options(options, table, detail::RecordMap(table), runtime.rank(), place, nullptr);
-  const std::uint64_t least_bytes = needs.bytes(needs.choose(0)) + tiers::Store::cost(store).memory_bytes;
+  const std::uint64_t least_bytes = least.bytes(detail::MemoryTier::pinned) + tiers::Store::cost(store).memory_bytes;
   const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
   constexpr const char* kWhat = "the tables of the store that is taken over";
   if (need_bytes > budget.limit_bytes())

@@ -124,7 +124,7 @@ class Engine::Impl {
   GroupOptions scheduled(GroupOptions group, std::uint64_t applied_steps) const;
   std::shared_ptr<detail::StepUpdate> make_update(std::uint64_t step, double gradient_scale) const;
   void update_now(double gradient_scale);
-  // Units that are apart (Memory::apart): all at once, and waits for it; what else is updated, tile by tile, is what
+  // Device-only units: all at once, and waits for it; what else is updated, tile by tile, is what
   // the work is for.
   void update_on_device(detail::StepUpdate& update);
   detail::TilePipeline::Work work_of(std::shared_ptr<detail::StepUpdate> update) const;
@@ -228,10 +228,10 @@ class Engine::Impl {
   bool commit_is_due() const { return commit_is_due(step_count); }
   bool commit_is_due(std::uint64_t step) const { return step % options.commit_every == 0; }
   detail::WalkOptions step_writes(bool committed = true) const {
-    return {.write_homes = detail::writes_homes(options, committed)};
+    return {.write_resident = detail::writes_resident_state(options, committed)};
   }
   detail::WalkOptions walk_of_update(std::uint64_t step) const;
-  bool stores_frozen() const { return options.parameters == Placement::nvme || step_writes().write_homes; }
+  bool stores_frozen() const { return options.parameters == Placement::nvme || step_writes().write_resident; }
 
   std::shared_ptr<Engine> self;  // owns nothing: leases and scopes see by it whether the engine is still there
   Runtime& runtime;

@@ -32,7 +32,7 @@ std::string describe_update_mode(const EngineOptions& options) {
                                                 : "forward (auto: optimizer states are offloaded)";
 }
 
-bool writes_homes(const EngineOptions& options, bool committed) {
+bool writes_resident_state(const EngineOptions& options, bool committed) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   return nvme && options.durability == tiers::Durability::step && committed;
 }

@@ -20,6 +20,6 @@ UpdateMode update_mode(const EngineOptions& options);
 std::string describe_update_mode(const EngineOptions& options);  // and the reason, when `automatic` chose it
 
 // Whether a step also writes state that lives in memory to the store: it does when the step is committed.
-bool writes_homes(const EngineOptions& options, bool committed);
+bool writes_resident_state(const EngineOptions& options, bool committed);
 
 }  // namespace hoist::detail
