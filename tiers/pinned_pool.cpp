@@ -32,7 +32,11 @@ Place place(std::uint64_t used, std::uint64_t bytes) {
 
 }  // namespace
 
-void PinnedPlan::add(std::uint64_t bytes) { bytes_ = place(bytes_, bytes).end; }
+std::uint64_t PinnedPlan::add(std::uint64_t bytes) {
+  const Place piece = place(bytes_, bytes);
+  bytes_ = piece.end;
+  return piece.offset;
+}
 
 PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
     : hold_(budget.take(options.bytes, "the pinned pool")),

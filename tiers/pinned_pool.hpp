@@ -2,8 +2,9 @@
 // tiers/pinned_pool.hpp - exact pieces of one registered block of host memory.
 //
 // Everything is carved out at start-up: sizes are asked for first (plan), then the memory is taken once, in full, and
-// cut. Pieces are 4 KiB aligned, sizes rounded to 4 KiB only. One that fits a registration slice (1 GiB) lies within one,
-// so that all its transfers are registered; of a longer one the block across each boundary is transferred unregistered.
+// cut. Pieces are 4 KiB aligned, sizes rounded to 4 KiB only. One that fits a registration slice (1 GiB) lies within
+// one, so that all its transfers are registered; of a longer one the block across each boundary is transferred
+// unregistered.
 //
 // Threading  carve() during start-up, one thread; the pieces are plain memory afterwards.
 // Errors     BudgetError before anything is allocated when the plan exceeds the budget.
@@ -45,7 +46,7 @@ class PinnedPool {
 // Adds up carve() requests as the pool will place them (rounding, slice boundaries). Requests in the same order.
 class PinnedPlan {
  public:
-  void add(std::uint64_t bytes);
+  std::uint64_t add(std::uint64_t bytes);  // returns the offset of the piece
   std::uint64_t bytes() const { return bytes_; }
 
  private:

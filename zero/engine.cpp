@@ -59,8 +59,7 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
                            std::uint64_t program_bytes) {
   const detail::UnitTable table(model, detail::state_forms(options, model), runtime.world_size(),
                                 detail::gradient_sums(options));
-  const detail::DeviceNeeds needs(options, table, detail::homes_are_apart(runtime.options(), options));
-  detail::require_device_memory(runtime, needs, std::min(program_bytes, kProgramBytesMax));
+  detail::require_device_memory(runtime, options, table, std::min(program_bytes, kProgramBytesMax));
 }
 
 std::vector<ParameterPlace> gathered_layout(const EngineOptions& options, const Model& model, int world_size) {
@@ -222,8 +221,7 @@ std::vector<std::string> Engine::describe() const { return core_->describe(); }
 StepBytes Engine::formula_bytes() const {
   auto fetches = core_->gatherer->planner().fetch_counts(static_cast<std::size_t>(Pass::train));
   if (fetches.empty()) fetches.assign(core_->table.units().size(), 2);  // forward and backward
-  const bool apart = detail::homes_are_apart(core_->runtime.options(), core_->options);
-  return detail::step_phases(core_->options, core_->table, fetches, apart).sum();
+  return detail::step_phases(core_->options, core_->memory->plan().units(), fetches).sum();
 }
 
 std::uint64_t Engine::wire_bytes_in_group() const {

@@ -6,7 +6,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
-#include <hoist/zero/memory/device_needs.hpp>
+#include <hoist/zero/memory/unit_regions.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist {
@@ -28,7 +28,7 @@ void refuse_beyond(Enum last, Enum value, const char* key) {
 // A device that carries out steps itself has kernels for state of 16 and 32 bits.
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime) {
   optim::check(group);
-  const bool on_device = detail::homes_are_apart(runtime, options);
+  const bool on_device = detail::asks_for_device_only(runtime, options);
   constexpr std::string_view kProblem =
       "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them, "
       "all of them (offload_optimizer.ratio 1), to \"cpu\" or \"nvme\"";
@@ -72,11 +72,12 @@ void check_placement(const EngineOptions& options, const RuntimeOptions& runtime
   const double pinned_fraction = options.optimizer_pinned_fraction.value_or(0);
   refuse(!(pinned_fraction >= 0 && pinned_fraction <= 1), "hoist.optimizer_pinned_fraction",
          "a fraction is from 0 to 1");
-  const bool apart_from_weights = detail::homes_are_apart(runtime, options) && options.parameters != Placement::device;
-  refuse(apart_from_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",
+  const bool without_weights =
+      detail::asks_for_device_only(runtime, options) && options.parameters != Placement::device;
+  refuse(without_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",
          "optimizer states on a GPU are updated there, which needs the weights there too; use \"cpu\" or \"nvme\", or "
          "leave offload_param out");
-  refuse(apart_from_weights, "zero_optimization.offload_optimizer.ratio",
+  refuse(without_weights, "zero_optimization.offload_optimizer.ratio",
          fmt::format("with {} some optimizer states are on the GPU and updated there, which needs the weights there "
                      "too; use 1, or leave offload_param out",
                      ratio));

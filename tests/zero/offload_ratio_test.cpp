@@ -9,7 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
-#include <hoist/zero/memory/pinned_needs.hpp>
+#include <hoist/zero/memory/unit_regions.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_program.hpp"
@@ -18,7 +18,7 @@
 namespace hoist::test {
 namespace {
 
-using detail::DeviceStates;
+using detail::UnitRegions;
 using optim::OptimizerKind;
 using testing::HasSubstr;
 
@@ -59,9 +59,9 @@ std::vector<bool> held(const detail::UnitTable& table, double ratio, Placement o
   EngineOptions options;
   options.optimizer = optimizer;
   options.optimizer_offload_ratio = ratio;
-  const DeviceStates states(options, table);
+  const UnitRegions regions(options, table, detail::DeviceAccess::cpu_and_device);
   std::vector<bool> units;
-  for (std::uint32_t u = 0; u < table.units().size(); ++u) units.push_back(states.holds(UnitId{u}));
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) units.push_back(regions.unit(UnitId{u}).state_on_device);
   return units;
 }
 

@@ -10,7 +10,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
-#include <hoist/zero/memory/pinned_needs.hpp>
+#include <hoist/zero/memory/memory_plan.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
@@ -18,7 +18,11 @@
 namespace hoist::test {
 namespace {
 
-using detail::PinnedNeeds;
+using detail::DeviceAccess;
+using detail::MemoryRole;
+using detail::PinnedBuffers;
+using detail::SubGroup;
+using detail::UnitRegions;
 using tiers::Region;
 
 // Units of very different sizes, so that rounding shows.
@@ -52,38 +56,39 @@ TEST(PinnedFraction, IsMetToOneTileAndSpreadOverTheUnits) {
   const std::uint64_t tile_bytes = tiers::kTileElements * 10;
   for (const double fraction : {0.0, 0.1, 0.25, 0.5, 0.77, 1.0}) {
     const EngineOptions options = options_with(fraction);
-    const PinnedNeeds needs(options, table);
-    std::uint64_t home = 0, so_far = 0;
+    const UnitRegions regions(options, table, DeviceAccess::cpu_and_device);
+    std::uint64_t resident = 0, so_far = 0;
     for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-      home += needs.state_bytes_at_home(UnitId{u});
+      resident += regions.unit(UnitId{u}).region(MemoryRole::state).bytes;
       so_far += table.units()[u].trainable.region_bytes(Region::state);
       const double wanted = fraction * static_cast<double>(so_far);
-      EXPECT_LE(static_cast<double>(home), wanted) << "up to unit " << u;
-      EXPECT_GT(static_cast<double>(home + tile_bytes), wanted) << "up to unit " << u;
+      EXPECT_LE(static_cast<double>(resident), wanted) << "up to unit " << u;
+      EXPECT_GT(static_cast<double>(resident + tile_bytes), wanted) << "up to unit " << u;
     }
     if (fraction == 1.0) {
-      EXPECT_EQ(home, state_bytes(table));
+      EXPECT_EQ(resident, state_bytes(table));
     }
   }
 }
 
-TEST(PinnedFraction, PiecesCoverEveryTileOnceAndAreOfOneKind) {
+TEST(PinnedFraction, SubGroupsCoverEveryTileOnceAndAreOfOneKind) {
   const detail::UnitTable table = uneven_table();
   for (const double fraction : {0.0, 0.3, 0.5, 1.0}) {
-    for (const std::uint64_t piece_tiles : {1u, 3u, 1000u}) {
+    for (const std::uint64_t tiles_max : {1u, 3u, 1000u}) {
       const EngineOptions options = options_with(fraction);
-      const PinnedNeeds needs(options, table);
+      const UnitRegions regions(options, table, DeviceAccess::cpu_and_device);
       std::vector<std::vector<int>> covered;
       for (const detail::Unit& unit : table.units()) covered.emplace_back(unit.trainable.tiles().size(), 0);
       std::uint32_t last_unit = 0;
-      for (const detail::Piece& piece : needs.cut(piece_tiles)) {
-        EXPECT_GE(piece.unit.index, last_unit) << "a unit's pieces are together";
-        last_unit = piece.unit.index;
-        EXPECT_GE(piece.tile_count, 1u);
-        EXPECT_LE(piece.tile_count, piece_tiles);
-        const std::uint32_t home = needs.state_tiles_at_home(piece.unit);
-        EXPECT_TRUE(piece.first_tile >= home || piece.first_tile + piece.tile_count <= home);
-        for (std::uint32_t t = 0; t < piece.tile_count; ++t) ++covered[piece.unit.index][piece.first_tile + t];
+      for (const SubGroup& sub_group : regions.sub_groups(tiles_max)) {
+        EXPECT_GE(sub_group.unit.index, last_unit) << "a unit's sub-groups are together";
+        last_unit = sub_group.unit.index;
+        EXPECT_GE(sub_group.tile_count, 1u);
+        EXPECT_LE(sub_group.tile_count, tiles_max);
+        const std::uint32_t resident = regions.unit(sub_group.unit).state_tiles;
+        EXPECT_TRUE(sub_group.first_tile >= resident || sub_group.first_tile + sub_group.tile_count <= resident);
+        for (std::uint32_t t = 0; t < sub_group.tile_count; ++t)
+          ++covered[sub_group.unit.index][sub_group.first_tile + t];
       }
       for (const auto& unit : covered) EXPECT_THAT(unit, testing::Each(1));
     }
@@ -114,52 +119,52 @@ TEST(PinnedFraction, SumsOfRunsAreSumsOfTiles) {
       }
       table.add("unit" + std::to_string(u), specs, {}, groups);
     }
-    const bool on_nvme = rng.below(2) == 0, apart = rng.below(2) == 0;
+    const bool on_nvme = rng.below(2) == 0, device_only = rng.below(2) == 0;
     EngineOptions options =
         options_with(rng.below(3) == 0 ? static_cast<double>(rng.below(2)) : static_cast<double>(rng.below(101)) / 100,
                      on_nvme ? Placement::nvme : Placement::device);
     if (!on_nvme && rng.below(2) == 0) options.optimizer_offload_ratio = 0.5;
-    const PinnedNeeds needs(options, table, apart);
-    std::uint64_t bytes = 0, home_bytes = 0;
+    const UnitRegions regions(options, table, device_only ? DeviceAccess::device_only : DeviceAccess::cpu_and_device);
+    std::uint64_t bytes = 0, resident_bytes = 0;
     for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-      if (needs.state_on_device(UnitId{u})) continue;
+      if (regions.unit(UnitId{u}).state_on_device) continue;
       const auto tiles = table.units()[u].trainable.tiles();
       for (const tiers::Tile& tile : tiles) bytes += tile.s_bytes;
       const double most = std::floor(*options.optimizer_pinned_fraction * static_cast<double>(bytes));
       std::uint32_t count = 0;
-      while (count < tiles.size() && static_cast<double>(home_bytes + tiles[count].s_bytes) <= most)
-        home_bytes += tiles[count++].s_bytes;
-      EXPECT_EQ(needs.state_tiles_at_home(UnitId{u}), count) << "seed " << seed;
+      while (count < tiles.size() && static_cast<double>(resident_bytes + tiles[count].s_bytes) <= most)
+        resident_bytes += tiles[count++].s_bytes;
+      EXPECT_EQ(regions.unit(UnitId{u}).state_tiles, count) << "seed " << seed;
     }
-    for (const std::uint64_t piece_tiles : {1u, 2u, 7u, 1000u}) {
-      std::uint64_t most = apart ? kBlockAlignment : 0;
-      for (const detail::Piece& piece : needs.cut(piece_tiles)) {
-        const bool passes = needs.apart(piece.unit);
+    for (const std::uint64_t tiles_max : {1u, 2u, 7u, 1000u}) {
+      std::uint64_t most = 0;
+      for (const SubGroup& sub_group : regions.sub_groups(tiles_max)) {
+        const bool passes = regions.unit(sub_group.unit).device_only;
         std::uint64_t sum = 0;
-        for (std::uint32_t t = piece.first_tile; t < piece.first_tile + piece.tile_count; ++t) {
-          const tiers::Tile& tile = table.unit(piece.unit).trainable.tiles()[t];
+        for (std::uint32_t t = sub_group.first_tile; t < sub_group.first_tile + sub_group.tile_count; ++t) {
+          const tiers::Tile& tile = table.unit(sub_group.unit).trainable.tiles()[t];
           if (on_nvme || passes) sum += tile.w_bytes;
-          if (!needs.state_at_home(piece) || passes) sum += tile.s_bytes;
+          if (!regions.is_state_resident(sub_group) || passes) sum += tile.s_bytes;
         }
-        EXPECT_EQ(needs.buffered_bytes(piece).total(), sum) << "seed " << seed;
+        EXPECT_EQ(regions.buffered_bytes(sub_group).total(), sum) << "seed " << seed;
         most = std::max(most, sum);
       }
-      EXPECT_EQ(needs.update_buffer_bytes(piece_tiles), most) << "seed " << seed << ", " << piece_tiles << " tiles";
+      EXPECT_EQ(regions.update_buffer_bytes(tiles_max), most) << "seed " << seed << ", " << tiles_max << " tiles";
     }
   }
 }
 
 // Otherwise the drive would stand still while what is in memory is updated.
-TEST(PinnedFraction, PiecesFromTheDriveAndFromMemoryTakeTurns) {
+TEST(PinnedFraction, SubGroupsFromTheDriveAndFromMemoryTakeTurns) {
   const detail::UnitTable table = uneven_table();
   const EngineOptions options = options_with(0.5);
-  const PinnedNeeds needs(options, table);
+  const UnitRegions regions(options, table, DeviceAccess::cpu_and_device);
   int run = 0, longest = 0;
   bool last = false;
-  for (const detail::Piece& piece : needs.cut(1)) {
-    if (piece.unit.index != 1) continue;  // the largest, of 55 tiles
-    run = needs.state_at_home(piece) == last ? run + 1 : 1;
-    last = needs.state_at_home(piece);
+  for (const SubGroup& sub_group : regions.sub_groups(1)) {
+    if (sub_group.unit.index != 1) continue;  // the largest, of 55 tiles
+    run = regions.is_state_resident(sub_group) == last ? run + 1 : 1;
+    last = regions.is_state_resident(sub_group);
     longest = std::max(longest, run);
   }
   EXPECT_LE(longest, 2);
@@ -279,40 +284,41 @@ TEST(PinnedBuffers, AreAsManyAsTheBudgetHolds) {
   for (const UpdateMode mode : {UpdateMode::forward, UpdateMode::backward}) {
     EngineOptions options = options_with(0);
     options.update_mode = mode;
-    const PinnedNeeds needs(options, table);
-    const PinnedNeeds::Buffers most = needs.wanted();
-    const std::uint64_t least_bytes = needs.bytes(needs.choose(0));
-    const std::uint64_t most_bytes = needs.bytes(most);
+    const UnitRegions regions(options, table, DeviceAccess::cpu_and_device);
+    const detail::PinnedBufferChooser chooser(options, regions);
+    const PinnedBuffers most = chooser.wanted();
+    const std::uint64_t least_bytes = chooser.bytes(chooser.choose(0));
+    const std::uint64_t most_bytes = chooser.bytes(most);
     ASSERT_LT(least_bytes, most_bytes);
-    EXPECT_EQ(needs.choose(0).update_count, 3u);
-    EXPECT_EQ(needs.choose(0).staging_count, 1u);
+    EXPECT_EQ(chooser.choose(0).update_count, 3u);
+    EXPECT_EQ(chooser.choose(0).staging_count, 1u);
     for (std::uint64_t budget = least_bytes; budget < most_bytes; budget += (most_bytes - least_bytes) / 97) {
-      const PinnedNeeds::Buffers chosen = needs.choose(budget);
-      ASSERT_LE(needs.bytes(chosen), budget);
+      const PinnedBuffers chosen = chooser.choose(budget);
+      ASSERT_LE(chooser.bytes(chosen), budget);
       const auto could_be = [&](const auto& more) {
-        PinnedNeeds::Buffers larger = chosen;
+        PinnedBuffers larger = chosen;
         more(larger);
-        return needs.bytes(larger) <= budget;
+        return chooser.bytes(larger) <= budget;
       };
-      using Buffers = PinnedNeeds::Buffers;
       SCOPED_TRACE("of " + std::to_string(budget) + " bytes");
       if (chosen.update_count < most.update_count) {
-        EXPECT_FALSE(could_be([](Buffers& b) { ++b.update_count; }));
+        EXPECT_FALSE(could_be([](PinnedBuffers& b) { ++b.update_count; }));
       }
       if (chosen.staging_count < most.staging_count) {
-        EXPECT_FALSE(could_be([](Buffers& b) { ++b.staging_count; }));
+        EXPECT_FALSE(could_be([](PinnedBuffers& b) { ++b.staging_count; }));
       }
-      if (chosen.piece_tiles < most.piece_tiles) {
-        EXPECT_FALSE(could_be([&](Buffers& b) { b.piece_tiles = std::min(2 * b.piece_tiles, most.piece_tiles); }));
+      if (chosen.sub_group_tiles < most.sub_group_tiles) {
+        EXPECT_FALSE(could_be(
+            [&](PinnedBuffers& b) { b.sub_group_tiles = std::min(2 * b.sub_group_tiles, most.sub_group_tiles); }));
       }
       if (chosen.gradient_ring_bytes < most.gradient_ring_bytes) {
-        EXPECT_FALSE(could_be([](Buffers& b) { b.gradient_ring_bytes += kBlockAlignment; }));
+        EXPECT_FALSE(could_be([](PinnedBuffers& b) { b.gradient_ring_bytes += kBlockAlignment; }));
       }
     }
-    const PinnedNeeds::Buffers all = needs.choose(most_bytes);
+    const PinnedBuffers all = chooser.choose(most_bytes);
     EXPECT_EQ(all.update_count, most.update_count);
     EXPECT_EQ(all.staging_count, most.staging_count);
-    EXPECT_EQ(all.piece_tiles, most.piece_tiles);
+    EXPECT_EQ(all.sub_group_tiles, most.sub_group_tiles);
   }
 }
 

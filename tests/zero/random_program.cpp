@@ -134,6 +134,8 @@ class DeedDraw {
 
   Act act() {
     if (due_ && program_.is_tame) return Act::step;
+    // Between a pass and step() the engine is already reading for the update; nothing may disturb that.
+    if (due_ && one_in(rng_, 4)) return one_in(rng_, 3) ? Act::write : Act::read;
     const std::uint64_t draw = rng_.below(20);
     if (draw < 11) {
       if (!due_) return Act::train;
@@ -258,10 +260,19 @@ void draw_placement(const Program& program, std::size_t session, Rng& rng, const
   if (one_in(rng, 3)) engine.optimizer_offload_ratio = std::clamp(1.4 * rng.uniform() - 0.2, 0.0, 1.0);
   if (!one_in(rng, 3)) engine.optimizer_pinned_fraction = std::clamp(1.5 * rng.uniform() - 0.25, 0.0, 1.0);
   if (one_in(rng, 6)) engine.optimizer_pinned_fraction.reset();
+  // State that only the device can read beside state on NVMe: everything that passes between the two needs memory that
+  // nothing else uses meanwhile.
+  const bool is_divided = !has_states_of_8_bits(program) && one_in(rng, 3);
+  if (is_divided) {
+    engine.parameters = Placement::device;
+    engine.optimizer = Placement::nvme;
+    engine.store_directory = directory + "/first";
+    engine.optimizer_offload_ratio = 0.2 + 0.6 * rng.uniform();
+  }
   const bool states_on_device = engine.optimizer == Placement::device || engine.optimizer_offload_ratio < 1;
-  const bool may_be_apart =
+  const bool may_be_device_only =
       !states_on_device || (engine.parameters == Placement::device && !has_states_of_8_bits(program));
-  setup.runtime.host_device.host_accessible = !may_be_apart || one_in(rng, 2);
+  setup.runtime.host_device.host_accessible = !may_be_device_only || (!is_divided && one_in(rng, 2));
   if (engine.stage == 3 && ranks == 4 && !one_in(rng, 3)) engine.secondary_shard_ranks = 2;
   if (engine.stage == 3 && ranks < 4 && one_in(rng, 3)) engine.secondary_shard_ranks = ranks;  // none
 }
@@ -425,7 +436,7 @@ std::string describe(const ToySetup& setup) {
       e.sub_group_elements, e.update_buffer_count, e.staging_buffer_count, e.prefetch_elements, e.live_elements_max,
       e.reuse_distance_elements, e.persistence_elements, e.micro_batches_max,
       e.micro_batch_order == MicroBatchOrder::vertical ? "vertical" : "horizontal", e.caller_state_bytes_max,
-      r.device_memory_bytes, r.host_device.host_accessible ? "" : " apart", r.pinned_memory_bytes,
+      r.device_memory_bytes, r.host_device.host_accessible ? "" : " device-only", r.pinned_memory_bytes,
       r.huge_pages ? ", huge pages" : "", e.stripe_directories.size(),
       r.aio_backend == aio::BackendKind::threads ? "threads" : "automatic", r.aio_block_bytes, r.aio_queue_depth,
       r.aio_threads, r.update_threads, r.comm_scratch_bytes, r.host_device.chaos_seed,

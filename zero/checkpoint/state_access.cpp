@@ -31,7 +31,7 @@ void StateAccess::fill_segment(UnitId id, const Segment& segment, std::uint64_t 
 
 void StateAccess::fill(const Initializer& initializer, std::span<std::byte> scratch, const MomentInitializer& moments) {
   WalkOptions making = walk();
-  making.read = making.read_apart = false;
+  making.read = making.read_device_only = false;
   pipeline_.walk(making, [&](const TileAccess& tile) {
     std::memset(tile.weights, 0, tile.tile->w_bytes);
     begin_state(tile, groups_[tile.segment->group.index]);
@@ -57,17 +57,19 @@ void StateAccess::load() {
 
 void StateAccess::write_resident() {
   pipeline_.walk({.read = false,
-                  .write_streamed = false,
-                  .write_homes = true,
-                  .change_apart = false,
+                  .write_stored = false,
+                  .write_resident = true,
+                  .change_device_only = false,
                   .waits = WaitCause::none,
                   .in_background = true},
                  [](const TileAccess&) {});
 }
 
-WalkOptions StateAccess::walk() const { return {.write_homes = writes_homes(options_, /*committed=*/true)}; }
+WalkOptions StateAccess::walk() const {
+  return {.write_resident = writes_resident_state(options_, /*committed=*/true)};
+}
 
-bool StateAccess::stores_frozen() const { return options_.parameters == Placement::nvme || walk().write_homes; }
+bool StateAccess::stores_frozen() const { return options_.parameters == Placement::nvme || walk().write_resident; }
 
 void StateAccess::fill_frozen(UnitId id, const Initializer& initializer, std::span<std::byte> scratch) {
   const Unit& unit = table_.unit(id);

@@ -254,7 +254,7 @@ void EngineCore::make_parts(const StoreDirectory& directory, StoreUse use) {
 double EngineCore::affordable_pinned_fraction(std::uint64_t store_memory_bytes) const {
   const tiers::Budget& budget = runtime.pinned_budget();
   const std::uint64_t taken = budget.held_bytes() + store_memory_bytes;
-  return largest_pinned_fraction(options, table, homes_are_apart(runtime.options(), options),
+  return largest_pinned_fraction(options, table, device_access(runtime.options()),
                                  budget.limit_bytes() > taken ? budget.limit_bytes() - taken : 0);
 }
 
@@ -642,7 +642,7 @@ std::vector<std::string> EngineCore::describe() const {
   std::vector<std::string> lines;
   constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
   const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 0;
-  const double on_device = options.optimizer == Placement::device ? 0 : DeviceStates(options, table).share();
+  const double on_device = options.optimizer == Placement::device ? 0 : memory->plan().units().device_state_share();
   lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}{}, update mode {}",
                               kPlaces[static_cast<std::size_t>(options.parameters)],
                               kPlaces[static_cast<std::size_t>(options.optimizer)],

@@ -53,7 +53,7 @@ UpdateOrder update_order(const EngineOptions& options) {
 bool hands_gradients_on(const EngineOptions& options) { return update_mode(options) == UpdateMode::backward; }
 bool updates_under_forward(const EngineOptions& options) { return update_mode(options) == UpdateMode::forward; }
 
-bool writes_homes(const EngineOptions& options, bool committed) {
+bool writes_resident_state(const EngineOptions& options, bool committed) {
   const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   return nvme && options.durability == tiers::Durability::step && committed;
 }

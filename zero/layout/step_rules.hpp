@@ -35,6 +35,6 @@ bool hands_gradients_on(const EngineOptions& options);
 bool updates_under_forward(const EngineOptions& options);
 
 // Whether a step also writes state that lives in memory to the store: it does when the step is committed.
-bool writes_homes(const EngineOptions& options, bool committed);
+bool writes_resident_state(const EngineOptions& options, bool committed);
 
 }  // namespace hoist::detail

@@ -1,110 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/memory/memory.hpp - every byte an engine will use, sized and taken once.
-//
-// Homes hold state between uses; buffers hold it on the way. Which units have which home follows from the placements:
-//
-//                 parameters = device     pinned             nvme
-//   weights       pinned (or device, when the optimizer is there too)   pinned   none (store)
-//   state         by optimizer: device | pinned | none (store); of none, the first tiles may be pinned
-//   gradient      device when the optimizer is there, else pinned; in update mode `backward` a ring for all
-//
-// Of an optimizer that is offloaded in part, some units are as if it were on the device (DeviceStates).
-//
-// Where the device's memory is not the CPU's to read, units with state there are `apart()`: nobody dereferences their
-// homes; their steps run there, and everything else goes through buffers in pinned memory (TilePipeline, RecordIo).
-//
-// Where weights stay on the device but are updated on the host, the host copy is their home and the device's copy is
-// refreshed after each step.
+// zero/memory/memory.hpp - every byte an engine will use, taken once: a MemoryPlan with pointers to its regions.
 //
 // Threading  Constant after construction.
 // Errors     BudgetError naming the key and the smallest value that works, before anything is taken.
 #pragma once
 
+#include <array>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
-#include <hoist/zero/memory/pinned_needs.hpp>
+#include <hoist/zero/memory/memory_plan.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/runtime.hpp>
 
 namespace hoist::detail {
 
-struct UnitHome {
-  std::byte* weights = nullptr;       // host layout; null when only the store has them
-  std::byte* state = nullptr;         // S region of the trainable record, its first state_tiles tiles
-  std::uint32_t state_tiles = 0;      // the others' state only the store has
-  std::byte* gradient = nullptr;      // this rank's shards; null where there is a ring
-  std::byte* secondary = nullptr;     // secondary shard, where the group gathers; with the weights' placement
-  std::byte* device_shard = nullptr;  // host layout, on the device: what gathers start from without crossing a link
-  std::byte* own_memory = nullptr;    // gathered layout: the unit never competes for a slot
-  std::byte* own_gradient = nullptr;  // gradient layout: held from the first use by a tied unit to the owner's finish
+// A unit's regions, as MemoryRole describes them. Null: there is none in memory.
+struct UnitMemory {
+  std::byte* weights = nullptr;  // wherever in memory they are (UnitPlacement::weights)
+  std::byte* state = nullptr;
+  std::byte* gradient = nullptr;
+  std::byte* secondary_shard = nullptr;
+  std::byte* device_shard = nullptr;
+  std::byte* gathered = nullptr;
+  std::byte* tied_gradient = nullptr;
 };
 
 // Throws BudgetError unless the device has room for what the engine needs at least and `program_bytes` more.
-void require_device_memory(Runtime& runtime, const DeviceNeeds& needs, std::uint64_t program_bytes);
+void require_device_memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
+                           std::uint64_t program_bytes);
 
 class Memory {
  public:
+  using Buffers = std::vector<std::span<std::byte>>;
+
   Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes);
 
-  const UnitHome& home(UnitId unit) const { return homes_[unit.index]; }
-  const std::vector<std::byte*>& gather_slots() const { return gather_slots_; }
-  const std::vector<std::byte*>& gradient_slots() const { return gradient_slots_; }
-  const std::vector<std::span<std::byte>>& update_buffers() const { return update_buffers_; }
-  const std::vector<std::span<std::byte>>& staging_buffers() const { return staging_buffers_; }
-  const std::vector<std::span<std::byte>>& sum_buffers() const { return sum_buffers_; }
-  std::span<std::byte> gradient_ring() const { return gradient_ring_; }  // instead of homes, or empty
-  bool hands_gradients_on() const { return options_.update_mode == UpdateMode::backward; }
-  const std::vector<Piece>& pieces() const { return pieces_; }
+  const MemoryPlan& plan() const { return plan_; }
+  const UnitPlacement& placement(UnitId unit) const { return plan_.units().unit(unit); }
+  const UnitMemory& unit(UnitId unit) const { return units_[unit.index]; }
+  bool state_on_device(UnitId unit) const { return placement(unit).state_on_device; }  // and the gradient
+  bool device_only(UnitId unit) const { return placement(unit).device_only; }
+  bool has_device_only() const { return plan_.units().has_device_only(); }  // some units, or all
+
+  const Buffers& gather_slots() const { return buffers(MemoryRole::gather_slot); }
+  const Buffers& gradient_buffers() const { return buffers(MemoryRole::gradient_buffer); }
+  const Buffers& update_buffers() const { return buffers(MemoryRole::update_buffer); }
+  const Buffers& staging_buffers() const { return buffers(MemoryRole::staging_buffer); }
+  const Buffers& sum_buffers() const { return buffers(MemoryRole::sum_buffer); }
+  std::span<std::byte> gradient_ring() const { return buffer(MemoryRole::gradient_ring); }
+  std::span<std::byte> device_results() const { return buffer(MemoryRole::device_results); }
+  std::span<std::byte> results_copy() const { return buffer(MemoryRole::results_copy); }
+  std::span<std::byte> copy_buffer() const { return buffer(MemoryRole::copy_buffer); }  // RecordIo's alone
+  bool hands_gradients_on() const { return hands_gradients_on_; }
+
+  // The records of all units, cut as the update buffers allow; a unit's sub-groups follow each other.
+  const std::vector<SubGroup>& sub_groups() const { return sub_groups_; }
+  // Where a sub-group's weights and state are worked on: in place, or in `buffer`, which begins with the weights.
+  struct SubGroupMemory {
+    std::byte* weights = nullptr;
+    std::byte* state = nullptr;
+  };
+  SubGroupMemory place(const SubGroup& sub_group, std::byte* buffer) const;
+
   std::span<std::byte> pinned() const { return pool_->memory().bytes(); }
   std::vector<std::span<std::byte>> io_slices() const { return pool_->memory().slices(); }  // to be registered
-  bool state_on_device(UnitId unit) const { return pinned_needs_.state_on_device(unit); }   // and the gradient
-  bool apart(UnitId unit) const { return pinned_needs_.apart(unit); }
-  bool homes_apart() const { return homes_apart_; }  // of some units, or of all
-  // Of a step on the device, and where they come down to; empty unless homes are apart.
-  std::byte* device_findings() const { return device_findings_; }
-  std::span<std::byte> findings() const { return findings_; }
-  std::span<std::byte> copy_buffer() const { return copy_buffer_; }  // RecordIo's alone
   std::string describe() const;
   // Pinned memory is never given back to the system: a drive may still write to it.
   void quarantine() { pool_->quarantine(); }
 
-  using PieceBytes = PinnedNeeds::PieceBytes;
-  bool state_at_home(const Piece& piece) const { return pinned_needs_.state_at_home(piece); }
-  PieceBytes buffered_bytes(const Piece& piece) const { return pinned_needs_.buffered_bytes(piece); }
-  const DeviceNeeds& device_needs() const { return needs_; }
-
  private:
-  bool on_device(Placement placement) const { return placement == Placement::device; }
-  PinnedNeeds::Buffers choose_buffers(std::uint64_t store_memory_bytes) const;
-  void take_pinned(const PinnedNeeds::Buffers& buffers);
-  void take_device();
-  std::byte* take_device_block(std::uint64_t bytes, const std::string& what);
+  const Buffers& buffers(MemoryRole role) const { return buffers_[static_cast<std::size_t>(role)]; }
+  std::span<std::byte> buffer(MemoryRole role) const {  // the only one, or none
+    return buffers(role).empty() ? std::span<std::byte>() : buffers(role).front();
+  }
+  void require_pinned_memory(const EngineOptions& options, std::uint64_t free_bytes) const;
+  void point_to_regions();
 
   Runtime& runtime_;
-  const EngineOptions& options_;
   const UnitTable& table_;
-  const bool homes_apart_;
-  const DeviceNeeds needs_;
-  const PinnedNeeds pinned_needs_;
-  std::vector<UnitHome> homes_;
+  const bool hands_gradients_on_;
+  const MemoryPlan plan_;
   tiers::Budget::Hold store_hold_;
+  tiers::DeviceBlock device_block_;
   std::unique_ptr<tiers::PinnedPool> pool_;
-  std::vector<tiers::DeviceBlock> device_blocks_;
-  std::vector<std::byte*> gather_slots_;
-  std::vector<std::byte*> gradient_slots_;
-  std::vector<std::span<std::byte>> update_buffers_;
-  std::vector<std::span<std::byte>> staging_buffers_;
-  std::vector<std::span<std::byte>> sum_buffers_;
-  std::byte* device_findings_ = nullptr;
-  std::span<std::byte> findings_;
-  std::span<std::byte> copy_buffer_;
-  std::span<std::byte> gradient_ring_;
-  std::vector<Piece> pieces_;
-  std::uint64_t piece_tiles_ = 0;
+  std::vector<UnitMemory> units_;
+  std::array<Buffers, kMemoryRoleCount> buffers_;
+  std::vector<SubGroup> sub_groups_;
 };
 
 }  // namespace hoist::detail

@@ -15,7 +15,7 @@ using tiers::Tile;
 RecordIo::RecordIo(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
                    tiers::Store* store)
     : table_(table), memory_(memory), records_(records), store_(store) {
-  if (memory.homes_apart()) stream_ = runtime.device().create_stream("state");
+  if (memory.has_device_only()) stream_ = runtime.device().create_stream("state");
 }
 
 // --- which bytes these are -------------------------------------------------------------------------------------------
@@ -43,22 +43,22 @@ RecordPart RecordIo::whole_region(UnitId unit, RecordKind kind, Region region) c
 }
 
 std::uint32_t RecordIo::resident_tiles(const RecordPart& part) const {
-  const UnitHome& home = memory_.home(part.unit);
+  const UnitMemory& memory = memory_.unit(part.unit);
   const TileRun& tiles = part.tiles;
-  if (tiles.region == Region::weights) return home.weights != nullptr ? tiles.count : 0;
-  return std::clamp(home.state_tiles, tiles.first, tiles.first + tiles.count) - tiles.first;
+  if (tiles.region == Region::weights) return memory.weights != nullptr ? tiles.count : 0;
+  return std::clamp(memory_.placement(part.unit).state_tiles, tiles.first, tiles.first + tiles.count) - tiles.first;
 }
 
 std::byte* RecordIo::resident(const RecordPart& part) const {
-  const UnitHome& home = memory_.home(part.unit);
-  if (part.tiles.region == Region::state) return home.state + part.tiles.offset_bytes;
+  const UnitMemory& memory = memory_.unit(part.unit);
+  if (part.tiles.region == Region::state) return memory.state + part.tiles.offset_bytes;
   const std::uint64_t record = part.kind == RecordKind::frozen ? table_.unit(part.unit).frozen_offset() : 0;
-  return home.weights + record + part.tiles.offset_bytes;
+  return memory.weights + record + part.tiles.offset_bytes;
 }
 
 std::byte* RecordIo::in_place(const RecordPart& part) const {
   const bool whole = resident_tiles(part) == part.tiles.count;
-  return whole && !memory_.apart(part.unit) ? resident(part) : nullptr;
+  return whole && !memory_.device_only(part.unit) ? resident(part) : nullptr;
 }
 
 // --- reading ---------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ void RecordIo::read(const RecordPart& part, std::span<std::byte> out) {
   const std::uint32_t first = part.tiles.first, count = resident_tiles(part);
   const RecordPart here = this->part(part.unit, part.kind, part.tiles.region, first, count);
   const std::uint64_t here_bytes = here.tiles.length_bytes;
-  if (here_bytes > 0 && memory_.apart(part.unit)) {
+  if (here_bytes > 0 && memory_.device_only(part.unit)) {
     copy_from_device(resident(here), out.first(here_bytes));
   } else if (here_bytes > 0) {
     std::memcpy(out.data(), resident(here), here_bytes);
@@ -87,7 +87,7 @@ void RecordIo::read(const RecordPart& part, std::span<std::byte> out) {
 
 const std::byte* RecordIo::view_gradient(UnitId unit, const std::byte* gradient, std::uint64_t bytes,
                                          PartScratch& scratch) {
-  if (!memory_.apart(unit)) return gradient;
+  if (!memory_.device_only(unit)) return gradient;
   const std::span<std::byte> copy = scratch.of(bytes);
   copy_from_device(gradient, copy);
   return copy.data();
@@ -161,7 +161,7 @@ Completion RecordIo::write_store(const RecordPart& part, std::span<const std::by
 
 Completion RecordIo::start_read(const RecordPart& part, std::byte* target, aio::Priority priority) {
   const TileRun& tiles = part.tiles;
-  if (!memory_.apart(part.unit))
+  if (!memory_.device_only(part.unit))
     return store_->read(record(part), tiles.region, tiles.first, tiles.count, {target, tiles.length_bytes}, priority);
   if (tiles.length_bytes == 0) return {};
   stream_->copy(target, resident(part), tiles.length_bytes, CopyKind::device_to_host);
@@ -169,7 +169,7 @@ Completion RecordIo::start_read(const RecordPart& part, std::byte* target, aio::
 }
 
 Completion RecordIo::start_write(const RecordPart& part, const std::byte* source) {
-  HOIST_ASSERT(memory_.apart(part.unit), "unit {} is not device-only", part.unit.index);
+  HOIST_ASSERT(memory_.device_only(part.unit), "unit {} is not device-only", part.unit.index);
   if (part.tiles.length_bytes == 0) return {};
   stream_->copy(resident(part), source, part.tiles.length_bytes, CopyKind::host_to_device);
   return stream_->record().completion();

@@ -28,7 +28,7 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       updates_(updates),
       abort_notifier_(abort_notifier),
       group_(group),
-      planner_(fetch_planner_options(options, table, memory.device_needs(), slot_count)),
+      planner_(fetch_planner_options(options, memory.plan().units(), slot_count)),
       states_(table.units().size()),
       slots_(slot_count) {}
 
@@ -55,7 +55,7 @@ std::vector<UnitId> Gatherer::staged_in_order(std::vector<UnitId> order, bool ke
   std::erase_if(order, [&](UnitId unit) {
     if (states_[unit.index].valid_in_own_memory) return true;
     const bool has_been_kept = secondary[unit.index];
-    secondary[unit.index] = has_been_kept || (keeps && memory_.home(unit).secondary != nullptr);
+    secondary[unit.index] = has_been_kept || (keeps && memory_.unit(unit).secondary_shard != nullptr);
     return has_been_kept;
   });
   return order;
@@ -101,7 +101,7 @@ void Gatherer::issue(std::span<const scheduler::Fetch> fetches) {
       fetch(UnitId{f.item}, state.bound, {std::exchange(state.bound_free, {})}, nullptr);
       continue;
     }
-    std::byte* own = memory_.home(UnitId{f.item}).own_memory;
+    std::byte* own = memory_.unit(UnitId{f.item}).gathered;
     if (own == nullptr || state.valid_in_own_memory) continue;
     state.valid_in_own_memory = true;
     fetch(UnitId{f.item}, own, std::exchange(state.uses, {}), state.transfer);
@@ -116,7 +116,8 @@ void Gatherer::fetch_into_slot(UnitId unit, scheduler::Slot index) {
   if (slot.occupant != scheduler::SlotTable::kEmpty) vacate(states_[slot.occupant]);
   slot.occupant = unit.index;
   state.slot = index;
-  fetch(unit, memory_.gather_slots()[index], std::exchange(slot.uses, {}), std::exchange(slot.transfer, nullptr));
+  fetch(unit, memory_.gather_slots()[index].data(), std::exchange(slot.uses, {}),
+        std::exchange(slot.transfer, nullptr));
 }
 
 // What the unit still does with its slot becomes the slot's own affair.
@@ -166,17 +167,17 @@ void Gatherer::submit(UnitId unit, Transfer& transfer) {
 
 void Gatherer::copy_up(UnitId id, std::byte* target) {
   const Unit& unit = table_.unit(id);
-  const UnitHome& home = memory_.home(id);
+  const UnitMemory& here = memory_.unit(id);
   UnitState& state = states_[id.index];
-  if (home.weights != nullptr) updates_.hurry(id).wait();
-  if (home.device_shard != nullptr) {
-    if (home.weights != home.device_shard && !state.shard_current) {
-      streams_.up->copy(home.device_shard, home.weights, unit.host_bytes(), CopyKind::host_to_device);
+  if (here.weights != nullptr) updates_.hurry(id).wait();
+  if (here.device_shard != nullptr) {
+    if (here.weights != here.device_shard && !state.shard_current) {
+      streams_.up->copy(here.device_shard, here.weights, unit.host_bytes(), CopyKind::host_to_device);
       state.shard_current = true;
     }
-    copy_segments(unit, target, home.device_shard, CopyKind::local);
-  } else if (home.weights != nullptr) {
-    if (home.weights != target) copy_segments(unit, target, home.weights, CopyKind::host_to_device);
+    copy_segments(unit, target, here.device_shard, CopyKind::local);
+  } else if (here.weights != nullptr) {
+    if (here.weights != target) copy_segments(unit, target, here.weights, CopyKind::host_to_device);
   } else {
     std::byte* staged = weight_reader_->take(id);
     Completion copied;
@@ -208,7 +209,7 @@ bool Gatherer::is_fetched_again(UnitId unit) const {
 
 // By the program's calls alone, so that all ranks choose alike.
 Gatherer::Source Gatherer::choose_source(UnitId unit) {
-  if (memory_.home(unit).secondary == nullptr) return Source::shards;
+  if (memory_.unit(unit).secondary_shard == nullptr) return Source::shards;
   UnitState& state = states_[unit.index];
   if (state.secondary_current) return Source::secondary;
   if (!training_ || !is_fetched_again(unit)) return Source::shards;
@@ -218,7 +219,7 @@ Gatherer::Source Gatherer::choose_source(UnitId unit) {
 
 template <typename Part>
 void Gatherer::for_secondary_parts(const Unit& unit, const Part& part) const {
-  const std::uint64_t shards = secondary_shard(options_, table_, unit).shards;
+  const std::uint64_t shards = memory_.plan().units().secondary_shard_parts();
   std::uint64_t offset = 0;
   for (const Segment& segment : unit.segments) {
     const std::uint64_t bytes = shards * segment.shard_bytes();
@@ -228,7 +229,7 @@ void Gatherer::for_secondary_parts(const Unit& unit, const Part& part) const {
 }
 
 void Gatherer::copy_secondary_up(UnitId id, std::byte* target) {
-  const std::byte* const secondary = memory_.home(id).secondary;
+  const std::byte* const secondary = memory_.unit(id).secondary_shard;
   const CopyKind kind = options_.parameters == Placement::device ? CopyKind::local : CopyKind::host_to_device;
   const auto rank = static_cast<std::uint64_t>(group_->rank());
   streams_.up->wait(states_[id.index].secondary, WaitCause::none);
@@ -239,7 +240,7 @@ void Gatherer::copy_secondary_up(UnitId id, std::byte* target) {
 
 // What still reads the former secondary shard was enqueued before the copy that this unit was gathered from.
 void Gatherer::keep_secondary(UnitId id, Transfer& transfer) {
-  std::byte* const secondary = memory_.home(id).secondary;
+  std::byte* const secondary = memory_.unit(id).secondary_shard;
   const CopyKind kind = options_.parameters == Placement::device ? CopyKind::local : CopyKind::device_to_host;
   const auto rank = static_cast<std::uint64_t>(group_->rank());
   streams_.down->wait(transfer.gathered, WaitCause::none);

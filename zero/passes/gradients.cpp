@@ -27,10 +27,10 @@ Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& mem
       abort_notifier_(abort_notifier),
       states_(table.units().size()),
       own_(table.units().size()) {
-  for (std::byte* data : memory.gradient_slots()) shared_.push_back({.data = data});
-  for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.home(UnitId{u}).own_gradient;
+  for (const std::span<std::byte> bytes : memory.gradient_buffers()) shared_.push_back({.data = bytes.data()});
+  for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.unit(UnitId{u}).tied_gradient;
   if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
-  for (std::uint32_t u = 0; u < own_.size(); ++u) homes_.push_back(memory.home(UnitId{u}).gradient);
+  for (std::uint32_t u = 0; u < own_.size(); ++u) homes_.push_back(memory.unit(UnitId{u}).gradient);
   if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());
   if (memory.hands_gradients_on()) arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
   list_chunks();
@@ -302,32 +302,32 @@ void Gradients::wait() {
   }
 }
 
-// Pre: the gradients of units that are apart are at home.
+// Pre: the gradients of device-only units are at home.
 void Gradients::sum_on_device() {
-  auto* const sums = reinterpret_cast<double*>(memory_.device_findings());
+  auto* const sums = reinterpret_cast<double*>(memory_.device_results().data());
   std::uint64_t count = 0;
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
-    if (!memory_.apart(UnitId{u})) continue;
+    if (!memory_.device_only(UnitId{u})) continue;
     for (const Segment& segment : table_.units()[u].segments) {
       if (!segment.trainable) continue;
-      streams_.down->sums_of_squares(sums + count, memory_.home(UnitId{u}).gradient + segment.home_gradient_offset,
+      streams_.down->sums_of_squares(sums + count, memory_.unit(UnitId{u}).gradient + segment.home_gradient_offset,
                                      segment.home_gradient_dtype, segment.shard_elements);
       count += divide_up(segment.shard_elements, optim::kNormChunkElements);
     }
   }
-  const std::span<std::byte> here = memory_.findings().first(count * sizeof(double));
-  streams_.down->copy(here.data(), memory_.device_findings(), here.size(), CopyKind::device_to_host);
+  const std::span<std::byte> here = memory_.results_copy().first(count * sizeof(double));
+  streams_.down->copy(here.data(), memory_.device_results().data(), here.size(), CopyKind::device_to_host);
   streams_.down->synchronize();
   const auto* next = reinterpret_cast<const double*>(here.data());
   for (std::size_t i = 0; i < chunks_.size(); ++i)
-    if (memory_.apart(UnitId{chunks_[i].unit})) partial_sums_[i] = *next++;
+    if (memory_.device_only(UnitId{chunks_[i].unit})) partial_sums_[i] = *next++;
 }
 
 // What neither the device sums up nor was summed up when it arrived.
 void Gradients::sum_on_host() {
   const auto is_left = [&](const Chunk& chunk) {
     const UnitId unit{chunk.unit};
-    return !memory_.apart(unit) && (!handing_on_ || memory_.state_on_device(unit));
+    return !memory_.device_only(unit) && (!handing_on_ || memory_.state_on_device(unit));
   };
   for (std::size_t begin = 0, end = 0; begin < chunks_.size(); begin = end) {
     const bool left = is_left(chunks_[begin]);
@@ -345,7 +345,7 @@ void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
 }
 
 double Gradients::sum_of_squares() {
-  if (memory_.homes_apart()) sum_on_device();
+  if (memory_.has_device_only()) sum_on_device();
   sum_on_host();
   double total = 0;
   bool finite = true;

@@ -10,7 +10,7 @@
 #include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
-#include <hoist/zero/memory/pinned_needs.hpp>
+#include <hoist/zero/memory/memory_plan.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 #include <hoist/zero/predict/step_bytes.hpp>
 
@@ -45,9 +45,10 @@ scheduler::AccessTrace plain_pass(const detail::UnitTable& table) {
   return trace;
 }
 
-std::vector<std::uint32_t> fetches_of(const EngineOptions& engine, const detail::UnitTable& table,
-                                      const detail::DeviceNeeds& needs, std::uint64_t gather_slots) {
-  const scheduler::FetchPlannerOptions options = detail::fetch_planner_options(engine, table, needs, gather_slots);
+std::vector<std::uint32_t> fetches_of(const EngineOptions& engine, const detail::MemoryPlan& memory) {
+  const detail::UnitTable& table = memory.units().table();
+  const scheduler::FetchPlannerOptions options =
+      detail::fetch_planner_options(engine, memory.units(), memory.device_buffers().slot_count);
   const scheduler::Plan plan =
       scheduler::plan(plain_pass(table), {.items = options.items,
                                           .slot_count = options.slot_count,
@@ -59,39 +60,28 @@ std::vector<std::uint32_t> fetches_of(const EngineOptions& engine, const detail:
   return fetches;
 }
 
-void predict_device(const RuntimeOptions& runtime, const ProgramMemory& program, int world_size,
-                    const detail::DeviceNeeds& needs, Prediction& out) {
+// Bytes of a budget beside others that it holds.
+std::uint64_t beside(std::uint64_t budget_bytes, std::uint64_t other_bytes) {
+  return budget_bytes > other_bytes ? budget_bytes - other_bytes : 0;
+}
+
+// The program's own blocks and what the communicator takes.
+std::uint64_t other_device_bytes(const RuntimeOptions& runtime, const ProgramMemory& program, int world_size) {
   const auto rounded = [](std::uint64_t bytes) { return round_up(bytes, tiers::DeviceArena::kAlignment); };
-  const std::uint64_t others =
-      rounded(program.device_bytes) + (world_size > 1 ? rounded(runtime.comm_scratch_bytes) : 0);
-  out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
-  out.device.least_bytes = others + needs.least_bytes();
-  if (!out.device.fits() && out.device.budget_bytes > others)
-    out.fitting_offload_ratio = needs.offload_ratio_within(out.device.budget_bytes - others);
-  const detail::DeviceNeeds::Buffers buffers =
-      needs.choose(std::max(out.device.budget_bytes, out.device.least_bytes) - others);
-  out.device.bytes = others + needs.bytes(buffers);
-  out.gather_slots = buffers.gather_slots;
-  out.gradient_buffers = buffers.gradients;
+  return rounded(program.device_bytes) + (world_size > 1 ? rounded(runtime.comm_scratch_bytes) : 0);
 }
 
-std::uint64_t pinned_bytes_beside(const RuntimeOptions& runtime, std::uint64_t other_bytes) {
-  const std::uint64_t budget = runtime.pinned_memory_bytes;
-  return budget > other_bytes ? budget - other_bytes : 0;
-}
-
-// `other_bytes`: of the same budget, the store's tables and what the program takes.
-void predict_pinned(const RuntimeOptions& runtime, const detail::PinnedNeeds& needs, std::uint64_t other_bytes,
-                    Prediction& out) {
-  out.pinned.budget_bytes = runtime.pinned_memory_bytes;
-  out.pinned.least_bytes = other_bytes + needs.bytes(needs.choose(0));
-  const detail::PinnedNeeds::Buffers buffers = needs.choose(pinned_bytes_beside(runtime, other_bytes));
-  out.pinned.bytes = other_bytes + needs.bytes(buffers);
-  out.staging_buffers = buffers.staging_count;
-  out.update_buffers = buffers.update_count;
-  out.update_buffer_parameters = buffers.piece_tiles * tiers::kTileElements;
-  out.gradient_ring_bytes = buffers.gradient_ring_bytes;
-  out.trailing_bytes = buffers.update_count * needs.update_buffer_bytes(buffers.piece_tiles);
+void describe_memory(const detail::MemoryPlan& plan, Prediction& out) {
+  const detail::PinnedBuffers& pinned = plan.pinned_buffers();
+  out.gather_slots = plan.device_buffers().slot_count;
+  out.gradient_buffers = plan.device_buffers().gradient_count;
+  out.staging_buffers = pinned.staging_count;
+  out.update_buffers = pinned.update_count;
+  out.update_buffer_parameters = pinned.sub_group_tiles * tiers::kTileElements;
+  out.gradient_ring_bytes = pinned.gradient_ring_bytes;
+  out.trailing_bytes = pinned.update_count * plan.buffer_bytes(detail::MemoryRole::update_buffer);
+  out.device_state_bytes = plan.units().device_state_bytes();
+  out.device_state_share = plan.units().device_state_share();
 }
 
 tiers::Store::Cost store_cost(const EngineOptions& engine, const detail::UnitTable& table) {
@@ -117,45 +107,52 @@ std::uint64_t update_bytes(const detail::Unit& unit) {
 Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, const Model& model, int world_size,
                    const ProgramMemory& program) {
   const detail::UnitTable table = table_of(options, model, world_size);
-  const bool apart = detail::homes_are_apart(runtime, options);
+  const detail::DeviceAccess access = detail::device_access(runtime);
   const tiers::Store::Cost store = store_cost(options, table);
-  const std::uint64_t other_pinned_bytes = store.memory_bytes + program.pinned_bytes;
-  EngineOptions engine = options;
-  if (!engine.optimizer_pinned_fraction) {
-    engine.optimizer_pinned_fraction =
-        detail::largest_pinned_fraction(engine, table, apart, pinned_bytes_beside(runtime, other_pinned_bytes));
-  }
-
+  const std::uint64_t other_device = other_device_bytes(runtime, program, world_size);
+  const std::uint64_t other_pinned = store.memory_bytes + program.pinned_bytes;
   Prediction out;
+  out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
+  out.pinned.budget_bytes = runtime.pinned_memory_bytes;
+  const std::uint64_t free_device = beside(out.device.budget_bytes, other_device);
+  const std::uint64_t free_pinned = beside(out.pinned.budget_bytes, other_pinned);
+  EngineOptions engine = options;
+  if (!engine.optimizer_pinned_fraction)
+    engine.optimizer_pinned_fraction = detail::largest_pinned_fraction(engine, table, access, free_pinned);
+
+  const detail::MemoryPlan least(engine, table, {access, 0, 0});
+  const detail::MemoryPlan plan(engine, table, {access, free_device, free_pinned});
+  using detail::MemoryTier;
   out.parameter_count = model.parameter_count();
-  const detail::DeviceNeeds device(engine, table, apart);
-  predict_device(runtime, program, world_size, device, out);
+  out.device.least_bytes = other_device + least.bytes(MemoryTier::device);
+  out.device.bytes = other_device + plan.bytes(MemoryTier::device);
+  out.pinned.least_bytes = other_pinned + least.bytes(MemoryTier::pinned);
+  out.pinned.bytes = other_pinned + plan.bytes(MemoryTier::pinned);
+  if (!out.device.fits() && out.device.budget_bytes > other_device)
+    out.fitting_offload_ratio = detail::fitting_offload_ratio(engine, table, access, free_device);
   out.nvme_bytes = store.disk_bytes;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;
-  const detail::PinnedNeeds pinned(engine, table, apart);
-  predict_pinned(runtime, pinned, other_pinned_bytes, out);
-  out.device_state_bytes = pinned.device_states().bytes();
-  out.device_state_share = pinned.device_states().share();
-  out.phases = detail::step_phases(engine, table, fetches_of(engine, table, device, out.gather_slots), apart);
+  describe_memory(plan, out);
+  out.phases = detail::step_phases(engine, plan.units(), fetches_of(engine, plan));
   out.step = out.phases.sum();
-  if (detail::update_mode(engine) == UpdateMode::forward)
+  if (detail::updates_under_forward(engine))
     out.read_ahead_bytes = std::min(out.trailing_bytes, out.phases.update.nvme_read);
-  // State at home is written from there.
+  // State that is resident in memory is written from there.
   if (engine.optimizer != Placement::nvme) out.trailing_bytes = out.step.nvme_write;
   out.passes = detail::passes_of_a_step(engine);
   out.update_mode = detail::update_mode(engine);
   for (std::uint32_t u = 0; u < table.units().size(); ++u)
-    (pinned.apart(UnitId{u}) ? out.device_update_bytes : out.update_memory_bytes) += update_bytes(table.units()[u]);
+    (plan.units().unit(UnitId{u}).device_only ? out.device_update_bytes : out.update_memory_bytes) +=
+        update_bytes(table.units()[u]);
   return out;
 }
 
 double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model,
                                int world_size, const ProgramMemory& program) {
   const detail::UnitTable table = table_of(engine, model, world_size);
-  const std::uint64_t available =
-      pinned_bytes_beside(runtime, store_cost(engine, table).memory_bytes + program.pinned_bytes);
-  const double most =
-      detail::largest_pinned_fraction(engine, table, detail::homes_are_apart(runtime, engine), available);
+  const std::uint64_t other_bytes = store_cost(engine, table).memory_bytes + program.pinned_bytes;
+  const double most = detail::largest_pinned_fraction(engine, table, detail::device_access(runtime),
+                                                      beside(runtime.pinned_memory_bytes, other_bytes));
   return std::max(most, engine.optimizer_pinned_fraction.value_or(0));
 }
 

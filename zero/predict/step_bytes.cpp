@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include <hoist/zero/layout/step_rules.hpp>
-#include <hoist/zero/memory/pinned_needs.hpp>
 #include <hoist/zero/predict/step_bytes.hpp>
 
 namespace hoist::detail {
@@ -23,13 +22,11 @@ std::uint64_t state_bytes(const Unit& unit, std::uint64_t first_tile) {
 
 }  // namespace
 
-StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches,
-                       bool homes_apart) {
+StepPhases step_phases(const EngineOptions& options, const UnitRegions& units, std::span<const std::uint32_t> fetches) {
+  const UnitTable& table = units.table();
   const bool weights_on_nvme = options.parameters == Placement::nvme;
   const bool weights_on_device = options.parameters == Placement::device;
-  const DeviceNeeds needs(options, table, homes_apart);
-  const PinnedNeeds pinned(options, table, homes_apart);
-  const bool commits_homes = writes_homes(options, /*committed=*/true);
+  const bool commits_resident = writes_resident_state(options, /*committed=*/true);
   std::uint64_t committed_bytes = 0, between_bytes = 0, brought_down_bytes = 0;
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
   const auto peers_in_group = static_cast<std::uint64_t>(gathering_group(options, table.world_size()) - 1);
@@ -37,6 +34,7 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
   StepPhases phases;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const Unit& unit = table.units()[u];
+    const UnitPlacement& placement = units.unit(UnitId{u});
     std::uint64_t weights = 0, trainable = 0, made = 0;  // of the trainable ones, what an update does not read
     for (const Segment& segment : unit.segments) {
       weights += segment.shard_bytes();
@@ -45,37 +43,37 @@ StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std
       if (segment.update_makes_weights()) made += segment.shard_bytes();
     }
     const std::uint64_t state = state_bytes(unit, /*first_tile=*/0);
-    const std::uint64_t streamed = state_bytes(unit, pinned.state_tiles_at_home(UnitId{u}));
-    const bool state_on_device = pinned.state_on_device(UnitId{u});
+    const std::uint64_t streamed = state_bytes(unit, placement.state_tiles);
+    const bool state_on_device = placement.state_on_device;
     // What stays is fetched once after each step, whatever passes there are.
-    const bool stays = needs.has_own_memory(unit);
+    const bool stays = placement.stays_gathered;
     const std::uint64_t count = stays ? std::min(fetches[u], 1u) : passes * fetches[u];
     const std::uint64_t forward = stays ? count : passes * std::min(fetches[u], 1u);
-    // With a secondary shard, only the first fetch after an update is from the unit's home and from all ranks.
-    const SecondaryShard secondary = secondary_shard(options, table, unit);
+    // With a secondary shard, only the first fetch after an update comes from the unit's weights and from all ranks.
+    const std::uint64_t secondary_bytes = placement.region(MemoryRole::secondary_shard).bytes;
     const auto fetch = [&](StepBytes& phase, std::uint64_t whole, std::uint64_t in_group) {
       if (weights_on_nvme) phase.nvme_read += whole * weights;
-      if (!weights_on_device) phase.host_to_device += whole * weights + in_group * secondary.bytes;
-      const std::uint64_t group_bytes = peers_in_group * in_group * secondary.bytes;
+      if (!weights_on_device) phase.host_to_device += whole * weights + in_group * secondary_bytes;
+      const std::uint64_t group_bytes = peers_in_group * in_group * secondary_bytes;
       phase.wire += others * whole * weights + group_bytes;
       phase.wire_in_group += group_bytes;
     };
-    const std::uint64_t in_group = secondary.bytes > 0 && count > 0 ? count - 1 : 0;
+    const std::uint64_t in_group = secondary_bytes > 0 && count > 0 ? count - 1 : 0;
     const std::uint64_t forward_in_group = std::min(in_group, forward > 0 ? forward - 1 : 0);
     const std::uint64_t backward_in_group = in_group - forward_in_group;
     fetch(phases.forward, forward - forward_in_group, forward_in_group);
     fetch(phases.backward, count - forward - backward_in_group, backward_in_group);
-    if (!weights_on_device && in_group > 0) phases.forward.device_to_host += secondary.bytes;
+    if (!weights_on_device && in_group > 0) phases.forward.device_to_host += secondary_bytes;
     if (!state_on_device && weights_on_device) phases.forward.host_to_device += weights;  // once after each update
     if (!state_on_device) phases.backward.device_to_host += passes * trainable;
     phases.backward.wire += others * passes * trainable;
     // Under the next forward, the first fetch takes its weights from the update, which has read, or made, them already.
-    const bool shared = update_mode(options) == UpdateMode::forward && count > 0;
+    const bool shared = updates_under_forward(options) && count > 0;
     if (weights_on_nvme && shared) phases.forward.nvme_read -= made;
     phases.update.nvme_read += (weights_on_nvme && !shared ? trainable - made : 0) + streamed;
     between_bytes += (weights_on_nvme ? trainable : 0) + streamed;
-    if (commits_homes && pinned.apart(UnitId{u})) brought_down_bytes += trainable + state;
-    committed_bytes += commits_homes ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
+    if (commits_resident && placement.device_only) brought_down_bytes += trainable + state;
+    committed_bytes += commits_resident ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
   }
   phases.update.device_to_host = brought_down_bytes / options.commit_every;
   phases.update.nvme_write = (committed_bytes + (options.commit_every - 1) * between_bytes) / options.commit_every;

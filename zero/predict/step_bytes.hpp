@@ -7,14 +7,13 @@
 #include <cstdint>
 #include <span>
 
-#include <hoist/zero/layout/unit_table.hpp>
+#include <hoist/zero/memory/unit_regions.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist::detail {
 
 // What one step of training moves, by formula, when each unit is fetched fetches[unit] times: bytes per parameter of
 // each link, summed over the parameters whose state crosses it. Of several steps to a commit, their mean.
-StepPhases step_phases(const EngineOptions& options, const UnitTable& table, std::span<const std::uint32_t> fetches,
-                       bool homes_apart = false);
+StepPhases step_phases(const EngineOptions& options, const UnitRegions& units, std::span<const std::uint32_t> fetches);
 
 }  // namespace hoist::detail

@@ -18,24 +18,24 @@ double UpdatePolicy::gradient_mean() const {
 }
 
 WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
-  WalkOptions walk{.write_homes = writes_homes(parts_.options, parts_.checkpoints.is_due(step)),
+  WalkOptions walk{.write_resident = writes_resident_state(parts_.options, parts_.checkpoints.is_due(step)),
                    .waits = WaitCause::none,
                    .in_background = true,
                    .makes_weights = true};
   // What the device updates, a walk only writes where it is to be written.
-  walk.read_apart = walk.write_homes;
-  walk.change_apart = false;
+  walk.read_device_only = walk.write_resident;
+  walk.change_device_only = false;
   return walk;
 }
 
 TilePipeline::Work UpdatePolicy::work(std::shared_ptr<StepUpdate> update) const {
   return [memory = &parts_.memory, gradients = &parts_.gradients, update = std::move(update)](const TileAccess& tile) {
-    if (!memory->apart(tile.unit)) update->apply(tile, gradients->home(tile.unit));
+    if (!memory->device_only(tile.unit)) update->apply(tile, gradients->home(tile.unit));
   };
 }
 
 void UpdatePolicy::update_on_device(StepUpdate& update) const {
-  if (!parts_.memory.homes_apart()) return;
+  if (!parts_.memory.has_device_only()) return;
   const TimePoint begin = Clock::now();
   update.run_on_device(parts_.table, parts_.memory, *parts_.streams.down);
   parts_.runtime.ledger().waited(WaitCause::optimizer, Clock::now() - begin);

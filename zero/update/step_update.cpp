@@ -58,13 +58,13 @@ void StepUpdate::apply(const TileAccess& tile, const std::byte* home_gradient) {
 
 void StepUpdate::enqueue(UnitId id, const Segment& segment, std::span<const tiers::Tile> tiles, const Memory& memory,
                          platform::Stream& stream) const {
-  const UnitHome& home = memory.home(id);
+  const UnitMemory& here = memory.unit(id);
   const tiers::Tile& first = tiles.front();
   const TileAccess access{.unit = id,
                           .segment = &segment,
                           .tile = &first,
-                          .weights = home.weights + first.w_offset,
-                          .state = home.state + first.s_offset};
+                          .weights = here.weights + first.w_offset,
+                          .state = here.state + first.s_offset};
   const StateArrays state = access.view();
   std::uint64_t count = 0;
   for (const tiers::Tile& tile : tiles) count += tile.elements;
@@ -76,22 +76,22 @@ void StepUpdate::enqueue(UnitId id, const Segment& segment, std::span<const tier
                  .moment1 = static_cast<std::byte*>(state.moment1),
                  .moment2 = static_cast<std::byte*>(state.moment2),
                  .moment_dtype = segment.state.moments == MomentType::bf16 ? DType::bf16 : DType::fp32,
-                 .gradient = home.gradient + segment.home_gradient_offset +
+                 .gradient = here.gradient + segment.home_gradient_offset +
                              first.first_element * dtype_bytes(segment.home_gradient_dtype),
                  .gradient_dtype = segment.home_gradient_dtype,
                  .count = count,
                  .tile_elements = first.elements,
                  .tile_stride_bytes = first.s_bytes,
                  .rounding = rounding(access),
-                 .refused = reinterpret_cast<std::uint32_t*>(memory.device_findings()),
+                 .refused = reinterpret_cast<std::uint32_t*>(memory.device_results().data()),
                  .refused_value = id.index + 1});
 }
 
 void StepUpdate::run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream) {
-  stream.fill(memory.device_findings(), 0, sizeof(std::uint32_t));
+  stream.fill(memory.device_results().data(), 0, sizeof(std::uint32_t));
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const UnitId id{u};
-    if (!memory.apart(id)) continue;
+    if (!memory.device_only(id)) continue;
     const Unit& unit = table.unit(id);
     // One launch for the full tiles of a segment, as far as their rounding has one key, and one for its short last one.
     const auto tiles = unit.trainable.tiles();
@@ -105,8 +105,8 @@ void StepUpdate::run_on_device(const UnitTable& table, const Memory& memory, pla
       enqueue(id, segment, tiles.subspan(begin, end - begin), memory, stream);
     }
   }
-  const std::span<std::byte> here = memory.findings().first(sizeof(std::uint32_t));
-  stream.copy(here.data(), memory.device_findings(), here.size(), platform::CopyKind::device_to_host);
+  const std::span<std::byte> here = memory.results_copy().first(sizeof(std::uint32_t));
+  stream.copy(here.data(), memory.device_results().data(), here.size(), platform::CopyKind::device_to_host);
   stream.synchronize();
   std::uint32_t refused = 0;
   std::memcpy(&refused, here.data(), sizeof refused);

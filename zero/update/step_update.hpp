@@ -22,7 +22,7 @@ class StepUpdate {
 
   // Updates a tile. `home_gradient`: of its unit, this rank's shards.
   void apply(const TileAccess& tile, const std::byte* home_gradient);
-  // Has the device update the units that are apart (Memory::apart), and waits for it. Pre: nothing uses their weights.
+  // Has the device update the device-only units, and waits for it. Pre: nothing uses their weights.
   void run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream);
   void check(const UnitTable& table) const;
 

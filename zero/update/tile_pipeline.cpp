@@ -23,19 +23,20 @@ TilePipeline::TilePipeline(Runtime& runtime, const UnitTable& table, const Memor
       store_(store),
       weights_written_(table.units().size()) {
   for (const auto& bytes : memory.update_buffers()) buffers_.push_back({.bytes = bytes});
-  first_piece_.resize(table.units().size() + 1);
-  for (const Piece& piece : memory.pieces()) ++first_piece_[piece.unit.index + 1];
-  std::partial_sum(first_piece_.begin(), first_piece_.end(), first_piece_.begin());
+  first_sub_group_.resize(table.units().size() + 1);
+  for (const SubGroup& sub_group : memory.sub_groups()) ++first_sub_group_[sub_group.unit.index + 1];
+  std::partial_sum(first_sub_group_.begin(), first_sub_group_.end(), first_sub_group_.begin());
   std::size_t tiles_max = 0;
-  for (const Piece& piece : memory.pieces()) tiles_max = std::max<std::size_t>(tiles_max, piece.tile_count);
+  for (const SubGroup& sub_group : memory.sub_groups())
+    tiles_max = std::max<std::size_t>(tiles_max, sub_group.tile_count);
   checksums_w_.resize(tiles_max);
   checksums_s_.resize(tiles_max);
 }
 
 TilePipeline::~TilePipeline() { abandon(ahead_); }
 
-std::span<const Tile> TilePipeline::tiles(const Piece& piece) const {
-  return table_.unit(piece.unit).trainable.tiles().subspan(piece.first_tile, piece.tile_count);
+std::span<const Tile> TilePipeline::tiles(const SubGroup& sub_group) const {
+  return table_.unit(sub_group.unit).trainable.tiles().subspan(sub_group.first_tile, sub_group.tile_count);
 }
 
 void TilePipeline::timed_wait(const Completion& completion, WaitCause cause) {
@@ -59,13 +60,13 @@ void TilePipeline::walk(const WalkOptions& options, const Work& work, std::optio
 void TilePipeline::run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated) {
   std::deque<Job> jobs;  // started, oldest first
   std::optional<UpdateRequest> request;
-  std::size_t piece = 0;  // the next of the request's
+  std::size_t index = 0;  // of the request's next sub-group
   std::deque<UpdateRequest> later;
   const auto next_request = [&](bool wait) -> std::optional<UpdateRequest> {
     while (auto wanted = next(wait && later.empty())) {
       if (!is_only_written(wanted->unit, options)) return wanted;
       updated(wanted->unit);
-      if (options.read_apart) later.push_back(*wanted);
+      if (options.read_device_only) later.push_back(*wanted);
     }
     if (later.empty()) return std::nullopt;
     const UpdateRequest first = later.front();
@@ -77,14 +78,14 @@ void TilePipeline::run(const WalkOptions& options, const Work& work, const Next&
     while (true) {
       // Read ahead as far as buffers are free; when nothing is started at all, wait for one.
       while (request || (request = next_request(/*wait=*/jobs.empty()))) {
-        if (piece < first_piece_[request->unit.index]) piece = first_piece_[request->unit.index];
-        if (!start(piece, request->target, options, jobs)) break;
+        index = std::max(index, first_sub_group_[request->unit.index]);
+        if (!start(index, request->target, options, jobs)) break;
         if (!jobs.back().ends_unit) {
-          ++piece;
+          ++index;
           continue;
         }
         request.reset();
-        piece = 0;
+        index = 0;
       }
       if (jobs.empty()) break;
       go_on(jobs.front(), options, work, updated);
@@ -102,12 +103,12 @@ void TilePipeline::go_on(Job& job, const WalkOptions& options, const Work& work,
   for (const Completion& read : job.reads) timed_wait(read, options.waits);
   update(job, options, work);
   write(job, options);
-  if (job.ends_unit && !is_only_written(job.piece.unit, options)) updated(job.piece.unit);
+  if (job.ends_unit && !is_only_written(job.sub_group.unit, options)) updated(job.sub_group.unit);
 }
 
-// A unit that the device has updated, or that nothing has: nobody waits for it, and it comes last, if at all.
+// Nobody waits for such a unit: the device has updated it, or it does not change. It comes last, if at all.
 bool TilePipeline::is_only_written(UnitId unit, const WalkOptions& options) const {
-  return memory_.apart(unit) && !options.change_apart;
+  return memory_.device_only(unit) && !options.change_device_only;
 }
 
 // Reads under way still target the buffers: see them out before anybody else uses them.
@@ -124,39 +125,32 @@ void TilePipeline::abandon(std::deque<Job>& jobs) noexcept {
 }
 
 bool TilePipeline::ends_unit(std::size_t index) const {
-  return index + 1 == first_piece_[memory_.pieces()[index].unit.index + 1];
+  return index + 1 == first_sub_group_[memory_.sub_groups()[index].unit.index + 1];
 }
 
-// `buffer` may be null where the piece needs none.
+// `buffer` may be null if the sub-group needs none.
 TilePipeline::Job TilePipeline::job_of(std::size_t index, Buffer* buffer) const {
-  const Piece& piece = memory_.pieces()[index];
-  const UnitHome& home = memory_.home(piece.unit);
-  const Tile& first = tiles(piece).front();
-  const bool apart = memory_.apart(piece.unit);
-  std::byte* const bytes = buffer == nullptr ? nullptr : buffer->bytes.data();
-  Job job{.piece = piece, .buffer = buffer, .ends_unit = ends_unit(index)};
-  job.weights = home.weights != nullptr && !apart ? home.weights + first.w_offset : bytes;
-  job.state = memory_.state_at_home(piece) && !apart ? home.state + first.s_offset
-                                                     : bytes + memory_.buffered_bytes(piece).weights;
-  return job;
+  const SubGroup& sub_group = memory_.sub_groups()[index];
+  const auto [weights, state] = memory_.place(sub_group, buffer == nullptr ? nullptr : buffer->bytes.data());
+  return {.sub_group = sub_group, .weights = weights, .state = state, .buffer = buffer, .ends_unit = ends_unit(index)};
 }
 
 bool TilePipeline::start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs) {
-  const Piece& piece = memory_.pieces()[index];
-  if (const auto read = read_already(piece); read != ahead_.end()) {
+  const SubGroup& sub_group = memory_.sub_groups()[index];
+  if (const auto read = read_already(sub_group); read != ahead_.end()) {
     jobs.push_back(std::move(*read));
     jobs.back().target = target;
     ahead_.erase(read);
     return true;
   }
-  // What lives in memory needs no reading ahead, but must not hold up the reading of what comes after it.
-  const bool needs_buffer = memory_.buffered_bytes(piece).total() > 0;
+  // Sub-groups in memory need no reading ahead, but must not hold up the reading of those after them.
+  const bool needs_buffer = memory_.plan().units().buffered_bytes(sub_group).total() > 0;
   if (!needs_buffer && jobs.size() > buffers_.size()) return false;
   Buffer* const buffer = needs_buffer ? buffer_for(jobs, options.waits) : nullptr;
   if (needs_buffer && buffer == nullptr) return false;
   jobs.push_back(job_of(index, buffer));
   jobs.back().target = target;
-  if (memory_.apart(piece.unit) ? options.read_apart : options.read) read(jobs.back(), options);
+  if (memory_.device_only(sub_group.unit) ? options.read_device_only : options.read) read(jobs.back(), options);
   return true;
 }
 
@@ -195,10 +189,11 @@ void TilePipeline::read_ahead(const WalkOptions& walk, std::span<const UnitId> u
   try {
     for (const Buffer& buffer : buffers_) buffer.idle.wait();
     for (const UnitId unit : units) {
-      for (std::size_t index = first_piece_[unit.index]; index < first_piece_[unit.index + 1]; ++index) {
-        const Piece& piece = memory_.pieces()[index];
-        if (memory_.apart(unit)) break;  // nothing of it is on NVMe alone
-        if (memory_.buffered_bytes(piece).total() == 0 || read_already(piece) != ahead_.end()) continue;
+      for (std::size_t index = first_sub_group_[unit.index]; index < first_sub_group_[unit.index + 1]; ++index) {
+        const SubGroup& sub_group = memory_.sub_groups()[index];
+        if (memory_.device_only(unit)) break;  // none of it is only on NVMe
+        if (memory_.plan().units().buffered_bytes(sub_group).total() == 0 || read_already(sub_group) != ahead_.end())
+          continue;
         Buffer* const buffer = idle_buffer({});
         if (buffer == nullptr) return;
         ahead_.push_back(job_of(index, buffer));
@@ -211,68 +206,68 @@ void TilePipeline::read_ahead(const WalkOptions& walk, std::span<const UnitId> u
   }
 }
 
-std::deque<TilePipeline::Job>::iterator TilePipeline::read_already(const Piece& piece) {
+std::deque<TilePipeline::Job>::iterator TilePipeline::read_already(const SubGroup& sub_group) {
   return std::ranges::find_if(ahead_, [&](const Job& job) {
-    return job.piece.unit.index == piece.unit.index && job.piece.first_tile == piece.first_tile;
+    return job.sub_group.unit.index == sub_group.unit.index && job.sub_group.first_tile == sub_group.first_tile;
   });
 }
 
-RecordPart TilePipeline::part(const Piece& piece, Region region) const {
-  return record_io_.part(piece.unit, RecordKind::trainable, region, piece.first_tile, piece.tile_count);
+RecordPart TilePipeline::part(const SubGroup& sub_group, Region region) const {
+  return record_io_.part(sub_group.unit, RecordKind::trainable, region, sub_group.first_tile, sub_group.tile_count);
 }
 
 void TilePipeline::read(Job& job, const WalkOptions& options) {
-  const auto buffered = memory_.buffered_bytes(job.piece);
-  const bool comes_from_store = !memory_.apart(job.piece.unit);
+  const auto buffered = memory_.plan().units().buffered_bytes(job.sub_group);
+  const bool comes_from_store = !memory_.device_only(job.sub_group.unit);
   if (buffered.state > 0) {
-    job.reads.push_back(record_io_.start_read(part(job.piece, Region::state), job.state, job.priority));
+    job.reads.push_back(record_io_.start_read(part(job.sub_group, Region::state), job.state, job.priority));
     job.verifies_state = comes_from_store;
   }
   if (buffered.weights == 0) return;
   if (comes_from_store) return read_weights(job, options);
-  job.reads.push_back(record_io_.start_read(part(job.piece, Region::weights), job.weights, job.priority));
+  job.reads.push_back(record_io_.start_read(part(job.sub_group, Region::weights), job.weights, job.priority));
 }
 
 // From the store, runs of tiles whose weights the work looks at.
 void TilePipeline::read_weights(Job& job, const WalkOptions& options) {
-  const auto piece_tiles = tiles(job.piece);
-  const std::uint64_t base = piece_tiles.front().w_offset;
+  const auto job_tiles = tiles(job.sub_group);
+  const std::uint64_t base = job_tiles.front().w_offset;
   job.verifies_weights = true;
-  for (std::size_t first = 0, end = 0; first < piece_tiles.size(); first = end) {
-    const bool made = makes_weights(job, piece_tiles[first], options);
-    for (end = first; end < piece_tiles.size() && makes_weights(job, piece_tiles[end], options) == made;) ++end;
+  for (std::size_t first = 0, end = 0; first < job_tiles.size(); first = end) {
+    const bool made = makes_weights(job, job_tiles[first], options);
+    for (end = first; end < job_tiles.size() && makes_weights(job, job_tiles[end], options) == made;) ++end;
     if (made) continue;
-    const Piece run{job.piece.unit, job.piece.first_tile + static_cast<std::uint32_t>(first),
-                    static_cast<std::uint32_t>(end - first)};
+    const SubGroup run{job.sub_group.unit, job.sub_group.first_tile + static_cast<std::uint32_t>(first),
+                       static_cast<std::uint32_t>(end - first)};
     job.reads.push_back(record_io_.start_read(part(run, Region::weights),
-                                              job.weights + (piece_tiles[first].w_offset - base), job.priority));
+                                              job.weights + (job_tiles[first].w_offset - base), job.priority));
   }
 }
 
 bool TilePipeline::makes_weights(const Job& job, const Tile& tile, const WalkOptions& options) const {
-  return options.makes_weights && table_.unit(job.piece.unit).segments[tile.segment].update_makes_weights();
+  return options.makes_weights && table_.unit(job.sub_group.unit).segments[tile.segment].update_makes_weights();
 }
 
 void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work) {
   const TimePoint begin = Clock::now();
-  const auto piece_tiles = tiles(job.piece);
-  const Unit& unit = table_.unit(job.piece.unit);
-  const std::optional<tiers::RecordId> record = records_.trainable(job.piece.unit);
-  const Tile& first = piece_tiles.front();
-  const auto [writes_weights, writes_state] = writes(job.piece, options);
-  runtime_.update_pool().run(piece_tiles.size(), [&](std::size_t i) {
-    const Tile& tile = piece_tiles[i];
-    const auto index = job.piece.first_tile + static_cast<std::uint32_t>(i);
+  const auto job_tiles = tiles(job.sub_group);
+  const Unit& unit = table_.unit(job.sub_group.unit);
+  const std::optional<tiers::RecordId> record = records_.trainable(job.sub_group.unit);
+  const Tile& first = job_tiles.front();
+  const auto [writes_weights, writes_state] = writes(job.sub_group, options);
+  runtime_.update_pool().run(job_tiles.size(), [&](std::size_t i) {
+    const Tile& tile = job_tiles[i];
+    const auto index = job.sub_group.first_tile + static_cast<std::uint32_t>(i);
     const std::span<std::byte> weights(job.weights + (tile.w_offset - first.w_offset), tile.w_bytes);
     const std::span<std::byte> state(job.state + (tile.s_offset - first.s_offset), tile.s_bytes);
     const bool made = makes_weights(job, tile, options);
     if (job.verifies_weights && !made) store_->verify(*record, Region::weights, index, 1, weights);
-    if (job.verifies_weights && made) {  // what fills the tile up is stored with it
+    if (job.verifies_weights && made) {  // the padding of the tile is stored with it
       const std::uint64_t used = tile.elements * dtype_bytes(unit.segments[tile.segment].dtype);
       std::ranges::fill(weights.subspan(used), std::byte{0});
     }
     if (job.verifies_state) store_->verify(*record, Region::state, index, 1, state);
-    work({.unit = job.piece.unit,
+    work({.unit = job.sub_group.unit,
           .segment = &unit.segments[tile.segment],
           .tile = &tile,
           .weights = weights.data(),
@@ -287,35 +282,35 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
   if (Trace* const trace = runtime_.trace(); trace != nullptr) trace->add(TraceRow::optimizer, unit.name, begin, end);
 }
 
-TilePipeline::Writes TilePipeline::writes(const Piece& piece, const WalkOptions& options) const {
-  const bool weights_at_home = memory_.home(piece.unit).weights != nullptr;
-  return {.weights = weights_at_home ? options.write_homes : options.write_streamed,
-          .state = memory_.state_at_home(piece) ? options.write_homes : options.write_streamed};
+TilePipeline::Writes TilePipeline::writes(const SubGroup& sub_group, const WalkOptions& options) const {
+  const bool weights_resident = memory_.unit(sub_group.unit).weights != nullptr;
+  return {.weights = weights_resident ? options.write_resident : options.write_stored,
+          .state = memory_.plan().units().is_state_resident(sub_group) ? options.write_resident : options.write_stored};
 }
 
 void TilePipeline::write(Job& job, const WalkOptions& options) {
-  const tiers::Tile& first = tiles(job.piece).front();
-  const tiers::Tile& last = tiles(job.piece).back();
-  const auto [writes_weights, writes_state] = writes(job.piece, options);
+  const tiers::Tile& first = tiles(job.sub_group).front();
+  const tiers::Tile& last = tiles(job.sub_group).back();
+  const auto [writes_weights, writes_state] = writes(job.sub_group, options);
   std::vector<Completion> started;
   const auto start_write = [&](Region region, const std::byte* source, std::uint64_t bytes,
                                const std::vector<std::uint64_t>& checksums) {
-    started.push_back(store_->write(*records_.trainable(job.piece.unit), region, job.piece.first_tile,
-                                    job.piece.tile_count, {source, bytes},
-                                    std::span(checksums).first(job.piece.tile_count), aio::Priority::background));
+    started.push_back(store_->write(*records_.trainable(job.sub_group.unit), region, job.sub_group.first_tile,
+                                    job.sub_group.tile_count, {source, bytes},
+                                    std::span(checksums).first(job.sub_group.tile_count), aio::Priority::background));
   };
   if (writes_weights) {
     start_write(Region::weights, job.weights, last.w_offset + last.w_bytes - first.w_offset, checksums_w_);
-    Completion& written = weights_written_[job.piece.unit.index];
+    Completion& written = weights_written_[job.sub_group.unit.index];
     const std::array parts{written, started.back()};
     written = written.done() && !written.error() ? started.back() : when_all(parts);
   }
   if (writes_state) {
     start_write(Region::state, job.state, last.s_offset + last.s_bytes - first.s_offset, checksums_s_);
   }
-  if (memory_.apart(job.piece.unit) && options.change_apart) {
-    started.push_back(record_io_.start_write(part(job.piece, Region::weights), job.weights));
-    started.push_back(record_io_.start_write(part(job.piece, Region::state), job.state));
+  if (memory_.device_only(job.sub_group.unit) && options.change_device_only) {
+    started.push_back(record_io_.start_write(part(job.sub_group, Region::weights), job.weights));
+    started.push_back(record_io_.start_write(part(job.sub_group, Region::state), job.state));
   }
   if (job.buffer != nullptr) job.buffer->idle = when_all(started);
 }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/update/tile_pipeline.hpp - the optimizer step over all records: read ahead, update, write behind.
 //
-// Works in pieces (runs of tiles) through a ring of buffers: while one piece is updated, later ones are being read and
-// earlier ones written. A tile is verified, updated and checksummed in one pass while it is in cache. State that lives
-// in memory is updated in place and, when steps are durable, written from there. State in device memory that the CPU
-// cannot read is brought into the buffers and back, by walks that are no steps: those the device carries out itself.
+// The records are cut into sub-groups (runs of tiles), which go through a ring of buffers: while one is updated, later
+// ones are being read and earlier ones written. A tile is verified, updated and checksummed in one pass while it is in
+// cache. State that the CPU can read in memory is updated in place and, when steps are durable, written from there. The
+// device updates device-only units itself; other walks bring their state into the buffers and back.
 //
 // Between walks the buffers are idle: read_ahead() fills them with what the next step begins with, while the program is
 // still making its gradients.
 //
 // Threading  One caller at a time; tiles run on the update pool.
 // Errors     IoError, CorruptionError; Error when a master or moment is not finite or too large to be committed.
-// Main path  run -> for each piece: read -> tiles (verify, update, checksum) -> write.
+// Main path  run -> for each sub-group: read -> tiles (verify, update, checksum) -> write.
 #pragma once
 
 #include <atomic>
@@ -29,14 +29,13 @@ namespace hoist::detail {
 
 // What a walk over all trainable tiles reads and writes.
 struct WalkOptions {
-  bool read = true;            // what lives on NVMe is read first (false: it is being made, or not looked at)
-  bool write_streamed = true;  // and written again
-  bool write_homes = true;     // what lives in memory is written to the store, as a commit needs it
-  // Of units that are apart (Memory::apart): what is there is looked at, and what the work makes goes back.
-  bool read_apart = true;
-  bool change_apart = true;
+  bool read = true;              // reads the tiles on NVMe first; false: the work makes them, or does not look at them
+  bool write_stored = true;      // writes the tiles on NVMe
+  bool write_resident = true;    // writes tiles that are resident in memory to the store, as a commit needs it
+  bool read_device_only = true;  // brings the tiles of device-only units into buffers first
+  bool change_device_only = true;  // puts what the work made of them back
   WaitCause waits = WaitCause::nvme;
-  bool in_background = false;  // nobody stands still meanwhile: not booked as waiting
+  bool in_background = false;  // nobody waits meanwhile: the time is not booked as waiting
   // The work makes weights where Segment::update_makes_weights(): they are not read, and all of them are written.
   bool makes_weights = false;
 };
@@ -55,14 +54,15 @@ class TilePipeline {
   TilePipeline(const TilePipeline&) = delete;
   TilePipeline& operator=(const TilePipeline&) = delete;
 
-  // Runs work(tile) over every trainable tile of `units` (all when empty), in parallel within a piece, pieces in order.
-  // Pre: a step of the store is open when anything is written. Returns when everything was computed and all writes
-  // are started; the store's commit waits for them.
+  // Runs work(tile) over every trainable tile of unit `only`, or of all units: in parallel within a sub-group, one
+  // sub-group after the other. Returns when everything is computed and all writes are started; the store's commit waits
+  // for them. Pre: a step of the store is open if anything is written.
   using Work = std::function<void(const TileAccess&)>;
   void walk(const WalkOptions& options, const Work& work, std::optional<UnitId> only = {});
-  // The same over the units that `next` names, until it names none. next(wait): `wait` when there is nothing else to go
-  // on with; otherwise it returns at once. `updated`: the unit's tiles are computed and their writes started, or its
-  // weights are what they will be without this walk: a unit that is apart and not changed.
+  // The same over the units that `next` names, until it names none. next(wait) may block only if `wait`: then the
+  // pipeline has nothing else to do. It calls updated(unit) when the unit's tiles are computed and their writes
+  // started, or at once if this walk does not change the unit's weights: those of a device-only unit, without
+  // WalkOptions::change_device_only.
   using Next = std::function<std::optional<UpdateRequest>(bool wait)>;
   using Updated = std::function<void(UnitId)>;
   void run(const WalkOptions& options, const Work& work, const Next& next, const Updated& updated);
@@ -85,8 +85,8 @@ class TilePipeline {
     std::uint64_t last_use = 0;  // counts uses of all buffers
   };
   struct Job {
-    Piece piece;
-    std::byte* weights = nullptr;  // of the piece's first tile
+    SubGroup sub_group;
+    std::byte* weights = nullptr;  // of the sub-group's first tile
     std::byte* state = nullptr;
     Buffer* buffer = nullptr;
     std::byte* target = nullptr;  // of a copy of the unit's weights
@@ -98,10 +98,10 @@ class TilePipeline {
   void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
   void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
   bool is_only_written(UnitId unit, const WalkOptions& options) const;
-  Job job_of(std::size_t piece, Buffer* buffer) const;
-  bool ends_unit(std::size_t piece) const;
-  std::deque<Job>::iterator read_already(const Piece& piece);  // in ahead_
-  bool start(std::size_t piece, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs);
+  Job job_of(std::size_t index, Buffer* buffer) const;
+  bool ends_unit(std::size_t index) const;
+  std::deque<Job>::iterator read_already(const SubGroup& sub_group);  // in ahead_
+  bool start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs);
   bool held(const Buffer& buffer, const std::deque<Job>& jobs) const;
   Buffer* idle_buffer(const std::deque<Job>& jobs);
   Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
@@ -112,10 +112,10 @@ class TilePipeline {
   struct Writes {
     bool weights = false, state = false;
   };
-  Writes writes(const Piece& piece, const WalkOptions& options) const;
+  Writes writes(const SubGroup& sub_group, const WalkOptions& options) const;
   void write(Job& job, const WalkOptions& options);
-  RecordPart part(const Piece& piece, tiers::Region region) const;
-  std::span<const tiers::Tile> tiles(const Piece& piece) const;
+  RecordPart part(const SubGroup& sub_group, tiers::Region region) const;
+  std::span<const tiers::Tile> tiles(const SubGroup& sub_group) const;
   void timed_wait(const Completion& completion, WaitCause cause);
 
   Runtime& runtime_;
@@ -127,10 +127,10 @@ class TilePipeline {
   std::vector<Buffer> buffers_;
   std::deque<Job> ahead_;  // read for the next step
   std::uint64_t uses_ = 0;
-  std::vector<std::size_t> first_piece_;  // by unit, and one past the last
+  std::vector<std::size_t> first_sub_group_;  // by unit, and one past the last
   std::atomic<std::int64_t> busy_ns_{0};
   std::vector<Completion> weights_written_;               // by unit
-  std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the piece being updated
+  std::vector<std::uint64_t> checksums_w_, checksums_s_;  // of the sub-group being updated
 };
 
 }  // namespace hoist::detail

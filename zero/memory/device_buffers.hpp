@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/memory/device_buffers.hpp - how many buffers an engine has in device memory beside its units' regions.
+//
+// Threading  Pure functions on constant data. Borrows the regions.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include <hoist/zero/memory/unit_regions.hpp>
+
+namespace hoist::detail {
+
+struct DeviceBuffers {
+  std::uint64_t gradient_count = 0;
+  std::uint64_t slot_count = 0;
+};
+
+class DeviceBufferChooser {
+ public:
+  explicit DeviceBufferChooser(const UnitRegions& regions);
+
+  // The least that trains: what a single gather() pins at most, and one unit's gradient.
+  DeviceBuffers least() const;
+  // As many as fit into `free_bytes` together with the units' regions; the least if that does not fit either.
+  DeviceBuffers choose(std::uint64_t free_bytes) const;
+  std::uint64_t bytes(const DeviceBuffers& buffers) const;  // with the units' regions
+  // Calls visit(role, bytes) for every buffer.
+  template <typename Visit>
+  void for_each(const DeviceBuffers& buffers, const Visit& visit) const {
+    for (std::uint64_t i = 0; i < buffers.gradient_count; ++i) visit(MemoryRole::gradient_buffer, gradient_bytes_);
+    for (std::uint64_t i = 0; i < buffers.slot_count; ++i) visit(MemoryRole::gather_slot, slot_bytes_);
+  }
+
+ private:
+  const UnitRegions& regions_;
+  std::uint64_t slot_bytes_ = 0;      // the largest gathered unit that uses a slot; 0: none does
+  std::uint64_t gradient_bytes_ = 0;  // the largest gradient, and its sums in fp32 if those are on the device
+  std::uint64_t slots_max_ = 0;       // units that compete for slots
+  std::uint64_t slots_min_ = 0;       // the most that one gather() pins: the unit's own and its tied owners'
+};
+
+// The device memory that an engine needs at least, beside the program's own blocks.
+std::uint64_t least_device_bytes(const EngineOptions& options, const UnitTable& table, DeviceAccess access);
+// The smallest optimizer_offload_ratio above the present one, in hundredths, with which that is at most
+// `available_bytes`; empty if none is.
+std::optional<double> fitting_offload_ratio(EngineOptions options, const UnitTable& table, DeviceAccess access,
+                                            std::uint64_t available_bytes);
+
+}  // namespace hoist::detail

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <hoist/zero/memory/memory_plan.hpp>
+
+namespace hoist::detail {
+
+MemoryPlan::MemoryPlan(const EngineOptions& options, const UnitTable& table, const MachineFacts& facts)
+    : units_(options, table, facts.device_access) {
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    for (const MemoryRegion& region : units_.unit(UnitId{u}).regions)
+      if (region.bytes > 0) regions_.push_back(region);
+  }
+  if (units_.device_results().bytes > 0) regions_.push_back(units_.device_results());
+
+  const auto add_buffers = [&](MemoryTier tier, const auto& chooser, const auto& buffers) {
+    TierLayout layout = units_.layout(tier);
+    chooser.for_each(buffers, [&](MemoryRole role, std::uint64_t bytes) {
+      regions_.push_back({.role = role, .tier = tier, .offset = layout.add(bytes), .bytes = bytes});
+    });
+    bytes_[static_cast<std::size_t>(tier)] = layout.bytes();
+  };
+  const DeviceBufferChooser device(units_);
+  device_buffers_ = device.choose(facts.free_device_bytes);
+  add_buffers(MemoryTier::device, device, device_buffers_);
+  const PinnedBufferChooser pinned(options, units_);
+  pinned_buffers_ = pinned.choose(facts.free_pinned_bytes);
+  add_buffers(MemoryTier::pinned, pinned, pinned_buffers_);
+  bytes_[static_cast<std::size_t>(MemoryTier::nvme)] = units_.layout(MemoryTier::nvme).bytes();
+}
+
+std::uint64_t MemoryPlan::buffer_bytes(MemoryRole role) const {
+  const auto first = std::ranges::find(regions_, role, &MemoryRegion::role);
+  return first == regions_.end() ? 0 : first->bytes;
+}
+
+scheduler::FetchPlannerOptions fetch_planner_options(const EngineOptions& options, const UnitRegions& units,
+                                                     std::uint64_t gather_slots) {
+  scheduler::FetchPlannerOptions result{.slot_count = static_cast<std::uint32_t>(gather_slots),
+                                        .prefetch_elements = options.prefetch_elements,
+                                        .live_elements_max = options.live_elements_max,
+                                        .reuse_distance_elements = options.reuse_distance_elements};
+  const std::vector<Unit>& descriptions = units.table().units();
+  for (std::uint32_t u = 0; u < descriptions.size(); ++u)
+    result.items.push_back({.elements = descriptions[u].elements,
+                            .slotted = units.unit(UnitId{u}).uses_slot,
+                            .bound = static_cast<bool>(descriptions[u].options.binding)});
+  return result;
+}
+
+}  // namespace hoist::detail

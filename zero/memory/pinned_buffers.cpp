@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <hoist/zero/layout/step_rules.hpp>
+#include <hoist/zero/memory/pinned_buffers.hpp>
+
+namespace hoist::detail {
+
+PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const UnitRegions& regions) : regions_(regions) {
+  const auto& units = regions.table().units();
+  const bool sums_in_memory = gradient_sums(options) == GradientSums::at_home;
+  std::uint64_t tiles_max = 1;
+  for (std::uint32_t u = 0; u < units.size(); ++u) {
+    const Unit& unit = units[u];
+    tiles_max = std::max(tiles_max, std::uint64_t{unit.trainable.tiles().size()});
+    staging_bytes_ = std::max(staging_bytes_, unit.host_bytes());
+    if (regions.unit(UnitId{u}).state_on_device) continue;
+    std::uint64_t gradient_bytes = 0;
+    for (const Segment& segment : unit.segments)
+      gradient_bytes += segment.trainable ? round_up(segment.shard_bytes(), 64) : 0;
+    if (sums_in_memory) sum_bytes_ = std::max(sum_bytes_, gradient_bytes);
+    if (!regions.rings_gradients()) continue;
+    largest_gradient_bytes_ = std::max(largest_gradient_bytes_, unit.home_gradient_bytes);
+    all_gradient_bytes_ += unit.home_gradient_bytes;
+  }
+  const bool stages = options.parameters == Placement::nvme;
+  wanted_ = {
+      .sub_group_tiles = std::clamp(options.sub_group_elements / tiers::kTileElements, std::uint64_t{1}, tiles_max),
+      .update_count = regions.uses_update_buffers() ? std::max(options.update_buffer_count, 3u) : 0,
+      .staging_count = stages ? std::clamp(options.staging_buffer_count, 1u, static_cast<unsigned>(units.size())) : 0,
+      .gradient_ring_bytes = ring_bytes(kRingGradients)};
+}
+
+std::uint64_t PinnedBufferChooser::bytes(const PinnedBuffers& buffers) const {
+  TierLayout layout = regions_.layout(MemoryTier::pinned);
+  for_each(buffers, [&](MemoryRole, std::uint64_t bytes) { layout.add(bytes); });
+  return layout.bytes();
+}
+
+std::uint64_t PinnedBufferChooser::ring_bytes(std::uint64_t gradients) const {
+  return round_up(std::min(all_gradient_bytes_, gradients * largest_gradient_bytes_), kBlockAlignment);
+}
+
+// In the order of what a byte brings. Update buffers of one tile are small, and the drive is idle without them. With a
+// second staging buffer a unit is read while the one before it is copied up. Larger sub-groups keep the drive's queue
+// full. With two gradients in the ring, one comes down while the other's unit is updated. More staging buffers only
+// bridge what is uneven.
+PinnedBuffers PinnedBufferChooser::choose(std::uint64_t free_bytes) const {
+  const PinnedBuffers& most = wanted_;
+  PinnedBuffers chosen{.sub_group_tiles = 1,
+                       .update_count = std::min(most.update_count, 3u),
+                       .staging_count = std::min(most.staging_count, 1u),
+                       .gradient_ring_bytes = ring_bytes(1)};
+  const auto fits = [&] { return bytes(chosen) <= free_bytes; };
+  if (!fits()) return chosen;
+  const auto raise = [&](auto& count, auto to) {
+    const auto before = std::exchange(count, to);
+    if (fits()) return true;
+    count = before;
+    return false;
+  };
+  const auto raise_staging = [&](unsigned end) {
+    while (chosen.staging_count < std::min(end, most.staging_count) &&
+           raise(chosen.staging_count, chosen.staging_count + 1)) {
+    }
+  };
+  while (chosen.update_count < most.update_count && raise(chosen.update_count, chosen.update_count + 1)) {
+  }
+  raise_staging(2);
+  for (std::uint64_t tiles = most.sub_group_tiles; tiles > 1; tiles = divide_up(tiles, 2))
+    if (raise(chosen.sub_group_tiles, tiles)) break;
+  raise(chosen.gradient_ring_bytes, most.gradient_ring_bytes);
+  raise_staging(most.staging_count);
+  if (regions_.rings_gradients()) grow_ring(chosen, free_bytes);
+  return chosen;
+}
+
+// As far as the budget goes: the more gradients wait for their update, the further the drive may lag behind the pass.
+void PinnedBufferChooser::grow_ring(PinnedBuffers& chosen, std::uint64_t free_bytes) const {
+  std::uint64_t fits = chosen.gradient_ring_bytes / kBlockAlignment;
+  std::uint64_t too_much = ring_bytes(regions_.table().units().size()) / kBlockAlignment + 1;
+  while (too_much - fits > 1) {
+    const std::uint64_t middle = fits + (too_much - fits) / 2;
+    chosen.gradient_ring_bytes = middle * kBlockAlignment;
+    (bytes(chosen) <= free_bytes ? fits : too_much) = middle;
+  }
+  chosen.gradient_ring_bytes = fits * kBlockAlignment;
+}
+
+double largest_pinned_fraction(EngineOptions options, const UnitTable& table, DeviceAccess access,
+                               std::uint64_t free_bytes) {
+  const auto buffers = [&](double fraction) {
+    options.optimizer_pinned_fraction = fraction;
+    const UnitRegions regions(options, table, access);
+    const PinnedBufferChooser chooser(options, regions);
+    const PinnedBuffers chosen = chooser.choose(free_bytes);
+    return chooser.bytes(chosen) <= free_bytes ? std::optional(chosen) : std::nullopt;
+  };
+  const auto asked = buffers(options.optimizer_pinned_fraction.value_or(0));
+  if (!asked) return 0;
+  std::uint64_t largest_gradient = 0;
+  for (const Unit& unit : table.units()) largest_gradient = std::max(largest_gradient, unit.home_gradient_bytes);
+  const std::uint64_t least_ring = std::min(asked->gradient_ring_bytes, 2 * largest_gradient);
+  const auto fits = [&](unsigned hundredths) {
+    const auto chosen = buffers(hundredths / 100.0);
+    if (!chosen || chosen->staging_count != asked->staging_count || chosen->gradient_ring_bytes < least_ring)
+      return false;
+    // With all of it in memory there may be nothing left to buffer.
+    return chosen->update_count == 0 ||
+           (chosen->update_count == asked->update_count && chosen->sub_group_tiles == asked->sub_group_tiles);
+  };
+  if (fits(100)) return 1;
+  unsigned most = 0, too_much = 100;
+  while (too_much - most > 1) {
+    const unsigned middle = (most + too_much) / 2;
+    (fits(middle) ? most : too_much) = middle;
+  }
+  return most / 100.0;
+}
+
+}  // namespace hoist::detail

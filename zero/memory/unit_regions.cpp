@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <hoist/core/norm_order.hpp>
+#include <hoist/tiers/device_arena.hpp>
+#include <hoist/zero/layout/step_rules.hpp>
+#include <hoist/zero/memory/unit_regions.hpp>
+
+namespace hoist::detail {
+
+using tiers::Region;
+
+std::uint64_t TierLayout::add(std::uint64_t bytes) {
+  if (tier_ == MemoryTier::pinned) return pinned_.add(bytes);
+  const std::uint64_t offset = tier_ == MemoryTier::device ? bytes_ : 0;
+  bytes_ += tier_ == MemoryTier::device ? round_up(bytes, tiers::DeviceArena::kAlignment) : bytes;
+  return offset;
+}
+
+DeviceAccess device_access(const RuntimeOptions& runtime) {
+  const bool readable = runtime.device == platform::DeviceKind::host && runtime.host_device.host_accessible;
+  return readable ? DeviceAccess::cpu_and_device : DeviceAccess::device_only;
+}
+
+bool asks_for_device_only(const RuntimeOptions& runtime, const EngineOptions& options) {
+  const bool state_on_device = options.optimizer == Placement::device || options.optimizer_offload_ratio < 1;
+  return state_on_device && device_access(runtime) == DeviceAccess::device_only;
+}
+
+int gathering_group(const EngineOptions& options, int world_size) {
+  const int ranks = options.secondary_shard_ranks;
+  return options.stage == 3 && ranks > 1 && ranks < world_size ? ranks : 1;
+}
+
+namespace {
+
+bool stays_gathered(const EngineOptions& options, const UnitTable& table, const Unit& unit) {
+  if (unit.options.binding) return false;
+  // Below stage 3 weights are not partitioned: gathered once after each step, they stay.
+  const bool whole = options.stage < 3 || table.world_size() == 1;
+  const bool resident = options.parameters == Placement::device && whole;
+  return resident || unit.options.stable_address || unit.elements <= options.persistence_elements;
+}
+
+}  // namespace
+
+UnitRegions::UnitRegions(const EngineOptions& options, const UnitTable& table, DeviceAccess access)
+    : table_(table),
+      weights_resident_(options.parameters != Placement::nvme),
+      rings_gradients_(detail::hands_gradients_on(options) && options.optimizer != Placement::device &&
+                       gradient_sums(options) != GradientSums::at_home),
+      units_(table.units().size()) {
+  const int group = gathering_group(options, table.world_size());
+  secondary_shard_parts_ = group == 1 ? 0 : static_cast<std::uint64_t>(table.world_size() / group);
+  choose_units_on_device(options);
+  choose_resident_state(options);
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    UnitPlacement& unit = units_[u];
+    unit.device_only = unit.state_on_device && access == DeviceAccess::device_only;
+    has_device_only_ = has_device_only_ || unit.device_only;
+    place(UnitId{u}, options);
+  }
+  device_results_ = {.role = MemoryRole::device_results, .tier = MemoryTier::device, .bytes = device_results_bytes()};
+  device_results_.offset = layouts_[static_cast<std::size_t>(MemoryTier::device)].add(device_results_.bytes);
+}
+
+void UnitRegions::choose_units_on_device(const EngineOptions& options) {
+  std::vector<std::uint64_t> elements;  // by unit
+  for (const Unit& unit : table_.units()) {
+    elements.push_back(0);
+    for (const Segment& segment : unit.segments) elements.back() += segment.trainable ? segment.shard_elements : 0;
+    elements_ += elements.back();
+  }
+  const double offloaded = options.optimizer == Placement::device ? 0 : options.optimizer_offload_ratio;
+  if (offloaded == 1) return;
+  const std::uint64_t most = elements_ - static_cast<std::uint64_t>(offloaded * static_cast<double>(elements_));
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    units_[u].state_on_device = device_elements_ + elements[u] <= most;
+    if (units_[u].state_on_device) device_elements_ += elements[u];
+  }
+}
+
+// The first tiles of every unit, up to the share of the state so far: what one unit rounds down, the next may take.
+void UnitRegions::choose_resident_state(const EngineOptions& options) {
+  const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 1;
+  std::uint64_t bytes = 0, resident_bytes = 0;
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    const tiers::RecordLayout& layout = table_.units()[u].trainable;
+    if (units_[u].state_on_device) {
+      units_[u].state_tiles = static_cast<std::uint32_t>(layout.tiles().size());
+      continue;
+    }
+    bytes += layout.region_bytes(Region::state);
+    const auto most = static_cast<std::uint64_t>(fraction * static_cast<double>(bytes));
+    std::uint64_t count = 0;
+    for (const tiers::EqualTiles& run : layout.equal_tiles()) {
+      const std::uint64_t room = run.s_bytes == 0 ? run.tile_count : (most - resident_bytes) / run.s_bytes;
+      count += std::min(run.tile_count, room);
+      resident_bytes += std::min(run.tile_count, room) * run.s_bytes;
+      if (room < run.tile_count) break;
+    }
+    units_[u].state_tiles = static_cast<std::uint32_t>(count);
+  }
+}
+
+void UnitRegions::place(UnitId id, const EngineOptions& options) {
+  const Unit& unit = table_.unit(id);
+  UnitPlacement& placement = units_[id.index];
+  const bool on_device = options.parameters == Placement::device;
+  placement.stays_gathered = stays_gathered(options, table_, unit);
+  placement.uses_slot = !placement.stays_gathered && !unit.options.binding;
+  const bool has_device_shard = on_device && !(table_.world_size() == 1 && placement.stays_gathered);
+  const bool weights_on_device = on_device && placement.state_on_device;
+  if (weights_resident_) {
+    placement.weights = !weights_on_device ? MemoryRole::weights
+                        : has_device_shard ? MemoryRole::device_shard
+                                           : MemoryRole::gathered;
+  }
+
+  std::uint64_t secondary_bytes = 0;
+  for (const Segment& segment : unit.segments) secondary_bytes += secondary_shard_parts_ * segment.shard_bytes();
+  if (placement.stays_gathered) secondary_bytes = 0;
+  const std::uint64_t state_bytes = unit.trainable.tile_bytes(Region::state, 0, placement.state_tiles);
+  const MemoryTier tier = placement.state_on_device ? MemoryTier::device : MemoryTier::pinned;
+  if (!weights_on_device)
+    add(id, MemoryRole::weights, weights_resident_ ? MemoryTier::pinned : MemoryTier::nvme, unit.host_bytes());
+  if (placement.stays_gathered) add(id, MemoryRole::gathered, MemoryTier::device, unit.gathered_bytes);
+  if (unit.owns_tied) add(id, MemoryRole::tied_gradient, MemoryTier::device, unit.gradient_buffer_bytes());
+  if (has_device_shard) add(id, MemoryRole::device_shard, MemoryTier::device, unit.host_bytes());
+  add(id, MemoryRole::secondary_shard, on_device ? MemoryTier::device : MemoryTier::pinned, secondary_bytes);
+  add(id, MemoryRole::state, tier, state_bytes);
+  add(id, MemoryRole::stored_state, MemoryTier::nvme, unit.trainable.region_bytes(Region::state) - state_bytes);
+  if (placement.state_on_device || !rings_gradients_) add(id, MemoryRole::gradient, tier, unit.home_gradient_bytes);
+}
+
+void UnitRegions::add(UnitId id, MemoryRole role, MemoryTier tier, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  const std::uint64_t offset = layouts_[static_cast<std::size_t>(tier)].add(bytes);
+  units_[id.index].regions[static_cast<std::size_t>(role)] = {
+      .role = role, .tier = tier, .unit = id, .offset = offset, .bytes = bytes};
+}
+
+std::uint64_t UnitRegions::device_results_bytes() const {
+  if (!has_device_only_) return 0;
+  std::uint64_t sums = 0;
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    if (!units_[u].device_only) continue;
+    for (const Segment& segment : table_.units()[u].segments)
+      sums += segment.trainable ? divide_up(segment.shard_elements, kNormChunkElements) : 0;
+  }
+  return (sums + 1) * sizeof(double);
+}
+
+std::uint64_t UnitRegions::device_state_bytes() const {
+  std::uint64_t bytes = 0;
+  for (const UnitPlacement& unit : units_) bytes += unit.state_on_device ? unit.region(MemoryRole::state).bytes : 0;
+  return bytes;
+}
+
+double UnitRegions::device_state_share() const {
+  return elements_ == 0 ? 0 : static_cast<double>(device_elements_) / static_cast<double>(elements_);
+}
+
+// --- sub-groups ------------------------------------------------------------------------------------------------------
+
+std::vector<SubGroup> UnitRegions::sub_groups(std::uint64_t tiles_max) const {
+  std::vector<SubGroup> sub_groups;
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    const std::uint64_t tiles = table_.units()[u].trainable.tiles().size();
+    const std::uint64_t resident = units_[u].state_tiles;
+    std::uint64_t next_resident = 0, next_stored = resident;
+    const auto take = [&](std::uint64_t& next, std::uint64_t end) {
+      const std::uint64_t count = std::min(tiles_max, end - next);
+      sub_groups.push_back({UnitId{u}, static_cast<std::uint32_t>(next), static_cast<std::uint32_t>(count)});
+      next += count;
+    };
+    while (next_resident < resident || next_stored < tiles) {
+      const bool stored_lag = (next_stored - resident) * resident <= next_resident * (tiles - resident);
+      if (next_stored < tiles && (next_resident == resident || stored_lag)) {
+        take(next_stored, tiles);
+      } else {
+        take(next_resident, resident);
+      }
+    }
+  }
+  return sub_groups;
+}
+
+UnitRegions::BufferedBytes UnitRegions::buffered_bytes(const SubGroup& sub_group) const {
+  const tiers::RecordLayout& layout = table_.unit(sub_group.unit).trainable;
+  const auto bytes = [&](Region region) {
+    return layout.tile_bytes(region, sub_group.first_tile, sub_group.tile_count);
+  };
+  const bool device_only = unit(sub_group.unit).device_only;
+  return {.weights = !weights_resident_ || device_only ? bytes(Region::weights) : 0,
+          .state = !is_state_resident(sub_group) || device_only ? bytes(Region::state) : 0};
+}
+
+bool UnitRegions::uses_update_buffers() const {
+  return !weights_resident_ || std::ranges::any_of(units_, [&](const UnitPlacement& unit) {
+    return unit.device_only || unit.region(MemoryRole::stored_state).bytes > 0;
+  });
+}
+
+// Of the unit's tiles from `begin` on, cut at every `tiles_max`. Sub-groups within a run of equal tiles are alike, so
+// the first stands for all of them.
+std::uint64_t UnitRegions::largest_buffered_bytes(UnitId id, std::uint64_t begin, std::uint64_t end,
+                                                  std::uint64_t tiles_max) const {
+  std::uint64_t most = 0;
+  std::uint64_t first = begin;
+  for (const tiers::EqualTiles& run : table_.unit(id).trainable.equal_tiles()) {
+    while (first < std::min(end, run.end_tile())) {
+      const std::uint64_t count = std::min(tiles_max, end - first);
+      const SubGroup sub_group{id, static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(count)};
+      most = std::max(most, buffered_bytes(sub_group).total());
+      const std::uint64_t alike = (std::min(end, run.end_tile()) - first) / tiles_max;
+      first += std::max(alike, std::uint64_t{1}) * tiles_max;
+    }
+  }
+  return most;
+}
+
+std::uint64_t UnitRegions::update_buffer_bytes(std::uint64_t tiles_max) const {
+  std::uint64_t most = 0;
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    const std::uint64_t resident = units_[u].state_tiles, end = table_.units()[u].trainable.tiles().size();
+    most = std::max({most, largest_buffered_bytes(UnitId{u}, 0, resident, tiles_max),
+                     largest_buffered_bytes(UnitId{u}, resident, end, tiles_max)});
+  }
+  return most;
+}
+
+}  // namespace hoist::detail
