@@ -39,8 +39,8 @@ RuntimeOptions runtime_on(Where where) {
 }
 
 // Heads of 64, and a context that is no multiple of anything.
-ModelOptions small_model(Where where, DType dtype = DType::bf16) {
-  ModelOptions model{
+GptOptions small_model(Where where, DType dtype = DType::bf16) {
+  GptOptions model{
       .layers = 2, .width = 128, .heads = 2, .context = 19, .batch = 2, .seed = 4, .threads = 2, .matrix_dtype = dtype};
   if (where == Where::emulated) model.make_operations = emulated;
   return model;
@@ -55,7 +55,7 @@ EngineOptions in_memory(DType dtype = DType::bf16) {
   return options;
 }
 
-Batch batch_at(std::uint64_t step, const ModelOptions& model) {
+Batch batch_at(std::uint64_t step, const GptOptions& model) {
   const std::string sentence = "the quick brown fox jumps over the lazy dog; the lazy dog sleeps. ";
   std::string text;
   for (int i = 0; i < 20; ++i) text += sentence;
@@ -64,11 +64,11 @@ Batch batch_at(std::uint64_t step, const ModelOptions& model) {
 }
 
 struct Trainer {
-  Trainer(const RuntimeOptions& runtime_options, const EngineOptions& engine_options, const ModelOptions& options)
+  Trainer(const RuntimeOptions& runtime_options, const EngineOptions& engine_options, const GptOptions& options)
       : runtime(runtime_options),
-        engine(runtime, engine_options),
-        model(runtime, engine, options, engine_options.optimizer_defaults) {
-    engine.initialize(model.initial_values());
+        model(runtime, engine_options, options),
+        engine(Engine::create(runtime, engine_options, model.model(), model.initial_values())) {
+    model.attach(engine);
   }
   std::vector<double> steps(std::uint64_t count) {
     std::vector<double> losses;
@@ -84,15 +84,16 @@ struct Trainer {
   }
   std::vector<float> gradient(ParameterId parameter) {
     std::uint64_t count = 1;
-    for (const auto extent : engine.parameters()[parameter.index].shape) count *= static_cast<std::uint64_t>(extent);
+    for (const auto extent : engine.model().parameters()[parameter.index].shape)
+      count *= static_cast<std::uint64_t>(extent);
     std::vector<float> values(count);
     engine.read(parameter, State::gradient, 0, values);
     return values;
   }
 
   Runtime runtime;
+  Gpt model;
   Engine engine;
-  Model model;
 };
 
 class CardModel : public testing::TestWithParam<Where> {
@@ -136,7 +137,7 @@ TEST_P(CardModel, GradientsAreTheHosts) {
     Trainer card(runtime_on(GetParam()), in_memory(dtype), small_model(GetParam(), dtype));
     host.model.train(batch_at(0, host.model.options()));
     card.model.train(batch_at(0, card.model.options()));
-    for (std::uint32_t p = 0; p < host.engine.parameters().size(); ++p) {
+    for (std::uint32_t p = 0; p < host.engine.model().parameters().size(); ++p) {
       const std::vector<float> expected = host.gradient({p}), found = card.gradient({p});
       double difference = 0, norm = 0;
       for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -144,7 +145,7 @@ TEST_P(CardModel, GradientsAreTheHosts) {
         norm += std::pow(static_cast<double>(expected[i]), 2);
       }
       EXPECT_GT(norm, 0);
-      EXPECT_LT(std::sqrt(difference), 0.05 * std::sqrt(norm)) << host.engine.parameters()[p].name;
+      EXPECT_LT(std::sqrt(difference), 0.05 * std::sqrt(norm)) << host.engine.model().parameters()[p].name;
     }
     host.engine.discard();
     card.engine.discard();
@@ -160,7 +161,7 @@ TEST_P(CardModel, WhereStateLivesChangesNoBit) {
     engine.prefetch_elements = 100'000;
     engine.persistence_elements = 0;
     if (parameters == Placement::nvme || optimizer == Placement::nvme) engine.store_directory = store_;
-    ModelOptions model = small_model(GetParam());
+    GptOptions model = small_model(GetParam());
     model.activations = activations;
     Trainer trainer(runtime_on(GetParam()), engine, model);
     trainer.steps(3);
@@ -174,7 +175,7 @@ TEST_P(CardModel, WhereStateLivesChangesNoBit) {
 }
 
 TEST_P(CardModel, HeadsOfAnotherWidthAreRefusedWithTheRemedy) {
-  ModelOptions model = small_model(GetParam());
+  GptOptions model = small_model(GetParam());
   model.heads = 4;
   try {
     Trainer trainer(runtime_on(GetParam()), in_memory(), model);
@@ -188,7 +189,7 @@ TEST_P(CardModel, MicroBatchesOfOnePassHaveTheirOwnLosses) {
   EngineOptions engine = in_memory();
   engine.micro_batches_max = 3;
   engine.micro_batch_order = MicroBatchOrder::vertical;
-  ModelOptions model = small_model(GetParam());
+  GptOptions model = small_model(GetParam());
   model.held_micro_batches = 3;
   model.activations = ActivationPolicy::stash;
   Trainer all(runtime_on(GetParam()), engine, model);

@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/core/rng.hpp>
 
 namespace hoist::gpt {
@@ -27,7 +28,7 @@ EngineOptions in_memory() {
       .parameters = Placement::device, .optimizer = Placement::pinned, .optimizer_defaults = {.learning_rate = 3e-3}};
 }
 
-ModelOptions small_model(DType dtype = DType::bf16) {
+GptOptions small_model(DType dtype = DType::bf16) {
   return {.layers = 2,
           .width = 24,
           .heads = 3,
@@ -45,7 +46,7 @@ Text sentence() {
   return Text(std::vector<std::uint8_t>(repeated.begin(), repeated.end()));
 }
 
-Batch batch_at(std::uint64_t step, const ModelOptions& model, int rank = 0, int world_size = 1) {
+Batch batch_at(std::uint64_t step, const GptOptions& model, int rank = 0, int world_size = 1) {
   return sentence().batch({.seed = kSeed,
                            .step = step,
                            .rank = rank,
@@ -55,12 +56,17 @@ Batch batch_at(std::uint64_t step, const ModelOptions& model, int rank = 0, int 
 }
 
 struct Trainer {
-  Trainer(const RuntimeOptions& runtime_options, const EngineOptions& engine_options, const ModelOptions& options,
+  Trainer(const RuntimeOptions& runtime_options, const EngineOptions& wanted, const GptOptions& options,
           const Runtime::MakeCommunicator& join = {})
-      : runtime(join ? std::make_unique<Runtime>(runtime_options, join) : std::make_unique<Runtime>(runtime_options)),
-        engine(std::make_unique<Engine>(*runtime, engine_options)),
-        model(std::make_unique<Model>(*runtime, *engine, options, engine_options.optimizer_defaults)) {}
+      : engine_options(wanted),
+        runtime(join ? std::make_unique<Runtime>(runtime_options, join) : std::make_unique<Runtime>(runtime_options)),
+        model(std::make_unique<Gpt>(*runtime, wanted, options)) {}
 
+  void initialize() { initialize(model->initial_values()); }
+  void initialize(const Initializer& initializer) {
+    engine = std::make_unique<Engine>(Engine::create(*runtime, engine_options, model->model(), initializer));
+    model->attach(*engine);
+  }
   std::vector<double> steps(std::uint64_t count) {
     std::vector<double> losses;
     for (std::uint64_t i = 0; i < count; ++i) {
@@ -74,9 +80,10 @@ struct Trainer {
             state_digest(*engine, State::moment2)};
   }
 
+  const EngineOptions engine_options;
   std::unique_ptr<Runtime> runtime;
-  std::unique_ptr<Engine> engine;
-  std::unique_ptr<Model> model;
+  std::unique_ptr<Gpt> model;
+  std::unique_ptr<Engine> engine;  // ends before the model's stream
 };
 
 // --- fp16 ----------------------------------------------------------------------------------------------------------
@@ -93,7 +100,7 @@ struct Learned {
 };
 Learned learn(const EngineOptions& options, DType dtype, int steps) {
   Trainer trainer(small_runtime(), options, small_model(dtype));
-  trainer.engine->initialize(trainer.model->initial_values());
+  trainer.initialize();
   const auto losses = trainer.steps(static_cast<std::uint64_t>(steps));
   return {losses.front(), losses.back()};
 }
@@ -109,7 +116,7 @@ TEST(Fp16, LearnsAsFp32Does) {
 
 TEST(Fp16, AScaleTooLargeIsLoweredUntilItLearns) {
   Trainer trainer(small_runtime(), fp16_in_memory(0x1.0p40), small_model(DType::fp16));
-  trainer.engine->initialize(trainer.model->initial_values());
+  trainer.initialize();
   const std::string before = state_digest(*trainer.engine, State::master);
   int skipped = 0;
   for (std::uint64_t i = 0; i < 40; ++i) {
@@ -135,7 +142,7 @@ class GradientTest : public testing::Test {
  protected:
   GradientTest() : trainer_(small_runtime(), in_memory(), small_model(DType::fp32)) {
     // Far from the initial values, where many gradients are too small to be told from rounding.
-    trainer_.engine->initialize([](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    trainer_.initialize([](ParameterId parameter, std::uint64_t first, std::span<float> out) {
       for (std::size_t i = 0; i < out.size(); ++i) {
         out[i] = static_cast<float>(0.3 * random_normal(parameter.index + 100, first + i));
       }
@@ -172,16 +179,16 @@ TEST_F(GradientTest, EveryParameterMatchesFiniteDifferences) {
   Engine& engine = *trainer_.engine;
   trainer_.model->train(batch_);
   std::vector<std::vector<float>> gradients;
-  for (std::uint32_t p = 0; p < engine.parameters().size(); ++p) {
+  for (std::uint32_t p = 0; p < engine.model().parameters().size(); ++p) {
     std::uint64_t count = 1;
-    for (const auto extent : engine.parameters()[p].shape) count *= static_cast<std::uint64_t>(extent);
+    for (const auto extent : engine.model().parameters()[p].shape) count *= static_cast<std::uint64_t>(extent);
     gradients.emplace_back(count);
     engine.read({p}, State::gradient, 0, gradients.back());
   }
   engine.discard();
 
   for (std::uint32_t p = 0; p < gradients.size(); ++p) {
-    SCOPED_TRACE(engine.parameters()[p].name);
+    SCOPED_TRACE(engine.model().parameters()[p].name);
     const std::vector<float>& gradient = gradients[p];
     double norm = 0;
     for (const float g : gradient) norm += static_cast<double>(g) * static_cast<double>(g);
@@ -213,13 +220,13 @@ TEST_F(GradientTest, TrainAndEvaluateAgreeOnTheLoss) {
 
 TEST(Model, StartsAtTheLossOfAUniformGuess) {
   Trainer trainer(small_runtime(), in_memory(), small_model());
-  trainer.engine->initialize(trainer.model->initial_values());
+  trainer.initialize();
   EXPECT_NEAR(trainer.model->evaluate(batch_at(0, small_model())), std::log(256.0), 0.1);
 }
 
 TEST(Model, Learns) {
   Trainer trainer(small_runtime(), in_memory(), small_model());
-  trainer.engine->initialize(trainer.model->initial_values());
+  trainer.initialize();
   const std::vector<double> losses = trainer.steps(120);
   EXPECT_LT(losses.back(), 2.5);
 }
@@ -241,9 +248,9 @@ TEST(Model, InitialValuesDoNotDependOnThePieces) {
 
 TEST(Model, ABatchOfAnotherShapeIsRefusedAndNothingIsLost) {
   Trainer trainer(small_runtime(), in_memory(), small_model());
-  trainer.engine->initialize(trainer.model->initial_values());
+  trainer.initialize();
   const double loss = trainer.model->evaluate(batch_at(0, small_model()));
-  ModelOptions other = small_model();
+  GptOptions other = small_model();
   other.batch = 2;
   EXPECT_THROW(trainer.model->train(batch_at(0, other)), UsageError);
   EXPECT_EQ(trainer.model->evaluate(batch_at(0, small_model())), loss);
@@ -282,10 +289,10 @@ class PlacementTest : public testing::Test {
     engine.persistence_elements = 0;
     engine.live_elements_max = 40'000;
     if (parameters == Placement::nvme || optimizer == Placement::nvme) engine.store_directory = store_;
-    ModelOptions model = small_model();
+    GptOptions model = small_model();
     model.threads = threads;
     Trainer trainer(runtime, engine, model);
-    trainer.engine->initialize(trainer.model->initial_values());
+    trainer.initialize();
     Result r;
     r.losses = trainer.steps(4);
     r.digests = trainer.digests();
@@ -317,12 +324,12 @@ ActivationRun run_with(ActivationPolicy policy, int held, std::uint64_t chaos_se
   EngineOptions engine = in_memory();
   engine.micro_batches_max = static_cast<unsigned>(held);
   if (held > 1) engine.micro_batch_order = MicroBatchOrder::vertical;
-  ModelOptions model = small_model();
+  GptOptions model = small_model();
   model.layers = 4;
   model.held_micro_batches = held;
   model.activations = policy;
   Trainer trainer(runtime, engine, model);
-  trainer.engine->initialize(trainer.model->initial_values());
+  trainer.initialize();
   ActivationRun run;
   for (std::uint64_t step = 0; step < 3; ++step) {
     std::vector<Batch> batches;
@@ -359,7 +366,7 @@ TEST(ModelActivations, WhatBackwardFindsChangesNoBit) {
 TEST(ModelActivations, AStashThatDoesNotFitIsRefusedWithTheKey) {
   RuntimeOptions runtime = small_runtime();
   runtime.pinned_memory_bytes = 4 * kKiB;
-  ModelOptions model = small_model();
+  GptOptions model = small_model();
   model.activations = ActivationPolicy::stash;
   try {
     Trainer trainer(runtime, in_memory(), model);
@@ -383,11 +390,11 @@ OneStep one_step(MicroBatchOrder order, DType dtype) {
   EngineOptions options = in_memory();
   options.micro_batches_max = kMicroBatches;
   options.micro_batch_order = order;
-  ModelOptions shape = small_model(dtype);
+  GptOptions shape = small_model(dtype);
   const bool vertical = order == MicroBatchOrder::vertical;
   shape.held_micro_batches = vertical ? kMicroBatches : 1;
   Trainer trainer(small_runtime(), options, shape);
-  trainer.engine->initialize(trainer.model->initial_values());
+  trainer.initialize();
   std::vector<Batch> batches;
   for (std::uint64_t i = 0; i < kMicroBatches; ++i) batches.push_back(batch_at(i, shape));
   OneStep step;
@@ -400,9 +407,9 @@ OneStep one_step(MicroBatchOrder order, DType dtype) {
                    kMicroBatches;
     }
   }
-  for (std::uint32_t p = 0; p < trainer.engine->parameters().size(); ++p) {
+  for (std::uint32_t p = 0; p < trainer.engine->model().parameters().size(); ++p) {
     std::uint64_t count = 1;
-    for (const auto extent : trainer.engine->parameters()[p].shape) count *= static_cast<std::uint64_t>(extent);
+    for (const auto extent : trainer.engine->model().parameters()[p].shape) count *= static_cast<std::uint64_t>(extent);
     step.gradients.emplace_back(count);
     trainer.engine->read({p}, State::gradient, 0, step.gradients.back());
   }
@@ -439,7 +446,7 @@ TEST(ModelVertical, InBf16GradientsDifferByRounding) {
 }
 
 TEST(ModelVertical, ActivationsOfAllMicroBatchesCount) {
-  ModelOptions shape = small_model();
+  GptOptions shape = small_model();
   Trainer one(small_runtime(), in_memory(), shape);
   shape.held_micro_batches = 3;
   Trainer three(small_runtime(), in_memory(), shape);
@@ -448,18 +455,18 @@ TEST(ModelVertical, ActivationsOfAllMicroBatchesCount) {
       static_cast<std::uint64_t>(shape.layers + 2);  // the blocks' and the head's inputs, and the gradient
   EXPECT_NEAR(static_cast<double>(three.model->device_bytes() - one.model->device_bytes()),
               2 * static_cast<double>(kept), 2048);
-  three.engine->initialize(three.model->initial_values());
+  three.initialize();
   EXPECT_THROW(three.model->train(std::vector<Batch>(4, batch_at(0, shape))), UsageError);
 }
 
 TEST(ModelRanks, TwoRanksSeeTheBatchOfOne) {
-  ModelOptions whole = small_model(DType::fp32);
+  GptOptions whole = small_model(DType::fp32);
   whole.batch = 4;
   Trainer alone(small_runtime(), in_memory(), whole);
-  alone.engine->initialize(alone.model->initial_values());
+  alone.initialize();
   const std::vector<double> expected = alone.steps(3);
 
-  ModelOptions half = whole;
+  GptOptions half = whole;
   half.batch = 2;
   comm::ThreadGroup group(2);
   std::vector<double> losses[2];
@@ -467,7 +474,7 @@ TEST(ModelRanks, TwoRanksSeeTheBatchOfOne) {
   const auto rank_work = [&](int rank) {
     Trainer trainer(small_runtime(), in_memory(), half,
                     [&](const comm::CommunicatorOptions& options) { return group.join(rank, options); });
-    trainer.engine->initialize(trainer.model->initial_values());
+    trainer.initialize();
     losses[rank] = trainer.steps(3);
     digests[rank] = trainer.digests();
   };
