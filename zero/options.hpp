@@ -128,8 +128,8 @@ struct EngineOptions {
 
   // Micro-batches that a step may be made of (gradient_accumulation_steps). With more than one, horizontally: gradients
   // are added up in fp32 where they live, 4 bytes a parameter instead of 2. Vertically: in fp32 in the gradient buffers
-  // on the device, which take 6 bytes a parameter of the largest unit instead of 2; nothing is added up at home, and
-  // weights and gradients move once a step. The program then keeps the activations of all micro-batches.
+  // on the device, which take 6 bytes a parameter of the largest unit instead of 2; nothing is added up on the host,
+  // and weights and gradients move once a step. The program then keeps the activations of all micro-batches.
   unsigned micro_batches_max = 1;
   MicroBatchOrder micro_batch_order = MicroBatchOrder::horizontal;  // key "hoist.micro_batch_order"
   UpdateMode update_mode = UpdateMode::automatic;                   // key "hoist.update_mode"

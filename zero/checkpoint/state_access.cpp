@@ -99,13 +99,13 @@ void StateAccess::write_frozen_resident() {
 void StateAccess::read_gradient(ParameterId parameter, const std::byte* gradient, float scale, std::uint64_t first,
                                 std::span<float> out) {
   const Segment& segment = table_.segment_of(parameter);
-  const std::uint64_t element_bytes = dtype_bytes(segment.home_gradient_dtype);
+  const std::uint64_t element_bytes = dtype_bytes(segment.gradient_shard_dtype);
   PartScratch scratch;
   gradient = records_.view_gradient(table_.parameter(parameter).unit,
-                                    gradient + segment.home_gradient_offset + first * element_bytes,
+                                    gradient + segment.gradient_shard_offset + first * element_bytes,
                                     out.size() * element_bytes, scratch);
   for (std::uint64_t i = 0; i < out.size(); ++i)
-    out[i] = scale * load_element(gradient, segment.home_gradient_dtype, i);
+    out[i] = scale * load_element(gradient, segment.gradient_shard_dtype, i);
 }
 
 void StateAccess::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {

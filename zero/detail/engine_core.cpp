@@ -580,7 +580,7 @@ void EngineCore::read(ParameterId parameter, State state, std::uint64_t first, s
     if (owned.shard.count == 0) continue;
     const std::span<float> part = out.subspan(owned.offset, owned.shard.count);
     if (rank == runtime.rank() && state == State::gradient)
-      state_access->read_gradient(parameter, gradients->home(p.unit), mean, owned.shard.first, part);
+      state_access->read_gradient(parameter, gradients->shards(p.unit), mean, owned.shard.first, part);
     else if (rank == runtime.rank())
       state_access->read(parameter, state, owned.shard.first, part);
     if (runtime.world_size() > 1) runtime.communicator().broadcast_host(std::as_writable_bytes(part), rank);

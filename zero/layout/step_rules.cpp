@@ -18,11 +18,11 @@ std::vector<optim::StateForm> state_forms(const EngineOptions& options, const Mo
 
 GradientSums gradient_sums(const EngineOptions& options) {
   if (options.micro_batches_max <= 1) return GradientSums::none;
-  return options.micro_batch_order == MicroBatchOrder::vertical ? GradientSums::on_device : GradientSums::at_home;
+  return options.micro_batch_order == MicroBatchOrder::vertical ? GradientSums::on_device : GradientSums::in_memory;
 }
 
 unsigned passes_of_a_step(const EngineOptions& options) {
-  return gradient_sums(options) == GradientSums::at_home ? options.micro_batches_max : 1;
+  return gradient_sums(options) == GradientSums::in_memory ? options.micro_batches_max : 1;
 }
 
 UpdateMode update_mode(const EngineOptions& options) {

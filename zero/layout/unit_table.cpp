@@ -103,9 +103,9 @@ void UnitTable::lay_out(Unit& unit) const {
     if (!segment.trainable) continue;
     segment.gradient_offset = unit.gradient_bytes;
     unit.gradient_bytes += round_up(world * segment.shard_bytes(), 256);
-    segment.home_gradient_offset = unit.home_gradient_bytes;
-    segment.home_gradient_dtype = sums_ == GradientSums::at_home ? DType::fp32 : segment.dtype;
-    unit.home_gradient_bytes += round_up(segment.shard_elements * dtype_bytes(segment.home_gradient_dtype), 64);
+    segment.gradient_shard_offset = unit.gradient_shard_bytes;
+    segment.gradient_shard_dtype = sums_ == GradientSums::in_memory ? DType::fp32 : segment.dtype;
+    unit.gradient_shard_bytes += round_up(segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype), 64);
   }
   if (sums_ == GradientSums::on_device) {
     for (Segment& segment : unit.segments) {

@@ -5,11 +5,11 @@
 // segments come first and form one record (weights + optimizer state); frozen ones form a second, weights only, which
 // is written once and never again.
 //
-// Three layouts of a unit, all in bytes:
+// The layouts of a unit, all in bytes:
 //   gathered   device: per segment [rank, shard], segments at multiples of 4 KiB
 //   host       this rank's weights: the W region of the trainable record, then that of the frozen one
-//   gradient   device: per trainable segment [rank, shard]; home: this rank's shards alone. In vertical order behind it
-//              the same in fp32, where micro-batches are added up
+//   gradient   device: per trainable segment [rank, shard]. In vertical order behind it the same in fp32, where
+//              micro-batches are added up. In memory: this rank's shards only
 // With one rank, gathered and host are the same bytes.
 #pragma once
 
@@ -39,8 +39,8 @@ struct Segment {
   std::uint64_t host_offset = 0;
   std::uint64_t gradient_offset = 0;
   std::uint64_t gradient_sum_offset = 0;  // from the beginning of the unit's gradient memory
-  std::uint64_t home_gradient_offset = 0;
-  DType home_gradient_dtype = DType::bf16;  // as it comes down, or fp32 where micro-batches are added up
+  std::uint64_t gradient_shard_offset = 0;
+  DType gradient_shard_dtype = DType::bf16;  // as it comes down, or fp32 where micro-batches are added up
 
   std::uint64_t shard_bytes() const { return shard_elements * dtype_bytes(dtype); }
   tiers::RecordSegment record() const {
@@ -69,7 +69,7 @@ struct Unit {
   std::uint64_t gathered_bytes = 0;
   std::uint64_t gradient_bytes = 0;
   std::uint64_t gradient_sum_bytes = 0;  // 0 unless micro-batches are added up on the device
-  std::uint64_t home_gradient_bytes = 0;
+  std::uint64_t gradient_shard_bytes = 0;
 
   std::uint64_t host_bytes() const {
     return trainable.region_bytes(tiers::Region::weights) + frozen.region_bytes(tiers::Region::weights);
@@ -89,8 +89,8 @@ struct Parameter {
 // Where the gradients of a step's micro-batches are added up, in fp32.
 enum class GradientSums : std::uint8_t {
   none,       // a step has one
-  at_home,    // horizontal order
-  on_device,  // vertical order
+  in_memory,  // horizontal order: in this rank's shards
+  on_device,  // vertical order: in the gradient buffer
 };
 
 class UnitTable {

@@ -10,7 +10,7 @@ namespace hoist::detail {
 
 PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const UnitRegions& regions) : regions_(regions) {
   const auto& units = regions.table().units();
-  const bool sums_in_memory = gradient_sums(options) == GradientSums::at_home;
+  const bool sums_in_memory = gradient_sums(options) == GradientSums::in_memory;
   std::uint64_t tiles_max = 1;
   for (std::uint32_t u = 0; u < units.size(); ++u) {
     const Unit& unit = units[u];
@@ -22,8 +22,8 @@ PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const Uni
       gradient_bytes += segment.trainable ? round_up(segment.shard_bytes(), 64) : 0;
     if (sums_in_memory) sum_bytes_ = std::max(sum_bytes_, gradient_bytes);
     if (!regions.rings_gradients()) continue;
-    largest_gradient_bytes_ = std::max(largest_gradient_bytes_, unit.home_gradient_bytes);
-    all_gradient_bytes_ += unit.home_gradient_bytes;
+    largest_gradient_bytes_ = std::max(largest_gradient_bytes_, unit.gradient_shard_bytes);
+    all_gradient_bytes_ += unit.gradient_shard_bytes;
   }
   const bool stages = options.parameters == Placement::nvme;
   wanted_ = {
@@ -101,7 +101,7 @@ double largest_pinned_fraction(EngineOptions options, const UnitTable& table, De
   const auto asked = buffers(options.optimizer_pinned_fraction.value_or(0));
   if (!asked) return 0;
   std::uint64_t largest_gradient = 0;
-  for (const Unit& unit : table.units()) largest_gradient = std::max(largest_gradient, unit.home_gradient_bytes);
+  for (const Unit& unit : table.units()) largest_gradient = std::max(largest_gradient, unit.gradient_shard_bytes);
   const std::uint64_t least_ring = std::min(asked->gradient_ring_bytes, 2 * largest_gradient);
   const auto fits = [&](unsigned hundredths) {
     const auto chosen = buffers(hundredths / 100.0);

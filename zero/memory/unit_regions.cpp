@@ -48,7 +48,7 @@ UnitRegions::UnitRegions(const EngineOptions& options, const UnitTable& table, D
     : table_(table),
       weights_resident_(options.parameters != Placement::nvme),
       rings_gradients_(detail::hands_gradients_on(options) && options.optimizer != Placement::device &&
-                       gradient_sums(options) != GradientSums::at_home),
+                       gradient_sums(options) != GradientSums::in_memory),
       units_(table.units().size()) {
   const int group = gathering_group(options, table.world_size());
   secondary_shard_parts_ = group == 1 ? 0 : static_cast<std::uint64_t>(table.world_size() / group);
@@ -130,7 +130,7 @@ void UnitRegions::place(UnitId id, const EngineOptions& options) {
   add(id, MemoryRole::secondary_shard, on_device ? MemoryTier::device : MemoryTier::pinned, secondary_bytes);
   add(id, MemoryRole::state, tier, state_bytes);
   add(id, MemoryRole::stored_state, MemoryTier::nvme, unit.trainable.region_bytes(Region::state) - state_bytes);
-  if (placement.state_on_device || !rings_gradients_) add(id, MemoryRole::gradient, tier, unit.home_gradient_bytes);
+  if (placement.state_on_device || !rings_gradients_) add(id, MemoryRole::gradient, tier, unit.gradient_shard_bytes);
 }
 
 void UnitRegions::add(UnitId id, MemoryRole role, MemoryTier tier, std::uint64_t bytes) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/passes/accumulator.hpp - gradients of several micro-batches, added up in pinned memory.
 //
-// A unit's gradient comes down in its own type into one of two buffers; a thread adds it to the fp32 sums at home, in
+// A unit's gradient comes down in its own type into one of two buffers; a thread adds it to the fp32 sums, in
 // the order in which gradients were finished. The first micro-batch overwrites.
 //
 // Threading  acquire() and add() from one thread, the executor; completions from any.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/passes/gatherer.hpp - weights on their way up: from their home through the executor into device memory.
+// zero/passes/gatherer.hpp - weights on their way up: from where they are kept, by the executor, into device memory.
 //
 // Threading  The program's thread calls everything; fetches run on the executor, copies on the `up` stream, all-gathers
 //            on the communication stream.

@@ -30,7 +30,7 @@ Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& mem
   for (const std::span<std::byte> bytes : memory.gradient_buffers()) shared_.push_back({.data = bytes.data()});
   for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.unit(UnitId{u}).tied_gradient;
   if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
-  for (std::uint32_t u = 0; u < own_.size(); ++u) homes_.push_back(memory.unit(UnitId{u}).gradient);
+  for (std::uint32_t u = 0; u < own_.size(); ++u) shards_.push_back(memory.unit(UnitId{u}).gradient);
   if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());
   if (memory.hands_gradients_on()) arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
   list_chunks();
@@ -45,8 +45,8 @@ void Gradients::list_chunks() {
         const std::uint64_t count = std::min<std::uint64_t>(optim::kNormChunkElements, segment.shard_elements - first);
         chunks_.push_back(
             {.unit = u,
-             .offset_bytes = segment.home_gradient_offset + first * dtype_bytes(segment.home_gradient_dtype),
-             .dtype = segment.home_gradient_dtype,
+             .offset_bytes = segment.gradient_shard_offset + first * dtype_bytes(segment.gradient_shard_dtype),
+             .dtype = segment.gradient_shard_dtype,
              .count = count,
              .in_norm = segment.counts_in_norm});
       }
@@ -56,7 +56,7 @@ void Gradients::list_chunks() {
   partial_sums_.resize(chunks_.size());
 }
 
-// Where gradients that stay on the device have homes there.
+// Gradients that stay on the device have regions there.
 bool Gradients::in_ring(UnitId unit) const { return ring_ && !memory_.state_on_device(unit); }
 
 std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
@@ -71,7 +71,7 @@ std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
     state.buffer->busy = true;
     if (state.buffer->reduction) {
       await_submitted(state.buffer->reduction->submitted, stream, updates_, runtime_.ledger());
-      stream->wait(state.buffer->reduction->home, WaitCause::none);
+      stream->wait(state.buffer->reduction->arrived, WaitCause::none);
     }
     stream->wait(state.buffer->dropped, WaitCause::none);
     const Unit& description = table_.unit(unit);
@@ -96,7 +96,7 @@ Gradients::Buffer& Gradients::acquire(UnitId unit) {
   for (Buffer& buffer : shared_) {
     if (buffer.busy) continue;
     const bool submitted = !buffer.reduction || buffer.reduction->submitted.done();
-    if (submitted && (!buffer.reduction || buffer.reduction->home.reached())) return buffer;
+    if (submitted && (!buffer.reduction || buffer.reduction->arrived.reached())) return buffer;
     if (best == nullptr || submitted) best = &buffer;
   }
   if (best != nullptr) return *best;
@@ -145,7 +145,7 @@ void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream)
   }
 }
 
-// On the executor. The mean over ranks, this rank's shard of it brought home.
+// On the executor. The mean over ranks, and this rank's shard of it brought down.
 void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
                        Reduction& reduction) {
   const Unit& unit = table_.unit(id);
@@ -171,12 +171,12 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
   updates_.hurry(id).wait();
-  if (in_ring(id)) homes_[id.index] = ring_->take(unit.home_gradient_bytes);
-  if (table_.gradient_sums() == GradientSums::at_home) {
-    sum_at_home(id, source, how, reduction);
+  if (in_ring(id)) shards_[id.index] = ring_->take(unit.gradient_shard_bytes);
+  if (table_.gradient_sums() == GradientSums::in_memory) {
+    sum_in_memory(id, source, how, reduction);
   } else {
-    bring_home(id, source);
-    reduction.home = streams_.down->record();
+    bring_down(id, source);
+    reduction.arrived = streams_.down->record();
   }
   if (reduction.hand_on) enqueue_hand_on(id, reduction);
 }
@@ -202,8 +202,8 @@ void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
   recipient_.announce(id);
   const auto updated = std::make_shared<Completion>();
   reduction.handed_on = arrivals_->enqueue(
-      [this, id, updated, home = reduction.home, added = reduction.added, copied_up = streams_.up->record()] {
-        home.wait();
+      [this, id, updated, arrived = reduction.arrived, added = reduction.added, copied_up = streams_.up->record()] {
+        arrived.wait();
         added.wait();
         copied_up.wait();
         *updated = hand_on_now(id);
@@ -241,22 +241,22 @@ const std::byte* Gradients::own_shard(const Segment& segment, const std::byte* s
   return source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
 }
 
-void Gradients::bring_home(UnitId id, const std::byte* source) {
+void Gradients::bring_down(UnitId id, const std::byte* source) {
   const CopyKind kind = memory_.state_on_device(id) ? CopyKind::local : CopyKind::device_to_host;
   for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
-    streams_.down->copy(homes_[id.index] + segment.home_gradient_offset, own_shard(segment, source),
+    streams_.down->copy(shards_[id.index] + segment.gradient_shard_offset, own_shard(segment, source),
                         segment.shard_bytes(), kind);
   }
 }
 
-void Gradients::sum_at_home(UnitId id, const std::byte* source, optim::Accumulate how, Reduction& reduction) {
+void Gradients::sum_in_memory(UnitId id, const std::byte* source, optim::Accumulate how, Reduction& reduction) {
   std::vector<Accumulator::Part> parts;
   const bool on_device = memory_.state_on_device(id);
   std::byte* buffer = on_device ? nullptr : accumulator_->acquire();
   for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
-    std::byte* const sums = homes_[id.index] + segment.home_gradient_offset;
+    std::byte* const sums = shards_[id.index] + segment.gradient_shard_offset;
     if (on_device) {
       using Combine = platform::Stream::Combine;
       streams_.down->scale_into(sums, DType::fp32, own_shard(segment, source), segment.dtype, segment.shard_elements,
@@ -267,8 +267,8 @@ void Gradients::sum_at_home(UnitId id, const std::byte* source, optim::Accumulat
     parts.push_back({reinterpret_cast<float*>(sums), buffer, segment.dtype, segment.shard_elements});
     buffer += round_up(segment.shard_bytes(), 64);
   }
-  reduction.home = streams_.down->record();
-  if (!on_device) reduction.added = accumulator_->add(reduction.home, std::move(parts), how);
+  reduction.arrived = streams_.down->record();
+  if (!on_device) reduction.added = accumulator_->add(reduction.arrived, std::move(parts), how);
 }
 
 void Gradients::begin_pass(bool first, int held) {
@@ -293,7 +293,7 @@ void Gradients::wait() {
   opened_.wait();  // where every unit's states are on the device, nothing else has waited for it
   for (const State& state : states_) {
     if (!state.reduction) continue;
-    state.reduction->home.wait();
+    state.reduction->arrived.wait();
     state.reduction->added.wait();
     state.reduction->handed_on.wait();
   }
@@ -302,7 +302,7 @@ void Gradients::wait() {
   }
 }
 
-// Pre: the gradients of device-only units are at home.
+// Pre: the gradients of device-only units have arrived.
 void Gradients::sum_on_device() {
   auto* const sums = reinterpret_cast<double*>(memory_.device_results().data());
   std::uint64_t count = 0;
@@ -310,8 +310,8 @@ void Gradients::sum_on_device() {
     if (!memory_.device_only(UnitId{u})) continue;
     for (const Segment& segment : table_.units()[u].segments) {
       if (!segment.trainable) continue;
-      streams_.down->sums_of_squares(sums + count, memory_.unit(UnitId{u}).gradient + segment.home_gradient_offset,
-                                     segment.home_gradient_dtype, segment.shard_elements);
+      streams_.down->sums_of_squares(sums + count, memory_.unit(UnitId{u}).gradient + segment.gradient_shard_offset,
+                                     segment.gradient_shard_dtype, segment.shard_elements);
       count += divide_up(segment.shard_elements, optim::kNormChunkElements);
     }
   }
@@ -340,7 +340,7 @@ void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
   runtime_.update_pool().run(end - begin, [&](std::size_t i) {
     const Chunk& chunk = chunks_[begin + i];
     partial_sums_[begin + i] =
-        optim::sum_of_squares_chunk(homes_[chunk.unit] + chunk.offset_bytes, chunk.dtype, chunk.count);
+        optim::sum_of_squares_chunk(shards_[chunk.unit] + chunk.offset_bytes, chunk.dtype, chunk.count);
   });
 }
 

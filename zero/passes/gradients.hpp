@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/passes/gradients.hpp - gradients on their way down: accumulated on the device, reduced over ranks, copied home.
+// zero/passes/gradients.hpp - gradients on their way down: accumulated on the device, reduced over ranks, copied to
+// where the update reads them.
 //
-// Several micro-batches a step: in horizontal order home gradients are fp32 sums, added to as each comes down. In
-// vertical order one pass holds them all; they are added up in fp32 in the buffer, and what is reduced and comes down
-// is their mean, rounded once to the parameter's type.
+// If a step has several micro-batches in horizontal order, this rank's shards of the gradients are fp32 sums in memory,
+// to which each pass adds. In vertical order one pass holds all micro-batches: they are added up in fp32 in the buffer,
+// and their mean, rounded once to the parameter's type, is reduced and comes down.
 //
 // Gradients of units whose state is in device memory stay there.
 //
-// Update mode `backward`: in the pass that completes a step, a gradient that has come home to the host is summed up for
-// the norm and handed on at once. Unless sums at home must outlive a pass, there are no homes then: a gradient lies in
-// a ring, from its arrival to the end of its unit's update.
+// Update mode `backward`: in the pass that completes a step, a gradient that arrives on the host is summed up for the
+// norm and handed on at once. Units then share a ring for their gradients, unless sums must outlive a pass: a gradient
+// lies in the ring from its arrival to the end of its unit's update.
 //
-// Threading  The program's thread calls everything; reductions are submitted by the executor. home() of a unit whose
-//            gradient was handed on: whoever it was handed to, until its update ends. What is handed on is so on a
-//            thread of this object.
+// Threading  The program's thread calls everything; the executor submits reductions; a thread of this object hands
+//            gradients on. The recipient of a gradient reads shards() of its unit until its update ends.
 // Errors     BudgetError when more units have unfinished gradients than there are buffers.
-// Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> home gradient.
+// Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> shards.
 #pragma once
 
 #include <functional>
@@ -48,7 +48,7 @@ class Gradients {
     DType dtype = DType::bf16;
   };
   Place place(const Segment& segment) const;
-  // Reduces and copies home, once the work on `stream` so far is done.
+  // Reduces the gradient and brings this rank's shards down, once the work on `stream` so far is done.
   void finish(UnitId unit, StreamRef stream);
   bool finished(UnitId unit) const { return states_[unit.index].finished; }
 
@@ -68,17 +68,17 @@ class Gradients {
     std::function<void(UnitId, std::exception_ptr)> withdraw;
   };
   // From the next finish() on until clear(), gradients that come to the host are handed on. Pre: made for update mode
-  // `backward`; all micro-batches but this one are at home.
+  // `backward`; the gradients of all other micro-batches have arrived.
   void hand_on(Recipient recipient);
   // Returns when the last `open` has ended, with or without an error.
   void await_opened() noexcept;
   // Nothing more is handed on. Pre: executor drained.
   void await_handed_on() noexcept;
   // This rank's shards of a unit's gradient.
-  const std::byte* home(UnitId unit) const { return homes_[unit.index]; }
+  const std::byte* shards(UnitId unit) const { return shards_[unit.index]; }
   // Returns when the device has made the last gradient that was finished, or failed to.
   void await_made() noexcept;
-  // Returns when every finished gradient is at home, and handed on, and no dropped one is still being made. Pre:
+  // Returns when every finished gradient has arrived, and is handed on, and no dropped one is still being made. Pre:
   // executor drained.
   void wait();
   // This rank's sum of squares over parameters that count in the norm, in unit, segment and chunk order; not a finite
@@ -91,9 +91,9 @@ class Gradients {
   // One reduction, shared between the program's thread and the executor.
   struct Reduction {
     Completion submitted;
-    platform::StreamEvent home;  // the gradient has come down, the buffer is free; set before `submitted`
-    Completion added;            // to the sums of the micro-batches before it
-    bool hand_on = false;        // set by finish()
+    platform::StreamEvent arrived;  // the gradient has come down, the buffer is free; set before `submitted`
+    Completion added;               // to the sums of the micro-batches before it
+    bool hand_on = false;           // set by finish()
     Completion handed_on;
   };
   struct Buffer {
@@ -107,11 +107,11 @@ class Gradients {
     platform::Stream* stream = nullptr;
     std::shared_ptr<Reduction> reduction;
     bool finished = false;
-    bool summed = false;  // an earlier micro-batch of the step is at home
+    bool summed = false;  // an earlier micro-batch's gradient of the step has arrived
   };
   struct Chunk {
     std::uint32_t unit = 0;
-    std::uint64_t offset_bytes = 0;  // from the unit's home
+    std::uint64_t offset_bytes = 0;  // within the unit's shards
     DType dtype = DType::bf16;
     std::size_t count = 0;
     bool in_norm = true;
@@ -120,8 +120,8 @@ class Gradients {
   void take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const;
   void reduce(UnitId unit, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
               Reduction& reduction);
-  void bring_home(UnitId unit, const std::byte* source);
-  void sum_at_home(UnitId unit, const std::byte* source, optim::Accumulate how, Reduction& reduction);
+  void bring_down(UnitId unit, const std::byte* source);
+  void sum_in_memory(UnitId unit, const std::byte* source, optim::Accumulate how, Reduction& reduction);
   const std::byte* own_shard(const Segment& segment, const std::byte* source) const;
   void list_chunks();
   bool in_ring(UnitId unit) const;
@@ -141,9 +141,9 @@ class Gradients {
   std::unique_ptr<Accumulator> accumulator_;  // null where steps have one micro-batch, or gradients stay on the device
   int held_ = 1;                              // micro-batches of the pass under way
   std::vector<State> states_;
-  std::vector<Buffer> shared_;     // any unit
-  std::vector<Buffer> own_;        // by unit; data is null for units that share
-  std::vector<std::byte*> homes_;  // by unit; where there is a ring, of the last gradient that came down
+  std::vector<Buffer> shared_;      // any unit
+  std::vector<Buffer> own_;         // by unit; data is null for units that share
+  std::vector<std::byte*> shards_;  // by unit; where there is a ring, of the last gradient that came down
   std::vector<Chunk> chunks_;
   std::vector<std::size_t> first_chunk_;  // by unit, and one past the last
   std::vector<double> partial_sums_;      // by chunk

@@ -95,7 +95,7 @@ std::uint64_t update_bytes(const detail::Unit& unit) {
   std::uint64_t bytes = 0;
   for (const detail::Segment& segment : unit.segments) {
     if (!segment.trainable) continue;
-    bytes += segment.shard_elements * dtype_bytes(segment.home_gradient_dtype);
+    bytes += segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype);
     bytes += (segment.update_makes_weights() ? 1 : 2) * segment.shard_bytes();
     bytes += 2 * segment.record().state_bytes(segment.shard_elements);
   }

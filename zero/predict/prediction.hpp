@@ -62,7 +62,7 @@ struct Prediction {
   unsigned staging_buffers = 0;
   unsigned update_buffers = 0;
   std::uint64_t update_buffer_parameters = 0;
-  // In update mode `backward`: what gradients share that wait for their unit's update. 0 where they have homes.
+  // In update mode `backward`: what gradients share that wait for their unit's update. 0: each has a region of its own.
   std::uint64_t gradient_ring_bytes = 0;
 };
 Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model, int world_size,

@@ -30,7 +30,7 @@ WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
 
 TilePipeline::Work UpdatePolicy::work(std::shared_ptr<StepUpdate> update) const {
   return [memory = &parts_.memory, gradients = &parts_.gradients, update = std::move(update)](const TileAccess& tile) {
-    if (!memory->device_only(tile.unit)) update->apply(tile, gradients->home(tile.unit));
+    if (!memory->device_only(tile.unit)) update->apply(tile, gradients->shards(tile.unit));
   };
 }
 

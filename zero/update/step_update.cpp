@@ -26,17 +26,17 @@ optim::Rounding StepUpdate::rounding(const TileAccess& tile) const {
   return {.key = static_cast<std::uint32_t>(random_bits(key, first >> 32)), .first = static_cast<std::uint32_t>(first)};
 }
 
-void StepUpdate::apply(const TileAccess& tile, const std::byte* home_gradient) {
+void StepUpdate::apply(const TileAccess& tile, const std::byte* gradient_shards) {
   const Segment& segment = *tile.segment;
-  const std::byte* gradient = home_gradient + segment.home_gradient_offset +
-                              tile.tile->first_element * dtype_bytes(segment.home_gradient_dtype);
+  const std::byte* gradient = gradient_shards + segment.gradient_shard_offset +
+                              tile.tile->first_element * dtype_bytes(segment.gradient_shard_dtype);
   const StateArrays state = tile.view();
   const optim::UpdateCoefficients& c = coefficients_[segment.group.index];
   const auto update = [&](auto arrays) {
     arrays.moment1 = state.moment1;
     arrays.moment2 = state.moment2;
     arrays.gradient = gradient;
-    arrays.gradient_dtype = segment.home_gradient_dtype;
+    arrays.gradient_dtype = segment.gradient_shard_dtype;
     arrays.count = tile.tile->elements;
     arrays.moment_type = segment.state.moments;
     arrays.scale1 = state.scale1;
@@ -76,9 +76,9 @@ void StepUpdate::enqueue(UnitId id, const Segment& segment, std::span<const tier
                  .moment1 = static_cast<std::byte*>(state.moment1),
                  .moment2 = static_cast<std::byte*>(state.moment2),
                  .moment_dtype = segment.state.moments == MomentType::bf16 ? DType::bf16 : DType::fp32,
-                 .gradient = here.gradient + segment.home_gradient_offset +
-                             first.first_element * dtype_bytes(segment.home_gradient_dtype),
-                 .gradient_dtype = segment.home_gradient_dtype,
+                 .gradient = here.gradient + segment.gradient_shard_offset +
+                             first.first_element * dtype_bytes(segment.gradient_shard_dtype),
+                 .gradient_dtype = segment.gradient_shard_dtype,
                  .count = count,
                  .tile_elements = first.elements,
                  .tile_stride_bytes = first.s_bytes,

@@ -20,8 +20,8 @@ class StepUpdate {
   // `groups` as the schedule has them for `step`, which is counted from 1.
   StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale, int rank);
 
-  // Updates a tile. `home_gradient`: of its unit, this rank's shards.
-  void apply(const TileAccess& tile, const std::byte* home_gradient);
+  // Updates a tile. `gradient_shards` are this rank's shards of its unit's gradient.
+  void apply(const TileAccess& tile, const std::byte* gradient_shards);
   // Has the device update the device-only units, and waits for it. Pre: nothing uses their weights.
   void run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream);
   void check(const UnitTable& table) const;
