@@ -34,6 +34,7 @@ from hoist._hoist import (  # noqa: E402
     GroupId,
     IoError,
     Lease,
+    Model,
     OptimizerOptions,
     ParameterId,
     ParameterSpec,
@@ -49,7 +50,7 @@ from hoist._hoist import (  # noqa: E402
 
 __all__ = [
     "BudgetError", "CommError", "Completion", "Config", "ConfigError", "CorruptionError", "DeviceError", "DType",
-    "Engine", "Error", "GroupId", "IoError", "Lease", "OptimizerOptions", "ParameterId", "ParameterSpec", "Pass",
+    "Engine", "Error", "GroupId", "IoError", "Lease", "Model", "OptimizerOptions", "ParameterId", "ParameterSpec", "Pass",
     "SafetensorsError", "State", "StepBytes", "StepReport", "StoreError", "UnitId", "UsageError",
 ]
 
