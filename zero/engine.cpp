@@ -41,12 +41,14 @@ Engine Engine::restore(Runtime& runtime, const EngineOptions& options, Model mod
 }
 
 std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineOptions& options) {
+  check(options, runtime.options(), runtime.world_size());
   const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
   const detail::RankAgreement ranks(runtime, *notifier);
   return detail::StoreSearch(ranks, options).find_commit();
 }
 
 std::vector<KeptStep> Engine::find_kept(Runtime& runtime, const EngineOptions& options) {
+  check(options, runtime.options(), runtime.world_size());
   const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
   const detail::RankAgreement ranks(runtime, *notifier);
   return detail::StoreSearch(ranks, options).find_kept();
@@ -63,6 +65,7 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
 }
 
 std::vector<ParameterPlace> gathered_layout(const EngineOptions& options, const Model& model, int world_size) {
+  if (world_size < 1) throw UsageError(fmt::format("{} ranks cannot gather anything", world_size));
   const detail::UnitTable table(model, detail::state_forms(options, model), world_size, detail::gradient_sums(options));
   std::vector<ParameterPlace> places;
   for (std::uint32_t p = 0; p < model.parameters().size(); ++p) {

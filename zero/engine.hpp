@@ -59,6 +59,7 @@ class Engine {
   // [J] The steps that every rank keeps under a name, oldest first. Changes nothing.
   static std::vector<KeptStep> find_kept(Runtime& runtime, const EngineOptions& options);
 
+  // A moved-from engine can only be destroyed or assigned to.
   Engine(Engine&&) noexcept;
   Engine& operator=(Engine&&) noexcept;
   // Carries out the step that was decided last, unless the engine has failed, and ends every lease.
@@ -132,9 +133,6 @@ class Engine {
   std::vector<std::string> describe() const;
 
  private:
-  friend class Lease;
-  friend class GradientLease;
-  friend class PassScope;
   explicit Engine(std::unique_ptr<detail::EngineCore> core);
   std::unique_ptr<detail::EngineCore> core_;
 };

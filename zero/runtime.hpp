@@ -40,7 +40,7 @@ class Runtime {
   // ranks of `norm`: the whole job, which holds every sharding group whole. A parameter that several sharding groups
   // have is counted by one of them (ParameterSpec::counts_in_norm).
   // Commits are the job's, too: a step counts when it is durable in every group, and after a crash all of them go on
-  // from the same one. So every rank of `norm` makes the same calls of initialize(), restore(), find_commit(),
+  // from the same one. So every rank of `norm` makes the same calls of create(), restore(), find_commit(),
   // find_kept(), step(), save() and write() in the same order (a group that has nothing to write() passes no values);
   // the other collective calls are each group's own. Each group has an offload directory of its own.
   struct Groups {
@@ -55,7 +55,7 @@ class Runtime {
   const RuntimeOptions& options() const { return options_; }
   platform::Device& device() { return *device_; }
   // For a program's own activations and workspaces: same arena, same budget. Allocate before the engine is
-  // initialized or restored; the engine then uses what is left for gathered weights.
+  // made; the engine then uses what is left for gathered weights.
   tiers::DeviceArena& device_arena() { return *arena_; }
   tiers::Budget& device_budget() { return device_budget_; }
   tiers::Budget& pinned_budget() { return pinned_budget_; }

@@ -6,7 +6,6 @@
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
-#include <hoist/core/rng.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/checkpointer.hpp>
@@ -187,10 +186,11 @@ Completion Checkpointer::keep(const std::string& name, const CommitState& state)
 // The state does not change before the next step, which waits for last_commit_.
 Completion Checkpointer::save_in_background(const std::string& name, std::uint64_t step) {
   if (saver_.joinable()) saver_.join();
+  std::vector<std::byte> encoded = encode(name, state_);
   const auto ended = std::make_shared<Promise>();
   const Completion completion = ended->completion();
   const bool changed = changed_since_save_.exchange(false);
-  const auto write = [this, name, ended, changed, state = encode(name, state_), step] {
+  const auto write = [this, keeps = keeps(name), name, ended, changed, state = std::move(encoded), step] {
     bool barrier_ahead = true;  // the other ranks are still to be told
     try {
       updates_.finish();
@@ -203,7 +203,7 @@ Completion Checkpointer::save_in_background(const std::string& name, std::uint64
       const Completion committed = store_->commit(state, agree);
       barrier_ahead = false;
       committed.wait();
-      if (keeps(name)) store_->keep(name, state, agree).wait();
+      if (keeps) store_->keep(name, state, agree).wait();
       committed_step_ = static_cast<std::int64_t>(step);
       ended->complete();
     } catch (...) {

@@ -18,7 +18,6 @@
 #include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/detail/engine_core.hpp>
-#include <hoist/zero/passes/waits.hpp>
 
 namespace hoist::detail {
 
@@ -193,7 +192,7 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
   };
   make([&] {
     ranks.compare_groups(options, [&] { require_model(); });
-    ranks.agree_on_model("initialize()", table, options, settings.groups());
+    ranks.agree_on_model("Engine::create()", table, options, settings.groups());
     ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
     StoreSearch(ranks, options).refuse_resharded();
     make_parts({}, StoreUse::create);
@@ -329,7 +328,7 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
       throw UsageError(
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
     }
-    ranks.agree_on_model("restore()", table, options, settings.groups());
+    ranks.agree_on_model("Engine::restore()", table, options, settings.groups());
     using Incomplete = StoreSearch::Incomplete;
     const StoreSearch search(ranks, options);
     const bool newest_wanted = restore_options.from.empty();
@@ -471,16 +470,15 @@ void EngineCore::reshard(const RestoreSource& source, const RestoreOptions& rest
 void EngineCore::begin_pass(Pass kind, const PassOptions& pass_options) {
   pass->check_begin(kind, pass_options);
   stepper->policy().require_undecided("begin()");
-  pass->begin(kind, pass_options);
   stepper->policy().pass_begins();
   last_refusal_.clear();
+  pass->begin(kind, pass_options);
 }
 
 void EngineCore::end_pass(bool complete) {
   if (!pass || !pass->under_way()) return;
-  const bool decided = stepper->policy().is_decided();
+  if (!complete && stepper->policy().is_decided()) fail(stepper->policy().undone("its pass was left before its end"));
   pass->end(complete);
-  if (!complete && decided) fail(stepper->policy().undone("its pass was left before its end"));
 }
 
 void EngineCore::discard() {
@@ -518,7 +516,7 @@ void EngineCore::settle() {
 }
 
 void EngineCore::settle_together() {
-  ranks.together("carry out the last step", [&] { updates->finish(); });
+  if (stepper->policy().defers_updates()) ranks.together("carry out the last step", [&] { updates->finish(); });
   settle();
 }
 
@@ -573,7 +571,7 @@ void EngineCore::read(ParameterId parameter, State state, std::uint64_t first, s
   const Ledger::Apart apart(runtime.ledger());
   gradients->wait();
 
-  const auto mean = static_cast<float>(1.0 / pass->micro_batches() / settings.scaler.scale());
+  const auto mean = static_cast<float>(settings.gradient_mean(pass->micro_batches()));
   const std::uint64_t shard = table.segment_of(parameter).shard_elements;
   for (int rank = 0; rank < runtime.world_size(); ++rank) {
     const OwnedRange owned = owned_range(p.first_element + first, out.size(), shard, rank);

@@ -3,7 +3,7 @@
 //
 // Threading  The program's thread.
 // Errors     UsageError for calls out of order; CommError where ranks made different calls.
-// Main path  begin -> (gather, release, finish of units) -> end -> ... -> step() checks agreement and takes_gradients.
+// Main path  begin -> (gather, release, finish of units) -> end -> ... -> step() checks agreement and gradients_taken.
 #pragma once
 
 #include <cstdint>

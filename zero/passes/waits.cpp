@@ -8,11 +8,11 @@ namespace hoist::detail {
 UpdateWait::UpdateWait(const UpdateQueue& updates)
     : updates_(&updates), began_(Clock::now()), busy_before_(updates.busy()) {}
 
-void UpdateWait::book(Ledger& ledger, Nanoseconds waited) const {
+void UpdateWait::book(Ledger& ledger, Nanoseconds waited, WaitCause rest) const {
   waited = std::max(waited, Nanoseconds(0));
   const Nanoseconds updating = updates_ == nullptr ? Nanoseconds(0) : std::min(waited, updates_->busy() - busy_before_);
   if (updating.count() > 0) ledger.waited(WaitCause::optimizer, updating);
-  ledger.waited(WaitCause::nvme, waited - updating);
+  ledger.waited(rest, waited - updating);
 }
 
 void await_submitted(const Completion& submitted, StreamRef stream, const UpdateQueue& updates, Ledger& ledger) {

@@ -21,8 +21,8 @@ class UpdateWait {
   explicit UpdateWait(const UpdateQueue& updates);
   UpdateWait() : began_(Clock::now()) {}  // all of it is the drive's
   Nanoseconds elapsed() const { return Clock::now() - began_; }
-  // Statistics so much of it.
-  void book(Ledger& ledger, Nanoseconds waited) const;
+  // Books so much of it: as the arithmetic as far as that ran, else as `rest`.
+  void book(Ledger& ledger, Nanoseconds waited, WaitCause rest = WaitCause::nvme) const;
 
  private:
   const UpdateQueue* updates_ = nullptr;

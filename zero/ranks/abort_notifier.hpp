@@ -2,7 +2,7 @@
 // zero/ranks/abort_notifier.hpp - a rank that fails where the others would wait for it in vain tells them why.
 //
 // Most of what can fail on one rank alone fails where all ranks meet next, and is exchanged there
-// (Engine::Impl::together, commit_barrier). A fetch, a reduction or the program's own work does not: the others wait
+// (RankAgreement::together, commit_barrier). A fetch, a reduction or the program's own work does not: the others wait
 // in a collective that this rank will never join. Then the communicators are aborted (Communicator::abort). They stop
 // with a CommError that holds this rank's error; nothing that was being agreed on is decided otherwise than if this
 // rank had died.

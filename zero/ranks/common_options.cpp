@@ -59,12 +59,12 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
   static_cast<void>(caller_state_bytes_max);
   static_cast<void>(metrics_path);   // rank 0 writes
   static_cast<void>(weights_dtype);  // what comes of it is part of the model, which is compared
-  // May change from step to step, and are compared at each (Engine::Impl::hash_of_settings).
+  // May change from step to step, and are compared at each (StepSettings::hash).
   static_cast<void>(gradient_clipping), static_cast<void>(optimizer_defaults),
       static_cast<void>(learning_rate_schedule);
 
   constexpr std::array kModes{"auto", "step", "forward", "backward"};
-  std::vector<double> accumulators;  // of groups, what only initialize() looks at
+  std::vector<double> accumulators;  // of groups, what only Engine::create() looks at
   for (const GroupOptions& group : groups) accumulators.push_back(group.initial_accumulator);
   return {{"zero_optimization.stage", fmt::to_string(stage)},
           {"zero_optimization.offload_param.device", name_of(parameters)},

@@ -37,7 +37,7 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   StepReport report;
   report.learning_rate = settings.learning_rate(GroupId{0});
   report.loss_scale = settings.scaler.scale();
-  const double mean = 1.0 / parts_.pass.micro_batches() / settings.scaler.scale();
+  const double mean = settings.gradient_mean(parts_.pass.micro_batches());
   report.gradient_norm = global_norm() * mean;
   report.applied = std::isfinite(report.gradient_norm);
   if (!report.applied && policy_->is_decided()) {

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/passes/waits.hpp>
@@ -13,8 +14,9 @@ namespace hoist::detail {
 
 // --- what the modes share --------------------------------------------------------------------------------------------
 
-double UpdatePolicy::gradient_mean() const {
-  return 1.0 / parts_.pass.micro_batches() / parts_.settings.scaler.scale();
+std::exception_ptr UpdatePolicy::undone(const std::string& why) {
+  HOIST_ASSERT(false, "no step is decided that could not be taken: {}", why);
+  return nullptr;
 }
 
 WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
@@ -62,13 +64,17 @@ void UpdatePolicy::await_gradients() {
 void UpdatePolicy::await_updates() {
   const UpdateWait wait(parts_.updates);
   parts_.updates.finish();
-  wait.book(parts_.runtime.ledger(), wait.elapsed());
+  // Without a drive the rest of the time is spent on handing work to threads.
+  wait.book(parts_.runtime.ledger(), wait.elapsed(),
+            parts_.checkpoints.on_nvme() ? WaitCause::nvme : WaitCause::optimizer);
 }
 
-UpdateQueue::Ended UpdatePolicy::end_of_step(std::shared_ptr<StepUpdate> update, Checkpointer::Decided decided,
-                                             std::shared_ptr<Promise> committed) const {
-  return [table = &parts_.table, checkpoints = &parts_.checkpoints, update = std::move(update),
-          decided = std::move(decided), committed = std::move(committed)](std::exception_ptr error) {
+UpdatePolicy::StepEnd UpdatePolicy::end_of_step(std::shared_ptr<StepUpdate> update,
+                                                Checkpointer::Decided decided) const {
+  const auto committed = std::make_shared<Promise>();
+  const Completion completion = committed->completion();
+  UpdateQueue::Ended ended = [table = &parts_.table, checkpoints = &parts_.checkpoints, update = std::move(update),
+                              decided = std::move(decided), committed](std::exception_ptr error) {
     Completion done;
     try {
       if (error) std::rethrow_exception(error);
@@ -81,6 +87,7 @@ UpdateQueue::Ended UpdatePolicy::end_of_step(std::shared_ptr<StepUpdate> update,
     }
     done.then([committed](std::exception_ptr failed) { failed ? committed->fail(failed) : committed->complete(); });
   };
+  return {std::move(ended), completion};
 }
 
 namespace {
@@ -92,18 +99,13 @@ class DecidedAtStep : public UpdatePolicy {
  public:
   using UpdatePolicy::UpdatePolicy;
 
-  void await_inputs() override {
-    await_gradients();
-    parts_.ranks.together("carry out the last step", [&] { await_updates(); });
-  }
-
  protected:
   // Opens the step, on all ranks or none, and runs `part` within it.
   template <typename Part>
   void open(const Part& part) {
     parts_.ranks.together("apply the step", [&] {
       const UpdateWait wait;
-      parts_.checkpoints.await_last();  // its extents, and memory it may still be written from, are free after it
+      parts_.checkpoints.await_last();
       wait.book(parts_.runtime.ledger(), wait.elapsed());
       ++parts_.settings.step_count;
       parts_.checkpoints.open_step(parts_.settings.step_count);
@@ -117,6 +119,9 @@ class DecidedAtStep : public UpdatePolicy {
 class UpdateInStep final : public DecidedAtStep {
  public:
   using DecidedAtStep::DecidedAtStep;
+
+  bool defers_updates() const override { return false; }
+  void await_inputs() override { await_gradients(); }
 
   Completion apply(double gradient_scale, CommitState state) override {
     open([&] {
@@ -142,6 +147,11 @@ class UpdateUnderForward final : public DecidedAtStep {
 
   void pass_begins() override { reading_ahead_ = false; }
 
+  void await_inputs() override {
+    await_gradients();
+    parts_.ranks.together("carry out the last step", [&] { await_updates(); });
+  }
+
   // Nothing can be updated before the norm is known, but what comes first can be read.
   void after_finish() override {
     if (std::exchange(reading_ahead_, true) || !parts_.checkpoints.on_nvme()) return;
@@ -154,15 +164,13 @@ class UpdateUnderForward final : public DecidedAtStep {
     const std::uint64_t step = parts_.settings.step_count;
     const auto update = parts_.settings.make_update(step, gradient_scale);
     update_on_device(*update);
-    const auto committed = std::make_shared<Promise>();
-    const Completion completion = committed->completion();
-    auto ended = end_of_step(update, parts_.checkpoints.decide(step, std::move(state)), committed);
-    parts_.updates.begin({.walk = walk(step),
-                          .work = work(update),
-                          .expected = parts_.gatherer.expected(kTrain),
-                          .ended = std::move(ended)});
+    UpdateQueue::Step queued{
+        .walk = walk(step), .work = work(update), .expected = parts_.gatherer.expected(kTrain), .ended = {}};
+    auto [ended, committed] = end_of_step(update, parts_.checkpoints.decide(step, std::move(state)));
+    queued.ended = std::move(ended);
+    parts_.updates.begin(std::move(queued));
     parts_.gatherer.stage_for(kTrain);
-    return completion;
+    return committed;
   }
 
  private:
@@ -226,13 +234,13 @@ class UpdateInBackward final : public UpdatePolicy {
     ++parts_.settings.step_count;
     parts_.gatherer.invalidate();
     offer_the_rest();
-    const auto committed = std::make_shared<Promise>();
-    const Completion completion = committed->completion();
-    auto decided = parts_.checkpoints.decide(parts_.settings.step_count, std::move(state));
-    parts_.updates.conclude(end_of_step(std::exchange(update_, nullptr), std::move(decided), committed),
-                            parts_.gatherer.expected(kTrain));
+    const std::vector<UnitId> expected = parts_.gatherer.expected(kTrain);
+    auto [ended, committed] =
+        end_of_step(update_, parts_.checkpoints.decide(parts_.settings.step_count, std::move(state)));
+    parts_.updates.conclude(std::move(ended), expected);
+    update_ = nullptr;
     parts_.gatherer.stage_for(kTrain);
-    return completion;
+    return committed;
   }
 
  private:
@@ -240,7 +248,7 @@ class UpdateInBackward final : public UpdatePolicy {
   // hold up the program.
   void begin() {
     const std::uint64_t step = parts_.settings.step_count + 1;
-    update_ = parts_.settings.make_update(step, gradient_mean());
+    update_ = parts_.settings.make_update(step, parts_.settings.gradient_mean(parts_.pass.micro_batches()));
     const auto open = [updates = &parts_.updates, checkpoints = &parts_.checkpoints, step, walk = walk(step),
                        work = work(update_)] {
       updates->finish();

@@ -56,10 +56,13 @@ class UpdatePolicy {
   virtual bool is_decided() const { return false; }
   // UsageError, naming `call`, while is_decided().
   virtual void require_undecided(const char*) const {}
+  // Whether updates of a step may still be pending after step().
+  virtual bool defers_updates() const { return true; }
   // UsageError when the unit's weights may be changing already.
   virtual void require_gatherable(UnitId) const {}
   // Why the engine fails when a decided step is dropped because of `why`.
-  virtual std::exception_ptr undone(const std::string&) { return nullptr; }
+  // Pre: is_decided().
+  virtual std::exception_ptr undone(const std::string& why);
 
   // [C] Returns when this rank has every gradient of the step, and the step before is carried out.
   virtual void await_inputs() = 0;
@@ -69,15 +72,18 @@ class UpdatePolicy {
   virtual Completion apply(double gradient_scale, CommitState state) = 0;
 
  protected:
-  double gradient_mean() const;  // what sums over micro-batches of scaled losses' gradients are multiplied by
   WalkOptions walk(std::uint64_t step) const;
   TilePipeline::Work work(std::shared_ptr<StepUpdate> update) const;
   void update_on_device(StepUpdate& update) const;
   void await_gradients();  // until all of the step's have arrived where they are updated
-  void await_updates();    // carries out what the last step left pending, and books the time as part of this one
-  // The queue's last call for a step: commits it, or says why not. `committed` is done when the step is durable.
-  UpdateQueue::Ended end_of_step(std::shared_ptr<StepUpdate> update, Checkpointer::Decided decided,
-                                 std::shared_ptr<Promise> committed) const;
+  void await_updates();    // returns when no update is pending; books the time as part of this step
+  // The queue's last call for a step, which commits it or says why not, and what is done when the step is durable. The
+  // call must be made: nothing that can fail may come before it is handed over.
+  struct StepEnd {
+    UpdateQueue::Ended ended;
+    Completion committed;
+  };
+  StepEnd end_of_step(std::shared_ptr<StepUpdate> update, Checkpointer::Decided decided) const;
 
   StepParts parts_;
 };
