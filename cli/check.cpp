@@ -61,7 +61,7 @@ int check_config(const CheckArguments& arguments) {
   return kOk;
 }
 
-int bad_input(const std::string& sentence) {
+int bad_check_input(const std::string& sentence) {
   complain("hoist check: {}\n", sentence);
   return kBadInput;
 }
@@ -71,7 +71,7 @@ int check(const CheckArguments& arguments) {
     say("{}", arguments.print_keys ? config::reference_markdown() : config::schema_json());
     return kOk;
   }
-  if (arguments.config.empty()) return bad_input("which configuration? Run with --help for an example.");
+  if (arguments.config.empty()) return bad_check_input("which configuration? Run with --help for an example.");
   try {
     check_json_apart(arguments.json, arguments.config);
     check_json_apart(arguments.json, arguments.model.units);
@@ -82,13 +82,13 @@ int check(const CheckArguments& arguments) {
     write_json(arguments.json, refused_json(arguments.config, error));
     return kBadInput;
   } catch (const ConfigError& error) {  // of the units file
-    return bad_input(fmt::format("{}: {}", arguments.model.units, error.what()));
+    return bad_check_input(fmt::format("{}: {}", arguments.model.units, error.what()));
   } catch (const UsageError& error) {
-    return bad_input(error.what());
+    return bad_check_input(error.what());
   } catch (const IoError& error) {
     // A file that cannot be read is bad input; a report that cannot be written is a failure.
     if (error.where.path != arguments.config && error.where.path != arguments.model.units) throw;
-    return bad_input(error.what());
+    return bad_check_input(error.what());
   }
 }
 

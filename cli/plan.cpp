@@ -137,17 +137,17 @@ PlanReport plan_of(const PlanArguments& arguments) {
   return report;
 }
 
-int bad_input(const std::string& sentence) {
+int bad_plan_input(const std::string& sentence) {
   complain("hoist plan: {}\n", sentence);
   return kBadInput;
 }
 
 int plan(const PlanArguments& arguments) {
-  if (!arguments.model.given()) return bad_input("how large a model? --parameters 7e9, or --units FILE");
+  if (!arguments.model.given()) return bad_plan_input("how large a model? --parameters 7e9, or --units FILE");
   if ((arguments.tokens > 0) != (arguments.tflops > 0))
-    return bad_input("--tokens and --tflops belong together: they say how long a step computes");
+    return bad_plan_input("--tokens and --tflops belong together: they say how long a step computes");
   if (arguments.tokens > 0 && arguments.compute_seconds > 0)
-    return bad_input("--compute-seconds says already what --tokens and --tflops would");
+    return bad_plan_input("--compute-seconds says already what --tokens and --tflops would");
   try {
     check_json_apart(arguments.json, arguments.config);
     check_json_apart(arguments.json, arguments.model.units);
@@ -156,14 +156,14 @@ int plan(const PlanArguments& arguments) {
     write_json(arguments.json, plan_json(report));
     return kOk;
   } catch (const ConfigProblems& error) {
-    return bad_input(error.what());
+    return bad_plan_input(error.what());
   } catch (const ConfigError& error) {
-    return bad_input(fmt::format("{}: {}", arguments.model.units, error.what()));
+    return bad_plan_input(fmt::format("{}: {}", arguments.model.units, error.what()));
   } catch (const UsageError& error) {
-    return bad_input(error.what());
+    return bad_plan_input(error.what());
   } catch (const IoError& error) {
     if (error.where.path != arguments.config && error.where.path != arguments.model.units) throw;
-    return bad_input(error.what());
+    return bad_plan_input(error.what());
   }
 }
 

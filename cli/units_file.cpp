@@ -17,19 +17,19 @@ namespace hoist::cli {
 
 namespace {
 
-using Json = nlohmann::json;
+using UnitsJson = nlohmann::json;
 
 constexpr double kCountMax = 1e13;
 // Layers of a model of which only the size is known.
 constexpr std::uint64_t kAssumedUnits = 32;
 
-[[noreturn]] void refuse(const std::string& key, const Json& value, std::string_view allowed) {
-  std::string shown = value.dump(-1, ' ', true, Json::error_handler_t::replace);
+[[noreturn]] void refuse(const std::string& key, const UnitsJson& value, std::string_view allowed) {
+  std::string shown = value.dump(-1, ' ', true, UnitsJson::error_handler_t::replace);
   if (shown.size() > 60) shown = shown.substr(0, 57) + "...";
   throw ConfigError(key, fmt::format("{} is not {}", shown, allowed));
 }
 
-std::uint64_t count_of(const std::string& key, const Json& value, double min) {
+std::uint64_t count_of(const std::string& key, const UnitsJson& value, double min) {
   const double number = value.is_number() ? value.get<double>() : -1;
   if (!(number >= min && number <= kCountMax) || number != std::floor(number)) {
     refuse(key, value, fmt::format("an integer from {:g} to {:g}", min, kCountMax));
@@ -37,31 +37,31 @@ std::uint64_t count_of(const std::string& key, const Json& value, double min) {
   return static_cast<std::uint64_t>(number);
 }
 
-DType dtype_of(const std::string& key, const Json& value) {
+DType dtype_of(const std::string& key, const UnitsJson& value) {
   if (value == "bf16") return DType::bf16;
   if (value == "fp16") return DType::fp16;
   if (value == "fp32") return DType::fp32;
   refuse(key, value, "\"bf16\", \"fp16\" or \"fp32\"");
 }
 
-std::string text_of(const std::string& key, const Json& value) {
+std::string text_of(const std::string& key, const UnitsJson& value) {
   if (!value.is_string() || value.get<std::string>().empty()) refuse(key, value, "a string");
   return value.get<std::string>();
 }
 
-bool flag_of(const std::string& key, const Json& value) {
+bool flag_of(const std::string& key, const UnitsJson& value) {
   if (!value.is_boolean()) refuse(key, value, "true or false");
   return value.get<bool>();
 }
 
-std::vector<std::int64_t> shape_of(const std::string& key, const Json& value) {
+std::vector<std::int64_t> shape_of(const std::string& key, const UnitsJson& value) {
   if (!value.is_array()) refuse(key, value, "a list of extents");
   std::vector<std::int64_t> shape;
-  for (const Json& extent : value) shape.push_back(static_cast<std::int64_t>(count_of(key, extent, 1)));
+  for (const UnitsJson& extent : value) shape.push_back(static_cast<std::int64_t>(count_of(key, extent, 1)));
   return shape;
 }
 
-ParameterSpec parameter_of(const std::string& key, const Json& value, DType dtype) {
+ParameterSpec parameter_of(const std::string& key, const UnitsJson& value, DType dtype) {
   if (!value.is_object()) refuse(key, value, "an object with name and shape");
   constexpr double kGroupMax = 1e4;
   ParameterSpec spec{.dtype = dtype};
@@ -97,7 +97,7 @@ struct DeclaredUnit {
   std::vector<std::string> tied;  // names of parameters of other units
 };
 
-DeclaredUnit unit_of(const std::string& key, const Json& value, DType dtype) {
+DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype) {
   if (!value.is_object()) refuse(key, value, "an object with name and parameters");
   DeclaredUnit unit;
   std::uint64_t parameters = 0;  // where only their number is given
@@ -110,7 +110,7 @@ DeclaredUnit unit_of(const std::string& key, const Json& value, DType dtype) {
     } else if (name == "parameters") {
       parameters = count_of(key + ".parameters", member, 1);
     } else if (name == "tied" && member.is_array()) {
-      for (const Json& tied : member) unit.tied.push_back(text_of(key + ".tied", tied));
+      for (const UnitsJson& tied : member) unit.tied.push_back(text_of(key + ".tied", tied));
     } else {
       throw ConfigError(key + "." + name, "unknown key; a unit has name, parameters and tied");
     }
@@ -125,11 +125,11 @@ DeclaredUnit unit_of(const std::string& key, const Json& value, DType dtype) {
 // Refuses what the parser would take: a key given twice, and nesting that no model's description has.
 class Watch {
  public:
-  bool operator()(int depth, Json::parse_event_t event, const Json& parsed) {
+  bool operator()(int depth, UnitsJson::parse_event_t event, const UnitsJson& parsed) {
     if (depth > kDepthMax) throw ConfigError("", fmt::format("nested deeper than {} levels", kDepthMax));
-    if (event == Json::parse_event_t::object_start) names_.emplace_back();
-    if (event == Json::parse_event_t::object_end) names_.pop_back();
-    if (event == Json::parse_event_t::key) {
+    if (event == UnitsJson::parse_event_t::object_start) names_.emplace_back();
+    if (event == UnitsJson::parse_event_t::object_end) names_.pop_back();
+    if (event == UnitsJson::parse_event_t::key) {
       const auto& name = parsed.get_ref<const std::string&>();
       if (!names_.back().insert(name).second) throw ConfigError(name, "given twice in one object");
     }
@@ -141,13 +141,15 @@ class Watch {
   std::vector<std::set<std::string>> names_;  // of the objects that are open
 };
 
-Json parse_file(const std::string& path) {
+UnitsJson parse_file(const std::string& path) {
   const std::string text = read_file(path, "check the path given to --units");
   try {
     Watch watch;
-    return Json::parse(config::plain_json(text),
-                       [&](int depth, Json::parse_event_t event, Json& parsed) { return watch(depth, event, parsed); });
-  } catch (const Json::exception& error) {
+    return UnitsJson::parse(config::plain_json(text),
+                       [&](int depth, UnitsJson::parse_event_t event, UnitsJson& parsed) {
+                         return watch(depth, event, parsed);
+                       });
+  } catch (const UnitsJson::exception& error) {
     std::string_view problem = error.what();  // "[json.exception.parse_error.101] parse error at line 1, ..."
     if (const auto end = problem.find("] "); end != std::string_view::npos) problem.remove_prefix(end + 2);
     throw ConfigError("", fmt::format("is not JSON: {}", problem));
@@ -157,7 +159,7 @@ Json parse_file(const std::string& path) {
 }  // namespace
 
 NamedModel read_units(const std::string& path) {
-  const Json root = parse_file(path);
+  const UnitsJson root = parse_file(path);
   if (!root.is_object() || !root.contains("units") || !root["units"].is_array() || root["units"].empty()) {
     throw ConfigError("units", R"(is missing: write {"units": [{"name": "layer.0", "parameters": 7077888}]})");
   }
@@ -174,7 +176,7 @@ NamedModel read_units(const std::string& path) {
   }
   Model& model = named.model;
   std::vector<std::vector<std::string>> tied;  // by unit
-  for (const Json& member : root["units"]) {
+  for (const UnitsJson& member : root["units"]) {
     DeclaredUnit unit = unit_of(fmt::format("units[{}]", tied.size()), member, dtype);
     for (const ParameterSpec& spec : unit.parameters)
       while (model.added_groups().size() < spec.group.index) model.add_group();

@@ -6,15 +6,33 @@ set(HOIST_WARNINGS -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wnon-v
 if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   list(APPEND HOIST_WARNINGS -Wno-restrict)  # false on std::string operator+ (GCC bug 105651)
 endif()
+if(CMAKE_UNITY_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+  list(APPEND HOIST_WARNINGS -Wno-subobject-linkage)  # takes the .cpp files that a unity build includes for headers
+endif()
 if(HOIST_WARNINGS_AS_ERRORS)
   list(APPEND HOIST_WARNINGS -Werror)
 endif()
 
 # hoist_compile_rules(TARGET): the warnings and floating-point rules of every target of ours.
 # -ffp-contract=off: GCC contracts a*b+c across intrinsics, and then instruction sets disagree in the last bit.
+# -O2 in Release, where CMake says -O3: only kernels run faster for it (hoist_kernel_sources), and the rest compiles faster.
 function(hoist_compile_rules target)
   target_compile_features(${target} PUBLIC cxx_std_20)
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${HOIST_WARNINGS} -ffp-contract=off>)
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CXX>:${HOIST_WARNINGS} -ffp-contract=off $<$<CONFIG:Release>:-O2>>)
+endfunction()
+
+# hoist_kernel_sources(FILE...): files of this folder that Highway compiles once per instruction set. A unity build cannot
+# combine them, because each includes itself. The sets: the baseline, SSE4, AVX2 and AVX3. SSSE3 without SSE4 is what
+# processors of 2006 had; they run the baseline. The sanitizers look at the baseline and AVX2 only.
+function(hoist_kernel_sources)
+  set(disabled "HWY_SSSE3")
+  if(HOIST_SANITIZE)
+    set(disabled "(HWY_SSSE3|HWY_SSE4|HWY_AVX3)")
+  endif()
+  set_source_files_properties(${ARGN} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+  set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_DEFINITIONS "HWY_DISABLED_TARGETS=${disabled}")
+  set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS $<$<CONFIG:Release>:-O3>)
 endfunction()
 
 # hoist_room(NAME SOURCES ... USES room... LINKS target... PRIVATE_LINKS target...)

@@ -16,7 +16,7 @@ namespace {
 using optim::OptimizerKind;
 using optim::OptimizerOptions;
 
-constexpr std::string_view kParams = "optimizer.params.";
+constexpr std::string_view kOptimizerParams = "optimizer.params.";
 
 struct OptimizerType {
   OptimizerKind kind;
@@ -57,7 +57,8 @@ class OptimizerRules {
  private:
   ConfigSetting* setting(std::string_view name) {
     for (ConfigSetting& candidate : read_.settings) {
-      if (candidate.row->path.starts_with(kParams) && last_part(candidate.row->path) == name) return &candidate;
+      const std::string_view path = candidate.row->path;
+      if (path.starts_with(kOptimizerParams) && last_part(path) == name) return &candidate;
     }
     return nullptr;
   }
@@ -69,7 +70,7 @@ class OptimizerRules {
 
   void refuse_strangers(const OptimizerType& type) {
     const auto is_stranger = [&](const ConfigSetting& s) {
-      return s.row->path.starts_with(kParams) && s.row->status == KeyStatus::implemented &&
+      return s.row->path.starts_with(kOptimizerParams) && s.row->status == KeyStatus::implemented &&
              std::ranges::find(type.parameters, last_part(s.row->path)) == type.parameters.end();
     };
     for (const ConfigSetting& s : read_.settings) {

@@ -13,7 +13,7 @@ namespace hoist::config::detail {
 
 namespace {
 
-constexpr std::string_view kParams = "scheduler.params.";
+constexpr std::string_view kSchedulerParams = "scheduler.params.";
 
 struct ScheduleKind {
   std::string_view type;
@@ -63,7 +63,7 @@ class ScheduleRules {
       remarks(kind->type);
     }
     std::erase_if(read_.settings, [&](const ConfigSetting& s) {
-      return s.row->path.starts_with(kParams) && (kind == nullptr || !counts(*kind, s));
+      return s.row->path.starts_with(kSchedulerParams) && (kind == nullptr || !counts(*kind, s));
     });
   }
 
@@ -80,11 +80,12 @@ class ScheduleRules {
   }
 
   bool is_automatic(std::string_view name) const {
-    return std::ranges::find(read_.automatic, std::string(kParams) + std::string(name)) != read_.automatic.end();
+    const std::string path = std::string(kSchedulerParams) + std::string(name);
+    return std::ranges::find(read_.automatic, path) != read_.automatic.end();
   }
 
   bool is_given(std::string_view name) const {
-    const std::string path = std::string(kParams) + std::string(name);
+    const std::string path = std::string(kSchedulerParams) + std::string(name);
     const ConfigSetting* found = setting(path);
     if (found != nullptr && found->source == ConfigSetting::Source::file) return true;
     return std::ranges::any_of(read_.problems, [&](const ConfigProblem& p) { return p.key == path; });
@@ -100,7 +101,7 @@ class ScheduleRules {
         std::ranges::any_of(read_.problems, [](const ConfigProblem& p) { return p.key == "scheduler.type"; });
     if (said) return;
     for (const ConfigSetting& s : read_.settings) {
-      if (s.row->path.starts_with(kParams) && s.source == ConfigSetting::Source::file) {
+      if (s.row->path.starts_with(kSchedulerParams) && s.source == ConfigSetting::Source::file) {
         problem(&s, std::string(s.row->path), "belongs to a schedule, but scheduler.type is missing");
       }
     }
@@ -109,7 +110,7 @@ class ScheduleRules {
   void check_parameters(const ScheduleKind& kind) {
     std::vector<const ConfigSetting*> strangers;
     for (const ConfigSetting& s : read_.settings) {
-      if (!s.row->path.starts_with(kParams) || s.source == ConfigSetting::Source::standard) continue;
+      if (!s.row->path.starts_with(kSchedulerParams) || s.source == ConfigSetting::Source::standard) continue;
       if (s.row->status == KeyStatus::implemented && !counts(kind, s)) strangers.push_back(&s);
     }
     for (const ConfigSetting* s : strangers) {

@@ -20,7 +20,7 @@ IoError aio_error(const char* operation, const Drive& drive, long code) {
   return IoError({.operation = operation, .path = drive.file().path(), .code = static_cast<int>(-code)}, "");
 }
 
-double thread_seconds() {
+double thread_usage_seconds() {
   rusage usage{};
   ::getrusage(RUSAGE_THREAD, &usage);
   const auto seconds = [](const timeval& t) {
@@ -49,11 +49,11 @@ class Loop {
   Loop& operator=(const Loop&) = delete;
 
   void run() {
-    const double before = thread_seconds();
+    const double before = thread_usage_seconds();
     begun_ = Clock::now();
     while (top_up() || in_flight_ > 0) collect();
     ended_ = Clock::now();
-    processor_seconds_ = thread_seconds() - before;
+    processor_seconds_ = thread_usage_seconds() - before;
   }
 
   TimePoint begun() const { return begun_; }

@@ -48,5 +48,7 @@ fi
 
 echo "Installing ${#missing[@]} packages: ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive
+# One line a package, so that it is seen to move.
 "${sudo[@]}" apt-get update --quiet=2
-"${sudo[@]}" env DEBIAN_FRONTEND=noninteractive "${install[@]}" >/dev/null
+"${sudo[@]}" env DEBIAN_FRONTEND=noninteractive "${install[@]}" --option=Dpkg::Use-Pty=0 |
+  grep --line-buffered -E '^(Get:|Unpacking|Setting up)' || [ "${PIPESTATUS[0]}" -eq 0 ]

@@ -98,12 +98,6 @@ HWY_INLINE FloatVector load_moment_of(const void* moment, const std::uint8_t* sc
   }
 }
 
-HWY_INLINE FloatVector load_gradient(const void* gradient, DType dtype, std::size_t i) {
-  if (dtype == DType::bf16) return load_floats<DType::bf16>(Floats(), gradient, i);
-  if (dtype == DType::fp16) return load_floats<DType::fp16>(Floats(), gradient, i);
-  return load_floats<DType::fp32>(Floats(), gradient, i);
-}
-
 struct BlockOfMoments {
   float values[kMomentBlock];
   std::uint32_t added[kMomentBlock];

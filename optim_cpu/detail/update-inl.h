@@ -387,38 +387,58 @@ inline void copy_master(const Fp16Tile& from, std::size_t i, const Fp16Tile& to,
   to.master[j] = from.master[i];
 }
 
-// Elements [first, tile.count), fewer than a vector. Spare lanes repeat the last element: its result is discarded, and
-// it refuses only what that element refuses anyway.
-// Element i of `from` to element j of `to`.
+// Copies element i of `from` to element j of `to`.
 template <DType kDtype>
 HWY_INLINE void copy_element(const void* from, std::size_t i, void* to, std::size_t j) {
   constexpr std::size_t kBytes = dtype_bytes(kDtype);
   std::copy_n(static_cast<const std::byte*>(from) + i * kBytes, kBytes, static_cast<std::byte*>(to) + j * kBytes);
 }
 
-template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
-HWY_INLINE void update_tail(const UpdateCoefficients& c, const Tile& tile, std::size_t first, WordVector& refused) {
+HWY_INLINE FloatVector load_gradient(const void* gradient, DType dtype, std::size_t i) {
+  if (dtype == DType::bf16) return load_floats<DType::bf16>(Floats(), gradient, i);
+  if (dtype == DType::fp16) return load_floats<DType::fp16>(Floats(), gradient, i);
+  return load_floats<DType::fp32>(Floats(), gradient, i);
+}
+
+// Updates elements [first, tile.count), fewer than a block, a vector at a time in buffers; false when one of them may
+// not be committed. Spare lanes of the last vector repeat the last element: their results are discarded, and they
+// refuse only what that element refuses anyway. Not inlined, and one function for all gradient dtypes: it is a large
+// part of what there is to compile, and a small part of what runs.
+template <Formula kFormula, MomentType kMoments, class Tile>
+HWY_NOINLINE bool update_rest(const UpdateCoefficients& c, const Tile& tile, std::size_t first) {
+  const Floats d;
+  const SignedWords signed_words;
   TailBuffer buffer;
   Tile tail;
   point_master_at(buffer, tail);
   tail.moment1 = buffer.moment1;
   tail.moment2 = buffer.moment2;
   tail.gradient = buffer.gradient;
-  tail.rounding = {.key = tile.rounding.key, .first = static_cast<std::uint32_t>(tile.rounding.first + first)};
-  const std::size_t lanes = hn::Lanes(Floats());
-  for (std::size_t j = 0; j < lanes; ++j) {
-    const std::size_t i = std::min(first + j, tile.count - 1);
-    copy_master(tile, i, tail, j);
-    if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment1, i, tail.moment1, j);
-    if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment2, i, tail.moment2, j);
-    copy_element<kGradient>(tile.gradient, i, buffer.gradient, j);
+  const std::size_t lanes = hn::Lanes(d);
+  WordVector refused = hn::Zero(Words());
+  for (; first < tile.count; first += lanes) {
+    tail.rounding = {.key = tile.rounding.key, .first = static_cast<std::uint32_t>(tile.rounding.first + first)};
+    for (std::size_t j = 0; j < lanes; ++j) {
+      const std::size_t i = std::min(first + j, tile.count - 1);
+      copy_master(tile, i, tail, j);
+      if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment1, i, tail.moment1, j);
+      if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tile.moment2, i, tail.moment2, j);
+      if (tile.gradient_dtype == DType::fp32) {
+        copy_element<DType::fp32>(tile.gradient, i, buffer.gradient, j);
+      } else {
+        copy_element<DType::bf16>(tile.gradient, i, buffer.gradient, j);  // fp16 has as many bytes
+      }
+    }
+    const auto gradient = load_gradient(buffer.gradient, tile.gradient_dtype, 0);
+    hn::StoreU(gradient, d, reinterpret_cast<float*>(buffer.gradient));
+    update_vector<kFormula, kMoments, DType::fp32>(c, tail, 0, refused);
+    for (std::size_t j = 0; j < lanes && first + j < tile.count; ++j) {
+      copy_master(tail, j, tile, first + j);
+      if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment1, j, tile.moment1, first + j);
+      if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment2, j, tile.moment2, first + j);
+    }
   }
-  update_vector<kFormula, kMoments, kGradient>(c, tail, 0, refused);
-  for (std::size_t j = 0; first + j < tile.count; ++j) {
-    copy_master(tail, j, tile, first + j);
-    if constexpr (has_moment1(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment1, j, tile.moment1, first + j);
-    if constexpr (has_moment2(kFormula)) copy_element<kElementOf<kMoments>>(tail.moment2, j, tile.moment2, first + j);
-  }
+  return hn::AllFalse(signed_words, hn::Lt(hn::BitCast(signed_words, refused), hn::Zero(signed_words)));
 }
 
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
@@ -441,10 +461,9 @@ bool update_whole_or_split(const UpdateCoefficients& coefficients, const Tile& w
     for (std::size_t j = 0; j < kBlock; j += lanes)
       update_vector<kFormula, kMoments, kGradient>(c, tile, i + j, refused);
   }
-  for (; i + lanes <= tile.count; i += lanes) update_vector<kFormula, kMoments, kGradient>(c, tile, i, refused);
-  if (i < tile.count) update_tail<kFormula, kMoments, kGradient>(c, tile, i, refused);
   const SignedWords signed_words;
-  return hn::AllFalse(signed_words, hn::Lt(hn::BitCast(signed_words, refused), hn::Zero(signed_words)));
+  const bool sound = hn::AllFalse(signed_words, hn::Lt(hn::BitCast(signed_words, refused), hn::Zero(signed_words)));
+  return i == tile.count ? sound : update_rest<kFormula, kMoments>(coefficients, whole_tile, i) && sound;
 }
 
 template <Formula kFormula, MomentType kMoments, class Tile>

@@ -26,7 +26,7 @@ TEST(InstructionSets, NamesAreKnownAndTheBestIsActive) {
   ASSERT_FALSE(names.empty());
   EXPECT_EQ(active_instruction_set(), names.front());
 #if defined(__x86_64__)
-  EXPECT_GE(names.size(), 2u) << "every x86-64 has the baseline and SSSE3 by now";
+  EXPECT_GE(names.size(), 2u) << "every x86-64 has the baseline and SSE4 by now";
 #endif
   for (const auto& name : names) {
     const Forced forced(name);
