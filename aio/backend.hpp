@@ -7,8 +7,8 @@
 // Threading  Made on any thread; submit and reap run on the engine's I/O thread, where the backend is destroyed too;
 //            wake_up on any thread.
 // Memory     A Block belongs to the engine; it stays where it is until reported. A backend that still holds blocks is
-// never destroyed: the queue leaks it, because the kernel may still write to their memory. Errors     A block's result
-// reports every failure; submit and reap do not throw.
+//            never destroyed: the queue leaks it, because the kernel may still write to their memory.
+// Errors     A block's result reports every failure; submit and reap do not throw.
 #pragma once
 
 #include <cstddef>

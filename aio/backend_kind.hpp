@@ -6,10 +6,11 @@
 
 namespace hoist::aio {
 
-// automatic: io_uring, or `threads` if the system forbids it (logged once, with the remedy). io_uring:  an Error if it
-// is not available. null:      every transfer succeeds at once and no data is moved: measures only hoist's own
-// overhead. NVMe passthrough is not supported: it needs /dev/ng* and root, and bypasses the file system, so its data
-// would not be a file.
+// automatic: io_uring, or `threads` if the system forbids it (logged once, with the remedy).
+// io_uring:  an Error if it is not available.
+// null:      every transfer succeeds at once and no data is moved: measures only hoist's own overhead.
+// NVMe passthrough is not supported: it needs /dev/ng* and root, and bypasses the file system, so its data would not be
+// a file.
 enum class BackendKind : std::uint8_t { automatic, io_uring, threads, null };
 
 }  // namespace hoist::aio

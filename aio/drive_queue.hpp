@@ -2,12 +2,12 @@
 // aio/drive_queue.hpp - many direct reads and writes in flight on a drive. Start here.
 //
 // Threading  Any thread may submit and wait. Each queue has one I/O thread, on the drive's NUMA node; continuations of
-// completions run on it and must neither block nor destroy the queue. Memory     Queues are sized at construction and
-// grow only when more transfers wait than ever before. A transfer
+//            completions run on it and must neither block nor destroy the queue.
+// Memory     Queues are sized at construction and grow only when more transfers wait than ever before. A transfer
 //            borrows its buffer until its completion is done.
-// Errors     A failed transfer fails its completion with IoError{operation, path, offset, length, errno}
-//            after bounded retries (EINTR, EAGAIN, short transfers). A read past the end of the file is short: code 0.
-//            Misalignment is a bug.
+// Errors     A failed transfer fails its completion with IoError{operation, path, offset, length, errno} after bounded
+//            retries (EINTR, EAGAIN, short transfers). A read past the end of the file is short: code 0. Misalignment
+//            is a bug.
 // Main path  read -> blocks -> backend -> result checked against length -> Completion.
 #pragma once
 
@@ -31,9 +31,9 @@ struct Request;
 
 // Polling spends a processor on waiting, to answer faster; it pays for small blocks only. Each kind is probed with one
 // transfer and a time-out of 1 s. If the probe fails, the queue works without it and logs the remedy once; if the
-// backend io_uring was requested by name, that is an Error. submission: a thread of the kernel looks for new blocks
-// (SQPOLL). completion: the I/O thread asks the drive instead of being interrupted (IOPOLL). The drive needs poll
-// queues, and
+// backend io_uring was requested by name, that is an Error.
+// submission: a thread of the kernel looks for new blocks (SQPOLL).
+// completion: the I/O thread asks the drive instead of being interrupted (IOPOLL). The drive needs poll queues, and
 //             blocks must be no larger than one request of it, which is less than 1 MiB on most.
 enum class Polling : std::uint8_t { none, submission, completion };
 

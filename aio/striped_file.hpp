@@ -5,8 +5,8 @@
 //
 // Threading  Any thread may start transfers.
 // Memory     Owns its files and borrows the queues, which must outlive it. Neither it nor a buffer may be destroyed
-// while a transfer is in flight. Errors     A transfer ends when its parts on all drives have, with the IoError of the
-// first drive (in their order)
+//            while a transfer is in flight.
+// Errors     A transfer ends when its parts on all drives have, with the IoError of the first drive (in their order)
 //            that failed: the path is that drive's, the offset the one in its file.
 // Main path  read -> one range for each drive -> DriveQueue -> when_all.
 #pragma once

@@ -3,7 +3,8 @@
 //
 // Threading  One thread at a time.
 // Memory     The destructor frees it, unless a drive of this process was ever given up (DriveQueue::gave_up). The
-// kernel may then still write here, so the memory is kept and never used again. Errors     std::bad_alloc.
+//            kernel may then still write here, so the memory is kept and never used again.
+// Errors     std::bad_alloc.
 #pragma once
 
 #include <cstddef>

@@ -6,9 +6,9 @@
 //
 // Threading  Any thread. Copies run on the queue's I/O thread.
 // Memory     Bounce buffers of `bounce_bytes` in all, taken at construction; transfers without a free buffer wait, in
-// order, foreground first. A transfer borrows its memory and its file until its completion is done. Errors     IoError
-// as of DriveQueue, with the offsets of whole sectors. A read past the end of the file: code 0. Main path  read ->
-// plan_unaligned -> pieces -> StripedFile -> copy -> Completion.
+//            order, foreground first. A transfer borrows its memory and its file until its completion is done.
+// Errors     IoError as of DriveQueue, with the offsets of whole sectors. A read past the end of the file: code 0.
+// Main path  read -> plan_unaligned -> pieces -> StripedFile -> copy -> Completion.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 // Memory     `scratch` is handed in at creation (it counts against the device budget); nothing else is allocated per
 //            call on the data plane.
 // Errors     CommError naming rank, operation, its subject and the missing ranks; on the data plane through the
-// stream's error. Afterwards the communicator can only be destroyed. A call that breaks the contract
-//            throws UsageError and changes nothing.
+//            stream's error. Afterwards the communicator can only be destroyed. A call that breaks the contract throws
+//            UsageError and changes nothing.
 // Main path  all_gather(pieces, stream) -> one grouped operation in stream order.
 #pragma once
 

@@ -6,7 +6,7 @@
 //
 // Threading  Any thread.
 // Errors     -1 with errno set, as open() itself. open_file_remedy() explains the errors that only these functions
-// return.
+//            return.
 #pragma once
 
 #include <cstdio>

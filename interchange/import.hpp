@@ -9,7 +9,7 @@
 // Threading  The returned function may run on several threads at once.
 // Memory     The files' headers. Values are read into the engine's own memory.
 // Errors     SafetensorsError before anything is initialized, naming every parameter without a fitting tensor and every
-// tensor without a parameter; IoError from the returned function if a file cannot be read.
+//            tensor without a parameter; IoError from the returned function if a file cannot be read.
 #pragma once
 
 #include <functional>

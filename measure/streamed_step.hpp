@@ -12,7 +12,7 @@
 //
 // Threading  Blocks its caller.
 // Errors     InputError if the directory cannot be used; those of the engine; Interrupted. Its files in the directory
-// are always removed.
+//            are always removed.
 #pragma once
 
 #include <cstdint>

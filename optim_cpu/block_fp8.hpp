@@ -10,7 +10,7 @@
 // Four properties that the update relies on:
 // - An unchanged number is not rounded again: the representable numbers do not move with the scale, except near zero.
 // - Encoding a decoded block gives the same bytes, however it was rounded before (encode_block chooses the scale by the
-// rounded values); a block of zeros is bytes of zero.
+//   rounded values); a block of zeros is bytes of zero.
 // - A second moment above zero is never stored as zero, but as the least that the block can hold: a parameter whose
 //   first moment is kept and whose second is gone would be moved without bound.
 // - Integer arithmetic on the bits of fp32 only: the same bytes on every machine.

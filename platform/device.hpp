@@ -8,7 +8,7 @@
 // Memory     The whole budget is one block, taken at construction; tiers::DeviceArena allocates pieces of it. A device
 //            outlives its streams; an event may outlive both.
 // Errors     DeviceError names the call, the code and the remedy; a budget that the GPU cannot provide is a
-// BudgetError.
+//            BudgetError.
 #pragma once
 
 #include <optional>

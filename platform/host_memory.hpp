@@ -8,8 +8,8 @@
 //
 // Threading  Construction uses several threads; afterwards the object is constant.
 // Memory     Allocated once, returned at destruction. A forked child does not have it: a fork would copy every page
-// that a device or a ring has pinned. 0 bytes give an empty block. Errors     BudgetError if the machine lacks the
-// memory; a refused NUMA binding is a warning, not an error.
+//            that a device or a ring has pinned. 0 bytes give an empty block.
+// Errors     BudgetError if the machine lacks the memory; a refused NUMA binding is a warning, not an error.
 #pragma once
 
 #include <cstddef>

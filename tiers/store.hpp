@@ -12,7 +12,7 @@
 // Errors     StoreError (another model's, locked, no commit), IoError, CorruptionError naming unit, file and offset.
 //            After a failed commit, begin_step and commit throw its error again; the store must be reopened.
 // Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync; keep: one more
-// manifest.
+//            manifest.
 #pragma once
 
 #include <memory>

@@ -3,7 +3,7 @@
 //
 // Threading  Any thread.
 // Memory     Memory in here is never freed and never touched again. It stays reachable, so that leak checkers do not
-// report it.
+//            report it.
 #pragma once
 
 namespace hoist::aio::detail {

@@ -3,8 +3,8 @@
 //
 // Threading  Any thread enqueues; the worker alone executes, records and fails.
 // Memory     Two operation lists alternate, so that a steady program allocates only for its events. The queue has no
-// bound: the budgets of the modules above limit the work in flight. Errors     The first exception of executed work is
-// kept; later work is skipped, later events carry it.
+//            bound: the budgets of the modules above limit the work in flight.
+// Errors     The first exception of executed work is kept; later work is skipped, later events carry it.
 #pragma once
 
 #include <atomic>
