@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/backend.hpp - the small interface behind DriveQueue: one way of getting blocks to and from a file.
+// aio/backend.hpp - the small interface behind DriveQueue: one method of moving blocks to and from a file.
 //
 // DriveQueue cuts transfers into blocks, orders them by priority, checks every result and retries; a backend only moves
-// a block and reports what the kernel said. Tests implement it to inject faults.
+// a block and reports the kernel's result. Tests implement it to inject faults.
 //
 // Threading  Made on any thread; submit and reap run on the engine's I/O thread, where the backend is destroyed too;
 //            wake_up on any thread.
 // Memory     A Block belongs to the engine; it stays where it is until reported. A backend that still holds blocks is
-//            never destroyed: the engine leaks it instead, since the kernel may yet write to their memory.
-// Errors     Everything that happens to a block is its result; submit and reap do not throw.
+//            never destroyed: the queue leaks it, because the kernel may still write to their memory.
+// Errors     A block's result reports every failure; submit and reap do not throw.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@ class File;
 
 enum class Operation : std::uint8_t { read, write, sync };
 
-// Where the memory of a transfer is. Blocks carry it so that a backend for GPUDirect storage (cuFile) has its door;
-// every backend there is today moves host memory only, and an engine for device memory is refused.
+// The kind of memory of a transfer. Blocks carry it so that a backend for GPUDirect storage (cuFile) can be added.
+// Today every backend moves host memory only, and a queue for device memory is refused.
 enum class MemoryKind : std::uint8_t { host, device };
 
 struct Block {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One ring, used by the engine's I/O thread alone; with completion polling a second one, since a polled ring takes
-// reads and writes of direct files and nothing else: flushes and wake-ups stay on the first.
+// One ring, used only by the queue's I/O thread. Completion polling needs a second ring, because a polled ring accepts
+// only reads and writes of direct files; flushes and wake-ups stay on the first.
 #include <cerrno>
 #include <mutex>
 #include <optional>
@@ -61,7 +61,7 @@ class IoUringBackend final : public Backend {
     serve();
     std::size_t count = collect(done);
     if (count > 0) {
-      flush();  // the engine is busy with these for a while: hold nothing back
+      flush();  // the queue is busy with these for a while: submit everything
     } else if (!woken_) {
       wait(timeout);
       count = collect(done);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Completes every block at once, fully and without touching data or disk: what is left is the engine's own overhead.
+// Completes every block at once without touching data or disk, so that only the queue's own overhead remains.
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>

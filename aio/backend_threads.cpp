@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A pool of threads that call pread and pwrite: the same results where io_uring is not to be had.
+// A pool of threads that call pread and pwrite: the same results where io_uring is not available.
 #include <cerrno>
 #include <condition_variable>
 #include <mutex>
@@ -20,13 +20,13 @@ namespace {
 constexpr const char* kThreadName = "hoist-aio-w";
 
 // A block, and a descriptor of its own for the file: when a drive is given up, the file is closed while blocks still
-// wait here, and a later one may get its number. It also keeps the file's lock until the last of them has landed.
+// wait here, and a later one may get its number. It also keeps the file's lock until the last of them is done.
 struct Queued {
   Block* block = nullptr;
   int descriptor = -1;
 };
 
-// First in, first out; room for every block that can be in flight, so pushing never allocates.
+// First in, first out; has space for every block that can be in flight, so pushing never allocates.
 class BlockRing {
  public:
   explicit BlockRing(std::size_t capacity) : slots_(capacity) {}

@@ -22,8 +22,7 @@ void check(const DriveQueueOptions& options) {
   if (options.block_bytes == 0 || options.block_bytes % File::kAlignment != 0 || options.block_bytes > kBlockBytesMax)
     throw UsageError(fmt::format("the block of a transfer must be a multiple of {} of at most 1 GiB, not {} bytes",
                                  format_bytes(File::kAlignment), options.block_bytes));
-  if (options.answer_timeout <= Nanoseconds::zero())
-    throw UsageError("a drive needs some time to answer: answer_timeout must be positive");
+  if (options.answer_timeout <= Nanoseconds::zero()) throw UsageError("answer_timeout must be positive");
   if (options.queue_depth == 0 || options.queue_depth > kQueueDepthMax)
     throw UsageError(fmt::format("the queue depth must be 1 to {}, not {}", kQueueDepthMax, options.queue_depth));
   if (options.thread_count == 0 || options.thread_count > kThreadCountMax)
@@ -33,7 +32,7 @@ void check(const DriveQueueOptions& options) {
         "transfers to and from device memory (GPUDirect storage) are not supported; go through host memory");
   const bool may_poll = options.backend == BackendKind::automatic || options.backend == BackendKind::io_uring;
   if (options.polling != Polling::none && !may_poll)
-    throw UsageError("polling is a way of io_uring; choose that backend, or leave polling out");
+    throw UsageError("only io_uring can poll; choose that backend, or leave polling out");
   if (options.polling == Polling::completion && options.directory.empty())
     throw UsageError("completion polling is probed on the drive itself: name a directory on it");
   for (const auto& slice : options.registered_memory) {
@@ -67,7 +66,7 @@ DriveQueue::DriveQueue(const DriveQueueOptions& options, std::unique_ptr<Backend
 
 DriveQueue::~DriveQueue() {
   if (impl_->stop()) return;
-  // The kernel, or a stuck thread, may still use what the engine owns. Kept reachable and never used again.
+  // The kernel, or a stuck thread, may still use the queue's memory. Kept reachable and never used again.
   detail::quarantine(impl_.release());
 }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // aio/drive_queue.hpp - many direct reads and writes in flight on a drive. Start here.
 //
-// Threading  Any thread may submit and wait. Each engine has one I/O thread, on the drive's NUMA node; continuations
-//            of completions run on it and must neither block nor destroy the engine.
+// Threading  Any thread may submit and wait. Each queue has one I/O thread, on the drive's NUMA node; continuations of
+//            completions run on it and must neither block nor destroy the queue.
 // Memory     Queues are sized at construction and grow only when more transfers wait than ever before. A transfer
 //            borrows its buffer until its completion is done.
-// Errors     A failed transfer fails its completion with IoError{operation, path, offset, length, errno}
-//            after bounded retries (EINTR, EAGAIN, short transfers). A read past the end of the file is short: code 0.
-//            Misalignment is a bug.
+// Errors     A failed transfer fails its completion with IoError{operation, path, offset, length, errno} after bounded
+//            retries (EINTR, EAGAIN, short transfers). A read past the end of the file is short: code 0. Misalignment
+//            is a bug.
 // Main path  read -> blocks -> backend -> result checked against length -> Completion.
 #pragma once
 
@@ -29,9 +29,9 @@ namespace detail {
 struct Request;
 }
 
-// Spends a processor on waiting, to answer faster; worth it for small blocks only. Each is probed with one transfer and
-// a time-out of 1 s. What the probe finds missing is done without, said once in the log with the remedy; with the
-// backend io_uring asked for by name, it is an Error.
+// Polling spends a processor on waiting, to answer faster; it pays for small blocks only. Each kind is probed with one
+// transfer and a time-out of 1 s. If the probe fails, the queue works without it and logs the remedy once; if the
+// backend io_uring was requested by name, that is an Error.
 // submission: a thread of the kernel looks for new blocks (SQPOLL).
 // completion: the I/O thread asks the drive instead of being interrupted (IOPOLL). The drive needs poll queues, and
 //             blocks must be no larger than one request of it, which is less than 1 MiB on most.
@@ -43,48 +43,46 @@ struct DriveQueueOptions {
   unsigned queue_depth = 16;         // blocks in flight, 1 to 4096
   unsigned thread_count = 4;         // of the `threads` backend only, 1 to 256
   int numa_node = -1;                // where the I/O thread runs; negative: anywhere
-  // Memory that transfers will use, registered with the kernel when it lets us; pieces of at most 1 GiB. Transfers
-  // outside of it work too, a little slower.
+  // Memory for transfers, registered with the kernel if it allows that; pieces of at most 1 GiB. Transfers outside of
+  // it work too, slightly slower.
   std::vector<std::span<std::byte>> registered_memory{};
   MemoryKind memory = MemoryKind::host;  // of every transfer; device: refused
   Polling polling = Polling::none;       // of io_uring only
-  std::string directory{};   // on the drive; where completion polling is probed, and needed for nothing else
+  std::string directory{};               // on the drive; only for the probe of completion polling
   unsigned retries_max = 8;  // per block, for EINTR, EAGAIN and short transfers; then the error is delivered
   Nanoseconds drain_timeout = std::chrono::seconds(30);  // destructor: how long to wait for the kernel
-  // A drive that has blocks and finishes none for so long is given up: every transfer of it fails with ETIMEDOUT, then
-  // and from then on. Linux gives a command of an NVMe drive 30 s before it resets the drive, and tries again a few
-  // times, so a drive that still lives answers earlier. Time in which this process was stopped does not count, here and
-  // above (core/deadline.hpp).
+  // A drive that has blocks and finishes none for this long is given up: every transfer fails with ETIMEDOUT from then
+  // on. Linux gives a command of an NVMe drive 30 s before it resets the drive, and retries a few times, so a working
+  // drive answers earlier. Time in which this process was stopped does not count, here and above (core/deadline.hpp).
   Nanoseconds answer_timeout = std::chrono::minutes(5);
 };
 
 // Foreground: someone waits for it (a prefetch, a record to update). Background: write-back. The rule: a foreground
 // read never waits behind more than one queue depth of background writes. Blocks that the kernel already has are not
-// taken back; every place that becomes free goes to a foreground block as long as there is one. Within a priority,
-// first come, first served. Background transfers get what foreground leaves over, which may be nothing for as long as
-// it is busy.
+// recalled; every free place goes to a foreground block as long as there is one. Within a priority, first come, first
+// served. Background transfers get the rest, which may be nothing as long as foreground is busy.
 enum class Priority : std::uint8_t { foreground, background };
 
 // The backend that DriveQueue(options) uses, for tests that wrap it.
-// Errors: Error when io_uring is asked for by name and cannot be had.
+// Errors: Error if io_uring is requested by name and not available.
 std::unique_ptr<Backend> make_backend(const DriveQueueOptions& options);
 
 class DriveQueue {
  public:
   // Errors: UsageError for options out of range.
   explicit DriveQueue(const DriveQueueOptions& options);
-  // With a backend of the caller's own (fault injection in tests).
+  // With the caller's own backend (fault injection in tests).
   DriveQueue(const DriveQueueOptions& options, std::unique_ptr<Backend> backend);
-  // Finishes every transfer that was started. What the drive has not answered within `drain_timeout` fails with
-  // ETIMEDOUT; the kernel may still write to those buffers, so their owner must never use them again. The engine's own
-  // part of them is leaked, with a line in the log.
+  // Finishes every started transfer. Transfers that the drive does not answer within `drain_timeout` fail with
+  // ETIMEDOUT; the kernel may still write to those buffers, so their owner must never use them again. The queue leaks
+  // its own part of them, with a line in the log.
   ~DriveQueue();
   DriveQueue(const DriveQueue&) = delete;
   DriveQueue& operator=(const DriveQueue&) = delete;
 
   // Starts reading target.size() bytes of `file` at `offset_bytes`.
   // Pre:  offset, length and address are multiples of File::kAlignment; `file` outlives the transfer.
-  // Cost: never blocks; a system call on this thread only to wake the I/O thread when that sleeps with nothing to do.
+  // Cost: never blocks; a system call on this thread only to wake an idle I/O thread.
   Completion read(const File& file, std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority);
   Completion write(const File& file, std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority);
   // fdatasync, ordered after every write of `file` whose completion was done before this call. Never retried: after a

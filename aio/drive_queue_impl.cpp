@@ -26,7 +26,7 @@ namespace {
 
 constexpr const char* kThreadName = "hoist-aio";
 constexpr std::size_t kTransferRecords = 1024;  // at construction; a store keeps tens in flight
-// Doubled at every try of a block: 8 tries are 25.5 ms, long enough for a starved request pool to recover.
+// Doubled at every attempt of a block: 8 tries are 25.5 ms, long enough for a starved request pool to recover.
 constexpr Nanoseconds kRetryPause = std::chrono::microseconds(100);
 constexpr unsigned kRetryDoublingsMax = 10;
 // Beyond the drain time-out, for an I/O thread that is itself stuck (in a continuation, or in a driver).
@@ -36,7 +36,7 @@ constexpr Nanoseconds kTimeoutMax = std::chrono::hours(24 * 365);  // what is ad
 Deadline deadline(Nanoseconds timeout) { return Deadline(std::clamp(timeout, Nanoseconds(0), kTimeoutMax)); }
 Nanoseconds retry_pause(unsigned retries) { return kRetryPause * (1 << std::min(retries, kRetryDoublingsMax)); }
 
-// Asked of the system, since files grow. A file that cannot be asked does not end anywhere.
+// Asked each time, because files grow. A file whose length is unknown counts as endless.
 bool ends_at(const File& file, std::uint64_t offset_bytes) {
   struct stat info {};
   return ::fstat(file.descriptor(), &info) == 0 && static_cast<std::uint64_t>(info.st_size) <= offset_bytes;
@@ -73,7 +73,7 @@ Completion DriveQueue::Impl::enqueue(const Request& request, Priority priority) 
           transfer_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
       return completion;
     }
-    HOIST_ASSERT(!ended_, "a transfer was started on an engine that is being destroyed");
+    HOIST_ASSERT(!ended_, "a transfer was started on a queue that is being destroyed");
     if (unused_.empty()) unused_.push(records_.emplace_back());
     Transfer& transfer = unused_.pop();
     transfer.request = request;
@@ -99,7 +99,7 @@ bool DriveQueue::Impl::gave_up() const {
 }
 
 bool DriveQueue::Impl::stop() noexcept {
-  HOIST_ASSERT(std::this_thread::get_id() != thread_.get_id(), "an engine was destroyed by one of its continuations");
+  HOIST_ASSERT(std::this_thread::get_id() != thread_.get_id(), "a queue was destroyed by one of its continuations");
   std::unique_lock lock(mutex_);
   const bool given_up_before_stop = abandoned_;  // and said so
   stopping_ = true;
@@ -115,11 +115,11 @@ bool DriveQueue::Impl::stop() noexcept {
   if (clean) {
     thread_.join();
   } else {
-    thread_.detach();  // also when its work has ended: the kernel lets a thread go only with its last transfer
+    thread_.detach();  // also after its work has ended: the kernel releases a thread only with its last transfer
   }
   if (!clean && !given_up_before_stop) {
     spdlog::critical(
-        "{}: transfers were still in flight {} ms after the engine was told to end; their memory stays "
+        "{}: transfers were still in flight {} ms after the queue was told to end; their memory stays "
         "reserved and is never used again. Check the drive (dmesg, smartctl).",
         description_, std::chrono::duration_cast<std::chrono::milliseconds>(options_.drain_timeout).count());
   }
@@ -223,7 +223,7 @@ void DriveQueue::Impl::submit(Flight& flight) {
   backend_->submit(flight);
 }
 
-// Takes a transfer out of its queue: only the first of a queue is ever cut.
+// Removes a transfer from its queue; only the first of a queue is ever cut into blocks.
 void DriveQueue::Impl::end_cutting(Transfer& transfer) {
   transfer.fully_cut = true;
   for (auto& queue : queues_) {
@@ -233,8 +233,8 @@ void DriveQueue::Impl::end_cutting(Transfer& transfer) {
   }
 }
 
-// False when there is something to do at once. Nobody needs to wake a thread that could not submit anyway: with every
-// block in flight the next one that finishes does.
+// False if there is work to do at once. If every block is in flight, the thread could not submit anyway, so it needs no
+// wake-up; the next finished block wakes it.
 bool DriveQueue::Impl::may_wait() {
   if (free_flights_.empty()) return true;
   const std::lock_guard lock(mutex_);
@@ -277,7 +277,7 @@ void DriveQueue::Impl::finish_block(Flight& flight) {
   fail(flight, code);
 }
 
-// Direct transfers go on only from an aligned place; what was moved beyond it is moved again.
+// Direct transfers can continue only at an aligned offset; bytes beyond it are moved again.
 void DriveQueue::Impl::finish_short(Flight& flight, std::uint64_t moved_bytes) {
   if (flight.operation == Operation::read && ends_at(*flight.file, flight.offset_bytes + moved_bytes))
     return finish_at_end(flight, moved_bytes);
@@ -290,7 +290,7 @@ void DriveQueue::Impl::finish_short(Flight& flight, std::uint64_t moved_bytes) {
   flight.length_bytes -= kept_bytes;
 }
 
-// A read came to the end of its file; trying again would not find more.
+// The read reached the end of its file; a retry would not find more.
 void DriveQueue::Impl::finish_at_end(Flight& flight, std::uint64_t moved_bytes) {
   const Request& request = flight.transfer->request;
   const std::uint64_t needed_end = request.offset_bytes + request.length_bytes - request.optional_bytes;
@@ -344,10 +344,10 @@ void DriveQueue::Impl::retire(Transfer& transfer) {
   }
 }
 
-// The drive has stopped answering. Everyone who waits is told; the blocks in flight keep their records, to which the
-// backend may still report, though nobody will look.
+// The drive has stopped answering. Every waiting transfer fails. The blocks in flight keep their records, because the
+// backend may still report to them.
 void DriveQueue::Impl::abandon() {
-  detail::note_given_up();  // before anybody hears that a transfer failed, and lets go of its memory
+  detail::note_given_up();  // before a caller learns of the failure and releases its memory
   Queues queues;
   {
     const std::lock_guard lock(mutex_);

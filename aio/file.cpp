@@ -40,9 +40,9 @@ const char* open_remedy(int code, const std::string& path) {
     case ENOENT:
       return "create the directory first, or correct the path";
     case EEXIST:
-      return "the file was there already and is left untouched; remove it or choose another path";
+      return "the file already exists and was not changed; remove it or choose another path";
     case ELOOP:
-      return "symbolic links are not followed here; name the real path";
+      return "hoist does not follow symbolic links here; name the real path";
     case EACCES:
     case EPERM:
     case EROFS:
@@ -74,8 +74,8 @@ int open_flags(OpenMode mode) {
   return O_NOFOLLOW;
 }
 
-// False when the file system says that it cannot do direct transfers at our alignment. Most kernels and file systems
-// say nothing; then setting O_DIRECT is the probe.
+// False if the file system reports that it cannot do direct transfers at our alignment. Most kernels and file systems
+// report nothing; then setting O_DIRECT is the probe.
 bool direct_alignment_fits(int descriptor) {
 #ifdef STATX_DIOALIGN
   struct statx info {};
@@ -89,7 +89,7 @@ bool direct_alignment_fits(int descriptor) {
 #endif
 }
 
-// Some kernels accept O_DIRECT on a file system made of memory, and then copy all the same.
+// Some kernels accept O_DIRECT on an in-memory file system, and then copy anyway.
 bool is_memory(int descriptor) {
   struct statfs info {};
   return ::fstatfs(descriptor, &info) == 0 && (info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC);
@@ -102,7 +102,7 @@ bool set_direct(int descriptor) {
   return flags >= 0 && ::fcntl(descriptor, F_SETFL, flags | O_DIRECT) == 0;
 }
 
-// Once for each file system: everything works there, but somebody may be measuring it.
+// Logged once for each file system: everything works, but a measurement would be misleading.
 void say_buffered_once(int descriptor, const std::string& path, dev_t device) {
   static std::mutex mutex;
   static std::set<dev_t> said;
@@ -111,14 +111,14 @@ void say_buffered_once(int descriptor, const std::string& path, dev_t device) {
     if (!said.insert(device).second) return;
   }
   spdlog::warn(
-      "{} is on a file system without direct transfers ({}): they work, but through memory, so what is measured there "
-      "is {}. For a drive's own speed choose a directory on ext4 or xfs.",
+      "{} is on a file system without direct transfers ({}): transfers work, but through memory, so a measurement "
+      "there shows {}. For a drive's own speed choose a directory on ext4 or xfs.",
       path, is_memory(descriptor) ? "tmpfs" : "no O_DIRECT",
       is_memory(descriptor) ? "memory and no drive" : "the page cache and copying to and from it");
 }
 
-// btrfs writes every block to a new place, for which there may be no room, and through memory: unless the file is
-// marked while it is empty. What is lost is its checksums. Where the mark is refused, it is as before.
+// btrfs writes every block to a new place, which may not exist, and through memory, unless the file is marked while it
+// is empty. The mark costs btrfs's checksums. If it is refused, nothing changes.
 void let_blocks_stay(int descriptor) {
   struct statfs system {};
   struct stat info {};
@@ -135,7 +135,7 @@ std::uint64_t next_file_id() {
   return next.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Returns an errno. The blocks are really written, as fallocate would really have reserved them.
+// Returns an errno. Writes the blocks, because fallocate would have reserved them.
 int write_zeros(int descriptor, std::uint64_t bytes) {
   const std::uint64_t buffer_bytes = std::min(kZeroFillBytes, round_up(bytes, File::kAlignment));
   void* buffer = std::aligned_alloc(File::kAlignment, buffer_bytes);
@@ -153,7 +153,7 @@ int write_zeros(int descriptor, std::uint64_t bytes) {
     }
   }
   std::free(buffer);
-  // Delayed allocation would otherwise find out later that there is no space.
+  // Otherwise delayed allocation would report missing space later.
   if (code == 0 && ::fdatasync(descriptor) != 0) code = errno;
   return code;
 }

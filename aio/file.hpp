@@ -20,22 +20,22 @@ enum class OpenMode : std::uint8_t {
   read_only,
   read_write,      // must exist
   create,          // must not exist
-  open_or_create,  // what is there is left as it is
+  open_or_create,  // existing content stays
 };
 
 struct FileOptions {
   OpenMode mode = OpenMode::read_write;
   // Reserves this many bytes (fallocate; zeros are written where the file system has none; on btrfs, an empty file is
-  // marked to be rewritten in place). When they cannot be had, the error is thrown and a file that was just created is
-  // removed. 0: none.
+  // marked to be rewritten in place). If they are not available, throws and removes a file that was just created. 0:
+  // none.
   std::uint64_t reserve_bytes = 0;
-  // O_DIRECT where the file system has it; is_direct() says what was had. Where it has not (tmpfs), transfers work
-  // through memory, and the log says once what is then measured.
+  // Uses O_DIRECT if the file system supports it; is_direct() tells. Otherwise (tmpfs) transfers go through memory, and
+  // the log says once what a measurement then shows.
   bool direct = true;
 };
 
-// Told just before a descriptor is closed, so that a backend can make the kernel forget its registration of the file:
-// a registered file would stay open, and locked, behind its owner's back.
+// Called just before a descriptor is closed, so that a backend can remove the kernel's registration of the file. A
+// registered file would stay open, and locked, without its owner's knowledge.
 class FileObserver {
  public:
   virtual ~FileObserver() = default;
@@ -59,21 +59,21 @@ class File {
   // Offset, length and address of a transfer are multiples of this.
   static constexpr std::uint64_t kAlignment = kBlockAlignment;
 
-  // Takes the exclusive lock (flock) of this open file description, trying until `timeout` has passed. False when
-  // somebody else still holds it. The kernel drops it only when the last in-flight transfer of a dead owner ended.
+  // Takes the exclusive lock (flock) of this open file description, trying until `timeout` has passed. False if another
+  // process still holds it. The kernel releases it only when the last in-flight transfer of a dead owner has ended.
   [[nodiscard]] bool lock(Nanoseconds timeout);
-  // Lets go of the lock now. Closing does so only when nobody else has this open file description, and a process that
-  // was forked meanwhile has it for as long as it lives. Pre: nothing is in flight. Nothing happens once a drive of
-  // this process was given up (DriveQueue::gave_up): the kernel may still write.
+  // Releases the lock now. Closing releases it only if no other process has this open file description, and a forked
+  // process has it as long as it lives. Pre: nothing is in flight. Does nothing once a drive of this process was given
+  // up (DriveQueue::gave_up), because the kernel may still write.
   void unlock() const noexcept;
 
-  // Drops what the file holds and reserves `bytes` of it anew, as FileOptions::reserve_bytes does. For whoever holds
-  // its lock; nothing may be in flight on it.
+  // Drops the file's content and reserves `bytes` of it anew, as FileOptions::reserve_bytes does. Pre: the caller holds
+  // its lock; nothing is in flight on it.
   void start_over(std::uint64_t bytes);
 
   // Unique among all files this process ever opens; descriptor numbers and addresses are used again.
   std::uint64_t id() const { return id_; }
-  // For backends. An observer that has gone is forgotten.
+  // For backends. Destroyed observers are dropped.
   void observe(std::weak_ptr<FileObserver> observer) const;
 
  private:

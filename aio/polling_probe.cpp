@@ -29,7 +29,7 @@ const char* remedy_of(Polling polling) {
                "one request of it (max_sectors_kb below /sys/block), and a file system with direct transfers";
 }
 
-// Everything the kernel may still use while a transfer is under way. Made, used and taken apart on one thread.
+// Everything that the kernel may use during a transfer. Made, used and destroyed on one thread.
 class Probe {
  public:
   explicit Probe(const PollingQuestion& question) : question_(question) {}
@@ -83,7 +83,7 @@ class Probe {
     static_cast<void>(io_uring_submit(&ring_));
   }
 
-  // An errno, 0, or nothing while it has not ended.
+  // An errno, 0, or nullopt while it has not ended.
   std::optional<int> look() {
     static_cast<void>(io_uring_get_events(&ring_));  // never waits: it asks for no event
     io_uring_cqe* entry = nullptr;
@@ -102,7 +102,7 @@ class Probe {
   std::optional<File> file_;
 };
 
-// Runs on a thread of its own, since what a transfer that never ends leaves in the kernel goes with its thread.
+// Runs on its own thread, because the kernel state of a transfer that never ends belongs to its thread.
 void run_probe(const PollingQuestion& question, std::promise<int> answer) {
   auto probe = std::make_unique<Probe>(question);
   int code = EIO;

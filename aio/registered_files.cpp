@@ -45,7 +45,7 @@ void RegisteredFiles::serve() {
 
 void RegisteredFiles::detach() {
   const std::lock_guard lock(mutex_);
-  // The ring itself is taken apart later, by a kernel thread; its files are let go of now.
+  // A kernel thread destroys the ring later; its files are released now.
   if (ring_ != nullptr) static_cast<void>(io_uring_unregister_files(ring_));
   ring_ = nullptr;
   file_ids_.fill(0);

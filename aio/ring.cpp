@@ -30,14 +30,14 @@ void say_unregistered_once(int code, std::uint64_t bytes) {
   });
 }
 
-// The kernel is short of something for the moment; what it did not take stays in the ring and goes with the next call.
+// The kernel is short of a resource for the moment; entries that it did not take stay in the ring for the next call.
 bool is_passing(int result) { return result == -EAGAIN || result == -EBUSY || result == -EINTR; }
 
 }  // namespace
 
 Ring::~Ring() {
   if (!made_) return;
-  start();  // a ring that is still disabled belongs to nobody; its files could not be let go of
+  start();  // a ring that is still disabled has no owner; its files could not be released
   files_->detach();
   if (!slices_.empty()) static_cast<void>(io_uring_unregister_buffers(&ring_));
   io_uring_queue_exit(&ring_);
@@ -76,7 +76,7 @@ void Ring::register_buffers(const std::vector<std::span<std::byte>>& memory) {
   slices_ = std::move(slices);
 }
 
-// The registered slice that holds the block; -1: none does.
+// The registered slice that contains the block; -1: none.
 int Ring::slice_of(const Block& block) const {
   const auto after = std::upper_bound(slices_.begin(), slices_.end(), block.data,
                                       [](const std::byte* data, const auto& slice) { return data < slice.data(); });
@@ -136,11 +136,11 @@ void Ring::put(Block& block) {
   flush();
   prepare(next_entry(), block);
   unsubmitted_ = true;
-  // The kernel's thread looks by itself; it needs a call only when it has gone to sleep.
+  // The kernel's thread polls; it needs a call only if it sleeps.
   if ((flags_ & IORING_SETUP_SQPOLL) != 0) submit();
 }
 
-// A poll, not a read: nothing of ours would be written to should the ring be taken apart meanwhile.
+// A poll, not a read: if the ring is destroyed meanwhile, the kernel writes to no memory of ours.
 void Ring::put_poll(int descriptor) {
   io_uring_sqe* entry = next_entry();
   io_uring_prep_poll_add(entry, descriptor, POLLIN);

@@ -18,7 +18,7 @@ namespace {
 constexpr std::string_view kUnitPrefix = "stripe1 unit=";
 constexpr std::string_view kWeightsPrefix = " weights=";
 
-// Takes a word, or a number, from the front of `text`.
+// Removes a word, or a number, from the front of `text`.
 bool take_word(std::string_view& text, std::string_view word) {
   if (!text.starts_with(word)) return false;
   text.remove_prefix(word.size());
@@ -113,7 +113,7 @@ std::uint64_t StripeLayout::logical_bytes(std::span<const std::uint64_t> drive_b
   HOIST_ASSERT(drive_bytes.size() == drive_count(), "{} lengths for {} drives", drive_bytes.size(), drive_count());
   std::uint64_t bytes = std::numeric_limits<std::uint64_t>::max();
   for (unsigned drive = 0; drive < drive_count(); ++drive)
-    bytes = std::min(bytes, logical_offset(drive, drive_bytes[drive]));  // of the first byte that has no room
+    bytes = std::min(bytes, logical_offset(drive, drive_bytes[drive]));  // of the first byte that does not fit
   return bytes;
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/stripe_layout.hpp - which byte of a logical file lies where on which drive. Arithmetic only.
+// aio/stripe_layout.hpp - maps bytes of a logical file to drives and offsets. Arithmetic only.
 //
 // The file is cut into units. Drive d takes weight[d] of every sum(weights) units, spread evenly: a drive's k-th unit
 // of the pattern stands at (2k + 1) / (2 * weight), the drives' units are sorted by that, and a tie goes to the lower
-// drive. Weights 3,1 make the pattern 0 0 1 0. This order is part of what is on disk and never changes.
+// drive. Weights 3,1 make the pattern 0 0 1 0. This order is part of the on-disk format and never changes.
 //
 // Threading  Constant.
 // Main path  A range of the logical file is one range on each drive: [drive_bytes(d, begin), drive_bytes(d, end)).
@@ -38,17 +38,18 @@ class StripeLayout {
   struct Place {
     unsigned drive = 0;
     std::uint64_t offset_bytes = 0;  // on that drive
-    std::uint64_t run_bytes = 0;     // so many bytes follow each other both in the logical file and there
+    std::uint64_t run_bytes = 0;     // this many bytes are contiguous both in the logical file and there
   };
   Place place(std::uint64_t logical_offset_bytes) const;
   // The inverse. `place(logical_offset(d, o))` is drive d at offset o.
   std::uint64_t logical_offset(unsigned drive, std::uint64_t offset_bytes) const;
-  // How many of the first `logical_bytes` bytes are on the drive: the room it needs, and where a range begins on it.
+  // How many of the first `logical_bytes` bytes are on the drive: the space it needs, and the offset of a range on it.
   std::uint64_t drive_bytes(unsigned drive, std::uint64_t logical_bytes) const;
-  // How long a logical file fits on drives with so much room. Pre: one value for each drive.
+  // The length of the longest logical file that fits drives with these lengths. Pre: one value for each drive.
   std::uint64_t logical_bytes(std::span<const std::uint64_t> drive_bytes) const;
 
-  // "stripe1 unit=1048576 weights=3,1", for a store to keep. Nothing unless `text` is exactly what encode() writes.
+  // "stripe1 unit=1048576 weights=3,1", for a store's superblock. decode() returns nullopt unless `text` is exactly
+  // what encode() writes.
   std::string encode() const;
   static std::optional<StripeLayout> decode(std::string_view text);
 

@@ -52,7 +52,8 @@ class Meter {
     return 2.0 / (1.0 / writing + 1.0 / reading);
   }
 
-  // After an error. False: the drive still owes answers, and the kernel may yet write to this object's memory.
+  // Call after an error. False: the drive has unanswered transfers, and the kernel may still write to this object's
+  // memory.
   bool settle() noexcept {
     const TimePoint deadline = Clock::now() + answer_timeout_;
     return std::all_of(in_flight_.begin(), in_flight_.end(), [&](const Completion& piece) {
@@ -64,8 +65,8 @@ class Meter {
  private:
   static constexpr std::uint64_t kForever = ~std::uint64_t{0};
 
-  // Goes over the first `span_bytes` of the file until the time is up, at most `rounds` times. Bytes per second, the
-  // end of what was in flight included.
+  // Goes over the first `span_bytes` of the file until the time is up, at most `rounds` times. Returns bytes per
+  // second, including the end of the transfers in flight.
   double pass(Operation operation, std::uint64_t span_bytes, std::uint64_t rounds, Nanoseconds time_limit) {
     const TimePoint start = Clock::now();
     std::uint64_t started = 0;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // aio/striped_file.hpp - one logical file over one or several drives, without RAID.
 //
-// Each drive has its engine, so its own I/O thread, queue and counters: a slow drive delays only what lies on it.
+// Each drive has its own DriveQueue with its I/O thread and counters, so a slow drive delays only its own data.
 //
 // Threading  Any thread may start transfers.
-// Memory     Owns its files and borrows the engines, which must outlive it. Neither it nor a buffer may go while a
-//            transfer is in flight.
+// Memory     Owns its files and borrows the queues, which must outlive it. Neither it nor a buffer may be destroyed
+//            while a transfer is in flight.
 // Errors     A transfer ends when its parts on all drives have, with the IoError of the first drive (in their order)
 //            that failed: the path is that drive's, the offset the one in its file.
 // Main path  read -> one range for each drive -> DriveQueue -> when_all.
@@ -32,19 +32,19 @@ class StripedFile {
   StripedFile(const StripedFile&) = delete;
   StripedFile& operator=(const StripedFile&) = delete;
 
-  // As of DriveQueue, with offsets in the logical file.
+  // As in DriveQueue, with offsets in the logical file.
   // Cost: on one drive, that of DriveQueue::read. On several, one transfer for each drive that the range touches and
   // one
   //       joint completion, however many units there are.
   Completion read(std::uint64_t offset_bytes, std::span<std::byte> target, Priority priority);
   Completion write(std::uint64_t offset_bytes, std::span<const std::byte> source, Priority priority);
-  // A read of which only the first `needed_bytes` have to exist: bytes past the end of the file read as zeros.
+  // A read of which only the first `needed_bytes` must exist: bytes past the end of the file read as zeros.
   Completion read_padded(std::uint64_t offset_bytes, std::span<std::byte> target, std::uint64_t needed_bytes,
                          Priority priority);
   // fdatasync of every drive's file, under the rule of DriveQueue::sync.
   Completion sync();
 
-  // Locks the files of all drives, in their order. False when somebody else still holds one after `timeout`; the locks
+  // Locks the files of all drives, in their order. False if another process still holds one after `timeout`; the locks
   // already taken are then held until this object is destroyed.
   [[nodiscard]] bool lock(Nanoseconds timeout);
 

@@ -23,7 +23,7 @@ namespace {
 const char* remedy_of(Operation operation, int code) {
   switch (code) {
     case 0:
-      return operation == Operation::read ? "the file is shorter than what was asked for, or the drive gave up"
+      return operation == Operation::read ? "the file is shorter than the requested range, or the drive gave up"
                                           : "the drive gave up; check its free space and its health";
     case EIO:
       return "check the drive's health (dmesg, smartctl)";

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/transfer_memory.hpp - heap memory for transfers that are few and short: headers, manifests, single values.
+// aio/transfer_memory.hpp - heap memory for few and short transfers: headers, manifests, single values.
 //
-// Threading  As any object's.
-// Memory     Given back by the destructor, unless a drive of this process was ever given up (DriveQueue::gave_up): its
-//            kernel may still write here, so from then on it is kept, never used again.
+// Threading  One thread at a time.
+// Memory     The destructor frees it, unless a drive of this process was ever given up (DriveQueue::gave_up). The
+//            kernel may then still write here, so the memory is kept and never used again.
 // Errors     std::bad_alloc.
 #pragma once
 

@@ -70,7 +70,7 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
   Completion start(const Request& request);
 
  private:
-  // A sector that is being read, changed and written: nobody else may change it meanwhile.
+  // A sector that is being read, changed and written; no other transfer may change it meanwhile.
   struct Sector {
     const StripedFile* file;
     std::uint64_t offset_bytes;
@@ -131,8 +131,8 @@ void Unaligned::Impl::start_direct(const std::shared_ptr<Transfer>& transfer, co
       [self = shared_from_this(), transfer](std::exception_ptr error) { self->finish(transfer, 1, std::move(error)); });
 }
 
-// Starts what has a buffer and whose sectors are free. One thread at a time: a piece may end, and call this again,
-// while it is being started.
+// Starts pieces that have a buffer and whose sectors are free. One thread at a time: a piece may end, and call this
+// again, while it is being started.
 void Unaligned::Impl::pump() {
   for (;;) {
     const std::vector<Bounce> ready = take_ready();
@@ -237,7 +237,7 @@ void Unaligned::Impl::finish(const std::shared_ptr<Transfer>& transfer, std::siz
     if (error && !transfer->error) {
       transfer->error = std::move(error);
       auto& queue = queues_[static_cast<std::size_t>(transfer->request.priority)];
-      // What has not begun is not begun any more.
+      // Pieces that have not started are not started any more.
       if (std::erase(queue, transfer) > 0) pieces += transfer->pieces.size() - transfer->next;
     }
     transfer->unfinished -= pieces;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/unaligned.hpp - reads and writes of any offset, length and address, for callers who cannot keep to 4 KiB.
+// aio/unaligned.hpp - reads and writes of any offset, length and address, for callers that cannot align to 4 KiB.
 //
-// What is aligned goes straight between the drive and the caller's memory; the rest is copied through bounce buffers,
+// Aligned parts go directly between the drive and the caller's memory; the rest is copied through bounce buffers,
 // and a write of part of a sector reads that sector first. Slower than DriveQueue, by a copy and up to two small reads.
 //
-// Threading  Any thread. Copies are made on the engine's I/O thread.
-// Memory     Bounce buffers of `bounce_bytes` in all, taken at construction; transfers that find none free wait, in
+// Threading  Any thread. Copies run on the queue's I/O thread.
+// Memory     Bounce buffers of `bounce_bytes` in all, taken at construction; transfers without a free buffer wait, in
 //            order, foreground first. A transfer borrows its memory and its file until its completion is done.
 // Errors     IoError as of DriveQueue, with the offsets of whole sectors. A read past the end of the file: code 0.
 // Main path  read -> plan_unaligned -> pieces -> StripedFile -> copy -> Completion.
@@ -28,7 +28,7 @@ class Unaligned {
  public:
   // Errors: UsageError for options out of range.
   explicit Unaligned(const UnalignedOptions& options = {});
-  // Transfers that were started go on; the bounce buffers live until the last has ended.
+  // Started transfers continue; the bounce buffers live until the last has ended.
   ~Unaligned();
   Unaligned(const Unaligned&) = delete;
   Unaligned& operator=(const Unaligned&) = delete;

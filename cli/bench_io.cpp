@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist bench io: what drives can do, and how that compares with fio.
+// hoist bench io: measures drives, and compares with fio.
 #include "bench_io.hpp"
 
 #include <cstdio>
@@ -41,7 +41,7 @@ struct BenchIoArguments {
 struct BenchIoPlan {
   Pattern pattern = Pattern::read;
   measure::DriveOptions drive;
-  std::uint64_t move_bytes = 0;  // on each drive, when there is no time limit
+  std::uint64_t move_bytes = 0;  // on each drive, if there is no time limit
   std::uint64_t file_bytes = 0;
   Nanoseconds duration{0};
   std::string compare;
@@ -49,7 +49,7 @@ struct BenchIoPlan {
   ProgressStyle style = ProgressStyle::automatic;
 };
 
-// Below this, drives still write into a cache of their own (SLC), and a mean of reads is mostly chance.
+// In a shorter run, drives still write into their own cache (SLC), and a mean of reads is mostly chance.
 constexpr double kSustainedWriteSeconds = 60;
 constexpr double kSettledReadSeconds = 3;
 
@@ -61,7 +61,7 @@ Pattern parse_pattern(const std::string& text) {
 }
 
 void check_combination(const BenchIoArguments& arguments, const BenchIoPlan& plan) {
-  if (!(arguments.seconds >= 0 && arguments.seconds <= 86400))  // nan is neither
+  if (!(arguments.seconds >= 0 && arguments.seconds <= 86400))  // also refuses nan
     throw InputError(fmt::format("--seconds {}: must be 0 to 86400", arguments.seconds));
   if (arguments.threads < 1 || arguments.threads > 256)
     throw InputError(fmt::format("--threads {}: must be 1 to 256", arguments.threads));
@@ -91,7 +91,7 @@ BenchIoPlan make_plan(const BenchIoArguments& arguments) {
                                  format_bytes(size), format_bytes(plan.drive.block_bytes)));
   }
   plan.move_bytes = round_down(size, plan.drive.block_bytes);
-  // The null engine touches no file; one block of it stands for all.
+  // The null engine touches no file; one block is enough.
   plan.file_bytes = plan.drive.backend == aio::BackendKind::null ? plan.drive.block_bytes : plan.move_bytes;
   plan.duration = std::chrono::nanoseconds(static_cast<std::int64_t>(arguments.seconds * 1e9));
   plan.compare = arguments.compare;
@@ -133,11 +133,11 @@ measure::ComparisonResult run_comparison(const BenchIoPlan& plan, std::span<meas
 
 std::vector<std::string> run_warnings(const BenchIoPlan& plan, const measure::WorkloadResult& result) {
   if (plan.drive.backend == aio::BackendKind::null)
-    return {"the null engine moves no data: only the processor time means anything"};
+    return {"the null engine moves no data: only the processor time is meaningful"};
   if (plan.pattern != Pattern::read && result.seconds < kSustainedWriteSeconds) {
     return {
         fmt::format("{:.1f} s of writing is too short to be sustained: many drives take the first tens of gigabytes "
-                    "into a fast cache (SLC) and then fall to a fraction; use --seconds 120",
+                    "into a fast cache (SLC) and then drop to a fraction; use --seconds 120",
                     result.seconds)};
   }
   if (result.seconds < kSettledReadSeconds) {
@@ -148,7 +148,7 @@ std::vector<std::string> run_warnings(const BenchIoPlan& plan, const measure::Wo
   return {};
 }
 
-// Everything that needs the scratch files; they are gone when it returns.
+// Everything that needs the scratch files, which are removed when it returns.
 BenchIoReport measure_all(const BenchIoArguments& arguments, const BenchIoPlan& plan, const measure::StopFlag* stop) {
   StorageRig rig(arguments.paths, plan.file_bytes, plan.drive.queue_depth * plan.drive.block_bytes);
   const auto drives = rig.drives(plan.drive);
@@ -204,18 +204,17 @@ Command add_bench(CLI::App& app) {
   command->add_option("--path", arguments->paths, "A directory on the drive; give it again for each further drive")
       ->required();
   command->add_option("--size", arguments->size, "Bytes of the file in each directory (4GiB)");
-  command->add_option("--op", arguments->op,
-                      "read, write or mixed: half reads, half writes, by the toss of a coin (read)");
+  command->add_option("--op", arguments->op, "read, write or mixed: half reads, half writes, at random (read)");
   command->add_option("--block-size", arguments->block_size, "Bytes of one transfer (1MiB)");
   command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight on each drive (32)");
   command->add_option("--engine", arguments->engine,
-                      "io_uring, threads, or null: our own overhead (io_uring where the system allows it)");
+                      "io_uring, threads, or null for hoist's own overhead (io_uring if the system allows it)");
   command->add_option("--threads", arguments->threads, "Threads of the engine `threads` (4)");
-  command->add_option("--seconds", arguments->seconds, "Go on for so long (once over the file)");
+  command->add_option("--seconds", arguments->seconds, "Seconds to run (once over the file)");
   command->add_option("--compare", arguments->compare,
                       "fio or libaio: run it with the same pattern on the same files, in turn with hoist");
   command->add_option("--pairs", arguments->pairs, "Pairs of legs of about half a second for --compare (40)");
-  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+  command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist bench io --path /local_nvme --size 8GiB --op read --compare fio --json io.json");
   const Command optimizer = add_bench_optimizer(*bench);

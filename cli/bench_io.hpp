@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/bench_io.hpp - hoist bench io: what was measured, as a table for people and as JSON.
+// cli/bench_io.hpp - the results of hoist bench io, as a table for people and as JSON.
 #pragma once
 
 #include <optional>
@@ -17,7 +17,7 @@ namespace hoist::cli {
 struct BenchIoReport {
   measure::Pattern pattern = measure::Pattern::read;
   std::string engine;              // "io_uring", "threads", "null"
-  std::string engine_description;  // with what it was given: registered buffers, files
+  std::string engine_description;  // with its features: registered buffers, files
   std::uint64_t block_bytes = 0;
   unsigned queue_depth = 0;
   std::uint64_t file_bytes = 0;  // in each directory

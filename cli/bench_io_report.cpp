@@ -27,7 +27,7 @@ Json latency_json(const LatencyHistogram& latency) {
           {"max", microseconds(latency.max())}};
 }
 
-// The threads of the backend `threads` do the work of an I/O thread, which then says nothing about a drive.
+// In the backend `threads` other threads do the I/O thread's work, so its time says nothing about a drive.
 bool thread_time_says_all(const BenchIoReport& report) { return report.engine != "threads"; }
 
 Json drive_json(const BenchIoReport& report, std::size_t index) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist bench optimizer: updates against the memory's speed, and a whole step against a drive's.
+// hoist bench optimizer: compares updates with the memory's speed, and a whole step with a drive's.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -54,7 +54,7 @@ struct BenchOptimizerArguments {
 
 struct Kernel {
   KernelCase what;
-  double target = 0;  // of the stream; 0: none is promised
+  double target = 0;  // share of the stream's speed; 0: no target
 };
 
 std::string_view master_name(const KernelCase& what) {
@@ -112,7 +112,7 @@ std::vector<KernelCase> other_forms(OptimizerKind kind, double momentum = 0) {
   return all;
 }
 
-// What the update of AdamW is held to: of the stream, without checksums. 0: nothing.
+// Target of AdamW's update as a share of the stream's speed, without checksums. 0: no target.
 double target_of(const KernelCase& what) {
   const OptimizerOptions& options = what.optimizer;
   if (options.kind != OptimizerKind::adamw || what.checksum || !what.instruction_set.empty()) return 0;
@@ -147,7 +147,7 @@ struct BenchOptimizerReport {
   std::vector<Kernel> kernels;
   std::vector<KernelResult> results;
   std::optional<StreamedStepResult> step;
-  double step_target = 1.05;  // a step may take so much longer than the same bytes mixed
+  double step_target = 1.05;  // target: time of a step over the time of the same bytes mixed
 };
 
 void check_range(const std::string& option, std::int64_t value, std::int64_t min, std::int64_t max) {
@@ -173,9 +173,9 @@ void check(const BenchOptimizerArguments& arguments) {
       all, [&](const Kernel& kernel) { return title(kernel.what).find(arguments.only) != std::string::npos; });
   if (!some && arguments.path.empty()) {
     throw InputError(
-        fmt::format("--only \"{}\": there is no such kernel; without it all are measured", arguments.only));
+        fmt::format("--only \"{}\": there is no such kernel; leave the option out to measure all", arguments.only));
   }
-  // The kernels before it take minutes.
+  // Checked first, because the kernels take minutes.
   if (!arguments.path.empty())
     measure::check_streamed_step(arguments.path, static_cast<std::uint64_t>(arguments.parameters));
 }
@@ -229,7 +229,7 @@ Json interval_json(const std::vector<double>& values) {
   return Json::array({interval.low, interval.high});
 }
 
-// Not contradicted: the interval, widened by what the control says of noise, reaches the target.
+// Whether the interval, widened by the control's noise, reaches the target.
 bool reaches(const KernelResult& result, double target) {
   const Interval interval = measure::median_interval(result.ratios);
   const Interval control = measure::median_interval(result.control_ratios);
@@ -361,11 +361,11 @@ int bench_optimizer(const BenchOptimizerArguments& arguments) {
 
 Command add_bench_optimizer(CLI::App& bench) {
   CLI::App* command =
-      bench.add_subcommand("optimizer", "Measure updates against the memory, and a whole step against a drive");
+      bench.add_subcommand("optimizer", "Compare updates with memory bandwidth, and a whole step with a drive");
   auto arguments = std::make_shared<BenchOptimizerArguments>();
   command->add_option("--path", arguments->path, "A directory on the drive for the whole step (kernels only)");
   command->add_option("--size", arguments->size, "Bytes of the arrays that kernels go through (1050MiB)");
-  command->add_option("--only", arguments->only, "Kernels whose title holds this text, \"AdamW\" (all)");
+  command->add_option("--only", arguments->only, "Kernels whose title contains this text, for example \"AdamW\" (all)");
   command->add_option("--pairs", arguments->pairs, "Alternating pairs of legs (31)");
   command->add_option("--step-pairs", arguments->step_pairs, "The same for the whole step (as --pairs)");
   command->add_option("--threads", arguments->threads, "Threads of the kernels (one a processor)");
@@ -374,11 +374,11 @@ Command add_bench_optimizer(CLI::App& bench) {
   command->add_option("--block-size", arguments->block_size, "Bytes of one transfer (1MiB)");
   command->add_option("--queue-depth", arguments->queue_depth, "Transfers in flight (16)");
   command->add_option("--mixed-block-size", arguments->mixed_block_size,
-                      "Bytes of one transfer where as many bytes are moved without a step (as --block-size)");
+                      "Bytes of one transfer when the same bytes are moved without a step (as --block-size)");
   command->add_option("--mixed-queue-depth", arguments->mixed_queue_depth, "The same (as --queue-depth)");
   command->add_option("--sub-group", arguments->sub_group, "Parameters that are updated as one piece (262144)");
-  command->add_option("--buffers", arguments->buffers, "Such pieces in memory at a time (8)");
-  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+  command->add_option("--buffers", arguments->buffers, "Pieces in memory at a time (8)");
+  command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist bench optimizer --path /local_nvme --json optimizer.json");
   return {command, [arguments] { return bench_optimizer(*arguments); }};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist check: what a configuration will do, and what each tier must hold for a model, before anything is started.
+// hoist check: explains what a configuration will do, and what each tier must hold for a model, before a run.
 #include <cstdio>
 #include <memory>
 
@@ -40,7 +40,7 @@ void add_prediction(const CheckArguments& arguments, CheckReport& report) {
         largest_pinned_fraction(report.config.runtime, engine, model.model, ranks, model.program);
 }
 
-// What every engine would refuse, whatever its model.
+// Problems for which every engine would refuse the options, for any model.
 void check_engine(const Config& config, const CheckArguments& arguments) {
   try {
     hoist::check(config.engine, config.runtime, std::max(1, arguments.world_size));
@@ -96,16 +96,16 @@ int check(const CheckArguments& arguments) {
 
 Command add_check(CLI::App& app) {
   CLI::App* command =
-      app.add_subcommand("check", "Say what a configuration will do, or everything that is wrong with it");
+      app.add_subcommand("check", "Explain what a configuration will do, or everything that is wrong with it");
   auto arguments = std::make_shared<CheckArguments>();
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file");
   command->add_option("--world,--world-size", arguments->world_size, "Check for this many ranks")
       ->check(CLI::Range(1, 1 << 24));
   auto* parameters = command->add_option("--parameters", arguments->model.parameters,
-                                         "Say what each tier must hold for this many parameters (7e9, 350M)");
+                                         "Show what each tier must hold for this many parameters (7e9, 350M)");
   command->add_option("--units", arguments->model.units, "The same for the units in this JSON file")
       ->excludes(parameters);
-  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+  command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->add_flag("--print-keys", arguments->print_keys, "Print the reference of all keys (Markdown) and stop");
   command->add_flag("--print-schema", arguments->print_schema, "Print the JSON Schema for editors and stop");
   command->footer(

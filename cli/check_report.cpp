@@ -29,15 +29,15 @@ const char* placement_name(Placement placement) {
 std::string optimizer_place(const EngineOptions& engine) {
   std::string place = placement_name(engine.optimizer);
   if (engine.optimizer != Placement::device && engine.optimizer_offload_ratio < 1)
-    place += fmt::format(", but {:.4g} % at most on the device", 100 * (1 - engine.optimizer_offload_ratio));
+    place += fmt::format(", of it at most {:.4g} % on the device", 100 * (1 - engine.optimizer_offload_ratio));
   if (engine.optimizer != Placement::nvme || engine.optimizer_pinned_fraction == 0.0) return place;
-  if (!engine.optimizer_pinned_fraction) return place + ", as much of it in pinned memory as there is room for";
+  if (!engine.optimizer_pinned_fraction) return place + ", as much of it in pinned memory as fits";
   return fmt::format("{}, {:.4g} % of it in pinned memory", place, 100 * *engine.optimizer_pinned_fraction);
 }
 
 std::string commits_text(const EngineOptions& engine) {
-  if (engine.store_directory.empty()) return "none: no store, so nothing can be saved or resumed";
-  const std::string kept = engine.keep_steps == 0 ? "" : fmt::format("; of saved steps, {} stay", engine.keep_steps);
+  if (engine.store_directory.empty()) return "none: there is no store, so nothing can be saved or resumed";
+  const std::string kept = engine.keep_steps == 0 ? "" : fmt::format("; named checkpoints that stay: {}", engine.keep_steps);
   if (engine.durability == tiers::Durability::step)
     return (engine.commit_every == 1 ? "every step" : fmt::format("every {} steps", engine.commit_every)) + kept;
   const bool nvme = engine.parameters == Placement::nvme || engine.optimizer == Placement::nvme;
@@ -83,7 +83,7 @@ std::vector<std::string> tier_row(const char* name, const Prediction::Tier& tier
   return {name, format_bytes(tier.bytes), fmt::format("least {}", format_bytes(tier.least_bytes)), verdict};
 }
 
-// No step can be shorter than its transfers at the drives' measured speed. Empty: not measured.
+// The least time of a step: that of its transfers at the drives' measured speed. Empty: not measured.
 std::optional<double> least_nvme_seconds(const Prediction& prediction, const MeasuredBandwidth& measured) {
   const auto read = static_cast<double>(prediction.step.nvme_read);
   const auto written = static_cast<double>(prediction.step.nvme_write);
@@ -94,7 +94,7 @@ std::optional<double> least_nvme_seconds(const Prediction& prediction, const Mea
 }
 
 std::string prediction_text(const CheckReport& report) {
-  if (!report.prediction) return "\nWith --parameters N or --units FILE this also says what each tier must hold.\n";
+  if (!report.prediction) return "\nAdd --parameters N or --units FILE to see what each tier must hold.\n";
   const Prediction& p = *report.prediction;
   std::string text = fmt::format("\n{} parameters ({}) on {} rank{}; each holds\n", p.parameter_count, report.model,
                                  std::max(1, report.world_size), report.world_size > 1 ? "s" : "");
@@ -108,15 +108,15 @@ std::string prediction_text(const CheckReport& report) {
         p.step.wire_in_group > 0 ? format_bytes(p.step.wire_in_group) + " of it within a group" : ""}});
   if (report.config.engine.optimizer != Placement::device && report.config.engine.optimizer_offload_ratio < 1)
     text +=
-        fmt::format("  {} of optimizer state, of {:.0f} % of the parameters, are in device memory and updated there\n",
+        fmt::format("  {} of optimizer state, for {:.0f} % of the parameters, are in device memory and updated there\n",
                     format_bytes(p.device_state_bytes), 100 * p.device_state_share);
   if (p.fitting_offload_ratio)
-    text += fmt::format("  the device's budget has room for less: zero_optimization.offload_optimizer.ratio {:.2f}\n",
+    text += fmt::format("  the device's budget allows less: zero_optimization.offload_optimizer.ratio {:.2f}\n",
                         *p.fitting_offload_ratio);
   if (!report.config.engine.optimizer_pinned_fraction) {
     text += fmt::format("  hoist.optimizer_pinned_fraction \"auto\" is {:.2f}\n", p.pinned_fraction);
   } else if (report.pinned_fraction_max && *report.pinned_fraction_max > p.pinned_fraction) {
-    text += fmt::format("  the pinned budget has room for more: hoist.optimizer_pinned_fraction may be {:.2f}\n",
+    text += fmt::format("  the pinned budget allows more: hoist.optimizer_pinned_fraction may be {:.2f}\n",
                         *report.pinned_fraction_max);
   }
   if (const auto seconds = least_nvme_seconds(p, report.config.measured); seconds && *seconds > 0) {
@@ -189,9 +189,9 @@ Json placement_json(const EngineOptions& engine) {
 
 std::string program_pinned_text(std::uint64_t bytes) {
   if (bytes == 0)
-    return "  not counted: pinned memory that the program takes itself, to stash activations for example; "
+    return "  not counted: pinned memory that the program takes itself, for activation offload for example; set "
            "program_pinned_bytes in a file for --units\n";
-  return fmt::format("  of pinned memory, {} are the program's own (program_pinned_bytes)\n", format_bytes(bytes));
+  return fmt::format("  {} of the pinned memory are the program's own (program_pinned_bytes)\n", format_bytes(bytes));
 }
 
 Json step_json(const StepBytes& step) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/check_report.hpp - what `hoist check` says, as text and as JSON.
+// cli/check_report.hpp - the report of `hoist check`, as text and as JSON.
 #pragma once
 
 #include <optional>
@@ -12,15 +12,15 @@
 
 namespace hoist::cli {
 
-// An accepted configuration, and what follows from it for this many ranks and this model.
+// An accepted configuration, and its consequences for this many ranks and this model.
 struct CheckReport {
   const Config& config;
   TrainingOptions training;
   int world_size = 0;                      // 0: not given
   std::optional<Prediction> prediction{};  // of one rank; empty: no model given
-  // What the pinned budget leaves room for, when optimizer state is on NVMe.
+  // The fraction that the pinned budget allows, if optimizer state is on NVMe.
   std::optional<double> pinned_fraction_max{};
-  std::string model;  // where its shape came from
+  std::string model;  // the source of its shape
   std::uint64_t program_pinned_bytes = 0;
 };
 

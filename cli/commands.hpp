@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/commands.hpp - the commands of `hoist`. Each registers itself and runs when it was chosen.
+// cli/commands.hpp - the commands of `hoist`. Each registers itself and runs if the user chose it.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@ namespace hoist::cli {
 
 enum ExitCode { kOk = 0, kFailure = 1, kBadInput = 2 };
 
-// Adds the command to `app`. `run` is called after parsing when it was chosen; it returns the exit code.
+// Adds the command to `app`. After parsing, `run` is called if the user chose the command; it returns the exit code.
 struct Command {
   CLI::App* app = nullptr;
   std::function<int()> run;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist completion: scripts for bash, zsh and fish, printed from the commands and options the program has.
+// hoist completion: prints scripts for bash, zsh and fish, made from the program's commands and options.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -74,8 +74,8 @@ std::vector<std::string> value_options(const CommandWords& top) {
   return names;
 }
 
-// The command so far is the words that name commands; options and their values do not count. After an option that takes
-// a value, and where no word fits, bash completes file names.
+// The words that name commands select the command; options and their values do not count. After an option that takes a
+// value, and if no word fits, bash completes file names.
 std::string bash_script(const CommandWords& top) {
   std::string script =
       "# bash completion of hoist: source <(hoist completion bash)\n"
@@ -183,7 +183,8 @@ std::string fish_script(const CommandWords& top) {
 }  // namespace
 
 Command add_completion(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("completion", "Print a script with which a shell completes this program");
+  CLI::App* command =
+      app.add_subcommand("completion", "Print a script that lets a shell complete this program's commands and options");
   auto shell = std::make_shared<std::string>();
   command->add_option("SHELL", *shell, "bash, zsh or fish")->required()->check(CLI::IsMember({"bash", "zsh", "fish"}));
   command->footer("Example: source <(hoist completion bash)");

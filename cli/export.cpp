@@ -29,7 +29,7 @@ struct ExportArguments {
   std::string to;
   std::string dtype = "fp32";
   std::string step;  // empty: the newest
-  std::string from;  // a kept step; empty: a commit
+  std::string from;  // a named checkpoint; empty: a commit
   std::string shard_size = "5GB";
   std::string json;
 };
@@ -40,7 +40,7 @@ std::string names_of(const StoredJob& job) {
   return names;
 }
 
-// The wanted step's commit, known to be there; nothing for the newest one of a single store.
+// The commit of the requested step, which exists; nullopt for the newest one of a single store.
 std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const StoredJob& job) {
   const bool several = job.groups.size() > 1;
   if (text.empty() && !several) return std::nullopt;
@@ -87,7 +87,7 @@ DType dtype_of(const std::string& name) {
   return DType::fp32;
 }
 
-// A slice alone looks like a model.
+// Warns, because a slice by itself looks like a model.
 void warn_of_other_groups(const std::string& directory, const StoreSummary& store) {
   const std::vector<std::string> others = other_groups(directory, store);
   if (others.empty()) return;
@@ -95,7 +95,7 @@ void warn_of_other_groups(const std::string& directory, const StoreSummary& stor
            fmt::join(others, " "));
 }
 
-// A name in two groups may be the halves of a tensor.
+// The same name in two groups may mean the halves of a tensor.
 void check_names(const StoredJob& job, std::uint64_t step) {
   std::map<std::string, const StoreSummary*> owner;
   for (const StoreSummary& group : job.groups) {
@@ -103,8 +103,8 @@ void check_names(const StoredJob& job, std::uint64_t step) {
       const auto [first, is_new] = owner.emplace(parameter.name, &group);
       if (is_new) continue;
       throw BadInput(fmt::format(
-          "parameter '{}' is in {} and in {}: parts of one tensor, or copies, which stores do not say. Export each "
-          "store of step {} into a directory of its own, and join them as the program cut them",
+          "parameter '{}' is in {} and in {}; a store does not say whether these are parts of one tensor or copies. "
+          "Export each store of step {} into its own directory, and join them as the program cut them",
           parameter.name, first->second->directory, group.directory, step));
     }
   }
@@ -129,7 +129,7 @@ Json write_weights(const ExportArguments& arguments) {
     const bool has_bf16 =
         std::ranges::find(group.parameters, DType::bf16, &StoredParameter::dtype) != group.parameters.end();
     if (dtype_of(arguments.dtype) == DType::fp16 && has_bf16)
-      throw BadInput("--dtype fp16: the store's model is bf16, of which fp16 would lose range; use bf16 or fp32");
+      throw BadInput("--dtype fp16: the store's model is bf16, and fp16 has a smaller range; use bf16 or fp32");
   }
   check_names(job, borrowed.front()->step());
 
@@ -164,10 +164,10 @@ int export_store(const ExportArguments& arguments) {
     complain("hoist export: {}\n", error.what());
     return kBadInput;
   } catch (const measure::Interrupted&) {
-    complain("hoist export: interrupted; nothing was left in {}\n", arguments.to);
+    complain("hoist export: interrupted; no files remain in {}\n", arguments.to);
     InterruptGuard::end_by_signal();
   } catch (const Error& error) {
-    complain("hoist export: {}\nNothing was left in {}.\n", error.what(), arguments.to);
+    complain("hoist export: {}\nNo files remain in {}.\n", error.what(), arguments.to);
     if (dynamic_cast<const CorruptionError*>(&error) != nullptr && !arguments.step.empty()) {
       complain("The blocks of an earlier step are reused by the next one; try without --step.\n");
     }
@@ -183,22 +183,22 @@ Command add_export(CLI::App& app) {
   CLI::App* command = app.add_subcommand("export", "Write a store's weights as safetensors files");
   auto arguments = std::make_shared<ExportArguments>();
   command
-      ->add_option(
-          "STORE", arguments->stores,
-          "The store's directory, or the nvme_path above it; of a job with several sharding groups, each one's")
+      ->add_option("STORE", arguments->stores,
+                   "The store's directory, or the nvme_path above it; for a job with several sharding groups, that of "
+                   "each group")
       ->required()
       ->expected(-1);
-  command->add_option("--to", arguments->to, "Directory for the files; made when it does not exist")
+  command->add_option("--to", arguments->to, "Directory for the files; created if it does not exist")
       ->required()
       ->type_name("DIR");
   command
       ->add_option("--dtype", arguments->dtype,
-                   "fp32: the masters, bit by bit; bf16 or fp16: what the forward pass uses")
+                   "fp32: the masters, bit by bit; bf16 or fp16: the weights that the forward pass uses")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
-  command->add_option("--step", arguments->step, "Which of the steps `hoist inspect` lists; the newest by default")
+  command->add_option("--step", arguments->step, "One of the steps that `hoist inspect` lists; the newest by default")
       ->type_name("N");
-  command->add_option("--from", arguments->from, "The kept step of this name instead")
+  command->add_option("--from", arguments->from, "The checkpoint of this name instead")
       ->excludes("--step")
       ->type_name("NAME");
   command->add_option("--shard-size", arguments->shard_size, "Begin another file before one holds more than this")
@@ -207,7 +207,8 @@ Command add_export(CLI::App& app) {
   command->add_option("--json", arguments->json, "Write what was exported as JSON to this file");
   command->footer(
       "Example: hoist export /local_nvme --to weights/ --dtype bf16\n"
-      "The files are those of Hugging Face: model.safetensors, or shards and model.safetensors.index.json.");
+      "The files are named as Hugging Face's tools name them: model.safetensors, or shards and "
+      "model.safetensors.index.json.");
   return {command, [arguments] { return export_store(*arguments); }};
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist inspect: what a store holds, and with --verify, whether every byte of it is what was written.
+// hoist inspect: shows what a store holds, and with --verify checks every byte of it.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -30,7 +30,7 @@ struct InspectArguments {
   bool verify = false;
 };
 
-// What was found without reading records.
+// The findings that need no records.
 struct Findings {
   StoreSummary store;
   std::optional<std::string> owner;
@@ -48,7 +48,7 @@ struct Findings {
     for (const StoreSummary::Rank& rank : store.ranks) bytes += rank.data_bytes;
     return bytes;
   }
-  // A rank whose every commit is unusable cannot be resumed.
+  // A rank without a usable commit cannot be resumed.
   bool lost_a_rank() const {
     return std::ranges::any_of(
         store.ranks, [](const StoreSummary::Rank& rank) { return rank.commits.empty() && !rank.damage.empty(); });
@@ -69,7 +69,7 @@ std::string ranks_text(const StoreSummary& store) {
   std::vector<int> here;
   for (const StoreSummary::Rank& rank : store.ranks) here.push_back(rank.rank);
   if (here.size() == static_cast<std::size_t>(*store.world_size)) return fmt::format("{}", *store.world_size);
-  return fmt::format("{}; here: rank {}; the other ranks' files lie elsewhere or are lost", *store.world_size,
+  return fmt::format("{}; here: rank {}; the other ranks' files are elsewhere or lost", *store.world_size,
                      fmt::join(here, ", "));
 }
 
@@ -165,18 +165,19 @@ Json findings_json(const Findings& findings) {
 // --- verification ----------------------------------------------------------------------------------------------------
 
 struct Verification {
-  std::string name;  // of a kept step; empty: the newest commit
+  std::string name;  // of a named checkpoint; empty: the newest commit
   std::uint64_t step = 0;
   std::uint64_t checked_bytes = 0;
   std::vector<CorruptionError> damage;
-  std::string not_done;  // why there is no verdict; empty when there is one
+  std::string not_done;  // why there is no verdict; empty if there is one
 };
 
-// Takes the lock that readers share, and leaves a store that is being trained alone: its extents move under us.
+// Takes the lock that readers share. Refuses a store that a trainer uses, because its extents move.
 Verification verify(const Findings& findings, const std::string& name, std::optional<CommitHeader> commit) {
   Verification result{.name = name};
   if (findings.owner) {
-    result.not_done = fmt::format("the store is in use by {}; verify it when that has stopped", *findings.owner);
+    result.not_done =
+        fmt::format("the store is in use by {}; verify it after that process has stopped", *findings.owner);
     return result;
   }
   try {
@@ -212,7 +213,7 @@ void print_verification(const Verification& verification) {
     return;
   }
   if (verification.damage.empty()) {
-    say("\nverified step {}{}: all of {} is what was written\n", verification.step, kept,
+    say("\nverified step {}{}: all of {} matches its checksums\n", verification.step, kept,
         format_bytes(verification.checked_bytes));
     return;
   }
@@ -247,7 +248,8 @@ Json verification_json(const Verification& verification) {
   return json;
 }
 
-// Says and notes everything about one store, `commit` of it verified, or its newest one. False when it is not sound.
+// Prints and records everything about one store, and verifies `commit` or its newest one. Returns false if it is
+// damaged.
 bool inspect_store(const StoreSummary& store, bool with_verification, const std::optional<CommitHeader>& commit,
                    Json& json) {
   const Findings findings{.store = store, .owner = store_owner(store), .age_seconds = store_age_seconds(store)};
@@ -269,7 +271,7 @@ bool inspect_store(const StoreSummary& store, bool with_verification, const std:
   return sound;
 }
 
-// The stores of several sharding groups: each as if it were alone, and what the job as a whole would go on from.
+// The stores of several sharding groups: each as if it were alone, then the step that the whole job would resume from.
 int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
   const auto commit = job.commits.empty() ? std::nullopt : std::optional(job.commits.front());
   Json json{{"resumes_from_step", commit ? Json(commit->step) : Json(nullptr)},
@@ -304,7 +306,7 @@ int inspect(const InspectArguments& arguments) {
     const bool sound = inspect_store(job.groups.front(), arguments.verify, std::nullopt, json);
     json["other_groups"] = others;
     if (!others.empty())
-      say("\none sharding group's part of a job; name {} as well to see what the job resumes from\n",
+      say("\nthis is one sharding group's part of a job; name {} as well to see what the job resumes from\n",
           fmt::join(others, " "));
     write_json(arguments.json, json);
     return sound ? kOk : kFailure;
@@ -315,17 +317,17 @@ int inspect(const InspectArguments& arguments) {
 }  // namespace
 
 Command add_inspect(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("inspect", "Say what a store holds; changes nothing");
+  CLI::App* command = app.add_subcommand("inspect", "Show what a store holds; changes nothing");
   auto arguments = std::make_shared<InspectArguments>();
   command
-      ->add_option(
-          "STORE", arguments->stores,
-          "The store's directory, or the nvme_path above it; of a job with several sharding groups, each one's")
+      ->add_option("STORE", arguments->stores,
+                   "The store's directory, or the nvme_path above it; for a job with several sharding groups, that of "
+                   "each group")
       ->required()
       ->expected(-1);
   command->add_flag("--verify", arguments->verify,
-                    "Read and check every block of the newest commit, and of kept steps");
-  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+                    "Read and check every block of the newest commit and of named checkpoints");
+  command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer(
       "Example: hoist inspect /local_nvme/hoist --verify\n"
       "Exit code 1: something is damaged, or could not be verified because a trainer uses the store.");

@@ -14,7 +14,7 @@ constexpr std::array kSignals{SIGINT, SIGTERM, SIGHUP};
 measure::StopFlag stop_requested{false};
 volatile std::sig_atomic_t signal_seen = 0;
 
-// `timeout` and shells may send a process the same signal twice in a row: only a person asks again so much later.
+// `timeout` and shells may send a process the same signal twice in a row; only a person asks again after this time.
 constexpr double kImpatientSeconds = 0.5;
 double first_signal_at = 0;  // of CLOCK_MONOTONIC; 0: none yet
 
@@ -40,7 +40,7 @@ InterruptGuard::InterruptGuard() {
   for (const int number : kSignals) {
     struct sigaction current {};
     ::sigaction(number, nullptr, &current);
-    if (current.sa_handler == SIG_IGN) continue;  // nohup wants it so
+    if (current.sa_handler == SIG_IGN) continue;  // nohup ignores the signal
     struct sigaction action {};
     action.sa_handler = on_signal;
     action.sa_flags = SA_RESTART;

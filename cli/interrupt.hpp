@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/interrupt.hpp - Ctrl-C (SIGINT, SIGTERM, SIGHUP) as a flag that long work looks at, so that it can clean up.
+// cli/interrupt.hpp - Ctrl-C (SIGINT, SIGTERM, SIGHUP) as a flag that long work checks, so that it can clean up.
 //
 // Another signal half a second later or more ends the program at once, in case cleaning up hangs.
 //
@@ -18,7 +18,7 @@ class InterruptGuard {
   InterruptGuard& operator=(const InterruptGuard&) = delete;
 
   const measure::StopFlag* flag() const;
-  // After everything has been cleaned up: ends as the signal would have, so that a shell sees why.
+  // Call after cleaning up: ends the process as the signal would have, so that a shell sees the reason.
   [[noreturn]] static void end_by_signal();
 };
 

@@ -26,7 +26,7 @@ struct Member {
 
 bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
 
-// Walks over text that is known to be JSON, so it only needs to find where things end.
+// Walks over text that is known to be JSON, so it only needs to find the ends of values.
 class Walker {
  public:
   explicit Walker(std::string_view text) : text_(text) {}
@@ -60,7 +60,7 @@ class Walker {
     return at;
   }
 
-  // Of the object that begins at `at`, the members in order.
+  // The members, in order, of the object that begins at `at`.
   std::vector<Member> members(std::size_t at) const {
     std::vector<Member> result;
     at = skip_space(at + 1);
@@ -88,7 +88,7 @@ class Walker {
   std::string_view text_;
 };
 
-// The white space between a line's break and its first character, or nothing when the object stands on one line.
+// The white space between a line's break and its first character, or nullopt if the object is on one line.
 std::string gap_before(std::string_view text, std::size_t at) {
   std::size_t begin = at;
   while (begin > 0 && is_space(text[begin - 1])) --begin;
@@ -115,7 +115,7 @@ std::string with_new_member(const std::string& text, const Walker& walker, std::
     std::string result = text;
     return result.insert(members.back().value.end, "," + (gap.empty() ? " " : gap) + key + indented(value, gap));
   }
-  // An empty object: one step further in than the line it stands on.
+  // An empty object: one step further in than its line.
   const std::size_t line = text.rfind('\n', object) + 1;  // 0 when there is none
   const std::string indent = text.substr(line, walker.skip_space(line) - line);
   const std::string gap = "\n" + indent + "  ";

@@ -17,7 +17,7 @@
 namespace hoist::cli {
 namespace {
 
-// An empty value is a variable of a script that was not set: --step "$STEP" is not meant to be the newest one.
+// An empty value is usually an unset variable of a script: --step "$STEP" must not mean the newest step.
 void refuse_empty_values(const CLI::App& app) {
   for (const CLI::Option* option : app.get_options()) {
     const std::vector<std::string> values = option->results();
@@ -31,7 +31,7 @@ int run(int argc, char** argv) {
   CLI::App app{"hoist: model state on NVMe, pinned memory and GPU for ZeRO training.", "hoist"};
   app.set_version_flag("--version", "hoist " HOIST_VERSION);
   app.require_subcommand(1);
-  app.footer("Exit codes: 0 all is well, 1 it failed, 2 the input is bad.");
+  app.footer("Exit codes: 0 success, 1 failure, 2 bad input.");
   const std::array commands{add_check(app),  add_plan(app),  add_inspect(app), add_export(app),
                             add_doctor(app), add_bench(app), add_tune(app),    add_completion(app)};
   try {
@@ -50,7 +50,7 @@ int run(int argc, char** argv) {
 }  // namespace hoist::cli
 
 int main(int argc, char** argv) {
-  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error that names it, not the end
+  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` becomes an error that names it instead of a signal
   using namespace hoist::cli;
   hoist::occupy_standard_descriptors();
   int code = kFailure;

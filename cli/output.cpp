@@ -18,7 +18,7 @@ namespace hoist::cli {
 
 namespace {
 
-int lost_output_code = 0;  // errno of the first text that did not arrive
+int lost_output_code = 0;  // errno of the first text that could not be written
 
 }  // namespace
 
@@ -29,9 +29,9 @@ void print_text(const std::string& text) {
 }
 
 int end_of_output(int code) {
-  print_text("");  // what others have printed, CLI11's help among them
+  print_text("");  // text that other code printed, CLI11's help for example
   if (lost_output_code == 0 && std::ferror(stdout) == 0) return code;
-  complain("hoist: standard output could not be written: {}; what was printed is not complete\n",
+  complain("hoist: standard output could not be written: {}; the printed text is incomplete\n",
            std::generic_category().message(lost_output_code == 0 ? EIO : lost_output_code));
   return code == kOk ? kFailure : code;
 }
@@ -55,7 +55,7 @@ void check_json(const std::string& path) {
 void check_json_apart(const std::string& json, const std::string& input) {
   std::error_code ignored;
   if (json.empty() || input.empty() || !std::filesystem::equivalent(json, input, ignored) || ignored) return;
-  throw UsageError(fmt::format("--json {} is the file that is read, and would be overwritten; name another", json));
+  throw UsageError(fmt::format("--json {} is the input file, and would be overwritten; name another file", json));
 }
 
 void write_json(const std::string& path, const nlohmann::ordered_json& value) {
@@ -74,7 +74,7 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   if (!written || !closed) {
     const int code = errno;
     std::error_code ignored;
-    // Half of it would be no JSON.
+    // Half of a report is not JSON.
     if (std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
     throw IoError({.operation = "write", .path = path, .length_bytes = text.size(), .code = code},
                   "choose another --json file");

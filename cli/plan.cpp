@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist plan: before anything is bought or started, what a model needs of each tier, how long its steps take and what
-// limits them, for every place its weights and optimizer state can be.
+// hoist plan: predicts, before hardware is bought or a run is started, what a model needs of each tier, how long its
+// steps take and what limits them, for every placement of its weights and optimizer state.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -21,9 +21,9 @@ namespace hoist::cli {
 namespace {
 
 constexpr double kGigabyte = 1e9;
-// Where no budget is given only the least matters: enough for every buffer there could be.
+// Without a given budget only the minimum matters; this is enough for every possible buffer.
 constexpr std::uint64_t kUnlimitedBytes = std::uint64_t{1} << 50;
-// Forward and backward, for each parameter and token; backward once more forward where it recomputes.
+// Operations of forward and backward for each parameter and token; with recomputation, one forward more.
 constexpr double kFlopsPerToken = 6, kFlopsPerTokenRecomputed = 8;
 
 struct PlanArguments {
@@ -43,10 +43,10 @@ struct PlanArguments {
 
 std::uint64_t bytes_of(const char* option, const std::string& text) {
   if (const auto bytes = parse_bytes(text)) return *bytes;
-  throw UsageError(fmt::format("{} {} is not a size; write 80GiB or 1.4PB", option, text));
+  throw UsageError(fmt::format("{} {} is not a number of bytes; write 80GiB or 1.4PB", option, text));
 }
 
-// The configuration, or what hoist does on a GPU without one, with the budgets that were given.
+// The configuration, or hoist's defaults for a GPU, with the given budgets.
 Config base_of(const PlanArguments& arguments) {
   Config config = arguments.config.empty() ? Config::parse("{}", "defaults") : Config::load(arguments.config);
   RuntimeOptions& runtime = config.runtime;
@@ -95,10 +95,11 @@ EngineOptions placed(const Config& config, Placement parameters, Placement optim
   engine.optimizer = optimizer;
   const bool needs_store = parameters == Placement::nvme || optimizer == Placement::nvme;
   if (needs_store && engine.store_directory.empty()) engine.store_directory = "planned";
-  // What a configuration with this placement has by default, when its own placement needs no store.
+  // The default durability of a configuration with this placement, if its own placement needs no store.
   if (needs_store && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
-  if (optimizer == Placement::device) engine.update_mode = UpdateMode::automatic;  // the others are for offloaded state
+  if (optimizer == Placement::device)
+    engine.update_mode = UpdateMode::automatic;  // the other modes are for offloaded state
   if (optimizer == Placement::device) engine.optimizer_offload_ratio = 1;
   return engine;
 }
@@ -145,9 +146,9 @@ int bad_plan_input(const std::string& sentence) {
 int plan(const PlanArguments& arguments) {
   if (!arguments.model.given()) return bad_plan_input("how large a model? --parameters 7e9, or --units FILE");
   if ((arguments.tokens > 0) != (arguments.tflops > 0))
-    return bad_plan_input("--tokens and --tflops belong together: they say how long a step computes");
+    return bad_plan_input("--tokens and --tflops belong together: they determine how long a step computes");
   if (arguments.tokens > 0 && arguments.compute_seconds > 0)
-    return bad_plan_input("--compute-seconds says already what --tokens and --tflops would");
+    return bad_plan_input("--compute-seconds already sets what --tokens and --tflops determine");
   try {
     check_json_apart(arguments.json, arguments.config);
     check_json_apart(arguments.json, arguments.model.units);
@@ -170,9 +171,9 @@ int plan(const PlanArguments& arguments) {
 }  // namespace
 
 Command add_plan(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("plan", "Say where a model's state fits, how long its steps take and why");
+  CLI::App* command = app.add_subcommand("plan", "Predict where a model's state fits, how long its steps take and why");
   auto arguments = std::make_shared<PlanArguments>();
-  // CLI::PositiveNumber takes "nan", and numbers that make seconds infinite.
+  // CLI::PositiveNumber accepts "nan", and numbers that make seconds infinite.
   const CLI::Validator positive(
       [](const std::string& text) {
         double value = 0;
@@ -203,11 +204,11 @@ Command add_plan(CLI::App& app) {
   command->add_option("--compute-seconds", arguments->compute_seconds, "Of a step, when nothing is waited for")
       ->check(positive);
   command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step, for the same")->check(positive);
-  command->add_option("--tflops", arguments->tflops, "What a device reaches in the model's kernels, TFLOP/s")
+  command->add_option("--tflops", arguments->tflops, "Speed of a device in the model's kernels, TFLOP/s")
       ->check(positive);
   command->add_flag("--recompute", arguments->recompute, "Backward computes forward once more");
   command->add_option("--endurance", arguments->endurance, "What a rank's drives may be written in their life (1.4PB)");
-  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+  command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer(
       "Example: hoist plan --parameters 70e9 --world 8 --device-memory 70GiB --pinned-memory 200GiB --nvme-read 12 "
       "--nvme-write 6 --host-to-device 50 --device-to-host 50 --network 200 --host-memory 60 --device-bandwidth 2000 "

@@ -25,7 +25,7 @@ const char* name_of(Placement placement) {
   return kNames[static_cast<std::size_t>(placement)];
 }
 
-// Of the optimizer's states, what is in device memory although they are offloaded.
+// Bytes of offloaded optimizer state that live in device memory.
 std::string placement_of(const PlanRow& row) {
   const bool divided = row.engine.optimizer != Placement::device && row.prediction.device_state_bytes > 0;
   const std::string rest =
@@ -33,7 +33,7 @@ std::string placement_of(const PlanRow& row) {
   return fmt::format("{} / {}{}", name_of(row.engine.parameters), name_of(row.engine.optimizer), rest);
 }
 
-// A tier's need; with a budget what will be held of it, or by how much it is too small.
+// A tier's need; with a budget, the bytes that it will hold, or by how much it is too small.
 std::string tier_text(const Prediction::Tier& tier, bool has_budget) {
   if (!has_budget) return format_bytes(tier.least_bytes);
   if (tier.fits()) return format_bytes(tier.bytes);
@@ -45,7 +45,7 @@ std::string verdict(const PlanRow& row, bool fastest) {
   return fmt::format("{}{}{}", problem, row.configured ? " (configured)" : "", fastest ? " (fastest)" : "");
 }
 
-// Each reason once, with the rows it is of.
+// Each reason once, with its rows.
 std::string refusals_text(const PlanReport& report) {
   std::string text;
   std::vector<std::string> reasons;
@@ -64,7 +64,7 @@ std::string refusals_text(const PlanReport& report) {
 
 std::string seconds_text(double seconds) { return seconds > 0 ? fmt::format("{:.3g} s", seconds) : "?"; }
 
-// What a step of this row moves or computes at a speed that nobody gave.
+// The work of a step of this row whose speed was not given.
 std::vector<std::string> not_counted(const PlanRow& row, const StepSpeeds& speeds) {
   const Prediction& p = row.prediction;
   std::vector<std::string> options;
@@ -84,7 +84,7 @@ std::vector<std::string> not_counted(const PlanRow& row, const StepSpeeds& speed
 
 std::uint64_t shortfall(const Prediction::Tier& tier) { return tier.fits() ? 0 : tier.least_bytes - tier.budget_bytes; }
 
-// The place that lacks least, and what would do for it.
+// The placement that lacks least, and what it needs.
 std::string nothing_fits_text(const PlanReport& report) {
   const auto lacks = [](const PlanRow& row) {
     return shortfall(row.prediction.device) + shortfall(row.prediction.pinned);
@@ -92,7 +92,7 @@ std::string nothing_fits_text(const PlanReport& report) {
   const PlanRow* closest = nullptr;
   for (const PlanRow& row : report.rows)
     if (row.refusal.empty() && (closest == nullptr || lacks(row) < lacks(*closest))) closest = &row;
-  if (closest == nullptr) return "\nnothing fits: every place is refused\n";
+  if (closest == nullptr) return "\nnothing fits: every placement is refused\n";
   std::vector<std::string> needs;
   const auto need = [&](const Prediction::Tier& tier, const char* option) {
     if (!tier.fits()) needs.push_back(fmt::format("{} {}MiB", option, divide_up(tier.least_bytes, kMiB)));
@@ -173,9 +173,9 @@ std::optional<double> PlanReport::written_a_day(const PlanRow& row) {
 }
 
 std::string plan_text(const PlanReport& report) {
-  std::string text =
-      fmt::format("{} parameters ({}) on {} rank{}; of each rank\n\n", report.rows.front().prediction.parameter_count,
-                  report.model, report.world_size, report.world_size > 1 ? "s" : "");
+  std::string text = fmt::format("{} parameters ({}) on {} rank{}; figures are per rank\n\n",
+                                 report.rows.front().prediction.parameter_count, report.model, report.world_size,
+                                 report.world_size > 1 ? "s" : "");
   Rows rows{{"weights / state", report.has_device_budget ? "device" : "device, at least",
              report.has_pinned_budget ? "pinned" : "pinned, at least", "NVMe", "NVMe a step", "a step", "at least",
              "busiest", ""}};
@@ -200,7 +200,8 @@ std::string plan_text(const PlanReport& report) {
     for (const std::string& option : not_counted(row, report.speeds))
       if (row.refusal.empty() && std::ranges::find(options, option) == options.end()) options.push_back(option);
   }
-  if (!options.empty()) text += fmt::format("\nnot counted, since no speed was given: {}\n", fmt::join(options, ", "));
+  if (!options.empty())
+    text += fmt::format("\nnot counted, because no speed was given: {}\n", fmt::join(options, ", "));
   return text;
 }
 

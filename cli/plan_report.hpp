@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/plan_report.hpp - what a model needs and how long its steps take, for each place its state can be.
+// cli/plan_report.hpp - the needs of a model and the time of its steps, for each placement of its state.
 #pragma once
 
 #include <optional>
@@ -17,24 +17,24 @@ struct PlanRow {
   Prediction prediction;
   StepTime time;
   bool configured = false;  // the configuration's own placement
-  std::string refusal;      // why no engine would take these options, whatever the budgets; empty: it would
+  std::string refusal;      // why an engine would refuse these options with any budget; empty: it would not
 
   bool fits() const { return refusal.empty() && prediction.device.fits() && prediction.pinned.fits(); }
 };
 
 struct PlanReport {
-  std::string model;  // where its shape came from
+  std::string model;  // the source of its shape
   std::uint64_t program_pinned_bytes = 0;
   int world_size = 1;
   StepSpeeds speeds;
   bool has_device_budget = false;
   bool has_pinned_budget = false;
-  double endurance_bytes = 0;  // what the drives of a rank may be written in their life; 0: not given
+  double endurance_bytes = 0;  // bytes that may be written to a rank's drives in their life; 0: not given
   std::vector<PlanRow> rows;
 
-  // The row with the shortest expected step of those that fit; of equal ones that with the fewest bytes on NVMe.
+  // The row with the shortest expected step among those that fit; among equal ones, that with the fewest bytes on NVMe.
   const PlanRow* best() const;
-  // Bytes a day that go to the rank's drives at the expected speed; nullopt when no time is known.
+  // Bytes written to the rank's drives in a day at the expected speed; nullopt if no time is known.
   static std::optional<double> written_a_day(const PlanRow& row);
 };
 

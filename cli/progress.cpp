@@ -15,8 +15,8 @@ namespace hoist::cli {
 namespace {
 
 constexpr std::size_t kBarWidth = 24;
-constexpr std::size_t kTerminalWidth = 80;  // when the terminal does not say
-constexpr double kRateAfterSeconds = 0.5;   // earlier a rate, and the time left, would only jump about
+constexpr std::size_t kTerminalWidth = 80;  // if the terminal does not report it
+constexpr double kRateAfterSeconds = 0.5;   // earlier, the rate and the time left would only jump
 
 ProgressStyle resolve(const ProgressOptions& options) {
   if (options.style != ProgressStyle::automatic) return options.style;
@@ -74,7 +74,7 @@ std::string Progress::bar(std::uint64_t done) const {
   return fmt::format("[{:#<{}}{:.<{}}] {:3.0f} % ", "", filled, "", kBarWidth - filled, 100 * share);
 }
 
-// Work does not end because nobody can be told how far it is.
+// Work continues even if its progress cannot be printed.
 void Progress::print(const std::string& text) const {
   std::fputs(text.c_str(), options_.out);
   std::fflush(options_.out);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/progress.hpp - how far a long command is: a bar on a terminal, elsewhere a plain line every few seconds.
+// cli/progress.hpp - the progress of a long command: a bar on a terminal, elsewhere a plain line every few seconds.
 //
-// Goes to stderr, so that what a program reads from stdout stays clean.
+// Prints to stderr, so that stdout has only the results.
 //
 // Threading  One thread at a time.
-// Errors     None: a stream that cannot be written to is not worth stopping for.
+// Errors     None: the work does not stop because a stream cannot be written.
 // Main path  update -> (at most ten times a second) line -> the terminal.
 #pragma once
 
@@ -17,9 +17,9 @@
 namespace hoist::cli {
 
 enum class ProgressStyle : std::uint8_t {
-  automatic,  // a bar when `out` is a terminal, lines when not
+  automatic,  // a bar if `out` is a terminal, otherwise lines
   bar,        // one line, rewritten in place
-  lines,      // a line every few seconds, none at all when the work is shorter than that
+  lines,      // a line every few seconds; none if the work is shorter than that
   quiet,      // nothing
 };
 
@@ -36,19 +36,19 @@ struct ProgressOptions {
 class Progress {
  public:
   explicit Progress(ProgressOptions options);
-  // Takes the bar off the terminal.
+  // Removes the bar from the terminal.
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
   // `done` of `total` is finished. Cheap enough for every block: most calls look at the clock and return.
   void update(std::uint64_t done) { update(done, Clock::now()); }
-  void update(std::uint64_t done, TimePoint now);  // for tests, which own the time
-  // What is being done now; shown from the next update on.
+  void update(std::uint64_t done, TimePoint now);  // for tests, which control the time
+  // The current activity; shown from the next update on.
   void describe(std::string what) { options_.what = std::move(what); }
-  // Prints `text` on a line of its own, the bar out of its way. Shown in every style but quiet.
+  // Prints `text` on its own line, without the bar. Shown in every style except quiet.
   void say(const std::string& text);
-  // Takes the bar away; the next update draws it again.
+  // Removes the bar; the next update draws it again.
   void clear();
 
   // The words after the bar: "verifying 1.5 of 4.0 GiB, 1.2 GB/s, 3 s left".
@@ -61,7 +61,7 @@ class Progress {
   ProgressOptions options_;
   const TimePoint begun_;
   TimePoint shown_;
-  std::size_t width_ = 0;  // of what stands on the terminal now
+  std::size_t width_ = 0;  // of the text that is on the terminal now
 };
 
 }  // namespace hoist::cli

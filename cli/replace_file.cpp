@@ -22,8 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 
 IoError io_error(const char* operation, const std::string& path) {
-  return IoError({.operation = operation, .path = path, .code = errno},
-                 "nothing was changed; choose a place that can be written");
+  return IoError({.operation = operation, .path = path, .code = errno}, "nothing was changed; choose a writable place");
 }
 
 // A file beside `target`, removed again unless it was renamed.

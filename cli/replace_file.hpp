@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/replace_file.hpp - puts a text in the place of a file all at once: whoever looks sees the old file or the new
-// one.
+// cli/replace_file.hpp - replaces a file atomically: a reader sees the old file or the new one.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +8,11 @@
 namespace hoist::cli {
 
 // Written beside `path`, flushed, then renamed over it; permissions of an existing file are kept, and a symbolic link
-// stays one. On failure the old file is as it was and nothing is left behind.
+// stays one. On failure the old file is unchanged and no other file remains.
 // Errors: IoError.
 void replace_file(const std::string& path, const std::string& text);
 
-// A text that a person wrote, of at most kReadBytesMax: a drive or a data file is no such thing.
+// Reads a text that a person wrote, of at most kReadBytesMax; refuses drives and data files.
 // Errors: IoError, with the remedy.
 inline constexpr std::size_t kReadBytesMax = 64u << 20;
 std::string read_file(const std::string& path, const std::string& remedy);

@@ -90,7 +90,7 @@ void StorageRig::fill(const measure::StopFlag* stop, ProgressStyle style) {
     files.push_back(file.get());
     total += file->bytes();
   }
-  Progress progress({.what = "writing what will be measured,", .total = total, .style = style});
+  Progress progress({.what = "writing the scratch files,", .total = total, .style = style});
   measure::fill_files(files, stop, [&](std::uint64_t done) { progress.update(done); });
 }
 
@@ -107,8 +107,9 @@ std::vector<std::string> StorageRig::warnings() const {
   std::vector<std::string> warnings;
   for (std::size_t i = 0; i < files_.size(); ++i) {
     if (files_[i]->file().is_direct()) continue;
-    warnings.push_back(fmt::format("{} has no O_DIRECT: what is measured there is the page cache (memory), not a drive",
-                                   drive_title(paths_[i], facts_[i])));
+    warnings.push_back(
+        fmt::format("{} has no O_DIRECT: the benchmark measures the page cache (memory) there, not a drive",
+                    drive_title(paths_[i], facts_[i])));
   }
   std::map<std::string, std::string> first_on_drive;  // device -> path
   for (std::size_t i = 0; i < paths_.size(); ++i) {

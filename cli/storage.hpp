@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/storage.hpp - what `hoist bench io` and `hoist tune` have in common: directories that stand for drives, checked,
-// with a scratch file in each, and what is known about them.
+// cli/storage.hpp - shared by `hoist bench io` and `hoist tune`: checks the directories that stand for drives, makes a
+// scratch file in each, and describes them.
 //
-// Errors  measure::InputError, with what there is, what is needed and what to change.
+// Errors  measure::InputError, with the available and the required value and the remedy.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ void check_block_bytes(const std::string& option, std::uint64_t bytes);
 void check_queue_depth(const std::string& option, std::int64_t depth);
 aio::BackendKind parse_engine_option(const std::string& text);  // "" is automatic
 
-// Refuses what is missing, given twice, not writable, or too full for `bytes` in each.
+// Refuses directories that are missing, given twice, not writable, or too full for `bytes` in each.
 void check_paths(const std::vector<std::string>& paths, std::uint64_t bytes);
 
 // A scratch file and buffers for each path. Destroying it removes the files.
@@ -42,7 +42,7 @@ class StorageRig {
 
   const std::vector<measure::DriveFacts>& facts() const { return facts_; }
   platform::PageKind page_kind() const;
-  // What makes the figures mean something else than they seem to: no O_DIRECT, no huge pages, two paths on one drive.
+  // Circumstances that change the meaning of the figures: no O_DIRECT, no huge pages, two paths on one drive.
   std::vector<std::string> warnings() const;
 
  private:
@@ -55,7 +55,7 @@ class StorageRig {
 
 std::vector<measure::Drive*> pointers(const std::vector<std::unique_ptr<measure::Drive>>& drives);
 
-// "io_uring", "threads" or "null": what an engine turned out to be.
+// The actual kind of an engine: "io_uring", "threads" or "null".
 std::string engine_name(const aio::DriveQueue& engine);
 std::string drive_title(const std::string& path, const measure::DriveFacts& facts);  // "/data (ext4 on nvme0n1)"
 nlohmann::ordered_json machine_json();

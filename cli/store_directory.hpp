@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/store_directory.hpp - the store that a command was pointed at, and who uses it.
+// cli/store_directory.hpp - finds the store that a command was given, and the process that uses it.
 //
 // Errors     BadInput for a path that holds no store.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace hoist::cli {
 
-// Something on the command line that cannot be: exit code 2.
+// An impossible argument on the command line: exit code 2.
 class BadInput : public Error {
  public:
   using Error::Error;
@@ -23,15 +23,15 @@ class BadInput : public Error {
 // configuration.
 std::string find_store(const std::string& path);
 
-// Who holds one of the store's ranks, for people ("process 4711 on node3"); nothing when nobody does. Looks by taking
-// each lock for a moment, shared: a trainer that starts in that moment tries again.
+// The holder of one of the store's ranks, for people ("process 4711 on node3"); nullopt if there is none. Takes each
+// lock for a moment, shared; a trainer that starts in that moment tries again.
 std::optional<std::string> store_owner(const StoreSummary& store);
 
-// The stores of `paths`, as find_store() finds them, as one job. BadInput, too, when they are none.
+// The stores of `paths`, as find_store() finds them, as one job. BadInput also if they are not one job.
 StoredJob find_job(const std::vector<std::string>& paths);
 
 // Stores of the same job's other sharding groups, where they are usually kept: in directories beside the one that
-// find_store() returned, or beside the nvme_path that it is below. Never fails: what cannot be looked at is left out.
+// find_store() returned, or beside the nvme_path that it is below. Never fails: unreadable directories are left out.
 std::vector<std::string> other_groups(const std::string& path, const StoreSummary& store);
 
 // Seconds since the newest manifest was written.

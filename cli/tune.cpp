@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist tune: the block size and queue depth that suit these drives, written into a configuration.
+// hoist tune: finds the block size and queue depth that suit these drives, and writes them into a configuration.
 #include "tune.hpp"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ namespace {
 using measure::InputError;
 
 constexpr double kBudgetSeconds = 20;
-// Of the budget: left for the last measurement to end and the files to be removed.
+// Part of the time budget: for the last measurement to end and the files to be removed.
 constexpr double kMargin = 0.05;
 
 struct TuneArguments {
@@ -65,7 +65,7 @@ void check_target(const std::string& option, const std::string& path) {
         fmt::format("{} {}: no file can be written in {}; choose another directory", option, path, parent.string()));
 }
 
-// Before anything is measured: what cannot be merged into must not cost twenty seconds.
+// Checked before anything is measured, so that an unusable --merge file does not cost twenty seconds.
 std::string read_config(const std::string& path) {
   if (path.empty()) return {};
   if (std::filesystem::is_directory(path)) throw InputError(fmt::format("--merge {}: is a directory", path));
@@ -125,7 +125,7 @@ class Tuning {
 
  private:
   void check() const {
-    if (!(arguments_.seconds >= 1 && arguments_.seconds <= 3600))  // nan is neither
+    if (!(arguments_.seconds >= 1 && arguments_.seconds <= 3600))  // also refuses nan
       throw InputError(fmt::format("--seconds {}: must be 1 to 3600", arguments_.seconds));
     if (backend_ == aio::BackendKind::null)
       throw InputError("--engine null: moves no data, so there is nothing to tune; choose io_uring or threads");
@@ -194,13 +194,13 @@ class Tuning {
   const aio::BackendKind backend_;
 };
 
-// What hoist itself would say of the file that is about to be written.
+// hoist's own verdict on the file that is about to be written.
 void warn_if_refused(TuneReport& report, const std::string& text, const std::string& path) {
   try {
     static_cast<void>(Config::parse(text, path));
   } catch (const ConfigError& error) {
     report.warnings.push_back(
-        fmt::format("`hoist check {}` refuses the file, for reasons that were there before: {}", path, error.what()));
+        fmt::format("`hoist check {}` refuses the file, for reasons that existed before: {}", path, error.what()));
   }
 }
 
@@ -257,15 +257,16 @@ Command add_tune(CLI::App& app) {
       ->required();
   command->add_option("--size", arguments->size, "Bytes of the file in each directory (1GiB)");
   command->add_option("--seconds", arguments->seconds,
-                      "Search at most so long, the writing of the files included (20)");
-  command->add_option("--engine", arguments->engine, "io_uring or threads (io_uring where the system allows it)");
+                      "Seconds of the search at most, with the writing of the files (20)");
+  command->add_option("--engine", arguments->engine, "io_uring or threads (io_uring if the system allows it)");
   command->add_option("--out", arguments->out, "Write the settings to this file");
-  command->add_option("--merge", arguments->merge,
-                      "Set them in this configuration and leave the rest as it is; with --out, there instead");
+  command->add_option(
+      "--merge", arguments->merge,
+      "Set them in this configuration and leave the rest as it is; with --out, write the result there instead");
   command->add_flag("--full", arguments->full,
-                    "Then measure every setting, and the best ones again, to see how good the choice was (a minute)");
+                    "Afterwards measure every setting, and the best ones again, to judge the choice (a minute)");
   command->add_option("--plot", arguments->plot, "Draw the sweep into this SVG file");
-  command->add_option("--json", arguments->json, "Write all that was measured as JSON to this file");
+  command->add_option("--json", arguments->json, "Write all measurements as JSON to this file");
   command->add_flag("--quiet", arguments->quiet, "No progress");
   command->footer("Example: hoist tune --path /local_nvme --merge offload.json --plot sweep.svg");
   return {command, [arguments] { return tune(*arguments); }};

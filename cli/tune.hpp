@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/tune.hpp - hoist tune: what the search found, as configuration, table, JSON and picture.
+// cli/tune.hpp - the result of hoist tune, as configuration, table, JSON and picture.
 #pragma once
 
 #include <optional>
@@ -21,14 +21,14 @@ struct TuneReport {
   measure::SearchResult search;
   // Every setting, measured in the same way right after the search.
   std::optional<measure::SearchResult> full;
-  // The chosen setting and the full sweep's best for each pattern, measured again in turn: which of many settings came
-  // out best in one sweep is in part luck, and no measure of how good it is.
+  // The chosen setting and the full sweep's best for each pattern, measured again in turn: which of many settings is
+  // best in one sweep is partly luck and does not measure how good it is.
   std::optional<measure::SearchResult> runoff;
   double seconds = 0;  // of the search, the writing of the files included
   std::vector<std::string> warnings;
 
   const measure::SettingResult& chosen() const { return search.settings[search.best]; }
-  // How near the chosen setting comes to the best of the full sweep, for a pattern. Pre: full and runoff.
+  // The chosen setting's speed as a share of the full sweep's best, for a pattern. Pre: full and runoff.
   double share_of_full(std::size_t pattern) const;
 };
 

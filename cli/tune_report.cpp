@@ -149,11 +149,11 @@ std::string to_text(const TuneReport& report) {
   std::string text = fmt::format("engine: {}\n", report.engine_description);
   for (std::size_t i = 0; i < report.paths.size(); ++i)
     text += fmt::format("path: {}\n", drive_title(report.paths[i], report.facts[i]));
-  text += "\nGB/s of all paths together; settings that did badly were measured less often\n";
+  text += "\nGB/s of all paths together; poor settings were measured less often\n";
   text += sweep_table(report.search);
   text += fmt::format("\nchosen in {:.1f} s: {}\n", report.seconds, setting_text(report.chosen().setting));
   if (report.full) {
-    text += "against the setting that a full sweep found best for each pattern, both measured again:";
+    text += "compared with the setting that a full sweep found best for each pattern, both measured again:";
     for (std::size_t i = 0; i < kPatterns.size(); ++i) {
       text += fmt::format("{} {} {:.0f} %", i == 0 ? "" : ",", measure::pattern_name(kPatterns[i]),
                           100 * report.share_of_full(i));

@@ -20,7 +20,7 @@ namespace {
 using UnitsJson = nlohmann::json;
 
 constexpr double kCountMax = 1e13;
-// Layers of a model of which only the size is known.
+// Layers of a model if only its size is known.
 constexpr std::uint64_t kAssumedUnits = 32;
 
 [[noreturn]] void refuse(const std::string& key, const UnitsJson& value, std::string_view allowed) {
@@ -82,7 +82,7 @@ ParameterSpec parameter_of(const std::string& key, const UnitsJson& value, DType
       if (static_cast<double>(group) > kGroupMax) refuse(path, member, "an integer from 0 to 10000");
       spec.group.index = static_cast<std::uint32_t>(group);
     } else {
-      throw ConfigError(path, "unknown key; there are name, shape, dtype, trainable, group and counts_in_norm");
+      throw ConfigError(path, "unknown key; the keys are name, shape, dtype, trainable, group and counts_in_norm");
     }
   }
   if (spec.name.empty()) throw ConfigError(key, "has no name");
@@ -90,7 +90,7 @@ ParameterSpec parameter_of(const std::string& key, const UnitsJson& value, DType
   return spec;
 }
 
-// A unit as the file has it.
+// A unit as the file describes it.
 struct DeclaredUnit {
   std::string name;
   std::vector<ParameterSpec> parameters;
@@ -100,7 +100,7 @@ struct DeclaredUnit {
 DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype) {
   if (!value.is_object()) refuse(key, value, "an object with name and parameters");
   DeclaredUnit unit;
-  std::uint64_t parameters = 0;  // where only their number is given
+  std::uint64_t parameters = 0;  // if only their number is given
   for (const auto& [name, member] : value.items()) {
     if (name == "name") {
       unit.name = text_of(key + ".name", member);
@@ -122,7 +122,7 @@ DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype
   return unit;
 }
 
-// Refuses what the parser would take: a key given twice, and nesting that no model's description has.
+// Refuses what the parser would accept: a key given twice, and nesting deeper than any model's description.
 class Watch {
  public:
   bool operator()(int depth, UnitsJson::parse_event_t event, const UnitsJson& parsed) {
@@ -171,7 +171,7 @@ NamedModel read_units(const std::string& path) {
     } else if (name == "program_pinned_bytes") {
       named.program.pinned_bytes = count_of(name, member, 0);
     } else if (name != "units" && name != "dtype") {
-      throw ConfigError(name, "unknown key; there are units, program_device_bytes, program_pinned_bytes and dtype");
+      throw ConfigError(name, "unknown key; the keys are units, program_device_bytes, program_pinned_bytes and dtype");
     }
   }
   Model& model = named.model;
@@ -202,7 +202,8 @@ NamedModel read_model(const ModelArguments& arguments, DType dtype) {
     throw UsageError(fmt::format("--parameters {} is not a count from 1 to {:g}; write 350000000, 3.5e8 or 350M",
                                  arguments.parameters, kCountMax));
   NamedModel named{.model = uniform_model(*count, std::min(*count, kAssumedUnits), dtype)};
-  named.name = fmt::format("taken as {} equal units; --units FILE for the real ones", named.model.units().size());
+  named.name =
+      fmt::format("assumed to be {} equal units; use --units FILE for the real ones", named.model.units().size());
   return named;
 }
 

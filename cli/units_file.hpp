@@ -14,7 +14,7 @@ namespace hoist::cli {
 struct NamedModel {
   Model model;
   ProgramMemory program{};
-  std::string name;  // where the model came from
+  std::string name;  // the source of the model
 };
 
 // {"units": [{"name": "layer.0", "parameters": 7077888}, ...], "program_device_bytes": 0, "program_pinned_bytes": 0,
@@ -24,17 +24,17 @@ struct NamedModel {
 // should be.
 NamedModel read_units(const std::string& path);
 
-// What a command was told about a model: one of the two.
+// A command's arguments about a model: one of the two is given.
 struct ModelArguments {
   std::string parameters;
   std::string units;
 
   bool given() const { return !parameters.empty() || !units.empty(); }
 };
-// Of only a size equal units are made, of `dtype`. Errors: as of read_units; UsageError for a size that is none.
+// If only a size is given, makes equal units of `dtype`. Errors: as of read_units; UsageError for an impossible size.
 NamedModel read_model(const ModelArguments& arguments, DType dtype);
 
-// "350000000", "3.5e8", "350M", "7B" -> a count; nullopt when it is none. K, M, B and T are powers of a thousand.
+// "350000000", "3.5e8", "350M", "7B" -> a count; nullopt if it is not a count. K, M, B and T are powers of a thousand.
 std::optional<std::uint64_t> parse_count(std::string_view text);
 
 }  // namespace hoist::cli

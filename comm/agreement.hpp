@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/agreement.hpp - finds out that ranks are about to do different things, before they hang or mix up data; or that
-// not all of them could do what they were to do.
+// comm/agreement.hpp - detects that ranks are about to do different things, before they hang or mix up data, or that a
+// rank failed to do its part.
 //
-// Threading  As the control plane of the communicator given.
+// Threading  As the control plane of the given communicator.
 // Errors     CommError; of agree(), the same on every rank.
 #pragma once
 
@@ -16,22 +16,21 @@
 namespace hoist::comm {
 
 // [collective] Returns when every rank passed the same `hash`. Otherwise throws a CommError that names the first rank
-// whose hash is not rank 0's, and the `what` of both: a short text of what the rank meant to do, of which the first
-// kAgreementTextBytes travel. Texts may differ where hashes agree.
-// Cost: one exchange of 128 bytes per rank.
+// whose hash is not rank 0's, and the `what` of both: a short text about the rank's intended call, of which the first
+// kAgreementTextBytes travel. Texts may differ where hashes agree. Cost: one exchange of 128 bytes per rank.
 void agree(Communicator& communicator, std::uint64_t hash, std::string_view what);
 
 inline constexpr std::size_t kAgreementTextBytes = 112;
 
-// What kept a rank from doing its part.
+// The reason why a rank did not do its part.
 struct Problem {
   int rank = 0;
   std::string text;
 };
 
-// [collective] The problem of the first rank that has one, the same on every rank; nothing when none has. Of a text,
-// the first kProblemTextBytes travel. Cost: one exchange of a byte per rank; where there is a problem, another one of
-// its text.
+// [collective] The problem of the first rank that has one, the same on every rank; nullopt if no rank has one. The
+// first kProblemTextBytes of a text travel. Cost: one exchange of a byte per rank; if there is a problem, another one
+// of its text.
 std::optional<Problem> first_problem(Communicator& communicator, std::optional<std::string_view> mine);
 
 inline constexpr std::size_t kProblemTextBytes = 1016;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/communicator.cpp - what was compiled in, what a launcher announced, and the refusals of what was left out.
+// comm/communicator.cpp - the compiled-in backends, the launcher's announcement, and refusals of missing backends.
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>

@@ -9,9 +9,9 @@
 //            thread.
 // Memory     `scratch` is handed in at creation (it counts against the device budget); nothing else is allocated per
 //            call on the data plane.
-// Errors     CommError naming rank, operation and what it was about, and the ranks that stayed away; on the data plane
-//            through the stream's error. After one, destruction is all that is left. A call that breaks the contract
-//            throws UsageError and changes nothing.
+// Errors     CommError naming rank, operation, its subject and the missing ranks; on the data plane through the
+//            stream's error. Afterwards the communicator can only be destroyed. A call that breaks the contract throws
+//            UsageError and changes nothing.
 // Main path  all_gather(pieces, stream) -> one grouped operation in stream order.
 #pragma once
 
@@ -35,7 +35,7 @@ namespace hoist::comm {
 struct GatherPiece {
   std::byte* data = nullptr;      // size() * shard_bytes
   std::uint64_t shard_bytes = 0;  // may be 0
-  std::string_view what{};        // whose bytes these are, for errors; outlives the operation
+  std::string_view what{};        // the owner of these bytes, for errors; outlives the operation
 };
 
 // A buffer of [rank, shard] elements, every rank's full contribution. Afterwards this rank's own piece holds
@@ -52,12 +52,12 @@ struct CommunicatorOptions {
   // Device memory for staging reductions, per communicator that reduces; at least 64 KiB when size() > 1. Self and
   // NCCL use none.
   std::span<std::byte> scratch{};
-  // Counts on Link::wire what this rank sends on the data plane, when given: (size - 1) * shard bytes for all_gather
-  // and reduce_scatter, (size - 1) * bytes for all_reduce_sum and for broadcast at its root. NCCL's ring sends fewer
-  // for the last two: 2 * (size - 1) / size * bytes, and bytes once. Busy time contains waiting for slower ranks, which
-  // cannot be told from transfer; NCCL reports none. Control-plane bytes are not counted.
+  // If given, counts on Link::wire the bytes that this rank sends on the data plane: (size - 1) * shard bytes for
+  // all_gather and reduce_scatter, (size - 1) * bytes for all_reduce_sum and for broadcast at its root. NCCL's ring
+  // sends fewer for the last two: 2 * (size - 1) / size * bytes, and bytes once. Busy time includes waiting for slower
+  // ranks, which cannot be separated from the transfer; NCCL reports none. Control-plane bytes are not counted.
   Ledger* ledger = nullptr;
-  // A rank that stays away this long is an error. Time in which this process was stopped does not count.
+  // A rank that does not join within this time is an error. Time in which this process was stopped does not count.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   int device_ordinal = -1;  // NCCL: the CUDA device; -1: the calling thread's current one
 };
@@ -91,22 +91,21 @@ class Communicator {
   virtual std::unique_ptr<Communicator> duplicate() = 0;
 
   // [collective] A communicator over this rank's group of `ranks` consecutive ranks: ranks 0 to ranks - 1 are one, and
-  // so on. It has no scratch: control plane and all_gather only. It shares the ledger; sent_bytes() tells it apart.
-  // Errors: UsageError when `ranks` does not divide size(), and where the program's own channels cannot be split.
+  // so on. It has no scratch: control plane and all_gather only. It shares the ledger; sent_bytes() counts it
+  // separately. Errors: UsageError if `ranks` does not divide size(), or the program's own channels cannot be split.
   virtual std::unique_ptr<Communicator> split(int ranks) = 0;
-  // What this rank has sent on this communicator's data plane, as the ledger counts it.
+  // Bytes that this rank has sent on this communicator's data plane, as the ledger counts them.
   virtual std::uint64_t sent_bytes() const = 0;
 
-  // This rank cannot go on, for a reason of its own (its drive, its memory, its program). Calls that wait or are still
-  // to come, on this communicator and its duplicates, of all ranks, fail with a CommError that names this rank and
-  // `why`. To the others it is as if this rank had died, except that they learn it at once, and the reason with it; so
-  // what several ranks have to agree on stays safe if it survives a death. The first call counts.
-  // NCCL: through the control plane given to it; over NCCL alone (make_nccl_at) the others learn only what NCCL
-  // notices. A channel of the program's own: as its Transport does. Self: nothing. Cost: does not wait for others; MPI
-  // takes up to 100 ms to see its messages off.
+  // This rank cannot continue, because of its drive, its memory or its program. Present and future calls of all ranks,
+  // on this communicator and its duplicates, fail with a CommError that names this rank and `why`. For the others it is
+  // as if this rank had died, except that they learn it at once, with the reason; a protocol that survives a death also
+  // survives this. The first call counts. NCCL: through the control plane given to it; over NCCL alone (make_nccl_at)
+  // the others learn only what NCCL notices. A channel of the program's own: as its Transport does. Self: nothing.
+  // Cost: does not wait for others; MPI takes up to 100 ms to see its messages off.
   virtual void abort(std::string_view why) noexcept = 0;
-  // Why all of this communicator's calls fail from now on, if another rank aborted or gave up and this one can know of
-  // it without waiting. For whoever waits for something else meanwhile.
+  // The reason why all of this communicator's calls fail from now on, if another rank aborted or gave up and this one
+  // can learn of it without waiting. For threads that wait for something else meanwhile.
   virtual std::optional<std::string> broken() = 0;
 
  protected:
@@ -119,8 +118,8 @@ std::unique_ptr<Communicator> make_self(const CommunicatorOptions& options = {})
 // Ranks that are threads of this process. Every thread calls join() once with its own rank and options; join blocks
 // until all have. A rank that threw before joining calls the group's abort(), which fails the others' calls with its
 // reason, and one that has joined its communicator's; a rank whose communicator is destroyed while others wait for it
-// fails them too. Nobody hangs.
-// Each rank needs streams of its own: an operation holds its stream's worker until all ranks have come.
+// fails them too. No rank hangs. Each rank needs its own streams: an operation holds its stream's worker until all
+// ranks have joined.
 class ThreadGroup {
  public:
   explicit ThreadGroup(int size);
@@ -133,27 +132,27 @@ class ThreadGroup {
   std::shared_ptr<Shared> shared_;
 };
 
-// Ranks started by mpirun or srun. Initialises MPI (MPI_THREAD_MULTIPLE) when nobody has, and finalises it at process
-// exit in that case, unless the process exits with an error. Throws CommError with the remedy when this build has no
-// MPI, and when a launcher (comm/launch.hpp) announced several ranks of which MPI knows nothing: each would otherwise
+// Ranks started by mpirun or srun. Initialises MPI (MPI_THREAD_MULTIPLE) if the program has not, and then also
+// finalises it at process exit, unless the process exits with an error. Throws CommError with the remedy if this build
+// has no MPI, or if a launcher (comm/launch.hpp) announced several ranks that MPI does not see: each would otherwise
 // train alone. Sub-communicators: comm/mpi.hpp.
 std::unique_ptr<Communicator> make_mpi(const CommunicatorOptions& options = {});
-// The world size a launcher of MPI ranks (mpirun, mpiexec, srun) announced in the environment, 0 when started without.
+// The world size that a launcher of MPI ranks (mpirun, mpiexec, srun) announced in the environment; 0 without one.
 int mpi_size_of_launch();
 
-// Over NCCL. `id` is NCCL's unique id (128 bytes), made by rank 0 with nccl_unique_id() and handed to all.
+// Over NCCL. `id` is NCCL's unique id (128 bytes), made by rank 0 with nccl_unique_id() and passed to all.
 // Control-plane calls need `control`, a communicator between the hosts (MPI or self). Streams must belong to the device
 // of the options.
 std::vector<std::byte> nccl_unique_id();
 std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
                                         std::unique_ptr<Communicator> control, const CommunicatorOptions& options = {});
-// Over NCCL alone, without MPI: ranks find each other where `endpoint` ("host:port") says, by NCCL's own bootstrap
+// Over NCCL alone, without MPI: ranks find each other at `endpoint` ("host:port") by NCCL's own bootstrap
 // (NCCL_COMM_ID; set while this runs, unless the environment has one, which then wins). Rank 0 listens there. The
 // control plane is NCCL too, over 64 KiB of pinned host memory. Not yet run on GPUs.
 std::unique_ptr<Communicator> make_nccl_at(const std::string& endpoint, int rank, int size,
                                            const CommunicatorOptions& options = {});
 
-// What was compiled in.
+// Whether the backend was compiled in.
 bool have_mpi();
 bool have_nccl();
 

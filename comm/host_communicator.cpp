@@ -44,7 +44,7 @@ void reduce(Transport& transport, std::span<const ReducePiece> pieces, std::span
   }
 }
 
-// [worker] Everyone receives everyone's values and adds them in rank order: no rank's result can differ.
+// [worker] Each rank receives all values and adds them in rank order, so no rank's result can differ.
 void all_reduce(Transport& transport, std::span<float> values, std::span<std::byte> scratch) {
   const std::uint64_t chunk_max = scratch.size() / (static_cast<std::uint64_t>(transport.size()) * sizeof(float));
   for (std::uint64_t first = 0; first < values.size(); first += chunk_max) {

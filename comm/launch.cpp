@@ -22,7 +22,7 @@ std::optional<int> number(const char* text) {
   return value;
 }
 
-// What a launcher calls things.
+// A launcher's variable names.
 struct Names {
   Launcher launcher;
   const char *size, *rank, *local_rank;
@@ -72,7 +72,7 @@ std::optional<Launch> by_torchrun(const Environment& environment) {
   if (const char* const port = environment("MASTER_PORT")) {
     launch.master_port = number(port).value_or(0);
     if (launch.master_port < 1 || launch.master_port > 65535)
-      throw CommError(fmt::format("MASTER_PORT is '{}' in the environment: no port from 1 to 65535", port));
+      throw CommError(fmt::format("MASTER_PORT is '{}' in the environment, which is not a port from 1 to 65535", port));
   }
   return launch;
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/launch.hpp - which launcher started this process, and as which rank, by its environment.
+// comm/launch.hpp - detects from environment variables which launcher started this process, and as which rank.
 //
-// mpirun (Open MPI), mpiexec (MPICH, Intel MPI, MVAPICH), srun and torchrun each announce it in variables of their own.
-// torchrun's are believed before the others', because a torchrun that srun or mpirun started hands theirs down to all
-// its processes; then mpirun's, then RANK and WORLD_SIZE without torchrun, then srun's.
+// mpirun (Open MPI), mpiexec (MPICH, Intel MPI, MVAPICH), srun and torchrun each set variables of their own. torchrun's
+// variables take precedence, because a torchrun that srun or mpirun started passes their variables on to all its
+// processes; then mpirun's, then RANK and WORLD_SIZE without torchrun, then srun's.
 //
-// Threading  Pure, but for what the environment given does.
-// Errors     CommError for RANK, WORLD_SIZE and MASTER_PORT that are not what they should be.
+// Threading  Pure, except for the given environment function.
+// Errors     CommError for invalid RANK, WORLD_SIZE and MASTER_PORT.
 #pragma once
 
 #include <functional>
@@ -18,7 +18,7 @@ enum class Launcher : unsigned char {
   none,
   mpi,       // mpirun, mpiexec
   slurm,     // srun
-  torchrun,  // or whoever else sets RANK and WORLD_SIZE
+  torchrun,  // or another program that sets RANK and WORLD_SIZE
 };
 
 struct Launch {
@@ -26,7 +26,7 @@ struct Launch {
   int rank = 0;
   int size = 1;
   int local_rank = -1;  // among the processes of this machine; -1: not announced
-  // Where torchrun has ranks meet: MASTER_ADDR, MASTER_PORT. Empty and 0 when not announced.
+  // torchrun's meeting point: MASTER_ADDR, MASTER_PORT. Empty and 0 if not announced.
   std::string master_address;
   int master_port = 0;
 };
@@ -34,7 +34,7 @@ struct Launch {
 // The value of a variable, or null.
 using Environment = std::function<const char*(const char* name)>;
 Launch read_launch(const Environment& environment);
-// Of this process.
+// The launch of this process.
 Launch launch_of_process();
 
 // How to start the same program in a way that works, for messages: "mpirun -np 4 PROGRAM ...".

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // comm/mpi.cpp - ranks that are processes of an MPI job.
 //
-// Every operation is started without blocking and polled, so that a rank that has gone away ends in a CommError after
-// the time-out instead of a hang; a roll call among the waiting says which one, and carries a rank's own failure to
+// Every operation is started without blocking and polled, so that a missing rank causes a CommError after the time-out
+// instead of a hang. A liveness probe among the waiting ranks names the missing one, and carries a rank's failure to
 // the others (detail/mpi_liveness_probe.hpp). After a failure MPI is not called again in this process
 // (detail/mpi_process.hpp).
 //
 // Threading  MPI_THREAD_MULTIPLE; each transport has its own duplicate of the world.
 // Memory     One list of requests per transport, reused.
-// Errors     Return codes become CommError (MPI_ERRORS_RETURN on every communicator of ours).
+// Errors     Return codes become CommError (MPI_ERRORS_RETURN on every communicator of hoist).
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -34,19 +34,19 @@ using detail::breakage;
 using detail::may_call_mpi;
 using detail::mpi_error_text;
 
-// Never destroyed, like what is broken.
+// Never destroyed, like the breakage.
 detail::LivenessProbes& roll_calls() {
   static auto* const instance = new detail::LivenessProbes;
   return *instance;
 }
 
-// Of the world; made with its first transport, by all ranks together, and kept.
+// The world's probe; all ranks make it together with its first transport, and it stays.
 std::shared_ptr<detail::LivenessProbe>& roll_call_of_world() {
   static auto* const instance = new std::shared_ptr<detail::LivenessProbe>;
   return *instance;
 }
 
-// Takes `communicator` over.
+// Takes ownership of `communicator`.
 std::shared_ptr<detail::LivenessProbe> make_roll_call(MPI_Comm communicator) {
   const std::shared_ptr<detail::LivenessProbe> made(new detail::LivenessProbe(communicator),
                                                     [](detail::LivenessProbe* ended) {
@@ -66,9 +66,8 @@ struct Doing {
 };
 
 // How long to stay away between two polls. MPI moves data only while it is called: sleeping up to 500 us after the
-// first 2000 polls made a 64 MiB exchange between two ranks about 3 times slower than this does. A rank that is late
-// for its own reasons should not cost its peers a core, though, so long waits end in sleep. Yielding lets ranks that
-// outnumber the cores take turns.
+// first 2000 polls made a 64 MiB exchange between two ranks about 3 times slower than this does. A late rank should not
+// cost its peers a core, though, so long waits end in sleep. Yielding lets ranks that outnumber the cores take turns.
 class Backoff {
  public:
   void pause(Nanoseconds waited) const {
@@ -87,7 +86,7 @@ class Backoff {
 class MpiTransport final : public Transport {
  public:
   enum class Ownership : std::uint8_t { taken, borrowed };
-  // `liveness_probe`: of the same ranks; null only while that is what is being made.
+  // `liveness_probe`: over the same ranks; null only while the probe itself is being made.
   MpiTransport(MPI_Comm communicator, std::shared_ptr<detail::LivenessProbe> liveness_probe,
                const detail::MpiTransportOptions& options, Ownership ownership = Ownership::taken)
       : communicator_(communicator), ownership_(ownership), roll_call_(std::move(liveness_probe)), options_(options) {
@@ -155,7 +154,7 @@ class MpiTransport final : public Transport {
     return std::make_unique<MpiTransport>(duplicate_communicator(), roll_call_, options_);
   }
 
-  // MPI_Comm_split knows no other way than to block: the barrier sees that all ranks are there.
+  // MPI_Comm_split always blocks, so the barrier first checks that all ranks are there.
   std::unique_ptr<Transport> split(int ranks) override {
     constexpr Doing kDoing{"split"};
     barrier();
@@ -172,7 +171,7 @@ class MpiTransport final : public Transport {
     try {
       roll_calls().tell(detail::LivenessProbe::News::failed, why);
       breakage().report(fmt::format("{} failed: {}", roll_call_->name_of(rank_), why));
-    } catch (...) {  // no memory for the words: the others notice by waiting
+    } catch (...) {  // no memory for the text: the others notice by waiting
     }
   }
 
@@ -259,7 +258,7 @@ class MpiTransport final : public Transport {
     requests_.clear();
   }
 
-  // While it waits for longer than is usual: answers those who ask, asks, and gives up in the end.
+  // During a long wait: answers other ranks' questions, asks them, and finally gives up.
   void look_around(const Doing& doing, Nanoseconds waited) {
     if (const auto verdict = roll_calls().serve(doing.text())) give_up(doing, *verdict);
     if (!roll_call_) {

@@ -16,7 +16,7 @@ namespace hoist::comm::detail {
 namespace {
 
 constexpr int kTag = 0;
-// How long the last messages may take; they are small and need no receiver.
+// The longest time for the last messages, which are small and need no receiver.
 constexpr std::chrono::milliseconds kFarewell{100};
 
 }  // namespace
@@ -46,7 +46,7 @@ LivenessProbe::~LivenessProbe() {
   clear_sent();
   if (sent_.empty()) {
     MPI_Comm_free(&communicator_);
-  } else {  // a message that is still on its way keeps its memory, and its communicator, for good
+  } else {  // a message that is still in transit keeps its memory, and its communicator, permanently
     static_cast<void>(new std::deque<Sent>(std::move(sent_)));
   }
 }
@@ -59,7 +59,7 @@ void LivenessProbe::send(int peer, Kind kind, int number, std::string_view text)
   MPI_Isend(&sent.message, static_cast<int>(sizeof(Message)), MPI_BYTE, peer, kTag, communicator_, &sent.request);
 }
 
-// Of what was sent, the oldest first; one that never ends keeps those behind it.
+// Sent messages, the oldest first; one that never ends keeps those behind it.
 void LivenessProbe::clear_sent() {
   while (!sent_.empty()) {
     int done = 1;

@@ -41,8 +41,8 @@ std::string mpi_error_text(int code) {
 
 namespace {
 
-// MPI_Finalize waits for all ranks. A rank that ends with an error must not wait for ranks that wait for it: it leaves
-// without, and the launcher ends the job.
+// MPI_Finalize waits for all ranks. A rank that ends with an error must not wait for ranks that wait for it, so it
+// exits without MPI_Finalize, and the launcher ends the job.
 void finalize_at_exit(int status, void*) {
   int finalized = 0;
   if (status != 0 || !breakage().reason().empty()) return;

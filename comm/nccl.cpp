@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/nccl.cpp - the data plane over NCCL; the control plane is the communicator given for it.
+// comm/nccl.cpp - the data plane over NCCL; the control plane is another given communicator.
 //
 // NCCL keeps the order of one communicator's operations across streams itself. It adds in the wire type and in an
 // order of its own, so bits differ from the CPU backends; they are the same from run to run at equal world size and
@@ -194,7 +194,7 @@ class NcclCommunicator final : public Communicator {
     try {
       end(fmt::format("rank {} failed: {}", rank_, why));
       wake_.notify_all();
-    } catch (...) {  // no memory for the words: the control plane has ended all the same
+    } catch (...) {  // no memory for the text: the control plane has ended anyway
     }
   }
   std::optional<std::string> broken() override { return control_->broken(); }
@@ -221,7 +221,8 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  // The communicator is of no more use: whoever holds the mutex, or comes next, gives it up. The first reason counts.
+  // The communicator is unusable: the thread that holds the mutex, or the next one, gives it up. The first reason
+  // counts.
   void end(std::string why) {
     const std::lock_guard lock(watch_mutex_);
     if (ending_) return;
@@ -238,8 +239,8 @@ class NcclCommunicator final : public Communicator {
     if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
   }
 
-  // Lets what was enqueued come to its end; false when it will not, because another rank has gone: as far as the
-  // control plane knows, or by the time-out.
+  // Waits for the enqueued work; false if it will not end because another rank is gone, by the control plane's
+  // knowledge or by the time-out.
   bool finalize() noexcept {
     try {
       Deadline deadline(timeout_);
@@ -269,15 +270,16 @@ class NcclCommunicator final : public Communicator {
   cudaStream_t begin(std::string_view what, platform::Stream& stream) {
     auto* const native = static_cast<cudaStream_t>(stream.native());
     if (native == nullptr) {
-      throw UsageError(fmt::format("nccl: {} needs a stream of a CUDA device, but '{}' is none", what, stream.name()));
+      throw UsageError(
+          fmt::format("nccl: {} needs a stream of a CUDA device, but '{}' is not one", what, stream.name()));
     }
     if (communicator_ == nullptr) throw_ended(what);
     settle(what, ncclSuccess);
     return native;
   }
 
-  // One launch for all of `body`, which notes what its calls return. A group that was opened is always closed, else
-  // this thread's next one nests in it.
+  // One launch for all of `body`, which records its calls' results. An opened group is always closed, or this thread's
+  // next one would nest in it.
   using Note = std::function<void(ncclResult_t)>;
   template <typename Body>
   void grouped(std::string_view what, const Body& body) {
@@ -313,8 +315,8 @@ class NcclCommunicator final : public Communicator {
     throw_nccl(what, rank_, size_, code, communicator_);
   }
 
-  // Returns when NCCL has taken what it may have only begun; throws, too, what it noticed on its own, or when the
-  // communicator ends meanwhile.
+  // Returns when NCCL has accepted a call that it may have only begun. Also throws NCCL's asynchronous errors, and if
+  // the communicator ends meanwhile.
   void settle(std::string_view what, ncclResult_t code) {
     for (bool asked = false; code == ncclInProgress || (code == ncclSuccess && !asked); asked = true) {
       if (asked) std::this_thread::sleep_for(kPollInterval);
@@ -331,7 +333,7 @@ class NcclCommunicator final : public Communicator {
     throw CommError(fmt::format("nccl: {} on rank {} of {} failed: {}", what, rank_, size_, reason()));
   }
 
-  // When a kernel ran is not known on the host: bytes are counted when enqueued, without busy time.
+  // The host does not know when a kernel ran, so bytes are counted when enqueued, without busy time.
   void count(std::uint64_t bytes) {
     sent_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     if (ledger_ != nullptr) ledger_->count(Link::wire, bytes, Nanoseconds(0));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // comm/nccl_transport.cpp - blocking exchanges between hosts over NCCL.
 //
-// The communicator does not block: every call is polled, so that a rank that stays away ends in a CommError. Bytes pass
+// The communicator does not block: every call is polled, so that a missing rank causes a CommError. Bytes pass
 // through a small buffer of pinned host memory, which kernels of NCCL read and write in place.
 //
 // Not yet run on GPUs.
@@ -27,7 +27,7 @@ namespace {
 constexpr std::uint64_t kStagingBytes = 64 * kKiB;
 constexpr const char* kEndpointVariable = "NCCL_COMM_ID";
 
-// What NCCL's bootstrap reads, for as long as it is read. What the environment has already, wins.
+// Sets NCCL's bootstrap variable while NCCL reads it. A value that is already in the environment wins.
 class Endpoint {
  public:
   explicit Endpoint(const std::string& endpoint) : set_(std::getenv(kEndpointVariable) == nullptr) {
@@ -55,7 +55,7 @@ class NcclTransport final : public Transport {
       if (communicator_ != nullptr) ncclCommAbort(communicator_);  // nothing is in flight; does not wait for others
       if (stream_ != nullptr) cudaStreamDestroy(stream_);
       if (staging_ != nullptr) cudaFreeHost(staging_);
-    } catch (const CommError&) {  // the device is lost, and all that was on it
+    } catch (const CommError&) {  // the device is lost with everything on it
     }
   }
 
@@ -120,7 +120,7 @@ class NcclTransport final : public Transport {
 
  private:
   std::uint64_t ranks() const { return static_cast<std::uint64_t>(size_); }
-  // Of one rank, in either half of the staging memory: what is sent, and [rank, piece] of what is received.
+  // One rank's use of either half of the staging memory: the sent bytes, and [rank, piece] of the received ones.
   std::uint64_t piece_bytes_max() const { return std::max<std::uint64_t>(64, kStagingBytes / 2 / ranks()); }
   std::byte* received() const { return staging_ + ranks() * piece_bytes_max(); }
 
@@ -172,7 +172,7 @@ class NcclTransport final : public Transport {
     for (std::uint64_t r = 0; r < ranks(); ++r)
       std::memcpy(staging_ + r * bytes, part.source + r * part.stride_bytes + first, bytes);
     check(kWhat, ncclGroupStart());
-    // The group is closed whatever happens in it, and the first error counts.
+    // The group is always closed, and the first error counts.
     ncclResult_t failed = ncclSuccess;
     const auto note = [&](ncclResult_t code) {
       if (failed == ncclSuccess && code != ncclInProgress) failed = code;
@@ -188,7 +188,7 @@ class NcclTransport final : public Transport {
     finish(kWhat);
   }
 
-  // A call that has only begun is waited for.
+  // Waits for a call that has only begun.
   void check(const char* what, ncclResult_t code) {
     for (Deadline deadline(timeout_); code == ncclInProgress && communicator_ != nullptr;) {
       if (const ncclResult_t asked = ncclCommGetAsyncError(communicator_, &code); asked != ncclSuccess) code = asked;
@@ -203,7 +203,7 @@ class NcclTransport final : public Transport {
     while (true) {
       const cudaError_t state = cudaStreamQuery(stream_);
       if (state == cudaSuccess) return;
-      static_cast<void>(cudaGetLastError());  // "not ready" is remembered, too, for whoever asks next on this thread
+      static_cast<void>(cudaGetLastError());  // the runtime also remembers "not ready" for the thread's next query
       if (state != cudaErrorNotReady) cuda(what, state);
       ncclResult_t asynchronous = ncclSuccess;
       check(what, ncclCommGetAsyncError(communicator_, &asynchronous));

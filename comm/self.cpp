@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/self.cpp - one rank. Nothing crosses a wire; a reduction scales what is there.
+// comm/self.cpp - one rank. Nothing crosses a wire; a reduction only scales.
 #include <cstring>
 
 #include <hoist/comm/communicator.hpp>

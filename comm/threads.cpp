@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // comm/threads.cpp - ranks that are threads of one process.
 //
-// A Channel is a rendezvous: every rank offers what it brings, all meet, each copies what it needs straight out of the
-// others' memory, and nobody leaves before all have copied. Only the first half can fail (a rank stays away, leaves,
-// or the group is aborted); once all have met, every rank is in a bounded copy, so the second half always ends and no
-// rank can free memory that another still reads.
+// A Channel is a rendezvous: every rank offers its buffers, all meet, each copies directly out of the others' memory,
+// and no rank leaves before all have copied. Only the first half can fail (a rank is missing, leaves, or the group is
+// aborted); once all have met, every rank is in a bounded copy, so the second half always ends and no rank can free
+// memory that another still reads.
 //
 // Threading  A channel is used by one thread per rank at a time; abort and leaving may come from any thread.
 #include <algorithm>
@@ -48,7 +48,7 @@ const char* operation_name(Operation operation) {
   return "?";
 }
 
-// What a rank brings to a meeting. All but `payload` must be equal on all ranks.
+// A rank's offer at a meeting. Everything except `payload` must be equal on all ranks.
 struct Offer {
   Operation operation = Operation::barrier;
   std::uint64_t part_count = 0;
@@ -80,7 +80,7 @@ class Channel {
   template <typename Take>
   void meet(int rank, const Offer& offer, std::chrono::milliseconds timeout, const Take& take) {
     arrive(rank, offer, timeout);
-    // Between here and depart() the offers stand still, so reading them needs no lock.
+    // Between here and depart() the offers do not change, so reading them needs no lock.
     const std::string mismatch = find_mismatch();
     if (mismatch.empty()) {
       for (int peer = 0; peer < size(); ++peer) take(peer, offers_[static_cast<std::size_t>(peer)].payload);
@@ -92,7 +92,7 @@ class Channel {
     }
   }
 
-  // Everyone who waits or will come to wait gets a CommError with this reason. The first reason stays.
+  // Every present and future wait gets a CommError with this reason. The first reason stays.
   void fail(const std::string& reason) {
     const std::lock_guard lock(mutex_);
     if (failure_.empty()) failure_ = reason;
@@ -120,7 +120,7 @@ class Channel {
     }
     const auto decided = [&] { return meeting_ != meeting || !failure_.empty(); };
     for (Deadline deadline(timeout); !decided() && !deadline.is_over();) changed_.wait_for(lock, deadline.next_look());
-    if (meeting_ != meeting) return;  // it took place, whatever happened since
+    if (meeting_ != meeting) return;  // it took place; later events do not matter
     if (!decided()) {
       failure_ = fmt::format("{} did not come to {} within {} ms, where rank {} waited", absent_ranks(), offer.text(),
                              timeout.count(), rank);
@@ -212,7 +212,7 @@ struct ThreadGroup::Shared {
 
 namespace {
 
-// What a transport asks of its group, which it shares.
+// The group that transports share.
 struct GroupCalls {
   std::function<std::shared_ptr<Channel>(int ranks)> make_channel;
   std::function<void(const std::string& why)> abort;
@@ -223,7 +223,7 @@ class ThreadTransport final : public Transport {
   ThreadTransport(std::shared_ptr<Channel> channel, int rank, std::chrono::milliseconds timeout, GroupCalls group)
       : channel_(std::move(channel)), rank_(rank), timeout_(timeout), group_(std::move(group)) {}
 
-  // Whoever waits for this rank from now on would wait in vain.
+  // From now on a wait for this rank would never end.
   ~ThreadTransport() override { channel_->fail(fmt::format("rank {} has left", rank_)); }
 
   int rank() const override { return rank_; }
@@ -292,7 +292,7 @@ class ThreadTransport final : public Transport {
   void abort(std::string_view why) noexcept override {
     try {
       group_.abort(fmt::format("rank {} failed: {}", rank_, why));
-    } catch (...) {  // no memory for the words
+    } catch (...) {  // no memory for the text
       channel_->fail("a rank failed");
     }
   }

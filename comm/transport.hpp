@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/transport.hpp - how bytes pass between ranks that are CPUs: one ordered channel over all of them.
+// comm/transport.hpp - passes bytes between ranks on CPUs: one ordered channel over all of them.
 //
 // A communicator owns two, one per plane. Every call is collective and blocks until this rank's part is done and its
 // buffers may be changed again. A program that has ranks and channels already (PyTorch's process groups) implements
@@ -23,7 +23,7 @@
 namespace hoist::comm {
 
 // A part of an all-to-all. Rank r receives, from every rank q in rank order, `chunk_bytes` bytes that start at
-// q.source + r * q.stride_bytes, into received + q * chunk_bytes. With a stride of 0 everybody gets the same bytes.
+// q.source + r * q.stride_bytes, into received + q * chunk_bytes. With a stride of 0 all ranks get the same bytes.
 struct ShardExchange {
   const std::byte* source = nullptr;
   std::uint64_t stride_bytes = 0;
@@ -32,7 +32,7 @@ struct ShardExchange {
   std::string_view what{};        // for errors
 };
 
-// What a call is about, for errors: its first part's name stands for all.
+// The subject of a call, for errors: the name of its first part.
 template <typename Part>
 std::string_view subject_of(std::span<const Part> parts) {
   return parts.empty() ? std::string_view() : parts.front().what;
@@ -53,10 +53,11 @@ class Transport {
   virtual void barrier() = 0;
   // Another channel over the same ranks.
   virtual std::unique_ptr<Transport> duplicate() = 0;
-  // A channel over this rank's group of consecutive ranks; `ranks` divides size(). UsageError where there is no way.
+  // A channel over this rank's group of consecutive ranks; `ranks` divides size(). UsageError if the channel cannot be
+  // split.
   virtual std::unique_ptr<Transport> split(int ranks);
-  // As Communicator's, of this channel and all others over the same ranks; from any thread. A channel that has no way
-  // to tell the others leaves these as they are: the others wait for as long as its own calls do.
+  // As Communicator's, of this channel and all others over the same ranks; from any thread. A channel that cannot tell
+  // the others does nothing; the others then wait as long as its own calls do.
   virtual void abort(std::string_view) noexcept {}
   virtual std::optional<std::string> broken() { return std::nullopt; }
 

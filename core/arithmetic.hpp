@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/arithmetic.hpp - arithmetic that gives the same bits on CPU and GPU: one text, read by the C++ compiler and by
-// nvcc, so that what a kernel computes can be tested where there is no GPU.
+// core/arithmetic.hpp - arithmetic that gives the same bits on CPU and GPU: one source for the C++ compiler and nvcc,
+// so that kernels can be tested without a GPU.
 //
 // Every operation rounds once, to nearest even, keeps denormals and is never fused with another. Under nvcc these are
 // the `_rn` intrinsics, which are never contracted; -ftz=false keeps the denormals. In C++ they are the plain
 // operators: the translation unit is compiled with -ffp-contract=off, and the thread is in a FloatEnvironment.
-// The bits of a NaN are left open: processors make different ones.
+// The bits of a NaN are unspecified, because processors make different ones.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
 
-// Before a function that runs on either side.
+// Marks a function that runs on both sides.
 #ifdef __CUDACC__
 #define HOIST_HOST_DEVICE __host__ __device__
 #else

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // core/assert.hpp - broken internal invariants end the process.
 //
-// On in every build: memory may be under DMA when an invariant breaks, so the program never continues. A contract
-// broken by a caller of the public face is hoist::UsageError (core/error.hpp) instead.
+// On in every build: memory may be under DMA when an invariant breaks, so the program never continues. If a caller of
+// the public API breaks a contract, that is hoist::UsageError (core/error.hpp) instead.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <string>
+
+#include <fmt/format.h>
 
 namespace hoist::detail {
 
@@ -16,9 +16,9 @@ namespace hoist::detail {
 }  // namespace hoist::detail
 
 // HOIST_ASSERT(condition) or HOIST_ASSERT(condition, "format {}", values...)
-#define HOIST_ASSERT(condition, ...)                                                                             \
-  do {                                                                                                           \
-    if (!(condition)) [[unlikely]]                                                                               \
-      ::hoist::detail::assertion_failed(#condition, __FILE__, __LINE__,             \
-                                         ::std::string(__VA_OPT__(::fmt::format(__VA_ARGS__))));                  \
+#define HOIST_ASSERT(condition, ...)                                                            \
+  do {                                                                                          \
+    if (!(condition)) [[unlikely]]                                                              \
+      ::hoist::detail::assertion_failed(#condition, __FILE__, __LINE__,                         \
+                                        ::std::string(__VA_OPT__(::fmt::format(__VA_ARGS__)))); \
   } while (false)

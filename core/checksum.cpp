@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/checksum.hpp>
+#include <cstring>
 
 #include <isa-l/crc64.h>
 
-#include <cstring>
+#include <hoist/core/checksum.hpp>
 
 namespace hoist {
 

@@ -11,13 +11,13 @@
 
 namespace hoist {
 
-// What a tile is, and which writing of it. `generation` is the step that wrote it.
+// Identifies a tile and the write that made it. `generation` is the step that wrote it.
 struct TileIdentity {
-  std::uint64_t store;       // random number of the store
-  std::uint32_t record;      // record within the store
-  std::uint32_t tile;        // tile within the region
-  std::uint32_t region;      // 0 weights, 1 optimizer state
-  std::uint32_t extent;      // extent it was written to
+  std::uint64_t store;   // random number of the store
+  std::uint32_t record;  // record within the store
+  std::uint32_t tile;    // tile within the region
+  std::uint32_t region;  // 0 weights, 1 optimizer state
+  std::uint32_t extent;  // extent it was written to
   std::uint64_t generation;
 };
 

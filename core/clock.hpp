@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/clock.hpp - the one place time comes from.
+// core/clock.hpp - the only source of time.
 #pragma once
 
 #include <chrono>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // core/completion.hpp - something the host can see finish: a disk transfer, a CPU task, a polled event.
 //
-// Threading  Any thread may wait, ask, or attach a continuation; exactly one thread fulfils a Promise, once.
+// Threading  Any thread may wait, test, or attach a continuation; exactly one thread fulfils a Promise, once.
 // Memory     One small shared block per promise; handles are reference counted.
-// Errors     A failed operation stores its exception; wait() rethrows it to everyone who waits.
+// Errors     A failed operation stores its exception; every wait() rethrows it.
 // Main path  Promise::complete -> continuations, in the order they were attached, on the completing thread.
 #pragma once
 
@@ -29,11 +29,11 @@ class Completion {
 
   bool done() const noexcept;
   void wait() const;
-  // False when the time-out passes first.
+  // False if the time-out passes first.
   [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) const;
   // Null while pending and after success.
   std::exception_ptr error() const noexcept;
-  // Runs `continuation` on the completing thread, or here and now when already done.
+  // Runs `continuation` on the completing thread, or at once if it is already done.
   void then(Continuation continuation) const;
 
  private:

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <hoist/core/assert.hpp>
-#include <hoist/core/digest.hpp>
-
 #include <fmt/format.h>
 #include <xxhash.h>
+
+#include <hoist/core/assert.hpp>
+#include <hoist/core/digest.hpp>
 
 namespace hoist {
 
@@ -23,7 +23,9 @@ Digest::~Digest() = default;
 Digest::Digest(Digest&&) noexcept = default;
 Digest& Digest::operator=(Digest&&) noexcept = default;
 
-void Digest::update(std::span<const std::byte> bytes) { XXH3_64bits_update(state_->handle, bytes.data(), bytes.size()); }
+void Digest::update(std::span<const std::byte> bytes) {
+  XXH3_64bits_update(state_->handle, bytes.data(), bytes.size());
+}
 std::uint64_t Digest::value() const { return XXH3_64bits_digest(state_->handle); }
 std::string Digest::hex() const { return fmt::format("{:016x}", value()); }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/digest.hpp - XXH3-64 over a stream of bytes: the fingerprint by which placements are compared.
+// core/digest.hpp - XXH3-64 over a stream of bytes: the fingerprint that compares placements.
 #pragma once
 
 #include <cstddef>

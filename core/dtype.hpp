@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // core/dtype.hpp - number types, and the lossless split of an fp32 master into a bf16 weight and a 16-bit remainder.
 //
-// The split is integer arithmetic only and is the one rule by which every bf16 weight in every placement is made; the
-// hardware's own conversion rounds to nearest even and cannot be split this way. Derivation: docs/format.md.
+// The split uses only integer arithmetic, and every bf16 weight in every placement is made by it. The hardware's
+// conversion rounds to nearest even, which cannot be split this way. Derivation: docs/format.md.
 #pragma once
 
 #include <bit>
@@ -24,7 +24,7 @@ struct bf16 {
 
 constexpr float to_float(bf16 value) { return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16); }
 
-// fp16 (IEEE binary16) <-> fp32; round to nearest even whatever the thread's rounding mode, overflow to infinity.
+// fp16 (IEEE binary16) <-> fp32; rounds to nearest even in every rounding mode of the thread; overflows to infinity.
 float fp16_to_float(std::uint16_t bits);
 std::uint16_t float_to_fp16(float value);
 
@@ -45,49 +45,47 @@ constexpr float join_master(bf16 weight, std::int16_t remainder) {
   return std::bit_cast<float>(high + static_cast<std::uint32_t>(static_cast<std::int32_t>(remainder)));
 }
 
-// A master of 24 bits: what is beside the weight are the upper 8 bits of the remainder, and the master's last 8 are
-// zero.
+// A master of 24 bits: the weight and the upper 8 bits of the remainder; the master's last 8 bits are zero.
 constexpr float join_master24(bf16 weight, std::int8_t remainder) {
   return join_master(weight, static_cast<std::int16_t>(remainder * 256));
 }
-// How the moments of an optimizer are kept. fp8: 8 bits each, in blocks of kMomentBlock that share an exponent of 8
+// The type of an optimizer's stored moments. fp8: 8 bits each, in blocks of kMomentBlock that share an exponent of 8
 // bits (optim_cpu/block_fp8.hpp).
 enum class MomentType : std::uint8_t { fp32 = 0, bf16 = 1, fp8 = 2 };
 std::string_view moment_type_name(MomentType type);
 inline constexpr std::uint64_t kMomentBlock = 8;
-// Of one moment of `elements` parameters, a multiple of kMomentBlock.
+// Bytes of one moment of `elements` parameters, a multiple of kMomentBlock.
 constexpr std::uint64_t moment_bytes(MomentType type, std::uint64_t elements) {
   if (type == MomentType::fp8) return elements + elements / kMomentBlock;
   return elements * (type == MomentType::fp32 ? 4 : 2);
 }
 
-// What is kept of the fp32 master beside a bf16 weight: all of it, or 8 bits less.
+// The remainder of the fp32 master beside a bf16 weight: complete, or 8 bits shorter.
 enum class RemainderType : std::uint8_t { int16 = 0, int8 = 1 };
 std::string_view remainder_type_name(RemainderType type);
 constexpr std::uint64_t remainder_bytes(RemainderType type) { return type == RemainderType::int16 ? 2 : 1; }
 
-// The same rounding where no remainder is kept: gradients and activations. NaN stays NaN (a payload in the low half
-// alone would round into infinity or past it).
+// The same rounding without a remainder, for gradients and activations. NaN stays NaN (a payload only in the low half
+// would round to infinity or beyond).
 constexpr bf16 to_bf16(float value) {
   if (value != value) return bf16{static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(value) >> 16) | 0x0040u)};
   return split_master(value).weight;
 }
 
-// Masters at or beyond this magnitude (bits) round to a bf16 infinity, or are no finite numbers; they are never
-// committed.
+// Masters at or beyond this magnitude (bits) round to a bf16 infinity or are not finite; they are never committed.
 inline constexpr std::uint32_t kMasterLimitBits = 0x7F7F8000u;
 constexpr bool master_is_committable(float master) {
   return (std::bit_cast<std::uint32_t>(master) & 0x7FFFFFFFu) < kMasterLimitBits;
 }
 
-// To the nearest master of 24 bits, halves away from zero; at the very end of what may be committed, down.
+// To the nearest master of 24 bits, halves away from zero; down at the end of the range that may be committed.
 constexpr float to_master24(float master) {
   const auto b = std::bit_cast<std::uint32_t>(master);
   const std::uint32_t nearest = (b + 0x80u) & ~0xFFu;
   return std::bit_cast<float>((nearest & 0x7FFFFFFFu) < kMasterLimitBits ? nearest : b & ~0xFFu);
 }
 
-// The same of masters beside fp16 weights: from 65520 on they round to infinity.
+// The same for masters beside fp16 weights: from 65520 on they round to infinity.
 inline constexpr std::uint32_t kFp16MasterLimitBits = 0x477FF000u;
 constexpr bool master_is_committable(float master, DType weights) {
   const std::uint32_t limit_bits = weights == DType::fp16 ? kFp16MasterLimitBits : kMasterLimitBits;

@@ -43,7 +43,7 @@ BudgetError BudgetError::machine(Need n) {
 
 namespace {
 
-// A whole file is opened, flushed or renamed; only transfers have a place in it.
+// Only transfers have an offset; open, flush and rename concern a whole file.
 std::string place_of(const IoError::Where& w) {
   if (w.offset_bytes == 0 && w.length_bytes == 0) return {};
   return fmt::format(" at offset {} ({} bytes)", w.offset_bytes, w.length_bytes);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/error.hpp - the errors that leave hoist.
+// core/error.hpp - the exceptions that hoist throws.
 //
 // Three kinds, never mixed: a bug is HOIST_ASSERT; an expected outcome (queue full, pool empty) is a return value; the
 // environment or bad input is one of these exceptions. Each carries what was attempted and the remedy. Asynchronous
-// work stores its exception in a Completion, and whoever waits receives it.
+// work stores its exception in a Completion, whose wait() throws it.
 #pragma once
 
 #include <cstdint>
@@ -18,20 +18,20 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The caller broke the contract of the public face. The engine's state is unchanged.
+// The caller broke the contract of the public API. The engine's state is unchanged.
 class UsageError : public Error {
  public:
   using Error::Error;
 };
 
-// A configuration value that cannot be honoured. `key` is its path, for example "zero_optimization.stage".
+// A configuration value that hoist cannot use. `key` is its path, for example "zero_optimization.stage".
 class ConfigError : public Error {
  public:
   ConfigError(std::string key_path, const std::string& problem);
   const std::string key;
 };
 
-// A tier cannot hold what the configuration asks of it.
+// A tier cannot hold what the configuration requires.
 class BudgetError : public Error {
  public:
   struct Need {
@@ -42,7 +42,7 @@ class BudgetError : public Error {
     std::string detail;        // what the bytes are for
   };
   explicit BudgetError(Need need);
-  // The machine, not the configuration, is short: `have_bytes` is what it offers, `key` the setting to lower.
+  // The machine has too little memory: `have_bytes` is what it offers, `key` the setting to lower.
   static BudgetError machine(Need need);
   const Need need;
 
@@ -75,12 +75,12 @@ class CorruptionError : public Error {
     std::uint64_t expected = 0;  // checksum that was recorded
     std::uint64_t found = 0;     // checksum of what was read
   };
-  // `remedy`: what can be done about it, when something can.
+  // `remedy` may be empty.
   explicit CorruptionError(Where where, const std::string& remedy = {});
   const Where where;
 };
 
-// A store that cannot be used: another model's, in use by another process, a format from the future, no commit.
+// An unusable store: it belongs to another model, another process uses it, its format is newer, or it has no commit.
 class StoreError : public Error {
  public:
   using Error::Error;

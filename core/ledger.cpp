@@ -7,7 +7,7 @@ namespace hoist {
 
 namespace {
 
-// Links whose counts are told one by one; a drive's are sums over many transfers.
+// Links whose transfers are counted one by one; a drive's counts are sums over many transfers.
 std::optional<TraceRow> row_of(Link link) {
   switch (link) {
     case Link::host_to_device:

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/ledger.hpp - the books: bytes and busy time per link, and what a step waited for.
+// core/ledger.hpp - counts the bytes and busy time of each link, and what a step waited for.
 //
 // Threading  Every member may be called from any thread.
 // Main path  a transfer ends -> count(link, bytes, busy). Bytes moved outside steps (start-up, digests, state access,
-//            redone work) go to a second account; whoever does such work holds a Ledger::Apart meanwhile and has
-//            drained the transfers of the steps before it.
+//            redone work) go to a second account. Code that does such work first drains the transfers of earlier steps
+//            and holds a Ledger::Apart meanwhile.
 #pragma once
-
-#include <hoist/core/clock.hpp>
-#include <hoist/core/trace.hpp>
 
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+
+#include <hoist/core/clock.hpp>
+#include <hoist/core/trace.hpp>
 
 namespace hoist {
 
@@ -21,7 +21,7 @@ enum class Link : std::uint8_t { nvme_read, nvme_write, host_to_device, device_t
 inline constexpr std::size_t kLinkCount = 5;
 const char* link_name(Link link);
 
-// What the program (or the compute stream) stood still for.
+// The cause of a wait of the program or the compute stream.
 enum class WaitCause : std::uint8_t { nvme, host_to_device, optimizer, comm, none };
 inline constexpr std::size_t kWaitCauseCount = 5;
 const char* wait_cause_name(WaitCause cause);
@@ -37,7 +37,7 @@ class Ledger {
   void count(Link link, std::uint64_t bytes, Nanoseconds busy);
   void waited(WaitCause cause, Nanoseconds duration);
 
-  // From here on what is counted and waited for is also drawn there; null: no longer. Store transfers draw themselves.
+  // From now on, also draws counts and waits into this trace; null stops that. Store transfers draw themselves.
   void trace_to(Trace* trace) { trace_ = trace; }
   Trace* trace() const { return trace_; }
 

@@ -27,7 +27,7 @@ int open_at_once(const std::string& path, int flags, mode_t mode) noexcept {
   return descriptor;
 }
 
-// io_uring takes the flag as the wish to fail rather than wait for a slow read.
+// io_uring would understand the flag as a request to fail instead of waiting for a slow read.
 int waiting_from_here_on(int descriptor) noexcept {
   const int flags = ::fcntl(descriptor, F_GETFL);
   if (flags < 0 || ::fcntl(descriptor, F_SETFL, flags & ~O_NONBLOCK) != 0) return failed(descriptor, errno);
@@ -40,7 +40,7 @@ int refusal(const struct stat& info) noexcept {
   return S_ISDIR(info.st_mode) ? EISDIR : EINVAL;
 }
 
-// A pipe without a name of its own: whoever made it gave away both ends open.
+// An unnamed pipe: its creator passed both ends on open.
 bool is_nameless_pipe(int descriptor) noexcept {
   struct stat info {};
   struct statfs system {};
@@ -56,8 +56,8 @@ bool names_pipe(const std::string& path) noexcept {
 }  // namespace
 
 int open_regular_file(const std::string& path, int flags, mode_t mode) noexcept {
-  // Looked at twice: a device should not be opened at all, and the name may mean another file by then. A link is
-  // open()'s to follow or refuse.
+  // Checked before and after opening: a device should not be opened at all, and the name may mean another file by then.
+  // open() follows or refuses a link.
   struct stat info {};
   const bool follows = (flags & O_NOFOLLOW) == 0;
   if ((follows ? ::stat : ::lstat)(path.c_str(), &info) == 0 && !S_ISLNK(info.st_mode) && (flags & O_EXCL) == 0) {
@@ -90,7 +90,7 @@ std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept {
 
 const char* open_file_remedy(int code) noexcept {
   if (code == EINVAL) return "this is a pipe, a socket or a device, and only regular files are supported";
-  return code == ENXIO ? "nobody reads from this pipe" : "";
+  return code == ENXIO ? "no process reads from this pipe" : "";
 }
 
 }  // namespace hoist

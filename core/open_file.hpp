@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/open_file.hpp - opening a file by its name, without waiting for whatever else may have that name.
+// core/open_file.hpp - opens a file by name without waiting if the name is a pipe or a device.
 //
-// The open() of a named pipe waits until somebody opens its other end, that of a terminal or another device does
-// something: a file of the wrong kind in a store's directory would hang a program that only wants to look.
+// open() of a named pipe waits until another process opens its other end, and open() of a terminal or another device
+// has side effects. A file of the wrong kind in a store's directory would hang a program that only reads.
 //
 // Threading  Any thread.
-// Errors     -1 with errno set, as open() itself. open_file_remedy() explains what only these functions
-//            give.
+// Errors     -1 with errno set, as open() itself. open_file_remedy() explains the errors that only these functions
+//            return.
 #pragma once
 
 #include <cstdio>
@@ -16,20 +16,20 @@
 
 namespace hoist {
 
-// Opens (or makes, with O_CREAT) a regular file. Other kinds are left alone: EISDIR, and EINVAL for pipes, sockets and
+// Opens (or creates, with O_CREAT) a regular file. Refuses other kinds: EISDIR, and EINVAL for pipes, sockets and
 // devices. `flags` as for open(); O_CLOEXEC is always added.
 int open_regular_file(const std::string& path, int flags, mode_t mode = 0) noexcept;
 
-// For reading what a person named: a regular file, or a pipe that this process was given with its other end open, which
-// is what /dev/stdin and a shell's <(...) are.
+// For reading a file that a person named: a regular file, or a pipe that this process received with its other end open,
+// such as /dev/stdin and a shell's <(...).
 int open_input_file(const std::string& path) noexcept;
 
 enum class OutputMode { replace, append };
-// For writing where a person said: anything that can be written to. A named pipe that nobody reads is ENXIO. Null with
-// errno set, where the others return -1.
+// For writing to a file that a person named: anything writable. A named pipe without a reader is ENXIO. Returns null
+// with errno set.
 std::FILE* open_output_file(const std::string& path, OutputMode mode) noexcept;
 
-// What to do about an error that only these functions give; "" for others.
+// The remedy for an error that only these functions return; "" for other errors.
 const char* open_file_remedy(int code) noexcept;
 
 }  // namespace hoist

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // core/rng.hpp - counter-based random numbers: value i of a seed is a pure function of (seed, i).
 //
-// Any rank or thread can make its own slice, so results do not depend on world size or thread count. The mixer is
+// Any rank or thread can compute its own slice, so results do not depend on world size or thread count. The mixer is
 // SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 #pragma once
 

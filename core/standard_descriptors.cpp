@@ -11,7 +11,8 @@ namespace hoist {
 void occupy_standard_descriptors() noexcept {
   for (int descriptor = STDIN_FILENO; descriptor <= STDERR_FILENO; ++descriptor) {
     if (::fcntl(descriptor, F_GETFD) != -1 || errno != EBADF) continue;
-    // The lowest free one, and so this one. Reading from or writing to the wrong end fails as on a closed descriptor.
+    // open() returns the lowest free descriptor, which is this one. Using the wrong end fails as on a closed
+    // descriptor.
     const int flags = descriptor == STDIN_FILENO ? O_WRONLY : descriptor == STDOUT_FILENO ? O_RDONLY : O_RDWR;
     if (::open("/dev/null", flags) < 0) return;
   }

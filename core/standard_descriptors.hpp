@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/standard_descriptors.hpp - programs that were started with standard descriptors closed.
+// core/standard_descriptors.hpp - protects programs that were started with closed standard descriptors.
 //
-// `program >&- 2>&-` is how some daemons start things. The next file that is opened then takes the place of standard
-// output, and what is printed goes into it: into a store, or a configuration.
+// Some daemons start programs with `program >&- 2>&-`. The next file that is opened then becomes standard output, and
+// printed text goes into it: into a store, or a configuration.
 #pragma once
 
 namespace hoist {
 
-// For the beginning of main(): opens what is closed of descriptors 0, 1 and 2. Printing to standard output then fails,
-// as it would have; standard error goes nowhere.
+// Call at the beginning of main(): opens those of the descriptors 0, 1 and 2 that are closed. Printing to standard
+// output then still fails; standard error is discarded.
 void occupy_standard_descriptors() noexcept;
 
-// For a file that is not for printing: the same file at another descriptor when this is a standard one, which is
-// closed. Returns -1 with errno set when there is none left.
+// Moves a file away from a standard descriptor: returns another descriptor for the same file and closes the standard
+// one. Returns -1 with errno set if none is left.
 int beyond_standard_descriptors(int descriptor) noexcept;
 
 }  // namespace hoist

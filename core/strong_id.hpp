@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/strong_id.hpp - indices that cannot be mistaken for each other.
+// core/strong_id.hpp - indices of different types that cannot be mixed up.
 #pragma once
 
 #include <compare>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/thread.hpp - a thread of ours, by a name that `top -H` and debuggers show.
+// core/thread.hpp - a thread with a name that `top -H` and debuggers show.
 //
-// Errors     Error, naming the thread, where the system refuses another one.
+// Errors     Error, naming the thread, if the system refuses another thread.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@
 
 namespace hoist {
 
-// Of `name` the first 15 characters are shown. Pre: `body` does not throw.
+// The system shows the first 15 characters of `name`. Pre: `body` does not throw.
 std::thread start_thread(const std::string& name, std::function<void()> body);
 
 }  // namespace hoist

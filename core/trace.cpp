@@ -30,7 +30,7 @@ std::string json_text(std::string_view text) {
   std::string out;
   for (const char c : text) {
     if (c == '"' || c == '\\') out += '\\';
-    // A name cut in the middle of a character would not be JSON; nor would a control character.
+    // A name that is cut inside a character, or has a control character, would not be JSON.
     const auto code = static_cast<unsigned char>(c);
     out += code < 0x20 || code >= 0x7f ? '?' : c;
   }
@@ -82,7 +82,7 @@ namespace {
 
 constexpr const char* kRemedy = "choose another place for hoist.trace";
 
-// Where a trace for `path` is written until it is whole.
+// The temporary name of a trace until it is complete.
 std::string draft_of(const std::string& path) {
   struct stat info {};
   const bool is_file = ::stat(path.c_str(), &info) != 0 || S_ISREG(info.st_mode);

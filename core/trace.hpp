@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/trace.hpp - a timeline of what links, processors and the program did, for a person with a trace viewer.
+// core/trace.hpp - a timeline of the links, the processors and the program, for a trace viewer.
 //
-// Threading  add() from any thread; write() when nobody adds any more, or at any time for what there is.
-// Memory     All of it at construction: 56 bytes an event. When full, the oldest events give way.
+// Threading  add() from any thread; write() after the last add(), or at any time for the events so far.
+// Memory     All of it at construction: 56 bytes an event. If it is full, new events replace the oldest.
 // Errors     check(), write(): IoError.
 // Main path  something ends -> add(row, name, begin, end) -> write(path): Chrome's JSON, which Perfetto opens.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace hoist {
 
-// What overlaps on one row is drawn on lanes of it.
+// Overlapping events of one row are drawn on its lanes.
 enum class TraceRow : std::uint8_t {
   program,    // passes and steps
   optimizer,  // updates of pieces
@@ -27,7 +27,7 @@ enum class TraceRow : std::uint8_t {
   device_to_host,
   wire,     // collectives
   commit,   // flushes and manifests
-  waiting,  // what the program or its stream stood still for
+  waiting,  // waits of the program or its stream
 };
 inline constexpr std::size_t kTraceRowCount = 9;
 const char* trace_row_name(TraceRow row);
@@ -38,14 +38,14 @@ class Trace {
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
 
-  // `name` is cut to 30 bytes. `bytes`: moved, 0 where that means nothing.
+  // `name` is cut to 30 bytes. `bytes` moved; 0 if that has no meaning.
   void add(TraceRow row, std::string_view name, TimePoint begin, TimePoint end, std::uint64_t bytes = 0);
 
-  std::uint64_t dropped() const;  // events that gave way
-  // That write() could write there, as far as can be told: before a long run, not after it. Errors: IoError.
+  std::uint64_t dropped() const;  // events that were replaced
+  // Checks, before a long run, that write() can probably write there. Errors: IoError.
   static void check(const std::string& path);
-  // `process` names the timeline, such as "rank 0". The file takes its name when it is whole; what is no file, such as
-  // /dev/null, is written to as it is.
+  // `process` names the timeline, such as "rank 0". The file gets its name when it is complete. Devices such as
+  // /dev/null are written directly.
   void write(const std::string& path, const std::string& process) const;
 
  private:
@@ -65,7 +65,7 @@ class Trace {
   std::uint64_t count_ = 0;    // ever added
 };
 
-// Adds an event that lasts as long as this lives. Nothing without a trace.
+// Adds an event that lasts as long as this object. Does nothing without a trace.
 class TraceSpan {
  public:
   TraceSpan(Trace* trace, TraceRow row, std::string_view name, std::uint64_t bytes = 0)

@@ -10,7 +10,7 @@ namespace hoist {
 
 namespace {
 
-// Room for a 64-bit mantissa times the largest unit.
+// Holds a 64-bit mantissa times the largest unit.
 __extension__ using Wide = unsigned __int128;
 
 // Byte counts stay below 2^63, so that they are also valid file offsets.
@@ -37,7 +37,7 @@ struct Decimal {
   int exponent = 0;
 };
 
-// Takes "12", "1.5", ".5" or "5e8" off the front of `text`; false when there is no number that 64 bits of digits hold.
+// Removes "12", "1.5", ".5" or "5e8" from the front of `text`; false if there is no number whose digits fit 64 bits.
 bool take_decimal(std::string_view& text, Decimal& number) {
   std::size_t seen = 0;
   bool fraction = false;

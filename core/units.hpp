@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/units.hpp - byte counts as people write and read them.
+// core/units.hpp - parses and formats byte counts.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline constexpr std::uint64_t kGiB = 1024 * kMiB;
 inline constexpr std::uint64_t kBlockAlignment = 4096;
 
 // "8GiB", "512 MiB", "5e8", "64k", "1.5GB" -> bytes. K/M/G/T(+B) are powers of ten only when followed by a plain 'B'
-// ("GB"); a bare letter or the "iB" form is a power of two. nullopt when the text is no byte count or is not integral.
+// ("GB"); a bare letter or the "iB" form is a power of two. nullopt if the text is not a byte count or is not integral.
 std::optional<std::uint64_t> parse_bytes(std::string_view text);
 
 // 1536 -> "1.5 KiB".
@@ -27,6 +27,8 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t multiple) { return value / multiple * multiple; }
-constexpr std::uint64_t divide_up(std::uint64_t value, std::uint64_t divisor) { return (value + divisor - 1) / divisor; }
+constexpr std::uint64_t divide_up(std::uint64_t value, std::uint64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
 
 }  // namespace hoist

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/update_formula.hpp - the optimizers' formulas on one parameter, for whoever updates one at a time: the kernels
-// of a device. What they compute, and their sources, stand in optim_cpu/update.hpp, whose kernels give the same bits.
+// core/update_formula.hpp - the optimizers' formulas on one parameter, for the kernels of a device, which update one at
+// a time. optim_cpu/update.hpp explains the formulas and their sources; its kernels give the same bits.
 //
 // Threading  Pure functions; on a CPU within a FloatEnvironment (core/arithmetic.hpp).
 #pragma once
@@ -48,16 +48,16 @@ constexpr std::uint32_t rounding_bits(std::uint32_t key, std::uint32_t index) {
 
 // Random bits of an array's parameters: parameter i has rounding_bits(key, first + i).
 struct Rounding {
-  std::uint32_t key = 0;    // another one each step
-  std::uint32_t first = 0;  // index of the first parameter in whatever the key is for
+  std::uint32_t key = 0;    // a different one each step
+  std::uint32_t first = 0;  // index of the first parameter, relative to the key's scope
 };
 
-// A parameter's numbers; moments that the formula has not are left alone.
+// A parameter's numbers; moments that the formula does not have are unchanged.
 struct UpdateNumbers {
   float gradient = 0, master = 0, moment1 = 0, moment2 = 0;
 };
 
-// The formula; moments are still to be stored (without_denormals, or as bf16).
+// The formula; the caller stores the moments (without_denormals, or as bf16).
 HOIST_HOST_DEVICE inline void apply_update(const UpdateFactors& c, UpdateNumbers& n) {
   using namespace exact;
   n.gradient = mul(n.gradient, c.gradient_scale);
@@ -95,15 +95,15 @@ HOIST_HOST_DEVICE inline void apply_update(const UpdateFactors& c, UpdateNumbers
   }
 }
 
-// A moment (without denormals) as bf16; `added` to the half that falls away: 0x8000 for the first moment, random bits
-// for the second.
+// A moment (without denormals) as bf16; `added` is added to the half that is cut off: 0x8000 for the first moment,
+// random bits for the second.
 HOIST_HOST_DEVICE inline std::uint16_t moment_as_bf16(float moment, std::uint32_t added) {
   return static_cast<std::uint16_t>((exact::bits_of(moment) + added) >> 16);
 }
 inline constexpr std::uint32_t kHalfOfBf16 = 0x8000u;
 
-// Magnitudes (bits) from which on a moment may not be committed: what is no number, and in bf16 also what could round
-// to infinity.
+// Magnitudes (bits) from which on a moment may not be committed: infinity and NaN, and in bf16 also numbers that could
+// round to infinity.
 inline constexpr std::uint32_t kInfinityBits = 0x7F800000u;
 inline constexpr std::uint32_t kBf16MomentLimitBits = 0x7F7F0000u;
 

@@ -25,8 +25,8 @@ std::vector<TensorSpec> tensors_of(std::span<StoredModel* const> slices, TensorT
     for (const StoredParameter& parameter : slice->parameters()) {
       if (!names.insert(parameter.name).second)
         throw UsageError(
-            fmt::format("parameter '{}' is in more than one of the stores: parts of one tensor, or copies, "
-                        "which the stores do not say; export each store into a directory of its own",
+            fmt::format("parameter '{}' is in more than one store, and stores do not say whether these are parts of "
+                        "one tensor or copies; export each store into its own directory",
                         parameter.name));
       tensors.push_back({parameter.name, type, {parameter.shape.begin(), parameter.shape.end()}});
     }
@@ -38,26 +38,27 @@ void check_slices(std::span<StoredModel* const> slices, DType dtype) {
   if (slices.empty()) throw UsageError("there is nothing to export");
   for (const StoredModel* slice : slices) {
     if (slice->step() != slices.front()->step())
-      throw UsageError(fmt::format("a model is of one step, and these are of steps {} and {}", slices.front()->step(),
-                                   slice->step()));
+      throw UsageError(fmt::format("a model has one step, but these stores have steps {} and {}",
+                                   slices.front()->step(), slice->step()));
     if (dtype != DType::fp16) continue;
     for (const StoredParameter& parameter : slice->parameters()) {
       if (parameter.dtype != DType::bf16) continue;
-      throw UsageError(fmt::format("parameter '{}' is bf16, of which fp16 would lose range; export as bf16 or fp32",
-                                   parameter.name));
+      throw UsageError(
+          fmt::format("parameter '{}' is bf16, and fp16 has a smaller range; export as bf16 or fp32", parameter.name));
     }
   }
 }
 
-// The values of one piece, as they go to the file.
+// The values of one piece, in the form of the file.
 class Piece {
  public:
   explicit Piece(DType dtype) : dtype_(dtype), bytes_(kPieceElements * dtype_bytes(dtype)) {
     if (dtype_ != DType::fp32) masters_.resize(kPieceElements);
   }
 
-  // Reads `count` elements of a parameter. Weights that are stored as they are wanted are read alone, which is a sixth
-  // of a record; masters need all of it, because the optimizer state beside the remainders is verified with them.
+  // Reads `count` elements of a parameter. If the stored weights have the requested form, only they are read, a sixth
+  // of a record. Masters need the whole record, because the optimizer state beside the remainders is verified with
+  // them.
   void read(StoredModel& model, std::size_t parameter, std::uint64_t first, std::uint64_t count) {
     used_bytes_ = count * dtype_bytes(dtype_);
     const auto target = std::span(bytes_).first(used_bytes_);

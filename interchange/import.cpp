@@ -22,7 +22,7 @@ bool is_importable(TensorType type) {
   return type == TensorType::f32 || type == TensorType::bf16 || type == TensorType::f16;
 }
 
-// Which tensor each parameter comes from. Null: from ImportOptions::otherwise.
+// The tensor of each parameter. Null: ImportOptions::otherwise gives its values.
 struct Sources {
   explicit Sources(const std::string& path) : model(path) {}
   SafetensorsModel model;
@@ -35,7 +35,7 @@ std::string problem_of(const ParameterSpec& parameter, const Tensor& tensor) {
     return wanted >= 0 && file == static_cast<std::uint64_t>(wanted);
   });
   if (!same_shape) {
-    return fmt::format("'{}' is {} in {}, but the model wants [{}]", info.name, shape_text(info.shape),
+    return fmt::format("'{}' is {} in {}, but [{}] in the model", info.name, shape_text(info.shape),
                        tensor.file->path(), fmt::join(parameter.shape, ", "));
   }
   if (!is_importable(info.type)) {
@@ -45,7 +45,7 @@ std::string problem_of(const ParameterSpec& parameter, const Tensor& tensor) {
   return {};
 }
 
-// As many as a person reads; the rest is counted.
+// Lists as many as a person reads, and counts the rest.
 [[noreturn]] void throw_problems(const std::string& path, const std::vector<std::string>& problems) {
   constexpr std::size_t kShownMax = 20;
   const std::size_t shown = std::min(problems.size(), kShownMax);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// interchange/import.hpp - initial values from safetensors files.
+// interchange/import.hpp - reads initial values from safetensors files.
 //
 //   engine.initialize(interchange::fill_from("weights/", engine.parameters()));
 //
@@ -8,8 +8,8 @@
 //
 // Threading  The returned function may run on several threads at once.
 // Memory     The files' headers. Values are read into the engine's own memory.
-// Errors     SafetensorsError before anything is initialized, naming every parameter that has no fitting tensor and
-//            every tensor that nobody asked for; IoError from the fill when a file cannot be read.
+// Errors     SafetensorsError before anything is initialized, naming every parameter without a fitting tensor and every
+//            tensor without a parameter; IoError from the returned function if a file cannot be read.
 #pragma once
 
 #include <functional>
@@ -21,11 +21,11 @@
 namespace hoist::interchange {
 
 struct ImportOptions {
-  // What a parameter is called in the files; as in the engine when empty.
+  // The name of a parameter in the files; empty: the name in the model.
   std::function<std::string(const std::string& parameter)> tensor_name{};
-  // Fills parameters that the files lack; empty: that is an error.
+  // Gives the values of parameters that the files lack; empty: a missing parameter is an error.
   Initializer otherwise{};
-  // Whether the files may hold tensors that no parameter wants. Usually they are another model's.
+  // Whether the files may hold tensors without a parameter. Usually such files belong to another model.
   bool allow_unused = false;
 };
 

@@ -97,8 +97,8 @@ std::uint64_t header_length(std::span<const std::byte> first, std::uint64_t file
 
 namespace {
 
-// Receives the parser's events and builds the list of tensors directly: no tree of a hundred megabytes in between, and
-// a name that comes twice is seen.
+// Receives the parser's events and builds the list of tensors directly, without a tree of a hundred megabytes in
+// between; sees names that come twice.
 class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit HeaderBuilder(const std::string& origin) : origin_(origin) {}
@@ -195,7 +195,7 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool parse_error(std::size_t position, const std::string&, const nlohmann::json::exception&) override {
-    problem(fmt::format("the header is not JSON: byte {} of it cannot be understood", position));
+    problem(fmt::format("the header is not JSON: the error is at byte {}", position));
   }
 
  private:
@@ -211,7 +211,7 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
 
   [[noreturn]] void problem(const std::string& text) const { throw SafetensorsError(origin_, text); }
 
-  // A value of a kind that has no place here.
+  // A value of a kind that the format does not allow here.
   [[noreturn]] void fail(const std::string& found) const {
     switch (place_) {
       case Place::start:
@@ -260,7 +260,7 @@ void check_bytes(const TensorInfo& tensor, std::uint64_t data_bytes, const std::
   }
   const auto needed = tensor_bytes(tensor.type, tensor.shape);
   if (!needed) {
-    refuse(fmt::format("of {} {} is no whole number of bytes that 64 bits can count", tensor_type_name(tensor.type),
+    refuse(fmt::format("of {} {} is not a whole number of bytes that 64 bits can count", tensor_type_name(tensor.type),
                        shape_text(tensor.shape)));
   } else if (*needed != tensor.bytes()) {
     refuse(fmt::format("has {} bytes, but {} {} needs {}", tensor.bytes(), tensor_type_name(tensor.type),
@@ -276,15 +276,15 @@ void check_tiling(std::span<const TensorInfo> tensors, std::uint64_t data_bytes,
       throw SafetensorsError(origin, fmt::format("tensors '{}' and '{}' overlap", before->name, tensor.name));
     }
     if (tensor.begin_bytes > reached) {
-      throw SafetensorsError(origin, fmt::format("{} bytes before tensor '{}' belong to no tensor",
+      throw SafetensorsError(origin, fmt::format("{} bytes before tensor '{}' do not belong to a tensor",
                                                  tensor.begin_bytes - reached, tensor.name));
     }
     reached = tensor.end_bytes;
     before = &tensor;
   }
   if (reached != data_bytes) {
-    throw SafetensorsError(origin,
-                           fmt::format("{} bytes at the end of the file belong to no tensor", data_bytes - reached));
+    throw SafetensorsError(
+        origin, fmt::format("{} bytes at the end of the file do not belong to a tensor", data_bytes - reached));
   }
 }
 
@@ -292,9 +292,9 @@ void check_tiling(std::span<const TensorInfo> tensors, std::uint64_t data_bytes,
 
 SafetensorsHeader parse_header(std::string_view json, std::uint64_t data_bytes, const std::string& origin) {
   if (json.empty() || json.front() != '{') {
-    throw SafetensorsError(origin, "the header does not begin with '{': this is no safetensors file");
+    throw SafetensorsError(origin, "the header does not begin with '{': this is not a safetensors file");
   }
-  // The parser takes a zero byte for the end, and would not look at what comes after it.
+  // The parser treats a zero byte as the end and would not check the bytes after it.
   if (const std::size_t zero = json.find('\0'); zero != std::string_view::npos)
     throw SafetensorsError(origin, fmt::format("the header is not JSON: byte {} of it is zero", zero + 1));
   HeaderBuilder builder(origin);

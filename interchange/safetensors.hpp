@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// interchange/safetensors.hpp - the safetensors format: what the header of a file says. Start here.
+// interchange/safetensors.hpp - the safetensors format: reads and writes a file's header. Start here.
 //
 //   8 bytes   length of the header, little-endian, at most 100 000 000
 //   header    JSON, {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {...}},
 //             padded with spaces
 //   data      the tensors, row-major, little-endian, one after another without holes; offsets count from its beginning
 //
-// Nothing in a header is trusted: a file comes from anywhere. Format: huggingface.co/docs/safetensors.
+// The parser trusts nothing in a header, because a file may come from anywhere. Format:
+// huggingface.co/docs/safetensors.
 //
 // Threading  Pure functions and plain values.
-// Errors     SafetensorsError, naming the file, the tensor and what is wrong with it.
+// Errors     SafetensorsError, naming the file, the tensor and the problem.
 #pragma once
 
 #include <cstddef>
@@ -25,13 +26,13 @@
 
 namespace hoist::interchange {
 
-// A file that is no sound safetensors file, or not the one that was asked for.
+// A file that is damaged, is not a safetensors file, or does not fit the request.
 class SafetensorsError : public Error {
  public:
   SafetensorsError(const std::string& origin, const std::string& problem) : Error(origin + ": " + problem) {}
 };
 
-// Every type the format knows, so that a file may hold tensors that nobody here reads.
+// Every type of the format, so that a file may hold tensors that hoist does not read.
 enum class TensorType : std::uint8_t {
   boolean,
   u8,
@@ -60,7 +61,7 @@ std::string_view tensor_type_name(TensorType type);  // as headers spell it: "BF
 std::optional<TensorType> find_tensor_type(std::string_view name);
 unsigned tensor_type_bits(TensorType type);  // of one element
 
-// A tensor and where its bytes lie within the data of its file.
+// A tensor and the position of its bytes within the data of its file.
 struct TensorInfo {
   std::string name;
   TensorType type = TensorType::f32;
@@ -72,7 +73,7 @@ struct TensorInfo {
   friend bool operator==(const TensorInfo&, const TensorInfo&) = default;
 };
 
-// Bytes of a dense tensor; nothing when that exceeds 64 bits or is no whole number of bytes.
+// Bytes of a dense tensor; nullopt if that exceeds 64 bits or is not a whole number of bytes.
 std::optional<std::uint64_t> tensor_bytes(TensorType type, std::span<const std::uint64_t> shape);
 
 using Metadata = std::map<std::string, std::string>;

@@ -93,7 +93,7 @@ namespace {
 constexpr std::string_view kFileSuffix = ".safetensors";
 constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
 
-// The one file of a directory that says what the model is.
+// The file of a directory that defines the model.
 std::string find_entry(const std::string& directory) {
   std::vector<std::string> indices, files;
   std::error_code failed;
@@ -109,7 +109,7 @@ std::string find_entry(const std::string& directory) {
   if (indices.size() == 1) return indices.front();
   if (indices.empty() && files.size() == 1) return files.front();
   if (indices.empty() && files.empty()) throw SafetensorsError(directory, "there is no .safetensors file in it");
-  throw SafetensorsError(directory, fmt::format("there are {} {} files in it; name the one that is meant",
+  throw SafetensorsError(directory, fmt::format("there are {} {} files in it; name one of them",
                                                 indices.empty() ? files.size() : indices.size(),
                                                 indices.empty() ? kFileSuffix : kIndexSuffix));
 }
@@ -129,7 +129,7 @@ std::string read_index_text(const std::string& path) {
 nlohmann::json read_index(const std::string& path) {
   const std::string text = read_index_text(path);
   auto index = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-  // The parser takes a zero byte for the end.
+  // The parser treats a zero byte as the end.
   if (index.is_discarded() || text.find('\0') != std::string::npos)
     throw SafetensorsError(path, "the index is not JSON");
   if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) {
@@ -159,7 +159,7 @@ void SafetensorsModel::add_index(const std::string& path) {
   std::map<std::string, std::set<std::string>> names_of;  // by file
   for (const auto& [name, file] : index["weight_map"].items()) {
     const std::string file_name = file.is_string() ? file.get<std::string>() : std::string();
-    // The index may come from anywhere; it names files beside itself and nothing else.
+    // The index may come from anywhere, so it may only name files beside itself.
     if (file_name.empty() || file_name.find('/') != std::string::npos || file_name == "." || file_name == "..") {
       throw SafetensorsError(path, fmt::format("\"{}\" is mapped to {}, which is not a file name", name,
                                                file.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// interchange/safetensors_reader.hpp - tensors of one safetensors file, or of a model cut into several.
+// interchange/safetensors_reader.hpp - reads tensors of one safetensors file, or of a model in several files.
 //
 // Threading  Constant after opening; any thread reads.
 // Memory     The headers only. Tensors are read in slices, into the caller's memory.
-// Errors     SafetensorsError for what a file says, IoError where the system cannot read it.
+// Errors     SafetensorsError for a file's content, IoError if the system cannot read it.
 #pragma once
 
 #include <map>
@@ -18,7 +18,7 @@ namespace hoist::interchange {
 
 class SafetensorsFile {
  public:
-  // Links are followed: model caches are full of them.
+  // Follows links, because model caches use them.
   explicit SafetensorsFile(std::string path);
   ~SafetensorsFile();
   SafetensorsFile(const SafetensorsFile&) = delete;
@@ -46,14 +46,14 @@ class SafetensorsModel {
     void read(std::uint64_t first_byte, std::span<std::byte> target) const { file->read(*info, first_byte, target); }
   };
 
-  // `path` is a .safetensors file, an index, or a directory: then the index in it, else its only .safetensors file.
-  // Every shard's header is read and compared with the index.
+  // `path` is a .safetensors file, an index, or a directory. In a directory it opens the index, or else the only
+  // .safetensors file. Every shard's header is read and compared with the index.
   explicit SafetensorsModel(const std::string& path);
 
   const Tensor* find(std::string_view name) const;
   const std::map<std::string, Tensor, std::less<>>& tensors() const { return tensors_; }
   const std::vector<std::unique_ptr<SafetensorsFile>>& files() const { return files_; }
-  // Of the first file.
+  // Metadata of the first file.
   const Metadata& metadata() const { return files_.front()->header().metadata; }
 
  private:

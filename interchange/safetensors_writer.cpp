@@ -27,7 +27,7 @@ std::vector<Shard> plan_shards(std::span<const TensorSpec> tensors, std::uint64_
   for (const TensorSpec& tensor : tensors) {
     const auto bytes = tensor_bytes(tensor.type, tensor.shape);
     if (!bytes) {
-      throw UsageError(fmt::format("tensor '{}' of {} {} is no whole number of bytes that 64 bits can count",
+      throw UsageError(fmt::format("tensor '{}' of {} {} is not a whole number of bytes that 64 bits can count",
                                    tensor.name, tensor_type_name(tensor.type), shape_text(tensor.shape)));
     }
     const std::uint64_t used = shards.back().data_bytes();
@@ -55,7 +55,7 @@ class SafetensorsWriter::OpenFile {
       fail("open", code,
            *open_file_remedy(code) != 0 ? open_file_remedy(code) : "choose a directory that can be written");
     }
-    // A killed export left its files, which are overwritten; one that runs holds their locks.
+    // Files of a killed export are overwritten; a running export holds their locks.
     if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
       const int code = errno;
       ::close(descriptor_);
@@ -75,17 +75,17 @@ class SafetensorsWriter::OpenFile {
     while (!bytes.empty()) {
       const ssize_t count = ::write(descriptor_, bytes.data(), bytes.size());
       if (count < 0 && errno == EINTR) continue;
-      if (count <= 0) fail("write", count < 0 ? errno : 0, "make room, or choose another directory");
+      if (count <= 0) fail("write", count < 0 ? errno : 0, "free space, or choose another directory");
       bytes = bytes.subspan(static_cast<std::size_t>(count));
       written_ += static_cast<std::uint64_t>(count);
     }
   }
 
   void sync() {
-    if (::fsync(descriptor_) != 0) fail("fsync", errno, "choose another directory; this drive lost what it was given");
+    if (::fsync(descriptor_) != 0) fail("fsync", errno, "choose another directory; this drive lost data");
   }
 
-  // Never over a file that came into being meanwhile.
+  // Never replaces a file that was created meanwhile.
   void give_name() {
     int result = ::renameat2(AT_FDCWD, partial_.c_str(), AT_FDCWD, path_.c_str(), RENAME_NOREPLACE);
     if (result != 0 && errno == EINVAL)
@@ -94,7 +94,7 @@ class SafetensorsWriter::OpenFile {
     renamed_ = true;
   }
 
-  // After give_name(), when a later file of the set failed.
+  // Called after give_name() if a later file of the set failed.
   void take_back() noexcept {
     if (renamed_) ::unlink(path_.c_str());
   }
@@ -134,7 +134,7 @@ SafetensorsWriter::SafetensorsWriter(SafetensorsWriterOptions options, std::span
   if (fs::create_directories(options_.directory, failed)) made_directory_.path = options_.directory;
   if (failed) {
     throw IoError({.operation = "mkdir", .path = options_.directory, .code = failed.value()},
-                  "choose a directory that can be made and written");
+                  "choose a directory that can be created and written");
   }
   check_directory();
   check_space();
@@ -148,10 +148,10 @@ SafetensorsWriter::~SafetensorsWriter() {
 
 SafetensorsWriter::MadeDirectory::~MadeDirectory() {
   std::error_code ignored;
-  if (!path.empty()) fs::remove(path, ignored);  // which spares a directory with something in it
+  if (!path.empty()) fs::remove(path, ignored);  // which leaves a directory that is not empty
 }
 
-// A model beside the new one would be mixed up with it, by people or by a loader.
+// People or a loader would confuse a model beside the new one with it.
 void SafetensorsWriter::check_directory() const {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(options_.directory, ignored)) {
@@ -163,11 +163,11 @@ void SafetensorsWriter::check_directory() const {
 
 void SafetensorsWriter::check_space() const {
   struct statvfs system {};
-  if (::statvfs(options_.directory.c_str(), &system) != 0) return;  // then writing says it
+  if (::statvfs(options_.directory.c_str(), &system) != 0) return;  // then writing reports it
   const std::uint64_t free_bytes = std::uint64_t{system.f_bavail} * system.f_frsize;
   if (data_bytes_ <= free_bytes) return;
   throw IoError({.operation = "write", .path = options_.directory, .length_bytes = data_bytes_, .code = ENOSPC},
-                fmt::format("the tensors need {} and {} are free: make room, or choose another directory",
+                fmt::format("the tensors need {} and {} are free: free space, or choose another directory",
                             format_bytes(data_bytes_), format_bytes(free_bytes)));
 }
 

@@ -2,13 +2,13 @@
 // interchange/safetensors_writer.hpp - writes tensors as Hugging Face's tools expect them: one file, or shards and an
 // index.
 //
-// An export that does not reach finish() leaves nothing that looks whole: files carry the suffix ".partial" until all
-// of them are on disk, and the index, without which shards are not found, gets its name last.
+// An export that does not reach finish() leaves no file that looks complete. Files have the suffix ".partial" until all
+// of them are on disk. The index, without which loaders do not find the shards, gets its name last.
 //
 // Threading  One thread.
 // Memory     The headers. Data passes through.
 // Errors     SafetensorsError for a directory that already holds a model; IoError with path and errno, ENOSPC before
-//            the first byte where the file system is too small.
+//            the first byte if the file system is too small.
 // Main path  constructor -> write, until every tensor is complete -> finish.
 #pragma once
 
@@ -28,25 +28,25 @@ struct TensorSpec {
 };
 
 struct SafetensorsWriterOptions {
-  std::string directory;  // made when it does not exist
+  std::string directory;  // created if it does not exist
   // A shard ends before the tensor that would make its data longer than this; a longer tensor has a shard of its own.
   std::uint64_t shard_bytes_max = 5'000'000'000;
-  Metadata metadata{{"format", "pt"}};  // Hugging Face's loader wants to know whose row-major it is
+  Metadata metadata{{"format", "pt"}};  // Hugging Face's loader requires it
 };
 
-// Which tensors share a file: [first, first + tensors.size()) of the list, with their places in it.
+// The tensors of one file: [first, first + tensors.size()) of the list, with their positions in it.
 struct Shard {
   std::vector<TensorInfo> tensors;
   std::uint64_t data_bytes() const { return tensors.empty() ? 0 : tensors.back().end_bytes; }
 };
-// Pure. Errors: UsageError for a tensor too large to count, or one that would begin at no multiple of its element (put
-// wider types first).
+// Pure. Errors: UsageError for a tensor too large to count, or one that would not begin at a multiple of its element
+// (put wider types first).
 std::vector<Shard> plan_shards(std::span<const TensorSpec> tensors, std::uint64_t shard_bytes_max);
 
 class SafetensorsWriter {
  public:
   SafetensorsWriter(SafetensorsWriterOptions options, std::span<const TensorSpec> tensors);
-  // Removes what was not finished.
+  // Removes unfinished files.
   ~SafetensorsWriter();
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
@@ -57,12 +57,12 @@ class SafetensorsWriter {
   void finish();
 
   std::uint64_t data_bytes() const { return data_bytes_; }  // of all tensors
-  // Paths as they are called after finish(), the index last.
+  // The final paths, after finish(); the index is last.
   const std::vector<std::string>& files() const { return files_; }
 
  private:
   class OpenFile;
-  // Removes the directory again if this writer made it and leaves it empty.
+  // Removes the directory if this writer made it and it is empty.
   struct MadeDirectory {
     std::string path;  // empty: it was there before
     ~MadeDirectory();

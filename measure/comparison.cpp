@@ -29,8 +29,8 @@ class Match {
   }
 
  private:
-  // How long legs must be, and how long the rival takes before its first block. While it does, the drive rests, which
-  // some drives reward: we rest as long before each leg of ours.
+  // The length of legs, and the time that the rival takes before its first block. The drive rests during that time,
+  // which some drives reward, so hoist rests as long before each of its legs.
   void prepare() {
     file_bytes_ = drives_.front()->file().bytes();
     for (const Drive* drive : drives_) file_bytes_ = std::min(file_bytes_, drive->file().bytes());
@@ -71,8 +71,8 @@ class Match {
     return leg(ours_, pair);
   }
 
-  // Pairs wander over the files, so that no cache below us gets to know them. Whatever a leg wrote is flushed before
-  // the next one.
+  // Pairs move over the files, so that no lower cache learns them. Everything that a leg wrote is flushed before the
+  // next one.
   LegResult leg(Contender& contender, unsigned pair) {
     throw_if_stopped(options_.stop);
     for (const Drive* drive : drives_) drive->engine().sync(drive->file().file()).wait();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/comparison.hpp - two contenders on a drive whose speed drifts.
+// measure/comparison.hpp - compares two programs on a drive whose speed drifts.
 //
 // A drive's speed changes from second to second, so nothing follows from one long run of each. Short legs alternate
-// (A B, B A, A B ...), each pair on the same part of the same files, and the ratios of the pairs are what counts: their
+// (A B, B A, A B ...), each pair on the same part of the same files, and the result is the ratio of each pair: the
 // median, and the interval that holds the true median with 95 % confidence. Between the pairs A runs against itself:
-// that control says what a ratio of equals looks like here. "A is at least as fast as B" is contradicted only when the
-// whole interval lies below what the control explains.
+// that control shows what a ratio of equals looks like on this drive. "A is at least as fast as B" is contradicted only
+// when the whole interval lies below what the control explains.
 //
 // Threading  Blocks its caller; progress is called there.
 // Errors     Those of the contenders; Interrupted.
@@ -30,7 +30,7 @@ struct ComparisonOptions {
 
 struct ComparisonResult {
   std::string tool;                    // the rival
-  std::string description;             // and how it was set up
+  std::string description;             // its settings
   std::uint64_t leg_bytes = 0;         // of each drive
   std::vector<double> ratios;          // of speeds, ours / theirs, one for each pair
   std::vector<double> control_ratios;  // ours / ours
@@ -39,7 +39,7 @@ struct ComparisonResult {
   std::vector<double> our_bytes_per_second;
   std::vector<double> their_bytes_per_second;
 
-  // Whether `limit` <= ratio is compatible with what was measured: the interval, widened by the control's, reaches it.
+  // Whether `limit` <= ratio is compatible with the measurement: the interval, widened by the control's, reaches it.
   bool holds(double limit) const;
 };
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/contender.hpp - somebody who can run a leg: the same bytes of the same files, by hoist or by another program.
+// measure/contender.hpp - runs a leg by hoist or by another program: the same bytes of the same files.
 //
 // Threading  One leg at a time.
-// Errors     InputError when the program is not there; Error when it fails; Interrupted.
+// Errors     InputError if the program is missing; Error if it fails; Interrupted.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct LegResult {
   std::uint64_t bytes = 0;
   double seconds = 0;            // first submission to last completion, on any drive
   double processor_seconds = 0;  // of the contender's own process
-  double setup_seconds = 0;      // before the first submission: during it the drive rests
+  double setup_seconds = 0;      // before the first submission, while the drive rests
 
   double bytes_per_second() const { return seconds > 0 ? static_cast<double>(bytes) / seconds : 0; }
 };
@@ -39,7 +39,7 @@ class Contender {
   Contender& operator=(const Contender&) = delete;
 
   virtual std::string name() const = 0;
-  // How it was set up, for the report: version, buffers, options.
+  // Its settings, for the report: version, buffers, options.
   virtual std::string description() const = 0;
   virtual LegResult run(const Leg& leg) = 0;
 };
@@ -51,9 +51,9 @@ std::unique_ptr<Contender> make_engine_contender(std::span<Drive* const> drives,
 // Errors: InputError when fio cannot be started.
 std::unique_ptr<Contender> make_fio_contender(std::span<Drive* const> drives, const StopFlag* stop);
 
-// A loop over Linux's older asynchronous interface in the manner of DeepSpeed's aio handle with overlap_events: the
-// queue is topped up with one io_submit for all blocks that have come back. Our own buffers, on huge pages.
-// Errors: InputError when this build has no libaio.
+// A loop over Linux's older asynchronous interface in the manner of DeepSpeed's aio handle with overlap_events: one
+// io_submit refills the queue for all blocks that are complete. Our own buffers, on huge pages. Errors: InputError when
+// this build has no libaio.
 std::unique_ptr<Contender> make_libaio_contender(std::span<Drive* const> drives, const StopFlag* stop);
 bool have_libaio();
 

@@ -20,7 +20,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using Floats = hn::ScalableTag<float>;
 using FloatVector = hn::Vec<Floats>;
 
-// The numbers go towards the square of c / d, and stay ordinary ones.
+// The numbers approach the square of c / d and stay normal numbers.
 template <unsigned kDivisions, unsigned kRoots>
 HWY_INLINE FloatVector divided(FloatVector x, FloatVector c, FloatVector d) {
   for (unsigned i = 0; i < kRoots; ++i) x = hn::Sqrt(x);

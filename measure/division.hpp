@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/division.hpp - what exact division and square root alone cost an update: processors have one unit for them,
-// and it is the slowest.
+// measure/division.hpp - the cost of an update's exact divisions and square roots alone; processors have one unit for
+// them, the slowest.
 //
 // Threading  Pure functions.
 #pragma once
@@ -16,7 +16,7 @@ struct DivisionWork {  // of one parameter
   unsigned roots = 0;
 };
 
-// What a formula asks for (optim_cpu/update.hpp).
+// The divisions and roots of a formula (optim_cpu/update.hpp).
 constexpr DivisionWork division_work(UpdateFormula formula) {
   if (formula == UpdateFormula::adamw || formula == UpdateFormula::adam) return {.divisions = 2, .roots = 1};
   if (formula == UpdateFormula::adagrad) return {.divisions = 1, .roots = 1};

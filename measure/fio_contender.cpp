@@ -12,8 +12,8 @@ namespace hoist::measure {
 
 namespace {
 
-// Makes glibc ask for huge pages: with 4 KiB pages fio's 1 MiB buffers are 256 segments each, the kernel splits every
-// block, and a comparison would measure that.
+// Makes glibc use huge pages. With 4 KiB pages fio's 1 MiB buffers are 256 segments each, and the kernel would split
+// every block.
 constexpr const char* kHugePages = "glibc.malloc.hugetlb=1";
 
 std::string tunables() {
@@ -78,7 +78,7 @@ class FioContender final : public Contender {
 
   std::vector<std::string> command(const Leg& leg) const {
     const DriveOptions& options = drives_.front()->options();
-    // Its own defaults that would cost it time are off: buffers are not altered before each write.
+    // Turns off a default that costs fio time: altering buffers before each write.
     std::vector<std::string> words{"fio",
                                    "--output-format=json",
                                    "--ioengine=io_uring",
@@ -106,13 +106,13 @@ class FioContender final : public Contender {
     return words;
   }
 
-  // fio rounds its run time up to whole milliseconds: half of one is taken off in its favour.
+  // fio rounds its run time up to whole milliseconds; half of one is subtracted in its favour.
   static constexpr double kRoundingSeconds = 0.0005;
 
   LegResult parse(const std::string& output, const Leg& leg) const {
     LegResult result;
     try {
-      // Notes to people may stand before the JSON.
+      // fio may print notes before the JSON.
       const auto report = nlohmann::json::parse(output.substr(std::min(output.find('{'), output.size())));
       for (const auto& job : report.at("jobs")) {
         double job_seconds = 0;
@@ -129,7 +129,7 @@ class FioContender final : public Contender {
     }
     const std::uint64_t expected_bytes = leg.region.length_bytes * drives_.size();
     if (result.bytes != expected_bytes)
-      throw Error(fmt::format("fio moved {} bytes and was asked for {}", result.bytes, expected_bytes));
+      throw Error(fmt::format("fio moved {} bytes instead of {}", result.bytes, expected_bytes));
     return result;
   }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/interruption.hpp - how a long measurement is told to stop, and what it throws then.
+// measure/interruption.hpp - a flag that stops a long measurement, and the exception it then throws.
 //
-// A signal handler sets the flag; whoever measures looks at it between blocks and throws, so that every destructor on
-// the way (the one that removes scratch files above all) runs.
+// A signal handler sets the flag. The measurement checks it between blocks and throws, so that every destructor runs,
+// above all the one that removes scratch files.
 #pragma once
 
 #include <atomic>

@@ -37,7 +37,7 @@ double seconds_of(const Leg& leg) {
   return to_seconds(Clock::now() - begin);
 }
 
-// Makes every update use one instruction set for as long as it lives.
+// Makes every update use one instruction set during its lifetime.
 class InstructionSet {
  public:
   explicit InstructionSet(const std::string& name) {
@@ -48,7 +48,7 @@ class InstructionSet {
   InstructionSet& operator=(const InstructionSet&) = delete;
 };
 
-// The arrays of `count` parameters, one after the other in one block.
+// The arrays of `count` parameters, consecutive in one block.
 class State {
  public:
   State(const KernelCase& what, std::size_t count, unsigned threads)
@@ -81,7 +81,7 @@ class State {
   static std::size_t bytes_per_parameter(const KernelCase& what) {
     const optim::StateForm form = optim::state_form(what.optimizer);
     const unsigned moments = optim::moment_count(form.state);
-    // Of fp8: a byte for the element, and one of which an eighth is needed.
+    // For fp8: a byte for the element, and a second one of which an eighth is used.
     const std::size_t moment = form.moments == MomentType::fp8 ? 2 : moment_bytes(form.moments, 1);
     return 4 + (what.master == DType::fp16 ? 2 : 0) + moments * moment + dtype_bytes(what.gradient);
   }
@@ -178,7 +178,7 @@ class State {
                                                   .scale2 = scale2});
   }
 
-  // Of what a step writes, while it is in cache.
+  // Checksum of the bytes that a step writes, while they are in cache.
   std::uint64_t checksum(std::size_t first, std::size_t count) const {
     const StreamArrays a = part(first, count);
     std::uint64_t sum = 0;
@@ -201,7 +201,7 @@ class State {
 
   bool is_second_moment(unsigned m) const { return m == 1 || !optim::has_moment1(optim::state_of(what_.optimizer)); }
 
-  // One block of an exponent of its own, the same for all: about that of an ordinary largest element.
+  // One exponent for all blocks, about that of a typical largest element.
   void put_fp8(unsigned m, std::size_t i, float value) {
     const bool second = is_second_moment(m);
     const std::array<float, 2> beside{second ? 1e-6f : 5e-4f, value};
@@ -252,8 +252,8 @@ class Comparison {
   }
   double stream() { return stream(prefetch_); }
 
-  // Seconds that the same number of updates would take if every tile were in its core's cache. The moments move on, so
-  // that the arithmetic stays the ordinary one.
+  // Seconds that the same number of updates takes with every tile in its core's cache. The moments change, so that the
+  // arithmetic stays typical.
   double update_in_cache() {
     const std::size_t rounds = std::max<std::size_t>(1, std::min<std::size_t>(tiles_, 4096) / pool_.threads());
     constexpr std::size_t kCached = kTile / 4;  // 104 KiB of AdamW: within an L2
@@ -274,7 +274,7 @@ class Comparison {
     return best * static_cast<double>(tiles_) / static_cast<double>(rounds * pool_.threads());
   }
 
-  // The same of their divisions and square roots; 0 where there are none.
+  // The same for their divisions and square roots; 0 if there are none.
   double divisions() {
     const DivisionWork work = division_work(UpdateCoefficients(what_.optimizer, 1, 1.0).formula);
     if (work.divisions + work.roots == 0) return 0;

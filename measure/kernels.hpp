@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/kernels.hpp - optimizer updates against the memory's speed.
+// measure/kernels.hpp - compares optimizer updates with memory bandwidth.
 //
 // Each round runs three legs on the same arrays, in an order that changes from round to round: the update, and twice
-// the best stream kernel of the same traffic (plain or prefetching, chosen first). What counts is the ratio of the
-// rounds; the second stream leg against the first is the control that says how much of it is noise. Beside it two other
-// limits: the same update on tiles that stay in a core's cache, which is what arithmetic alone would allow, and the
-// divisions and square roots of that arithmetic without the rest of it.
+// the best stream kernel of the same traffic (plain or prefetching, chosen first). The result is the ratio of each
+// round; the second stream leg against the first is the control, which shows the noise. Beside it two other limits: the
+// same update on tiles that stay in a core's cache, which is what arithmetic alone would allow, and the divisions and
+// square roots of that arithmetic without the rest of it.
 //
 // Threading  Blocks its caller; the legs run on a pool of their own.
-// Memory     The arrays: KernelOptions::state_bytes on huge pages where there are any.
-// Errors     BudgetError when memory is short; Error when the update makes state that may not be committed;
-// Interrupted.
+// Memory     The arrays: KernelOptions::state_bytes, on huge pages if available.
+// Errors     BudgetError if memory is short; Error if the update makes state that may not be committed; Interrupted.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +30,7 @@ struct KernelCase {
       DType::bf16;  // type of the weights. bf16: split; fp16: whole beside them; fp32: the weights themselves
   DType gradient = DType::bf16;
   std::string instruction_set{};  // empty: the best
-  bool checksum = false;          // of every tile's weights and state, as a step that is written makes
+  bool checksum = false;          // of every tile's weights and state, as in a step that is written
 };
 
 struct KernelOptions {
@@ -55,9 +54,8 @@ struct KernelResult {
   double division_ratio = 0;  // speed of its divisions and square roots alone / of the stream; 0: it has none
 
   double gigabytes_per_second() const;
-  // What binds: "memory" unless the update is slower than the stream and would be in cache, too. Then "division", where
-  // that alone takes most of the time that the update takes in cache, or else "instructions": how many of them a core
-  // gets through.
+  // The limit: "memory", unless the update is slower than the stream and would be in cache, too. Then "division" if
+  // that alone takes most of the update's time in cache, or else "instructions", the number that a core executes.
   const char* limit() const;
 };
 

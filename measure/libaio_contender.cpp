@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linux's older asynchronous interface, driven as DeepSpeed's aio handle drives it: one thread for each file, which
-// tops the queue up with a single io_submit and then waits for at least one block.
+// Linux's older asynchronous interface, used as DeepSpeed's aio handle uses it: one thread for each file, which refills
+// the queue with a single io_submit and then waits for at least one block.
 #include <algorithm>
 #include <cerrno>
 #include <exception>
@@ -66,7 +66,7 @@ class Loop {
            (stop_ == nullptr || !stop_->load(std::memory_order_relaxed));
   }
 
-  // False when there was nothing left to submit.
+  // False if nothing was left to submit.
   bool top_up() {
     batch_.clear();
     while (!free_.empty() && more()) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/machine.hpp - which drive a directory lies on, and which machine this is: what a measurement is worth nothing
-// without.
+// measure/machine.hpp - the drive of a directory, and the machine, which every measurement must name.
 //
-// Errors     None: what the system does not say is an empty text or 0.
+// Errors     None: an unknown value is an empty text or 0.
 #pragma once
 
 #include <cstdint>

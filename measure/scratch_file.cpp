@@ -21,10 +21,10 @@ namespace hoist::measure {
 namespace {
 
 constexpr std::string_view kMarkerText =
-    "Scratch space of a storage measurement by hoist. It is removed when the run ends; what a killed run left here may "
-    "be deleted.\n";
-constexpr int kTakeOverTries = 10;  // a run that is just ending may remove the directory under our feet
-// What a file system needs beside the file itself, and what nobody should be left without.
+    "Scratch space of a storage measurement by hoist. It is removed when the run ends; files of a killed run may be "
+    "deleted.\n";
+constexpr int kTakeOverTries = 10;  // a run that is just ending may remove the directory
+// Space that a file system needs beside the file itself, and that should stay free.
 constexpr std::uint64_t kSpareBytes = 64 * kMiB;
 
 IoError io_error(const char* operation, const std::string& path, const char* remedy) {
@@ -33,7 +33,7 @@ IoError io_error(const char* operation, const std::string& path, const char* rem
 
 InputError not_ours(const std::string& directory, const std::string& why) {
   return InputError(
-      fmt::format("{} exists and was not made by a hoist measurement ({}); it is left as it is. Rename it, "
+      fmt::format("{} exists and was not made by a hoist measurement ({}); it was not changed. Rename it, "
                   "or choose another --path",
                   directory, why));
 }
@@ -49,7 +49,7 @@ void check_scratch_directory(const std::string& directory, std::uint64_t bytes) 
   struct stat info {};
   if (::stat(directory.c_str(), &info) != 0) {
     throw InputError(
-        fmt::format("--path {}: {}; name a directory on the drive to be measured", directory, std::strerror(errno)));
+        fmt::format("--path {}: {}; name a directory on the drive to measure", directory, std::strerror(errno)));
   }
   if (!S_ISDIR(info.st_mode)) {
     throw InputError(
@@ -70,7 +70,7 @@ void check_scratch_directory(const std::string& directory, std::uint64_t bytes) 
   }
 }
 
-// The locked marker file: holding it is owning the directory.
+// The locked marker file; its holder owns the directory.
 class ScratchFile::Marker {
  public:
   explicit Marker(const std::string& directory) : directory_(directory), path_(directory + "/" + kMarkerName) {
@@ -78,7 +78,7 @@ class ScratchFile::Marker {
       if (make_or_take_over()) return;
       ::usleep(10'000);
     }
-    throw InputError(fmt::format("{} is being made and removed by other runs; try again", directory));
+    throw InputError(fmt::format("other runs make and remove {}; try again", directory));
   }
 
   ~Marker() {
@@ -91,7 +91,7 @@ class ScratchFile::Marker {
   Marker& operator=(const Marker&) = delete;
 
  private:
-  // False: somebody else changed the directory meanwhile.
+  // False: another process changed the directory meanwhile.
   bool make_or_take_over() {
     const bool made = ::mkdir(directory_.c_str(), 0700) == 0;
     if (!made && errno != EEXIST) throw io_error("mkdir", directory_, "choose a --path this user may write to");
@@ -134,7 +134,7 @@ class ScratchFile::Marker {
     if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
       if (errno != EWOULDBLOCK) throw io_error("flock", path_, "");
       throw InputError(
-          fmt::format("{} is in use by another measurement, and each would disturb the other; wait for it, "
+          fmt::format("{} is in use by another measurement, and the two would disturb each other; wait for it, "
                       "or choose another drive",
                       directory_));
     }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/scratch_file.hpp - a file to measure a drive with: made by us, written in full, removed afterwards.
+// measure/scratch_file.hpp - a file for measuring a drive: made by hoist, written in full, removed afterwards.
 //
-// It lies in a directory of its own, `hoist-bench-io`, beside a marker file that says who made it and that is locked
-// while a run uses it. What a killed run left behind is therefore recognised, and removed, by the next run; a directory
-// of that name that we did not make is refused, and nothing in it is ever touched.
+// It is in its own directory, `hoist-bench-io`, beside a marker file that names its maker and is locked while a run
+// uses it. The next run therefore recognises and removes the files of a killed run. A directory of that name that hoist
+// did not make is refused and never changed.
 //
-// Threading  Constant after construction, but for the file it opens.
-// Errors     InputError when the directory cannot be used; IoError for everything that goes wrong in it.
+// Threading  Constant after construction, except for the file it opens.
+// Errors     InputError if the directory cannot be used; IoError for failures in it.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,14 @@
 
 namespace hoist::measure {
 
-// What the operator asked for cannot be done: says what there is, what is needed and what to change.
+// The operator's request is impossible; the message says what there is, what is needed and what to change.
 class InputError : public Error {
  public:
   using Error::Error;
 };
 
-// Refuses what could not hold `bytes`: no directory, not writable, too little space. Several paths may lie on one file
-// system, so the caller says how much of `bytes` it needs there in all. Errors: InputError.
+// Refuses a path that cannot hold `bytes`: not a directory, not writable, too little space. Several paths may be on one
+// file system, so the caller passes the sum that it needs there. Errors: InputError.
 void check_scratch_directory(const std::string& directory, std::uint64_t bytes);
 
 class ScratchFile {
@@ -37,7 +37,7 @@ class ScratchFile {
 
   // Makes the directory and the empty file with its space reserved. Call fill() before reading.
   ScratchFile(const std::string& directory, std::uint64_t bytes);
-  // Removes both. What cannot be removed is named in the log.
+  // Removes both. The log names files that cannot be removed.
   ~ScratchFile();
   ScratchFile(const ScratchFile&) = delete;
   ScratchFile& operator=(const ScratchFile&) = delete;

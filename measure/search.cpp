@@ -35,17 +35,18 @@ class Search {
       if (round.keep > 0) keep_best(round.keep);
       for (unsigned pass = 0; pass < round.passes && result_.complete; ++pass) result_.complete = run_pass(round.leg);
     }
-    if (passes_.empty()) throw UsageError("there was no time for one pass over the settings; the drive is too slow");
+    if (passes_.empty())
+      throw UsageError("the time did not suffice for one pass over the settings; the drive is too slow");
     compare();
     result_.best = choose();
     return std::move(result_);
   }
 
  private:
-  // Of one pass: speeds by setting and pattern; 0 where a setting did not take part.
+  // One pass: speeds by setting and pattern; 0 if a setting did not take part.
   using Pass = std::vector<std::array<double, kPatternCount>>;
 
-  // False when time ran out; then the pass does not count.
+  // False if time ran out; the pass then does not count.
   bool run_pass(Nanoseconds leg) {
     std::vector<std::pair<std::size_t, std::size_t>> visits;
     for (const std::size_t setting : remaining_) {
@@ -63,7 +64,7 @@ class Search {
     return true;
   }
 
-  // The passes in which every remaining setting took part are those of any of them, since settings only drop out.
+  // Settings only drop out, so every pass of any remaining setting includes all remaining settings.
   void compare() {
     for (std::size_t pattern = 0; pattern < kPatternCount; ++pattern) {
       std::vector<std::vector<double>> relative(options_.settings.size());
@@ -91,7 +92,7 @@ class Search {
     }
   }
 
-  // By the mean of the patterns: after few passes the worst of three says more about chance than about the setting.
+  // Sorts by the mean of the patterns: after few passes the worst of three depends more on chance than on the setting.
   void keep_best(std::size_t count) {
     if (passes_.empty() || remaining_.size() <= count) return;
     compare();

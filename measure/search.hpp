@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // measure/search.hpp - finds a block size and a queue depth that are good for reading, writing and both, in seconds.
 //
-// Successive halving: every setting is measured shortly, the better ones again and longer, in passes that visit all
-// settings that are left and all patterns in a shuffled order. A drive's speed drifts, so a measurement counts only as
-// a ratio to the median of its own pass; the median over the passes is a setting's standing. A setting is as good as
-// its worst pattern, since a configuration has one block size and one depth for all.
+// Successive halving: every setting is measured briefly, the better ones again and longer, in passes over all remaining
+// settings and all patterns in a shuffled order. A drive's speed drifts, so a measurement counts only as a ratio to the
+// median of its own pass; the median over the passes ranks a setting. A setting is as good as its worst pattern, since
+// a configuration has one block size and one depth for all.
 //
-// Threading  Blocks its caller. Measuring is a function of the caller's, so the search itself is tested without a
-// drive. Errors     Those of the measuring function.
+// Threading  Blocks its caller. The caller provides the measuring function, so the search is tested without a drive.
+// Errors     Those of the measuring function.
 #pragma once
 
 #include <array>
@@ -30,8 +30,8 @@ struct Setting {
 
 constexpr std::array kPatterns{Pattern::read, Pattern::write, Pattern::mixed};
 
-// 256 KiB to 4 MiB by 4 to 64 deep, as far as no more than 64 MiB are in flight: more has never been faster, and the
-// optimizer's buffers are as large.
+// 256 KiB to 4 MiB by 4 to 64 deep, with at most 64 MiB in flight: more was never faster, and the optimizer's buffers
+// are as large.
 std::vector<Setting> standard_settings();
 
 struct SearchRound {
@@ -43,7 +43,7 @@ struct SearchRound {
 std::vector<SearchRound> quick_rounds(double scale = 1);
 // Every setting, five passes.
 std::vector<SearchRound> full_round();
-// A few settings that are to be told apart: 21 passes.
+// A few settings that must be told apart: 21 passes.
 std::vector<SearchRound> runoff_round();
 
 struct SearchOptions {
@@ -52,7 +52,7 @@ struct SearchOptions {
   std::uint64_t seed = 1;  // of the order
   // Bytes per second.
   std::function<double(const Setting&, Pattern, Nanoseconds leg)> measure{};
-  // True: finish with what there is. Asked before each measurement.
+  // True: finish with the present results. Asked before each measurement.
   std::function<bool()> out_of_time{};
   std::function<void(std::size_t done, std::size_t total)> progress{};
 };
@@ -61,7 +61,7 @@ struct SettingResult {
   Setting setting;
   unsigned passes = 0;                                      // complete ones
   std::array<double, kPatterns.size()> bytes_per_second{};  // medians; 0: never measured
-  // To the best of the settings it was last compared with; 1 is the best.
+  // Relative to the best of the settings that it was last compared with; 1 is the best.
   std::array<double, kPatterns.size()> standing{};
   double mean_standing() const;
   double worst_standing() const;
@@ -73,7 +73,7 @@ struct SearchResult {
   bool complete = true;                 // false: time ran out
 };
 
-// Errors: UsageError when there was not even time for one pass.
+// Errors: UsageError if the time did not suffice for one pass.
 SearchResult search_settings(const SearchOptions& options);
 
 }  // namespace hoist::measure

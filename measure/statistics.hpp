@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/statistics.hpp - the median of paired measurements, and how sure of it we may be.
+// measure/statistics.hpp - the median of paired measurements and its confidence interval.
 #pragma once
 
 #include <vector>

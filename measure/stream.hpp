@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/stream.hpp - the limit that updates are measured against: the same loads and stores and no arithmetic.
+// measure/stream.hpp - the limit for updates: the same loads and stores without arithmetic.
 //
 // Threading  Pure function; one caller per range.
 #pragma once
@@ -14,7 +14,7 @@ namespace hoist::measure {
 
 enum class Prefetch : bool { none, ahead };
 
-// The arrays that an update of `count` parameters goes through.
+// The arrays of an update of `count` parameters.
 struct StreamArrays {
   std::array<void*, 2> master{};    // of 2 bytes a parameter and remainder_bytes (split), or the first alone of 4
   std::size_t remainder_bytes = 2;  // 2 or 1

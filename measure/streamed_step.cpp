@@ -20,7 +20,7 @@ namespace {
 constexpr std::uint64_t kUnits = 16;
 constexpr unsigned kUncountedSteps = 2;
 
-// A directory that was not there before, and will not be afterwards.
+// A temporary directory that did not exist before.
 class Directory {
  public:
   explicit Directory(std::string path) : path_(std::move(path)) {
@@ -67,7 +67,7 @@ EngineOptions engine_options(const StreamedStepOptions& options, const std::stri
   return engine;
 }
 
-// Layers whose gradient is a thousandth of their weights: no time is lost on mathematics.
+// Layers whose gradient is a thousandth of their weights, so that computation takes no time.
 class Layers {
  public:
   Layers(Runtime& runtime, const EngineOptions& options, std::uint64_t parameters)
@@ -144,7 +144,7 @@ class Comparison {
   // Seconds from the call until the commit.
   double step() {
     layers_.pass();
-    engine_.settle();  // what the pass moved is in the ledger
+    engine_.settle();  // the ledger has the bytes that the pass moved
     const Counted before = counted(runtime_.ledger());
     const TimePoint begin = Clock::now();
     const StepReport report = engine_.step();
@@ -198,7 +198,7 @@ double StreamedStepResult::bytes_written_per_parameter() const {
 }
 
 void check_streamed_step(const std::string& directory, std::uint64_t parameters) {
-  // Two extents of at most 12 bytes a parameter, and the file of the mixed legs.
+  // Two extents of at most 12 bytes per parameter, and the file of the mixed legs.
   check_scratch_directory(directory, 36 * parameters + 64 * kMiB);
 }
 

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/streamed_step.hpp - a whole optimizer step from and to a drive, against the drive.
+// measure/streamed_step.hpp - compares a whole optimizer step from and to a drive with the drive.
 //
-// An engine whose weights and optimizer states are on the drive trains a model without mathematics. Its steps alternate
+// An engine whose weights and optimizer states are on the drive trains a model without computation. Its steps alternate
 // with legs of mixed transfers that move as many bytes in the same directory, with the same block size and queue depth
-// unless they are given their own. What counts is the ratio of times, round by round; a second mixed leg against the
-// first is the control.
+// unless others are given. The result is the ratio of times of each round; a second mixed leg against the first is the
+// control.
 //
 // A step reads whole records and writes them: as many bytes one way as the other. It is timed from the call until it is
 // committed: read, verified, updated, checksummed, written to the extents that no commit uses, flushed, and its
 // manifest written. The first two are not counted: they write extents for the first time.
 //
 // Threading  Blocks its caller.
-// Errors     InputError when the directory cannot be used; those of the engine; Interrupted. What was made in the
-//            directory is removed in any case.
+// Errors     InputError if the directory cannot be used; those of the engine; Interrupted. Its files in the directory
+//            are always removed.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ struct StreamedStepOptions {
   std::uint64_t pinned_bytes = 512 * kMiB;
   std::uint64_t block_bytes = kMiB;
   unsigned queue_depth = 16;
-  // Of the mixed legs, where they are to show what the drive can do at its best; 0: those of the steps.
+  // For the mixed legs, to show the drive at its best; 0: those of the steps.
   std::uint64_t mixed_block_bytes = 0;
   unsigned mixed_queue_depth = 0;
   // Read, updated and written as one piece. Eight buffers of 3 MiB for AdamW: the footprint of the mixed legs is 16

@@ -76,7 +76,7 @@ pid_t start(const Subprocess& process, const Pipe& output, const Pipe& errors) {
   return pid;
 }
 
-// Appends what is there; false at the end of the stream.
+// Appends the available output; false at the end of the stream.
 bool drain(int descriptor, std::string& text) {
   std::array<char, 16384> buffer;
   const ssize_t length = ::read(descriptor, buffer.data(), buffer.size());

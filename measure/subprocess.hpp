@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/subprocess.hpp - runs another program and takes what it prints.
+// measure/subprocess.hpp - runs another program and reads its output.
 //
-// Errors     IoError when it cannot be started; Interrupted, after the program was ended too.
+// Errors     IoError if it cannot be started; Interrupted, after ending the program too.
 #pragma once
 
 #include <string>

@@ -49,8 +49,8 @@ class Pump {
   Pump(const Pump&) = delete;
   Pump& operator=(const Pump&) = delete;
 
-  // A flush first: what an earlier run wrote must not be paid for now, and its continuation is on the I/O thread. But
-  // not when the flush was done before it had one: then another is asked for.
+  // Flushes first, so that this run does not pay for an earlier run's writes, and so that its continuation runs on the
+  // I/O thread. If the flush was done before the continuation was attached, flushes again.
   void start() {
     bool came_too_late = true;
     while (came_too_late) {
@@ -136,7 +136,7 @@ class Pump {
   void finish() {
     result_.seconds = to_seconds(ended_ - begun_);
     result_.thread_seconds = thread_seconds() - thread_seconds_;
-    // Moved out first: whoever waits may destroy this object as soon as the promise is kept.
+    // Moved out first, because the waiting thread may destroy this object as soon as the promise is fulfilled.
     Promise promise = std::move(promise_);
     promise.complete();
   }
@@ -163,7 +163,7 @@ class Pump {
 
 using Pumps = std::vector<std::unique_ptr<Pump>>;
 
-// Waits for every pump even when one fails: their buffers must be at rest before anybody leaves.
+// Waits for every pump even if one fails, because their buffers must be at rest before the function returns.
 void wait_for(const Pumps& pumps, const WorkloadOptions& options) {
   for (const auto& pump : pumps) {
     while (!pump->done().wait_for(kProgressInterval)) {

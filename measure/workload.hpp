@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// measure/workload.hpp - keeps a queue of blocks in flight on one or several drives and says how fast they went. Start
+// measure/workload.hpp - keeps a queue of blocks in flight on one or several drives and measures their speed. Start
 // here.
 //
 // Each drive has an engine, and with it an I/O thread, of its own; the next block is submitted on that thread when one
@@ -30,7 +30,7 @@ namespace hoist::measure {
 enum class Pattern : std::uint8_t {
   read,
   write,
-  mixed,  // each block is a read or a write by the toss of a coin, as fio's rwmixread=50 does
+  mixed,  // each block is a read or a write at random, as with fio's rwmixread=50
 };
 const char* pattern_name(Pattern pattern);
 
@@ -41,7 +41,7 @@ struct DriveOptions {
   unsigned thread_count = 4;  // of the backend `threads`
 };
 
-// Buffers with random content; made once where many engines are tried one after the other.
+// Buffers with random content; made once for many engines in turn.
 class BlockBuffers {
  public:
   // `numa_node` negative: anywhere.
@@ -82,7 +82,7 @@ struct WorkloadOptions {
   Region region{};
   std::uint64_t bytes_max = 0;  // of each drive; 0: no limit
   Nanoseconds duration{0};      // 0: no limit. One of the two limits must be given.
-  std::uint64_t seed = 0;       // of the coin
+  std::uint64_t seed = 0;       // seed of the random choice
   const StopFlag* stop = nullptr;
   ProgressFunction progress{};
 };

@@ -11,7 +11,7 @@
 
 namespace hoist::optim {
 
-// The first micro-batch overwrites what the step before left.
+// The first micro-batch overwrites the sums of the step before.
 enum class Accumulate : std::uint8_t { overwrite, add };
 
 // sums[i] = gradient[i], or sums[i] + gradient[i] rounded to fp32; the same bits on every instruction set. A bf16 or

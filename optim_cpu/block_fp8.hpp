@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/block_fp8.hpp - moments of 8 bits: blocks of small floating-point numbers that share an exponent.
+// optim_cpu/block_fp8.hpp - 8-bit moments: blocks of small floating-point numbers that share an exponent.
 //
 // A block is kMomentBlock = 8 neighbours; its scale is a byte: the exponent field of its largest magnitude, as fp32 has
 // it, less 32. An element of a first moment is a sign, 3 bits of exponent and 4 of fraction; of a second moment, which
@@ -8,8 +8,8 @@
 // block's largest (second moments: 2^-14), and below that to 2^-10 (2^-18) of the block's.
 //
 // Four properties that the update relies on:
-// - What is unchanged is not rounded again: where numbers can lie does not move with the scale, except near zero.
-// - Encoding what was decoded gives the same bytes, whatever rounded them before (encode_block chooses the scale by the
+// - An unchanged number is not rounded again: the representable numbers do not move with the scale, except near zero.
+// - Encoding a decoded block gives the same bytes, however it was rounded before (encode_block chooses the scale by the
 //   rounded values); a block of zeros is bytes of zero.
 // - A second moment above zero is never stored as zero, but as the least that the block can hold: a parameter whose
 //   first moment is kept and whose second is gone would be moved without bound.
@@ -36,7 +36,7 @@ inline constexpr std::uint32_t kFractionBits = 4;
 inline constexpr std::uint32_t kDroppedBits = 23 - kFractionBits;    // of fp32's fraction
 inline constexpr std::uint32_t kLeastNormal = 1u << kFractionBits;   // the code of the smallest exponent's first
 inline constexpr std::uint32_t kLeastExponent = 32;                  // of a block: nothing below reaches 0
-inline constexpr std::uint32_t kNearest = 1u << (kDroppedBits - 1);  // what is added to round to nearest
+inline constexpr std::uint32_t kNearest = 1u << (kDroppedBits - 1);  // the addend that rounds to nearest
 inline constexpr std::uint32_t kInfiniteExponent = 255;
 
 // The code of numbers with the block's own exponent, without its fraction, in units of the exponent.
@@ -56,8 +56,8 @@ constexpr float decode_moment(std::uint8_t code, std::uint8_t scale, Moment mome
   return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(with_one - one));
 }
 
-// Encodes up to kMomentBlock values; magnitudes below 2^-126 count as zero. added[i], below 2^19, decides how value i
-// is rounded: fp8::kNearest, or random bits. Returns false when the result is not finite: the block is then not to be
+// Encodes up to kMomentBlock values; magnitudes below 2^-126 count as zero. added[i], below 2^19, selects the rounding
+// of value i: fp8::kNearest, or random bits. Returns false if the result is not finite; the block must then not be
 // decoded. Pre: no NaN; second moments are not negative.
 constexpr bool encode_block(std::span<const float> values, std::span<const std::uint32_t> added, Moment moment,
                             std::uint8_t* codes, std::uint8_t& scale) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/norm.hpp - the sum of squares of a gradient shard, in an order that nothing but the shard decides.
+// optim_cpu/norm.hpp - the sum of squares of a gradient shard, in an order that depends only on the shard.
 //
-// The order stands in core/norm_order.hpp. Thread count, block size and instruction set never change a bit.
+// core/norm_order.hpp defines the order. Thread count, block size and instruction set never change a bit.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace hoist::optim {
 
 using hoist::kNormChunkElements;
 
-// Sum of squares of one chunk (count <= kNormChunkElements); NaN or infinity when an element is.
+// Sum of squares of one chunk (count <= kNormChunkElements); NaN or infinity if an element is.
 double sum_of_squares_chunk(const void* gradient, DType dtype, std::size_t count);
 
 // One entry per chunk of the shard, so `partial.size()` is divide_up(count, kNormChunkElements).

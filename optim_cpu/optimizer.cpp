@@ -51,7 +51,8 @@ void require_positive_or_zero(std::string_view setting, double value) {
 template <typename Enum>
 void require_known(std::string_view setting, Enum last, Enum value) {
   if (value > last)
-    throw UsageError(fmt::format("the optimizer's {} is {}, which is none", setting, static_cast<unsigned>(value)));
+    throw UsageError(
+        fmt::format("the optimizer's {} is {}, which is not a valid value", setting, static_cast<unsigned>(value)));
 }
 
 }  // namespace
@@ -89,7 +90,7 @@ OptimizerState state_of(const OptimizerOptions& options) {
   return OptimizerState::none;
 }
 
-// What keeps no moment keeps none of any type.
+// An optimizer without moments has no moment type.
 StateForm state_form(const OptimizerOptions& options) {
   const OptimizerState state = state_of(options);
   return {.state = state,

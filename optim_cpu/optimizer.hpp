@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/optimizer.hpp - which optimizers there are, their settings, and what they keep of every parameter.
+// optim_cpu/optimizer.hpp - the optimizers, their settings, and their state of every parameter.
 //
-// One struct for all of them; which members count is said beside each. What they compute is in update.hpp.
+// One struct for all of them; a comment names the optimizers that use a member. update.hpp has the formulas.
 //
 // Threading  Plain data and pure functions.
 // Errors     check() throws UsageError naming the setting.
@@ -22,7 +22,7 @@ enum class OptimizerKind : std::uint8_t {
   lion,     // decoupled weight decay
   sgd,      // L2; with momentum or without
 };
-std::string_view optimizer_name(OptimizerKind kind);  // "AdamW", as configurations have it
+std::string_view optimizer_name(OptimizerKind kind);  // "AdamW", as in configurations
 
 struct OptimizerOptions {
   OptimizerKind kind = OptimizerKind::adamw;
@@ -32,24 +32,24 @@ struct OptimizerOptions {
   double epsilon = 1e-8;  // adamw, adam, adagrad
   double weight_decay = 0.01;
   bool bias_correction = true;                     // adamw, adam
-  double momentum = 0;                             // sgd; with 0 no moment is kept
+  double momentum = 0;                             // sgd; with 0 no moment is stored
   double dampening = 0;                            // sgd with momentum
   bool nesterov = false;                           // sgd with momentum and no dampening
   double learning_rate_decay = 0;                  // adagrad
-  double initial_accumulator = 0;                  // adagrad: what the sum of squares begins with
-  MomentType moments = MomentType::fp32;           // update.hpp says how the others are rounded
+  double initial_accumulator = 0;                  // adagrad: initial value of the sum of squares
+  MomentType moments = MomentType::fp32;           // update.hpp explains the rounding of the others
   RemainderType remainder = RemainderType::int16;  // beside bf16 weights. int8: masters of 24 bits
   std::uint64_t rounding_seed = 0;                 // of bf16 and fp8 moments, and of masters of 24 bits
 };
 
-// PyTorch's defaults (Lion's: its paper's), which differ from kind to kind.
+// PyTorch's defaults (Lion's: its paper's), which differ by kind.
 OptimizerOptions default_options(OptimizerKind kind);
 
-// Errors: UsageError for a setting that no update can be made with.
+// Errors: UsageError for an unusable setting.
 void check(const OptimizerOptions& options);
 
-// What is kept of every parameter from step to step, beside its master. Optimizers of the same state can take over from
-// each other.
+// The state of every parameter from step to step, beside its master. Optimizers with the same state can continue each
+// other.
 enum class OptimizerState : std::uint8_t {
   none,      // SGD without momentum
   momentum,  // SGD: a running sum of gradients, the first moment
@@ -72,7 +72,7 @@ constexpr unsigned moment_count(OptimizerState state) {
   return (has_moment1(state) ? 1u : 0u) + (has_moment2(state) ? 1u : 0u);
 }
 
-// How it is kept.
+// The types of that state.
 struct StateForm {
   OptimizerState state = OptimizerState::adam;
   MomentType moments = MomentType::fp32;

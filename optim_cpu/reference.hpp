@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/reference.hpp - every optimizer as its paper and PyTorch write it: scalar, double precision, readable.
+// optim_cpu/reference.hpp - every optimizer as in its paper and PyTorch: scalar, double precision, readable.
 //
-// For tests, and for whoever wants to know what the kernels compute.
+// For tests, and for readers of the kernels.
 #pragma once
 
 #include <cstdint>

@@ -25,7 +25,7 @@ HWY_EXPORT(instruction_set);
 
 namespace {
 
-// base^exponent by squaring. Not std::pow: the C library picks its code, and with it the last bit, by the machine.
+// base^exponent by squaring. Not std::pow: the C library chooses its code, and with it the last bit, by the machine.
 double power(double base, std::uint64_t exponent) {
   double result = 1;
   for (; exponent != 0; exponent >>= 1) {
@@ -98,8 +98,8 @@ bool update_tile(const UpdateCoefficients& coefficients, const Fp16Tile& tile) {
 
 namespace {
 
-// Highway's bits of the sets that are compiled in and that this machine has, best first. Asked once, before
-// force_instruction_set can have narrowed the answer.
+// Highway's bits of the compiled instruction sets that this machine has, best first. Queried once, before
+// force_instruction_set can narrow the answer.
 const std::vector<std::int64_t>& usable_targets() {
   static const std::vector<std::int64_t> targets = hwy::SupportedAndGeneratedTargets();
   return targets;

@@ -4,7 +4,7 @@
 // The formulas are PyTorch's (torch.optim; Lion's: its paper's), in fp32 with exact division and square root and
 // without fused multiply-add, so that every instruction set gives the same bits. Sources: Kingma & Ba, arXiv 1412.6980;
 // Loshchilov & Hutter, arXiv 1711.05101; Duchi et al., JMLR 12 (2011); Chen et al., arXiv 2302.06675. Every operation
-// below rounds to nearest even, once, in the order the parentheses say; g, p, m, v are one parameter's gradient, master
+// below rounds to nearest even, once, in the order of the parentheses; g, p, m, v are one parameter's gradient, master
 // and moments, the rest UpdateCoefficients:
 //
 //   g = g * gradient_scale
@@ -38,14 +38,14 @@
 // thread.
 //
 // Moments of fp8 (block_fp8.hpp) and the 8-bit remainder of a master of 24 bits are decoded exactly, updated in fp32 by
-// the formulas above, and rounded stochastically when they are stored, each to one of the two numbers beside it, so
-// that on average they go wherever fp32 ones would: 32 random bits an element (rounding_word), 16 of them for v, 8 for
-// m and 8 for p. The weight is then the new master of 24 bits, rounded to bf16 as ever.
+// the formulas above, and rounded stochastically when they are stored, each to one of the two neighbouring numbers, so
+// that on average they follow fp32 ones: 32 random bits an element (rounding_word), 16 of them for v, 8 for m and 8 for
+// p. The weight is then the new master of 24 bits, rounded to bf16 as usual.
 //
-// Weights of fp16 are written from the new p, rounded to nearest even; from 65520 on that is infinity, and the tile is
-// not to be committed.
+// Weights of fp16 are written from the new p, rounded to nearest even; from 65520 on that is infinity, and the tile
+// must not be committed.
 //
-// The bits of a NaN are the one thing left open (no state that holds one is ever committed).
+// Only the bits of a NaN are unspecified (no state with a NaN is ever committed).
 //
 // Denormals: arithmetic keeps them (the kernels clear flush-to-zero and denormals-are-zero for their own duration,
 // whatever the host program's setting), but a moment is stored as zero when its magnitude is below 2^-126. Otherwise
@@ -54,7 +54,7 @@
 //
 // Threading  Pure functions of their arguments; any thread.
 // Memory     No allocation. Pointers need the alignment of their element type only.
-// Errors     None; a non-finite gradient is the caller's to find first (see norm.hpp).
+// Errors     None; the caller must find non-finite gradients first (see norm.hpp).
 #pragma once
 
 #include <cstddef>
@@ -79,20 +79,20 @@ constexpr std::uint32_t rounding_word(std::uint32_t key, std::uint32_t index) {
   x = (x ^ (x >> 15)) * 0x846CA68Bu;
   return x ^ (x >> 16);
 }
-// What of a rounding word is added where: to the 19 bits that a moment of fp8 drops (block_fp8.hpp), with half a unit
-// of the last random bit so that none is favoured, and to the 8 that a master of 24 bits drops.
+// The parts of a rounding word: for the 19 bits that a moment of fp8 drops (block_fp8.hpp), with half a unit of the
+// last random bit so that none is favoured, and for the 8 that a master of 24 bits drops.
 constexpr std::uint32_t added_to_moment1(std::uint32_t word) { return (word >> 24) << 11 | 1u << 10; }
 constexpr std::uint32_t added_to_moment2(std::uint32_t word) { return (word & 0xFFFFu) << 3 | 1u << 2; }
 constexpr std::uint32_t added_to_master24(std::uint32_t word) { return word >> 16 & 0xFFu; }
 
-// What one update of step `step` (counted from 1) needs, derived once in double and rounded once.
+// The numbers of one update of step `step` (counted from 1), derived once in double and rounded once.
 // Pre: check(options).
 struct UpdateCoefficients : UpdateFactors {
   UpdateCoefficients(const OptimizerOptions& options, std::uint64_t step, double gradient_scale);
 };
 
 // A tile whose master is split: master = join_master(weight, remainder). All arrays have `count` elements, those of
-// scales one for each kMomentBlock begun; moments that the formula has not are not looked at. Blocks are counted from
+// scales one for each kMomentBlock begun; moments that the formula does not have are ignored. Blocks are counted from
 // the tile's first element.
 struct SplitTile {
   bf16* weight = nullptr;             // read and written
@@ -106,11 +106,11 @@ struct SplitTile {
   Rounding rounding{};             // of bf16 and fp8 moments, and of masters of 24 bits
   std::uint8_t* scale1 = nullptr;  // of fp8 moments
   std::uint8_t* scale2 = nullptr;
-  std::int8_t* remainder8 = nullptr;  // in the place of `remainder`: a master of 24 bits
+  std::int8_t* remainder8 = nullptr;  // instead of `remainder`: a master of 24 bits
 };
 
-// A tile whose weights are fp16, beside whole masters: fp16 has fewer exponent bits than a master, which can therefore
-// not be split.
+// A tile whose weights are fp16, beside whole masters: fp16 has fewer exponent bits than a master, so the master cannot
+// be split.
 struct Fp16Tile {
   std::uint16_t* weight = nullptr;  // written, never read
   float* master = nullptr;
@@ -139,13 +139,13 @@ struct WholeTile {
   std::uint8_t* scale2 = nullptr;
 };
 
-// Returns false when a master or moment came out that may not be committed (core/dtype.hpp master_is_committable, or
-// a non-finite moment); the tile is written all the same.
+// Returns false if a resulting master or moment may not be committed (core/dtype.hpp master_is_committable, or a
+// non-finite moment); the tile is written anyway.
 [[nodiscard]] bool update_tile(const UpdateCoefficients& coefficients, const SplitTile& tile);
 [[nodiscard]] bool update_tile(const UpdateCoefficients& coefficients, const WholeTile& tile);
 [[nodiscard]] bool update_tile(const UpdateCoefficients& coefficients, const Fp16Tile& tile);
 
-// The instruction sets this machine can run, best first ("AVX3", "AVX2", ...), and the one in use.
+// The instruction sets of this machine, best first ("AVX3", "AVX2", ...), and the one in use.
 std::vector<std::string> supported_instruction_sets();
 std::string active_instruction_set();
 // Tests: makes every following call use the named set; empty restores the best. Not thread-safe against updates.

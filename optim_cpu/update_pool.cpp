@@ -20,8 +20,8 @@
 #include <hoist/optim_cpu/update_pool.hpp>
 
 // oneTBB is not built for the thread sanitizer, which therefore cannot see that it hands tasks over in order. This file
-// is compiled without the sanitizer and tells it about the hand-overs itself; what `work` does stays checked. What the
-// library does to its own memory is no business of ours.
+// is compiled without the sanitizer and reports the hand-overs to it; `work` stays checked. The library's own memory is
+// not checked.
 #ifdef HOIST_TSAN
 extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
@@ -83,7 +83,7 @@ detail::Processors intersection(const detail::Processors& a, const detail::Proce
   return both;
 }
 
-// Where workers shall run; empty when the options leave it open.
+// The processors for the workers; empty if the options do not specify them.
 detail::Processors chosen_processors(const UpdatePoolOptions& options) {
   if (!options.processors.empty()) {
     detail::Processors sorted = options.processors;
@@ -98,14 +98,13 @@ detail::Processors chosen_processors(const UpdatePoolOptions& options) {
   return allowed.empty() ? *node : allowed;
 }
 
-// Tries the binding on a thread of its own, so that a refusal is an error here and not silence in a worker.
+// Tries the binding on a separate thread, so that a refusal is an error here and not ignored in a worker.
 void check_processors(const detail::Processors& processors) {
   bool accepted = false;
   std::thread([&] { accepted = detail::bind_current_thread(processors); }).join();
   if (accepted) return;
-  throw UsageError(
-      fmt::format("none of processors {}..{} may be used by this process; widen its cpuset or choose others",
-                  processors.front(), processors.back()));
+  throw UsageError(fmt::format("this process may use none of the processors {}..{}; widen its cpuset or choose others",
+                               processors.front(), processors.back()));
 }
 
 // [0, count) cut into one span per thread. A thread takes from its own span first, then from the others'.
@@ -120,7 +119,7 @@ class Spans {
     }
   }
 
-  // The first exception stops everyone after the item in hand and is kept.
+  // The first exception is stored and stops all threads after their current item.
   void work_through(std::size_t own, const std::function<void(std::size_t)>& work) noexcept {
     try {
       for (std::size_t k = 0; k < used_; ++k) take_from(spans_[(own + k) % used_], work);
@@ -128,7 +127,7 @@ class Spans {
       if (!stopped_.exchange(true)) error_ = std::current_exception();
     }
   }
-  // To be asked when everyone is done.
+  // Call when all threads are done.
   const std::exception_ptr& error() const { return error_; }
 
  private:
@@ -151,7 +150,7 @@ class Spans {
   std::exception_ptr error_;
 };
 
-// oneTBB sets its limit by what it saw of the process when it started; a larger arena would stay without workers. One
+// oneTBB set its limit when it started; a larger arena would stay without workers. One
 // large value, as the smallest of all live controls counts.
 std::optional<tbb::global_control> allowance_for(unsigned threads) {
   if (static_cast<int>(threads) <= tbb::info::default_concurrency()) return std::nullopt;

@@ -3,7 +3,7 @@
 //
 // Threading  run() blocks its caller, who takes part in the work. Several threads may call run() at once.
 // Memory     Threads are created at the first run(), not per run.
-// Errors     An exception thrown by `work` is rethrown by run(); items not yet begun are then left out.
+// Errors     run() rethrows an exception of `work`; items that have not begun are then skipped.
 #pragma once
 
 #include <cstddef>
@@ -14,30 +14,29 @@
 namespace hoist::optim {
 
 struct UpdatePoolOptions {
-  // 0: as many as the processors named below. A larger number is honoured too, also where oneTBB alone would see fewer
-  // (a host program that binds its main thread, as OMP_PROC_BIND does), unless the program set a lower
-  // tbb::global_control itself.
+  // 0: as many as the processors below. A larger number works too, also if oneTBB alone would see fewer (in a program
+  // that binds its main thread, as OMP_PROC_BIND does), unless the program itself set a lower tbb::global_control.
   unsigned threads = 0;
   // Negative: anywhere. Otherwise the workers run on those of the node's processors that the constructing thread may
-  // use, or on all of them when it is bound elsewhere. Without NUMA information from the kernel only node 0 exists,
-  // and it is everything.
+  // use, or on all of them if it is bound elsewhere. Without NUMA information from the kernel only node 0 exists, and
+  // it has all processors.
   int numa_node = -1;
-  // Where the workers run; empty: as `numa_node` says, or where the constructing thread may. To be named by a program
-  // whose threads are bound more narrowly than its workers should be.
+  // The processors of the workers; empty: those of `numa_node`, or of the constructing thread. For a program whose
+  // threads are bound more narrowly than its workers should be.
   std::vector<int> processors;
 };
 
 class UpdatePool {
  public:
-  // Errors: UsageError when the node does not exist or the workers may not run where they should.
+  // Errors: UsageError if the node does not exist or the workers may not run on the requested processors.
   explicit UpdatePool(const UpdatePoolOptions& options = {});
   ~UpdatePool();
   UpdatePool(const UpdatePool&) = delete;
   UpdatePool& operator=(const UpdatePool&) = delete;
 
   unsigned threads() const;
-  // work(i) for every i in [0, count), in any order, in parallel. Each thread begins with a contiguous span of its own,
-  // the same one for the same count, so that tiles tend to stay in its caches; then it helps the others.
+  // work(i) for every i in [0, count), in any order, in parallel. Each thread begins with its own contiguous span,
+  // always the same for the same count, so that tiles tend to stay in its caches; then it helps the others.
   void run(std::size_t count, const std::function<void(std::size_t)>& work);
 
  private:

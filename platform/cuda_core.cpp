@@ -19,7 +19,7 @@ std::string remedy(cudaError_t code) {
     case cudaErrorInsufficientDriver:
       return "install a driver that is at least as new as the toolkit hoist was built with";
     case cudaErrorNoDevice:
-      return "make a card visible (CUDA_VISIBLE_DEVICES, nvidia-smi) or choose the host device";
+      return "make a GPU visible (CUDA_VISIBLE_DEVICES, nvidia-smi) or choose the host device";
     case cudaErrorInvalidDevice:
       return "choose an ordinal that nvidia-smi lists";
     case cudaErrorMemoryAllocation:
@@ -27,11 +27,11 @@ std::string remedy(cudaError_t code) {
     case cudaErrorHostMemoryAlreadyRegistered:
       return "register each block once";
     case cudaErrorNoKernelImageForDevice:
-      return "rebuild with CMAKE_CUDA_ARCHITECTURES naming this card";
+      return "rebuild with CMAKE_CUDA_ARCHITECTURES naming this GPU";
     case cudaErrorIllegalAddress:
     case cudaErrorLaunchFailure:
     case cudaErrorECCUncorrectable:
-      return "the card's context is lost; restart the process and resume from the last commit";
+      return "the GPU's context is lost; restart the process and resume from the last commit";
     default:
       return "see the CUDA documentation of this code; compute-sanitizer finds the kernel at fault";
   }
@@ -58,7 +58,7 @@ bool has_context(int ordinal) {
 
 void cuda_check(cudaError_t code, const char* call) {
   if (code == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // the error is ours now; the next call of anybody else must not see it
+  static_cast<void>(cudaGetLastError());  // consumes the error, so that other code's next call does not see it
   throw DeviceError(call, static_cast<int>(code), cudaGetErrorString(code), remedy(code));
 }
 
@@ -67,11 +67,11 @@ CurrentCard::CurrentCard(int ordinal) {
   cuda_check(cudaGetDevice(&current), "cudaGetDevice");
   if (current != ordinal) {
     cuda_check(cudaSetDevice(ordinal), "cudaSetDevice");
-    // Selecting a card creates a context on it. A thread that never chose a card reports card 0; "restoring" that would
-    // take memory on card 0 for every rank of the machine.
+    // Selecting a GPU creates a context on it. A thread that never chose a GPU reports GPU 0; "restoring" that would
+    // take memory on GPU 0 for every rank of the machine.
     if (has_context(current)) previous_ = current;
   }
-  // Only now: it would make a context, too.
+  // Only now, because it would make a context, too.
   cuda_check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
 }
 
@@ -84,12 +84,13 @@ namespace detail {
 
 namespace {
 
-// How late a completion may be. The kernel's default timer slack is as long: a shorter sleep would gain nothing.
+// The longest delay of a completion. The kernel's default timer slack is as long, so a shorter sleep would gain
+// nothing.
 constexpr std::chrono::microseconds kPollInterval{50};
 
 cudaError_t query(cudaEvent_t event) {
   const cudaError_t code = cudaEventQuery(event);
-  if (code != cudaSuccess) static_cast<void>(cudaGetLastError());  // "not ready" is remembered, too
+  if (code != cudaSuccess) static_cast<void>(cudaGetLastError());  // the runtime also remembers "not ready"
   return code;
 }
 
@@ -147,7 +148,7 @@ cudaEvent_t CudaCore::take_event(PooledEvent::Timing timing) {
   }
   const CurrentCard card(ordinal_);
   cudaEvent_t event = nullptr;
-  // Blocking: a thread that waits for a card must not take a core from the optimizer by spinning.
+  // Blocking: a thread that waits for a GPU must not take a core from the optimizer by spinning.
   const unsigned flags =
       timing == PooledEvent::Timing::on ? cudaEventDefault : cudaEventDisableTiming | cudaEventBlockingSync;
   cuda_check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
@@ -201,7 +202,7 @@ void CudaCore::poll() {
   try {
     card.emplace(ordinal_);
   } catch (const std::exception& error) {
-    spdlog::error("the thread that polls card {} could not select it: {}", ordinal_, error.what());
+    spdlog::error("the thread that polls GPU {} could not select it: {}", ordinal_, error.what());
   }
   std::size_t pending = 0;
   std::unique_lock lock(mutex_);
@@ -227,7 +228,7 @@ void CudaCore::poll() {
 std::size_t CudaCore::poll_once() {
   std::vector<cudaError_t> codes(requests_.size());
   for (std::size_t i = 0; i < requests_.size(); ++i) codes[i] = query(requests_[i].event);
-  // Between asking and telling: whoever learns from a completion that a copy is over finds it in the books.
+  // After polling and before completing, so that the ledger already has a copy when its completion is done.
   std::size_t pending = collect();
   std::vector<Request> waiting;
   for (std::size_t i = 0; i < requests_.size(); ++i) {
@@ -249,18 +250,18 @@ std::size_t CudaCore::collect() {
     if (code == cudaErrorNotReady) {
       waiting.push_back(std::move(measure));
     } else if (code == cudaSuccess) {
-      book(measure);
-    }  // else the stream has failed, which is reported to whoever waits for it
+      count(measure);
+    }  // otherwise the stream has failed, and every wait for it reports that
   }
   measures_.swap(waiting);
   return measures_.size();
 }
 
-void CudaCore::book(const Measure& measure) const {
+void CudaCore::count(const Measure& measure) const {
   float milliseconds = 0;
   if (cudaEventElapsedTime(&milliseconds, measure.start.get(), measure.end.get()) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
-    milliseconds = 0;  // bytes count even where the time is not known
+    milliseconds = 0;  // bytes count even if the time is unknown
   }
   const Nanoseconds elapsed(static_cast<std::int64_t>(static_cast<double>(milliseconds) * 1e6));
   if (const auto* transfer = std::get_if<Measure::Transfer>(&measure.what)) {

@@ -22,7 +22,7 @@ int cuda_device_count(std::string* why) {
     if (why != nullptr) *why = cudaGetErrorString(code);
     return 0;
   }
-  if (count == 0 && why != nullptr) *why = "the driver lists no card";
+  if (count == 0 && why != nullptr) *why = "the driver lists no GPU";
   return count;
 }
 
@@ -34,11 +34,10 @@ void expect_card(int ordinal) {
   std::string why;
   const int count = cuda_device_count(&why);
   if (ordinal >= 0 && ordinal < count) return;
-  if (count > 0) why = fmt::format("there are {} cards, numbered from 0", count);
-  throw DeviceError(
-      fmt::format("opening CUDA device {}", ordinal), 0, why,
-      "check that nvidia-smi lists the card and CUDA_VISIBLE_DEVICES does not hide it, or choose the host "
-      "device");
+  if (count > 0) why = fmt::format("there are {} GPUs, numbered from 0", count);
+  throw DeviceError(fmt::format("opening CUDA device {}", ordinal), 0, why,
+                    "check that nvidia-smi lists the GPU and CUDA_VISIBLE_DEVICES does not hide it, or choose the host "
+                    "device");
 }
 
 class CudaDevice final : public Device {
@@ -139,7 +138,7 @@ class CudaDevice final : public Device {
 
   static void log_failure(cudaError_t code, const char* call) noexcept {
     if (code != cudaSuccess)
-      spdlog::error("{} failed: {}; the memory is left as it is", call, cudaGetErrorString(code));
+      spdlog::error("{} failed: {}; the memory stays registered", call, cudaGetErrorString(code));
   }
 
   const DeviceOptions options_;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the CUDA device: kernel_bodies.hpp under wrappers that say which thread is which. The compile flags that
-// their bits depend on stand in CMakeLists.txt.
+// Kernels of the CUDA device: kernel_bodies.hpp under wrappers that provide the thread's index. CMakeLists.txt sets the compile flags that their bits depend on.
 #include <algorithm>
 
 #include <hoist/platform/cuda_launch.hpp>
@@ -12,9 +11,9 @@ namespace hoist::platform::detail {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr std::uint64_t kBlocksMax = 4096;  // about 30 per multiprocessor of a large card; the stride does the rest
+constexpr std::uint64_t kBlocksMax = 4096;  // about 30 per multiprocessor of a large GPU; the stride covers the rest
 
-// Blocks for as many threads as there is work for, and at least one.
+// Blocks for as many threads as there are items of work, and at least one.
 unsigned blocks_for(std::uint64_t threads) {
   return static_cast<unsigned>(std::clamp((threads + kThreads - 1) / kThreads, std::uint64_t{1}, kBlocksMax));
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/cuda_launch.hpp - starting a kernel, for files that nvcc compiles. Only where hoist was built with CUDA.
+// platform/cuda_launch.hpp - starts a kernel, for files that nvcc compiles. Only if hoist was built with CUDA.
 //
-// After `<<<>>>` an error can only be asked for with cudaGetLastError(), which answers with whatever any earlier call
-// on this thread left behind, the embedding program's included, and takes it away from who looks for it: an event of
-// theirs that was not ready would be a kernel of ours that failed.
+// After `<<<>>>` an error can only be queried with cudaGetLastError(). It returns the error of any earlier call on this
+// thread, the embedding program's included, and clears it. An event of the program that was not ready would look like a
+// failed kernel of hoist.
 //
-// Threading  Any thread, with the stream's card current.
+// Threading  Any thread, with the stream's GPU current.
 // Errors     The launch's own code.
 #pragma once
 
@@ -19,7 +19,7 @@ struct LaunchShape {
   dim3 blocks;
   dim3 threads;
   cudaStream_t stream = nullptr;
-  std::size_t shared_bytes = 0;  // beside what the kernel declares
+  std::size_t shared_bytes = 0;  // in addition to what the kernel declares
 };
 
 // Pre: the arguments convert to the kernel's parameters.

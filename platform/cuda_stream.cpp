@@ -156,8 +156,8 @@ bool CudaStream::capturing() const {
 
 void CudaStream::launch(std::string_view what, std::function<void()>) {
   throw UsageError(
-      fmt::format("'{}' cannot be launched on CUDA stream '{}': no host function runs in the order of a card's "
-                  "stream without stalling the card; enqueue a kernel on native(), or use the host device",
+      fmt::format("'{}' cannot be launched on CUDA stream '{}': a host function cannot run in the order of a GPU's "
+                  "stream without stalling the GPU; enqueue a kernel on native(), or use the host device",
                   what, options_.name));
 }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // platform/device.hpp - one accelerator: its memory budget and its streams. Start here.
 //
-// Two implementations: `cuda`, and `host`, a real device made of CPU memory with one FIFO worker per stream, used
-// where there is no GPU and by every test. The host device is a tool for correctness; none of its times is ever
-// quoted as GPU speed.
+// Two implementations: `cuda`, and `host`, a device made of CPU memory with one FIFO worker per stream, for machines
+// without a GPU and for every test. The host device is a tool for correctness; its times are never quoted as GPU speed.
 //
 // Threading  Any thread.
-// Memory     The whole budget is one block, taken at construction; tiers::DeviceArena hands out pieces of it. A device
+// Memory     The whole budget is one block, taken at construction; tiers::DeviceArena allocates pieces of it. A device
 //            outlives its streams; an event may outlive both.
-// Errors     DeviceError names the call, the code and the remedy; a budget the card cannot give is a BudgetError.
+// Errors     DeviceError names the call, the code and the remedy; a budget that the GPU cannot provide is a
+//            BudgetError.
 #pragma once
 
 #include <optional>
@@ -27,17 +27,17 @@ struct HostDeviceOptions {
   bool poison = true;
   // Delays streams at random, by this seed, so that a missing wait fails a test. 0 is off.
   std::uint64_t chaos_seed = 0;
-  // false: host code may not touch its memory, as it may not touch a card's; only streams can. Where processor and
-  // kernel have protection keys (x86 since 2017, pkeys(7)), whoever does it all the same gets a fault.
+  // false: only streams may touch its memory, not host code, as with a GPU. If processor and kernel have protection
+  // keys (x86 since 2017, pkeys(7)), a violation faults.
   bool host_accessible = true;
 };
 
 struct DeviceOptions {
   DeviceKind kind = DeviceKind::host;
   std::uint64_t memory_bytes = 0;  // the budget; a multiple of 4 KiB
-  int ordinal = 0;                 // which card
+  int ordinal = 0;                 // which GPU
   HostDeviceOptions host{};
-  Ledger* ledger = nullptr;  // copies are counted here when given; must outlive the device
+  Ledger* ledger = nullptr;  // counts copies if given; must outlive the device
 };
 
 class Device {
@@ -53,15 +53,15 @@ class Device {
   // The budgeted block. Host code may dereference it only when host_accessible().
   virtual std::span<std::byte> memory() = 0;
   virtual bool host_accessible() const = 0;
-  // Says that `bytes` were handed back to the arena: the host device poisons them. Nothing may be in flight on them,
-  // and nothing may touch them until acquired() says that they were handed out again.
+  // `bytes` were returned to the arena: the host device poisons them. Nothing may be in flight on them, and nothing may
+  // touch them until acquired() is called for them.
   virtual void released(std::span<std::byte> bytes) = 0;
   virtual void acquired(std::span<std::byte> bytes) = 0;
   virtual std::unique_ptr<Stream> create_stream(std::string name) = 0;
   // Wraps a stream owned by the embedding program (cudaStream_t). Host device: UsageError.
   virtual std::unique_ptr<Stream> borrow_stream(void* native, std::string name) = 0;
-  // Makes host memory fit for asynchronous copies (cudaHostRegister); undone by unregister_host, with the same span, or
-  // by destruction. A copy must lie within one registered span.
+  // Prepares host memory for asynchronous copies (cudaHostRegister); unregister_host, with the same span, or
+  // destruction undoes it. A copy must be within one registered span.
   virtual void register_host(std::span<std::byte> bytes) = 0;
   virtual void unregister_host(std::span<std::byte> bytes) noexcept = 0;
 
@@ -69,7 +69,8 @@ class Device {
   Device() = default;
 };
 
-// Number of CUDA devices the driver offers; 0 without CUDA support, driver or card. `why` (optional) says which.
+// Number of CUDA devices that the driver offers; 0 without CUDA support, driver or GPU. `why` (optional) receives the
+// reason.
 int cuda_device_count(std::string* why = nullptr);
 
 }  // namespace hoist::platform

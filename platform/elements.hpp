@@ -20,8 +20,8 @@ namespace hoist::platform {
 struct AsBf16 {
   using Stored = std::uint16_t;
   HOIST_HOST_DEVICE static float load(Stored value) { return exact::float_of(static_cast<std::uint32_t>(value) << 16); }
-  // hoist::to_bf16 without its branch, so that loops vectorise: halves away from zero, by integers; the hardware's
-  // conversion rounds halves to even.
+  // hoist::to_bf16 without its branch, so that loops vectorise: halves away from zero, by integer arithmetic; the
+  // hardware's conversion rounds halves to even.
   HOIST_HOST_DEVICE static Stored store(float value) {
     const std::uint32_t bits = exact::bits_of(value);
     const std::uint32_t quiet = (bits >> 16) | 0x0040u;
@@ -30,7 +30,7 @@ struct AsBf16 {
   }
 };
 
-// On a GPU by its own conversions, which round to nearest even and know subnormals, as ours do.
+// On a GPU by its own conversions, which round to nearest even and handle subnormals, as ours do.
 struct AsFp16 {
   using Stored = std::uint16_t;
   HOIST_HOST_DEVICE static float load(Stored value) {
@@ -152,13 +152,13 @@ HOIST_HOST_DEVICE void store_floats(void* elements, std::uint64_t first, const f
   store_stored<kCount>(elements, first, stored);
 }
 
-// What of an array goes in packs: elements [head, head + packs * kPackElements); the rest one by one.
+// The part of an array in packs: elements [head, head + packs * kPackElements); the rest one by one.
 struct PackSpan {
   std::uint64_t head = 0;
   std::uint64_t packs = 0;
 };
 
-// The elements that are left beside the packs: those before them, then those after.
+// The elements outside the packs: those before them, then those after.
 HOIST_HOST_DEVICE inline std::uint64_t rest_of(const PackSpan& span, std::uint64_t count) {
   return count - span.packs * kPackElements;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host device: CPU memory that behaves like a card's, so that a program that is wrong on a card is wrong here too.
+// The host device: CPU memory that behaves like a GPU's, so that a program that is wrong on a GPU is wrong here too.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -92,7 +92,8 @@ class HostDevice final : public Device {
         "stream '{}' cannot be borrowed: the host device has no native streams; call create_stream instead", name));
   }
 
-  // Any memory is fit for copies here. The books are kept so that a mistake shows before it meets a card.
+  // Any memory works for copies here. Registrations are recorded so that a mistake shows before the program runs on a
+  // GPU.
   void register_host(std::span<std::byte> bytes) override {
     if (bytes.empty()) return;
     std::lock_guard lock(mutex_);
@@ -123,7 +124,7 @@ class HostDevice final : public Device {
     const std::span<std::byte> all = memory();
     HOIST_ASSERT(
         bytes.empty() || (bytes.data() >= all.data() && bytes.data() + bytes.size() <= all.data() + all.size()),
-        "{} bytes at {} are not the device's", bytes.size(), static_cast<void*>(bytes.data()));
+        "{} bytes at {} do not belong to the device", bytes.size(), static_cast<void*>(bytes.data()));
   }
 
   const DeviceOptions options_;

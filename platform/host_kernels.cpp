@@ -11,7 +11,7 @@ namespace hoist::platform::detail {
 
 namespace {
 
-// A plain loop over elements, which the compiler vectorises, instead of a card's packs: every gradient passes here.
+// A plain loop over elements, which the compiler vectorises, instead of a GPU's packs: every gradient passes here.
 // Inlined into a function for each instruction set. FMA is in none of them: the same bits everywhere.
 template <typename Target, typename Source, bool kAdd>
 [[gnu::always_inline]] inline void scale_loop(const ScaleArguments& a) {

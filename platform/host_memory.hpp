@@ -3,13 +3,13 @@
 // parallel.
 //
 // With 4 KiB pages a 1 MiB transfer is 256 segments, more than many drives take in one request, so it is split; with
-// huge pages it is one. Reserved huge pages are tried first, then transparent ones, then ordinary pages; `page_kind()`
-// says which were had.
+// huge pages it is one. Tries reserved huge pages first, then transparent ones, then ordinary pages; `page_kind()`
+// returns the kind.
 //
 // Threading  Construction uses several threads; afterwards the object is constant.
-// Memory     Allocated once, returned at destruction. A forked child does not see it: a fork would copy every page that
-//            a device or a ring has pinned. 0 bytes is an empty block.
-// Errors     BudgetError when the machine cannot give the bytes; a refused NUMA binding is a warning, not an error.
+// Memory     Allocated once, returned at destruction. A forked child does not have it: a fork would copy every page
+//            that a device or a ring has pinned. 0 bytes give an empty block.
+// Errors     BudgetError if the machine lacks the memory; a refused NUMA binding is a warning, not an error.
 #pragma once
 
 #include <cstddef>
@@ -41,11 +41,11 @@ class HostMemory {
   HostMemory& operator=(HostMemory&&) = delete;
   HostMemory(const HostMemory&) = delete;
 
-  // Exactly the bytes asked for.
+  // Exactly the requested bytes.
   std::span<std::byte> bytes() const;
   PageKind page_kind() const;
   static constexpr std::uint64_t kSliceBytes = std::uint64_t{1} << 30;
-  // The same block in pieces of at most 1 GiB: what io_uring registers as one buffer each.
+  // The same block in pieces of at most 1 GiB, each of which io_uring registers as one buffer.
   std::vector<std::span<std::byte>> slices(std::uint64_t slice_bytes = kSliceBytes) const;
 
  private:

@@ -41,7 +41,8 @@ HostStream::~HostStream() {
   changed_.notify_one();
   worker_.join();
   if (error_ && !error_delivered_) {
-    spdlog::error("stream {} was destroyed after an error that nobody waited for: {}", options_.name, describe(error_));
+    spdlog::error("stream {} was destroyed after an error that was never reported: {}", options_.name,
+                  describe(error_));
   }
   options_.alive->fetch_sub(1);
 }
@@ -128,7 +129,7 @@ void HostStream::run() {
     lock.unlock();
     for (Operation& operation : batch_) {
       execute(operation);
-      operation = std::monostate{};  // what it kept alive is let go now, not when the batch ends
+      operation = std::monostate{};  // releases what it kept alive now, not when the batch ends
     }
     batch_.clear();
     lock.lock();
@@ -164,16 +165,16 @@ void HostStream::execute(Operation& operation) {
 void HostStream::perform(const Wait& wait) {
   if (wait.event.reached()) return wait.event.wait();  // only rethrows
   const TimePoint start = Clock::now();
-  const auto book = [&] {
+  const auto count_wait = [&] {
     if (options_.ledger != nullptr) options_.ledger->waited(wait.cause, Clock::now() - start);
   };
   try {
     wait.event.wait();
   } catch (...) {
-    book();
+    count_wait();
     throw;
   }
-  book();
+  count_wait();
 }
 
 void HostStream::perform(const Copy& copy) {

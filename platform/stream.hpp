@@ -5,7 +5,7 @@
 // Memory     Buffers named in an enqueued operation stay valid until an event recorded after it is reached.
 // Errors     Enqueueing throws DeviceError. An error of enqueued work is kept: synchronize() and the event's
 //            completion() deliver it, and the stream does nothing further. A stream that waits for an event of a failed
-//            stream fails with the same error, since what it waited for never came.
+//            stream fails with the same error, because the event never happened.
 // Main path  copy/launch -> worker (host) or driver (CUDA); record -> StreamEvent -> wait on another stream.
 #pragma once
 
@@ -22,7 +22,7 @@
 
 namespace hoist::platform {
 
-// Which link a copy crosses; counted in the ledger the device was given. `local` stays inside one memory.
+// The link that a copy crosses, for the device's ledger. `local` stays inside one memory.
 enum class CopyKind : std::uint8_t { host_to_device, device_to_host, local };
 
 // A point in a stream. Not a Completion: the host learns of it only through completion().
@@ -58,7 +58,7 @@ class Stream {
 
   virtual std::string_view name() const = 0;
   virtual StreamEvent record() = 0;
-  // Work enqueued after this call waits for the event. The time spent waiting is booked to `cause`.
+  // Work enqueued after this call waits for the event. The ledger counts the waiting time under `cause`.
   virtual void wait(const StreamEvent& event, WaitCause cause) = 0;
   virtual void copy(std::byte* target, const std::byte* source, std::uint64_t bytes, CopyKind kind) = 0;
   virtual void fill(std::byte* target, std::uint8_t value, std::uint64_t bytes) = 0;
@@ -73,8 +73,8 @@ class Stream {
   virtual void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) = 0;
   // One optimizer update, with the bits of optim::update_tile (formulas and rounding: optim_cpu/update.hpp).
   virtual void update(const UpdateFactors& factors, const UpdateArrays& arrays) = 0;
-  // Runs `work` in stream order on the stream's worker. Host device only: a CUDA stream throws UsageError, since no
-  // host function may run in its order without stalling the card.
+  // Runs `work` in stream order on the stream's worker. Host device only: a CUDA stream throws UsageError, because a
+  // host function in its order would stall the GPU.
   virtual void launch(std::string_view what, std::function<void()> work) = 0;
   // Blocks until everything enqueued so far is done; rethrows the first error. Never called by launched work or by a
   // completion's continuation: the stream would wait for itself.
@@ -83,14 +83,14 @@ class Stream {
   virtual Nanoseconds idle_time() const = 0;
   // The driver's handle (cudaStream_t), null on the host device.
   virtual void* native() const = 0;
-  // Whether what is enqueued now becomes part of a CUDA graph instead of running.
+  // Whether work that is enqueued now becomes part of a CUDA graph instead of running.
   virtual bool capturing() const = 0;
 
  protected:
   Stream() = default;
 };
 
-// A borrowed stream, never null; what the public face takes.
+// A borrowed stream, never null; the public API takes it.
 class StreamRef {
  public:
   StreamRef(Stream& stream) : stream_(&stream) {}  // NOLINT(google-explicit-constructor): a reference by another name

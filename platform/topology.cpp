@@ -100,7 +100,7 @@ std::optional<int> Topology::node_of_block_device(unsigned major, unsigned minor
 
 std::optional<int> Topology::node_of_pci(const std::string& bus_id) const {
   if (sysfs_.empty()) return std::nullopt;
-  std::string name = bus_id;  // sysfs spells addresses in lower case
+  std::string name = bus_id;  // sysfs has addresses in lower case
   std::transform(name.begin(), name.end(), name.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   return detail::numa_node_file(std::filesystem::path(sysfs_) / "bus/pci/devices" / name / "numa_node");

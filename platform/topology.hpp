@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/topology.hpp - which NUMA nodes and cores there are, and which node each drive and card hangs off.
+// platform/topology.hpp - the NUMA nodes and cores, and the node of each drive and GPU.
 //
 // Read once through hwloc. Tests use hwloc's synthetic descriptions ("numa:2 core:4 pu:2").
 //
 // Threading  Constant after construction.
-// Errors     DeviceError when hwloc cannot read the machine or the description.
+// Errors     DeviceError if hwloc cannot read the machine or the description.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ namespace hoist::platform {
 class Topology {
  public:
   static Topology detect();                                   // this machine, within the process's cpuset
-  static Topology synthetic(const std::string& description);  // drives and cards are unknown to it
-  // This machine's nodes, but drives and cards looked up under another root than /sys.
+  static Topology synthetic(const std::string& description);  // without drives and GPUs
+  // This machine's nodes, but drives and GPUs from another root than /sys.
   static Topology detect_with_sysfs(std::string root);
 
   struct Node {
@@ -30,12 +30,12 @@ class Topology {
   unsigned core_count() const { return core_count_; }  // physical cores
   unsigned cpu_count() const { return cpu_count_; }    // logical processors
 
-  // The node of the drive that holds `path`, which need not exist yet; nullopt when the system does not say (virtual
-  // disks, drives on several nodes, network file systems).
+  // The node of the drive that holds `path`, which need not exist yet; nullopt if it is unknown (virtual disks, drives
+  // on several nodes, network file systems).
   std::optional<int> node_of_path(const std::string& path) const;
   // The node of a PCI device ("0000:17:00.0"); nullopt likewise.
   std::optional<int> node_of_pci(const std::string& bus_id) const;
-  // The node of a block device by its number; a volume over several drives has one when they agree.
+  // The node of a block device by its number; a volume over several drives has one if they agree.
   std::optional<int> node_of_block_device(unsigned major, unsigned minor) const;
 
  private:
@@ -47,11 +47,11 @@ class Topology {
   std::string sysfs_;  // empty: a synthetic machine
 };
 
-// Whether this machine's memory may lie on several nodes: for who needs a Topology only then. True where the system
-// does not say. Cost: one small file of sysfs, where detect() takes milliseconds.
+// Whether this machine's memory may be on several nodes, for code that needs a Topology only then. True if unknown.
+// Cost: one small file of sysfs, while detect() takes milliseconds.
 bool may_have_several_nodes();
 
-// Binds the calling thread to the cpus of a node. False, and nothing changed, when the system refuses.
+// Binds the calling thread to the cpus of a node. Returns false and changes nothing if the system refuses.
 bool bind_thread_to_node(const Topology& topology, int node);
 
 }  // namespace hoist::platform

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/update_arrays.hpp - what Stream::update works on. Light, since nvcc reads it too.
+// platform/update_arrays.hpp - the arguments of Stream::update. Few includes, because nvcc reads it too.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace hoist::platform {
 
-// What one optimizer update reads and writes, in device memory. Arrays are aligned to their element; where all of them
-// are aligned to 16 bytes, as a store's tiles are, a card moves 16 bytes at a time.
+// The arrays of one optimizer update, in device memory. They are aligned to their element; if all are aligned to 16
+// bytes, as a store's tiles are, a GPU moves 16 bytes at a time.
 struct UpdateArrays {
   std::byte* weights = nullptr;
   DType weights_dtype = DType::bf16;
@@ -22,13 +22,12 @@ struct UpdateArrays {
   const std::byte* gradient = nullptr;
   DType gradient_dtype = DType::bf16;
   std::uint64_t count = 0;
-  // Weights and gradient are contiguous. State (master and moments) may lie in tiles: that of every tile_elements
+  // Weights and gradient are contiguous. State (master and moments) may be in tiles: the state of every tile_elements
   // elements begins tile_stride_bytes after the one before. 0: contiguous, too.
   std::uint64_t tile_elements = 0;
   std::uint64_t tile_stride_bytes = 0;
   Rounding rounding{};  // of bf16 moments
-  // Becomes refused_value when a master or moment came out that may not be committed. Never cleared here; null: nobody
-  // wants to know.
+  // Set to refused_value if a resulting master or moment may not be committed. Never cleared here; may be null.
   std::uint32_t* refused = nullptr;
   std::uint32_t refused_value = 1;
 };

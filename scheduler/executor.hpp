@@ -24,7 +24,7 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Done when the task has returned, that is: when its work is submitted, not when the device has done it.
+  // Done when the task has returned: its work is then submitted, but the device may not have done it yet.
   Completion enqueue(std::function<void()> task);
   void drain();
   std::exception_ptr error() const;

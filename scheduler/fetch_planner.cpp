@@ -30,7 +30,8 @@ std::span<const Fetch> FetchPlanner::begin(std::size_t kind) {
 void FetchPlanner::apply(std::span<const Fetch> fetches) {
   for (const Fetch& fetch : fetches) {
     if (fetch.slot == kOwnMemory) continue;
-    if (table_.resident(fetch.item)) table_.evict(fetch.item);  // the plan gave it up; here it only lingered
+    if (table_.resident(fetch.item))
+      table_.evict(fetch.item);  // the plan had released it; only the memory still held it
     table_.place(fetch.item, fetch.slot);
   }
 }
@@ -57,8 +58,8 @@ std::span<const Fetch> FetchPlanner::access(Access access) {
   return fetches;
 }
 
-// Without a plan nothing is known of the future: fetch what is asked for, into an empty slot or the one whose occupant
-// has been idle longest.
+// Without a plan the future is unknown: fetch the requested item into an empty slot, or into the one whose occupant has
+// been idle longest.
 std::span<const Fetch> FetchPlanner::serve_on_demand(Access access) {
   issued_.clear();
   const bool slotted = options_.items[access.item].slotted;

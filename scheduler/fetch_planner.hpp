@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// scheduler/fetch_planner.hpp - follows the plan of a pass, records it, and improvises when the program deviates.
+// scheduler/fetch_planner.hpp - follows the plan of a pass, records the pass, and fetches on demand if the program
+// deviates.
 //
 // Every decision is a function of the calls made so far, so all ranks decide alike.
 //
@@ -32,15 +33,15 @@ class FetchPlanner {
 
   // Starts a pass of a kind (0 .. kPassKinds - 1). Slots are empty at this point.
   std::span<const Fetch> begin(std::size_t kind);
-  // The returned fetches are issued before anything else; valid until the next call. When the item needs a slot and
-  // every slot is pinned, the single fetch returned names kNoSlot, and the access did not happen.
+  // The returned fetches are issued before anything else; valid until the next call. If the item needs a slot and every
+  // slot is pinned, the single returned fetch names kNoSlot, and the access did not happen.
   std::span<const Fetch> gather(Item item);
   std::span<const Fetch> release(Item item);
   std::span<const Fetch> finish(Item item);
-  // Ends the pass. A complete one (not abandoned by an exception) becomes the plan of its kind when it was recorded.
+  // Ends the pass. A complete pass (not abandoned by an exception) that was recorded becomes the plan of its kind.
   void end(bool complete);
 
-  // Fetches the plan being followed will still issue, in order: what may be read from disk ahead. Empty while
+  // Fetches that the current plan will still issue, in order; these may be read from disk ahead. Empty while
   // recording.
   std::vector<Item> upcoming_fetches() const;
   // All fetches that the plan of a kind of pass would issue, in order; empty before the first was recorded.
@@ -63,7 +64,7 @@ class FetchPlanner {
   bool following_ = false;
   AccessTrace trace_;
   std::vector<std::size_t> last_use_;  // by item: position of its last access
-  std::vector<Fetch> issued_;          // backing of an improvised answer
+  std::vector<Fetch> issued_;          // storage for the answer to a fetch on demand
 };
 
 }  // namespace hoist::scheduler

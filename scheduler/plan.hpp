@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// scheduler/plan.hpp - from a recorded pass to the fetches that should have happened. Start here. Pure.
+// scheduler/plan.hpp - plans the fetches of a pass from a recorded one. Start here. Pure.
 //
 // Training repeats its accesses. The first pass of a kind is recorded as an AccessTrace; plan() then decides, for every
-// point of the pass, which items (units) to fetch there and into which slot of device memory, so that an item is on its
-// way before it is asked for. Equal inputs give equal plans on every rank, and fetches are issued at points of the
+// point of the pass, which items (units) to fetch there and into which slot of device memory, so that an item is in
+// transit before it is requested. Equal inputs give equal plans on every rank, and fetches are issued at points of the
 // program, never by timing: the order of collectives is the same everywhere.
 //
 // Source: eviction by furthest next use is Belady, "A study of replacement algorithms", IBM Systems Journal 1966.
@@ -48,9 +48,10 @@ struct ItemShape {
 struct PlanInputs {
   std::span<const ItemShape> items;
   std::uint32_t slot_count = 0;
-  std::uint64_t prefetch_elements = 0;        // fetched ahead at most; 0: nothing is prefetched
-  std::uint64_t live_elements_max = 0;        // resident at once at most, unless a single gather needs more
-  std::uint64_t reuse_distance_elements = 0;  // kept after release only when used again within so many elements
+  std::uint64_t prefetch_elements = 0;  // fetched ahead at most; 0: nothing is prefetched
+  std::uint64_t live_elements_max = 0;  // resident at once at most, unless a single gather needs more
+  std::uint64_t reuse_distance_elements =
+      0;  // stays after its release only if it is used again within this many elements
 };
 
 struct Fetch {
@@ -60,7 +61,7 @@ struct Fetch {
 };
 
 // fetches_at(i): what to issue when access i - 1 of the trace happens (i = 0: when the pass begins). A gather's own
-// fetch, when nothing brought the item earlier, is first in its list.
+// fetch, if none brought the item earlier, is first in its list.
 struct Plan {
   AccessTrace trace;
   std::vector<Fetch> fetches;      // in the order they are issued
@@ -71,8 +72,8 @@ struct Plan {
   }
 };
 
-// What the slots hold at a point of a pass, and the rules for changing it; used by plan() and, while following a plan
-// or improvising, by the FetchPlanner, so that both see the same residency.
+// What the slots hold at a point of a pass, and the rules for changing it; used by plan() and by the FetchPlanner, so
+// that both see the same residency.
 class SlotTable {
  public:
   SlotTable(std::span<const ItemShape> items, std::uint32_t slot_count);

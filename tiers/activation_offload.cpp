@@ -11,7 +11,7 @@ ActivationOffload::ActivationOffload(platform::Device& device, Budget& pinned, c
       down_(device.create_stream("stash")),
       up_(device.create_stream("unstash")) {
   for (std::size_t i = 0; i < options.items; ++i)
-    places_.push_back(pool_.carve(options.item_bytes, "stashed activations"));
+    places_.push_back(pool_.carve(options.item_bytes, "offloaded activations"));
   device_.register_host(pool_.memory().bytes());
 }
 
@@ -28,7 +28,7 @@ std::uint64_t ActivationOffload::bytes(const ActivationOffloadOptions& options) 
 }
 
 std::byte* ActivationOffload::place(std::size_t item) const {
-  HOIST_ASSERT(item < places_.size(), "item {} of a stash of {}", item, places_.size());
+  HOIST_ASSERT(item < places_.size(), "item {} of {} offloaded items", item, places_.size());
   return places_[item].data();
 }
 

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/activation_offload.hpp - a program's activations in pinned memory between its forward and its backward pass.
+// tiers/activation_offload.hpp - keeps a program's activations in pinned memory between its forward and its backward
+// pass.
 //
-// Copies go over two streams of its own, beside the program's compute stream and beside the engine's: an item comes
-// down while the next layers compute, and goes up again before its layer's turn.
+// Copies run on two streams of its own, beside the program's compute stream and the engine's streams. An item is copied
+// down while the next layers compute, and up again before its layer's turn.
 //
 // Threading  One thread.
-// Memory     Every item has a place of its own in pinned memory, taken from the budget at construction. Device memory
-//            is the program's; it outlives the copies, for which a stash waits at its end.
-// Errors     BudgetError when the places do not fit. A failed copy fails whoever waits for its event.
+// Memory     Every item has its own place in pinned memory, taken from the budget at construction. Device memory
+//            belongs to the program and must outlive the copies; the destructor waits for them.
+// Errors     BudgetError if the places do not fit. A failed copy fails every wait for its event.
 // Main path  stash(item, source, compute) -> the event says when the source may be overwritten; unstash(item, target,
-//            compute) -> the event says when the target is filled. Both wait for what is on `compute` so far.
+//            compute) -> the event says when the target is filled. Both wait for the work on `compute` so far.
 #pragma once
 
 #include <cstddef>
@@ -36,13 +37,13 @@ class ActivationOffload {
   ActivationOffload(const ActivationOffload&) = delete;
   ActivationOffload& operator=(const ActivationOffload&) = delete;
 
-  // Copies item_bytes down. `source` must hold what work enqueued on `compute` so far leaves there.
+  // Copies item_bytes down. Work enqueued on `compute` so far has filled `source`.
   platform::StreamEvent stash(std::size_t item, const std::byte* source, platform::StreamRef compute);
-  // Copies the item's last content up. `target` is not used by anything enqueued on `compute` later, until that waits
-  // for the event; copies down that were asked for before may still read it: this waits for them.
+  // Copies the item's last content up. Work enqueued on `compute` later must wait for the event before it uses
+  // `target`. Earlier copies down may still read it; this copy waits for them.
   platform::StreamEvent unstash(std::size_t item, std::byte* target, platform::StreamRef compute);
 
-  // Of pinned memory, for ActivationOffloadOptions.
+  // Bytes of pinned memory for these ActivationOffloadOptions.
   static std::uint64_t bytes(const ActivationOffloadOptions& options);
 
  private:

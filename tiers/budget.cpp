@@ -44,7 +44,7 @@ std::uint64_t Budget::peak_bytes() const {
 
 void Budget::give_back(std::uint64_t bytes) noexcept {
   std::lock_guard lock(mutex_);
-  HOIST_ASSERT(bytes <= held_bytes_, "{} bytes given back, {} held", bytes, held_bytes_);
+  HOIST_ASSERT(bytes <= held_bytes_, "{} bytes released, {} held", bytes, held_bytes_);
   held_bytes_ -= bytes;
 }
 
@@ -52,7 +52,7 @@ Budget::Hold::Hold(Hold&& other) noexcept
     : budget_(std::exchange(other.budget_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
 
 Budget::Hold& Budget::Hold::operator=(Hold&& other) noexcept {
-  Hold taken(std::move(other));  // self-assignment leaves the hold as it was
+  Hold taken(std::move(other));  // self-assignment changes nothing
   std::swap(budget_, taken.budget_);
   std::swap(bytes_, taken.bytes_);
   return *this;

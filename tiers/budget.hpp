@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/budget.hpp - how many bytes of a tier are spoken for, and never more than there are.
+// tiers/budget.hpp - counts the held bytes of a tier, never more than its budget.
 //
 // Threading  Any thread.
 // Errors     take() throws BudgetError naming the configuration key to raise.

@@ -42,7 +42,7 @@ DeviceArena::~DeviceArena() {
 DeviceBlock DeviceArena::allocate(std::uint64_t bytes, const std::string& what) {
   if (bytes == 0) return {};
   std::lock_guard lock(mutex_);
-  if (bytes > device_.memory().size()) throw no_hole(bytes, what);  // which may be more than can be rounded up
+  if (bytes > device_.memory().size()) throw no_hole(bytes, what);  // which may be too large to round up
   const std::uint64_t rounded = round_up(bytes, kAlignment);
   const auto hole = std::find_if(holes_.begin(), holes_.end(), [&](const auto& h) { return h.second >= rounded; });
   if (hole == holes_.end()) throw no_hole(bytes, what);
@@ -57,8 +57,8 @@ DeviceBlock DeviceArena::allocate(std::uint64_t bytes, const std::string& what) 
 }
 
 BudgetError DeviceArena::no_hole(std::uint64_t bytes, const std::string& what) const {
-  // First fit never looks past a hole that suffices, so in a larger arena everything alive would lie where it lies
-  // now and only the last hole would be longer: that gives the smallest arena in which this allocation succeeds.
+  // First fit never looks past a hole that suffices. In a larger arena every live block would have the same position,
+  // and only the last hole would be longer. That gives the smallest arena in which this allocation succeeds.
   const std::uint64_t arena_bytes = device_.memory().size();
   std::uint64_t tail_bytes = 0;
   std::uint64_t free_bytes = 0;
@@ -74,7 +74,7 @@ BudgetError DeviceArena::no_hole(std::uint64_t bytes, const std::string& what) c
        .need_bytes =
            round_up(arena_bytes - tail_bytes + round_up(std::min(bytes, kCountedMax), kAlignment), kBlockAlignment),
        .key = budget_.key(),
-       .detail = fmt::format("{} of {} beside what is allocated ({} free, the largest hole {})", what,
+       .detail = fmt::format("{} of {} beside the present blocks ({} free, the largest hole {})", what,
                              format_bytes(bytes), format_bytes(free_bytes), format_bytes(largest))});
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/device_arena.hpp - pieces of the device's budgeted block.
+// tiers/device_arena.hpp - allocates pieces of the device's budgeted block.
 //
 // For allocations that live long (gather slots, gradient buffers, an embedder's activations): first fit, exact sizes
 // rounded to 4 KiB (so that a drive can transfer from a block directly), neighbours joined on release.
 //
-// Threading  Any thread. A block is released only when no stream uses it any more; its owner sees to that.
-// Errors     BudgetError when no hole is large enough; it names the smallest device budget in which one would be.
+// Threading  Any thread. The owner of a block ensures that no stream uses it when it is released.
+// Errors     BudgetError if no hole is large enough; it names the smallest device budget that works.
 #pragma once
 
 #include <map>
@@ -46,7 +46,7 @@ class DeviceArena {
  public:
   static constexpr std::uint64_t kAlignment = kBlockAlignment;
 
-  // Arena over all of device.memory(), its bytes booked on `budget` as they are handed out.
+  // Arena over all of device.memory(), which holds bytes of `budget` for each block.
   DeviceArena(platform::Device& device, Budget& budget);
   ~DeviceArena();
   // Contents are undefined. 0 bytes give an empty block.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/durability.hpp - whether a store can be resumed, for options.
+// tiers/durability.hpp - the options for committing steps.
 #pragma once
 
 #include <cstdint>

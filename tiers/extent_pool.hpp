@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/extent_pool.hpp - which piece of the data file holds which record, and which pieces are free.
+// tiers/extent_pool.hpp - assigns pieces of the data file to records, and knows the free ones.
 //
 // Extents are cut once, from the list of record lengths alone: first one extent per record in record order, then the
-// second ones in the same order. Extents of equal length are interchangeable, so a free one is looked for by length
-// class; the lowest is taken, and records rewritten in one order lie in that order. An extent that a kept step shares
-// with the present one has two holders, and is free when both have let go of it.
+// second ones in the same order. Extents of equal length are interchangeable, so the pool searches by length and takes
+// the lowest free one; records that are rewritten in one order lie in that order. An extent that a named checkpoint
+// shares with the present step has two holders, and is free when both have released it.
 //
 // Threading  The owner serialises calls.
 // Memory     Everything is reserved at construction.
@@ -33,12 +33,12 @@ class ExtentPool {
 
   std::uint32_t extent_count() const { return static_cast<std::uint32_t>(extents_.size()); }
   const Extent& extent(std::uint32_t index) const { return extents_[index]; }
-  // Which one holds this byte of the data file. Pre: offset_bytes < data_bytes().
+  // The extent that holds this byte of the data file. Pre: offset_bytes < data_bytes().
   std::uint32_t extent_at(std::uint64_t offset_bytes) const;
   // Length of the data file.
   std::uint64_t data_bytes() const { return data_bytes_; }
   std::uint64_t memory_bytes() const;
-  // What the pool of such records would keep in memory, without making it.
+  // The memory of a pool of such records, without making it.
   static std::uint64_t memory_bytes(std::size_t record_count, std::size_t class_count, std::uint32_t copies);
 
   // The lowest free extent of exactly that length.
@@ -52,7 +52,7 @@ class ExtentPool {
   // Makes exactly the extents `used` (one for each record; kNoExtent where the record has no bytes) taken and all
   // others free. Returns what check() says; unless that is nothing, the pool is unchanged.
   [[nodiscard]] std::string adopt(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes);
-  // What is wrong with them as the extents of all records, or nothing: an unknown extent, one used twice, another
+  // The problem with them as the extents of all records, or nullopt: an unknown extent, one used twice, another
   // length than the record's.
   std::string check(std::span<const std::uint32_t> used, std::span<const std::uint64_t> record_bytes) const;
 

@@ -21,7 +21,7 @@ struct Place {
   std::uint64_t end;
 };
 
-// Where a piece goes when `used` bytes are taken: the one rule of plan and pool.
+// The position of a piece when `used` bytes are taken: the rule of both plan and pool.
 Place place(std::uint64_t used, std::uint64_t bytes) {
   const std::uint64_t rounded = round_up(bytes, kBlockAlignment);
   const std::uint64_t left_in_slice = HostMemory::kSliceBytes - used % HostMemory::kSliceBytes;

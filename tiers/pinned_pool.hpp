@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/pinned_pool.hpp - exact pieces of one registered block of host memory.
+// tiers/pinned_pool.hpp - divides one registered block of host memory into exact pieces.
 //
-// Everything is carved out at start-up: sizes are asked for first (plan), then the memory is taken once, in full, and
-// cut. Pieces are 4 KiB aligned, sizes rounded to 4 KiB only. One that fits a registration slice (1 GiB) lies within
-// one, so that all its transfers are registered; of a longer one the block across each boundary is transferred
-// unregistered.
+// Everything is allocated at start-up: sizes are planned first, then the memory is taken once, in full, and divided.
+// Pieces are 4 KiB aligned, sizes rounded to 4 KiB only. One that fits a registration slice (1 GiB) lies within one, so
+// that all its transfers are registered; of a longer one the block across each boundary is transferred unregistered.
 //
 // Threading  carve() during start-up, one thread; the pieces are plain memory afterwards.
-// Errors     BudgetError before anything is allocated when the plan exceeds the budget.
+// Errors     BudgetError before anything is allocated, if the plan exceeds the budget.
 #pragma once
 
 #include <cstddef>
@@ -33,8 +32,8 @@ class PinnedPool {
   // The next piece: exactly `bytes`, 4 KiB aligned. Going beyond the plan is a bug. Contents are zero.
   std::span<std::byte> carve(std::uint64_t bytes, const std::string& what);
   const platform::HostMemory& memory() const { return memory_; }
-  // For a drive that stopped answering and may still write here: the memory is never used again, and never given back
-  // to the system. The pool is of no more use.
+  // For a drive that stopped answering and may still write here: the memory is never used again and never returned to
+  // the system. The pool cannot be used afterwards.
   void quarantine();
 
  private:

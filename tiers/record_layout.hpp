@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/record_layout.hpp - how one rank's shard of one unit lies in memory and on disk. Pure arithmetic.
+// tiers/record_layout.hpp - the layout of one rank's shard of one unit in memory and on disk. Pure arithmetic.
 //
 // A record is a W region (weights, read alone by every gather) followed by an S region (optimizer state). Both are cut
 // into tiles of kTileElements parameters, the grain of checksums and of the update. Neither depends on block size,
@@ -31,7 +31,7 @@ namespace hoist::tiers {
 
 inline constexpr std::uint64_t kTileElements = 16384;  // 160 KiB of S: half an L2; 32 KiB of W
 
-// What a segment keeps of an element in the S region at most: a master and two moments of fp32.
+// The largest number of bytes of an element in the S region: a master and two moments of fp32.
 inline constexpr std::uint64_t kStateBytesMax = 12;
 
 // Elements per shard are a multiple of this, so the arrays inside an S tile keep 64-byte alignment.
@@ -51,11 +51,11 @@ struct RecordSegment {
 
   friend bool operator==(const RecordSegment&, const RecordSegment&) = default;
 
-  // Of the master, beside its weight: what bf16 leaves out, all of it beside fp16, nothing of fp32.
+  // Bytes of the master beside its weight: the remainder for bf16, the whole master for fp16, none for fp32.
   std::uint64_t master_bytes_per_element() const {
     return dtype == DType::bf16 ? remainder_bytes(remainder) : dtype == DType::fp16 ? 4 : 0;
   }
-  // Of so many elements, a multiple of kShardMultiple.
+  // Bytes for this many elements, a multiple of kShardMultiple.
   std::uint64_t state_bytes(std::uint64_t elements) const {
     return trainable ? elements * master_bytes_per_element() + moment_count * moment_bytes(moment_type, elements) : 0;
   }
@@ -69,7 +69,7 @@ struct Tile {
   std::uint64_t s_offset = 0, s_bytes = 0;  // within the S region; s_bytes is 0 when frozen
 };
 
-// Consecutive tiles that differ only in where they lie: the full ones of a segment, or its short last one.
+// Consecutive tiles that differ only in their position: the full ones of a segment, or its short last one.
 struct EqualTiles {
   std::uint32_t segment = 0;
   std::uint64_t first_tile = 0, tile_count = 0;
@@ -84,19 +84,19 @@ class RecordLayout {
 
   std::span<const RecordSegment> segments() const { return segments_; }
   std::span<const Tile> tiles() const { return tiles_->all; }
-  // The same tiles in few words, two for each segment at most: for sums over all of them.
+  // The same tiles as runs, at most two for each segment, for sums over all of them.
   std::span<const EqualTiles> equal_tiles() const { return tiles_->equal; }
   std::uint64_t region_bytes(Region region) const { return region == Region::weights ? w_bytes_ : s_bytes_; }
   std::uint64_t bytes() const { return w_bytes_ + s_bytes_; }
-  // Of consecutive tiles, padding included.
+  // Bytes of consecutive tiles, padding included.
   std::uint64_t tile_bytes(Region region, std::uint64_t first, std::uint64_t count) const {
     return offset(region, first + count) - offset(region, first);
   }
-  // Where a segment's weights begin within the W region.
+  // The offset of a segment's weights within the W region.
   std::uint64_t segment_w_offset(std::uint32_t segment) const { return segment_w_offsets_[segment]; }
 
  private:
-  // Where a tile begins within its region, or behind the last one its end.
+  // The offset of a tile within its region; after the last tile, the region's end.
   std::uint64_t offset(Region region, std::uint64_t tile) const {
     if (tile == tiles().size()) return region_bytes(region);
     return region == Region::weights ? tiles()[tile].w_offset : tiles()[tile].s_offset;

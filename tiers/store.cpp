@@ -45,7 +45,7 @@ Store::Impl::~Impl() {
     for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) files_.data->file(drive).unlock();
     return;
   }
-  spdlog::error("the drive of {} still owes transfers after {:.0f} s; its files are left open and locked",
+  spdlog::error("the drive of {} has not finished its transfers after {:.0f} s; its files stay open and locked",
                 paths_.directory, to_seconds(kDrainTimeout));
   [[maybe_unused]] const auto* transfers = transfers_.release();
   [[maybe_unused]] const auto* data = files_.data.release();
@@ -130,14 +130,14 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   const auto slot = static_cast<std::uint32_t>(found - slots_.begin());
   load_slot(slot);
   hold_kept();
-  // Not over the newest commit, until this one is durable.
+  // Does not overwrite the newest commit until this one is durable.
   const bool newest_in_0 = !commits_.empty() && slots_[0].state == SlotCheck::State::valid &&
                            detail::commit_header(slots_[0]) == commits_.front();
   const std::uint32_t other = slot < kSlotCount ? 1 - slot : (newest_in_0 ? 1 : 0);
   try {
-    // The process before us may have died between writing this manifest and flushing it. It has to be durable before
-    // the other slot, until then the only one that certainly is, is overwritten. (The data it speaks of is: it was
-    // flushed before the manifest was written.)
+    // The previous process may have died between writing this manifest and flushing it. It must be durable before the
+    // other slot, until then the only one that certainly is, is overwritten. (Its data is durable: it was flushed
+    // before the manifest was written.)
     engine_.sync(*files_.manifest).wait();
     write_slot(other, {incarnation_ + 1, commit.step, caller_state_.size(), commit.revision});
   } catch (...) {
@@ -153,7 +153,7 @@ void Store::Impl::adopt(const CommitHeader& commit) {
 
 Completion Store::Impl::drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const {
   if (trace_ == nullptr) return transfer;
-  // Its own copy of the name: a transfer that a drive never answers ends after the store.
+  // Copies the name: a transfer that a drive never answers ends after the store.
   transfer.then([trace = trace_, row, bytes, begin = Clock::now(), name = table_.record(record).unit](
                     const std::exception_ptr&) { trace->add(row, name, begin, Clock::now(), bytes); });
   return transfer;
@@ -194,7 +194,8 @@ void Store::Impl::begin_step(std::uint64_t step) {
   if (failed_) std::rethrow_exception(failed_);
   if (step_open_) return continue_step(step);
   HOIST_ASSERT(adopted_, "step {} begins before a commit of {} was adopted", step, paths_.directory);
-  HOIST_ASSERT(kept_.size() <= superblock_.kept_steps_max, "{} kept steps leave no extents to write to", kept_.size());
+  HOIST_ASSERT(kept_.size() <= superblock_.kept_steps_max, "{} named checkpoints leave no extents to write to",
+               kept_.size());
   HOIST_ASSERT(!committed_step_ || step >= *committed_step_, "step {} begins after step {} was committed", step,
                *committed_step_);
   revision_ = committed_step_ == step ? revision_ + 1 : 0;
@@ -206,7 +207,7 @@ void Store::Impl::begin_step(std::uint64_t step) {
 void Store::Impl::continue_step(std::uint64_t step) {
   HOIST_ASSERT(step >= step_, "step {} begins inside step {}", step, step_);
   try {
-    transfers_->wait_for_writes();  // two of them to one place would land in any order
+    transfers_->wait_for_writes();  // two writes to one place may be done in any order
   } catch (...) {
     failed_ = std::current_exception();
     throw;
@@ -245,7 +246,7 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree ag
   Job job{{incarnation_, step_, 0, revision_}, std::move(agree), {}};
   const Completion completion = job.promise.completion();
   if (durability_ == Durability::step) {
-    // A promise may not be dropped; these throws come before anybody could see it.
+    // A promise may not be dropped; these exceptions come before any code can see it.
     const auto refuse = [&](auto error) {
       job.promise.complete();
       throw error;
@@ -273,7 +274,7 @@ void Store::Impl::land(const Job& job) {
     else
       make_durable(job.header);
   } catch (...) {
-    // The others must not wait for a rank that will never come; the error that counts is this one.
+    // The other ranks must not wait for a rank that will never come; this error is the one to report.
     try {
       if (job.agree && durability_ == Durability::step) job.agree(std::current_exception());
     } catch (...) {
@@ -296,7 +297,7 @@ void Store::Impl::make_durable(const SlotHeader& header) {
     const TraceSpan span(trace_, TraceRow::commit, "flush data");
     files_.data->sync().wait();
   }
-  // From the manifest on, no drive may be taken for one that can be replaced.
+  // Once the manifest is written, no drive may look replaceable.
   for (const detail::LabelledDrive& drive : labels_to_write_) detail::write_label(drive.paths, drive.label);
   labels_to_write_.clear();
   for (const std::string& directory : directories_to_flush_) aio::sync_directory(directory);
@@ -312,7 +313,7 @@ void Store::Impl::commit_loop() {
     if (jobs_.empty()) return;
     Job job = std::move(jobs_.front());
     jobs_.pop_front();
-    std::exception_ptr error = failed_;  // what was to be kept after a commit that failed fails with it
+    std::exception_ptr error = failed_;  // a named checkpoint of a failed commit fails with it
     lock.unlock();
     try {
       if (!error) land(job);

@@ -3,16 +3,16 @@
 //
 // The store is a directory with, per rank, a data file (a pool of extents; each record lives in one of them; with
 // several drives it is spread over a file on each) and a manifest file (superblock, then slots). The manifest of
-// step t goes to the slot that does not hold the last committed step; see docs/format.md for the bytes and DESIGN of
-// commits.
+// step t goes to the slot that does not hold the last committed step; docs/format.md describes the bytes and the
+// protocol of commits.
 //
 // Threading  One thread at a time for begin_step/commit; reads, writes and verification from any thread.
 // Memory     Extents are reserved on disk at creation, checksum tables and the manifest image in memory at open;
 //            nothing is allocated per transfer but its completion.
 // Errors     StoreError (another model's, locked, no commit), IoError, CorruptionError naming unit, file and offset.
-//            After a commit failed, begin_step and commit throw its error again: reopening is the only way on.
-// Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync; keep: a manifest
-// more.
+//            After a failed commit, begin_step and commit throw its error again; the store must be reopened.
+// Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync; keep: one more
+//            manifest.
 #pragma once
 
 #include <memory>
@@ -31,8 +31,8 @@ namespace hoist::tiers {
 
 using RecordId = StrongId<struct RecordTag>;
 
-// What makes two runs the same model: compared as text, line by line, when a store is opened. One line per parameter,
-// made by zero/; the store only keeps and compares it. World size and rank are kept beside it.
+// Identifies a run's model: compared as text, line by line, when a store is opened. It has one line per parameter, made
+// by zero/; the store only stores and compares it, with world size and rank.
 struct StoreIdentity {
   std::string layout;
   int rank = 0;
@@ -48,7 +48,7 @@ struct StoreOptions {
   std::string directory;
   // Further drives, over which the data is spread; the manifest stays in `directory`.
   std::vector<std::string> stripe_directories{};
-  // create(): each drive's share, `directory` first, 1 to 16; equal ones when empty. open() keeps those of the store.
+  // create(): each drive's share, `directory` first, 1 to 16; equal shares if empty. open() uses the store's own.
   std::vector<std::uint32_t> stripe_weights{};
   // create(): a block of aio's, so that a piece of the update covers several drives and a tile never more than two.
   std::uint64_t stripe_unit_bytes = kMiB;
@@ -56,66 +56,65 @@ struct StoreOptions {
   std::vector<StoreRecord> records;
   Durability durability = Durability::step;
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
-  // create(): room for so many steps under a name, each another extent for every record. Durability step only. open()
-  // keeps the store's own number, and refuses when more are asked for.
+  // create(): the number of named checkpoints, each with another extent for every record. Durability step only. open()
+  // uses the store's own number, and refuses if more are requested.
   std::uint32_t kept_steps_max = 0;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
-  Trace* trace = nullptr;  // where transfers and commits are drawn
-  // Drawn at random when 0. Ranks of one run have numbers that follow each other, by rank, so that files of two runs
-  // are not taken for one.
+  Trace* trace = nullptr;  // receives transfers and commits
+  // Random if 0. Ranks of one run have consecutive numbers, so that files of two runs are not taken for one run's.
   std::uint64_t store_number = 0;
-  // create(): also replaces a store of this model and world size that holds its first commit and nothing else, for
-  // somebody who knows that another rank never came to its own: no rank can have gone on from there.
+  // create(): also replaces a store of this model and world size that holds only its first commit. For a caller that
+  // knows that another rank never reached its first commit, so that no rank can have continued from there.
   bool replace_first_commit = false;
 };
 
-// What a commit says about itself.
+// Identifies a commit.
 struct CommitHeader {
   std::uint64_t step = 0;
   std::uint32_t incarnation = 0;  // how often the store had been reopened
   std::uint32_t revision = 0;     // commits of the same step before this one
-  std::string name{};             // of a step that was kept; empty for the last commits
-  std::uint64_t kept_serial = 0;  // which keep() of this store it was, from 1; 0 for the last commits
+  std::string name{};             // of a named checkpoint; empty for the last commits
+  std::uint64_t kept_serial = 0;  // its number among the keep() calls of this store, from 1; 0 for the last commits
   friend bool operator==(const CommitHeader&, const CommitHeader&) = default;
 };
 
 class Store {
  public:
-  // What is in `directory` for this rank, without changing or locking anything: for people and for early refusals. The
-  // commit to adopt is chosen from commits() of the opened store instead, since a process that still runs, or whose
-  // last writes still land, moves on in between.
-  // A manifest whose superblock cannot be read counts as existing: what it held is unknown, so nothing may silently
-  // overwrite it. `damage` then says what is wrong, and names commit slots that hold something unusable (after a crash
-  // that is normal: the commit it interrupted).
+  // Describes what `directory` holds for this rank, without changing or locking anything; for people and for early
+  // refusals. The commit to adopt is chosen from commits() of the opened store instead, because a process that still
+  // runs, or whose last writes are still in flight, may commit in between. A manifest whose superblock cannot be read
+  // counts as existing: what it held is unknown, so nothing may silently overwrite it. `damage` then says what is
+  // wrong, and names commit slots that hold something unusable (after a crash that is normal: the commit it
+  // interrupted).
   struct Found {
     bool exists = false;                    // a manifest is there
-    std::optional<StoreIdentity> identity;  // whose it is, when the superblock can be read
+    std::optional<StoreIdentity> identity;  // its owner, if the superblock can be read
     Durability durability = Durability::step;
     std::uint64_t store_number = 0;
     std::uint64_t data_bytes = 0;                   // reserved on disk, over all drives
     std::uint64_t tile_count = 0;                   // of all records
-    std::vector<std::string> stripe_directories{};  // further drives, where they were when the store was made
+    std::vector<std::string> stripe_directories{};  // further drives, at their locations when the store was made
     std::vector<CommitHeader> commits;              // valid ones, newest first, without abandoned ones
     std::vector<CommitHeader> abandoned;            // see Store::abandoned()
-    std::vector<CommitHeader> kept;                 // steps kept under a name, oldest first
+    std::vector<CommitHeader> kept;                 // named checkpoints, oldest first
     std::uint32_t kept_steps_max = 0;
     std::vector<std::string> damage;
   };
   static Found look(const std::string& directory, int rank);
-  // The ranks that have a manifest in `directory`, ascending; none when there is no such directory.
+  // The ranks that have a manifest in `directory`, ascending; none if there is no such directory.
   static std::vector<int> ranks_in(const std::string& directory);
-  // Who holds the lock of a rank's store, for people ("process 4711 on node3"); nothing when nobody does. Looks by
-  // taking the lock for a moment, shared: a trainer that starts in that moment tries again.
+  // The holder of the lock of a rank's store, for people ("process 4711 on node3"); nullopt if there is none. Takes the
+  // lock for a moment, shared; a trainer that starts in that moment tries again.
   static std::optional<std::string> holder(const std::string& directory, int rank);
 
-  // Removes the files of all ranks of a store from the directories of its drives, manifests first. All their locks are
-  // taken before: when one is not to be had within `lock_timeout`, nothing is removed. Returns whether it is gone.
+  // Removes the files of all ranks of a store from the directories of its drives, manifests first. Takes all their
+  // locks first; if one is not available within `lock_timeout`, removes nothing. Returns whether the store was removed.
   static bool remove(std::span<const std::string> directories, Nanoseconds lock_timeout);
 
-  // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError when one with a commit
-  // is there or was and cannot be read any more, with BudgetError{tier "nvme"} when the file system is too small; then
-  // leaves nothing behind. A store that never reached its first commit is replaced, and so is one of durability none.
-  // `engines`: one for each directory, in their order; the first also carries the manifest.
+  // Makes a new store: directory (0700), files (0600), space reserved. Refuses with StoreError if a store with a commit
+  // is there, or was and is unreadable now, and with BudgetError{tier "nvme"} if the file system is too small; then no
+  // file remains. A store that never reached its first commit is replaced, and so is one of durability none. `engines`:
+  // one for each directory, in their order; the first also carries the manifest.
   using Engines = std::span<aio::DriveQueue* const>;
   static std::unique_ptr<Store> create(const StoreOptions& options, Engines engines);
   static std::unique_ptr<Store> create(const StoreOptions& options, aio::DriveQueue& engine);  // one drive
@@ -136,18 +135,19 @@ class Store {
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
   // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().
   std::span<const CommitHeader> commits() const;
-  // Commits that commits() leaves out. They can be adopted as long as nobody has begun a step since: ranks that were
-  // going back to an earlier step, and of which some died before they had adopted it, have these in common.
+  // Commits that commits() leaves out. They can be adopted until a step begins. If ranks were returning to an earlier
+  // step and some died before they had adopted it, these are the commits that all have in common.
   std::span<const CommitHeader> abandoned() const;
-  // Steps kept under a name, oldest first. A keep() under way is not among them yet.
+  // Named checkpoints, oldest first, without those of an unfinished keep().
   std::vector<CommitHeader> kept() const;
-  // Those of kept() that this damage, found by verify(), leaves alone: their tile of that name lies elsewhere.
+  // The checkpoints of kept() that this damage, found by verify(), does not affect: their copy of that tile is
+  // elsewhere.
   std::vector<CommitHeader> kept_apart_from(const CorruptionError::Where& damage) const;
-  // What open() found that cannot be used, as Found::damage. For a warning.
+  // Unusable parts that open() found, as Found::damage; for a warning.
   std::span<const std::string> damage() const;
-  // Makes the given commit, or kept step, the current state. Its first durable act is a manifest of the next
-  // incarnation, so that a later abandoned step can never be picked up again; it replaces a commit that was not chosen.
-  // With several ranks no rank may begin a step before all have adopted. Once, before the first begin_step. The
+  // Makes the given commit or named checkpoint the current state. It first writes a durable manifest of the next
+  // incarnation, so that a later abandoned step can never be resumed; that manifest replaces a commit that was not
+  // chosen. With several ranks no rank may begin a step before all have adopted. Once, before the first begin_step. The
   // manifest's checksum and every extent in it are checked here (StoreError), the records themselves when they are
   // read.
   void adopt(const CommitHeader& commit);
@@ -155,47 +155,46 @@ class Store {
 
   // --- reading -------------------------------------------------------------------------------------------------------
   // Reads tiles [first, first + count) of a record's region, contiguous as on disk. The bytes are not verified yet:
-  // call verify() on them before any use. Follows writes of the step under way once they were started by write(), tile
-  // by tile: what was not rewritten yet comes from the commit before (two transfers then). The caller waits for a
-  // write's completion before reading the same tiles. Reading what was never written is a bug.
+  // call verify() on them before any use. Sees the current step's writes once write() has started them, tile by tile; a
+  // tile that was not rewritten yet comes from the commit before (with two transfers then). The caller waits for a
+  // write's completion before reading the same tiles. Reading a tile that was never written is a bug.
   Completion read(RecordId record, Region region, std::uint32_t first, std::uint32_t count, std::span<std::byte> target,
                   aio::Priority priority);
-  // Throws CorruptionError unless `bytes` are what was last written there. Names the first tile that is not.
+  // Throws CorruptionError, naming the first wrong tile, unless `bytes` are the last ones written there.
   void verify(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
               std::span<const std::byte> bytes) const;
 
   // --- writing -------------------------------------------------------------------------------------------------------
-  // Opens step `step`, not before the last commit's; the same step again is its next revision. Every record that is
-  // written from here on goes to an extent that no commit uses. Waits for the commit before it and throws its error. A
-  // step that is not to be committed after all ends with the store. Durability none: one step without end may be
-  // enough; commits are optional.
+  // Opens step `step`, not before the last commit's; the same step again is its next revision. From now on every
+  // written record goes to an extent that no commit uses. Waits for the commit before it and throws its error. A step
+  // that will not be committed ends with the store. Durability none: one endless step is enough; commits are optional.
   // While a step is open, goes on to a later one without a commit between them: waits for the writes of the open one;
   // its records are then rewritten where they are, and the commit to come is of both.
   void begin_step(std::uint64_t step);
-  // The checksum to hand to write() for one tile, made by whoever has the tile in cache. Names the extent the record
-  // will have, so it is good for the step under way only, and the record counts as touched.
+  // The checksum of one tile for write(); compute it while the tile is in cache. It includes the record's next extent,
+  // so it is valid for the current step only, and the record counts as touched.
   std::uint64_t checksum(RecordId record, Region region, std::uint32_t tile, std::span<const std::byte> bytes);
-  // Writes tiles of the step under way. `source` stays valid and unchanged until done. Durability step: before
+  // Writes tiles of the current step. `source` stays valid and unchanged until done. Durability step: before
   // commit(), all tiles of both regions of a touched record must have been written.
   Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                    std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
-  // Starts the commit of the step under way and returns at once; a thread of the store waits for the writes, flushes,
+  // Starts the commit of the current step and returns at once; a thread of the store waits for the writes, flushes,
   // writes the manifest and flushes again. `agree` (optional) then runs on that thread: the exchange with the other
-  // participants, who are told what kept this one from coming so far (null: nothing did); what it throws fails the
-  // commit. The extents of the step before are reused only after that.
-  // Throws StoreError, and the step stays open, when a touched record was not wholly rewritten or, at the first commit,
-  // a record was never written; UsageError when the caller state is too long. A step in which nothing was written may
-  // be committed. Durability none: waits for writes only, agree does not run.
+  // participants, which passes them this one's error (null: none); an exception from it fails the commit. The extents
+  // of the step before are reused only after that. Throws StoreError, and the step stays open, if a touched record was
+  // not completely rewritten or, at the first commit, a record was never written; UsageError if the caller state is too
+  // long. A step in which nothing was written may be committed. Durability none: waits for writes only, agree does not
+  // run.
   using Agree = std::function<void(std::exception_ptr problem)>;
   Completion commit(std::span<const std::byte> caller_state, Agree agree = {});
 
   // --- keeping -------------------------------------------------------------------------------------------------------
-  // Keeps the last commit, one that is still under way included, under `name` until as many others were kept as there
-  // is room for: no data moves, its extents are left alone from now on. A step of the same name is replaced. Returns at
-  // once; a manifest is written and flushed on the store's thread, then `agree` runs, and only then an older one goes.
-  // Pre: no step is open; kept_steps_max > 0. Errors: UsageError for a name (wrong_step_name), or too long a state.
+  // Makes the last commit, even if it is unfinished, a checkpoint named `name`, until newer checkpoints need its place.
+  // No data moves; its extents are not reused. A checkpoint of the same name is replaced. Returns at once; the store's
+  // thread writes and flushes a manifest, then runs `agree`, and only then removes an older checkpoint. Pre: no step is
+  // open; kept_steps_max > 0. Errors: UsageError for a name (wrong_step_name), or too long a state.
   Completion keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree = {});
-  // Gives up a kept step; its space is reused. Waits for the drive. Pre: no step is open.
+  // Removes a named checkpoint; its space is reused. Waits for the drive. Pre: no step is open.
   void forget(std::uint64_t kept_serial);
   std::uint32_t kept_steps_max() const;
 

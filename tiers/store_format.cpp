@@ -173,7 +173,7 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
   const std::uint32_t extents = s.durability == kDurabilityNone ? 1 : 2 + s.kept_steps_max;
   if (s.kept_steps_max > kKeptStepsMax || s.extents_per_record != extents) {
     problem =
-        fmt::format("it names {} kept steps and {} extents for each record", s.kept_steps_max, s.extents_per_record);
+        fmt::format("it names {} checkpoints and {} extents for each record", s.kept_steps_max, s.extents_per_record);
     return std::nullopt;
   }
   if (s.tile_count > kSane || s.caller_state_bytes_max > kSane || s.superblock_bytes() != bytes.size() ||
@@ -256,7 +256,7 @@ std::uint64_t SlotImage::seal(const SlotHeader& header) {
 SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
   HOIST_ASSERT(bytes.size() == s.slot_bytes(), "{} bytes for {}", bytes.size(), s.slot_bytes());
   SlotCheck check;
-  // A slot that a crash tore may have lost its first block and kept a later one, so all of it has to be blank.
+  // A crash may tear a slot so that its first block is lost and a later one is not; so check that all of it is blank.
   if (is_blank(bytes)) return check;
   check.state = SlotCheck::State::damaged;
   if (!has_magic(bytes, kSlotMagic)) {

@@ -22,7 +22,7 @@ namespace hoist::tiers {
 
 inline constexpr std::uint32_t kStoreFormatVersion = 1;         // data on one drive
 inline constexpr std::uint32_t kStripedStoreFormatVersion = 2;  // the same, with a description of the drives
-inline constexpr std::uint32_t kKeepingStoreFormatVersion = 3;  // with room for kept steps, on any number of drives
+inline constexpr std::uint32_t kKeepingStoreFormatVersion = 3;  // with named checkpoints, on any number of drives
 inline constexpr std::uint64_t kSuperblockHeaderBytes = 128;
 inline constexpr std::uint64_t kSlotHeaderBytes = 128;
 inline constexpr std::uint64_t kRecordEntryBytes = 40;
@@ -120,7 +120,7 @@ class SlotImage {
   const Superblock& superblock_;
 };
 
-// What a slot holds.
+// The content of a slot.
 struct SlotCheck {
   enum class State : std::uint8_t { blank, damaged, valid };  // blank: no slot header was ever written here
   State state = State::blank;
@@ -130,7 +130,7 @@ struct SlotCheck {
 // Pre: `slot` is slot_bytes() long.
 SlotCheck check_slot(std::span<const std::byte> slot, const Superblock& superblock);
 
-// What is wrong with a kept step's name, or nothing: 1 to kStepNameBytesMax bytes, none of them a control character.
+// The problem with a checkpoint's name, or nullopt: 1 to kStepNameBytesMax bytes, none of them a control character.
 std::string wrong_step_name(std::string_view name);
 
 // The first line in which two layout texts differ, as "stored: ... / yours: ...".

@@ -77,7 +77,7 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
     refuse(fmt::format("was written by {} ranks and cannot be continued by {}: start {} ranks", stored.world_size,
                        mine.world_size, stored.world_size));
   if (stored.rank != mine.rank)
-    refuse(fmt::format("was written by rank {}, and its file has the name of rank {}'s: restore its own name",
+    refuse(fmt::format("was written by rank {}, and its file has the name of rank {}'s: rename the file back",
                        stored.rank, mine.rank));
   if (stored.layout != mine.layout) refuse("holds another model: " + first_difference(stored.layout, mine.layout));
   if (stored.tile_elements != mine.tile_elements || stored.record_count != mine.record_count ||
@@ -106,7 +106,7 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
 
 [[noreturn]] void throw_unreadable(const StorePaths& paths, const std::string& problem) {
   throw StoreError(
-      fmt::format("{} cannot be used: {}; nothing was changed, and whatever it holds is not overwritten: "
+      fmt::format("{} cannot be used: {}; nothing was changed, and its content is not overwritten: "
                   "move the directory away, or remove it",
                   paths.manifest, problem));
 }
@@ -122,7 +122,7 @@ bool holds_only_first_commit(const detail::ManifestView& view, const Superblock&
          });
 }
 
-// Refuses to replace what holds, or may hold, somebody's training.
+// Refuses to replace files that hold, or may hold, a training run.
 void refuse_if_committed(const detail::ManifestView& view, const Superblock& mine, const StorePaths& paths,
                          bool replace_first_commit) {
   if (!view.damage.empty()) throw_unreadable(paths, view.damage);
@@ -173,7 +173,7 @@ void require_engines(Store::Engines engines, std::size_t drive_count) {
     throw UsageError(fmt::format("{} engines for a store on {} drives", engines.size(), drive_count));
 }
 
-// What the files of each drive will occupy.
+// The space of each drive's files.
 std::vector<std::uint64_t> drive_needs(const aio::StripeLayout& layout, const Superblock& superblock) {
   std::vector<std::uint64_t> need_bytes;
   for (unsigned d = 0; d < layout.drive_count(); ++d)
@@ -181,7 +181,7 @@ std::vector<std::uint64_t> drive_needs(const aio::StripeLayout& layout, const Su
   return need_bytes;
 }
 
-// Makes a new store's files on all its drives; what was made is removed again unless keep() is reached.
+// Makes a new store's files on all its drives; removes them again unless keep() is reached.
 class NewFiles {
  public:
   NewFiles(std::vector<StorePaths> drives, const Superblock& superblock, aio::StripeLayout layout)
@@ -189,7 +189,7 @@ class NewFiles {
     for (const StorePaths& drive : drives_) creations_.push_back(std::make_unique<detail::Creation>(drive));
   }
 
-  // Takes the locks, and keeps them. What is there may give way when it never held a commit.
+  // Takes and holds the locks. Existing files may be replaced if they never held a commit.
   void claim(Nanoseconds lock_timeout, bool replace_first_commit) {
     for (const auto& creation : creations_) creation->claim(lock_timeout);
     const detail::ManifestView view = detail::view_manifest(drives_.front().manifest);
@@ -201,8 +201,8 @@ class NewFiles {
 
   std::unique_ptr<aio::StripedFile> make_data(Store::Engines engines) {
     for (const auto& creation : creations_) creation->replace();
-    // Labels first, and durably: data without a label is never ours, and once the manifest is gone nothing else says
-    // that data of a first commit may give way.
+    // Labels first, and durably: data without a label never belongs to the store, and without the manifest only the
+    // label says that data of a first commit may be replaced.
     for (unsigned d = 1; d < layout_.drive_count(); ++d) {
       detail::write_label(drives_[d], label(d));
       aio::sync_directory(drives_[d].directory);
@@ -211,7 +211,7 @@ class NewFiles {
     for (const auto& creation : creations_) creation->clear();
     std::vector<aio::StripeDrive> files;
     for (unsigned d = 0; d < layout_.drive_count(); ++d) files.push_back({engines[d], make_drive(d)});
-    detail::remove_file(drives_.front().label);  // it was a further drive of a store that gives way
+    detail::remove_file(drives_.front().label);  // it was a further drive of a store that is being replaced
     return std::make_unique<aio::StripedFile>(layout_, std::move(files));
   }
 
@@ -223,7 +223,7 @@ class NewFiles {
     return std::make_unique<aio::File>(drives_.front().manifest, aio::FileOptions{});
   }
 
-  // The labels as the first commit makes them.
+  // The labels after the first commit.
   std::vector<detail::LabelledDrive> committed_labels() const {
     std::vector<detail::LabelledDrive> labels;
     for (unsigned d = 1; d < layout_.drive_count(); ++d) {

@@ -23,14 +23,14 @@ Superblock superblock_of(const detail::StorePaths& paths, int rank, std::span<co
   if (!view.damage.empty()) throw StoreError(fmt::format("{} cannot be used: {}", paths.manifest, view.damage));
   Superblock superblock = std::move(*view.superblock);
   if (superblock.rank != static_cast<std::uint32_t>(rank))
-    throw StoreError(fmt::format("{} was written by rank {}, and has the name of rank {}'s: restore its own name",
+    throw StoreError(fmt::format("{} was written by rank {}, and has the name of rank {}'s: rename the file back",
                                  paths.manifest, superblock.rank, rank));
   if (superblock.durability == kDurabilityNone)
     throw StoreError(
         fmt::format("the store in {} was made with durability 'none' and holds no commit", paths.directory));
   if (superblock.record_count != records.size() || superblock.geometry_checksum != detail::geometry_checksum(records))
     throw StoreError(
-        fmt::format("the store in {} cuts its model into other records than this version does", paths.directory));
+        fmt::format("the store in {} divides its model into other records than this version does", paths.directory));
   return superblock;
 }
 

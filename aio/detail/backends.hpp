@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/backends.hpp - how the engine makes the backends of this room.
+// aio/detail/backends.hpp - makes the backends of this module.
 #pragma once
 
 #include <memory>
@@ -9,20 +9,20 @@
 
 namespace hoist::aio::detail {
 
-// Why io_uring cannot be had here: the errno, and what a person can do about it.
+// Why io_uring is not available: the errno, and the remedy.
 struct Unavailable {
   int code = 0;
   std::string reason;
   std::string remedy;
 };
 
-// Null when the system does not let us; then `why` is filled in.
+// Null if the system refuses; then `why` is filled in.
 std::unique_ptr<Backend> make_io_uring_backend(const DriveQueueOptions& options, Unavailable& why);
 // `note` is appended to the description: why this backend was chosen. May be empty.
 std::unique_ptr<Backend> make_threads_backend(const DriveQueueOptions& options, const std::string& note);
 std::unique_ptr<Backend> make_null_backend(const DriveQueueOptions& options);
 
-// Names the calling thread and binds it to a NUMA node when one is given; a refused binding is logged.
+// Names the calling thread and binds it to a NUMA node if one is given; logs a refused binding.
 void enter_io_thread(const char* name, int numa_node) noexcept;
 
 }  // namespace hoist::aio::detail

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/busy_clock.hpp - time during which at least one of many overlapping things was under way.
+// aio/detail/busy_clock.hpp - measures the time during which at least one of many overlapping operations was in
+// progress.
 //
 // Threading  begin and end on one thread; total on any.
 #pragma once

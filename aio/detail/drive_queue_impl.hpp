@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/drive_queue_impl.hpp - the I/O thread behind an DriveQueue: queues, blocks in flight, results, retries,
+// aio/detail/drive_queue_impl.hpp - the I/O thread behind a DriveQueue: queues, blocks in flight, results, retries,
 // draining.
 //
 // Threading  enqueue, stats and stop from any thread; everything below "I/O thread only" on that thread.
@@ -30,7 +30,7 @@ class DriveQueue::Impl {
   Stats stats() const;
   bool gave_up() const;
   const std::string& description() const { return description_; }
-  // Drains and ends the I/O thread. False: it could not be done in time, and this object must be leaked.
+  // Drains and ends the I/O thread. False: it did not end in time, and this object must be leaked.
   bool stop() noexcept;
 
  private:
@@ -71,7 +71,7 @@ class DriveQueue::Impl {
   Queues arrivals_;                       // guarded by mutex_
   detail::TransferQueue unused_;          // guarded by mutex_
   std::deque<detail::Transfer> records_;  // guarded by mutex_ (growth); addresses are stable
-  bool waiting_ = false;                  // guarded by mutex_: the I/O thread sleeps and has room for more blocks
+  bool waiting_ = false;                  // guarded by mutex_: the I/O thread sleeps and can take more blocks
   bool stopping_ = false;                 // guarded by mutex_
   std::uint64_t drain_progress_ = 0;      // guarded by mutex_: grows while the drive answers
   bool ended_ = false;                    // guarded by mutex_
@@ -79,15 +79,15 @@ class DriveQueue::Impl {
 
   // I/O thread only.
   Queues queues_;
-  detail::TransferQueue retired_;  // on their way to unused_
+  detail::TransferQueue retired_;  // will move to unused_
   std::vector<detail::Flight> flights_;
   std::vector<detail::Flight*> free_flights_;
   std::vector<detail::Flight*> retrying_;
   std::vector<Block*> done_;
   unsigned in_flight_ = 0;
-  Deadline silence_;         // since the last answer, or since the drive was given something to do
-  Deadline drain_;           // since the last answer, or since the engine was told to end
-  bool progressed_ = false;  // a block has finished since take_arrivals, or the engine was told to end
+  Deadline silence_;         // since the last answer, or since the drive got work
+  Deadline drain_;           // since the last answer, or since the queue was told to end
+  bool progressed_ = false;  // a block has finished since take_arrivals, or the queue was told to end
   bool draining_ = false;
 
   std::array<detail::BusyClock, 2> busy_;

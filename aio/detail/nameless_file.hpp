@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/nameless_file.hpp - a file to measure or probe with, that goes whatever happens to the process.
+// aio/detail/nameless_file.hpp - a file for measuring or probing that disappears with the process.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace hoist::aio::detail {
 
-// Its name is removed at once: the space is free again when the file is closed. Errors: IoError.
+// Its name is removed at once, so closing the file frees its space. Errors: IoError.
 inline File nameless_file(const std::string& directory, std::uint64_t bytes) {
   static std::atomic<unsigned> next{0};
   const std::string path = fmt::format("{}/.hoist-probe-{}-{}", directory, ::getpid(), next.fetch_add(1));

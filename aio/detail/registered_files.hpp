@@ -2,11 +2,11 @@
 // aio/detail/registered_files.hpp - the files that a ring has registered, each from its first transfer until it is
 // closed.
 //
-// A ring keeps a registered file open, and so locked, on its own account. Closing a File therefore waits (at most
-// kForgetTimeout) until the I/O thread has taken it out of the ring's table; only that thread may.
+// A ring keeps a registered file open, and therefore locked. Closing a File waits (at most kForgetTimeout) until the
+// I/O thread has removed it from the ring's table, which only that thread may do.
 //
 // Threading  start, slot_of, serve and detach on the I/O thread; closing on any.
-// Memory     Shared by the backend and by the files that may still have to tell it that they close.
+// Memory     Shared by the backend and the files, which tell it when they close.
 #pragma once
 
 #include <array>
@@ -29,18 +29,18 @@ class RegisteredFiles final : public FileObserver {
   static constexpr unsigned kSlotCount = 64;
   static constexpr Nanoseconds kForgetTimeout = std::chrono::seconds(1);
 
-  // `wake_up` is what the I/O thread hears.
+  // `wake_up` wakes the I/O thread.
   explicit RegisteredFiles(std::shared_ptr<const WakeUp> wake_up) : wake_up_(std::move(wake_up)) {}
 
-  // Makes the table in the ring. An errno when the kernel refuses; then no file is ever registered.
+  // Makes the table in the ring. Returns an errno if the kernel refuses; then no file is ever registered.
   int prepare(io_uring& ring);
   // From now on the calling thread is the I/O thread.
   void start();
-  // The slot of a file, registering it now when there is room. -1: use its descriptor.
+  // The slot of a file, which is registered now if a slot is free. -1: use its descriptor.
   int slot_of(const File& file, const std::shared_ptr<RegisteredFiles>& self);
-  // Does what closing files wait for.
+  // Unregisters the files that are waiting to close.
   void serve();
-  // The ring is about to go.
+  // The ring will be destroyed.
   void detach();
 
   void closing(std::uint64_t file_id) noexcept override;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/ring.hpp - an io_uring with the memory and the files that it has registered.
+// aio/detail/ring.hpp - an io_uring with its registered memory and files.
 //
-// Every block goes to the kernel in a call of its own: submitted together, neighbours are merged into requests that are
-// larger than drives like. The last one is kept back until the next call, which in a full queue is the one that waits:
-// then a block costs one system call in all.
+// Every block goes to the kernel in its own call, because the kernel merges neighbours that are submitted together into
+// requests that are too large for drives. The last block is kept back until the next call, which in a full queue is the
+// one that waits, so a block costs one system call in all.
 //
 // Threading  Made on any thread; everything from start() on, and destruction, on the I/O thread.
 // Memory     A block stays where it is until collect() has returned it.
@@ -29,28 +29,28 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // An errno, or 0. Memory or files that cannot be registered are no failure; description() says so.
+  // An errno, or 0. Memory or files that cannot be registered are not an error; description() reports them.
   int make(const DriveQueueOptions& options, Polling polling);
   std::string description() const;  // "registered buffers, registered files"
 
   void start();
   void put(Block& block);
-  // Asks to be told when the descriptor can be read; submitted with whatever is submitted next.
+  // Polls for the descriptor to become readable; submitted with the next submission.
   void put_poll(int descriptor);
-  // Hands the block that was kept back to the kernel.
+  // Submits the block that was kept back.
   void flush() {
     if (unsubmitted_) submit();
   }
   // Submits, and waits until something has finished. Pre: not a ring that polls for completions.
   void wait(Nanoseconds timeout);
-  // Submits, and looks once for what has finished.
+  // Submits, and checks once for finished blocks.
   void poll();
-  // Lets go of files that are being closed.
+  // Releases files that are being closed.
   void serve_closing_files() { files_->serve(); }
 
   struct Collected {
     std::size_t block_count = 0;
-    bool polled = false;  // what put_poll() asked for has come
+    bool polled = false;  // the poll of put_poll() has fired
   };
   Collected collect(std::span<Block*> done);
   bool has_finished() const { return io_uring_cq_ready(&ring_) > 0; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/transfer.hpp - a transfer that was asked for, the blocks it is cut into, and queues of transfers.
+// aio/detail/transfer.hpp - a transfer, its blocks, and queues of transfers.
 //
 // Memory     Records are recycled; queues link through the record itself, so moving one never allocates.
 #pragma once
@@ -30,9 +30,9 @@ struct Request {
   std::uint64_t length_bytes = 0;
   StripeShare share{};
   std::uint64_t optional_bytes =
-      0;  // of a read: so many at its end may lie past the end of the file, and read as zeros
+      0;  // for a read: this many at its end may be past the end of the file, and read as zeros
 
-  // The memory of byte `at` and of what follows it both there and in the file.
+  // The memory of byte `at` and of the bytes that follow it both there and in the file.
   std::span<std::byte> memory_at(std::uint64_t at) const {
     if (data == nullptr) return {};
     if (share.layout == nullptr) return {data + at, length_bytes - at};
@@ -86,7 +86,7 @@ class TransferQueue {
 struct Flight : Block {
   Transfer* transfer = nullptr;  // null while unused
   unsigned retries = 0;
-  TimePoint due{};  // of the next try
+  TimePoint due{};  // of the next attempt
 };
 
 }  // namespace hoist::aio::detail

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/unaligned_plan.hpp - how a transfer of any offset, length and address is cut. Arithmetic only.
+// aio/detail/unaligned_plan.hpp - divides a transfer of any offset, length and address into pieces. Arithmetic only.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ struct UnalignedPiece {
   bool direct = false;  // straight between drive and the caller's memory; else through a bounce buffer
 
   std::uint64_t end_bytes() const { return offset_bytes + length_bytes; }
-  // The whole sectors that hold it.
+  // The whole sectors that contain it.
   std::uint64_t cover_begin(std::uint64_t alignment) const { return round_down(offset_bytes, alignment); }
   std::uint64_t cover_end(std::uint64_t alignment) const { return round_up(end_bytes(), alignment); }
 };

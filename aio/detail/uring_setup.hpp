@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/uring_setup.hpp - making a ring with the best flags that this kernel takes, and what to do without one.
+// aio/detail/uring_setup.hpp - makes a ring with the best flags that this kernel accepts, and explains a refusal.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace hoist::aio::detail {
 
 std::string errno_text(int code);
 
-// What a refusal of io_uring with this errno means here.
+// The remedy for a refusal of io_uring with this errno.
 Unavailable io_uring_unavailable(int code);
 
 // Sets of setup flags for this kind of ring, best first. The last works wherever io_uring does.
@@ -25,7 +25,7 @@ std::array<unsigned, 3> ring_flag_choices(Polling polling);
 // An errno, or 0 and the flags that were taken.
 int set_up_ring(io_uring& ring, unsigned entries, Polling polling, unsigned& flags);
 
-// The kernel knows every operation and feature that the backend uses.
+// Whether the kernel has every operation and feature that the backend uses.
 bool has_operations(io_uring& ring);
 
 // Lets a ring that was made with R_DISABLED run; this thread becomes its only user.

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// aio/detail/wake_up.hpp - an event descriptor: any thread signals, a ring that polls it hears.
+// aio/detail/wake_up.hpp - an event descriptor: any thread signals it, and a ring polls it.
 //
 // Threading  Any thread.
-// Memory     Shared by a backend and by the files that may still have to tell it that they close.
+// Memory     Shared by a backend and its files, which tell it when they close.
 #pragma once
 
 namespace hoist::aio::detail {
 
 class WakeUp {
  public:
-  explicit WakeUp(int descriptor) : descriptor_(descriptor) {}  // takes it over
+  explicit WakeUp(int descriptor) : descriptor_(descriptor) {}  // takes ownership
   ~WakeUp();
   WakeUp(const WakeUp&) = delete;
   WakeUp& operator=(const WakeUp&) = delete;

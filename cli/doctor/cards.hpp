@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/doctor/cards.hpp - the NVIDIA cards on the PCI bus, whether or not anything drives them.
+// cli/doctor/cards.hpp - the NVIDIA GPUs on the PCI bus, with or without a driver.
 #pragma once
 
 #include <cstdint>

@@ -16,7 +16,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// Where a hierarchy of groups is mounted, and which of its groups appears there.
+// The mount point of a hierarchy of groups, and the group that appears there.
 struct Mount {
   std::string root;
   std::string point;
@@ -34,8 +34,8 @@ bool lists(const std::string& names, const std::string& name) {
   return std::ranges::find(all, name) != all.end();
 }
 
-// The mount of the v1 hierarchy with `controller`, or of v2 when that is empty. A line of mountinfo: id parent dev root
-// point options [tags...] - type source super-options.
+// The mount of the v1 hierarchy with `controller`, or of v2 if `controller` is empty. A line of mountinfo: id parent
+// dev root point options [tags...] - type source super-options.
 std::optional<Mount> find_mount(const Machine& machine, const std::string& controller) {
   std::ifstream file(machine.proc + "/self/mountinfo");
   for (std::string line; std::getline(file, line);) {
@@ -65,7 +65,7 @@ std::optional<std::string> own_group(const Machine& machine, const std::string& 
 }
 
 // The directories from the process's own group up to the root of what is mounted. A mount inside a container shows only
-// the group named by its root, and a group outside of it not at all: then the mount's root is all there is to see.
+// the group named by its root. If the process's group is outside of it, only the mount's root is visible.
 std::vector<fs::path> groups_upwards(const Machine& machine, const std::string& controller) {
   const auto mount = find_mount(machine, controller);
   const auto group = own_group(machine, controller);
@@ -97,7 +97,7 @@ void keep_smaller(std::optional<Limit>& limit, std::optional<Value> candidate, c
   }
 }
 
-// "200000 100000" -> 2; nothing for "max 100000".
+// "200000 100000" -> 2; nullopt for "max 100000".
 std::optional<double> cpus_in(const std::string& path) {
   std::istringstream line(first_line(path).value_or(""));
   double quota = 0, period = 0;
@@ -124,7 +124,7 @@ std::optional<double> v1_cpus_in(const fs::path& group) {
 CgroupLimits cgroup_limits(const Machine& machine) {
   CgroupLimits limits;
   for (const fs::path& group : groups_upwards(machine, "")) {
-    // Beyond memory.high the kernel does not kill, it slows down until there is less: for training that is a limit.
+    // Beyond memory.high the kernel does not kill the process but slows it down; for training that is a limit.
     for (const char* name : {"memory.max", "memory.high"}) {
       keep_smaller(limits.memory, number_in((group / name).string()), group / name);
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/doctor/cgroup.hpp - what control groups, of version 1 or 2, allow this process.
+// cli/doctor/cgroup.hpp - the limits of control groups, of version 1 or 2, on this process.
 //
-// A limit anywhere between the process's own group and the root binds, so each is the smallest on that way.
+// A limit applies anywhere between the process's own group and the root, so each value is the smallest on that path.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ namespace hoist::cli {
 struct CgroupLimits {
   struct Memory {
     std::uint64_t bytes = 0;
-    std::string file;  // that says so
+    std::string file;  // the file with the limit
   };
   struct Cpu {
     double count = 0;  // processors' worth of time
     std::string file;
   };
-  std::optional<Memory> memory;  // nothing: no limit that could be read
+  std::optional<Memory> memory;  // nullopt: no readable limit
   std::optional<Cpu> cpu;
 };
 

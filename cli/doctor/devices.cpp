@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `hoist doctor` says about GPUs, CUDA, and what several ranks need.
+// `hoist doctor` about GPUs, CUDA, and the needs of several ranks.
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
@@ -29,7 +29,7 @@ constexpr bool kBuiltWithCuda = true;
 constexpr bool kBuiltWithCuda = false;
 #endif
 
-// The first `name` on the search path; empty when there is none.
+// The first `name` on the search path; empty if there is none.
 std::string find_program(const std::string& name) {
   const char* path = std::getenv("PATH");
   std::istringstream stream(path == nullptr ? "" : path);
@@ -47,7 +47,7 @@ Finding driver(const Machine& machine, const std::vector<Card>& cards) {
   if (version || cards.empty()) return finding;
   finding.verdict = Verdict::missing;
   finding.cost =
-      fmt::format("{} NVIDIA card{} in this machine cannot be used", cards.size(), cards.size() == 1 ? "" : "s");
+      fmt::format("{} NVIDIA GPU{} in this machine cannot be used", cards.size(), cards.size() == 1 ? "" : "s");
   finding.remedy = "sudo apt install nvidia-driver   (or the data-center driver from NVIDIA), then reboot";
   return finding;
 }
@@ -73,9 +73,9 @@ Finding usable_devices(const std::vector<Card>& cards) {
   if (!names.empty()) finding.found = fmt::format("{}", fmt::join(names, "; "));
   if (count > 0) return finding;
   finding.verdict = cards.empty() ? Verdict::lacking : Verdict::missing;
-  finding.cost = "training runs on the host device, which is made of CPU memory and meant for tests";
+  finding.cost = "training runs on the host device, which is made of CPU memory and is for tests";
   finding.remedy = !cards.empty() && !kBuiltWithCuda ? "build again with -DHOIST_WITH_CUDA=ON, nvcc on the PATH"
-                   : cards.empty() ? "use a machine with an NVIDIA card; in a container: docker run --gpus all"
+                   : cards.empty() ? "use a machine with an NVIDIA GPU; in a container: docker run --gpus all"
                                    : "load the driver, see above; in a container: docker run --gpus all";
   return finding;
 }
@@ -106,8 +106,8 @@ Finding card_link(const Card& card) {
                   {"lanes_max", card.lanes_max.value_or(0)}};
   if (!card.lanes || !card.lanes_max || *card.lanes >= *card.lanes_max) return finding;
   finding.verdict = Verdict::lacking;
-  finding.cost = "weights and gradients cross a narrower link than the card has";
-  finding.remedy = "put the card into a slot with all its lanes; sudo lspci -vv -s " + card.address + " | grep LnkSta";
+  finding.cost = "weights and gradients cross a narrower link than the GPU supports";
+  finding.remedy = "put the GPU into a slot with all its lanes; sudo lspci -vv -s " + card.address + " | grep LnkSta";
   return finding;
 }
 
@@ -148,7 +148,7 @@ std::vector<Card> find_cards(const Machine& machine) {
     const std::string device_class = first_line(base + "/class").value_or("");
     const bool display = device_class.starts_with("0x0300") || device_class.starts_with("0x0302");
     if (!display || first_line(base + "/vendor").value_or("") != "0x10de") continue;
-    const auto node = number_in(base + "/numa_node");  // "-1" is no number: unknown
+    const auto node = number_in(base + "/numa_node");  // "-1" means unknown
     cards.push_back({.address = entry->path().filename().string(),
                      .node = node ? std::optional(static_cast<int>(*node)) : std::nullopt,
                      .lanes = number_in(base + "/current_link_width"),

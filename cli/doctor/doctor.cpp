@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist doctor: what this machine and this build offer, what it costs to lack the rest, and how to get it.
+// hoist doctor: reports what this machine and this build offer, what each gap costs, and how to close it.
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -64,7 +64,7 @@ int doctor(const DoctorArguments& arguments) {
   for (const std::string& path : arguments.paths) {
     std::error_code ignored;
     if (std::filesystem::is_directory(path, ignored)) continue;
-    complain("hoist doctor: {} is not a directory; --path names one that would hold a store\n", path);
+    complain("hoist doctor: {} is not a directory; name a directory for a store with --path\n", path);
     return kBadInput;
   }
   const Machine machine;
@@ -74,7 +74,7 @@ int doctor(const DoctorArguments& arguments) {
 
   say("hoist {}\n", HOIST_VERSION);
   for (const Section& section : sections) print_section(section);
-  if (arguments.paths.empty()) say("\nNo drive was looked at: --path DIR, a directory that would hold a store.\n");
+  if (arguments.paths.empty()) say("\nNo drive was examined; name a directory for a store with --path DIR.\n");
   const std::size_t missing = count(sections, Verdict::missing);
   const std::size_t lacking = count(sections, Verdict::lacking);
   if (missing > 0) {
@@ -91,11 +91,11 @@ int doctor(const DoctorArguments& arguments) {
 }  // namespace
 
 Command add_doctor(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("doctor", "Say what this machine and this build offer");
+  CLI::App* command = app.add_subcommand("doctor", "Report what this machine and this build offer");
   auto arguments = std::make_shared<DoctorArguments>();
-  command->add_option("--path", arguments->paths, "Also look at the drive below this directory; may be repeated")
+  command->add_option("--path", arguments->paths, "Also examine the drive of this directory; may be repeated")
       ->type_name("DIR");
-  command->add_option("--json", arguments->json, "Write the same as JSON to this file");
+  command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer(
       "Example: hoist doctor --path /local_nvme --json machine.json\n"
       "Exit code 1: something that training needs is missing.");

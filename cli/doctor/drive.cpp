@@ -52,7 +52,7 @@ std::optional<Drive> drive_of(const Machine& machine, unsigned major, unsigned m
   std::error_code failed;
   fs::path directory = fs::canonical(fs::path(machine.sys) / fmt::format("dev/block/{}:{}", major, minor), failed);
   if (failed) return std::nullopt;
-  // A partition's directory lies in its drive's, which has the queue.
+  // A partition's directory is inside its drive's, which has the queue.
   if (fs::exists(directory / "partition", failed)) directory = directory.parent_path();
   const auto number = [&](const char* name) { return number_in((directory / "queue" / name).string()); };
   return Drive{.name = directory.filename().string(),

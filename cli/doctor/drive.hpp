@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/doctor/drive.hpp - the file system and the block device below a directory, as the kernel describes them.
+// cli/doctor/drive.hpp - the file system and the block device of a directory, as the kernel describes them.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct FileSystem {
   bool discards = false;  // mounted with the option `discard`
   bool is_memory() const { return type == "tmpfs" || type == "ramfs"; }
 };
-// The mount with the number of this device, or, where several share it, the one that is nearest above `path`.
+// The mount with this device number. If several share it, the one nearest above `path`.
 FileSystem file_system_of(const Machine& machine, const std::string& path, unsigned major, unsigned minor);
 
 struct Drive {
@@ -26,13 +26,13 @@ struct Drive {
   std::optional<std::uint64_t> logical_block_bytes;
   std::optional<std::uint64_t> physical_block_bytes;
   std::optional<std::uint64_t> discard_bytes_max;  // 0: the drive does not discard
-  std::optional<std::uint64_t> segments_max;       // pieces of memory that one request may have
+  std::optional<std::uint64_t> segments_max;       // pieces of memory in one request, at most
   std::optional<std::uint64_t> request_kib_max;
   bool rotational = false;
-  bool virtualized = false;  // what it says about itself may be invented by the hypervisor
+  bool virtualized = false;  // a virtual drive: the hypervisor may have invented its properties
   std::string scheduler;
 };
-// The whole drive, also of a partition; nothing for what has no block device (network, memory, overlays).
+// The whole drive, also for a partition; nullopt without a block device (network, memory, overlays).
 std::optional<Drive> drive_of(const Machine& machine, unsigned major, unsigned minor);
 
 }  // namespace hoist::cli

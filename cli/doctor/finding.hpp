@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/doctor/finding.hpp - what `hoist doctor` says about one thing, and where it looks.
+// cli/doctor/finding.hpp - one finding of `hoist doctor`, and the places it examines.
 //
-// A look never fails: what cannot be read is "unknown", and the next thing is looked at.
+// An examination never fails: an unreadable value is "unknown", and the next one is examined.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace hoist::cli {
 
 enum class Verdict : std::uint8_t {
   well,
-  lacking,  // training works without it, at the cost that is said
+  lacking,  // training works without it, at the stated cost
   missing,  // training needs it
 };
 const char* verdict_name(Verdict verdict);
@@ -24,8 +24,8 @@ struct Finding {
   std::string subject;  // "huge pages"
   std::string found;    // "none reserved; transparent: madvise"
   Verdict verdict = Verdict::well;
-  std::string cost{};                                              // what it costs to lack it; empty when all is well
-  std::string remedy{};                                            // the command that fixes it, or what to change
+  std::string cost{};    // the cost of lacking it; empty if nothing is missing
+  std::string remedy{};  // the command that fixes it, or what to change
   nlohmann::ordered_json data = nlohmann::ordered_json::object();  // the same in numbers, for programs
 };
 
@@ -34,7 +34,7 @@ struct Section {
   std::vector<Finding> findings;
 };
 
-// Where the system's own account of itself lies; tests build others.
+// The roots of /proc and /sys; tests build others.
 struct Machine {
   std::string proc = "/proc";
   std::string sys = "/sys";
@@ -44,19 +44,19 @@ Section look_at_io_uring(const Machine& machine);
 Section look_at_memory(const Machine& machine);
 Section look_at_processors(const Machine& machine);
 Section look_at_devices(const Machine& machine);
-// One directory that would hold a store. Makes a small file there for a moment.
+// A directory for a store. Makes a small temporary file there.
 // Pre: it is a directory.
 Section look_at_path(const Machine& machine, const std::string& directory);
 
 // --- reading /proc and /sys ------------------------------------------------------------------------------------------
 
-// The first line, without the newline; nothing when the file cannot be read.
+// The first line, without the newline; nullopt if the file cannot be read.
 std::optional<std::string> first_line(const std::string& path);
-// A whole file that is a number; nothing for "max" and everything else.
+// The number that a whole file consists of; nullopt for "max" and anything else.
 std::optional<std::uint64_t> number_in(const std::string& path);
 // The rest of the line that begins with `key` and a colon ("MemTotal:  16 kB" -> "16 kB").
 std::optional<std::string> field_of(const std::string& path, const std::string& key);
-// The same where the value is in kB.
+// The same for a value in kB.
 std::optional<std::uint64_t> field_bytes(const std::string& path, const std::string& key);
 
 }  // namespace hoist::cli

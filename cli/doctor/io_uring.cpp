@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `hoist doctor` says about io_uring and the limit on locked memory.
+// `hoist doctor` about io_uring and the limit on locked memory.
 #include <system_error>
 
 #include <fmt/format.h>
@@ -24,7 +24,7 @@ bool may_lock_without_limit(const Machine& machine) {
   return effective && (std::strtoull(effective->c_str(), nullptr, 16) >> kCapIpcLock & 1) != 0;
 }
 
-// Which of the three guards refused: a sysctl, a seccomp filter, or a kernel without it.
+// The reason why io_uring is refused: a sysctl, a seccomp filter, or a kernel without it.
 void name_guard(const Machine& machine, const aio::IoUringSupport& support, Finding& finding) {
   const auto disabled = number_in(machine.proc + "/sys/kernel/io_uring_disabled");
   const auto seccomp = field_of(machine.proc + "/self/status", "Seccomp");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `hoist doctor` says about memory, huge pages and processors.
+// `hoist doctor` about memory, huge pages and processors.
 #include <algorithm>
 #include <cmath>
 
@@ -38,7 +38,8 @@ Finding memory_limit(const Machine& machine, const CgroupLimits& limits) {
   const auto total = field_bytes(machine.proc + "/meminfo", "MemTotal");
   if (!total || limits.memory->bytes >= *total) return finding;
   finding.verdict = Verdict::lacking;
-  finding.cost = "hoist.pinned_memory of all ranks and the programs themselves have to fit below it, or are killed";
+  finding.cost =
+      "hoist.pinned_memory of all ranks and the programs themselves must fit below it, or the kernel kills them";
   finding.remedy =
       "give the container more (docker run --memory=..., Slurm --mem=...), or keep hoist.pinned_memory below it";
   return finding;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `hoist doctor` says about a directory that would hold a store.
+// `hoist doctor` about a directory for a store.
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
@@ -29,7 +29,7 @@ namespace {
 
 constexpr std::uint64_t kTrialBytes = 64 * kKiB;
 
-// A file of our own, gone again with the object.
+// A temporary file, removed with the object.
 struct TrialFile {
   explicit TrialFile(const std::string& directory)
       : path((std::filesystem::path(directory) / fmt::format(".hoist-doctor-{}", ::getpid())).string()) {}
@@ -40,7 +40,7 @@ struct TrialFile {
   const std::string path;
 };
 
-// Whether what training does works here: reserve, write past the page cache, flush, read back.
+// Whether the operations of training work here: reserve, write past the page cache, flush, read back.
 Finding direct_transfers(const std::string& directory) {
   Finding finding{.subject = "O_DIRECT", .found = "works: written, flushed and read back"};
   const TrialFile trial(directory);
@@ -58,7 +58,7 @@ Finding direct_transfers(const std::string& directory) {
     finding.data = {{"direct", file.is_direct()}, {"engine", engine.description()}};
     if (std::memcmp(written.data(), read.data(), kTrialBytes) != 0) {
       return {.subject = "O_DIRECT",
-              .found = "other bytes came back than were written",
+              .found = "the drive returned other bytes than were written",
               .verdict = Verdict::missing,
               .cost = "training stops at the first checksum",
               .remedy = "replace the drive, or use another"};
@@ -87,7 +87,7 @@ Finding file_system(const FileSystem& system) {
   finding.data = {{"type", system.type}, {"source", system.source}, {"mount", system.point}};
   if (!system.is_memory()) return finding;
   finding.verdict = Verdict::lacking;
-  finding.cost = "this is memory, not a drive: state here takes the place of pinned memory and does not survive";
+  finding.cost = "this is memory, not a drive: state here competes with pinned memory and does not survive a reboot";
   finding.remedy = "choose a directory on a drive; findmnt -t ext4,xfs lists some";
   return finding;
 }
@@ -97,7 +97,7 @@ Finding space(const std::string& directory) {
   struct statvfs system {};
   if (::statvfs(directory.c_str(), &system) != 0) return finding;
   const std::uint64_t free_bytes = std::uint64_t{system.f_bavail} * system.f_frsize;
-  finding.found = fmt::format("{} of {}: room for about {:.1f} billion parameters (24 bytes each)",
+  finding.found = fmt::format("{} of {}: enough for about {:.1f} billion parameters (24 bytes each)",
                               format_bytes(free_bytes), format_bytes(std::uint64_t{system.f_blocks} * system.f_frsize),
                               static_cast<double>(free_bytes) / 24e9);
   finding.data = {{"free_bytes", free_bytes}};
@@ -129,7 +129,7 @@ Finding blocks(const Drive& drive) {
                   {"scheduler", drive.scheduler}};
   if (logical > kBlockAlignment) {
     finding.verdict = Verdict::missing;
-    finding.cost = fmt::format("direct transfers are cut at {} B, which this drive does not take", kBlockAlignment);
+    finding.cost = fmt::format("direct transfers are cut at {} B, which this drive does not accept", kBlockAlignment);
     finding.remedy =
         "format the namespace with blocks of 4096 B: nvme format --lbaf=N (erases it), or use another drive";
   } else if (drive.rotational && !drive.virtualized) {
@@ -155,7 +155,7 @@ Finding discard(const Drive& drive, const FileSystem& system) {
   return finding;
 }
 
-// Where the drive is attached, and whether what it reads has to cross to another processor's card.
+// The NUMA node of the drive, and whether its data crosses to a GPU of another processor.
 Finding node(const Machine& machine, unsigned major, unsigned minor) {
   Finding finding{.subject = "NUMA node",
                   .found = "the system does not say (virtual, several drives, or a single node)"};
@@ -176,7 +176,7 @@ Finding node(const Machine& machine, unsigned major, unsigned minor) {
   if (elsewhere.empty()) return finding;
   finding.verdict = Verdict::lacking;
   finding.found += fmt::format("; cards are on {}", fmt::join(elsewhere, ", "));
-  finding.cost = "all that moves between drive and card crosses the link between the processors";
+  finding.cost = "all data between drive and GPU crosses the link between the processors";
   finding.remedy =
       fmt::format("use a drive on node {}; lsblk -d -o NAME and /sys/block/NAME/device/numa_node say where each is",
                   elsewhere.front());

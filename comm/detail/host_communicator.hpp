@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/detail/host_communicator.hpp - a Communicator made of two transports; what `threads` and `mpi` have in common.
+// comm/detail/host_communicator.hpp - a Communicator made of two transports, shared by `threads` and `mpi`.
 //
 // Threading  As Communicator: one thread at a time per plane.
 // Memory     Queued work shares ownership of the data transport, so a communicator may be destroyed while work waits.
@@ -57,10 +57,10 @@ class HostCommunicator final : public Communicator {
   platform::Stream* last_stream_ = nullptr;  // compared, never followed
 };
 
-// What every backend does for one rank: the sum of one value is the value, scaled and rounded once.
+// Every backend's work for one rank: the sum of one value is the value, scaled and rounded once.
 void scale_own(std::span<const ReducePiece> pieces, platform::Stream& stream);
 
-// The checks every backend makes before it touches anything. UsageError.
+// The checks that every backend makes first. UsageError.
 void check_pieces(std::span<const GatherPiece> pieces);
 void check_pieces(std::span<const ReducePiece> pieces);
 void check_root(std::string_view what, int root, int size);

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/detail/mpi_liveness_probe.hpp - who of an MPI job still answers, for the rank that waits in vain.
+// comm/detail/mpi_liveness_probe.hpp - finds the ranks of an MPI job that still answer, for a rank that waits in vain.
 //
-// A collective that does not end says nothing of whom it waits for. So a rank that has waited for most of its time-out
-// asks all others, over messages of their own; whoever waits in an operation of ours answers from there and says what
-// for. Who stays silent has ended, hangs, or computes. The first that gives up tells the others why, and they stop with
-// the same reason instead of each after its own time-out; so does a rank that fails for a reason of its own.
+// A collective that does not end does not tell which rank it waits for. So a rank that has waited for most of its
+// time-out asks all others in separate messages. A rank that waits in one of hoist's operations answers from there and
+// names the operation. A silent rank has ended, hangs, or computes. The first rank that gives up tells the others why,
+// and they stop with the same reason instead of each after its own time-out. A rank that fails by itself tells them,
+// too.
 //
-// There is one for the world and one for each communicator that a program handed over. A process is beyond use in all
-// of them at once, so whoever waits in one serves all, and what ends one is told in all (LivenessProbes).
+// There is one probe for the world and one for each communicator that the program passed in. A failed process is
+// unusable in all of them, so a rank that waits in one serves all, and an end of one is told in all (LivenessProbes).
 //
-// Threading  Any thread; of those that wait, one at a time is served, the others pass.
-// Memory     Messages of 1 KiB: nothing has to be received for a send to end.
-// Errors     None: a message that cannot be sent or received is an answer that does not come.
+// Threading  Any thread; of the waiting threads one at a time serves messages, the others continue.
+// Memory     Messages of 1 KiB: a send ends without a matching receive.
+// Errors     None: a message that cannot be sent or received counts as a missing answer.
 #pragma once
 
 #include <array>
@@ -32,22 +33,22 @@ namespace hoist::comm::detail {
 
 class LivenessProbe {
  public:
-  // Takes `communicator` over: of all ranks that are called, used for nothing else.
+  // Takes ownership of `communicator`, over all ranks in question and used for nothing else.
   explicit LivenessProbe(MPI_Comm communicator);
   ~LivenessProbe();  // pre: MPI may still be called
   LivenessProbe(const LivenessProbe&) = delete;
   LivenessProbe& operator=(const LivenessProbe&) = delete;
 
-  // How errors name a rank: by its number in the world, whichever communicator they are about.
+  // The name of a rank in errors: its number in the world, for every communicator.
   std::string name_of(int rank) const;
-  // Receives and answers what has come. Returns why another rank gave up, once one has.
+  // Receives and answers messages. Returns the reason once another rank has given up.
   std::optional<std::string> serve(std::string_view waits_for);
-  // Asks everybody, unless that was done less than `pause` ago.
+  // Asks all ranks, unless that was done less than `pause` ago.
   void ask(Nanoseconds pause);
-  // Who has not answered since, and what the others wait for.
+  // The ranks that have not answered since, and the operations that the others wait for.
   std::string findings(std::chrono::milliseconds timeout) const;
-  // Tells everybody that this rank gives up waiting, or that it has failed itself; returns when the messages are on
-  // their way, or after a moment.
+  // Tells all ranks that this rank gives up waiting, or has failed itself; returns when the messages are in transit, or
+  // after a moment.
   enum class News : std::uint8_t { gave_up, failed };
   void tell(News news, std::string_view why);
 
@@ -79,7 +80,7 @@ class LivenessProbe {
   std::optional<std::string> verdict_;
 };
 
-// All of this process.
+// All probes of this process.
 class LivenessProbes {
  public:
   void add(const std::shared_ptr<LivenessProbe>& liveness_probe);

@@ -12,7 +12,7 @@ namespace hoist::comm::detail {
 
 struct MpiTransportOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  // MPI's counts are int; half of their range leaves room for what an implementation adds up.
+  // MPI's counts are int; half of their range leaves a margin for an implementation's sums.
   std::uint64_t message_bytes_max = std::uint64_t{1} << 30;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/detail/nccl_transport.hpp - the control plane over NCCL, where nothing else connects the hosts.
+// comm/detail/nccl_transport.hpp - the control plane over NCCL, if nothing else connects the hosts.
 #pragma once
 
 #include <chrono>
@@ -12,8 +12,8 @@
 
 namespace hoist::comm::detail {
 
-// Which CUDA device CommunicatorOptions::device_ordinal means; a negative one the calling thread's current device.
-// Calls come from other threads later, which may have another one. Errors: CommError.
+// The CUDA device of CommunicatorOptions::device_ordinal; a negative ordinal means the calling thread's current device.
+// Later calls come from other threads, which may have another current device. Errors: CommError.
 int device_of(int ordinal);
 
 // Makes a CUDA device the calling thread's current one for a while. Errors: CommError.
@@ -33,7 +33,7 @@ struct NcclRendezvous {
   std::chrono::milliseconds timeout{};
 };
 
-// [collective] Errors: CommError, also when not all ranks have come within the time-out.
+// [collective] Errors: CommError, also if not all ranks have joined within the time-out.
 std::unique_ptr<Transport> make_nccl_transport(const NcclRendezvous& rendezvous);
 
 }  // namespace hoist::comm::detail

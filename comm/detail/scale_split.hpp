@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm/detail/scale_split.hpp - a reduction's scale where the library multiplies in the type of the data.
+// comm/detail/scale_split.hpp - splits a reduction's scale, for a library that multiplies in the type of the data.
 //
 // NCCL's pre-multiplied sum takes its factor in the data's type: 1/3 as a bf16 is 0.13 % off, on every gradient alike.
-// So only what the type holds exactly is applied before the sum, and the rest by one fp32 multiplication after it.
+// So only a factor that the type holds exactly is applied before the sum, and the rest by one fp32 multiplication after
+// it.
 #pragma once
 
 #include <bit>
@@ -44,7 +45,7 @@ inline bool is_exact_scale(DType dtype, float scale) {
   return false;
 }
 
-// A scale the type cannot hold gives its power of two to the front, which keeps sums of fp16 in range.
+// If the type cannot hold the scale, its power of two is applied first, which keeps fp16 sums in range.
 inline ScaleSplit split_scale(DType dtype, float scale) {
   if (is_exact_scale(dtype, scale)) return {scale, 1.0f};
   if (scale == 0.0f || !std::isfinite(scale)) return {1.0f, scale};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/detail/packed-inl.h - state of 8 bits: decoded, updated and encoded in registers, in one pass. Compiled
+// optim_cpu/detail/packed-inl.h - decodes, updates and encodes 8-bit state in registers, in one pass. Compiled
 // once per instruction set by update.cpp.
 //
 // A step of the loop takes the elements of two vectors, the even ones in one and the odd ones in the other: arrays of 8
@@ -10,7 +10,7 @@
 //   halves    | e0 e1 | e2 e3 | e4 e5 | e6 e7 | e8 ...
 //              `------- a block of 8 --------'
 //
-// The text that defines the bits is block_fp8.hpp's; tests hold every instruction set to it.
+// block_fp8.hpp defines the bits; tests compare every instruction set with it.
 #if defined(HOIST_OPTIM_PACKED_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HOIST_OPTIM_PACKED_INL_H_
 #undef HOIST_OPTIM_PACKED_INL_H_
@@ -74,7 +74,7 @@ HWY_INLINE FloatVector load_master(const Split24Tile& tile, std::size_t i) {
   return hn::Set(Floats(), join_master24(tile.weight[i], tile.remainder8[i]));
 }
 
-// False when it may not be committed.
+// False if it may not be committed.
 template <class Tile>
 HWY_INLINE bool store_rounded(FloatVector master, std::uint32_t, const Tile& tile, std::size_t i) {
   store_master(master, tile, i);
@@ -112,7 +112,7 @@ struct BlockOfMoments {
   }
 };
 
-// Elements [first, first + count), a block or the beginning of one. False when they may not be committed.
+// Elements [first, first + count), a block or the beginning of one. False if they may not be committed.
 template <Formula kFormula, MomentType kMoments, class Tile>
 bool update_block(const UpdateCoefficients& c, const Tile& tile, std::size_t first, std::size_t count) {
   BlockOfMoments moment1, moment2;
@@ -330,7 +330,7 @@ HWY_INLINE void store_blocks(FloatVector even, FloatVector odd, const WordPair& 
   const Halves halves;
   const SignedHalves signed_halves;
   const auto even_bits = hn::BitCast(words, even), odd_bits = hn::BitCast(words, odd);
-  // Second moments have no sign, unless they are no numbers; then neither is the master.
+  // Second moments have no sign, unless they are NaN; then the master is NaN, too.
   const auto even_magnitude = kMoment == Moment::first ? magnitude_of(even) : even_bits;
   const auto odd_magnitude = kMoment == Moment::first ? magnitude_of(odd) : odd_bits;
   const auto even_added = added_to_moment<kMoment>(random.even), odd_added = added_to_moment<kMoment>(random.odd);
@@ -404,7 +404,7 @@ HWY_INLINE void store_masters(FloatVector even, FloatVector odd, const Fp16Tile&
   store_words(hn::Or(fp16_of_floats(d, even), hn::ShiftLeft<16>(fp16_of_floats(d, odd))), tile.weight, i);
 }
 
-// The largest magnitudes (bits) that came out, for what may not be committed.
+// The largest resulting magnitudes (bits), to refuse a commit.
 struct Largest {
   WordVector even_master, odd_master, moment;
 };
@@ -424,7 +424,7 @@ HWY_INLINE void put_masters(FloatVector even, FloatVector odd, const WordPair& r
   const auto last_byte = hn::Set(words, 0xFFu);
   const auto even_added = hn::And(hn::ShiftRight<16>(random.even), last_byte);
   const auto odd_added = hn::And(hn::ShiftRight<16>(random.odd), last_byte);
-  // The last 8 bits of the sums count no more.
+  // The last 8 bits of the sums are ignored.
   const auto even_sum = hn::Add(hn::BitCast(words, even), even_added);
   const auto odd_sum = hn::Add(hn::BitCast(words, odd), odd_added);
   const auto half = hn::Set(words, 0x8000u);
@@ -445,7 +445,7 @@ HWY_INLINE void load_two(const void* elements, std::size_t i, FloatVector& even,
   }
 }
 
-// Not a kernel for each dtype: that the branch goes one way is known to the processor soon enough.
+// A branch instead of a kernel for each dtype: the processor predicts it well.
 HWY_INLINE void load_gradients(const void* gradient, DType dtype, std::size_t i, FloatVector& even, FloatVector& odd) {
   if (dtype == DType::bf16) return load_two<DType::bf16>(gradient, i, even, odd);
   if (dtype == DType::fp16) return load_two<DType::fp16>(gradient, i, even, odd);
@@ -530,7 +530,7 @@ HWY_INLINE void prefetch_step(Tile tile, std::size_t i) {
 }
 
 // The last elements of a tile, fewer than kLine, in memory of their own that zeros fill up: they leave moments of zero
-// behind, which change no scale. What is returned is of the real ones.
+// behind, which change no scale. The return value is that of the real ones.
 template <Formula kFormula, MomentType kMoments, class Tile>
 HWY_NOINLINE Largest update_last(const UpdateCoefficients& c, const Tile& tile, std::size_t first) {
   struct Copy {
@@ -543,7 +543,7 @@ HWY_NOINLINE Largest update_last(const UpdateCoefficients& c, const Tile& tile, 
   std::array<Copy, kArrays> copies{};
   std::size_t taken = 0;
   const std::size_t count = tile.count - first;
-  // Points `array`, of which `begin` bytes are not ours, at a copy of the next ones.
+  // Points `array`, whose first `begin` bytes belong to others, at a copy of the next ones.
   const auto take = [&](auto*& array, std::size_t begin, std::size_t bytes) {
     using Element = std::remove_reference_t<decltype(array)>;
     auto* const original = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(array))) + begin;
@@ -569,7 +569,7 @@ HWY_NOINLINE Largest update_last(const UpdateCoefficients& c, const Tile& tile, 
   for (std::size_t j = 0; j < count; j += step) {
     Largest largest = none();
     update_step<kFormula, kMoments>(c, last, j, largest);
-    // Without an epsilon a master beside moments of zero ends as no number.
+    // Without an epsilon a master beside moments of zero becomes NaN.
     const std::size_t real = std::min(step, count - j);
     const auto even = hn::IfThenElseZero(hn::FirstN(words, (real + 1) / 2), largest.even_master);
     const auto odd = hn::IfThenElseZero(hn::FirstN(words, real / 2), largest.odd_master);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_cpu/detail/update-inl.h - the update kernels for state of fp32 and bf16; packed-inl.h is about that of 8 bits.
+// optim_cpu/detail/update-inl.h - the update kernels for fp32 and bf16 state; packed-inl.h has those for 8-bit state.
 // Compiled once per instruction set by update.cpp.
 #if defined(HOIST_OPTIM_UPDATE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HOIST_OPTIM_UPDATE_INL_H_
@@ -33,7 +33,7 @@ inline constexpr std::size_t kLanesMax = hn::MaxLanes(Floats());
 
 // One cache line of the 16-bit streams, two of the fp32 ones: each line is prefetched once.
 inline constexpr std::size_t kBlock = std::max<std::size_t>(32, 2 * kLanesMax);
-// How far ahead of the arithmetic each stream is fetched: 2 KiB of the fp32 streams, 1 KiB of the others. A core keeps
+// The prefetch distance of each stream: 2 KiB of the fp32 streams, 1 KiB of the others. A core keeps
 // more lines in flight this way than its hardware prefetchers do over five to seven streams.
 inline constexpr std::size_t kPrefetchAhead = 512;
 
@@ -88,7 +88,7 @@ template <class Tile>
 inline constexpr std::uint32_t kMasterLimitOf =
     std::is_same_v<Tile, Fp16Tile> ? kFp16MasterLimitBits : kMasterLimitBits;
 
-// A parameter's numbers, a vector of each; moments that the formula has not stay unset.
+// A parameter's numbers, a vector of each; moments that the formula does not have stay unset.
 struct Numbers {
   FloatVector gradient, master, moment1, moment2;
 };
@@ -156,7 +156,7 @@ HWY_INLINE WordVector mixed_pairs(const Rounding& rounding, WordVector pair_inde
   return hn::Xor(x, hn::ShiftRight<16>(x));
 }
 
-// What element i of a tile and those after it are rounded with. The sequence starts at a constant: GCC 12 makes one
+// The random bits for element i of a tile and those after it. The sequence starts at a constant: GCC 12 makes one
 // that starts anywhere else lane by lane, through memory, which takes longer than the rest of the update.
 HWY_INLINE WordVector random_halves(const Rounding& rounding, std::size_t i) {
   const Words words;
@@ -174,7 +174,7 @@ HWY_INLINE FloatVector load_moment(const void* moment, std::size_t i) {
   return load_floats<kElementOf<kMoments>>(Floats(), moment, i);
 }
 
-// `added`: what is added to the half that falls away.
+// `added` is added to the half that is cut off.
 HWY_INLINE void store_bf16(FloatVector value, WordVector added, void* moment, std::size_t i) {
   const Words words;
   const hn::Rebind<std::uint16_t, Floats> halves;
@@ -224,8 +224,7 @@ HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std
 }
 
 // --- arrays of 16 bits only
-// --------------------------------------------------------------------------------------------- Two neighbours lie in
-// one word, so a vector of words is split into its even elements and its odd ones by a shift and a mask, which cost
+// --------------------------------------------------------------------------------------------- Two neighbours are in one word, so a vector of words is split into its even elements and its odd ones by a shift and a mask, which cost
 // less than to widen and narrow, and put together in the same way. Each element goes through the same arithmetic.
 
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much memory is left. mmap() promises more than there is, and the shortfall would otherwise show as a kill by the
-// kernel in the middle of the first touch.
+// The free memory. mmap() promises more than there is, and without this check the kernel would kill the process in the
+// middle of the first touch.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -39,7 +39,7 @@ std::optional<std::uint64_t> single_value(const std::filesystem::path& path) {
 struct GroupFiles {
   const char* limit;
   const char* usage;
-  const char* reclaimable;  // line of memory.stat: page cache that goes first, so it does not count as used
+  const char* reclaimable;  // line of memory.stat: page cache that is dropped first, so it does not count as used
 };
 
 std::uint64_t left_in_group(const std::filesystem::path& group, const GroupFiles& files) {
@@ -51,8 +51,8 @@ std::uint64_t left_in_group(const std::filesystem::path& group, const GroupFiles
   return *limit > used ? *limit - used : 0;
 }
 
-// The least that any group from `path` up to the root of the hierarchy leaves. Inside a container the path may name
-// groups that are not visible; those that are still hold.
+// The smallest remainder of any group from `path` up to the root of the hierarchy. Inside a container the path may name
+// invisible groups; the visible ones still apply.
 std::uint64_t left_in_hierarchy(const std::filesystem::path& mount, const std::string& path, const GroupFiles& files) {
   std::uint64_t left = left_in_group(mount, files);
   for (std::filesystem::path group(path); group.has_relative_path(); group = group.parent_path()) {

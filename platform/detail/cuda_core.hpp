@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/cuda_core.hpp - what the streams and events of one card share: its events, and the thread that polls.
+// platform/detail/cuda_core.hpp - shared by the streams and events of one GPU: the stock of events, and the polling
+// thread.
 //
 // No CUDA call is ever made from a CUDA host callback (it may deadlock the driver), so no callbacks are used: one
-// thread asks the events that somebody wants to hear of. It sleeps while there are none.
+// thread polls the events that have a waiting completion. It sleeps while there are none.
 //
 // Threading  Any thread.
 // Memory     Shared by the device, its streams and its events; the last one alive frees it. The device stops the
@@ -31,20 +32,20 @@ namespace hoist::platform::detail {
 
 std::exception_ptr cuda_error(cudaError_t code, const char* call);
 
-// Calls with the card current, for destructors. A card that cannot be selected is lost, with everything on it.
+// Calls with the GPU current, for destructors. A GPU that cannot be selected is lost with everything on it.
 template <typename Calls>
 void with_card(int ordinal, const Calls& calls) noexcept {
   try {
     const CurrentCard card(ordinal);
     calls();
   } catch (const std::exception& error) {
-    spdlog::error("card {} cannot be selected any more: {}", ordinal, error.what());
+    spdlog::error("GPU {} cannot be selected any more: {}", ordinal, error.what());
   }
 }
 
 class CudaCore;
 
-// An event from the card's stock, put back at destruction.
+// An event from the GPU's stock, returned at destruction.
 class PooledEvent {
  public:
   enum class Timing : std::uint8_t { off, on };
@@ -62,7 +63,7 @@ class PooledEvent {
   Timing timing_;
 };
 
-// What the time between two events is: a copy over a link, or a wait.
+// The meaning of the time between two events: a copy over a link, or a wait.
 struct Measure {
   struct Transfer {
     Link link;
@@ -86,9 +87,9 @@ class CudaCore {
   // Done when `event` is reached. `keep` keeps the event's owner alive until then.
   Completion completion(cudaEvent_t event, std::shared_ptr<const void> keep);
   void measure(Measure measure);
-  // Statistics the measures whose end has been reached; the number of those that are left. Pre: the card is current.
+  // Counts the measures whose end has been reached; returns the number of the others. Pre: the GPU is current.
   std::size_t collect();
-  // Ends the thread once everything it was asked for has happened.
+  // Ends the thread once all requested events have happened.
   void stop() noexcept;
 
  private:
@@ -101,8 +102,8 @@ class CudaCore {
   cudaEvent_t take_event(PooledEvent::Timing timing);
   void put_event(cudaEvent_t event, PooledEvent::Timing timing) noexcept;
   void poll();
-  std::size_t poll_once();  // the number of requests and measures that are left
-  void book(const Measure& measure) const;
+  std::size_t poll_once();  // the number of pending requests and measures
+  void count(const Measure& measure) const;
 
   const int ordinal_;
   Ledger* const ledger_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/cuda_kernels.hpp - what cuda_kernels.cu offers to C++. Each call enqueues one kernel and returns the
-// launch's error.
+// platform/detail/cuda_kernels.hpp - the C++ interface of cuda_kernels.cu. Each call enqueues one kernel and returns
+// the launch's error.
 #pragma once
 
 #include <cuda_runtime_api.h>

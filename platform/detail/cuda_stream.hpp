@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/cuda_stream.hpp - a CUDA stream, ours or the embedding program's.
+// platform/detail/cuda_stream.hpp - a CUDA stream of hoist or of the embedding program.
 //
-// With a ledger, every copy and every wait stands between two timing events, which the core's thread books later.
+// With a ledger, every copy and every wait is between two timing events, which the core's thread counts later.
 #pragma once
 
 #include <atomic>
@@ -60,7 +60,7 @@ class CudaStream final : public Stream {
   PooledEvent mark(PooledEvent::Timing timing);
   template <typename Arguments>
   void run_kernel(const Arguments& arguments, const char* name);
-  // Runs `enqueue` between two timing events and has the time between them booked.
+  // Runs `enqueue` between two timing events, whose distance the core then counts.
   template <typename Enqueue>
   void measured(std::variant<Measure::Transfer, WaitCause> what, Enqueue enqueue);
 

@@ -10,7 +10,7 @@ namespace {
 
 #if defined(__x86_64__) && defined(PKEY_DISABLE_ACCESS)
 
-// Never freed: pages that carry it may still be around.
+// Never freed, because pages that carry it may still exist.
 int key() {
   static const int kKey = ::pkey_alloc(0, PKEY_DISABLE_ACCESS);
   return kKey;

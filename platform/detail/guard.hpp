@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/guard.hpp - memory that only threads which say so can touch: a protection key (pkeys(7)), where the
-// processor and the kernel have them, else nothing.
+// platform/detail/guard.hpp - memory that only threads with explicit access can touch, by a protection key (pkeys(7))
+// if the processor and the kernel have them; otherwise without effect.
 //
-// Threading  Threads begin without access, and give what they have to threads that they start.
+// Threading  Threads begin without access, and pass their access on to threads that they start.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace hoist::platform::detail {
 bool can_guard();
 void guard(std::span<std::byte> pages);  // and ends this thread's access
 
-// This thread may touch guarded memory while one is alive. They nest.
+// This thread may touch guarded memory while such an object is alive. They nest.
 class GuardedAccess {
  public:
   GuardedAccess();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/host_kernels.hpp - the kernels of the host device: one thread, the bits that a card makes.
+// platform/detail/host_kernels.hpp - the kernels of the host device: one thread, with the bits of a GPU's kernels.
 //
-// Each runs in a FloatEnvironment of its own: a stream's worker has inherited that of whoever made it.
+// Each runs in a FloatEnvironment of its own: a stream's worker inherits the environment of the thread that made it.
 #pragma once
 
 #include <hoist/platform/detail/kernel_arguments.hpp>

@@ -2,8 +2,8 @@
 // platform/detail/host_stream.hpp - a stream of the host device: a queue and one worker thread.
 //
 // Threading  Any thread enqueues; the worker alone executes, records and fails.
-// Memory     Two operation lists change places, so that a steady program allocates only for its events. The queue has
-//            no bound: the budgets of the rooms above bound what can be in flight.
+// Memory     Two operation lists alternate, so that a steady program allocates only for its events. The queue has no
+//            bound: the budgets of the modules above limit the work in flight.
 // Errors     The first exception of executed work is kept; later work is skipped, later events carry it.
 #pragma once
 
@@ -23,7 +23,7 @@
 
 namespace hoist::platform::detail {
 
-// A point in a host stream, fulfilled by the worker that passes it.
+// A point in a host stream, fulfilled when the worker passes it.
 class HostEvent final : public StreamEvent::State {
  public:
   bool reached() const override { return completion_.done(); }
@@ -117,7 +117,7 @@ class HostStream final : public Stream {
   bool error_delivered_ = false;
   std::optional<Rng> chaos_;
 
-  std::thread worker_;  // last: starts when everything above exists
+  std::thread worker_;  // last: starts after everything above exists
 };
 
 }  // namespace hoist::platform::detail

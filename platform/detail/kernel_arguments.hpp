@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/kernel_arguments.hpp - what kernels are given, how their work is cut, and which of a template's
-// kernels it is. Read by the C++ compiler and by nvcc.
+// platform/detail/kernel_arguments.hpp - the arguments of kernels, the division of their work, and the choice of a
+// template's kernel. Read by the C++ compiler and by nvcc.
 #pragma once
 
 #include <initializer_list>
@@ -36,18 +36,18 @@ struct UpdateArguments {
   UpdateArrays arrays;
 };
 
-// The preconditions of Stream's kernels, which are the same on every device.
+// The preconditions of Stream's kernels, the same on every device.
 void check_arguments(const ScaleArguments& arguments);
 void check_arguments(const NormArguments& arguments);
 void check_arguments(const UpdateArguments& arguments);
 
-// An array by where it begins and how wide its elements are; a null one is not looked at.
+// An array's address and the width of its elements; null arrays are ignored.
 struct ArrayStart {
   const void* data = nullptr;
   std::uint64_t element_bytes = 0;
 };
 
-// Elements are skipped until every array is at a multiple of 16 bytes; where that never happens, nothing goes in packs.
+// Skips elements until every array is at a multiple of 16 bytes; if that never happens, uses no packs.
 inline PackSpan pack_span(std::initializer_list<ArrayStart> arrays, std::uint64_t count) {
   for (std::uint64_t head = 0; head < kPackElements && head < count; ++head) {
     bool aligned = true;
@@ -63,7 +63,7 @@ inline PackSpan pack_span(const ScaleArguments& a) {
   return pack_span({{a.target, dtype_bytes(a.target_dtype)}, {a.source, dtype_bytes(a.source_dtype)}}, a.count);
 }
 
-// Without a head where the state is in tiles: a pack must not lie in two of them.
+// Without a head if the state is in tiles: a pack must not cross two of them.
 inline PackSpan pack_span(const UpdateArrays& a) {
   const std::uint64_t master_bytes = a.weights_dtype == DType::bf16 ? 2 : 4;
   const PackSpan span = pack_span({{a.weights, dtype_bytes(a.weights_dtype)},
@@ -92,7 +92,7 @@ auto with_elements(DType dtype, const Use& use) {
   return use(AsFp32());
 }
 
-// use(target, source, add) with values of the types that name the kernel.
+// Calls use(target, source, add) with values of the types that select the kernel.
 template <typename Use>
 auto with_scale_types(const ScaleArguments& a, const Use& use) {
   return with_elements(a.target_dtype, [&](auto target) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/kernel_bodies.hpp - what one thread of each kernel does, index arithmetic included. Read by the C++
+// platform/detail/kernel_bodies.hpp - the work of one thread of each kernel, index arithmetic included. Read by the C++
 // compiler and by nvcc.
 //
-// A card runs these under a `__global__` wrapper that says which thread is which (cuda_kernels.cu); the host device
-// runs them as a launch of one thread, and tests as launches of many, in any order. What only a card runs are the
-// wrappers, the intrinsics of core/arithmetic.hpp and the conversions of AsFp16.
+// A GPU runs these under a `__global__` wrapper that provides the thread's index (cuda_kernels.cu); the host device
+// runs them as a launch of one thread, and tests as launches of many, in any order. Only a GPU runs the wrappers, the
+// intrinsics of core/arithmetic.hpp and the conversions of AsFp16.
 #pragma once
 
 #include <hoist/core/norm_order.hpp>
@@ -14,7 +14,7 @@
 
 namespace hoist::platform::detail {
 
-// A thread of a launch, and how many there are.
+// A thread's index in a launch, and the number of threads.
 struct ThreadPlace {
   std::uint64_t thread = 0;
   std::uint64_t threads = 1;
@@ -35,7 +35,7 @@ HOIST_HOST_DEVICE void scale_run(const ScaleArguments& a, std::uint64_t first) {
   store_floats<Target>(a.target, first, values);
 }
 
-// Target and source may be the same memory: a thread has read its elements before it writes them, and nobody else's.
+// Target and source may be the same memory: a thread reads its elements before it writes them, and touches no others.
 template <typename Target, typename Source, bool kAdd>
 HOIST_HOST_DEVICE void scale_thread(const ScaleArguments& a, const PackSpan& span, const ThreadPlace& place) {
   for (std::uint64_t pack = place.thread; pack < span.packs; pack += place.threads)
@@ -46,7 +46,7 @@ HOIST_HOST_DEVICE void scale_thread(const ScaleArguments& a, const PackSpan& spa
 
 // --- sums_of_squares -------------------------------------------------------------------------------------------------
 
-// A thread has one lane of one chunk; 16 neighbours read 16 elements that lie side by side.
+// A thread has one lane of one chunk; 16 neighbours read 16 adjacent elements.
 inline constexpr unsigned kNormThreads = 256;  // a block's
 inline constexpr std::uint64_t kNormChunksPerBlock = kNormThreads / kNormLanes;
 
@@ -68,7 +68,7 @@ HOIST_HOST_DEVICE double lane_of_chunk(const NormArguments& a, std::uint64_t fir
   return sum;
 }
 
-// When all lanes are there: the first thread of a chunk adds them up.
+// Once all lanes are there, the first thread of a chunk adds them up.
 HOIST_HOST_DEVICE inline void finish_chunk(const NormArguments& a, std::uint64_t first_chunk, unsigned thread,
                                            double* lanes) {
   const std::uint64_t chunk = first_chunk + thread / kNormLanes;
@@ -77,7 +77,7 @@ HOIST_HOST_DEVICE inline void finish_chunk(const NormArguments& a, std::uint64_t
 
 // --- update ----------------------------------------------------------------------------------------------------------
 
-// Where the state of an element lies: the bytes before its tile, and its place within it.
+// The position of an element's state: the bytes before its tile, and its index within it.
 struct StatePlace {
   std::uint64_t tile_bytes = 0;
   std::uint64_t element = 0;
@@ -87,7 +87,7 @@ HOIST_HOST_DEVICE inline StatePlace state_place(const UpdateArrays& a, std::uint
   return {element / a.tile_elements * a.tile_stride_bytes, element % a.tile_elements};
 }
 
-// Masters, by what the weights are.
+// Masters, by the type of the weights.
 struct SplitMasters {
   static constexpr std::uint32_t kLimitBits = kMasterLimitBits;
   template <std::uint64_t kCount>
@@ -197,10 +197,10 @@ HOIST_HOST_DEVICE void update_thread(const UpdateFactors& c, const UpdateArrays&
   }
   for (std::uint64_t k = place.thread; k < rest_of(span, a.count); k += place.threads)
     refused |= update_run<Masters, Moments, Gradient, 1>(c, a, rest_element(span, k));
-  if (refused && a.refused != nullptr) *a.refused = a.refused_value;  // all that write it write the same
+  if (refused && a.refused != nullptr) *a.refused = a.refused_value;  // all threads that write it write the same value
 }
 
-// use(masters, moments, gradient) with values of the types that name the kernel.
+// Calls use(masters, moments, gradient) with values of the types that select the kernel.
 template <typename Use>
 auto with_update_types(const UpdateArrays& a, const Use& use) {
   const auto with_masters = [&](auto masters) {

@@ -45,7 +45,7 @@ void* map_anonymous(std::uint64_t bytes, int extra_flags) {
   return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | extra_flags, -1, 0);
 }
 
-// Maps `bytes` at a multiple of `alignment` by mapping too much and giving the edges back.
+// Maps `bytes` at a multiple of `alignment` by mapping too much and unmapping the edges.
 std::byte* map_aligned(std::uint64_t bytes, std::uint64_t alignment) {
   const std::uint64_t slack = alignment - small_page_bytes();
   void* mapped = map_anonymous(bytes + slack, 0);
@@ -69,7 +69,7 @@ void bind_to_node(std::span<std::byte> bytes, int node) {
     result = ::syscall(SYS_mbind, bytes.data(), bytes.size(), MPOL_BIND, mask.data(), 1024ul, 0u);
   }
   if (result != 0) {
-    spdlog::warn("memory of {} could not be bound to NUMA node {} ({}); it goes where the touching threads run",
+    spdlog::warn("memory of {} could not be bound to NUMA node {} ({}); it is placed where the touching threads run",
                  format_bytes(bytes.size()), node, std::strerror(errno));
   }
 }
@@ -106,7 +106,7 @@ int touch(std::span<std::byte> bytes, PageKind kind, unsigned threads) {
   return failure;
 }
 
-// Whether the kernel really backed the mapping at `address` with huge pages: it takes the advice and may ignore it.
+// Whether the kernel backed the mapping at `address` with huge pages: it accepts the advice and may ignore it.
 bool has_transparent_pages(const std::byte* address, std::uint64_t bytes) {
   const auto target = reinterpret_cast<std::uintptr_t>(address);
   std::ifstream smaps("/proc/self/smaps");
@@ -133,7 +133,7 @@ bool has_transparent_pages(const std::byte* address, std::uint64_t bytes) {
 Mapping::Mapping(const MappingOptions& options) : bytes_(options.bytes) {
   if (bytes_ == 0) return;
   if (options.largest_pages == PageKind::huge_reserved && try_map(PageKind::huge_reserved, options)) return;
-  // Reserved pages are set apart already; everything below competes for what is left.
+  // Reserved pages are already set apart; the kinds below compete for the rest.
   const std::uint64_t available = available_memory_bytes();
   if (bytes_ <= available) {
     if (options.largest_pages != PageKind::normal && try_map(PageKind::huge_transparent, options)) return;
@@ -163,7 +163,7 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
   const std::span<std::byte> whole(data_, mapped_bytes_);
   if (kind == PageKind::huge_transparent) ::madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
   if (kind == PageKind::normal) ::madvise(data_, mapped_bytes_, MADV_NOHUGEPAGE);
-  // A fork would copy every page that a device or a ring has pinned; children have no use for them.
+  // A fork would copy every page that a device or a ring has pinned, and children do not need them.
   ::madvise(data_, mapped_bytes_, MADV_DONTFORK);
   if (options.numa_node >= 0) bind_to_node(whole, options.numa_node);
   failure_ = touch(whole, kind, options.touch_threads);

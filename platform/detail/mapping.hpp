@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/detail/mapping.hpp - anonymous memory straight from the kernel, on the largest pages it gives.
+// platform/detail/mapping.hpp - anonymous memory from the kernel, on the largest available pages.
 //
 // Memory     Mapped, bound and touched at construction; unmapped at destruction.
-// Errors     BudgetError when the machine cannot give the bytes; a refused NUMA binding is a warning.
+// Errors     BudgetError if the machine lacks the memory; a refused NUMA binding is a warning.
 #pragma once
 
 #include <cstddef>
@@ -33,23 +33,23 @@ class Mapping {
   Mapping(const Mapping&) = delete;
 
   std::span<std::byte> bytes() const { return {data_, static_cast<std::size_t>(bytes_)}; }
-  // What backs it now. Cost: where transparent huge pages were asked for, a walk through /proc/self/smaps.
+  // The page kind that backs it now. Cost: with transparent huge pages, a walk through /proc/self/smaps.
   PageKind page_kind() const;
 
  private:
-  // False, with nothing kept, when the kernel cannot give pages of this kind.
+  // False, and nothing is mapped, if the kernel has no pages of this kind.
   bool try_map(PageKind kind, const MappingOptions& options);
   void unmap() noexcept;
 
   std::byte* data_ = nullptr;
   std::uint64_t bytes_ = 0;                // asked for
   std::uint64_t mapped_bytes_ = 0;         // rounded up to whole pages
-  PageKind page_kind_ = PageKind::normal;  // asked for; of transparent huge pages the kernel gives what it has
+  PageKind page_kind_ = PageKind::normal;  // as requested; the kernel may give fewer transparent huge pages
   int failure_ = 0;                        // errno of the last refusal
 };
 
-// Memory that can still be had without swapping or being killed: the kernel's estimate, lowered to what the memory
-// control groups of this process leave.
+// Memory that is available without swapping or a kill: the kernel's estimate, limited by the memory control groups of
+// this process.
 std::uint64_t available_memory_bytes();
 
 }  // namespace hoist::platform::detail

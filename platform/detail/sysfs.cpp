@@ -16,7 +16,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// File systems such as btrfs show a device number of their own; the mount table names the drive they stand on.
+// File systems such as btrfs show a device number of their own; the mount table names their drive.
 std::optional<BlockDevice> mounted_device(dev_t file_system) {
   const std::string wanted = fmt::format("{}:{}", major(file_system), minor(file_system));
   std::ifstream table("/proc/self/mountinfo");
@@ -49,7 +49,7 @@ std::vector<fs::path> children(const fs::path& folder) {
 
 std::optional<int> node_of_folder(const fs::path& sysfs, const fs::path& folder, int depth);
 
-// The node that all drives under a volume hang off; nullopt when one is unknown or two differ.
+// The common node of all drives under a volume; nullopt if one is unknown or two differ.
 std::optional<int> common_node(const fs::path& sysfs, const std::vector<fs::path>& drives, int depth) {
   constexpr int kVolumeDepthMax = 8;  // volumes upon volumes
   std::optional<int> common;
@@ -63,7 +63,7 @@ std::optional<int> common_node(const fs::path& sysfs, const std::vector<fs::path
   return common;
 }
 
-// The controllers of an NVMe subsystem: a multipath namespace hangs off the subsystem, not off a PCI device.
+// The controllers of an NVMe subsystem: a multipath namespace belongs to the subsystem, not to a PCI device.
 std::vector<fs::path> nvme_controllers(const fs::path& subsystem) {
   std::vector<fs::path> result;
   for (const fs::path& child : children(subsystem)) {
@@ -74,7 +74,7 @@ std::vector<fs::path> nvme_controllers(const fs::path& subsystem) {
 
 // `folder` is a block device's own folder in the device tree, or a controller's.
 std::optional<int> node_of_folder(const fs::path& sysfs, const fs::path& folder, int depth) {
-  // A partition's folder lies inside its drive's.
+  // A partition's folder is inside its drive's.
   const fs::path drive = fs::exists(folder / "partition") ? folder.parent_path() : folder;
   const std::vector<fs::path> parts = children(drive / "slaves");
   if (!parts.empty()) return common_node(sysfs, parts, depth);

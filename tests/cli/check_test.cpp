@@ -47,7 +47,7 @@ TEST_F(Check, EachStepThatIsKeptTakesTwelveBytesAParameter) {
     const auto result = run("check keeping.json --parameters 100M --json report.json");
     EXPECT_EQ(result.exit_code, 0) << result.errors;
     if (kept > 0) {
-      EXPECT_THAT(result.output, HasSubstr("of saved steps, " + std::to_string(kept) + " stay"));
+      EXPECT_THAT(result.output, HasSubstr("; named checkpoints that stay: " + std::to_string(kept)));
     }
     return json_of("report.json")["prediction"]["nvme"]["bytes"].get<double>();
   };
@@ -99,7 +99,7 @@ TEST_F(Check, SaysWhatOfTheStateIsOnTheDeviceAndWhichShareFits) {
   EXPECT_NEAR(prediction["step"]["host_to_device"].get<double>(), (1 - share) * 2e8, 1e6);
   EXPECT_THAT(divided, HasSubstr("are in device memory and updated there"));
 
-  EXPECT_THAT(check("0", "700MiB"), HasSubstr("has room for less: zero_optimization.offload_optimizer.ratio 0."));
+  EXPECT_THAT(check("0", "700MiB"), HasSubstr("allows less: zero_optimization.offload_optimizer.ratio 0."));
   const double fits = json_of("report.json")["prediction"]["fitting_offload_ratio"];
   check(std::to_string(fits).c_str(), "700MiB");
   prediction = json_of("report.json")["prediction"];

@@ -25,7 +25,7 @@ std::uint64_t tile_bytes(const RecordLayout& layout, Region region, std::uint32_
   return region == Region::weights ? layout.tiles()[tile].w_bytes : layout.tiles()[tile].s_bytes;
 }
 
-// With durability none, what a tile's checksum is has one answer; else there are the commit's and the next one's.
+// With durability none a tile has one checksum; otherwise it has the commit's and the next one's.
 std::size_t table_count(Durability durability) { return durability == Durability::step ? 2 : 1; }
 
 }  // namespace
@@ -88,7 +88,7 @@ std::uint64_t RecordTable::memory_bytes(std::span<const StoreRecord> records, Du
     bytes += 2 * words_per_region(record) * sizeof(std::uint64_t);
     classes.insert(record.layout.bytes());
   }
-  // A kept step's list of its extents, and one of the step that is being kept.
+  // The extents of each named checkpoint, and of the one that is being made.
   bytes += (extents_per_record - 1) * records.size() * sizeof(std::uint32_t);
   return bytes + ExtentPool::memory_bytes(records.size(), classes.size(), extents_per_record);
 }
@@ -132,10 +132,10 @@ bool RecordTable::at_next(const Entry& entry, RecordId id, Region region, std::u
 const RecordTable::Location& RecordTable::location(RecordId id, Region region, std::uint32_t tile) const {
   const Entry& entry = entries_[id.index];
   if (at_next(entry, id, region, tile)) return entry.next;
-  // An extent that was reserved but never written reads as zeros at a speed no drive has.
+  // A reserved but unwritten extent reads as zeros, faster than any drive.
   const bool readable =
       durability_ == Durability::step ? entry.committed.extent != kNoExtent : written(id, region, tile);
-  HOIST_ASSERT(readable, "tile {} of region {} of unit {} is read before it was written", tile,
+  HOIST_ASSERT(readable, "tile {} of region {} of unit {} is read before it is written", tile,
                static_cast<unsigned>(region), record(id).unit);
   return entry.committed;
 }
@@ -321,9 +321,10 @@ std::string RecordTable::load(const SlotImage& image) {
     const RecordEntry stored = image.record(index);
     if (stored.tile_count != layout.tiles().size() || stored.w_bytes != layout.region_bytes(Region::weights) ||
         stored.s_bytes != layout.region_bytes(Region::state))
-      return fmt::format("unit '{}' has {} tiles of {} + {} bytes there, {} tiles of {} + {} bytes here",
-                         records_[index].unit, stored.tile_count, stored.w_bytes, stored.s_bytes, layout.tiles().size(),
-                         layout.region_bytes(Region::weights), layout.region_bytes(Region::state));
+      return fmt::format(
+          "unit '{}' has {} tiles of {} + {} bytes in the store, {} tiles of {} + {} bytes in the program",
+          records_[index].unit, stored.tile_count, stored.w_bytes, stored.s_bytes, layout.tiles().size(),
+          layout.region_bytes(Region::weights), layout.region_bytes(Region::state));
     extents.push_back(stored.extent);
   }
   if (std::string problem = pool_.adopt(extents, lengths(records_)); !problem.empty()) return problem;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/detail/record_table.hpp - where every tile of every record is, and what its checksum must be.
+// tiers/detail/record_table.hpp - the location and the checksum of every tile of every record.
 //
-// Each record has a committed location and, once it was touched by the step under way, a next one. A record is
+// Each record has a committed location and, once the current step has written to it, a next one. A record is
 // rewritten piecewise, so the choice between the two is made per tile: a tile whose write was started is at the next
 // location, its neighbours still at the committed one. With durability none there is one location, and the tile bits
 // say whether a tile was ever written.
@@ -25,13 +25,13 @@
 
 namespace hoist::tiers::detail {
 
-// Over every segment of every record. Two stores with equal layout texts but other records (a change in how units are
-// cut) must not be mixed up either.
+// A checksum over every segment of every record. Two stores with equal layout texts but different records (units
+// divided differently) must not be mixed up either.
 std::uint64_t geometry_checksum(std::span<const StoreRecord> records);
 
 class RecordTable {
  public:
-  // `extents_per_record`: 2 and one more for each kept step; with durability none 1.
+  // `extents_per_record`: 2 and one more for each named checkpoint; 1 with durability none.
   RecordTable(std::vector<StoreRecord> records, Durability durability, std::uint32_t extents_per_record,
               std::uint64_t store_number);
 
@@ -60,31 +60,33 @@ class RecordTable {
     std::uint64_t length_bytes = 0;
   };
   Expected expected(RecordId id, Region region, std::uint32_t tile) const;
-  // What is wrong with `bytes`, read as tiles [first, first + count) from `data`: one entry for each damaged tile, with
-  // the drive and the offset there at which it begins.
+  // The damaged tiles in `bytes`, read as tiles [first, first + count) from `data`: one entry for each, with its drive
+  // and its offset there.
   std::vector<CorruptionError::Where> damage(RecordId id, Region region, std::uint32_t first, std::uint32_t count,
                                              std::span<const std::byte> bytes, const aio::StripedFile& data) const;
 
   void begin_step(std::uint64_t step) { step_ = step; }
-  // The identity a tile written in the step under way will have. Chooses the record's next extent if need be.
+  // The identity of a tile written in the current step. Chooses the record's next extent if it has none.
   TileIdentity next_identity(RecordId id, Region region, std::uint32_t tile);
-  // From here on the tiles are read at the next location and verified against `checksums`. Returns where to write them.
+  // From now on the tiles are read at the next location and verified against `checksums`. Returns the location to write
+  // to.
   std::uint64_t start_write(RecordId id, Region region, std::uint32_t first, std::uint32_t count,
                             std::span<const std::uint64_t> checksums);
 
-  // What keeps the step under way from being committed, or nothing.
+  // The reason why the current step cannot be committed, or nullopt.
   std::string incomplete() const;
-  // Enters the records as they will be once the step under way is committed.
+  // Enters the records as they will be once the current step is committed.
   void fill(SlotImage& image) const;
-  // The step under way is committed: next locations become the committed ones, and those before them are free.
+  // The current step is committed: next locations become the committed ones, and the previous ones are free.
   void publish();
-  // Replaces everything by what a commit says; returns what is wrong with it, or nothing. Kept steps hold nothing then.
+  // Replaces everything by a commit's content; returns the problem with it, or nullopt. Named checkpoints then hold no
+  // extents.
   [[nodiscard]] std::string load(const SlotImage& image);
 
   std::uint32_t extent_at(std::uint64_t offset_bytes) const { return pool_.extent_at(offset_bytes); }
-  // Extents that a kept step needs, one for each record: they are not reused until they are let go.
+  // Extents that a named checkpoint holds, one for each record; they are not reused until they are released.
   std::vector<std::uint32_t> committed_extents() const;
-  [[nodiscard]] std::string hold(std::span<const std::uint32_t> extents);  // returns what is wrong with them
+  [[nodiscard]] std::string hold(std::span<const std::uint32_t> extents);  // returns the problem with them
   void let_go(std::span<const std::uint32_t> extents);
 
  private:
@@ -98,7 +100,7 @@ class RecordTable {
     Location next;
     std::uint64_t first_tile = 0;  // within the store
     std::uint64_t first_word = 0;  // within written_
-    std::uint32_t to_write = 0;    // tiles, of both regions, that the step under way has still to write
+    std::uint32_t to_write = 0;    // tiles, of both regions, that the current step has not written yet
     std::uint8_t side = 0;         // which table holds the committed checksums
     bool touched = false;
   };
@@ -108,7 +110,7 @@ class RecordTable {
   std::uint64_t checksum_index(RecordId id, Region region, std::uint32_t tile) const;
   bool written(RecordId id, Region region, std::uint32_t tile) const;
   void mark_written(RecordId id, Region region, std::uint32_t tile);
-  // Which location and checksum table a tile is to be read from. All of these: the entry's mutex is held.
+  // The location and checksum table to read a tile from. For all of these the entry's mutex is held.
   bool at_next(const Entry& entry, RecordId id, Region region, std::uint32_t tile) const;
   const Location& location(RecordId id, Region region, std::uint32_t tile) const;
   void touch(RecordId id);

@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::size_t kLabelBytesMax = 8192;
 
-// Its first lines say which drive; the others are for people, and say whether it may be replaced.
+// Its first lines identify the drive; the others are for people, and say whether the data may be replaced.
 std::string identity_lines(const DriveLabel& label) {
   return fmt::format("hoist drive {} of {}\nstore {:016x}\n", label.drive, label.drive_count, label.store_number);
 }
@@ -39,7 +39,7 @@ std::string shown(const std::string& label) {
   return text;
 }
 
-// The label of a drive's data; nothing when there is none.
+// The label of a drive's data; nullopt if there is none.
 std::optional<std::string> read_label(const StorePaths& drive) {
   const int file = open_regular_file(drive.label, O_RDONLY | O_NOFOLLOW);
   if (file < 0) return std::nullopt;
@@ -74,7 +74,7 @@ std::vector<StorePaths> drive_paths(const std::string& directory, std::span<cons
     if (name.empty()) throw UsageError("a directory of the store has no name");
     if (name.find_first_of(std::string_view("\n\0", 2)) != std::string::npos)
       throw UsageError(fmt::format("the directory '{}' has a line break or a zero byte in its name", name.c_str()));
-    // A relative path would mean another place to the next process.
+    // A relative path would mean another place in the next process.
     drives.emplace_back(std::filesystem::absolute(name).lexically_normal().string(), rank);
     for (std::size_t i = 0; i + 1 < drives.size(); ++i) {
       if (drives[i].directory == drives.back().directory)
@@ -105,8 +105,8 @@ Stripes decode_stripes(const std::string& text, const std::string& manifest) {
     at = end;
   }
   if (!layout || directories.size() != layout->drive_count())
-    throw StoreError(
-        fmt::format("{} says in a way this version does not understand how its data is spread over drives", manifest));
+    throw StoreError(fmt::format(
+        "{} describes the spread of its data over drives in a way that this version does not understand", manifest));
   stripes.layout = *layout;
   stripes.directories.assign(directories.begin() + 1, directories.end());
   return stripes;
@@ -135,7 +135,7 @@ void check_label(const StorePaths& drive, const DriveLabel& expected) {
         fmt::format("{} holds no data of the store in {}: {} is missing; give the store's directories in "
                     "the order in which it was made",
                     drive.directory, expected.home, drive.label));
-  // Not the home: directories may be mounted somewhere else today.
+  // Does not compare the home: directories may be mounted elsewhere now.
   if (found->starts_with(identity_lines(expected))) return;
   throw StoreError(fmt::format(
       "{} is not drive {} of {} of the store in {}, number {:016x}: its label says \"{}\"; give "
@@ -150,10 +150,10 @@ void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::
         fmt::format("{} is a store of its own and cannot hold the data of the one in {}; nothing was changed",
                     drive.directory, home));
   const auto label = read_label(drive);
-  if (label && label->ends_with(kNew)) return;  // of a store that never came to its first commit
+  if (label && label->ends_with(kNew)) return;  // of a store that never reached its first commit
   if (label && uncommitted && label->find(fmt::format("\nstore {:016x}\n", *uncommitted)) != std::string::npos) return;
-  if (is_home && !label) return;               // its manifest says what there is
-  if (!label && is_empty(drive.data)) return;  // made by whoever asks
+  if (is_home && !label) return;               // its manifest describes it
+  if (!label && is_empty(drive.data)) return;  // made by the caller
   throw StoreError(
       fmt::format("{} holds data of another store (\"{}\"); nothing was changed: name that store's "
                   "directories, or remove the files if it is gone",

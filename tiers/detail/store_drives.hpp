@@ -2,11 +2,11 @@
 // tiers/detail/store_drives.hpp - a store's data on its drives: one file on each, described in the superblock.
 //
 // The first drive is the store's own directory, which also has the manifest. Every further one has a label beside its
-// data file that says whose it is: without it, a directory given in the wrong order, or shared by mistake with another
-// store, would look like damage, or be overwritten.
+// data file that names its store. Without it, a directory in the wrong order, or one shared by mistake with another
+// store, would look damaged or be overwritten.
 //
 // Threading  Pure functions, or one thread.
-// Errors     StoreError naming the directory and what to give instead; UsageError for options that make no sense.
+// Errors     StoreError naming the directory and the remedy; UsageError for contradictory options.
 #pragma once
 
 #include <span>
@@ -28,11 +28,11 @@ struct Stripes {
 };
 // As Superblock::stripes has it: "" for one drive.
 std::string encode_stripes(const aio::StripeLayout& layout, std::span<const StorePaths> drives);
-// Errors: StoreError when `text` is not one that encode_stripes() makes.
+// Errors: StoreError if encode_stripes() cannot have made `text`.
 Stripes decode_stripes(const std::string& text, const std::string& manifest);
 
-// Which drive of which store a data file belongs to, and whether that store was ever committed: only what never was may
-// be replaced, and the manifest that knows is on another drive, which may be missing today.
+// The drive and the store of a data file, and whether that store was ever committed. Only data that was never committed
+// may be replaced, and the manifest that knows is on another drive, which may be missing.
 struct DriveLabel {
   std::uint64_t store_number = 0;
   unsigned drive = 0;
@@ -40,13 +40,13 @@ struct DriveLabel {
   std::string home;  // the store's own directory
   bool committed = false;
 };
-// Written, flushed, and then given its name.
+// Writes, flushes and then renames the label.
 void write_label(const StorePaths& drive, const DriveLabel& label);
-// Refuses a further drive that has no label, or another's.
+// Refuses a further drive without a label, or with another store's.
 void check_label(const StorePaths& drive, const DriveLabel& expected);
-// Refuses to make files where a store that was, or may have been, committed has its data. `home`: the directory of the
-// store that is being made; its own drive, too, may be a further one of another store. `uncommitted`: the number of a
-// store whose manifest proves that it never was committed, whatever its labels say.
+// Refuses to make files in a directory that has data of a store that was, or may have been, committed. `home`: the
+// directory of the store that is being made; its own drive, too, may be a further one of another store. `uncommitted`:
+// the number of a store whose manifest proves that it was never committed, even if its labels say otherwise.
 void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::optional<std::uint64_t> uncommitted);
 
 struct LabelledDrive {
@@ -54,8 +54,8 @@ struct LabelledDrive {
   DriveLabel label;
 };
 
-// Refuses unless every file system has room for what its drives shall hold; several drives may be on one.
-// `need_bytes`: for each drive. What files of ours that will be replaced occupy counts as room.
+// Refuses unless every file system has enough space for its drives; several drives may be on one. `need_bytes` is for
+// each drive. Space of the store's files that will be replaced counts as free.
 void require_space(std::span<const StorePaths> drives, std::span<const std::uint64_t> need_bytes);
 
 }  // namespace hoist::tiers::detail

@@ -90,7 +90,7 @@ StorePaths::StorePaths(std::string directory_path, int rank)
 }
 
 bool ManifestView::ever_committed() const {
-  if (!damage.empty()) return true;  // nobody can know
+  if (!damage.empty()) return true;  // unknowable
   if (slots.empty()) return false;
   const bool any_valid =
       std::any_of(slots.begin(), slots.end(), [](const SlotCheck& s) { return s.state == SlotCheck::State::valid; });
@@ -99,7 +99,7 @@ bool ManifestView::ever_committed() const {
 
 namespace {
 
-// The rank that gives a file of this kind this name. None for others, which are somebody's copies.
+// The rank whose file of this kind has this name; nullopt for other names, such as copies.
 std::optional<int> rank_of(const std::string& name, std::string_view suffix) {
   constexpr std::string_view kPrefix = "rank-";
   if (!name.starts_with(kPrefix) || !name.ends_with(suffix)) return std::nullopt;
@@ -176,7 +176,7 @@ std::vector<CommitHeader> kept_steps(std::span<const SlotCheck> slots) {
 
 namespace {
 
-// Newest first, abandoned ones among them.
+// Newest first, including abandoned ones.
 std::vector<CommitHeader> valid_commits(std::span<const SlotCheck> slots) {
   std::vector<CommitHeader> commits;
   for (const SlotCheck& slot : slots.first(std::min<std::size_t>(slots.size(), kSlotCount)))
@@ -223,7 +223,7 @@ std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const s
 
 namespace {
 
-// Null when there is no such file, or its directory is none any more.
+// Null if there is no such file, or its directory is gone.
 std::unique_ptr<aio::File> open_if_there(const std::string& path, aio::OpenMode mode) {
   try {
     return std::make_unique<aio::File>(path, aio::FileOptions{.mode = mode});
@@ -233,8 +233,8 @@ std::unique_ptr<aio::File> open_if_there(const std::string& path, aio::OpenMode 
   }
 }
 
-// Takes the lock of `file`, which was opened by the name of the data. False when that name means another file now: its
-// holder removed it while we waited, and the lock that counts is the one on the named file.
+// Takes the lock of `file`, which was opened by the name of the data. False if that name now means another file: the
+// holder removed the old one while this process waited, and only the lock on the named file counts.
 bool locked_by_name(aio::File& file, const StorePaths& paths, TimePoint start, Nanoseconds timeout) {
   const Nanoseconds left = timeout - (Clock::now() - start);
   if (!file.lock(std::max(left, Nanoseconds{0}))) throw_in_use(paths, timeout);
@@ -268,7 +268,7 @@ std::unique_ptr<aio::File> open_shared(const StorePaths& paths, Nanoseconds time
 
 namespace {
 
-// Whether `holder`, as write_lock_info() wrote it, was a process of this machine that is no more.
+// Whether `holder`, as write_lock_info() wrote it, was a process of this machine that has ended.
 bool has_ended(std::string_view holder) {
   constexpr std::string_view kBefore = "process ", kBetween = " on ";
   const std::size_t between = holder.find(kBetween);
@@ -279,7 +279,7 @@ bool has_ended(std::string_view holder) {
          errno == ESRCH;
 }
 
-// What the holder of the lock wrote about itself.
+// The text that the holder of the lock wrote about itself.
 std::string said_by_holder(const StorePaths& paths) {
   const Descriptor info(open_regular_file(paths.lock_info, O_RDONLY | O_NOFOLLOW));
   char text[300] = {};
@@ -294,7 +294,7 @@ std::optional<std::string> holder(const StorePaths& paths) {
   const Descriptor data(open_regular_file(paths.data, O_RDONLY | O_NOFOLLOW));
   if (data.number < 0 || ::flock(data.number, LOCK_SH | LOCK_NB) == 0) return std::nullopt;
   const std::string name = said_by_holder(paths);
-  return name.empty() ? "a process that did not say its name" : name;
+  return name.empty() ? "a process that left no name" : name;
 }
 
 void throw_in_use(const StorePaths& paths, Nanoseconds waited) {
@@ -334,7 +334,7 @@ BudgetError too_little_space(const std::string& directory, std::uint64_t have_by
 
 namespace {
 
-// The files of any rank whose names end so.
+// The files of any rank whose names have this ending.
 std::vector<std::string> rank_files(std::span<const std::string> directories, std::string_view suffix) {
   std::vector<std::string> paths;
   for (const std::string& directory : directories)
@@ -368,7 +368,7 @@ Creation::~Creation() {
     for (const Made& made : files_)
       if (same_file(made.path, made.device, made.inode)) ::unlink(made.path.c_str());
     for (auto directory = directories_.rbegin(); directory != directories_.rend(); ++directory)
-      ::rmdir(directory->c_str());  // stays when another rank has put something there
+      ::rmdir(directory->c_str());  // stays if another rank has put something there
   }
   if (lock_ >= 0) ::close(lock_);
 }
@@ -390,8 +390,8 @@ void Creation::claim(Nanoseconds timeout) {
       if (missing) remember(paths_.data, file->descriptor());
       throw;
     }
-    // Empty it is worth nothing, should somebody else have made it. As it is now: its maker may have filled it while we
-    // waited.
+    // An empty file may be removed even if another process made it. Checked now, because its maker may have filled it
+    // meanwhile.
     if (::fstat(file->descriptor(), &status) != 0) throw IoError({"fstat", paths_.data, 0, 0, errno}, "");
     if (missing && status.st_size == 0) remember(paths_.data, file->descriptor());
     lock_ = ::fcntl(file->descriptor(), F_DUPFD_CLOEXEC, 0);
@@ -413,7 +413,7 @@ void Creation::make_directories() {
   for (auto directory = missing.rbegin(); directory != missing.rend(); ++directory) {
     if (::mkdir(directory->c_str(), S_IRWXU) == 0)
       directories_.push_back(*directory);
-    else if (errno != EEXIST)  // another rank was faster
+    else if (errno != EEXIST)  // another rank made it
       throw IoError({"mkdir", *directory, 0, 0, errno}, "choose an offload path that this user may write to");
   }
   if (::lstat(paths_.directory.c_str(), &status) == 0 && S_ISLNK(status.st_mode))
@@ -433,7 +433,7 @@ void Creation::clear() {
   struct stat status {};
   const bool had_manifest = ::lstat(paths_.manifest.c_str(), &status) == 0;
   for (const std::string& path : {paths_.manifest, paths_.manifest_new, paths_.lock_info}) remove_file(path);
-  // Durably, before its data goes: after a loss of power a manifest would speak of data that it has not.
+  // Removes it durably before its data; otherwise, after a power loss, a manifest would refer to missing data.
   if (had_manifest) aio::sync_directory(paths_.directory);
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/detail/store_files.hpp - names, locks and the making and unmaking of a store's files.
+// tiers/detail/store_files.hpp - names and locks of a store's files; creates and removes them.
 //
-// Everything about a store that is not a transfer: directories, who holds the lock, free space, and what a manifest
-// says to somebody who only looks. Transfers of data and manifest go through aio::DriveQueue instead.
+// Everything about a store that is not a transfer: directories, the lock's holder, free space, and reading a manifest
+// without opening the store. Transfers of data and manifest go through aio::DriveQueue instead.
 //
 // Threading  One thread per object.
-// Errors     IoError for what the system refuses, StoreError for stores that cannot be used, BudgetError for space.
+// Errors     IoError if the system refuses, StoreError for unusable stores, BudgetError for space.
 #pragma once
 
 #include <memory>
@@ -24,25 +24,25 @@ struct StorePaths {
   std::string directory;
   std::string data;
   std::string manifest;
-  std::string manifest_new;  // before it is whole; then renamed
-  std::string lock_info;     // who holds the lock, for people
-  std::string label;         // on further drives: whose data this is
+  std::string manifest_new;  // until it is complete; then renamed
+  std::string lock_info;     // the lock's holder, for people
+  std::string label;         // on further drives: the store of this data
 };
 
-// What is in a directory; nothing when there is none. That it cannot be listed does not mean that nothing is there:
-// IoError.
+// The entries of a directory; none if it does not exist. IoError if it cannot be listed, which does not mean that it is
+// empty.
 std::vector<std::string> names_in(const std::string& directory);
 // The ranks whose manifests are in `directory`, by their names, ascending.
 std::vector<int> ranks_in(const std::string& directory);
 
-// A manifest as it lies on disk, read without lock and without an engine.
+// A manifest on disk, read without a lock and without an engine.
 struct ManifestView {
   bool exists = false;
   std::string damage;                    // why the superblock cannot be used; empty when it can
   std::optional<Superblock> superblock;  // when it exists and is not damaged
-  std::vector<SlotCheck> slots;          // of commits, then of kept steps; with the superblock
-  // A commit was made here once, whether or not it can still be read. Commits alternate between the slots, so once
-  // the second slot was ever touched, the commit in the first had been flushed.
+  std::vector<SlotCheck> slots;          // of commits, then of named checkpoints; with the superblock
+  // Whether a commit was ever made here, readable or not. Commits alternate between the slots, so if the second slot
+  // was ever touched, the commit in the first had been flushed.
   bool ever_committed() const;
 };
 ManifestView view_manifest(const std::string& path);
@@ -51,27 +51,27 @@ CommitHeader commit_header(const SlotCheck& slot);
 // The slots a store can be continued from, newest first: by incarnation, then by step. A commit of an older
 // incarnation whose step lies beyond the newest incarnation's was abandoned and is left out.
 std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots);
-// Those left out: what ranks go back to when a crash between their adoptions left them no commit in common.
+// The abandoned ones: ranks return to them if a crash between their adoptions left them without a common commit.
 std::vector<CommitHeader> abandoned_commits(std::span<const SlotCheck> slots);
-// Kept steps, oldest first.
+// Named checkpoints, oldest first.
 std::vector<CommitHeader> kept_steps(std::span<const SlotCheck> slots);
 std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
 
-// Opens the data file and takes its lock. Null when there is no such file. Throws StoreError naming the holder.
+// Opens the data file and takes its lock. Null if there is no such file. Throws StoreError naming the holder.
 std::unique_ptr<aio::File> open_locked(const StorePaths& paths, Nanoseconds timeout);
-// The same for somebody who only reads: readers share the lock, and a trainer that starts meanwhile waits for them.
+// The same for readers: they share the lock, and a trainer that starts meanwhile waits for them.
 std::unique_ptr<aio::File> open_shared(const StorePaths& paths, Nanoseconds timeout);
 // See Store::holder().
 std::optional<std::string> holder(const StorePaths& paths);
 [[noreturn]] void throw_in_use(const StorePaths& paths, Nanoseconds waited);
-void write_lock_info(const StorePaths& paths) noexcept;  // information only: failing is no failure
+void write_lock_info(const StorePaths& paths) noexcept;  // information only: errors are ignored
 
 std::uint64_t free_bytes(const std::string& directory);
 BudgetError too_little_space(const std::string& directory, std::uint64_t have_bytes, std::uint64_t need_bytes);
 
-// The making of a rank's files on one drive. Whoever holds the lock of the data file, by its name, may change them and
-// nobody else; so that file is there, empty, before anything is decided, and is never replaced by another of its name.
-// What was made is removed again by the destructor, still under the lock, unless keep() was called.
+// Creates a rank's files on one drive. Only the holder of the lock of the data file, by its name, may change them. That
+// file therefore exists, empty, before anything is decided, and is never replaced by another of its name. The
+// destructor removes the new files, still under the lock, unless keep() was called.
 class Creation {
  public:
   explicit Creation(StorePaths paths) : paths_(std::move(paths)) {}
@@ -79,17 +79,17 @@ class Creation {
   Creation(const Creation&) = delete;
   Creation& operator=(const Creation&) = delete;
 
-  // Makes the directory and what is missing above it, 0700; opens the data file, or makes an empty one, and takes its
+  // Makes the directory and its missing parents, 0700; opens the data file, or makes an empty one, and takes its
   // lock. Throws StoreError naming the holder.
   void claim(Nanoseconds timeout);
-  // From here on what was there gives way, whatever happens.
+  // From now on the old files are lost, whatever happens.
   void replace();
-  // Removes what a store that is to be replaced left, but for the data and its label.
+  // Removes the files of the store that is being replaced, except the data and its label.
   void clear();
-  // Drops what the data file held and reserves its space.
+  // Drops the content of the data file and reserves its space.
   std::unique_ptr<aio::File> make_data(std::uint64_t bytes);
   std::unique_ptr<aio::File> make_new_manifest(std::uint64_t bytes);
-  // A file beside the data that somebody else has just written.
+  // Registers a file beside the data that other code has just written.
   void remember_label();
   // Gives the manifest, whose superblock is on disk, its name.
   void name_manifest();
