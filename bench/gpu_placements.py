@@ -41,7 +41,7 @@ class Placement:
 def placements(args):
     return [Placement("device", "none", "none", "keep", args.device_memory),
             Placement("optimizer pinned", "none", "cpu", "keep", args.device_memory),
-            Placement("all pinned, small device", "cpu", "cpu", "stash", args.small_device_memory),
+            Placement("all pinned, small device", "cpu", "cpu", "offload", args.small_device_memory),
             Placement("optimizer on the disk", "none", "nvme", "keep", args.device_memory)]
 
 
@@ -186,7 +186,7 @@ def largest(args, workplace):
     """The deepest model that trains with a device budget, without hoist's tiers and with them."""
     found = []
     for placement in (Placement("device only", "none", "none", "recompute", args.largest_device_memory),
-                      Placement("pinned memory", "cpu", "cpu", "stash", args.largest_device_memory),
+                      Placement("pinned memory", "cpu", "cpu", "offload", args.largest_device_memory),
                       Placement("disk", "nvme", "nvme", "recompute", args.largest_device_memory)):
         low, high = 0, 1  # low fits, high does not
         while high <= args.layers_max and workplace.fits(placement, high):

@@ -8,8 +8,8 @@ ActivationOffload::ActivationOffload(platform::Device& device, Budget& pinned, c
     : device_(device),
       options_(options),
       pool_(pinned, {.bytes = bytes(options), .huge_pages = options.huge_pages}),
-      down_(device.create_stream("stash")),
-      up_(device.create_stream("unstash")) {
+      down_(device.create_stream("offload")),
+      up_(device.create_stream("reload")) {
   for (std::size_t i = 0; i < options.items; ++i)
     places_.push_back(pool_.carve(options.item_bytes, "offloaded activations"));
   device_.register_host(pool_.memory().bytes());
@@ -32,15 +32,16 @@ std::byte* ActivationOffload::place(std::size_t item) const {
   return places_[item].data();
 }
 
-platform::StreamEvent ActivationOffload::stash(std::size_t item, const std::byte* source, platform::StreamRef compute) {
+platform::StreamEvent ActivationOffload::offload(std::size_t item, const std::byte* source,
+                                                 platform::StreamRef compute) {
   down_->wait(compute->record(), WaitCause::none);
   down_->copy(place(item), source, options_.item_bytes, platform::CopyKind::device_to_host);
-  last_stashed_ = down_->record();
-  return last_stashed_;
+  last_offloaded_ = down_->record();
+  return last_offloaded_;
 }
 
-platform::StreamEvent ActivationOffload::unstash(std::size_t item, std::byte* target, platform::StreamRef compute) {
-  up_->wait(last_stashed_, WaitCause::none);
+platform::StreamEvent ActivationOffload::reload(std::size_t item, std::byte* target, platform::StreamRef compute) {
+  up_->wait(last_offloaded_, WaitCause::none);
   up_->wait(compute->record(), WaitCause::none);
   up_->copy(target, place(item), options_.item_bytes, platform::CopyKind::host_to_device);
   return up_->record();

@@ -9,7 +9,7 @@
 // Memory     Every item has its own place in pinned memory, taken from the budget at construction. Device memory
 //            belongs to the program and must outlive the copies; the destructor waits for them.
 // Errors     BudgetError if the places do not fit. A failed copy fails every wait for its event.
-// Main path  stash(item, source, compute) -> the event says when the source may be overwritten; unstash(item, target,
+// Main path  offload(item, source, compute) -> the event says when the source may be overwritten; reload(item, target,
 //            compute) -> the event says when the target is filled. Both wait for the work on `compute` so far.
 #pragma once
 
@@ -38,10 +38,10 @@ class ActivationOffload {
   ActivationOffload& operator=(const ActivationOffload&) = delete;
 
   // Copies item_bytes down. Work enqueued on `compute` so far has filled `source`.
-  platform::StreamEvent stash(std::size_t item, const std::byte* source, platform::StreamRef compute);
+  platform::StreamEvent offload(std::size_t item, const std::byte* source, platform::StreamRef compute);
   // Copies the item's last content up. Work enqueued on `compute` later must wait for the event before it uses
   // `target`. Earlier copies down may still read it; this copy waits for them.
-  platform::StreamEvent unstash(std::size_t item, std::byte* target, platform::StreamRef compute);
+  platform::StreamEvent reload(std::size_t item, std::byte* target, platform::StreamRef compute);
 
   // Bytes of pinned memory for these ActivationOffloadOptions.
   static std::uint64_t bytes(const ActivationOffloadOptions& options);
@@ -52,7 +52,7 @@ class ActivationOffload {
   const ActivationOffloadOptions options_;
   PinnedPool pool_;
   std::vector<std::span<std::byte>> places_;
-  platform::StreamEvent last_stashed_;
+  platform::StreamEvent last_offloaded_;
   std::unique_ptr<platform::Stream> down_;
   std::unique_ptr<platform::Stream> up_;
 };

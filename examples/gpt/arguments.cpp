@@ -70,10 +70,10 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.add_option(
          "--activations", a.activations,
          "What backward finds of a block: recompute (its input, the rest is computed again), keep (everything), "
-         "stash (its input, in pinned memory)")
+         "offload (its input, in pinned memory)")
       ->transform(CLI::Transformer(std::map<std::string, ActivationPolicy>{{"recompute", ActivationPolicy::recompute},
                                                                            {"keep", ActivationPolicy::keep},
-                                                                           {"stash", ActivationPolicy::stash}})
+                                                                           {"offload", ActivationPolicy::offload}})
                       .description(""))
       ->default_str("recompute")
       ->type_name("A");

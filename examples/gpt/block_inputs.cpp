@@ -10,23 +10,24 @@ namespace hoist::gpt {
 
 namespace {
 
-// With a stash: what is read, all micro-batches of what is written, and one that is on its way down meanwhile.
+// With offloading: the item being read, all micro-batches of the layer being written, and one that is being copied down
+// meanwhile.
 constexpr std::size_t kBuffersBesideAWrittenLayer = 2;
 
 }  // namespace
 
 BlockInputs::BlockInputs(Runtime& runtime, const BlockInputsOptions& options)
     : options_(options), leaving_(buffer_count(options)) {
-  if (!options.stash) return;
-  stash_.emplace(runtime.device(), runtime.pinned_budget(),
-                 tiers::ActivationOffloadOptions{.items = options.layers * options.held_micro_batches,
-                                                 .item_bytes = options.item_bytes,
-                                                 .huge_pages = runtime.options().huge_pages});
+  if (!options.offload) return;
+  offload_.emplace(runtime.device(), runtime.pinned_budget(),
+                   tiers::ActivationOffloadOptions{.items = options.layers * options.held_micro_batches,
+                                                   .item_bytes = options.item_bytes,
+                                                   .huge_pages = runtime.options().huge_pages});
 }
 
 std::size_t BlockInputs::buffer_count(const BlockInputsOptions& options) {
   const std::size_t all = (options.layers + 1) * options.held_micro_batches;
-  return options.stash ? std::min(all, options.held_micro_batches + kBuffersBesideAWrittenLayer) : all;
+  return options.offload ? std::min(all, options.held_micro_batches + kBuffersBesideAWrittenLayer) : all;
 }
 
 void BlockInputs::begin(std::size_t micro_batches, Return when) {
@@ -45,19 +46,19 @@ std::byte* BlockInputs::output_for(std::size_t layer, std::size_t micro_batch, p
 }
 
 void BlockInputs::leave(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute) {
-  if (!stash_ || return_ == Return::never) return;
+  if (!offload_ || return_ == Return::never) return;
   const std::size_t index = item(layer, micro_batch);
-  leaving_[index % buffers_.size()] = stash_->stash(index, forward_input(layer, micro_batch), compute);
+  leaving_[index % buffers_.size()] = offload_->offload(index, forward_input(layer, micro_batch), compute);
 }
 
 // Turns alternate between the first two buffers: nothing in the others is needed any more.
 void BlockInputs::fetch(std::size_t turn, platform::StreamRef compute) {
   const std::size_t layer = options_.layers - 1 - turn / micro_batches_;
-  arriving_[turn % 2] = stash_->unstash(item(layer, turn % micro_batches_), buffers_[turn % 2], compute);
+  arriving_[turn % 2] = offload_->reload(item(layer, turn % micro_batches_), buffers_[turn % 2], compute);
 }
 
 std::byte* BlockInputs::bring(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute) {
-  if (!stash_) return forward_input(layer, micro_batch);
+  if (!offload_) return forward_input(layer, micro_batch);
   const std::size_t turn = (options_.layers - 1 - layer) * micro_batches_ + micro_batch;
   if (turn == 0) fetch(0, compute);
   if (turn + 1 < options_.layers * micro_batches_) fetch(turn + 1, compute);
@@ -65,8 +66,8 @@ std::byte* BlockInputs::bring(std::size_t layer, std::size_t micro_batch, platfo
   return buffers_[turn % 2];
 }
 
-std::uint64_t BlockInputs::stashed_bytes(std::size_t micro_batches) const {
-  return stash_ ? options_.layers * micro_batches * options_.item_bytes : 0;
+std::uint64_t BlockInputs::offloaded_bytes(std::size_t micro_batches) const {
+  return offload_ ? options_.layers * micro_batches * options_.item_bytes : 0;
 }
 
 }  // namespace hoist::gpt

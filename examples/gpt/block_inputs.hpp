@@ -23,7 +23,7 @@ struct BlockInputsOptions {
   std::size_t layers = 0;
   std::size_t held_micro_batches = 1;
   std::uint64_t item_bytes = 0;  // of one input of one micro-batch
-  bool stash = false;
+  bool offload = false;
 };
 
 class BlockInputs {
@@ -48,14 +48,14 @@ class BlockInputs {
   std::byte* bring(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
 
   // Moved down, and moved up, in a pass with a way back.
-  std::uint64_t stashed_bytes(std::size_t micro_batches) const;
+  std::uint64_t offloaded_bytes(std::size_t micro_batches) const;
 
  private:
   std::size_t item(std::size_t layer, std::size_t micro_batch) const { return layer * micro_batches_ + micro_batch; }
   void fetch(std::size_t turn, platform::StreamRef compute);
   const BlockInputsOptions options_;
   std::vector<std::byte*> buffers_;
-  std::optional<tiers::ActivationOffload> stash_;
+  std::optional<tiers::ActivationOffload> offload_;
   std::size_t micro_batches_ = 1;
   Return return_ = Return::comes_back;
   std::vector<platform::StreamEvent> leaving_;  // by buffer: until when it is read

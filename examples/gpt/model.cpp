@@ -176,7 +176,7 @@ BlockInputsOptions Gpt::input_options() const {
   return {.layers = static_cast<std::size_t>(options_.layers),
           .held_micro_batches = static_cast<std::size_t>(options_.held_micro_batches),
           .item_bytes = activation_bytes_of(options_.width),
-          .stash = options_.activations == ActivationPolicy::stash};
+          .offload = options_.activations == ActivationPolicy::offload};
 }
 
 // A parameter of a matrix is in one product forward and in two backward, each a multiplication and an addition; the

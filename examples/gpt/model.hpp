@@ -29,7 +29,7 @@ namespace hoist::gpt {
 enum class ActivationPolicy : std::uint8_t {
   recompute,  // its input; the rest is computed again under the lease that it needs anyway
   keep,       // everything: most device memory, 18 % fewer operations (8 of 44 width^2 a layer are the second time)
-  stash,      // as recompute, but inputs wait in pinned memory: least device memory
+  offload,    // as recompute, but inputs wait in pinned memory: least device memory
 };
 
 struct GptOptions {
@@ -82,8 +82,8 @@ class Gpt {
   std::uint64_t activation_bytes() const { return memory_.bytes().size(); }
   // Time kernels have run.
   Nanoseconds compute_time() const { return operations_->compute_time(); }
-  // Of activations, moved down and again moved up since construction (ActivationPolicy::stash).
-  std::uint64_t stashed_bytes() const { return stashed_bytes_; }
+  // Bytes of activations, moved down and up again since construction (ActivationPolicy::offload).
+  std::uint64_t offloaded_bytes() const { return offloaded_bytes_; }
   // Multiplications and additions of a token's products, forward and backward, what is computed twice counted once.
   double flops_per_token() const;
 
@@ -138,7 +138,7 @@ class Gpt {
   ParameterId token_embedding_{}, position_embedding_{}, norm_weight_{}, norm_bias_{};
   std::vector<Block> blocks_;
   std::uint64_t device_bytes_ = 0;
-  std::uint64_t stashed_bytes_ = 0;
+  std::uint64_t offloaded_bytes_ = 0;
   tiers::DeviceBlock memory_;
   std::unique_ptr<Workspace> work_;
   std::unique_ptr<Operations> operations_;

@@ -41,7 +41,7 @@ double Gpt::run(std::span<const Batch> micro_batches, Pass pass, PassOptions opt
   if (returns) {
     for (int layer = options_.layers - 1; layer >= 0; --layer) block_backward(layer, count);
     embed_backward(count);
-    stashed_bytes_ += inputs_->stashed_bytes(count);
+    offloaded_bytes_ += inputs_->offloaded_bytes(count);
   }
   stream_->synchronize();
   double loss = 0;

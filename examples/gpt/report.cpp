@@ -108,18 +108,18 @@ void append_links(std::string& out, const RunRecord& record) {
     if (link == Link::wire && record.world_size == 1) continue;
     std::string formula = "-", ratio = "-";
     if (record.formula) {
-      const bool stashes = link == Link::host_to_device || link == Link::device_to_host;
+      const bool offloads = link == Link::host_to_device || link == Link::device_to_host;
       const std::uint64_t bytes =
-          formula_of(*record.formula, link) * record.steps.size() + (stashes ? record.stashed_bytes : 0);
+          formula_of(*record.formula, link) * record.steps.size() + (offloads ? record.offloaded_bytes : 0);
       formula = format_bytes(bytes);
       if (bytes > 0) ratio = fmt::format("{:.4f}", static_cast<double>(moved.bytes) / static_cast<double>(bytes));
     }
     out += fmt::format("  {:<16}{:>12}{:>12}{:>9}{:>8.1f} s{:>16}\n", link_title(link), format_bytes(moved.bytes),
                        formula, ratio, to_seconds(moved.busy), format_bytes(apart));
   }
-  if (record.stashed_bytes > 0)
+  if (record.offloaded_bytes > 0)
     out += fmt::format("  {:<16}{:>12} of the bytes down, and of those up\n", "activations",
-                       format_bytes(record.stashed_bytes));
+                       format_bytes(record.offloaded_bytes));
   if (record.wire_in_group > 0)
     out +=
         fmt::format("  {:<16}{:>12} of the bytes between ranks\n", "within groups", format_bytes(record.wire_in_group));
@@ -213,7 +213,7 @@ std::string report_json(const RunRecord& record) {
       {"links", links},
       {"wait_seconds", waits},
       {"compute_seconds", to_seconds(record.compute)},
-      {"stashed_bytes", record.stashed_bytes},
+      {"offloaded_bytes", record.offloaded_bytes},
       {"tokens_per_step", record.tokens_per_step},
       {"flops_per_token", record.flops_per_token},
       {"communication_to_computation", communication_to_computation(record)},

@@ -52,10 +52,10 @@ struct RunRecord {
   Tiers tiers;
   std::array<Ledger::LinkTotals, kLinkCount> links{};        // steps
   std::array<Ledger::LinkTotals, kLinkCount> links_apart{};  // start-up and everything else outside steps
-  std::uint64_t stashed_bytes = 0;                           // of activations, down and again up; not in the formula
-  std::uint64_t tokens_per_step = 0;                         // of all ranks
-  double flops_per_token = 0;                                // that the model needs, forward and backward
-  std::uint64_t wire_in_group = 0;                           // of the wire's bytes (zero_hpz_partition_size)
+  std::uint64_t offloaded_bytes = 0;  // of offloaded activations, down and up again; not in the formula
+  std::uint64_t tokens_per_step = 0;  // of all ranks
+  double flops_per_token = 0;         // that the model needs, forward and backward
+  std::uint64_t wire_in_group = 0;    // of the wire's bytes (zero_hpz_partition_size)
   std::array<Nanoseconds, kWaitCauseCount> waits{};
   Nanoseconds compute{0};
   std::optional<StepBytes> formula;  // of one step

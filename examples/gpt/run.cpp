@@ -313,7 +313,7 @@ void Training::close() {
   take_books(record_, runtime_.ledger());
   record_.wire_in_group = engine_->wire_bytes_in_group();
   record_.formula = engine_->formula_bytes();
-  record_.stashed_bytes = gpt_.stashed_bytes();
+  record_.offloaded_bytes = gpt_.offloaded_bytes();
   record_.compute = gpt_.compute_time();
   save_at_end();
   record_.committed_step = engine_->committed_step();

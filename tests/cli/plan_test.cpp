@@ -145,14 +145,15 @@ TEST_F(Plan, CountsWhatTheProgramPins) {
   EXPECT_THAT(result.output, HasSubstr("not counted: pinned memory that the program takes"));
   const auto alone = row(json_of("plan.json"), "nvme", "nvme")["pinned"]["least_bytes"].get<std::uint64_t>();
   write("units.json", R"({"units": [{"name": "a", "parameters": 1000000}], "program_pinned_bytes": 5368709120})");
-  const auto stashing = run("plan --units units.json --json plan.json");
-  ASSERT_EQ(stashing.exit_code, 0) << stashing.errors;
+  const auto pinning = run("plan --units units.json --json plan.json");
+  ASSERT_EQ(pinning.exit_code, 0) << pinning.errors;
   EXPECT_GT(row(json_of("plan.json"), "nvme", "nvme")["pinned"]["least_bytes"].get<std::uint64_t>(), 5ull << 30);
   EXPECT_LT(alone, 5ull << 30);
-  EXPECT_THAT(stashing.output, HasSubstr("5.0 GiB of the pinned memory are the program's own"));
+  EXPECT_THAT(pinning.output, HasSubstr("5.0 GiB of the pinned memory are the program's own"));
   write("offload.json", R"({"hoist": {"pinned_memory": "4GiB", "device_memory": "4GiB"}})");
   const auto checked = run("check offload.json --units units.json --json check.json");
-  EXPECT_THAT(checked.output, AllOf(HasSubstr("5.0 GiB of the pinned memory are the program's own"), HasSubstr("does not fit")));
+  EXPECT_THAT(checked.output,
+              AllOf(HasSubstr("5.0 GiB of the pinned memory are the program's own"), HasSubstr("does not fit")));
   EXPECT_EQ(json_of("check.json")["prediction"]["program_pinned_bytes"], 5ull << 30);
 }
 
@@ -221,7 +222,8 @@ TEST_F(Plan, RefusesWhatItCannotUse) {
   };
   EXPECT_THAT(refusal(""), HasSubstr("--parameters"));
   EXPECT_THAT(refusal("--parameters many"), HasSubstr("is not a count"));
-  EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"), HasSubstr("--device-memory lots is not a number of bytes"));
+  EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"),
+              HasSubstr("--device-memory lots is not a number of bytes"));
   EXPECT_THAT(refusal("--parameters 1e9 --nvme-read -1"), HasSubstr("--nvme-read"));
   EXPECT_THAT(refusal("--parameters 1e9 --nvme-read nan"), HasSubstr("is not a number from"));
   EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096"), HasSubstr("belong together"));

@@ -37,7 +37,7 @@ TEST(Arguments, EveryOption) {
                               "--context", "16",       "--batch",  "2",         "--seed",  "18446744073709551615",
                               "--report",  "r.json",   "--resume", "--threads", "2",       "--learning-rate",
                               "5e-4",      "--warmup", "9",        "--device",  "cuda",    "--activations",
-                              "stash"});
+                              "offload"});
   EXPECT_EQ(a.config, "c.json");
   EXPECT_EQ(a.text, "t");
   EXPECT_EQ(a.steps, 7u);
@@ -53,7 +53,7 @@ TEST(Arguments, EveryOption) {
   EXPECT_EQ(a.learning_rate, 5e-4);
   EXPECT_EQ(a.warmup, 9u);
   EXPECT_EQ(a.device, platform::DeviceKind::cuda);
-  EXPECT_EQ(a.activations, ActivationPolicy::stash);
+  EXPECT_EQ(a.activations, ActivationPolicy::offload);
 }
 
 TEST(Arguments, TheFilesDeviceHoldsWhereNoneIsNamed) {

@@ -169,9 +169,9 @@ TEST_P(CardModel, WhereStateLivesChangesNoBit) {
   };
   const auto reference = digests(Placement::device, Placement::pinned, ActivationPolicy::recompute);
   EXPECT_EQ(digests(Placement::device, Placement::device, ActivationPolicy::keep), reference);
-  EXPECT_EQ(digests(Placement::pinned, Placement::pinned, ActivationPolicy::stash), reference);
+  EXPECT_EQ(digests(Placement::pinned, Placement::pinned, ActivationPolicy::offload), reference);
   EXPECT_EQ(digests(Placement::nvme, Placement::nvme, ActivationPolicy::recompute), reference);
-  EXPECT_EQ(digests(Placement::pinned, Placement::nvme, ActivationPolicy::stash), reference);
+  EXPECT_EQ(digests(Placement::pinned, Placement::nvme, ActivationPolicy::offload), reference);
 }
 
 TEST_P(CardModel, HeadsOfAnotherWidthAreRefusedWithTheRemedy) {
@@ -191,7 +191,7 @@ TEST_P(CardModel, MicroBatchesOfOnePassHaveTheirOwnLosses) {
   engine.micro_batch_order = MicroBatchOrder::vertical;
   GptOptions model = small_model(GetParam());
   model.held_micro_batches = 3;
-  model.activations = ActivationPolicy::stash;
+  model.activations = ActivationPolicy::offload;
   Trainer all(runtime_on(GetParam()), engine, model);
   Trainer one(runtime_on(GetParam()), in_memory(), small_model(GetParam()));
   double expected = 0;

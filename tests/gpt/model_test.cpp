@@ -316,7 +316,7 @@ TEST_F(PlacementTest, WhereStateLivesChangesNoBit) {
 struct ActivationRun {
   std::vector<double> losses;
   std::vector<std::string> digests;
-  std::uint64_t device_bytes = 0, stashed_bytes = 0;
+  std::uint64_t device_bytes = 0, offloaded_bytes = 0;
 };
 ActivationRun run_with(ActivationPolicy policy, int held, std::uint64_t chaos_seed = 0) {
   RuntimeOptions runtime = small_runtime();
@@ -340,7 +340,7 @@ ActivationRun run_with(ActivationPolicy policy, int held, std::uint64_t chaos_se
   }
   run.digests = trainer.digests();
   run.device_bytes = trainer.model->device_bytes();
-  run.stashed_bytes = trainer.model->stashed_bytes();
+  run.offloaded_bytes = trainer.model->offloaded_bytes();
   return run;
 }
 
@@ -353,21 +353,21 @@ TEST(ModelActivations, WhatBackwardFindsChangesNoBit) {
     EXPECT_EQ(keep.digests, recompute.digests);
     EXPECT_GT(keep.device_bytes, recompute.device_bytes);
     for (const std::uint64_t chaos : {0u, 5u, 6u}) {
-      const ActivationRun stash = run_with(ActivationPolicy::stash, held, chaos);
-      EXPECT_EQ(stash.losses, recompute.losses) << "chaos seed " << chaos;
-      EXPECT_EQ(stash.digests, recompute.digests) << "chaos seed " << chaos;
-      EXPECT_LT(stash.device_bytes, recompute.device_bytes);
+      const ActivationRun offload = run_with(ActivationPolicy::offload, held, chaos);
+      EXPECT_EQ(offload.losses, recompute.losses) << "chaos seed " << chaos;
+      EXPECT_EQ(offload.digests, recompute.digests) << "chaos seed " << chaos;
+      EXPECT_LT(offload.device_bytes, recompute.device_bytes);
       const auto input = static_cast<std::uint64_t>(30 * 24) * sizeof(float);
-      EXPECT_EQ(stash.stashed_bytes, 3u * 4 * static_cast<unsigned>(held) * input);
+      EXPECT_EQ(offload.offloaded_bytes, 3u * 4 * static_cast<unsigned>(held) * input);
     }
   }
 }
 
-TEST(ModelActivations, AStashThatDoesNotFitIsRefusedWithTheKey) {
+TEST(ModelActivations, AnOffloadThatDoesNotFitIsRefusedWithTheKey) {
   RuntimeOptions runtime = small_runtime();
   runtime.pinned_memory_bytes = 4 * kKiB;
   GptOptions model = small_model();
-  model.activations = ActivationPolicy::stash;
+  model.activations = ActivationPolicy::offload;
   try {
     Trainer trainer(runtime, in_memory(), model);
     FAIL() << "4 KiB were enough";

@@ -187,14 +187,14 @@ TEST_F(Program, WhatBackwardFindsChangesNoBit) {
   remove_store();
   const json keep = report_of(usual(3, {"--activations", "keep"}));
   remove_store();
-  const json stash = report_of(usual(3, {"--activations", "stash"}));
+  const json offload = report_of(usual(3, {"--activations", "offload"}));
   EXPECT_EQ(keep["digest"], recompute["digest"]);
-  EXPECT_EQ(stash["digest"], recompute["digest"]);
+  EXPECT_EQ(offload["digest"], recompute["digest"]);
   // The input of each block, in fp32, down and up in each step.
   const std::uint64_t bytes = 3 * 2 * (2 * 16) * 32 * sizeof(float);
-  EXPECT_EQ(stash["stashed_bytes"], bytes);
+  EXPECT_EQ(offload["offloaded_bytes"], bytes);
   for (const char* link : {"host_to_device", "device_to_host"})
-    EXPECT_EQ(stash["links"][link]["bytes"], recompute["links"][link]["bytes"].get<std::uint64_t>() + bytes) << link;
+    EXPECT_EQ(offload["links"][link]["bytes"], recompute["links"][link]["bytes"].get<std::uint64_t>() + bytes) << link;
 }
 
 TEST_F(Program, TrainsAndReports) {
@@ -204,12 +204,12 @@ TEST_F(Program, TrainsAndReports) {
   for (const auto& [key, value] : report.items()) keys.push_back(key);
   EXPECT_THAT(keys,
               testing::UnorderedElementsAre("device", "parameters", "world_size", "steps", "digest", "tiers", "links",
-                                            "wait_seconds", "compute_seconds", "stashed_bytes", "tokens_per_step",
+                                            "wait_seconds", "compute_seconds", "offloaded_bytes", "tokens_per_step",
                                             "flops_per_token", "communication_to_computation", "committed_step"));
   EXPECT_THAT(report["device"].get<std::string>(), HasSubstr("host"));
   EXPECT_EQ(report["parameters"], 256 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32);
   EXPECT_EQ(report["world_size"], 1);
-  EXPECT_EQ(report["stashed_bytes"], 0);
+  EXPECT_EQ(report["offloaded_bytes"], 0);
   EXPECT_EQ(report["tokens_per_step"], 2 * 16);
   EXPECT_EQ(report["flops_per_token"], 6 * (2 * 12 * 32 * 32 + 256 * 32) + 3 * 2 * 2 * 16 * 32);
   EXPECT_EQ(report["committed_step"], 5);

@@ -25,7 +25,7 @@ struct Case {
 };
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
-class StashTest : public testing::TestWithParam<Case> {
+class ActivationOffloadTest : public testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
     std::string why;
@@ -44,9 +44,9 @@ class StashTest : public testing::TestWithParam<Case> {
 
 // What a model does: two buffers, written by layers in turn, overwritten only once they have come down; then brought
 // back in reverse, one layer ahead.
-TEST_P(StashTest, TwoBuffersAreEnoughForAnyNumberOfLayers) {
+TEST_P(ActivationOffloadTest, TwoBuffersAreEnoughForAnyNumberOfLayers) {
   Budget budget("pinned", "hoist.pinned_memory", kMiB);
-  ActivationOffload stash(*device_, budget, {.items = kItems, .item_bytes = kItemBytes, .huge_pages = false});
+  ActivationOffload offload(*device_, budget, {.items = kItems, .item_bytes = kItemBytes, .huge_pages = false});
   EXPECT_EQ(budget.held_bytes(), ActivationOffload::bytes({.items = kItems, .item_bytes = kItemBytes}));
   std::byte* const buffers[] = {device_->memory().data(), device_->memory().data() + 16 * kKiB};
   std::byte* const results = device_->memory().data() + 48 * kKiB;
@@ -55,13 +55,13 @@ TEST_P(StashTest, TwoBuffersAreEnoughForAnyNumberOfLayers) {
     for (std::size_t i = 0; i < kItems; ++i) {
       compute_->wait(free[i % 2], WaitCause::host_to_device);
       compute_->fill(buffers[i % 2], static_cast<std::uint8_t>(10 * pass + static_cast<int>(i) + 1), kItemBytes);
-      free[i % 2] = stash.stash(i, buffers[i % 2], *compute_);
+      free[i % 2] = offload.offload(i, buffers[i % 2], *compute_);
     }
     platform::StreamEvent filled[2];
-    filled[0] = stash.unstash(kItems - 1, buffers[0], *compute_);
+    filled[0] = offload.reload(kItems - 1, buffers[0], *compute_);
     for (std::size_t turn = 0; turn < kItems; ++turn) {
       const std::size_t item = kItems - 1 - turn;
-      if (item > 0) filled[(turn + 1) % 2] = stash.unstash(item - 1, buffers[(turn + 1) % 2], *compute_);
+      if (item > 0) filled[(turn + 1) % 2] = offload.reload(item - 1, buffers[(turn + 1) % 2], *compute_);
       compute_->wait(filled[turn % 2], WaitCause::host_to_device);
       compute_->copy(results + item, buffers[turn % 2] + kItemBytes - 1, 1, CopyKind::local);
     }
@@ -77,10 +77,10 @@ TEST_P(StashTest, TwoBuffersAreEnoughForAnyNumberOfLayers) {
   EXPECT_EQ(ledger_.totals(Link::device_to_host).bytes, 3 * kItems * (kItemBytes + 1));
 }
 
-TEST_P(StashTest, WhatDoesNotFitTheBudgetIsRefused) {
+TEST_P(ActivationOffloadTest, WhatDoesNotFitTheBudgetIsRefused) {
   Budget budget("pinned", "hoist.pinned_memory", 16 * kKiB);
   try {
-    const ActivationOffload stash(*device_, budget, {.items = 2, .item_bytes = kItemBytes, .huge_pages = false});
+    const ActivationOffload offload(*device_, budget, {.items = 2, .item_bytes = kItemBytes, .huge_pages = false});
     FAIL() << "16 KiB were enough";
   } catch (const BudgetError& error) {
     EXPECT_EQ(error.need.key, "hoist.pinned_memory");
@@ -88,7 +88,7 @@ TEST_P(StashTest, WhatDoesNotFitTheBudgetIsRefused) {
   EXPECT_EQ(budget.held_bytes(), 0u);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, StashTest,
+INSTANTIATE_TEST_SUITE_P(All, ActivationOffloadTest,
                          testing::Values(Case{"host", DeviceKind::host, 0}, Case{"host_chaos", DeviceKind::host, 3},
                                          Case{"host_chaos_2", DeviceKind::host, 44}, Case{"cuda", DeviceKind::cuda, 0}),
                          [](const auto& one) { return std::string(one.param.name); });

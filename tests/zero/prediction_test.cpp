@@ -142,7 +142,7 @@ TEST(Prediction, LeavesRoomForWhatTheProgramPins) {
   EXPECT_TRUE(beside.pinned.fits());
   EXPECT_LE(beside.pinned.bytes, runtime.pinned_memory_bytes);
   EXPECT_LT(largest_pinned_fraction(runtime, engine, model, 1), alone.pinned_fraction);
-  runtime.pinned_memory_bytes = 4 * kGiB;  // its gradients and buffers, or what the program stashes
+  runtime.pinned_memory_bytes = 4 * kGiB;  // its gradients and buffers, or what the program offloads
   EXPECT_FALSE(predict(runtime, engine, model, 1).pinned.fits());
 }
 
