@@ -30,8 +30,8 @@ inline Masters make_store(const std::string& directory, int world_size, std::uin
                           const ToyShape& shape = {}) {
   Masters masters;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
-  train_then(world_size, setup, shape, steps, [&](int rank, Engine& engine, const ToyModel&) {
-    Masters mine = masters_of(engine);
+  train_then(world_size, setup, shape, steps, [&](int rank, ToyModel& model) {
+    Masters mine = masters_of(model.engine());
     if (rank == 0) masters = std::move(mine);
   });
   return masters;

@@ -33,28 +33,28 @@ Hostile::Life Hostile::train(const ToySetup& setup, const std::function<void(std
   std::atomic<std::int64_t> committed{-1};
   try {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, kShape);
+    ToyModel model(runtime, setup.engine, kShape);
     std::uint64_t first = 1;
-    if (engine.find_commit()) {
-      first = engine.restore().step + 1;
+    if (model.find_commit()) {
+      first = model.restore().step + 1;
     } else {
-      engine.initialize(model.fill());
+      model.initialize();
     }
     committed = static_cast<std::int64_t>(first) - 1;
     between(first - 1);
     for (std::uint64_t step = first; step <= last_step; ++step) {
       model.pass(step);
-      engine.step({.caller_state = std::as_bytes(std::span(&step, 1))})
+      model.engine()
+          .step({.caller_state = std::as_bytes(std::span(&step, 1))})
           .committed.then([&committed, step](std::exception_ptr error) {
             if (!error) committed = static_cast<std::int64_t>(step);
           });
       between(step);
     }
-    engine.settle();
+    model.engine().settle();
     if (last_step == kSteps) {
       model.losses.clear();
-      const Digests d = digests_of(engine, model);
+      const Digests d = digests_of(model);
       EXPECT_EQ(d.master + d.moment1 + d.moment2, expected());
     }
   } catch (const Error& error) {
@@ -67,9 +67,8 @@ Hostile::Life Hostile::train(const ToySetup& setup, const std::function<void(std
 void Hostile::expect_intact(const ToySetup& setup, std::int64_t committed) {
   {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, kShape);
-    const auto found = engine.find_commit();
+    ToyModel model(runtime, setup.engine, kShape);
+    const auto found = model.find_commit();
     ASSERT_TRUE(found);
     EXPECT_GE(static_cast<std::int64_t>(*found), committed);
   }

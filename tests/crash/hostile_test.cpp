@@ -190,18 +190,17 @@ TEST_F(Hostile, TwoProcessesRacingForAStoreTakeTurns) {
     }
     try {
       Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, shape);
+      ToyModel model(runtime, setup.engine, shape);
       std::uint64_t first = 1;
-      if (engine.find_commit()) {
-        first = engine.restore().step + 1;
+      if (model.find_commit()) {
+        first = model.restore().step + 1;
       } else {
-        engine.initialize(model.fill());
+        model.initialize();
       }
       if (++shared.owners > 1) shared.both = true;
       const std::uint64_t last = std::min(first + kStepsEach - 1, last_step);
       model.train(first, last);
-      engine.settle();
+      model.engine().settle();
       shared.steps[me] = last + 1 - first;
       --shared.owners;  // before the lock is let go
     } catch (const StoreError&) {
@@ -243,10 +242,9 @@ TEST_F(Hostile, TwoProcessesRacingForAStoreTakeTurns) {
   // What the last ones left is what a single process would have.
   Runtime runtime(setup.runtime);
   setup.engine.lock_timeout = std::chrono::seconds(10);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape);
-  EXPECT_EQ(engine.restore().step, steps);
-  Digests mine = digests_of(engine, model);
+  ToyModel model(runtime, setup.engine, shape);
+  EXPECT_EQ(model.restore().step, steps);
+  Digests mine = digests_of(model);
   Digests alone = train_once(toy_setup(Placement::pinned, Placement::pinned), shape, steps);
   mine.losses.clear();
   alone.losses.clear();

@@ -20,9 +20,9 @@ namespace {
 
 const ToyShape kShape{.matrices = {3000, 5000}, .norm = 40};
 
-std::string digests_without_losses(Engine& engine, ToyModel& model) {
+std::string digests_without_losses(ToyModel& model) {
   model.losses.clear();
-  const Digests d = digests_of(engine, model);
+  const Digests d = digests_of(model);
   return fmt::format("{} {} {}", d.master, d.moment1, d.moment2);
 }
 
@@ -85,7 +85,7 @@ void Power::SetUp() {
     const auto model = make_model(engine, group);
     engine.initialize(model->fill());
     model->train(1, last_step_);
-    const std::string digests = digests_without_losses(engine, *model);
+    const std::string digests = digests_without_losses(*model);
     if (runtime.rank() == 0) expected_[static_cast<std::size_t>(group)] = digests;
     return "";
   });
@@ -159,28 +159,32 @@ bool Power::live(const std::shared_ptr<Faults>& faults, std::uint64_t count, con
   return false;
 }
 
-void Power::train(Engine& engine, ToyModel& model, std::uint64_t count, History& history, bool together) const {
+void Power::train(ToyModel& model, std::uint64_t count, History& history, bool together) const {
   std::uint64_t first = 1;
-  if (engine.find_commit()) {
-    first = engine.restore({.from = from_}).step + 1;
+  if (model.find_commit()) {
+    first = model.restore({.from = from_}).step + 1;
     if (!from_.empty() && together) history.went_back = true;
   } else {
     raise_to(history.begun, 0);
-    engine.initialize(model.fill());
+    model.initialize();
     raise_to(history.committed, 0);
   }
   for (std::uint64_t step = first; step < first + count; ++step) {
     model.pass(step);
     raise_to(history.begun, static_cast<std::int64_t>(step));
-    engine.step({.caller_state = std::as_bytes(std::span(&step, 1))}).committed.then([&, step](std::exception_ptr e) {
-      if (!e && step % GetParam().commit_every == 0) raise_to(history.committed, static_cast<std::int64_t>(step));
-    });
+    model.engine()
+        .step({.caller_state = std::as_bytes(std::span(&step, 1))})
+        .committed.then([&, step](std::exception_ptr e) {
+          if (!e && step % GetParam().commit_every == 0) raise_to(history.committed, static_cast<std::int64_t>(step));
+        });
     if (!GetParam().keeps) continue;
-    engine.save(fmt::format("step {}", step), std::as_bytes(std::span(&step, 1))).then([&, step](std::exception_ptr e) {
-      if (!e) raise_to(history.kept, static_cast<std::int64_t>(step));
-    });
+    model.engine()
+        .save(fmt::format("step {}", step), std::as_bytes(std::span(&step, 1)))
+        .then([&, step](std::exception_ptr e) {
+          if (!e) raise_to(history.kept, static_cast<std::int64_t>(step));
+        });
   }
-  engine.settle();
+  model.engine().settle();
 }
 
 std::string Power::judge(const History& history) const {
@@ -200,8 +204,7 @@ std::string Power::judge(const History& history) const {
   return problem;
 }
 
-std::string Power::judge_rank(Engine& engine, ToyModel& model, const History& history,
-                              const std::string& expected) const {
+std::string Power::judge_rank(ToyModel& model, const History& history, const std::string& expected) const {
   std::uint64_t first = 1;
   if (const auto step = engine.find_commit()) {
     const auto found = static_cast<std::int64_t>(*step);
@@ -220,7 +223,7 @@ std::string Power::judge_rank(Engine& engine, ToyModel& model, const History& hi
     engine.initialize(model.fill());
   }
   model.train(first, last_step_);
-  const std::string digests = digests_without_losses(engine, model);
+  const std::string digests = digests_without_losses(model);
   return digests == expected ? "" : fmt::format("ended in {} instead of {}", digests, expected);
 }
 
@@ -240,7 +243,7 @@ std::string Power::judge_kept(const History& history) const {
         found = fmt::format("step {} is kept, {} was", step, history.kept.load());
       engine.restore({.from = kept.front().name});
       model->train(kept.front().step + 1, last_step_);
-      if (digests_without_losses(engine, *model) != expected_[static_cast<std::size_t>(group)] && found.empty())
+      if (digests_without_losses(*model) != expected_[static_cast<std::size_t>(group)] && found.empty())
         found = "from the kept step it ends elsewhere";
     }
     return found;

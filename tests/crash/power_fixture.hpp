@@ -102,8 +102,8 @@ class Power : public testing::TestWithParam<PowerSetup> {
   ToySetup toy(int group) const;
   std::unique_ptr<ToyModel> make_model(Engine& engine, int group) const;
   // `together`: what restore() says goes for all ranks.
-  void train(Engine& engine, ToyModel& model, std::uint64_t count, History& history, bool together) const;
-  std::string judge_rank(Engine& engine, ToyModel& model, const History& history, const std::string& expected) const;
+  void train(ToyModel& model, std::uint64_t count, History& history, bool together) const;
+  std::string judge_rank(ToyModel& model, const History& history, const std::string& expected) const;
   // What is kept is a step that was saved, and training on from it ends as it should.
   std::string judge_kept(const History& history) const;
   // Cuts the power at one operation; what is wrong then. `died`: whether the run came to that operation.

@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tests/zero/toy_ranks.hpp>
@@ -35,17 +36,17 @@ void follow(ToyModel& model, WatchedRank& rank) {
 }
 
 // From a commit or from the beginning; returns the step that is there.
-std::uint64_t come_to_life(Engine& engine, ToyModel& model, WatchedRank& rank, const LifeTerms& terms) {
+std::uint64_t come_to_life(ToyModel& model, WatchedRank& rank, const LifeTerms& terms) {
   Witness& witness = rank.kills.witness();
-  if (!engine.find_commit()) {
+  if (!model.find_commit()) {
     if (terms.promised >= 0) throw Error(fmt::format("step {} was durable and nothing is there", terms.promised));
-    engine.initialize(model.fill());
+    model.initialize();
     raise_to(witness.committed, 0);
     return 0;
   }
   rank.stage = Stage::restoring;
   witness.restoring = true;
-  const RestoreReport report = engine.restore();
+  const RestoreReport report = model.restore();
   const auto step = static_cast<std::int64_t>(report.step);
   if (step < terms.promised || step > terms.begun)
     throw Error(fmt::format("step {} came back, where {} was durable and {} begun", step, terms.promised, terms.begun));
@@ -137,7 +138,7 @@ std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, Wat
   engine.settle();
   rank.stage = Stage::ended;
   model.losses.clear();
-  const Digests digests = digests_of(engine, model);
+  const Digests digests = digests_of(model);
   return fmt::format("{} {} {}", digests.master, digests.moment1, digests.moment2);
 }
 

@@ -20,7 +20,7 @@ ToySetup accumulating(Placement parameters, Placement optimizer, const std::stri
 }
 
 std::vector<float> gradient_of(Engine& engine, ParameterId parameter) {
-  std::vector<float> values(static_cast<std::size_t>(engine.parameters()[parameter.index].shape[0]));
+  std::vector<float> values(static_cast<std::size_t>(engine.model().parameters()[parameter.index].shape[0]));
   engine.read(parameter, State::gradient, 0, values);
   return values;
 }
@@ -28,10 +28,9 @@ std::vector<float> gradient_of(Engine& engine, ParameterId parameter) {
 TEST(Accumulation, IsTheFloatSumInOrderOverTheirCount) {
   const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {});
-  engine.initialize(model.fill());
-  for (const ParameterId parameter : {model.matrix(0), model.matrix(1), engine.parameter("unit2.norm")}) {
+  ToyModel model(runtime, setup.engine);
+  Engine& engine = model.initialize();
+  for (const ParameterId parameter : {model.matrix(0), model.matrix(1), model.model().parameter("unit2.norm")}) {
     std::vector<float> sums;
     for (int i = 0; i < kMicroBatches; ++i) {
       model.pass(1 + 10'000 * static_cast<std::uint64_t>(i));  // the same gradients, one by one
@@ -78,10 +77,9 @@ TEST(Accumulation, MovesEachMicroBatchOnce) {
   ToySetup setup = accumulating(Placement::nvme, Placement::nvme, directory / "store");
   setup.engine.reuse_distance_elements = 0;
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
+  ToyModel model(runtime, setup.engine, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
   model.micro_batches = kMicroBatches;
-  engine.initialize(model.fill());
+  Engine& engine = model.initialize();
   model.train(1, 1);
   engine.settle();
   const auto down = runtime.ledger().totals(Link::device_to_host).bytes;
@@ -97,9 +95,8 @@ TEST(Accumulation, MovesEachMicroBatchOnce) {
 TEST(Accumulation, MicroBatchesComeInOrderAndAllBeforeTheStep) {
   const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {});
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine);
+  Engine& engine = model.initialize();
   const auto pass = [&](int i, int of) { model.pass(1, {.micro_batch = i, .micro_batches = of}); };
   EXPECT_THROW(pass(0, kMicroBatches + 1), UsageError);
   EXPECT_THROW(pass(0, 0), UsageError);
@@ -122,18 +119,16 @@ TEST(Accumulation, MicroBatchesComeInOrderAndAllBeforeTheStep) {
 TEST(Accumulation, AnEngineMadeForOneRefusesMore) {
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {});
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine);
+  model.initialize();
   EXPECT_THROW(model.pass(1, {.micro_batch = 0, .micro_batches = 2}), UsageError);
 }
 
 TEST(Accumulation, AMicroBatchThatIsNotFiniteSkipsTheWholeStep) {
   const ToySetup setup = accumulating(Placement::pinned, Placement::pinned, "");
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {});
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine);
+  Engine& engine = model.initialize();
   const std::string before = state_digest(engine, State::master);
   for (int i = 0; i < kMicroBatches; ++i) {
     model.gradient_scale = i == 1 ? std::numeric_limits<float>::infinity() : 1.0f;

@@ -68,7 +68,7 @@ class BackwardMode : public testing::TestWithParam<Where> {
   }
   std::unique_ptr<ToyTraining> fresh() const {
     auto run = std::make_unique<ToyTraining>(setup());
-    run->engine.initialize(run->model.fill());
+    run->model.initialize();
     return run;
   }
   // What `steps` undisturbed steps end in.
@@ -77,16 +77,16 @@ class BackwardMode : public testing::TestWithParam<Where> {
   }
   // The engine is of no more use; a new one goes on from the last commit, which `step` is, to the same bits.
   void goes_on_from(std::unique_ptr<ToyTraining> failed, std::uint64_t step) const {
-    EXPECT_THROW(failed->engine.settle(), Error);
+    EXPECT_THROW(failed->engine().settle(), Error);
     EXPECT_THROW(failed->model.pass(step + 1), Error);
     failed.reset();
     if (!has_store()) return;
     ToyTraining resumed(setup());
-    ASSERT_EQ(resumed.engine.restore().step, step);
+    ASSERT_EQ(resumed.model.restore().step, step);
     resumed.model.train(step + 1, step + 2);
     Digests end = expected(step + 2);
     end.losses = resumed.model.losses;
-    EXPECT_EQ(digests_of(resumed.engine, resumed.model), end);
+    EXPECT_EQ(digests_of(resumed.model), end);
   }
   TempDirectory directory_;
 };
@@ -119,7 +119,7 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithTheLeastPinnedMemory) {
     if (has_store()) least.engine.store_directory = store / "store";
     {
       ToyTraining model_only(least);
-      const Prediction predicted = predict(least.runtime, least.engine, model_only.engine.shape(), ranks);
+      const Prediction predicted = predict(least.runtime, least.engine, model_only.model.model(), ranks);
       least.runtime.pinned_memory_bytes = round_up(predicted.pinned.least_bytes, kBlockAlignment);
     }
     const auto wanted = train_on(ranks, simplest(), {}, 5);
@@ -135,11 +135,11 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithSeveralMicroBatches) {
         setup.engine.micro_batches_max = 3;
         setup.engine.micro_batch_order = vertical ? MicroBatchOrder::vertical : MicroBatchOrder::horizontal;
         ToyTraining run(setup);
-        run.engine.initialize(run.model.fill());
+        run.model.initialize();
         run.model.micro_batches = held;
         run.model.vertical = vertical;
         run.model.train(1, 4);
-        return digests_of(run.engine, run.model);
+        return digests_of(run.model);
       };
       const TempDirectory store;
       ToySetup backward = setup();
@@ -159,12 +159,13 @@ TEST_P(BackwardMode, EndsInTheSameBitsWhateverIsCommitted) {
     s.engine.commit_every = durable ? 3 : 1;
     s.engine.keep_steps = durable ? 2 : 0;
     ToyTraining run(s);
-    run.engine.initialize(run.model.fill());
+    run.model.initialize();
     for (std::uint64_t step = 1; step <= 7; ++step) {
       run.model.train(step, step);
-      if (durable && step % 2 == 0) run.engine.save("step" + std::to_string(step), std::as_bytes(std::span(&step, 1)));
+      if (durable && step % 2 == 0)
+        run.engine().save("step" + std::to_string(step), std::as_bytes(std::span(&step, 1)));
     }
-    EXPECT_EQ(digests_of(run.engine, run.model), expected(7)) << (durable ? "every 3" : "none");
+    EXPECT_EQ(digests_of(run.model), expected(7)) << (durable ? "every 3" : "none");
   }
 }
 
@@ -190,11 +191,11 @@ TEST_P(BackwardMode, EndsInTheSameBitsWithEveryOptimizer) {
 
 TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
   ToyTraining step(simplest());
-  step.engine.initialize(step.model.fill());
+  step.model.initialize();
   const auto backward = fresh();
   for (std::uint64_t i = 1; i <= 4; ++i) {
     for (ToyTraining* run : {&step, backward.get()}) {
-      run->engine.set_learning_rate(GroupId{0}, 1e-2 / static_cast<double>(i));
+      run->engine().set_learning_rate(GroupId{0}, 1e-2 / static_cast<double>(i));
       run->model.train(i, i);
     }
     const StepReport &wanted = step.model.reports.back(), &found = backward->model.reports.back();
@@ -203,27 +204,27 @@ TEST_P(BackwardMode, ReportsTheSameStepsAndSettlesBetweenAnyTwo) {
     EXPECT_EQ(found.step, i);
     EXPECT_TRUE(found.applied);
     EXPECT_EQ(found.clip_factor, 1);
-    if (i == 2) backward->engine.settle();
+    if (i == 2) backward->engine().settle();
     if (i != 3) continue;
     EXPECT_EQ(backward->model.evaluate(), step.model.evaluate());
     for (ToyTraining* run : {&step, backward.get()}) {
       std::vector<float> values(100);
-      run->engine.read(run->model.matrix(1), State::master, 50, values);
+      run->engine().read(run->model.matrix(1), State::master, 50, values);
       for (float& value : values) value *= 2;
-      run->engine.write(run->model.matrix(1), State::master, 50, values);
+      run->engine().write(run->model.matrix(1), State::master, 50, values);
     }
   }
-  EXPECT_EQ(digests_of(backward->engine, backward->model), digests_of(step.engine, step.model));
+  EXPECT_EQ(digests_of(backward->model), digests_of(step.model));
 }
 
 TEST_P(BackwardMode, AnOrderlyEndCarriesOutTheLastStep) {
   if (!has_store()) GTEST_SKIP() << "nothing is committed by steps";
   { fresh()->model.train(1, 3); }
   ToyTraining resumed(setup());
-  EXPECT_EQ(resumed.engine.restore().step, 3u);
+  EXPECT_EQ(resumed.model.restore().step, 3u);
   resumed.model.train(4, 5);
   resumed.model.losses = expected(5).losses;
-  EXPECT_EQ(digests_of(resumed.engine, resumed.model), expected(5));
+  EXPECT_EQ(digests_of(resumed.model), expected(5));
 }
 
 TEST_P(BackwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
@@ -231,7 +232,7 @@ TEST_P(BackwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
   run->model.train(1, 2);
   run->model.reports.back().committed.wait();  // no pass follows, and nobody settles
   if (GetParam().optimizer == kNvme) {
-    EXPECT_EQ(run->engine.committed_step(), 2u);
+    EXPECT_EQ(run->engine().committed_step(), 2u);
   }
 }
 
@@ -242,20 +243,20 @@ TEST_P(BackwardMode, NothingButTheStepFollowsThePass) {
   run->model.train(1, 2);
   run->model.pass(3);
   std::vector<float> values(10);
-  EXPECT_THROW((void)run->engine.begin(Pass::evaluate), UsageError);
-  EXPECT_THROW((void)run->engine.begin(Pass::train), UsageError);
-  EXPECT_THROW(run->engine.read(run->model.matrix(0), State::master, 0, values), UsageError);
-  EXPECT_THROW(run->engine.read(run->model.matrix(0), State::gradient, 0, values), UsageError);
-  EXPECT_THROW(run->engine.write(run->model.matrix(0), State::master, 0, values), UsageError);
-  EXPECT_THROW(run->engine.settle(), UsageError);
-  EXPECT_THROW(run->engine.save("now", {}), UsageError);
-  EXPECT_THROW(run->engine.set_learning_rate(GroupId{0}, 0.5), UsageError);
-  run->engine.set_learning_rate(GroupId{0}, run->engine.learning_rate(GroupId{0}));  // as it is
-  EXPECT_TRUE(run->engine.step().applied);                                           // none of these did any harm
-  run->engine.set_learning_rate(GroupId{0}, 0.5);
-  run->engine.set_learning_rate(GroupId{0}, 1e-2);
+  EXPECT_THROW((void)run->engine().begin(Pass::evaluate), UsageError);
+  EXPECT_THROW((void)run->engine().begin(Pass::train), UsageError);
+  EXPECT_THROW(run->engine().read(run->model.matrix(0), State::master, 0, values), UsageError);
+  EXPECT_THROW(run->engine().read(run->model.matrix(0), State::gradient, 0, values), UsageError);
+  EXPECT_THROW(run->engine().write(run->model.matrix(0), State::master, 0, values), UsageError);
+  EXPECT_THROW(run->engine().settle(), UsageError);
+  EXPECT_THROW(run->engine().save("now", {}), UsageError);
+  EXPECT_THROW(run->engine().set_learning_rate(GroupId{0}, 0.5), UsageError);
+  run->engine().set_learning_rate(GroupId{0}, run->engine().learning_rate(GroupId{0}));  // as it is
+  EXPECT_TRUE(run->engine().step().applied);                                             // none of these did any harm
+  run->engine().set_learning_rate(GroupId{0}, 0.5);
+  run->engine().set_learning_rate(GroupId{0}, 1e-2);
   run->model.train(4, 5);
-  EXPECT_EQ(digests_of(run->engine, run->model), expected(5));
+  EXPECT_EQ(digests_of(run->model), expected(5));
 }
 
 TEST_P(BackwardMode, AUnitIsNotGatheredAfterItsFinish) {
@@ -263,15 +264,15 @@ TEST_P(BackwardMode, AUnitIsNotGatheredAfterItsFinish) {
   int refused = 0;
   run->model.in_backward = [&](std::size_t unit) {
     try {
-      (void)run->engine.gather(run->model.unit(unit), run->model.stream());
+      (void)run->engine().gather(run->model.unit(unit), run->model.stream());
     } catch (const UsageError& error) {
       refused += std::string(error.what()).find("forward") != std::string::npos ? 1 : 0;
     }
-    EXPECT_THROW(run->engine.set_learning_rate(GroupId{0}, 0.5), UsageError);
+    EXPECT_THROW(run->engine().set_learning_rate(GroupId{0}, 0.5), UsageError);
   };
   run->model.train(1, 4);
   EXPECT_EQ(refused, 16);
-  EXPECT_EQ(digests_of(run->engine, run->model), expected(4));
+  EXPECT_EQ(digests_of(run->model), expected(4));
 }
 
 // Before the last micro-batch units may be gathered after their finish. The plan of the last one then fetches them,
@@ -285,21 +286,21 @@ TEST_P(BackwardMode, AFetchThatWasPlannedAfterTheFinishWaitsForTheUpdate) {
     setup.engine.prefetch_elements = 60000;  // the last unit is fetched once more as unit 1 is finished
     setup.engine.staging_buffer_count = 4;
     ToyTraining run(setup, shape);
-    run.engine.initialize(run.model.fill());
+    run.model.initialize();
     for (std::uint64_t step = 1; step <= 3; ++step) {
       run.model.in_backward = [&](std::size_t unit) {
         if (unit > 0) return;
         for (const std::size_t again : {3u, 2u, 1u, 0u})
-          run.engine.gather(run.model.unit(again), run.model.stream()).release(run.model.stream());
+          run.engine().gather(run.model.unit(again), run.model.stream()).release(run.model.stream());
       };
       run.model.pass(step, {.micro_batch = 0, .micro_batches = 2});
       run.model.in_backward = [](std::size_t unit) {  // long enough for an update
         if (unit > 1) std::this_thread::sleep_for(std::chrono::milliseconds(60));
       };
       run.model.pass(step, {.micro_batch = 1, .micro_batches = 2});
-      EXPECT_TRUE(run.engine.step().applied);
+      EXPECT_TRUE(run.engine().step().applied);
     }
-    return digests_of(run.engine, run.model);
+    return digests_of(run.model);
   };
   EXPECT_EQ(train(setup()), train(simplest()));
 }
@@ -310,13 +311,13 @@ TEST_P(BackwardMode, AGradientThatIsNotFiniteEndsTheEngineAndCostsNoCommit) {
   run->model.gradient_scale = std::numeric_limits<float>::infinity();
   run->model.pass(3);
   try {
-    run->engine.step();
+    run->engine().step();
     ADD_FAILURE() << "a step without a number was taken";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("not finite"), std::string::npos) << error.what();
   }
   if (has_store()) {
-    EXPECT_EQ(run->engine.committed_step(), 2u);
+    EXPECT_EQ(run->engine().committed_step(), 2u);
   }
   run->model.gradient_scale = 1;
   goes_on_from(std::move(run), 2);
@@ -330,7 +331,7 @@ TEST_P(BackwardMode, APassLeftAfterAFinishEndsTheEngineAndCostsNoCommit) {
   };
   EXPECT_THROW(run->model.pass(3), std::runtime_error);
   run->model.in_backward = [](std::size_t) {};
-  run->engine.discard();
+  run->engine().discard();
   goes_on_from(std::move(run), 2);
 }
 
@@ -338,7 +339,7 @@ TEST_P(BackwardMode, DiscardedGradientsEndTheEngineAndCostNoCommit) {
   auto run = fresh();
   run->model.train(1, 2);
   run->model.pass(3);
-  run->engine.discard();
+  run->engine().discard();
   goes_on_from(std::move(run), 2);
 }
 
@@ -351,24 +352,24 @@ TEST_P(BackwardMode, APassThatIsDroppedBeforeItsFirstFinishDoesNoHarm) {
     };
     EXPECT_THROW(run->model.pass(4), std::runtime_error);
     run->model.in_forward = [](std::size_t) {};
-    run->engine.discard();
+    run->engine().discard();
   }
   run->model.train(4, 6);
-  EXPECT_EQ(digests_of(run->engine, run->model), expected(6));
+  EXPECT_EQ(digests_of(run->model), expected(6));
 }
 
 TEST_P(BackwardMode, AnUpdateThatCannotBeCommittedIsReported) {
   auto run = fresh();
   run->model.train(1, 2);
-  run->engine.settle();
-  run->engine.set_learning_rate(GroupId{0}, 1e38);
+  run->engine().settle();
+  run->engine().set_learning_rate(GroupId{0}, 1e38);
   run->model.pass(3);
-  const StepReport report = run->engine.step();
+  const StepReport report = run->engine().step();
   EXPECT_TRUE(report.applied);
-  EXPECT_THROW(run->engine.settle(), Error);
+  EXPECT_THROW(run->engine().settle(), Error);
   if (has_store()) {
     EXPECT_THROW(report.committed.wait(), Error);
-    EXPECT_EQ(run->engine.committed_step(), 2u);
+    EXPECT_EQ(run->engine().committed_step(), 2u);
   }
   goes_on_from(std::move(run), 2);
 }
@@ -379,9 +380,8 @@ TEST(BackwardModeOnRanks, AllHearOfAGradientThatIsNotFiniteOnOne) {
   std::atomic<int> heard{0};
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, {});
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine);
+    Engine& engine = model.initialize();
     model.train(1, 2);
     if (rank == 1) model.gradient_scale = std::numeric_limits<float>::infinity();
     model.pass(3);
@@ -401,7 +401,7 @@ TEST(BackwardModeOptions, AreRefusedWhereAStepCanBeChangedOrVetoed) {
     change(setup.engine);
     Runtime runtime(setup.runtime);
     try {
-      Engine engine(runtime, setup.engine);
+      ToyModel(runtime, setup.engine).initialize();
     } catch (const ConfigError& error) {
       return std::string(error.what());
     }
@@ -417,7 +417,7 @@ TEST(BackwardModeOptions, AreRefusedWhereAStepCanBeChangedOrVetoed) {
 // --- memory ----------------------------------------------------------------------------------------------------------
 
 TEST(BackwardModeMemory, HoldsNoGradientsBeyondTheLargestUnits) {
-  const ModelShape model = uniform_model(100 * 16384 * 10, 100);  // ten tiles a unit
+  const Model model = uniform_model(100 * 16384 * 10, 100);  // ten tiles a unit
   const auto least = [&](UpdateMode mode, unsigned micro_batches = 1) {
     EngineOptions options = setup_of({"", kPinned, kNvme}, mode, "/nowhere").engine;
     options.micro_batches_max = micro_batches;
@@ -429,7 +429,7 @@ TEST(BackwardModeMemory, HoldsNoGradientsBeyondTheLargestUnits) {
 }
 
 TEST(BackwardModeMemory, ARingOfItsOwnIsNeverMoreThanAllGradients) {
-  const ModelShape model = uniform_model(100 * 16384 * 10, 100);
+  const Model model = uniform_model(100 * 16384 * 10, 100);
   const auto held = [&](UpdateMode mode) {
     const EngineOptions options = setup_of({"", kPinned, kNvme}, mode, "/nowhere").engine;
     return predict({}, options, model, 1).pinned.bytes;

@@ -62,9 +62,8 @@ TEST(Binding, BytesFollowTheFormulaAndWeightsAreReadOnce) {
   ToyShape shape;
   shape.binding = embedder.binding();
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape);
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine, shape);
+  Engine& engine = model.initialize();
   model.train(1, 3);  // the first pass is recorded, not planned
   engine.settle();
   const std::uint64_t before = runtime.ledger().totals(Link::nvme_read).bytes;
@@ -82,11 +81,10 @@ TEST(Binding, PlaceSaysWhereAParameterWillLie) {
   ToyShape shape;
   shape.binding = embedder.binding();
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape);
-  std::vector<Engine::Place> places;
-  for (std::uint32_t p = 0; p < engine.parameters().size(); ++p) places.push_back(engine.place(ParameterId{p}));
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine, shape);
+  const std::vector<ParameterPlace> places = gathered_layout(setup.engine, model.model(), 1);
+  ASSERT_EQ(places.size(), model.model().parameters().size());
+  Engine& engine = model.initialize();
   const PassScope scope = engine.begin(Pass::evaluate);
   for (std::uint32_t p = 0; p < places.size(); ++p) {
     Lease lease = engine.gather(places[p].unit, model.stream());
@@ -95,20 +93,21 @@ TEST(Binding, PlaceSaysWhereAParameterWillLie) {
     EXPECT_EQ(memory.size(), places[p].unit_bytes);
     lease.release(model.stream());
   }
-  EXPECT_THROW(engine.place(ParameterId{static_cast<std::uint32_t>(places.size())}), UsageError);
 }
 
 TEST(Binding, MemoryThatCannotHoldElementsIsRefused) {
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
   alignas(64) static std::array<std::byte, 8192> memory;
   std::byte* next = memory.data() + 2;
   const ParameterSpec spec{.name = "w", .shape = {16}, .dtype = DType::fp32};
-  const UnitId unit = engine.add_unit("u", std::span(&spec, 1),
-                                      {.binding = {.bind = [&](UnitId, std::uint64_t, StreamRef) { return next; },
-                                                   .unbind = [](UnitId, StreamRef) {}}});
-  engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 1.0f); });
+  Model model;
+  const UnitId unit = model.add_unit("u", {spec},
+                                     {.binding = {.bind = [&](UnitId, std::uint64_t, StreamRef) { return next; },
+                                                  .unbind = [](UnitId, StreamRef) {}}});
+  Engine engine = Engine::create(runtime, setup.engine, model, [](ParameterId, std::uint64_t, std::span<float> out) {
+    std::ranges::fill(out, 1.0f);
+  });
   const auto stream = runtime.device().create_stream("compute");
   const PassScope pass = engine.begin(Pass::evaluate);
   EXPECT_THROW((void)engine.gather(unit, *stream), UsageError);
@@ -119,20 +118,13 @@ TEST(Binding, MemoryThatCannotHoldElementsIsRefused) {
 
 TEST(Binding, APredictionLeavesOutWhatTheEmbedderBrings) {
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
-  Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
   Embedder embedder;
   ToyShape shape;
+  const Prediction own = predict(setup.runtime, setup.engine, describe(shape), 1);
   shape.binding = embedder.binding();
-  const ToyModel model(engine, shape);
-  const Prediction bound = predict(setup.runtime, setup.engine, engine.shape(), 1);
+  const Prediction bound = predict(setup.runtime, setup.engine, describe(shape), 1);
   EXPECT_EQ(bound.gather_slots, 0u);
-  ModelShape own = engine.shape();
-  for (UnitShape& unit : own.units) {
-    EXPECT_TRUE(unit.bound);
-    unit.bound = false;
-  }
-  EXPECT_LT(bound.device.least_bytes, predict(setup.runtime, setup.engine, own, 1).device.least_bytes);
+  EXPECT_LT(bound.device.least_bytes, own.device.least_bytes);
 }
 
 }  // namespace

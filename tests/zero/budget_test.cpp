@@ -26,10 +26,9 @@ std::optional<BudgetError::Need> refusal(std::uint64_t device, std::uint64_t pin
   const TempDirectory directory;
   const ToySetup setup = setup_with(device, pinned, (directory / "store"));
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, kShape);
+  ToyModel model(runtime, setup.engine, kShape);
   try {
-    engine.initialize(model.fill());
+    model.initialize();
   } catch (const BudgetError& error) {
     EXPECT_FALSE(std::filesystem::exists((directory / "store"))) << "a refused run left a store behind";
     return error.need;
@@ -63,9 +62,8 @@ TEST(Budgets, ALeaseTooManyNamesTheKeyAndTheHolders) {
   ASSERT_TRUE(need);
   const ToySetup setup = setup_with(need->need_bytes, 64 * kMiB, (directory / "store"));
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, kShape);
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine, kShape);
+  Engine& engine = model.initialize();
   {
     const PassScope scope = engine.begin(Pass::evaluate);
     const Lease held = engine.gather(model.unit(0), model.stream());
@@ -86,9 +84,8 @@ TEST(Budgets, TheSmallestDeviceHoldsWhatIsTied) {
   setup.runtime.device_memory_bytes = 64 * kKiB;
   const auto run = [&] {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{});
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
     model.train(1, 2);
   };
   try {
@@ -138,9 +135,8 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   setup.engine.sub_group_elements = 200000;
   setup.engine.optimizer_pinned_fraction = c.pinned_fraction;
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape);
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine, shape);
+  Engine& engine = model.initialize();
   model.train(1, 2);
   engine.settle();
   const ProcessIo before = process_io();
@@ -152,7 +148,7 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   model.train(3, 2 + kSteps);
   engine.settle();
   const ProcessIo after = process_io();
-  const double parameters = static_cast<double>(engine.parameter_count() * kSteps);
+  const double parameters = static_cast<double>(model.model().parameter_count() * kSteps);
   const double read = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - read_before);
   const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes - written_before);
   EXPECT_NEAR(read / parameters, c.read_per_parameter, 0.02 * c.read_per_parameter);

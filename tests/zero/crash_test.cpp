@@ -43,15 +43,14 @@ ToyShape shape_of(const KillCase& c) { return {.matrices = {9000, 20000}, .dtype
 [[noreturn]] void train_in_child(const KillCase& c, const ToySetup& setup) {
   {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape_of(c));
+    ToyModel model(runtime, setup.engine, shape_of(c));
     std::uint64_t made = 0;
-    if (engine.find_commit()) {
-      const RestoreReport report = engine.restore();
+    if (model.find_commit()) {
+      const RestoreReport report = model.restore();
       if (!report.caller_state.empty())  // as it is before the first step
         std::memcpy(&made, report.caller_state.data(), std::min(report.caller_state.size(), sizeof(made)));
     } else {
-      engine.initialize(model.fill());
+      model.initialize();
     }
     model.train(made + 1, kSteps);
   }
@@ -90,26 +89,24 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
   }
   EXPECT_EQ(kills, kKills) << "the run is too short to be killed so often";
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape_of(c));
-  const std::uint64_t applied = engine.restore().step;
+  ToyModel model(runtime, setup.engine, shape_of(c));
+  const std::uint64_t applied = model.restore().step;
   EXPECT_EQ(applied < kSteps, c.dtype == DType::fp16) << applied;
 
   const ToySetup undisturbed = setup_of(c, Placement::pinned, Placement::pinned);
   Runtime other_runtime(undisturbed.runtime);
-  Engine other(other_runtime, undisturbed.engine);
-  ToyModel other_model(other, shape_of(c));
-  other.initialize(other_model.fill());
+  ToyModel other_model(other_runtime, undisturbed.engine, shape_of(c));
+  Engine& other = other_model.initialize();
   double scale = other.loss_scale();  // after the last step that was applied
   for (std::uint64_t step = 1; step <= kSteps; ++step) {
     other_model.train(step, step);
     if (other_model.reports.back().applied) scale = other.loss_scale();
   }
   EXPECT_EQ(applied, other.step_count());
-  EXPECT_EQ(engine.loss_scale(), scale);
-  Digests expected = digests_of(other, other_model);
+  EXPECT_EQ(model.engine().loss_scale(), scale);
+  Digests expected = digests_of(other_model);
   expected.losses.clear();
-  EXPECT_EQ(digests_of(engine, model), expected) << "seed " << seed << ", " << kills << " kills";
+  EXPECT_EQ(digests_of(model), expected) << "seed " << seed << ", " << kills << " kills";
 }
 
 INSTANTIATE_TEST_SUITE_P(Parameters, KillTest,
@@ -124,10 +121,9 @@ class HalfAFirstCommit : public testing::Test {
   void train(std::uint64_t steps) {
     on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup_.runtime, join);
-      Engine engine(runtime, setup_.engine);
-      ToyModel model(engine, ToyShape{.matrices = {9000}});
-      EXPECT_FALSE(engine.find_commit());
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup_.engine, ToyShape{.matrices = {9000}});
+      EXPECT_FALSE(model.find_commit());
+      model.initialize();
       model.train(1, steps);
     });
   }

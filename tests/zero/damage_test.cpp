@@ -36,11 +36,10 @@ TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
   Digests saved;
   {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape);
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine, shape);
+    model.initialize();
     model.train(1, 2);
-    saved = digests_of(engine, model);
+    saved = digests_of(model);
   }
   const std::string data = (directory / "good") + "/rank-00000.data";
   const std::uint64_t bytes = std::filesystem::file_size(data);
@@ -53,14 +52,13 @@ TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
     ToySetup damaged = setup;
     damaged.engine.store_directory = copy;
     Runtime runtime(damaged.runtime);
-    Engine engine(runtime, damaged.engine);
-    ToyModel model(engine, shape);
+    ToyModel model(runtime, damaged.engine, shape);
     try {
-      engine.restore();
+      model.restore();
       model.losses = saved.losses;
       model.train(3, 4);
-      engine.settle();
-      EXPECT_EQ(digests_of(engine, model), expected) << "offset " << offset;
+      model.engine().settle();
+      EXPECT_EQ(digests_of(model), expected) << "offset " << offset;
       ++harmless;
     } catch (const CorruptionError& error) {
       EXPECT_EQ(error.where.path, copy + "/rank-00000.data");
@@ -85,12 +83,11 @@ TEST(Damage, IsReportedWithTheKeptStepsThatItLeavesAlone) {
   setup.engine.keep_steps = 2;
   const auto with_engine = [&](const auto& body) {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape);
-    body(engine, model);
+    ToyModel model(runtime, setup.engine, shape);
+    body(model);
   };
-  with_engine([&](Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  with_engine([&](ToyModel& model) {
+    Engine& engine = model.initialize();
     for (std::uint64_t step = 1; step < kSteps; ++step) {
       model.train(step, step);
       if (step == 2 || step == 4) engine.save(fmt::format("kept {}", step), {}).wait();
@@ -99,9 +96,9 @@ TEST(Damage, IsReportedWithTheKeptStepsThatItLeavesAlone) {
   });
   setup.engine.store_directory = directory / "copy";
   const std::string data = setup.engine.store_directory + "/rank-00000.data";
-  const auto ends_as_expected = [&](Engine& engine, ToyModel& model, std::uint64_t step) {
+  const auto ends_as_expected = [&](ToyModel& model, std::uint64_t step) {
     model.train(step + 1, kSteps);
-    Digests found = digests_of(engine, model);
+    Digests found = digests_of(model);
     found.losses.clear();
     EXPECT_EQ(found, expected);
   };
@@ -118,9 +115,9 @@ TEST(Damage, IsReportedWithTheKeptStepsThatItLeavesAlone) {
       (stored.verify().empty() ? whole : damaged).push_back(step);
     }
     std::string report;
-    with_engine([&](Engine& engine, ToyModel& model) {
+    with_engine([&](ToyModel& model) {
       try {
-        ends_as_expected(engine, model, engine.restore().step);
+        ends_as_expected(model, model.restore().step);
       } catch (const CorruptionError& error) {
         report = error.what();
       }
@@ -137,8 +134,8 @@ TEST(Damage, IsReportedWithTheKeptStepsThatItLeavesAlone) {
       ++in_all;
       continue;
     }
-    with_engine([&](Engine& engine, ToyModel& model) {
-      ends_as_expected(engine, model, engine.restore({.from = fmt::format("kept {}", whole.front())}).step);
+    with_engine([&](ToyModel& model) {
+      ends_as_expected(model, model.restore({.from = fmt::format("kept {}", whole.front())}).step);
     });
     ++gone_back;
   }
@@ -153,18 +150,16 @@ TEST(Ownership, AnotherModelIsRefusedAndNothingOverwritten) {
   std::string digest;
   {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{});
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
     model.train(1, 2);
-    digest = state_digest(engine, State::master);
+    digest = state_digest(model.engine(), State::master);
   }
   {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{.matrices = {40000, 70002, 16384, 9973}});
+    ToyModel model(runtime, setup.engine, ToyShape{.matrices = {40000, 70002, 16384, 9973}});
     try {
-      engine.restore();
+      model.restore();
       ADD_FAILURE() << "a store of another model was opened";
     } catch (const StoreError& error) {
       EXPECT_NE(std::string(error.what()).find("70002"), std::string::npos) << error.what();
@@ -172,15 +167,13 @@ TEST(Ownership, AnotherModelIsRefusedAndNothingOverwritten) {
   }
   {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{});
-    EXPECT_THROW(engine.initialize(model.fill()), StoreError);
+    ToyModel model(runtime, setup.engine);
+    EXPECT_THROW(model.initialize(), StoreError);
   }
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, ToyShape{});
-  EXPECT_EQ(engine.restore().step, 2u);
-  EXPECT_EQ(state_digest(engine, State::master), digest);
+  ToyModel model(runtime, setup.engine);
+  EXPECT_EQ(model.restore().step, 2u);
+  EXPECT_EQ(state_digest(model.engine(), State::master), digest);
 }
 
 TEST(Ownership, AStoreInUseIsRefused) {
@@ -188,14 +181,12 @@ TEST(Ownership, AStoreInUseIsRefused) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
   setup.engine.lock_timeout = std::chrono::milliseconds(100);
   Runtime runtime(setup.runtime);
-  Engine first(runtime, setup.engine);
-  ToyModel model(first, ToyShape{});
-  first.initialize(model.fill());
+  ToyModel model(runtime, setup.engine);
+  model.initialize();
   ToySetup small = setup;
   Runtime other_runtime(small.runtime);
-  Engine second(other_runtime, small.engine);
-  ToyModel other(second, ToyShape{});
-  EXPECT_THROW(second.restore(), StoreError);
+  ToyModel other(other_runtime, small.engine);
+  EXPECT_THROW(other.restore(), StoreError);
   model.train(1, 2);
 }
 
@@ -203,11 +194,10 @@ TEST(Ownership, UnwritablePathAndMissingStoreAreErrors) {
   for (const char* directory : {"/proc/nowhere/store", "/dev/null/store"}) {
     const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{});
-    EXPECT_FALSE(engine.find_commit());
-    EXPECT_THROW(engine.restore(), StoreError);
-    EXPECT_THROW(engine.initialize(model.fill()), Error) << directory;
+    ToyModel model(runtime, setup.engine);
+    EXPECT_FALSE(model.find_commit());
+    EXPECT_THROW(model.restore(), StoreError);
+    EXPECT_THROW(model.initialize(), Error) << directory;
   }
 }
 

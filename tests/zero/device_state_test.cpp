@@ -86,20 +86,19 @@ TEST(DeviceState, GoesOnFromASave) {
       Digests digests;
       on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
         Runtime runtime(s.runtime, join);
-        Engine engine(runtime, s.engine);
-        ToyModel model(engine, ToyShape{});
+        ToyModel model(runtime, s.engine);
         if (restore) {
-          EXPECT_EQ(engine.restore({.from = "middle"}).step, first - 1);
+          EXPECT_EQ(model.restore({.from = "middle"}).step, first - 1);
         } else {
-          engine.initialize(model.fill());
+          model.initialize();
         }
         model.train(first, last);
         if (save) {
-          const Completion saved = engine.save("middle", {});
+          const Completion saved = model.engine().save("middle", {});
           model.evaluate();  // under it
           saved.wait();
         }
-        Digests mine = digests_of(engine, model);
+        Digests mine = digests_of(model);
         mine.losses.clear();
         if (rank == 0) digests = mine;
       });
@@ -123,13 +122,13 @@ TEST(DeviceState, GoesOnFromASave) {
 TEST(DeviceState, IsReadAndWritten) {
   const ToySetup setup = apart();
   ToyProgram there(setup), here(simplest(setup));
-  const ParameterId frozen = there.engine.parameter("unit1.frozen");
+  const ParameterId frozen = there.engine().parameter("unit1.frozen");
   const std::vector<float> values{1.5f, -2.25f, 0.0078125f, 3.0f};
   for (ToyProgram* p : {&there, &here}) {
     p->model.train(1, 2);
-    p->engine.write(p->model.matrix(1), State::master, 16'382, values);
-    p->engine.write(p->model.matrix(1), State::moment2, 40'000, std::span(values).subspan(2));
-    p->engine.write(frozen, State::master, 2'990, values);
+    p->engine().write(p->model.matrix(1), State::master, 16'382, values);
+    p->engine().write(p->model.matrix(1), State::moment2, 40'000, std::span(values).subspan(2));
+    p->engine().write(frozen, State::master, 2'990, values);
     p->model.train(3, 4);
     p->model.pass(5);
   }
@@ -145,7 +144,7 @@ TEST(DeviceState, IsReadAndWritten) {
 TEST(DeviceState, CrossesNoLinkInAStep) {
   ToyProgram p(apart());
   p.model.train(1, 3);
-  p.engine.settle();
+  p.engine().settle();
   EXPECT_EQ(p.runtime.ledger().totals(Link::host_to_device).bytes, 0u);
   // A sum of 8 bytes a chunk, and one word.
   std::uint64_t chunks = 0;
@@ -159,10 +158,9 @@ TEST(DeviceState, HoldsWhatIsPredicted) {
     const ToySetup setup = apart();
     on_ranks(ranks, [&](int, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, ToyShape{});
-      const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), ranks);
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine);
+      const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), ranks);
+      model.initialize();
       model.train(1, 2);
       EXPECT_EQ(runtime.device_budget().held_bytes(), predicted.device.bytes);
       EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
@@ -193,14 +191,13 @@ TEST(DeviceState, OfEightBitsIsRefused) {
   for (const GroupOptions& group : {moments, master}) {
     setup.engine.optimizer_defaults = group;
     Runtime runtime(setup.runtime);
-    EXPECT_THROW(Engine(runtime, setup.engine), ConfigError);
+    EXPECT_THROW(ToyModel(runtime, setup.engine).initialize(), ConfigError);
   }
   setup.engine.optimizer_defaults = {};
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  EXPECT_THROW(engine.add_group(moments), ConfigError);
-  EXPECT_THROW(engine.add_group(master), ConfigError);
-  EXPECT_NO_THROW(engine.add_group({}));
+  EXPECT_THROW(ToyModel(runtime, setup.engine, {.vectors = moments}).initialize(), ConfigError);
+  EXPECT_THROW(ToyModel(runtime, setup.engine, {.vectors = master}).initialize(), ConfigError);
+  EXPECT_NO_THROW(ToyModel(runtime, setup.engine).initialize());
 }
 
 TEST(DeviceState, WithOffloadedWeightsIsRefused) {
@@ -210,7 +207,7 @@ TEST(DeviceState, WithOffloadedWeightsIsRefused) {
     setup.engine.parameters = parameters;
     Runtime runtime(setup.runtime);
     try {
-      const Engine engine(runtime, setup.engine);
+      ToyModel(runtime, setup.engine).initialize();
       FAIL() << "was accepted";
     } catch (const ConfigError& error) {
       EXPECT_NE(std::string(error.what()).find("offload_optimizer.device"), std::string::npos) << error.what();
@@ -223,44 +220,46 @@ TEST(DeviceState, WithOffloadedWeightsIsRefused) {
 // A program without kernels of its own: its gradients are numbers that it brings to the device. It trains on a card as
 // on the host device.
 struct WithoutKernels {
-  explicit WithoutKernels(const ToySetup& setup) : runtime(setup.runtime), engine(runtime, setup.engine) {
+  explicit WithoutKernels(const ToySetup& setup) : runtime(setup.runtime) {
     scratch = runtime.device_arena().allocate(4 * static_cast<std::uint64_t>(kElements), "gradient");
+    Model model;
     for (int u = 0; u < 3; ++u) {
       const std::string name = "unit" + std::to_string(u);
       const std::array<ParameterSpec, 2> specs{
           ParameterSpec{.name = name + ".matrix", .shape = {kElements}},
           ParameterSpec{.name = name + ".norm", .shape = {97}, .dtype = DType::fp32}};
-      units.push_back(engine.add_unit(name, specs));
+      units.push_back(model.add_unit(name, specs));
     }
-    engine.initialize([](ParameterId parameter, std::uint64_t first, std::span<float> out) {
-      for (std::size_t i = 0; i < out.size(); ++i)
-        out[i] = static_cast<float>(random_uniform(parameter.index, first + i) - 0.5);
-    });
+    engine = Engine::create(runtime, setup.engine, model,
+                            [](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+                              for (std::size_t i = 0; i < out.size(); ++i)
+                                out[i] = static_cast<float>(random_uniform(parameter.index, first + i) - 0.5);
+                            });
   }
 
   void step(std::uint64_t number) {
     {
-      const PassScope pass = engine.begin(Pass::train);
-      for (const UnitId unit : units) engine.gather(unit, *stream).release(*stream);
+      const PassScope pass = engine->begin(Pass::train);
+      for (const UnitId unit : units) engine->gather(unit, *stream).release(*stream);
       for (std::size_t u = units.size(); u-- > 0;) {
-        Lease lease = engine.gather(units[u], *stream);
+        Lease lease = engine->gather(units[u], *stream);
         for (const char* part : {".matrix", ".norm"}) accumulate("unit" + std::to_string(u) + part, number);
         lease.release(*stream);
-        engine.finish(units[u], *stream);
+        engine->finish(units[u], *stream);
       }
     }
-    engine.step();
+    engine->step();
   }
 
   void accumulate(const std::string& name, std::uint64_t number) {
-    const ParameterId parameter = engine.parameter(name);
-    const std::vector<std::int64_t> shape = engine.parameters()[parameter.index].shape;
+    const ParameterId parameter = engine->parameter(name);
+    const std::vector<std::int64_t> shape = engine->model().parameters()[parameter.index].shape;
     std::vector<float> gradient(static_cast<std::size_t>(shape[0]));
     for (std::size_t i = 0; i < gradient.size(); ++i)
       gradient[i] = static_cast<float>(random_uniform(1000 * number + parameter.index, i) - 0.5);
     stream->copy(scratch.data(), reinterpret_cast<const std::byte*>(gradient.data()), 4 * gradient.size(),
                  platform::CopyKind::host_to_device);
-    engine.accumulate(parameter, {.data = scratch.data(), .dtype = DType::fp32, .shape = shape}, *stream);
+    engine->accumulate(parameter, {.data = scratch.data(), .dtype = DType::fp32, .shape = shape}, *stream);
     stream->synchronize();
   }
 
@@ -268,13 +267,13 @@ struct WithoutKernels {
     for (std::uint64_t number = 1; number <= steps; ++number) step(number);
     std::string digests;
     for (const State state : {State::master, State::moment1, State::moment2})
-      digests += state_digest(engine, state) + " ";
+      digests += state_digest(*engine, state) + " ";
     return digests;
   }
 
   static constexpr std::int64_t kElements = 150'001;
   Runtime runtime;
-  Engine engine;
+  std::optional<Engine> engine;
   tiers::DeviceBlock scratch;
   std::unique_ptr<platform::Stream> stream = runtime.device().create_stream("program");
   std::vector<UnitId> units;

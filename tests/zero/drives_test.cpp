@@ -33,27 +33,26 @@ TEST_P(DrivesTest, GiveTheSameBitsAndBytesAsOneAndResume) {
     Digests half;
     {
       Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, kShape);
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine, kShape);
+      model.initialize();
       model.train(1, 2);
-      engine.settle();
+      model.engine().settle();
       EXPECT_EQ(runtime.ledger().totals(Link::nvme_write).bytes % kBlockAlignment, 0u);
       half.losses = model.losses;
     }
     for (const std::string& drive : setup.engine.stripe_directories)
       EXPECT_GE(std::filesystem::file_size(drive + "/rank-00000.data"), kMiB) << drive;
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, kShape);
-    EXPECT_EQ(engine.restore().step, 2u);
+    ToyModel model(runtime, setup.engine, kShape);
+    EXPECT_EQ(model.restore().step, 2u);
+    Engine& engine = model.engine();
     model.losses = half.losses;
     model.train(3, 4);
     engine.settle();
     const StepBytes formula = engine.formula_bytes();
     const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes) / 2;
     EXPECT_NEAR(written / static_cast<double>(formula.nvme_write), 1.0, 0.03);
-    EXPECT_EQ(digests_of(engine, model), expected);
+    EXPECT_EQ(digests_of(model), expected);
   }
 }
 
@@ -73,17 +72,15 @@ TEST(Drives, FewerAtTheNextStartAreRefusedAndNothingIsLost) {
   train_once(setup, kShape, 1);
   const auto refused = [&](const EngineOptions& options) {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, options);
-    ToyModel model(engine, kShape);
-    EXPECT_THROW(engine.restore(), StoreError);
+    ToyModel model(runtime, options, kShape);
+    EXPECT_THROW(model.restore(), StoreError);
   };
   EngineOptions fewer = setup.engine;
   fewer.stripe_directories.clear();
   refused(fewer);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, kShape);
-  EXPECT_EQ(engine.restore().step, 1u);
+  ToyModel model(runtime, setup.engine, kShape);
+  EXPECT_EQ(model.restore().step, 1u);
 }
 
 }  // namespace

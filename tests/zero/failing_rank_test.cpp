@@ -35,7 +35,7 @@ struct Ended {
 
 // Runs `body` on ranks that are not told of each other's errors by anything but hoist. What ends one stays in its
 // scope until its engine and runtime have gone.
-std::vector<Ended> run_ranks(int size, const ToySetup& setup, const std::function<void(int, Engine&, ToyModel&)>& body,
+std::vector<Ended> run_ranks(int size, const ToySetup& setup, const std::function<void(int, ToyModel&)>& body,
                              const std::function<void(int, RuntimeOptions&)>& prepare = {}) {
   comm::ThreadGroup group(size);
   std::vector<Ended> ended(static_cast<std::size_t>(size));
@@ -48,12 +48,11 @@ std::vector<Ended> run_ranks(int size, const ToySetup& setup, const std::functio
       if (prepare) prepare(rank, options);
       try {
         Runtime runtime(options, [&](const comm::CommunicatorOptions& o) { return group.join(rank, o); });
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, kShape);
+        ToyModel model(runtime, setup.engine, kShape);
         try {
-          body(rank, engine, model);
+          body(rank, model);
         } catch (...) {
-          mine.committed = static_cast<std::int64_t>(engine.committed_step().value_or(0));
+          mine.committed = static_cast<std::int64_t>(model.engine().committed_step().value_or(0));
           throw;
         }
       } catch (const CommError& error) {
@@ -94,11 +93,11 @@ class FailingDrive : public testing::TestWithParam<std::tuple<DriveCase, int>> {
 std::vector<Digests> digests_by_step(int size) {
   std::vector<Digests> all(kSteps + 1);
   const ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
-  run_ranks(size, setup, [&](int rank, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  run_ranks(size, setup, [&](int rank, ToyModel& model) {
+    model.initialize();
     for (std::uint64_t step = 0; step <= kSteps; ++step) {
       if (step > 0) model.train(step, step);
-      Digests digests = digests_of(engine, model);
+      Digests digests = digests_of(model);
       digests.losses.clear();
       if (rank == 0) all[step] = digests;
     }
@@ -122,13 +121,13 @@ TEST_P(FailingDrive, StopsAllRanksAtOnceAndLosesNoDurableStep) {
     const TimePoint start = Clock::now();
     const auto ended = run_ranks(
         size, setup,
-        [&](int rank, Engine& engine, ToyModel& model) {
-          engine.initialize(model.fill());
+        [&](int rank, ToyModel& model) {
+          model.initialize();
           model.train(1, 2);
           if (rank == failing)
             faults->add({.operation = drive.operation, .first = random_bits(seed, 2) % 7, .count = Faults::kForever});
           model.train(3, kSteps);
-          engine.settle();
+          model.engine().settle();
         },
         [&](int rank, RuntimeOptions& options) {
           if (rank != failing) return;
@@ -141,11 +140,11 @@ TEST_P(FailingDrive, StopsAllRanksAtOnceAndLosesNoDurableStep) {
     // What every rank finds is one of the steps that were taken, and none that was reported durable is lost.
     std::int64_t durable = 0;
     for (const Ended& rank : ended) durable = std::max(durable, rank.committed);
-    const auto resumed = run_ranks(size, setup, [&](int, Engine& engine, ToyModel& model) {
-      const std::uint64_t step = engine.restore().step;
+    const auto resumed = run_ranks(size, setup, [&](int, ToyModel& model) {
+      const std::uint64_t step = model.restore().step;
       EXPECT_GE(static_cast<std::int64_t>(step), durable);
       ASSERT_LE(step, kSteps);
-      EXPECT_EQ(digests_of(engine, model), reference[step]) << "step " << step;
+      EXPECT_EQ(digests_of(model), reference[step]) << "step " << step;
     });
     for (const Ended& rank : resumed) EXPECT_EQ(rank.error, "");
   }
@@ -175,12 +174,12 @@ class FailingProgram : public testing::TestWithParam<int> {
  protected:
   int size() const { return GetParam(); }
   // Trains a step, then calls `fail` on the last rank, and trains on on the others.
-  std::vector<Ended> run(const std::function<void(Engine&, ToyModel&)>& fail, ToySetup setup) {
+  std::vector<Ended> run(const std::function<void(ToyModel&)>& fail, ToySetup setup) {
     const TimePoint start = Clock::now();
-    const auto ended = run_ranks(size(), setup, [&](int rank, Engine& engine, ToyModel& model) {
-      engine.initialize(model.fill());
+    const auto ended = run_ranks(size(), setup, [&](int rank, ToyModel& model) {
+      Engine& engine = model.initialize();
       model.train(1, 1);
-      if (rank == size() - 1) fail(engine, model);
+      if (rank == size() - 1) fail(model);
       model.train(2, kSteps);
       engine.settle();
     });
@@ -193,7 +192,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, FailingProgram, testing::Values(2, 3, 4), testin
 // Nothing that the host calls fails: the reduction of what the kernel was to make is never started.
 TEST_P(FailingProgram, AKernelThatThrowsIsToldInItsWords) {
   for (const bool in_backward : {false, true}) {
-    const auto fail = [&](Engine&, ToyModel& model) {
+    const auto fail = [&](ToyModel& model) {
       (in_backward ? model.in_backward : model.in_forward) = [&](std::size_t unit) {
         if (unit == 1) model.stream().launch("kernel", [] { throw Error("illegal instruction of kernel 7"); });
       };
@@ -209,11 +208,11 @@ TEST_P(FailingProgram, ARefusedBudgetThatEndsTheProgramIsTold) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.runtime.comm_scratch_bytes = 64 * kKiB;
   setup.runtime.device_memory_bytes = 340 * kKiB;  // two of the three units fit
-  const auto hold_everything = [&](Engine& engine, ToyModel& model) {
-    const PassScope scope = engine.begin(Pass::train);
+  const auto hold_everything = [&](ToyModel& model) {
+    const PassScope scope = model.engine().begin(Pass::train);
     std::vector<Lease> leases;
     for (std::size_t unit = 0; unit < kShape.matrices.size(); ++unit)
-      leases.push_back(engine.gather(model.unit(unit), model.stream()));
+      leases.push_back(model.engine().gather(model.unit(unit), model.stream()));
     FAIL() << "there is room for all units";
   };
   const auto ended = run(hold_everything, setup);
@@ -224,14 +223,14 @@ TEST_P(FailingProgram, ARefusedBudgetThatEndsTheProgramIsTold) {
 
 // A program that goes on after a refusal has told nobody anything.
 TEST_P(FailingProgram, ARefusalThatTheProgramSurvivesIsNobodysBusiness) {
-  const auto refused = [](Engine& engine, ToyModel&) { EXPECT_THROW(engine.step(), UsageError); };
+  const auto refused = [](ToyModel& model) { EXPECT_THROW(model.engine().step(), UsageError); };
   for (const Ended& rank : run(refused, toy_setup(Placement::pinned, Placement::pinned))) EXPECT_EQ(rank.error, "");
 }
 
 TEST_P(FailingProgram, OneThatGivesUpIsToldInItsWords) {
-  const auto give_up = [](Engine& engine, ToyModel&) {
-    engine.abandon("there is no more data");
-    engine.abandon("a second reason");
+  const auto give_up = [](ToyModel& model) {
+    model.engine().abandon("there is no more data");
+    model.engine().abandon("a second reason");
   };
   const auto ended = run(give_up, toy_setup(Placement::pinned, Placement::pinned));
   expect_told(ended, size() - 1, HasSubstr("its program gave up: there is no more data"));
@@ -241,8 +240,8 @@ TEST_P(FailingProgram, OneThatGivesUpIsToldInItsWords) {
 TEST_P(FailingProgram, AStepThatWasTakenSurvivesAnExceptionOnAllRanks) {
   const TempDirectory directory;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-  const auto ended = run_ranks(size(), setup, [&](int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  const auto ended = run_ranks(size(), setup, [&](int, ToyModel& model) {
+    model.initialize();
     model.train(1, 2);
     model.in_forward = [](std::size_t unit) {
       if (unit == 0) throw Error("a batch that no rank can read");
@@ -251,8 +250,7 @@ TEST_P(FailingProgram, AStepThatWasTakenSurvivesAnExceptionOnAllRanks) {
   });
   // The engine of run_ranks ends while its exception is on the way.
   for (const Ended& rank : ended) EXPECT_EQ(rank.error, "a batch that no rank can read");
-  const auto resumed =
-      run_ranks(size(), setup, [&](int, Engine& engine, ToyModel&) { EXPECT_EQ(engine.restore().step, 2u); });
+  const auto resumed = run_ranks(size(), setup, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 2u); });
   for (const Ended& rank : resumed) EXPECT_EQ(rank.error, "");
 }
 
@@ -273,7 +271,7 @@ INSTANTIATE_TEST_SUITE_P(Calls, FailingStart, testing::Bool(),
 TEST_P(FailingStart, IsToldToAllRanks) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
-  if (!GetParam()) train_then(3, setup, kShape, 1, [](int, Engine&, const ToyModel&) {});
+  if (!GetParam()) train_then(3, setup, kShape, 1, [](int, ToyModel&) {});
   setup.runtime.comm_timeout = std::chrono::seconds(5);
   std::vector<Ended> ended(3);
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
@@ -283,10 +281,9 @@ TEST_P(FailingStart, IsToldToAllRanks) {
       if (rank == 1) return std::make_unique<ShortOfMemory>(std::move(communicator));
       return communicator;
     });
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, kShape);
+    ToyModel model(runtime, setup.engine, kShape);
     try {
-      GetParam() ? engine.initialize(model.fill()) : static_cast<void>(engine.restore());
+      GetParam() ? void(model.initialize()) : void(model.restore());
     } catch (const CommError& error) {
       mine.by_others = true;
       mine.error = error.what();
@@ -304,18 +301,17 @@ TEST(FailingStartOfOne, ACallerStateThatOneRankHasNoRoomForIsRefusedByAll) {
   setup.runtime.comm_timeout = std::chrono::seconds(5);
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, kShape);
+    ToyModel model(runtime, setup.engine, kShape);
     const std::vector<std::byte> state(rank == 1 ? 101 : 100);
     try {
-      engine.initialize(model.fill(), state);
+      model.initialize(state);
       ADD_FAILURE() << "initialized rank " << rank;
     } catch (const UsageError&) {
       EXPECT_EQ(rank, 1);
     } catch (const CommError& error) {
       EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 1"), HasSubstr("101 bytes")));
     }
-    engine.initialize(model.fill());
+    model.initialize();
     model.train(1, 2);
   });
 }
@@ -323,7 +319,7 @@ TEST(FailingStartOfOne, ACallerStateThatOneRankHasNoRoomForIsRefusedByAll) {
 // --- groups ---------------------------------------------------------------------------------------------------------
 
 // Two slices of two ranks each, in one norm group.
-std::vector<Ended> run_slices(ToySetup setup, const std::function<void(int, Runtime&, Engine&, ToyModel&)>& body) {
+std::vector<Ended> run_slices(ToySetup setup, const std::function<void(int, Runtime&, ToyModel&)>& body) {
   comm::ThreadGroup all(4), slice0(2), slice1(2);
   std::vector<Ended> ended(4);
   std::vector<std::jthread> threads;
@@ -335,9 +331,8 @@ std::vector<Ended> run_slices(ToySetup setup, const std::function<void(int, Runt
           .norm = [&](const auto& o) { return all.join(rank, o); }};
       try {
         Runtime runtime(setup.runtime, groups);
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, kShape);
-        body(rank, runtime, engine, model);
+        ToyModel model(runtime, setup.engine, kShape);
+        body(rank, runtime, model);
       } catch (const std::exception& error) {
         ended[static_cast<std::size_t>(rank)].error = error.what();
       }
@@ -350,13 +345,13 @@ std::vector<Ended> run_slices(ToySetup setup, const std::function<void(int, Runt
 // The slice that is whole waits for the other one's norm.
 TEST(FailingGroup, TheWholeNormGroupIsTold) {
   const TimePoint start = Clock::now();
-  const auto ended = run_slices(toy_setup(Placement::pinned, Placement::pinned),
-                                [](int rank, Runtime&, Engine& engine, ToyModel& model) {
-                                  engine.initialize(model.fill());
-                                  model.train(1, 1);
-                                  if (rank == 3) engine.abandon("slice 1 is out of data");
-                                  model.train(2, kSteps);
-                                });
+  const auto ended =
+      run_slices(toy_setup(Placement::pinned, Placement::pinned), [](int rank, Runtime&, ToyModel& model) {
+        model.initialize();
+        model.train(1, 1);
+        if (rank == 3) model.engine().abandon("slice 1 is out of data");
+        model.train(2, kSteps);
+      });
   EXPECT_LT(Clock::now() - start, kAtOnce);
   for (const Ended& rank : ended) EXPECT_THAT(rank.error, HasSubstr("slice 1 is out of data"));
 }
@@ -366,13 +361,13 @@ TEST(FailingGroup, AStepThatCannotBeTakenIsOneDecisionOfTheNormGroup) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.engine.update_mode = UpdateMode::backward;
   setup.engine.gradient_clipping = 0;
-  const auto ended = run_slices(setup, [](int rank, Runtime& runtime, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  const auto ended = run_slices(setup, [](int rank, Runtime& runtime, ToyModel& model) {
+    model.initialize();
     model.train(1, 2);
     if (rank == 2) model.gradient_scale = std::numeric_limits<float>::infinity();
     model.pass(3);
     try {
-      engine.step();
+      model.engine().step();
       ADD_FAILURE() << "a step without a number was taken on rank " << rank;
     } catch (const CommError&) {
       throw;

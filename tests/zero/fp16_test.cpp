@@ -34,7 +34,7 @@ ToySetup fp16_setup(Placement parameters, Placement optimizer, const std::string
 struct Session : ToyTraining {
   explicit Session(const ToySetup& setup, const ToyShape& shape = kSmall) : ToyTraining(setup, shape) {}
   Session& fresh() {
-    engine.initialize(model.fill());
+    model.initialize();
     return *this;
   }
   StepReport attempt(std::uint64_t step, float gradient_scale = 1) {
@@ -43,7 +43,7 @@ struct Session : ToyTraining {
     return model.reports.back();
   }
   Digests digests() {
-    Digests d = digests_of(engine, model);
+    Digests d = digests_of(model);
     d.losses.clear();
     return d;
   }
@@ -71,8 +71,8 @@ TEST_P(Fp16Test, GatheredWeightsAreTheMastersRounded) {
   for (std::size_t u = 0; u < kSmall.matrices.size(); ++u) {
     std::vector<std::uint16_t> weights(static_cast<std::size_t>(kSmall.matrices[u]));
     {
-      const PassScope scope = run.engine.begin(Pass::evaluate);
-      Lease lease = run.engine.gather(run.model.unit(u), run.model.stream());
+      const PassScope scope = run.engine().begin(Pass::evaluate);
+      Lease lease = run.engine().gather(run.model.unit(u), run.model.stream());
       const TensorView view = lease.view(run.model.matrix(u));
       ASSERT_EQ(view.dtype, DType::fp16);
       run.model.stream().launch("look", [&] { std::memcpy(weights.data(), view.data, 2 * weights.size()); });
@@ -80,7 +80,7 @@ TEST_P(Fp16Test, GatheredWeightsAreTheMastersRounded) {
       lease.release(run.model.stream());
     }
     std::vector<float> masters(weights.size());
-    run.engine.read(run.model.matrix(u), State::master, 0, masters);
+    run.engine().read(run.model.matrix(u), State::master, 0, masters);
     std::size_t rounded = 0;
     for (std::size_t i = 0; i < masters.size(); ++i) {
       ASSERT_EQ(weights[i], float_to_fp16(masters[i])) << "unit " << u << " element " << i;
@@ -103,18 +103,18 @@ TEST_P(Fp16Test, ASkippedStepChangesNoBit) {
   EXPECT_FALSE(std::isfinite(report.gradient_norm));
   EXPECT_EQ(report.step, 3u);
   EXPECT_EQ(report.loss_scale, 65536);
-  EXPECT_EQ(run.engine.loss_scale(), 32768);
-  run.engine.settle();
-  EXPECT_EQ(run.engine.step_count(), 3u);
+  EXPECT_EQ(run.engine().loss_scale(), 32768);
+  run.engine().settle();
+  EXPECT_EQ(run.engine().step_count(), 3u);
   EXPECT_EQ(run.digests(), undisturbed.digests());
 
   const auto written = [&] { return run.runtime.ledger().totals(Link::nvme_write).bytes; };
   const std::uint64_t before = written();
-  const auto committed = run.engine.committed_step();
+  const auto committed = run.engine().committed_step();
   for (std::uint64_t step = 5; step < 9; ++step) EXPECT_FALSE(run.attempt(step, kOverflow).applied);
-  run.engine.settle();
+  run.engine().settle();
   EXPECT_EQ(written(), before) << "a skipped step writes nothing";
-  EXPECT_EQ(run.engine.committed_step(), committed);
+  EXPECT_EQ(run.engine().committed_step(), committed);
   EXPECT_EQ(run.digests(), undisturbed.digests());
   // And it goes on as if nothing had been: the scale is a power of two, which fp16 gradients of this size bear exactly.
   EXPECT_TRUE(run.attempt(9).applied);
@@ -138,7 +138,7 @@ TEST_P(Fp16Test, TheScaleFollowsDeepSpeedsThroughAWholeRun) {
       ASSERT_EQ(report.applied, !overflow) << golden.name << " step " << i;
       ASSERT_EQ(report.loss_scale, scale) << golden.name << " step " << i;
       scale = golden.scales[i];
-      ASSERT_EQ(run.engine.loss_scale(), scale) << golden.name << " step " << i;
+      ASSERT_EQ(run.engine().loss_scale(), scale) << golden.name << " step " << i;
     }
   }
 }
@@ -153,14 +153,14 @@ TEST_P(Fp16Test, AnOverflowInOneMicroBatchSkipsTheStep) {
   run.model.train(1, 1);
   const Digests before = run.digests();
   for (int bad = 0; bad < 3; ++bad) {
-    const float scale = run.engine.loss_scale();
+    const float scale = run.engine().loss_scale();
     for (int i = 0; i < 3; ++i) {
       run.model.gradient_scale = i == bad ? kOverflow : 1;
       run.model.pass(2, {.micro_batch = i, .micro_batches = 3});
-      EXPECT_EQ(run.engine.loss_scale(), scale);
+      EXPECT_EQ(run.engine().loss_scale(), scale);
     }
-    EXPECT_FALSE(run.engine.step().applied) << "micro-batch " << bad;
-    EXPECT_EQ(run.engine.loss_scale(), scale / 2);
+    EXPECT_FALSE(run.engine().step().applied) << "micro-batch " << bad;
+    EXPECT_EQ(run.engine().loss_scale(), scale / 2);
     EXPECT_EQ(run.digests(), before);
   }
   run.model.gradient_scale = 1;
@@ -189,8 +189,8 @@ TEST(LossScaleInTheEngine, IsUndoneExactly) {
       EXPECT_EQ(run.model.reports.back().loss_scale, scale);
       for (int i = 0; i < micro_batches; ++i) run.model.pass(5, {.micro_batch = i, .micro_batches = micro_batches});
       gradients.emplace_back(9000);
-      run.engine.read(run.model.matrix(0), State::gradient, 0, gradients.back());
-      run.engine.discard();
+      run.engine().read(run.model.matrix(0), State::gradient, 0, gradients.back());
+      run.engine().discard();
       digests.push_back(run.digests());
     }
     for (std::size_t i = 1; i < digests.size(); ++i) {
@@ -210,7 +210,7 @@ TEST(LossScaleInTheEngine, KeepsSmallGradients) {
     Session run(setup);
     run.fresh().attempt(1, 1e-7f);  // some 1e-9; fp16's smallest is 6e-8
     std::vector<float> values(100);
-    run.engine.read(run.model.matrix(0), State::moment1, 0, values);
+    run.engine().read(run.model.matrix(0), State::moment1, 0, values);
     return std::ranges::count_if(values, [](float value) { return value != 0; });
   };
   EXPECT_EQ(moment(1), 0);
@@ -225,9 +225,8 @@ TEST(Fp16Ranks, AnOverflowOfOneSkipsAllAndTheirScalesStayEqual) {
     const ToySetup setup = fp16_setup(placement, placement, placement == Placement::nvme ? directory / "store" : "");
     on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, kSmall);
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine, kSmall);
+      Engine& engine = model.initialize();
       double scale = 65536;
       std::uint64_t applied = 0;
       for (std::uint64_t step = 1; step <= 12; ++step) {
@@ -280,13 +279,13 @@ TEST(Fp16Commits, TheScaleIsThatOfTheCommit) {
     run.fresh().attempt(1);
     run.attempt(2, kOverflow);
     run.attempt(3);
-    EXPECT_EQ(run.engine.loss_scale(), 32768);
+    EXPECT_EQ(run.engine().loss_scale(), 32768);
     run.attempt(4, kOverflow);
-    EXPECT_EQ(run.engine.loss_scale(), 16384);
+    EXPECT_EQ(run.engine().loss_scale(), 16384);
   }
   Session run(setup);
-  EXPECT_EQ(program_state(run.engine.restore()), 3u);
-  EXPECT_EQ(run.engine.loss_scale(), 32768);
+  EXPECT_EQ(program_state(run.model.restore()), 3u);
+  EXPECT_EQ(run.engine().loss_scale(), 32768);
 }
 
 // A change of state is a commit of its own; the program's place in its data, and the scale there, are the old ones.
@@ -297,14 +296,14 @@ TEST(Fp16Commits, AChangeOfStateKeepsTheScaleOfItsCommit) {
     Session run(setup);
     run.fresh().attempt(1);
     run.attempt(2, kOverflow);
-    run.engine.write(run.model.matrix(0), State::master, 7, std::vector<float>{0.5f});
-    EXPECT_EQ(run.engine.loss_scale(), 32768);
+    run.engine().write(run.model.matrix(0), State::master, 7, std::vector<float>{0.5f});
+    EXPECT_EQ(run.engine().loss_scale(), 32768);
   }
   Session run(setup);
-  EXPECT_EQ(program_state(run.engine.restore()), 1u);
-  EXPECT_EQ(run.engine.loss_scale(), 65536) << "attempt 2 is made again, with the scale it had";
+  EXPECT_EQ(program_state(run.model.restore()), 1u);
+  EXPECT_EQ(run.engine().loss_scale(), 65536) << "attempt 2 is made again, with the scale it had";
   float value = 0;
-  run.engine.read(run.model.matrix(0), State::master, 7, {&value, 1});
+  run.engine().read(run.model.matrix(0), State::master, 7, {&value, 1});
   EXPECT_EQ(value, 0.5f);
 }
 
@@ -323,20 +322,20 @@ TEST(Fp16Commits, StoppedAfterEveryAttemptAndResumed) {
     run.fresh();
     for (std::uint64_t step = 1; step <= pattern.size(); ++step) run.attempt(step, gradient_scale(step));
     expected = run.digests();
-    expected_scale = run.engine.loss_scale();
+    expected_scale = run.engine().loss_scale();
   }
   setup.engine.store_directory = directory / "store";
   std::uint64_t last = 0;  // the attempt that the store holds
   Session(setup).fresh();
   for (std::uint64_t stop = 1; stop <= pattern.size(); ++stop) {
     Session run(setup);
-    const RestoreReport report = run.engine.restore();
+    const RestoreReport report = run.model.restore();
     last = report.caller_state.empty() ? 0 : program_state(report);
     ASSERT_LT(last, stop);
     for (std::uint64_t step = last + 1; step <= stop; ++step) run.attempt(step, gradient_scale(step));
     if (stop < pattern.size()) continue;
     EXPECT_EQ(run.digests(), expected);
-    EXPECT_EQ(run.engine.loss_scale(), expected_scale);
+    EXPECT_EQ(run.engine().loss_scale(), expected_scale);
   }
 }
 
@@ -351,21 +350,21 @@ TEST(Fp16Commits, AKeptStepBringsItsScaleBack) {
       Session run(setup);
       run.fresh().attempt(1);
       run.attempt(2, kOverflow);
-      run.engine.save("after an overflow", state).wait();
+      run.engine().save("after an overflow", state).wait();
       run.attempt(3, kOverflow);
       run.attempt(4);
-      run.engine.save("later", state).wait();
-      EXPECT_EQ(run.engine.loss_scale(), 16384);
+      run.engine().save("later", state).wait();
+      EXPECT_EQ(run.engine().loss_scale(), 16384);
     }
     {
       Session run(setup);
-      run.engine.restore({.from = "after an overflow"});
-      EXPECT_EQ(run.engine.loss_scale(), 32768);
-      EXPECT_EQ(run.engine.step_count(), 1u);
+      run.model.restore({.from = "after an overflow"});
+      EXPECT_EQ(run.engine().loss_scale(), 32768);
+      EXPECT_EQ(run.engine().step_count(), 1u);
     }
     Session run(setup);
-    run.engine.restore({.from = "later"});
-    EXPECT_EQ(run.engine.loss_scale(), 16384);
+    run.model.restore({.from = "later"});
+    EXPECT_EQ(run.engine().loss_scale(), 16384);
   }
 }
 
@@ -379,25 +378,24 @@ TEST(Fp16Commits, AnotherNumberOfRanksGoesOnWithTheScale) {
     for (const int ranks : {1, 3, 2}) {
       on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
         Runtime runtime(setup.runtime, join);
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, kSmall);
+        ToyModel model(runtime, setup.engine, kSmall);
         if (step == 0) {
-          engine.initialize(model.fill());
+          model.initialize();
         } else {
-          engine.restore();
-          Digests found = digests_of(engine, model);
+          model.restore();
+          Digests found = digests_of(model);
           found.losses.clear();
           EXPECT_EQ(found, before);
         }
-        EXPECT_EQ(engine.loss_scale(), scale);
+        EXPECT_EQ(model.engine().loss_scale(), scale);
         model.gradient_scale = kOverflow;
         model.train(step + 1, step + 1);
         model.gradient_scale = 1;
         model.train(step + 2, step + 2);
-        if (placement == Placement::pinned) engine.save("", {}).wait();
-        engine.settle();
-        EXPECT_EQ(engine.loss_scale(), scale / 2);
-        Digests now = digests_of(engine, model);
+        if (placement == Placement::pinned) model.engine().save("", {}).wait();
+        model.engine().settle();
+        EXPECT_EQ(model.engine().loss_scale(), scale / 2);
+        Digests now = digests_of(model);
         now.losses.clear();
         runtime.communicator().barrier();
         if (rank == 0) before = now;
@@ -417,8 +415,8 @@ TEST(Fp16Commits, AStoreWithoutAScaleBeginsWithTheConfigurations) {
   Session(setup).fresh().attempt(1);
   setup.engine.loss_scale = dynamic;
   Session run(setup);
-  EXPECT_EQ(run.engine.restore().step, 1u);
-  EXPECT_EQ(run.engine.loss_scale(), 65536);
+  EXPECT_EQ(run.model.restore().step, 1u);
+  EXPECT_EQ(run.engine().loss_scale(), 65536);
 }
 
 // --- refusals and errors ---------------------------------------------------------------------------------------------
@@ -448,7 +446,7 @@ TEST(Fp16Refusals, SayWhatToDo) {
   EXPECT_EQ(error_of([&] { Session(setup).fresh(); }), "no error");
   Session run(setup);
   EXPECT_THAT(error_of([&] {
-                run.engine.initialize(
+                run.model.initialize(
                     [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 65520.0f); });
               }),
               HasSubstr("65520 of parameter 'unit0.matrix' is too large for fp16"));
@@ -471,7 +469,7 @@ TEST(Fp16Refusals, AnOverflowAtTheSmallestScaleEndsTheRun) {
     EXPECT_THAT(error_of([&] { run.attempt(4); }), HasSubstr("at the smallest loss scale"));
   }
   Session run(setup);
-  EXPECT_EQ(run.engine.restore().step, 1u);
+  EXPECT_EQ(run.model.restore().step, 1u);
   EXPECT_EQ(run.digests(), before);
 }
 
@@ -479,11 +477,13 @@ TEST(Fp16Refusals, AnOverflowAtTheSmallestScaleEndsTheRun) {
 TEST(Fp16Skips, AParameterThatDoesNotCountInTheNormIsLookedAt) {
   const ToySetup setup = fp16_setup(Placement::pinned, Placement::pinned);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
   const ParameterSpec specs[] = {{.name = "counted", .shape = {64}, .dtype = DType::fp16},
                                  {.name = "replica", .shape = {64}, .dtype = DType::fp16, .counts_in_norm = false}};
-  const UnitId unit = engine.add_unit("unit", specs);
-  engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.25f); });
+  Model model;
+  const UnitId unit = model.add_unit("unit", specs);
+  Engine engine = Engine::create(runtime, setup.engine, model, [](ParameterId, std::uint64_t, std::span<float> out) {
+    std::ranges::fill(out, 0.25f);
+  });
   const auto stream = runtime.device().create_stream("compute");
   const auto step_with = [&](float replica_gradient) {
     {
@@ -539,19 +539,19 @@ TEST(Fp16Bytes, AreTheFormulas) {
         .matrices = {1 << 19, 1 << 19}, .norm = 1, .frozen = false, .tied = false, .dtype = DType::fp16};
     Session run(setup, shape);
     run.fresh().model.train(1, 2);
-    run.engine.settle();
+    run.engine().settle();
     const auto read = [&] { return run.runtime.ledger().totals(Link::nvme_read).bytes; };
     const auto written = [&] { return run.runtime.ledger().totals(Link::nvme_write).bytes; };
     const std::uint64_t read_before = read(), written_before = written();
     constexpr std::uint64_t kSteps = 3;
     run.model.train(3, 2 + kSteps);
-    run.engine.settle();
+    run.engine().settle();
     for (const StepReport& report : run.model.reports) EXPECT_TRUE(report.applied);
-    const auto parameters = static_cast<double>(run.engine.parameter_count());
+    const auto parameters = static_cast<double>(run.model.model().parameter_count());
     EXPECT_NEAR(static_cast<double>(read() - read_before) / kSteps / parameters, c.read, 0.1);
     EXPECT_NEAR(static_cast<double>(written() - written_before) / kSteps / parameters, c.written, 0.1);
-    EXPECT_NEAR(static_cast<double>(run.engine.formula_bytes().nvme_read) / parameters, c.read, 0.1);
-    EXPECT_NEAR(static_cast<double>(run.engine.formula_bytes().nvme_write) / parameters, c.written, 0.1);
+    EXPECT_NEAR(static_cast<double>(run.engine().formula_bytes().nvme_read) / parameters, c.read, 0.1);
+    EXPECT_NEAR(static_cast<double>(run.engine().formula_bytes().nvme_write) / parameters, c.written, 0.1);
   }
 }
 

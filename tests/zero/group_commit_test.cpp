@@ -12,6 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/observed_backend.hpp>
+#include <hoist/tiers/store.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 
 #include "toy_ranks.hpp"
@@ -79,7 +80,7 @@ struct Cell {
 
 class GroupCommit : public testing::TestWithParam<Cell> {
  protected:
-  using Body = std::function<void(int group, int rank, Engine&, ToyModel&)>;
+  using Body = std::function<void(int group, int rank, ToyModel&)>;
 
   ToySetup setup(int group) const {
     ToySetup toy = toy_setup(GetParam().parameters, GetParam().optimizer, store(group));
@@ -102,15 +103,14 @@ class GroupCommit : public testing::TestWithParam<Cell> {
           return sabotage->backend(group, o);
         };
       Runtime runtime(toy.runtime, groups);
-      Engine engine(runtime, toy.engine);
-      ToyModel model(engine, shape(group));
-      body(group, rank, engine, model);
+      ToyModel model(runtime, toy.engine, shape(group));
+      body(group, rank, model);
     });
   }
 
-  static Digests digests(Engine& engine, ToyModel& model) {
+  static Digests digests(ToyModel& model) {
     model.losses.clear();
-    return digests_of(engine, model);
+    return digests_of(model);
   }
 
   // What the groups' state is after so many steps that nobody disturbs: in memory, and without a store.
@@ -119,11 +119,10 @@ class GroupCommit : public testing::TestWithParam<Cell> {
     on_groups(sizes_, [&](int group, int rank, const Runtime::Groups& groups) {
       const ToySetup toy = toy_setup(Placement::pinned, Placement::pinned);
       Runtime runtime(toy.runtime, groups);
-      Engine engine(runtime, toy.engine);
-      ToyModel model(engine, shape(group));
-      engine.initialize(model.fill());
+      ToyModel model(runtime, toy.engine, shape(group));
+      model.initialize();
       model.train(1, steps);
-      const Digests mine = digests(engine, model);
+      const Digests mine = digests(model);
       if (rank == 0) found[static_cast<std::size_t>(group)] = mine;
     });
     return found;
@@ -155,15 +154,15 @@ class GroupCommit : public testing::TestWithParam<Cell> {
   // All groups go on from `step`, and end as they should.
   void expect_to_go_on_from(std::uint64_t step, const std::string& from = "") const {
     const auto there = undisturbed(step), end = undisturbed(kLastStep);
-    on_engines([&](int group, int, Engine& engine, ToyModel& model) {
+    on_engines([&](int group, int, ToyModel& model) {
       if (from.empty()) {
-        EXPECT_EQ(engine.find_commit(), step);
+        EXPECT_EQ(model.find_commit(), step);
       }
-      EXPECT_EQ(engine.restore({.from = from}).step, step);
-      EXPECT_EQ(digests(engine, model), there[static_cast<std::size_t>(group)]);
+      EXPECT_EQ(model.restore({.from = from}).step, step);
+      EXPECT_EQ(digests(model), there[static_cast<std::size_t>(group)]);
       model.train(step + 1, kLastStep);
-      EXPECT_EQ(digests(engine, model), end[static_cast<std::size_t>(group)]);
-      EXPECT_EQ(engine.committed_step(), kLastStep);
+      EXPECT_EQ(digests(model), end[static_cast<std::size_t>(group)]);
+      EXPECT_EQ(model.engine().committed_step(), kLastStep);
     });
   }
 
@@ -177,8 +176,8 @@ class GroupCommit : public testing::TestWithParam<Cell> {
 TEST_P(GroupCommit, AStepThatOneGroupLacksIsGivenUpByAll) {
   Sabotage sabotage(Sabotage::Until::others_manifests);
   on_engines(
-      [&](int, int, Engine& engine, ToyModel& model) {
-        engine.initialize(model.fill());
+      [&](int, int, ToyModel& model) {
+        Engine& engine = model.initialize();
         model.train(1, 3);
         engine.settle();
         arm(sabotage, engine);
@@ -197,8 +196,8 @@ TEST_P(GroupCommit, AStepThatOneGroupLacksIsGivenUpByAll) {
 TEST_P(GroupCommit, NothingIsOverwrittenBeforeAllGroupsHaveTheStep) {
   Sabotage sabotage(Sabotage::Until::others_overwrite);
   on_engines(
-      [&](int, int, Engine& engine, ToyModel& model) {
-        engine.initialize(model.fill());
+      [&](int, int, ToyModel& model) {
+        Engine& engine = model.initialize();
         model.train(1, 3);
         engine.settle();
         arm(sabotage, engine);
@@ -217,8 +216,8 @@ TEST_P(GroupCommit, AStepIsKeptByAllGroupsOrNotOffered) {
   keep_steps_ = 2;
   Sabotage sabotage(Sabotage::Until::others_manifests);
   on_engines(
-      [&](int, int, Engine& engine, ToyModel& model) {
-        engine.initialize(model.fill());
+      [&](int, int, ToyModel& model) {
+        Engine& engine = model.initialize();
         model.train(1, 3);
         engine.save("three", {}).wait();
         model.train(4, 4);
@@ -231,13 +230,13 @@ TEST_P(GroupCommit, AStepIsKeptByAllGroupsOrNotOffered) {
   EXPECT_TRUE(sabotage.group_0_came_so_far());
   EXPECT_THAT(tiers::Store::look(store(0), 0).kept, testing::SizeIs(2));
   EXPECT_THAT(tiers::Store::look(store(1), 0).kept, testing::SizeIs(1));
-  on_engines([&](int group, int rank, Engine& engine, ToyModel&) {
-    const auto kept = engine.find_kept();
+  on_engines([&](int group, int rank, ToyModel& model) {
+    const auto kept = model.find_kept();
     ASSERT_EQ(kept.size(), 1u);
     EXPECT_EQ(kept.front().name, "three");
     EXPECT_EQ(kept.front().step, 3u);
-    EXPECT_THROW(engine.restore({.from = "four"}), StoreError) << "group " << group << " rank " << rank;
-    EXPECT_EQ(engine.restore().step, 4u);
+    EXPECT_THROW(model.restore({.from = "four"}), StoreError) << "group " << group << " rank " << rank;
+    EXPECT_EQ(model.restore().step, 4u);
   });
   EXPECT_THAT(tiers::Store::look(store(0), 0).kept, testing::SizeIs(1)) << "nobody can go back to it";
   expect_to_go_on_from(3, "three");
@@ -251,16 +250,16 @@ TEST_P(GroupCommit, AGroupThatCannotBeRestoredIsHeardByAll) {
     if (group == 1)
       toy.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& o) { return make_faulty_backend(o, faults); };
   };
-  on_engines([](int, int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([](int, int, ToyModel& model) {
+    model.initialize();
     model.train(1, 2);
   });
   faults->add({.operation = aio::Operation::read, .path_contains = "rank-00001.manifest", .count = Faults::kForever});
   const TimePoint start = Clock::now();
   const auto there = undisturbed(2);
-  on_engines([&](int group, int rank, Engine& engine, ToyModel& model) {
+  on_engines([&](int group, int rank, ToyModel& model) {
     try {
-      engine.restore();
+      model.restore();
       ADD_FAILURE() << "restored without a group";
     } catch (const IoError&) {
       EXPECT_EQ(group, 1);
@@ -269,36 +268,36 @@ TEST_P(GroupCommit, AGroupThatCannotBeRestoredIsHeardByAll) {
     } catch (const CommError& error) {
       EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 3 of the norm group"), HasSubstr("rank-00001.manifest")));
     }
-    EXPECT_EQ(engine.restore().step, 2u);
-    EXPECT_EQ(digests(engine, model), there[static_cast<std::size_t>(group)]);
+    EXPECT_EQ(model.restore().step, 2u);
+    EXPECT_EQ(digests(model), there[static_cast<std::size_t>(group)]);
   });
   EXPECT_LT(Clock::now() - start, kAtOnce);
 }
 
 TEST_P(GroupCommit, AFirstCommitThatOneGroupLacksIsNoBeginning) {
-  const auto initialize = [](int, int, Engine& engine, ToyModel& model) {
-    EXPECT_FALSE(engine.find_commit());
-    engine.initialize(model.fill());
+  const auto initialize = [](int, int, ToyModel& model) {
+    EXPECT_FALSE(model.find_commit());
+    model.initialize();
   };
   on_engines(initialize);
   std::filesystem::remove_all(store(1));
-  on_engines([&](int group, int rank, Engine& engine, ToyModel& model) {
-    EXPECT_THROW(engine.restore(), StoreError);
-    initialize(group, rank, engine, model);
+  on_engines([&](int group, int rank, ToyModel& model) {
+    EXPECT_THROW(model.restore(), StoreError);
+    initialize(group, rank, model);
     model.train(1, 1);
   });
   expect_to_go_on_from(1);
 }
 
 TEST_P(GroupCommit, ATrainingOfOneGroupIsNotReplaced) {
-  on_engines([](int, int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([](int, int, ToyModel& model) {
+    model.initialize();
     model.train(1, 1);
   });
   std::filesystem::remove_all(store(1));
-  on_engines([](int group, int, Engine& engine, ToyModel& model) {
+  on_engines([](int group, int, ToyModel& model) {
     try {
-      engine.initialize(model.fill());
+      model.initialize();
       ADD_FAILURE() << "a group's training was replaced";
     } catch (const StoreError& error) {
       EXPECT_EQ(group, 0);
@@ -314,17 +313,17 @@ TEST_P(GroupCommit, ATrainingOfOneGroupIsNotReplaced) {
 TEST_P(GroupCommit, GroupsOfTwoJobsAreNotOne) {
   for (const char* const job : {"other", "job"}) {
     job_ = job;
-    on_engines([](int, int, Engine& engine, ToyModel& model) {
-      engine.initialize(model.fill());
+    on_engines([](int, int, ToyModel& model) {
+      model.initialize();
       model.train(1, 2);
     });
   }
   std::filesystem::remove_all(store(1));
   std::filesystem::copy(directory_ / "other/group-1", store(1), std::filesystem::copy_options::recursive);
-  on_engines([](int, int, Engine& engine, ToyModel&) {
-    EXPECT_FALSE(engine.find_commit());
+  on_engines([](int, int, ToyModel& model) {
+    EXPECT_FALSE(model.find_commit());
     try {
-      engine.restore();
+      model.restore();
       ADD_FAILURE() << "two jobs' states were put together";
     } catch (const StoreError& error) {
       EXPECT_THAT(error.what(), HasSubstr("of all sharding groups, which made it in one job"));
@@ -334,35 +333,36 @@ TEST_P(GroupCommit, GroupsOfTwoJobsAreNotOne) {
 
 // Nor is a file of one group one of another.
 TEST_P(GroupCommit, FilesOfTwoGroupsAreNotOneStore) {
-  on_engines([](int, int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([](int, int, ToyModel& model) {
+    model.initialize();
     model.train(1, 2);
   });
   for (const char* const file : {"/rank-00001.data", "/rank-00001.manifest"})
     std::filesystem::copy(store(1) + file, store(0) + file, std::filesystem::copy_options::overwrite_existing);
-  on_engines([](int, int, Engine& engine, ToyModel&) { EXPECT_THROW(engine.restore(), StoreError); });
+  on_engines([](int, int, ToyModel& model) { EXPECT_THROW(model.restore(), StoreError); });
 }
 
 // A change of one group's parameters is a commit of all.
 TEST_P(GroupCommit, AWriteIsACommitOfTheWholeJob) {
   const std::vector<float> values{1.5f, -2.5f};
-  const auto write = [&](int group, Engine& engine, ToyModel& model) {
-    engine.write(model.matrix(0), State::master, 1, group == 0 ? std::span(values) : std::span<const float>());
+  const auto write = [&](int group, ToyModel& model) {
+    model.engine().write(model.matrix(0), State::master, 1, group == 0 ? std::span(values) : std::span<const float>());
   };
-  on_engines([&](int group, int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([&](int group, int, ToyModel& model) {
+    model.initialize();
     model.train(1, 2);
-    write(group, engine, model);
-    write(group, engine, model);
+    write(group, model);
+    write(group, model);
   });
   for (const int group : {0, 1}) EXPECT_EQ(tiers::Store::look(store(group), 0).commits.front().revision, 2u);
-  on_engines([&](int group, int, Engine& engine, ToyModel& model) {
-    EXPECT_EQ(engine.restore().step, 2u);
+  on_engines([&](int group, int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 2u);
+    Engine& engine = model.engine();
     std::vector<float> found(2);
     engine.read(model.matrix(0), State::master, 1, found);
     EXPECT_EQ(found == values, group == 0);
     try {
-      group == 0 ? write(group, engine, model) : void(engine.save("", {}));
+      group == 0 ? write(group, model) : void(engine.save("", {}));
       ADD_FAILURE() << "the groups went different ways";
     } catch (const CommError& error) {
       EXPECT_THAT(error.what(), AllOf(HasSubstr("diverged"), HasSubstr("write() after step 2"), HasSubstr("save ''")));
@@ -372,9 +372,9 @@ TEST_P(GroupCommit, AWriteIsACommitOfTheWholeJob) {
 
 TEST_P(GroupCommit, GroupsThatCommitByOtherRulesAreRefused) {
   prepare_ = [](int group, int, ToySetup& toy) { toy.engine.commit_every = group == 0 ? 1 : 2; };
-  on_engines([](int, int, Engine& engine, ToyModel& model) {
+  on_engines([](int, int, ToyModel& model) {
     try {
-      engine.initialize(model.fill());
+      model.initialize();
       ADD_FAILURE() << "initialized";
     } catch (const CommError& error) {
       EXPECT_THAT(error.what(), AllOf(HasSubstr("a commit every 1 steps"), HasSubstr("a commit every 2 steps")));
@@ -390,16 +390,17 @@ class GroupReshard : public GroupCommit {
   void continue_with(const std::vector<int>& sizes, std::vector<Digests>& before) {
     sizes_ = sizes;
     std::vector<Digests> after(sizes.size());
-    on_engines([&](int group, int rank, Engine& engine, ToyModel& model) {
-      const std::uint64_t step = before.empty() ? 0 : engine.restore().step;
+    on_engines([&](int group, int rank, ToyModel& model) {
+      const std::uint64_t step = before.empty() ? 0 : model.restore().step;
+      Engine& engine = model.engine();
       if (before.empty())
-        engine.initialize(model.fill());
+        model.initialize();
       else
-        EXPECT_EQ(digests(engine, model), before[static_cast<std::size_t>(group)]);
+        EXPECT_EQ(digests(model), before[static_cast<std::size_t>(group)]);
       model.train(step + 1, step + 1);
       engine.settle();
       EXPECT_EQ(engine.committed_step(), step + 1);
-      const Digests mine = digests(engine, model);
+      const Digests mine = digests(model);
       if (rank == 0) after[static_cast<std::size_t>(group)] = mine;
     });
     before = after;
@@ -431,7 +432,7 @@ TEST_P(GroupReshard, ANewStoreThatOneGroupLacksIsGivenUpByAll) {
     sizes_ = {1, 1};
     Sabotage sabotage(Sabotage::Until::others_manifests, "reshard-0001-ranks-1/");
     sabotage.arm();
-    on_engines([&](int, int, Engine& engine, ToyModel&) { EXPECT_THROW(engine.restore(), Error); }, &sabotage);
+    on_engines([&](int, int, ToyModel& model) { EXPECT_THROW(model.restore(), Error); }, &sabotage);
     EXPECT_TRUE(sabotage.group_0_came_so_far());
     EXPECT_THAT(places(0), testing::SizeIs(2));
     EXPECT_FALSE(tiers::Store::look(store(0) + "/reshard-0001-ranks-1", 0).commits.empty());

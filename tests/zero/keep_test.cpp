@@ -52,12 +52,11 @@ class KeepTest : public testing::TestWithParam<Cell> {
 
   bool on_nvme() const { return GetParam().parameters == Placement::nvme || GetParam().optimizer == Placement::nvme; }
 
-  void on_engines(const std::function<void(int rank, Engine&, ToyModel&)>& body) {
+  void on_engines(const std::function<void(int rank, ToyModel&)>& body) {
     on_ranks(GetParam().ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup_.runtime, join);
-      Engine engine(runtime, setup_.engine);
-      ToyModel model(engine, shape_);
-      body(rank, engine, model);
+      ToyModel model(runtime, setup_.engine, shape_);
+      body(rank, model);
     });
   }
 
@@ -65,8 +64,8 @@ class KeepTest : public testing::TestWithParam<Cell> {
   Digests expected(std::uint64_t steps) {
     Digests digests;
     const ToySetup plain = toy_setup(Placement::pinned, Placement::pinned);
-    train_then(GetParam().ranks, plain, shape_, steps, [&](int rank, Engine& engine, const ToyModel& model) {
-      Digests mine = digests_of(engine, model);
+    train_then(GetParam().ranks, plain, shape_, steps, [&](int rank, ToyModel& model) {
+      Digests mine = digests_of(model);
       if (rank == 0) digests = mine;
     });
     digests.losses.clear();
@@ -80,32 +79,32 @@ class KeepTest : public testing::TestWithParam<Cell> {
 };
 
 TEST_P(KeepTest, GoingBackAndTrainingOnEndsInTheSameBits) {
-  on_engines([&](int rank, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([&](int rank, ToyModel& model) {
+    model.initialize();
     std::vector<Completion> saves;
     for (std::uint64_t step = 1; step <= kSteps; ++step) {
       model.train(step, step);
       if (step % 3 != 1) continue;  // 1, 4, 7, 10
       const std::string state = "state " + std::to_string(step) + " of rank " + std::to_string(rank);
-      saves.push_back(engine.save("s" + std::to_string(step), text_to_bytes(state)));
+      saves.push_back(model.engine().save("s" + std::to_string(step), text_to_bytes(state)));
     }
     for (const Completion& save : saves) save.wait();
   });
   for (const std::uint64_t step : {10u, 7u, 7u, 10u}) {
-    on_engines([&](int rank, Engine& engine, ToyModel& model) {
-      const auto kept = engine.find_kept();
+    on_engines([&](int rank, ToyModel& model) {
+      const auto kept = model.find_kept();
       ASSERT_EQ(kept.size(), 2u);
       EXPECT_EQ(kept[0].name, "s7");
       EXPECT_EQ(kept[1].step, 10u);
-      const RestoreReport report = engine.restore({.from = "s" + std::to_string(step)});
+      const RestoreReport report = model.restore({.from = "s" + std::to_string(step)});
       EXPECT_EQ(report.step, step);
       EXPECT_EQ(bytes_to_text(report.caller_state),
                 "state " + std::to_string(step) + " of rank " + std::to_string(rank));
-      Digests found = digests_of(engine, model);
+      Digests found = digests_of(model);
       found.losses.clear();
       EXPECT_EQ(found, expected_at_[step]);
       model.train(step + 1, kSteps);
-      found = digests_of(engine, model);
+      found = digests_of(model);
       found.losses.clear();
       EXPECT_EQ(found, expected_at_[kSteps]);
     });
@@ -113,10 +112,10 @@ TEST_P(KeepTest, GoingBackAndTrainingOnEndsInTheSameBits) {
 }
 
 TEST_P(KeepTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([&](int, ToyModel& model) {
+    model.initialize();
     model.train(1, 4);
-    const Completion saved = engine.save("four", {});
+    const Completion saved = model.engine().save("four", {});
     model.train(5, 6);  // the save goes on under these
     saved.wait();
   });
@@ -124,31 +123,31 @@ TEST_P(KeepTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
     const StoredModel stored(setup_.engine.store_directory, {.from = "four"});
     EXPECT_EQ(stored.step(), 4u);
   }
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    engine.restore({.from = "four"});
-    Digests found = digests_of(engine, model);
+  on_engines([&](int, ToyModel& model) {
+    model.restore({.from = "four"});
+    Digests found = digests_of(model);
     found.losses.clear();
     EXPECT_EQ(found, expected_at_[4]);
   });
 }
 
 TEST_P(KeepTest, UnknownAndImpossibleNamesAreRefused) {
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([&](int, ToyModel& model) {
+    Engine& engine = model.initialize();
     model.train(1, 2);
     EXPECT_THROW(engine.save(std::string(48, 'x'), {}), UsageError);
     EXPECT_THROW(engine.save("tab\t", {}), UsageError);
     engine.save("two", {}).wait();
     model.train(3, 3);
   });
-  on_engines([&](int, Engine& engine, ToyModel& model) {
+  on_engines([&](int, ToyModel& model) {
     try {
-      engine.restore({.from = "three"});
+      model.restore({.from = "three"});
       FAIL() << "restored from a step that was never kept";
     } catch (const StoreError& error) {
       EXPECT_THAT(error.what(), HasSubstr("keeps no step 'three'; it keeps 'two' (step 2)"));
     }
-    engine.restore({.from = "two"});  // the engine is as before
+    model.restore({.from = "two"});  // nothing is left of the refused one
     model.train(3, 3);
   });
 }
@@ -156,18 +155,19 @@ TEST_P(KeepTest, UnknownAndImpossibleNamesAreRefused) {
 // A run that ends without saving comes back at its last commit.
 TEST_P(KeepTest, WithoutASaveTheLastCommitCounts) {
   if (!on_nvme()) GTEST_SKIP() << "without NVMe only saves are commits";
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill(), text_to_bytes("begin"));
+  on_engines([&](int, ToyModel& model) {
+    model.initialize(text_to_bytes("begin"));
+    Engine& engine = model.engine();
     model.train(1, 8);
     engine.settle();
     const std::uint64_t committed = 8 - 8 % GetParam().commit_every;
     EXPECT_EQ(engine.committed_step(), committed);
   });
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    const std::uint64_t step = engine.restore().step;
+  on_engines([&](int, ToyModel& model) {
+    const std::uint64_t step = model.restore().step;
     EXPECT_EQ(step, 8 - 8 % GetParam().commit_every);
     model.train(step + 1, kSteps);
-    Digests found = digests_of(engine, model);
+    Digests found = digests_of(model);
     found.losses.clear();
     EXPECT_EQ(found, expected_at_[kSteps]);
   });
@@ -176,24 +176,24 @@ TEST_P(KeepTest, WithoutASaveTheLastCommitCounts) {
 TEST_P(KeepTest, WritesBetweenCommitsCommitWhatWasTrained) {
   if (!on_nvme()) GTEST_SKIP() << "without NVMe only saves are commits";
   Digests written;
-  on_engines([&](int rank, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([&](int rank, ToyModel& model) {
+    Engine& engine = model.initialize();
     model.train(1, 5);
     engine.write(model.matrix(2), State::master, 7, std::vector<float>{1.5f, -2.25f});
     EXPECT_EQ(engine.committed_step(), 5u);
-    Digests mine = digests_of(engine, model);
+    Digests mine = digests_of(model);
     if (rank == 0) written = mine;
     model.train(6, 6);
   });
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    const RestoreReport report = engine.restore();
+  on_engines([&](int, ToyModel& model) {
+    const RestoreReport report = model.restore();
     // What the program gave to that step, not to the last one that was due to be committed.
     std::uint64_t state = 0;
     ASSERT_EQ(report.caller_state.size(), sizeof state);
     std::memcpy(&state, report.caller_state.data(), sizeof state);
     EXPECT_EQ(state, report.step);
     if (report.step != 5) return;  // step 6 was a commit
-    Digests found = digests_of(engine, model);
+    Digests found = digests_of(model);
     found.losses = written.losses;
     EXPECT_EQ(found, written);
   });
@@ -205,8 +205,8 @@ TEST_P(KeepTest, ASecondSaveOfTheSameStateMovesNoData) {
   setup_.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
     return std::make_unique<CountingBackend>(aio::make_backend(options), aio::Operation::write, written);
   };
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([&](int, ToyModel& model) {
+    Engine& engine = model.initialize();
     const auto bytes_of = [&](const std::function<void()>& call) {
       engine.runtime().communicator().barrier();
       const std::uint64_t before = written;
@@ -227,27 +227,27 @@ TEST_P(KeepTest, ASecondSaveOfTheSameStateMovesNoData) {
     engine.write(model.matrix(0), State::master, 0, values);
     EXPECT_GT(save("", "fourth"), 0u);
   });
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    EXPECT_EQ(bytes_to_text(engine.restore({.from = "four again"}).caller_state), "second");
-    Digests found = digests_of(engine, model);
+  on_engines([&](int, ToyModel& model) {
+    EXPECT_EQ(bytes_to_text(model.restore({.from = "four again"}).caller_state), "second");
+    Digests found = digests_of(model);
     found.losses.clear();
     EXPECT_EQ(found, expected_at_.at(4));
   });
 }
 
 TEST_P(KeepTest, AnUnnamedSaveCommitsAndKeepsNothing) {
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines([&](int, ToyModel& model) {
+    Engine& engine = model.initialize();
     model.train(1, 4);
     engine.save("", text_to_bytes("now")).wait();
     EXPECT_EQ(engine.committed_step(), 4u);
   });
-  on_engines([&](int, Engine& engine, ToyModel& model) {
-    EXPECT_TRUE(engine.find_kept().empty());
-    const RestoreReport report = engine.restore();
+  on_engines([&](int, ToyModel& model) {
+    EXPECT_TRUE(model.find_kept().empty());
+    const RestoreReport report = model.restore();
     EXPECT_EQ(report.step, 4u);
     EXPECT_EQ(bytes_to_text(report.caller_state), "now");
-    Digests found = digests_of(engine, model);
+    Digests found = digests_of(model);
     found.losses.clear();
     EXPECT_EQ(found, expected_at_[4]);
   });
@@ -280,9 +280,8 @@ TEST(CommitEvery, BytesAreThoseOfTheFormula) {
   setup.engine.commit_every = 4;
   setup.engine.update_mode = UpdateMode::step;
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, ToyShape{.matrices = {400000, 300000}, .frozen = false, .tied = false});
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine, ToyShape{.matrices = {400000, 300000}, .frozen = false, .tied = false});
+  Engine& engine = model.initialize();
   const auto before = runtime.ledger().totals(Link::nvme_write).bytes;
   constexpr std::uint64_t kEight = 8;  // two commits
   model.train(1, kEight);
@@ -291,7 +290,7 @@ TEST(CommitEvery, BytesAreThoseOfTheFormula) {
   const double formula = static_cast<double>(kEight * engine.formula_bytes().nvme_write);
   EXPECT_NEAR(moved / formula, 1.0, 0.02);
   // 10 bytes a parameter at each step, 2 more at every fourth.
-  EXPECT_NEAR(formula / kEight / static_cast<double>(engine.parameter_count()), 10.5, 0.1);
+  EXPECT_NEAR(formula / kEight / static_cast<double>(model.model().parameter_count()), 10.5, 0.1);
 }
 
 TEST(CommitEvery, ImpossibleOptionsAreRefused) {
@@ -301,7 +300,7 @@ TEST(CommitEvery, ImpossibleOptionsAreRefused) {
     change(setup.engine);
     Runtime runtime(setup.runtime);
     try {
-      Engine engine(runtime, setup.engine);
+      ToyModel(runtime, setup.engine).initialize();
     } catch (const ConfigError& error) {
       return error.what();
     }

@@ -9,6 +9,7 @@
 
 #include <hoist/core/error.hpp>
 
+#include "toy_program.hpp"
 #include "toy_ranks.hpp"
 
 namespace hoist::test {
@@ -18,21 +19,13 @@ ToySetup in_memory() { return toy_setup(Placement::pinned, Placement::pinned); }
 
 Digests trained(std::uint64_t steps) { return train_once(in_memory(), ToyShape{}, steps); }
 
-struct Fixture {
-  explicit Fixture(const ToySetup& s, const ToyShape& shape = {})
-      : setup(s),
-        runtime(setup.runtime),
-        engine(std::make_unique<Engine>(runtime, setup.engine)),
-        model(std::make_unique<ToyModel>(*engine, shape)) {}
+struct Fixture : ToyTraining {
+  using ToyTraining::ToyTraining;
   Fixture& init() {
-    engine->initialize(model->fill());
+    model.initialize();
     return *this;
   }
-  Digests digests() { return digests_of(*engine, *model); }
-  ToySetup setup;
-  Runtime runtime;
-  std::unique_ptr<Engine> engine;
-  std::unique_ptr<ToyModel> model;
+  Digests digests() { return digests_of(model); }
 };
 
 float element(const TensorView& view, std::size_t i) { return to_float(static_cast<const bf16*>(view.data)[i]); }
@@ -48,31 +41,31 @@ TEST(Lifetime, ALeaseThatOutlivesItsPassKeepsItsWeightsForWorkAlreadyEnqueued) {
   f.init();
   float expected = 0;
   {
-    const PassScope scope = f.engine->begin(Pass::evaluate);
-    const Lease lease = f.engine->gather(f.model->unit(0), f.model->stream());
-    f.model->stream().synchronize();
-    expected = element(lease.view(f.model->matrix(0)), 99999);
+    const PassScope scope = f.engine().begin(Pass::evaluate);
+    const Lease lease = f.engine().gather(f.model.unit(0), f.model.stream());
+    f.model.stream().synchronize();
+    expected = element(lease.view(f.model.matrix(0)), 99999);
   }
   float seen = 0;
   Lease late;
   {
-    const PassScope scope = f.engine->begin(Pass::evaluate);
-    late = f.engine->gather(f.model->unit(0), f.model->stream());
-    f.model->stream().launch("slow", [view = late.view(f.model->matrix(0)), &seen] {
+    const PassScope scope = f.engine().begin(Pass::evaluate);
+    late = f.engine().gather(f.model.unit(0), f.model.stream());
+    f.model.stream().launch("slow", [view = late.view(f.model.matrix(0)), &seen] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       seen = element(view, 99999);
     });
   }
-  EXPECT_THROW(late.view(f.model->matrix(0)), UsageError);
+  EXPECT_THROW(late.view(f.model.matrix(0)), UsageError);
   const auto other = f.runtime.device().create_stream("other");
   {
-    const PassScope scope = f.engine->begin(Pass::evaluate);
-    f.engine->gather(f.model->unit(1), *other).release(*other);
+    const PassScope scope = f.engine().begin(Pass::evaluate);
+    f.engine().gather(f.model.unit(1), *other).release(*other);
   }
   other->synchronize();
-  f.model->stream().synchronize();
+  f.model.stream().synchronize();
   EXPECT_EQ(seen, expected);
-  late.release(f.model->stream());  // of no effect
+  late.release(f.model.stream());  // of no effect
 }
 
 TEST(Lifetime, AnEngineEndsInTheMiddleOfAPassUnderLeasesAndScopes) {
@@ -81,25 +74,20 @@ TEST(Lifetime, AnEngineEndsInTheMiddleOfAPassUnderLeasesAndScopes) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     setup.runtime.host_device.chaos_seed = chaos;
     Fixture f(setup);
-    f.init().model->train(1, 2);
-    const std::vector<double> losses = f.model->losses;
+    f.init().model.train(1, 2);
     {
-      const PassScope scope = f.engine->begin(Pass::train);
-      Lease lease = f.engine->gather(f.model->unit(0), f.model->stream());
-      const Lease destroyed = f.engine->gather(f.model->unit(1), f.model->stream());
-      const GradientLease gradients = f.engine->gradients(f.model->unit(2), f.model->stream());
-      const ParameterId owned = f.model->matrix(0), other = f.model->matrix(2);
-      f.engine.reset();
+      const PassScope scope = f.engine().begin(Pass::train);
+      Lease lease = f.engine().gather(f.model.unit(0), f.model.stream());
+      const Lease destroyed = f.engine().gather(f.model.unit(1), f.model.stream());
+      const GradientLease gradients = f.engine().gradients(f.model.unit(2), f.model.stream());
+      const ParameterId owned = f.model.matrix(0), other = f.model.matrix(2);
+      f.model.close();
       EXPECT_THROW(lease.view(owned), UsageError);
       EXPECT_THROW(gradients.view(other), UsageError);
-      lease.release(f.model->stream());
+      lease.release(f.model.stream());
     }
-    f.model.reset();
-    f.engine = std::make_unique<Engine>(f.runtime, f.setup.engine);
-    f.model = std::make_unique<ToyModel>(*f.engine, ToyShape{});
-    ASSERT_EQ(f.engine->restore().step, 2u);
-    f.model->losses = losses;
-    f.model->train(3, 4);
+    ASSERT_EQ(f.model.restore().step, 2u);
+    f.model.train(3, 4);
     EXPECT_EQ(f.digests(), trained(4));
   }
 }
@@ -107,57 +95,58 @@ TEST(Lifetime, AnEngineEndsInTheMiddleOfAPassUnderLeasesAndScopes) {
 TEST(Lifetime, AScopeEndsItsOwnPassOnly) {
   Fixture f(in_memory());
   f.init();
-  auto first = std::make_unique<PassScope>(f.engine->begin(Pass::evaluate));
-  f.engine->discard();
-  const PassScope second = f.engine->begin(Pass::evaluate);
+  auto first = std::make_unique<PassScope>(f.engine().begin(Pass::evaluate));
+  f.engine().discard();
+  const PassScope second = f.engine().begin(Pass::evaluate);
   first.reset();
-  f.engine->gather(f.model->unit(0), f.model->stream()).release(f.model->stream());  // the second pass goes on
+  f.engine().gather(f.model.unit(0), f.model.stream()).release(f.model.stream());  // the second pass goes on
 }
 
 TEST(Lifetime, GradientLeasesEndWithFinish) {
   Fixture f(in_memory());
   f.init();
-  const PassScope scope = f.engine->begin(Pass::train);
-  const GradientLease gradients = f.engine->gradients(f.model->unit(2), f.model->stream());
-  EXPECT_NE(gradients.view(f.model->matrix(2)).data, nullptr);
-  f.engine->finish(f.model->unit(2), f.model->stream());
-  EXPECT_THROW(gradients.view(f.model->matrix(2)), UsageError);
+  const PassScope scope = f.engine().begin(Pass::train);
+  const GradientLease gradients = f.engine().gradients(f.model.unit(2), f.model.stream());
+  EXPECT_NE(gradients.view(f.model.matrix(2)).data, nullptr);
+  f.engine().finish(f.model.unit(2), f.model.stream());
+  EXPECT_THROW(gradients.view(f.model.matrix(2)), UsageError);
 }
 
 TEST(Lifetime, GradientsWaitForTheStepThroughEvaluations) {
   Fixture f(in_memory());
-  f.init().model->train(1, 1);
-  f.model->pass(2);
-  f.model->evaluate();
-  f.model->in_forward = [&f](std::size_t unit) {
+  f.init().model.train(1, 1);
+  f.model.pass(2);
+  f.model.evaluate();
+  f.model.in_forward = [&f](std::size_t unit) {
     if (unit != 1) return;
-    f.model->stream().synchronize();  // enqueued work writes to a local of evaluate()
+    f.model.stream().synchronize();  // enqueued work writes to a local of evaluate()
     throw std::runtime_error("the program's own");
   };
-  EXPECT_THROW(f.model->evaluate(), std::runtime_error);
-  f.model->in_forward = [](std::size_t) {};
-  f.engine->step();
-  f.model->train(3, 3);
+  EXPECT_THROW(f.model.evaluate(), std::runtime_error);
+  f.model.in_forward = [](std::size_t) {};
+  f.engine().step();
+  f.model.train(3, 3);
   EXPECT_EQ(f.digests(), trained(3));
 }
 
 TEST(Lifetime, BoundMemoryIsGivenBackWhateverEndsFirst) {
   Runtime runtime(in_memory().runtime);
-  auto engine = std::make_unique<Engine>(runtime, in_memory().engine);
   std::vector<std::byte> memory(1 << 16);
   int bound = 0;
   bool refuse = true;
-  const ParameterSpec spec{.name = "w", .shape = {1000}}, plain{.name = "p", .shape = {1000}};
   const Binding binding{.bind = [&](UnitId, std::uint64_t, StreamRef) -> std::byte* {
                           if (refuse) return nullptr;
                           ++bound;
                           return memory.data();
                         },
                         .unbind = [&](UnitId, StreamRef) { --bound; }};
-  const UnitId owner = engine->add_unit("bound", std::span(&spec, 1), {.binding = binding});
-  const UnitId user = engine->add_unit("user", std::span(&plain, 1));
-  engine->tie(user, engine->parameter("w"));
-  engine->initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::fill(out.begin(), out.end(), 1.0f); });
+  Model model;
+  const UnitId owner = model.add_unit("bound", {{.name = "w", .shape = {1000}}}, {.binding = binding});
+  const UnitId user = model.add_unit("user", {{.name = "p", .shape = {1000}}});
+  model.tie(user, model.parameter("w"));
+  std::optional<Engine> engine =
+      Engine::create(runtime, in_memory().engine, model,
+                     [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 1.0f); });
   const auto stream = runtime.device().create_stream("s");
   Lease late;
   {
@@ -178,27 +167,36 @@ TEST(Lifetime, BoundMemoryIsGivenBackWhateverEndsFirst) {
 
 // --- starting --------------------------------------------------------------------------------------------------------
 
-TEST(Lifetime, AfterARefusedStartTheEngineIsAsBefore) {
+std::uint64_t held_bytes(Runtime& runtime) {
+  return runtime.device_budget().held_bytes() + runtime.pinned_budget().held_bytes();
+}
+
+TEST(Lifetime, ARefusedStartLeavesNothingBehind) {
   const TempDirectory directory;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  const auto not_a_number = [](ParameterId, std::uint64_t, std::span<float> out) {
+    std::ranges::fill(out, std::numeric_limits<float>::quiet_NaN());
+  };
   {
     Fixture f(setup);
-    EXPECT_THROW(f.engine->restore(), StoreError);  // there is nothing yet
-    EXPECT_THROW(f.engine->initialize([](ParameterId, std::uint64_t, std::span<float> out) {
-      std::fill(out.begin(), out.end(), std::numeric_limits<float>::quiet_NaN());
-    }),
-                 UsageError);
-    EXPECT_THROW((void)f.engine->begin(Pass::evaluate), UsageError);  // not initialized
-    f.init().model->train(1, 2);
+    EXPECT_THROW(f.model.restore(), StoreError);  // there is nothing yet
+    EXPECT_EQ(held_bytes(f.runtime), 0u);
+    EXPECT_THROW(f.model.initialize(not_a_number), UsageError);
+    EXPECT_EQ(held_bytes(f.runtime), 0u);
+    f.init().model.train(1, 2);
     EXPECT_EQ(f.digests(), trained(2));
   }
   Fixture f(setup);
   EXPECT_THROW(f.init(), StoreError);  // it holds a commit
-  EXPECT_EQ(f.engine->restore().step, 2u);
-  EXPECT_EQ(f.engine->committed_step(), 2u);
-  f.model->losses = trained(2).losses;
-  f.model->train(3, 3);
+  EXPECT_THROW(f.model.restore({.from = "nobody kept it"}), StoreError);
+  EXPECT_EQ(held_bytes(f.runtime), 0u);
+  EXPECT_EQ(f.model.restore().step, 2u);
+  EXPECT_EQ(f.engine().committed_step(), 2u);
+  f.model.losses = trained(2).losses;
+  f.model.train(3, 3);
   EXPECT_EQ(f.digests(), trained(3));
+  f.model.close();
+  EXPECT_EQ(held_bytes(f.runtime), 0u);
 }
 
 TEST(Lifetime, ACommitThatWasWaitedForIsTheCommittedStep) {
@@ -207,24 +205,23 @@ TEST(Lifetime, ACommitThatWasWaitedForIsTheCommittedStep) {
             {.matrices = {64}, .frozen = false, .tied = false});
   f.init();
   for (std::uint64_t step = 1; step <= 30; ++step) {
-    f.model->train(step, step);
-    f.model->reports.back().committed.wait();
-    ASSERT_EQ(f.engine->committed_step(), step);
+    f.model.train(step, step);
+    f.model.reports.back().committed.wait();
+    ASSERT_EQ(f.engine().committed_step(), step);
   }
 }
 
 // --- ranks -----------------------------------------------------------------------------------------------------------
 
 // Runs `body` on every rank; the message of the error each ended with.
-std::vector<std::string> errors_of_ranks(int size, const std::function<void(int rank, Engine&, ToyModel&)>& body,
+std::vector<std::string> errors_of_ranks(int size, const std::function<void(int rank, ToyModel&)>& body,
                                          const ToySetup& setup) {
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{});
+    ToyModel model(runtime, setup.engine);
     try {
-      body(rank, engine, model);
+      body(rank, model);
     } catch (const Error& error) {
       errors[static_cast<std::size_t>(rank)] = error.what();
     }
@@ -238,13 +235,13 @@ TEST(Lifetime, RanksFailTogetherWhenOneCannotStart) {
   const TempDirectory directory;
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   setup.runtime.comm_timeout = std::chrono::minutes(10);  // nobody waits that long
-  const auto initialize = [&](int, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  const auto initialize = [&](int, ToyModel& model) {
+    model.initialize();
     model.train(1, 2);
-    engine.settle();
+    model.engine().settle();
   };
-  const auto failing_fill = [&](int rank, Engine& engine, ToyModel& model) {
-    engine.initialize([&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+  const auto failing_fill = [&](int rank, ToyModel& model) {
+    model.initialize([&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
       if (rank == 1) throw Error("no values here");
       model.fill()(parameter, first, out);
     });
@@ -257,7 +254,7 @@ TEST(Lifetime, RanksFailTogetherWhenOneCannotStart) {
   errors = errors_of_ranks(3, initialize, setup);
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 
-  const auto restore = [&](int, Engine& engine, ToyModel&) { engine.restore(); };
+  const auto restore = [&](int, ToyModel& model) { model.restore(); };
   const std::string data = (directory / "store") + "/rank-00001.data";
   std::filesystem::rename(data, data + ".away");
   errors = errors_of_ranks(3, restore, setup);

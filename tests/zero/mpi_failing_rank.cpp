@@ -33,15 +33,16 @@ aio::Operation operation_of(const std::string& mode) {
   return mode == "write" ? aio::Operation::write : aio::Operation::sync;
 }
 
-void fail_in(const std::string& mode, Engine& engine, ToyModel& model, Faults& faults) {
+void fail_in(const std::string& mode, ToyModel& model, Faults& faults) {
   if (mode == "kernel") {
     model.in_backward = [&model](std::size_t unit) {
       if (unit == 1) model.stream().launch("kernel", [] { throw Error("illegal instruction of kernel 7"); });
     };
   } else if (mode == "budget") {
-    const PassScope scope = engine.begin(Pass::train);
+    const PassScope scope = model.engine().begin(Pass::train);
     std::vector<Lease> leases;
-    for (std::size_t unit = 0; unit < 4; ++unit) leases.push_back(engine.gather(model.unit(unit), model.stream()));
+    for (std::size_t unit = 0; unit < 4; ++unit)
+      leases.push_back(model.engine().gather(model.unit(unit), model.stream()));
   } else {
     faults.add({.operation = operation_of(mode), .first = 1, .count = Faults::kForever});
   }
@@ -55,11 +56,10 @@ const char* words_of(const std::string& mode) {
 Ending train_until_it_fails(const std::string& mode, Runtime& runtime, const EngineOptions& options, Faults& faults) {
   Ending ending;
   try {
-    Engine engine(runtime, options);
-    ToyModel model(engine, ToyShape{});
-    engine.initialize(model.fill());
+    ToyModel model(runtime, options);
+    Engine& engine = model.initialize();
     model.train(1, 2);
-    if (runtime.rank() == kFails) fail_in(mode, engine, model, faults);
+    if (runtime.rank() == kFails) fail_in(mode, model, faults);
     model.train(3, 8);
     engine.settle();
   } catch (const CommError& error) {

@@ -9,6 +9,7 @@
 
 #include <mpi.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/comm/mpi.hpp>
 #include <hoist/core/error.hpp>
 
@@ -34,19 +35,19 @@ Digests train(int rank, const Runtime::Groups& groups, const std::string& direct
   const int slice = rank % 2;
   const ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory + "/slice-" + std::to_string(slice));
   Runtime runtime(setup.runtime, groups);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {.seed = static_cast<std::uint64_t>(1 + slice), .matrices = {3000, 5000}, .norm = 40});
+  ToyModel model(runtime, setup.engine,
+                 {.seed = static_cast<std::uint64_t>(1 + slice), .matrices = {3000, 5000}, .norm = 40});
   if (found == 0) {
-    engine.initialize(model.fill());
+    model.initialize();
   } else {
-    expect(engine.find_commit() == found, rank, "another step was found");
-    expect(engine.restore().step == found, rank, "another step came back");
+    expect(model.find_commit() == found, rank, "another step was found");
+    expect(model.restore().step == found, rank, "another step came back");
   }
   model.train(found + 1, found + steps);
-  engine.settle();
-  expect(engine.committed_step() == found + steps, rank, "the last step is not durable");
+  model.engine().settle();
+  expect(model.engine().committed_step() == found + steps, rank, "the last step is not durable");
   model.losses.clear();
-  return digests_of(engine, model);
+  return digests_of(model);
 }
 
 // Stopped and resumed, the slices end in what they come to in one go.

@@ -30,12 +30,11 @@ int main(int argc, char** argv) {
     setup.engine.store_directory = name;
     Digests digests;
     {
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, ToyShape{});
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine);
+      model.initialize();
       model.train(1, 5);
-      if (argc > 1 && engine.wire_bytes_in_group() == 0) throw Error("no group has gathered anything");
-      digests = digests_of(engine, model);
+      if (argc > 1 && model.engine().wire_bytes_in_group() == 0) throw Error("no group has gathered anything");
+      digests = digests_of(model);
     }
     if (runtime.rank() == 0) {
       const ToySetup reference = toy_setup(Placement::pinned, Placement::pinned);

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 

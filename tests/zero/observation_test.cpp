@@ -29,13 +29,12 @@ TEST(Metrics, OneLineAStepThatAddsUpToTheBooks) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   setup.engine.metrics_path = directory / "metrics.jsonl";
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {});
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine);
+  model.initialize();
   model.train(1, 3);
   model.gradient_scale = std::numeric_limits<float>::infinity();
   model.pass(4);
-  EXPECT_FALSE(engine.step().applied);
+  EXPECT_FALSE(model.engine().step().applied);
   const auto lines = lines_of(setup.engine.metrics_path);
   ASSERT_EQ(lines.size(), 4u);
   std::uint64_t read_bytes = 0;
@@ -63,9 +62,8 @@ TEST(Metrics, APipeThatNobodyReadsIsRefusedAndNotWaitedFor) {
   Runtime runtime(setup.runtime);
   EXPECT_THROW(
       {
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, {});
-        engine.initialize(model.fill());
+        ToyModel model(runtime, setup.engine);
+        model.initialize();
       },
       IoError);
 }
@@ -76,15 +74,14 @@ TEST(Metrics, AResumedRunAppends) {
   setup.engine.metrics_path = directory / "metrics.jsonl";
   for (const bool fresh : {true, false}) {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, {});
+    ToyModel model(runtime, setup.engine);
     if (fresh) {
-      engine.initialize(model.fill());
+      model.initialize();
     } else {
-      engine.restore();
+      model.restore();
     }
-    model.train(engine.step_count() + 1, engine.step_count() + 2);
-    engine.settle();
+    model.train(model.engine().step_count() + 1, model.engine().step_count() + 2);
+    model.engine().settle();
   }
   const auto lines = lines_of(setup.engine.metrics_path);
   ASSERT_EQ(lines.size(), 4u);
@@ -95,9 +92,8 @@ TEST(Metrics, APlaceThatCannotBeWrittenIsRefusedAtTheStart) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.engine.metrics_path = "/nowhere/metrics.jsonl";
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {});
-  EXPECT_THROW(engine.initialize(model.fill()), IoError);
+  ToyModel model(runtime, setup.engine);
+  EXPECT_THROW(model.initialize(), IoError);
 }
 
 TEST(TraceOfARun, HasARowForEveryLinkItUsed) {

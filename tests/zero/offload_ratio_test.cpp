@@ -46,13 +46,12 @@ ToySetup simplest(const ToySetup& like) {
 // --- which units -----------------------------------------------------------------------------------------------------
 
 detail::UnitTable table_of(const std::vector<std::int64_t>& units) {
-  detail::UnitTable table(/*world_size=*/1);
-  const std::vector<optim::StateForm> groups{{}};
+  Model model;
   for (std::size_t u = 0; u < units.size(); ++u) {
     const std::string name = "unit" + std::to_string(u);
-    table.add(name, std::vector<ParameterSpec>{{.name = name + ".w", .shape = {units[u]}}}, {}, groups);
+    model.add_unit(name, {{.name = name + ".w", .shape = {units[u]}}});
   }
-  return table;
+  return {model, std::vector<optim::StateForm>{{}}, /*world_size=*/1};
 }
 
 std::vector<bool> held(const detail::UnitTable& table, double ratio, Placement optimizer = kPinned) {
@@ -210,19 +209,18 @@ TEST(OffloadRatio, MayChangeFromRunToRun) {
       Digests after, reference;
       on_ranks(part.ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
         Runtime runtime(setup.runtime, join);
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, ToyShape{});
+        ToyModel model(runtime, setup.engine);
         if (step == 0) {
-          engine.initialize(model.fill());
+          model.initialize();
         } else {
-          EXPECT_EQ(engine.restore().step, step);
-          Digests found = digests_of(engine, model);
+          EXPECT_EQ(model.restore().step, step);
+          Digests found = digests_of(model);
           found.losses.clear();
           EXPECT_EQ(found, before) << "ratio " << part.ratio << ", step " << step;
         }
         model.train(step + 1, step + 3);
-        engine.save("", {}).wait();
-        Digests mine = digests_of(engine, model);
+        model.engine().save("", {}).wait();
+        Digests mine = digests_of(model);
         mine.losses.clear();
         if (rank == 0) after = mine;
       });
@@ -250,20 +248,18 @@ TEST(OffloadRatio, KeptStepsHoldBothParts) {
       };
       {
         Runtime runtime(setup.runtime);
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, ToyShape{});
-        engine.initialize(model.fill());
+        ToyModel model(runtime, setup.engine);
+        model.initialize();
         model.train(1, 3);
-        const Completion saved = engine.save("middle", {});
+        const Completion saved = model.engine().save("middle", {});
         model.train(4, 5);  // under it
         saved.wait();
       }
       Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, ToyShape{});
-      EXPECT_EQ(engine.restore({.from = "middle"}).step, 3u);
+      ToyModel model(runtime, setup.engine);
+      EXPECT_EQ(model.restore({.from = "middle"}).step, 3u);
       model.train(4, 6);
-      Digests found = digests_of(engine, model);
+      Digests found = digests_of(model);
       found.losses.clear();
       EXPECT_EQ(found, reference(6)) << (host_accessible ? "" : "apart");
     }
@@ -278,8 +274,8 @@ TEST(OffloadRatio, StateIsReadAndWrittenWhereverItIs) {
     for (ToyProgram* p : {&there, &here}) {
       p->model.train(1, 2);
       for (const std::size_t unit : {0u, 1u}) {
-        p->engine.write(p->model.matrix(unit), State::master, 16'382, values);
-        p->engine.write(p->model.matrix(unit), State::moment2, 32'766, std::span(values).subspan(2));
+        p->engine().write(p->model.matrix(unit), State::master, 16'382, values);
+        p->engine().write(p->model.matrix(unit), State::moment2, 32'766, std::span(values).subspan(2));
       }
       p->model.train(3, 4);
       p->model.pass(5);
@@ -310,9 +306,8 @@ TEST(OffloadRatio, WhatIsOnTheDeviceCrossesNoLink) {
         setup.engine.update_mode = mode;
         if (mode == UpdateMode::backward) setup.engine.gradient_clipping = 0;
         Runtime runtime(setup.runtime);
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, kEqual);
-        engine.initialize(model.fill());
+        ToyModel model(runtime, setup.engine, kEqual);
+        Engine& engine = model.initialize();
         model.train(1, 1);
         model.evaluate();
         const auto bytes = [&](Link link) { return runtime.ledger().totals(link).bytes; };
@@ -339,9 +334,8 @@ TEST(OffloadRatio, OnNvmeTheDevicesPartIsWrittenWithCommitsOnly) {
       ToySetup setup = divided(0.5, host_accessible, kNvme, directory / "store");
       setup.engine.commit_every = every;
       Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, kEqual);
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine, kEqual);
+      Engine& engine = model.initialize();
       model.train(1, 3);
       engine.settle();
       const auto bytes = [&](Link link) { return runtime.ledger().totals(link).bytes; };
@@ -374,10 +368,9 @@ TEST(OffloadRatio, ThatDoesNotFitIsRefusedWithTheOneThatDoes) {
     ToySetup setup = divided(0, host_accessible);
     const auto run = [&](const ToySetup& s) {
       Runtime runtime(s.runtime);
-      Engine engine(runtime, s.engine);
-      ToyModel model(engine, kEqual);
-      const Prediction predicted = predict(s.runtime, s.engine, engine.shape(), 1);
-      engine.initialize(model.fill());
+      ToyModel model(runtime, s.engine, kEqual);
+      const Prediction predicted = predict(s.runtime, s.engine, model.model(), 1);
+      model.initialize();
       model.train(1, 2);
       EXPECT_EQ(runtime.device_budget().held_bytes(), predicted.device.bytes);
       EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
@@ -396,9 +389,8 @@ TEST(OffloadRatio, ThatDoesNotFitIsRefusedWithTheOneThatDoes) {
       text = error.what();
     }
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    const ToyModel model(engine, kEqual);
-    const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), 1);
+    ToyModel model(runtime, setup.engine, kEqual);
+    const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), 1);
     ASSERT_TRUE(predicted.fitting_offload_ratio);
     const double ratio = *predicted.fitting_offload_ratio;
     EXPECT_GT(ratio, 0);
@@ -420,10 +412,7 @@ TEST(OffloadRatio, ThatDoesNotFitIsRefusedWithTheOneThatDoes) {
 TEST(OffloadRatio, FreesPinnedMemory) {
   const auto pinned = [&](double ratio) {
     const ToySetup setup = divided(ratio, true);
-    Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    const ToyModel model(engine, kEqual);
-    return predict(setup.runtime, setup.engine, engine.shape(), 1).pinned.bytes;
+    return predict(setup.runtime, setup.engine, describe(kEqual), 1).pinned.bytes;
   };
   EXPECT_EQ(pinned(0), 0u);
   EXPECT_LT(pinned(0.5), pinned(1));
@@ -434,7 +423,7 @@ TEST(OffloadRatio, FreesPinnedMemory) {
 std::string refusal_of(const ToySetup& setup) {
   try {
     Runtime runtime(setup.runtime);
-    const Engine engine(runtime, setup.engine);
+    ToyModel(runtime, setup.engine).initialize();
   } catch (const ConfigError& error) {
     return error.what();
   }
@@ -462,9 +451,8 @@ TEST(OffloadRatio, IsRefusedWhereItMeansNothing) {
 TEST(OffloadRatio, IsSaidWithWhatCameOfIt) {
   const ToySetup setup = divided(0.3, true);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  const ToyModel model(engine, kEqual);
-  EXPECT_THAT(engine.describe().front(), HasSubstr("62.5 % in device memory"));
+  ToyModel model(runtime, setup.engine, kEqual);
+  EXPECT_THAT(model.engine().describe().front(), HasSubstr("62.5 % in device memory"));
 }
 
 }  // namespace

@@ -129,20 +129,18 @@ TEST_P(OptimizersTest, ResumesInTheMiddle) {
     std::vector<double> losses;
     {
       Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, shape_of(GetParam()));
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine, shape_of(GetParam()));
+      model.initialize();
       model.train(1, kSteps / 2);
-      if (optimizer != kNvme) engine.save("middle", {}).wait();
+      if (optimizer != kNvme) model.engine().save("middle", {}).wait();
       losses = model.losses;
     }
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape_of(GetParam()));
-    EXPECT_EQ(engine.restore().step, kSteps / 2);
+    ToyModel model(runtime, setup.engine, shape_of(GetParam()));
+    EXPECT_EQ(model.restore().step, kSteps / 2);
     model.losses = losses;
     model.train(kSteps / 2 + 1, kSteps);
-    EXPECT_EQ(digests_of(engine, model), reference(GetParam()));
+    EXPECT_EQ(digests_of(model), reference(GetParam()));
   }
 }
 
@@ -151,7 +149,7 @@ using Values = std::map<std::pair<std::string, State>, std::vector<float>>;
 // Every state of every parameter, as the engine has it.
 Values values_of(Engine& engine) {
   Values values;
-  for (const ParameterSpec& spec : engine.parameters()) {
+  for (const ParameterSpec& spec : engine.model().parameters()) {
     for (const State state : {State::master, State::moment1, State::moment2}) {
       const ParameterId id = engine.parameter(spec.name);
       std::vector<float> out(TensorView{.shape = spec.shape}.element_count());
@@ -172,8 +170,8 @@ TEST_P(OptimizersTest, IsReadBackFromTheStore) {
     const TempDirectory directory;
     const ToySetup setup = setup_of(GetParam(), kNvme, kNvme, directory / "store");
     Values expected;
-    train_then(ranks, setup, shape_of(GetParam()), 2, [&](int rank, Engine& engine, const ToyModel&) {
-      const Values values = values_of(engine);
+    train_then(ranks, setup, shape_of(GetParam()), 2, [&](int rank, ToyModel& model) {
+      const Values values = values_of(model.engine());
       if (rank == 0) expected = values;
     });
     StoredModel model(directory / "store");
@@ -219,15 +217,14 @@ TEST_P(OptimizersTest, WhatIsReadAndWrittenAgainStaysAsItIs) {
     const TempDirectory directory;
     const ToySetup setup = setup_of(GetParam(), parameters, optimizer, optimizer == kNvme ? directory / "store" : "");
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape_of(GetParam()));
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine, shape_of(GetParam()));
+    Engine& engine = model.initialize();
     model.train(1, 3);
     const Values before = values_of(engine);
     for (const auto& [which, values] : before) {
       const std::span<const float> all(values);
       const std::size_t first = all.size() / 3, count = all.size() / 3 + 5;
-      engine.write(engine.parameter(which.first), which.second, first, all.subspan(first, count));
+      engine.write(model.model().parameter(which.first), which.second, first, all.subspan(first, count));
     }
     EXPECT_EQ(values_of(engine), before);
     // What is written is what is read, to half a step of the type.
@@ -247,10 +244,9 @@ TEST_P(OptimizersTest, FollowsTheReference) {
   const ToyShape shape{.matrices = {64}, .norm = 32, .frozen = false, .tied = false, .vectors = GetParam().vectors};
   const ToySetup setup = setup_of(GetParam(), kPinned, kPinned, "");
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape);
-  engine.initialize(model.fill());
-  const auto parameters = engine.parameters();
+  ToyModel model(runtime, setup.engine, shape);
+  Engine& engine = model.initialize();
+  const auto parameters = model.model().parameters();
   std::vector<optim::ReferenceState> expected(parameters.size());
   for (std::uint32_t p = 0; p < parameters.size(); ++p)
     expected[p] = {.master = first_value(engine, p, State::master), .moment2 = first_value(engine, p, State::moment2)};
@@ -304,12 +300,11 @@ TEST_P(OptimizersTest, HowManyRanksShareTheStateChangesNothing) {
     Digests digests;
     on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, shape_of(GetParam()));
+      ToyModel model(runtime, setup.engine, shape_of(GetParam()));
       model.equal_gradients = true;
-      engine.initialize(model.fill());
+      model.initialize();
       model.train(1, 3);
-      const Digests mine = digests_of(engine, model);
+      const Digests mine = digests_of(model);
       if (rank == 0) digests = mine;
     });
     return digests;
@@ -328,10 +323,9 @@ TEST_P(OptimizersTest, BytesArePredictedCountedAndMinimal) {
   setup.runtime.pinned_memory_bytes = 128 * kMiB;
   setup.engine.reuse_distance_elements = 0;  // every use fetches
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape);
-  const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), 1);
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine, shape);
+  const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), 1);
+  Engine& engine = model.initialize();
   model.train(1, 2);
   engine.settle();
   EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
@@ -339,7 +333,7 @@ TEST_P(OptimizersTest, BytesArePredictedCountedAndMinimal) {
   const std::uint64_t written_before = runtime.ledger().totals(Link::nvme_write).bytes;
   model.train(3, 4);
   engine.settle();
-  const double steps = 2.0 * static_cast<double>(engine.parameter_count());
+  const double steps = 2.0 * static_cast<double>(model.model().parameter_count());
   const double read = static_cast<double>(runtime.ledger().totals(Link::nvme_read).bytes - read_before) / steps;
   const double written = static_cast<double>(runtime.ledger().totals(Link::nvme_write).bytes - written_before) / steps;
   EXPECT_NEAR(read, choice.state_bytes + 4, 0.05);  // weights twice: with the record, and for the backward pass
@@ -361,12 +355,11 @@ TEST(StoreOfAnOptimizer, IsRefusedToAnotherOne) {
                         optim::state_form(mine.vectors) == optim::state_form(other.vectors);
       const ToySetup setup = setup_of(other, kNvme, kNvme, directory / "store");
       Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      const ToyModel model(engine, shape_of(other));
+      ToyModel model(runtime, setup.engine, shape_of(other));
       if (same) {
-        EXPECT_EQ(engine.restore().step, 1u) << mine.name << " by " << other.name;
+        EXPECT_EQ(model.restore().step, 1u) << mine.name << " by " << other.name;
       } else {
-        EXPECT_THROW(engine.restore(), StoreError) << mine.name << " by " << other.name;
+        EXPECT_THROW(model.restore(), StoreError) << mine.name << " by " << other.name;
       }
     }
   }
@@ -378,22 +371,22 @@ TEST(StoreOfAnOptimizer, OfAdamWIsContinuedByAdam) {
   (void)train_once(setup, {}, 1);
   setup.engine.optimizer_defaults.kind = OptimizerKind::adam;
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, {});
-  EXPECT_EQ(engine.restore().step, 1u);
+  ToyModel model(runtime, setup.engine);
+  EXPECT_EQ(model.restore().step, 1u);
   model.train(2, 2);
 }
 
 TEST(OptimizerSettings, AreChecked) {
   const ToySetup setup = toy_setup(kPinned, kPinned);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  EXPECT_THROW(engine.add_group({.learning_rate = -1}), UsageError);
-  EXPECT_THROW(engine.add_group({.beta1 = 1}), UsageError);
-  EXPECT_THROW(engine.add_group({.kind = OptimizerKind::sgd, .nesterov = true}), UsageError);
-  EXPECT_THROW(engine.add_group({.kind = OptimizerKind::sgd, .momentum = 0.9, .dampening = 0.1, .nesterov = true}),
-               UsageError);
-  EXPECT_NO_THROW(engine.add_group({.kind = OptimizerKind::sgd, .momentum = 0.9, .nesterov = true}));
+  const auto start = [&](const GroupOptions& group) {
+    ToyModel(runtime, setup.engine, {.vectors = group}).initialize();
+  };
+  EXPECT_THROW(start({.learning_rate = -1}), UsageError);
+  EXPECT_THROW(start({.beta1 = 1}), UsageError);
+  EXPECT_THROW(start({.kind = OptimizerKind::sgd, .nesterov = true}), UsageError);
+  EXPECT_THROW(start({.kind = OptimizerKind::sgd, .momentum = 0.9, .dampening = 0.1, .nesterov = true}), UsageError);
+  EXPECT_NO_THROW(start({.kind = OptimizerKind::sgd, .momentum = 0.9, .nesterov = true}));
 }
 
 }  // namespace

@@ -27,14 +27,13 @@ using tiers::Region;
 
 // Units of very different sizes, so that rounding shows.
 detail::UnitTable uneven_table() {
-  detail::UnitTable table(/*world_size=*/1);
-  const std::vector<optim::StateForm> groups{{}};
+  Model model;
   std::uint64_t i = 0;
   for (const std::int64_t elements : {40, 900000, 16384, 70001, 9973, 500000, 3, 250000}) {
     const std::string name = "unit" + std::to_string(i++);
-    table.add(name, std::vector<ParameterSpec>{{.name = name + ".w", .shape = {elements}}}, {}, groups);
+    model.add_unit(name, {{.name = name + ".w", .shape = {elements}}});
   }
-  return table;
+  return {model, std::vector<optim::StateForm>{{}}, /*world_size=*/1};
 }
 
 EngineOptions options_with(double fraction, Placement parameters = Placement::nvme) {
@@ -99,7 +98,10 @@ TEST(PinnedFraction, SubGroupsCoverEveryTileOnceAndAreOfOneKind) {
 TEST(PinnedFraction, SumsOfRunsAreSumsOfTiles) {
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     Rng rng(seed);
-    detail::UnitTable table(/*world_size=*/static_cast<int>(1 + rng.below(3)));
+    const int world_size = static_cast<int>(1 + rng.below(3));
+    Model model;
+    model.add_group();
+    model.add_group();
     std::vector<optim::StateForm> groups(3);
     for (optim::StateForm& group : groups) {
       group.state = optim::kOptimizerStates[rng.below(optim::kOptimizerStates.size())];
@@ -117,8 +119,9 @@ TEST(PinnedFraction, SumsOfRunsAreSumsOfTiles) {
                          .trainable = rng.below(4) != 0,
                          .group = {static_cast<std::uint32_t>(rng.below(3))}});
       }
-      table.add("unit" + std::to_string(u), specs, {}, groups);
+      model.add_unit("unit" + std::to_string(u), specs);
     }
+    const detail::UnitTable table(model, groups, world_size);
     const bool on_nvme = rng.below(2) == 0, device_only = rng.below(2) == 0;
     EngineOptions options =
         options_with(rng.below(3) == 0 ? static_cast<double>(rng.below(2)) : static_cast<double>(rng.below(101)) / 100,
@@ -176,10 +179,7 @@ TEST(PinnedFraction, CostsItsShareOfThePinnedBudget) {
     const TempDirectory directory;
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     setup.engine.optimizer_pinned_fraction = fraction;
-    Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    const ToyModel model(engine, shape);
-    return predict(setup.runtime, setup.engine, engine.shape(), 1).pinned.least_bytes;
+    return predict(setup.runtime, setup.engine, describe(shape), 1).pinned.least_bytes;
   };
   const double state = 10.0 * (2 << 20);
   EXPECT_NEAR(static_cast<double>(least(0.5) - least(0)), 0.5 * state, 0.02 * state);
@@ -195,13 +195,7 @@ TEST(PinnedFraction, TheLargestThatIsNamedFitsBesideTheSameBuffers) {
       ToySetup setup = toy_setup(parameters, Placement::nvme, directory / "store");
       setup.runtime.pinned_memory_bytes = budget;
       setup.engine.sub_group_elements = 100000;
-      Runtime runtime(setup.runtime);
-      ModelShape model;
-      {
-        Engine engine(runtime, setup.engine);
-        const ToyModel toy(engine, shape);
-        model = engine.shape();
-      }
+      const Model model = describe(shape);
       const Prediction plain = predict(setup.runtime, setup.engine, model, 1);
       const double largest = largest_pinned_fraction(setup.runtime, setup.engine, model, 1);
       setup.engine.optimizer_pinned_fraction = largest;
@@ -217,9 +211,9 @@ TEST(PinnedFraction, TheLargestThatIsNamedFitsBesideTheSameBuffers) {
                     tight.staging_buffers < plain.staging_buffers || tight.update_buffers < plain.update_buffers)
             << "of " << budget << " bytes " << largest << " was named";
       }
-      Engine engine(runtime, setup.engine);
-      ToyModel toy(engine, shape);
-      engine.initialize(toy.fill());
+      Runtime runtime(setup.runtime);
+      ToyModel toy(runtime, setup.engine, shape);
+      toy.initialize();
       toy.train(1, 2);
       EXPECT_LE(runtime.pinned_budget().peak_bytes(), budget);
     }
@@ -237,13 +231,11 @@ TEST(PinnedFraction, LeftOpenItIsTheLargest) {
     setup.engine.reuse_distance_elements = 0;  // every use fetches
     setup.engine.optimizer_pinned_fraction.reset();
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape);
-    engine.initialize(model.fill());
-    const ModelShape toy = engine.shape();
-    const Prediction open = predict(setup.runtime, setup.engine, toy, 1);
+    ToyModel model(runtime, setup.engine, shape);
+    Engine& engine = model.initialize();
+    const Prediction open = predict(setup.runtime, setup.engine, model.model(), 1);
     setup.engine.optimizer_pinned_fraction = 0.0;
-    EXPECT_EQ(open.pinned_fraction, largest_pinned_fraction(setup.runtime, setup.engine, toy, 1));
+    EXPECT_EQ(open.pinned_fraction, largest_pinned_fraction(setup.runtime, setup.engine, model.model(), 1));
     EXPECT_GT(open.pinned_fraction, budget == 128 * kMiB ? 0.99 : 0.1);
     EXPECT_LE(runtime.pinned_budget().peak_bytes(), budget);
 
@@ -262,7 +254,7 @@ TEST(PinnedFraction, LeftOpenItIsTheLargest) {
 // The ring of update mode `backward` takes what is left of the budget: a larger fraction is not to be had by making it
 // smaller than two gradients.
 TEST(PinnedFraction, TheLargestThatIsNamedLeavesTheGradientRingRoomForTwo) {
-  const ModelShape model = uniform_model(40 * 10 * tiers::kTileElements, 40);
+  const Model model = uniform_model(40 * 10 * tiers::kTileElements, 40);
   const std::uint64_t two_bytes = 2 * 2 * 10 * tiers::kTileElements;
   for (const std::uint64_t budget : {8 * kMiB, 12 * kMiB, 20 * kMiB, 40 * kMiB}) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, "/nowhere");
@@ -332,16 +324,15 @@ TEST(PinnedFraction, MayChangeFromRunToRun) {
     ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
     setup.engine.optimizer_pinned_fraction = fraction;
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, {});
+    ToyModel model(runtime, setup.engine);
     if (step == 0)
-      engine.initialize(model.fill());
+      model.initialize();
     else
-      EXPECT_EQ(engine.restore().step, step);
+      EXPECT_EQ(model.restore().step, step);
     model.train(step + 1, step + 2);
     step += 2;
-    engine.settle();
-    found = digests_of(engine, model);
+    model.engine().settle();
+    found = digests_of(model);
   }
   found.losses = expected.losses;
   EXPECT_EQ(found, expected);
@@ -356,9 +347,8 @@ TEST(PinnedFraction, ReadsAndWritesCrossTheBoundary) {
     ToySetup setup = toy_setup(Placement::pinned, Placement::nvme, directory / std::to_string(fraction));
     setup.engine.optimizer_pinned_fraction = fraction;
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape);
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine, shape);
+    Engine& engine = model.initialize();
     model.train(1, 2);
     std::vector<float> moments(300001);
     engine.read(model.matrix(0), State::moment1, 7, moments);
@@ -380,7 +370,7 @@ TEST(Options, ValuesThatAreNoneAreRefusedByName) {
     change(changed);
     try {
       Runtime runtime(changed.runtime);
-      Engine engine(runtime, changed.engine);
+      ToyModel(runtime, changed.engine).initialize();
     } catch (const ConfigError& error) {
       return error.what();
     } catch (const UsageError& error) {
@@ -410,12 +400,9 @@ TEST(Options, ValuesThatAreNoneAreRefusedByName) {
   EXPECT_EQ(refusal([](ToySetup&) {}), "accepted");
 
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  EXPECT_THROW(engine.add_unit("unit", std::vector<ParameterSpec>{{.name = "w", .shape = {4}, .dtype = DType{kNone}}}),
-               UsageError);
-  const ToyModel model(engine, ToyShape{});
-  engine.initialize(model.fill());
-  EXPECT_THROW(engine.begin(Pass{kNone}), UsageError);
+  EXPECT_THROW(Model().add_unit("unit", {{.name = "w", .shape = {4}, .dtype = DType{kNone}}}), UsageError);
+  ToyModel model(runtime, setup.engine);
+  EXPECT_THROW(model.initialize().begin(Pass{kNone}), UsageError);
 }
 
 TEST(PinnedFraction, OutOfRangeIsRefused) {
@@ -424,7 +411,7 @@ TEST(PinnedFraction, OutOfRangeIsRefused) {
     setup.engine.optimizer_pinned_fraction = fraction;
     Runtime runtime(setup.runtime);
     try {
-      Engine engine(runtime, setup.engine);
+      ToyModel(runtime, setup.engine).initialize();
       ADD_FAILURE() << fraction << " was accepted";
     } catch (const ConfigError& error) {
       EXPECT_THAT(error.what(), testing::HasSubstr("hoist.optimizer_pinned_fraction"));

@@ -170,9 +170,8 @@ TEST_P(PlacementTest, StoppedAndResumedInTheMiddle) {
     std::uint64_t applied = 0;
     {
       Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, shape_of(dtype));
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine, shape_of(dtype));
+      Engine& engine = model.initialize();
       model.train(1, kSteps / 2);
       const std::uint64_t step = kSteps / 2;
       if (!nvme) engine.save("middle", std::as_bytes(std::span(&step, 1))).wait();
@@ -181,10 +180,9 @@ TEST_P(PlacementTest, StoppedAndResumedInTheMiddle) {
     }
     EXPECT_EQ(applied < kSteps / 2, dtype == DType::fp16) << "some of fp16 are skipped, none of bf16";
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape_of(dtype));
-    ASSERT_EQ(engine.find_commit(), applied);
-    const RestoreReport report = engine.restore();
+    ToyModel model(runtime, setup.engine, shape_of(dtype));
+    ASSERT_EQ(model.find_commit(), applied);
+    const RestoreReport report = model.restore();
     EXPECT_EQ(report.step, applied);
     std::uint64_t state = 0;  // the last attempt that was applied; those after it are made again
     ASSERT_EQ(report.caller_state.size(), sizeof(state));
@@ -193,7 +191,7 @@ TEST_P(PlacementTest, StoppedAndResumedInTheMiddle) {
     losses.resize(state);
     model.losses = losses;
     model.train(state + 1, kSteps);
-    EXPECT_EQ(digests_of(engine, model), reference(dtype)) << dtype_name(dtype);
+    EXPECT_EQ(digests_of(model), reference(dtype)) << dtype_name(dtype);
   }
 }
 
@@ -203,9 +201,8 @@ INSTANTIATE_TEST_SUITE_P(Cells, PlacementTest, testing::ValuesIn(cells()),
 // A placement is compared with more than itself: the reference must move, clip and depend on the seed.
 TEST(PlacementReference, ClipsEveryStepAndDependsOnTheSeed) {
   Runtime runtime(toy_setup(kPinned, kPinned).runtime);
-  Engine engine(runtime, toy_setup(kPinned, kPinned).engine);
-  ToyModel model(engine, ToyShape{});
-  engine.initialize(model.fill());
+  ToyModel model(runtime, toy_setup(kPinned, kPinned).engine);
+  model.initialize();
   model.train(1, kSteps);
   for (const StepReport& report : model.reports) EXPECT_LT(report.clip_factor, 1.0);
   EXPECT_NE(model.losses.front(), model.losses.back());
@@ -218,18 +215,17 @@ TEST(PlacementReference, TheRoundingModeOfTheProgramIsItsOwn) {
   const ToySetup setup = toy_setup(kPinned, kPinned);
   const auto reports_with = [&](int rounding, Digests& digests) {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{});
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
     std::vector<StepReport> reports;
     for (std::uint64_t step = 1; step <= kSteps; ++step) {
       model.pass(step);
       std::fesetround(rounding);
-      reports.push_back(engine.step());
+      reports.push_back(model.engine().step());
       EXPECT_EQ(std::fegetround(), rounding);
       std::fesetround(FE_TONEAREST);
     }
-    digests = digests_of(engine, model);
+    digests = digests_of(model);
     return reports;
   };
   Digests nearest, upward;

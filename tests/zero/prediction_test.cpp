@@ -39,16 +39,15 @@ TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {
       setup.runtime.comm_scratch_bytes = 256 * kKiB;
       on_ranks(ranks, [&, ranks = ranks](int rank, const Runtime::MakeCommunicator& join) {
         Runtime runtime(setup.runtime, join);
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, shape);
-        const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), ranks);
+        ToyModel model(runtime, setup.engine, shape);
+        const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), ranks);
         if (!predicted.device.fits()) {
-          EXPECT_THROW(engine.initialize(model.fill()), BudgetError);
+          EXPECT_THROW(model.initialize(), BudgetError);
           return;
         }
-        engine.initialize(model.fill());
+        model.initialize();
         model.train(1, 2);
-        engine.settle();
+        model.engine().settle();
         // A group of threads takes the staging memory with one rank, too, and gives it back.
         if (ranks > 1) {
           EXPECT_EQ(runtime.device_budget().peak_bytes(), predicted.device.bytes);
@@ -57,7 +56,7 @@ TEST_P(PredictionOf, EqualsWhatIsHeldAndMoved) {
         EXPECT_EQ(runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
         EXPECT_EQ(file_bytes(directory / "store", rank), predicted.nvme_bytes);
         if (shape.tied) return;
-        const StepBytes real = engine.formula_bytes();
+        const StepBytes real = model.engine().formula_bytes();
         EXPECT_EQ(predicted.step.nvme_read, real.nvme_read);
         EXPECT_EQ(predicted.step.nvme_write, real.nvme_write);
         EXPECT_EQ(predicted.step.host_to_device, real.host_to_device);
@@ -82,10 +81,9 @@ TEST_P(LeastBudget, IsTheSmallestThatStarts) {
   if (GetParam() == UpdateMode::backward) setup.engine.gradient_clipping = 0;
   const auto starts = [&] {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, kPlain);
+    ToyModel model(runtime, setup.engine, kPlain);
     try {
-      engine.initialize(model.fill());
+      model.initialize();
       std::filesystem::remove_all(directory / "store");
       return true;
     } catch (const BudgetError&) {
@@ -93,9 +91,8 @@ TEST_P(LeastBudget, IsTheSmallestThatStarts) {
     }
   };
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  const ToyModel model(engine, kPlain);
-  const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), 1);
+  ToyModel model(runtime, setup.engine, kPlain);
+  const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), 1);
   setup.runtime.device_memory_bytes = round_up(predicted.device.least_bytes, kBlockAlignment);
   setup.runtime.pinned_memory_bytes = round_up(predicted.pinned.least_bytes, kBlockAlignment);
   EXPECT_TRUE(starts());
@@ -129,25 +126,25 @@ TEST(Prediction, CountsWhatAnUpdateReadsAndWrites) {
 }
 
 TEST(Prediction, LeavesRoomForWhatTheProgramPins) {
-  ModelShape model = uniform_model(1'000'000'000, 20);
+  const Model model = uniform_model(1'000'000'000, 20);
   RuntimeOptions runtime{.pinned_memory_bytes = 12 * kGiB};
   const EngineOptions engine{.parameters = Placement::nvme,
                              .optimizer = Placement::nvme,
                              .optimizer_pinned_fraction = std::nullopt,
                              .store_directory = "/nowhere"};
   const Prediction alone = predict(runtime, engine, model, 1);
-  model.program_pinned_bytes = 3 * kGiB;
-  const Prediction beside = predict(runtime, engine, model, 1);
+  const ProgramMemory program{.pinned_bytes = 3 * kGiB};
+  const Prediction beside = predict(runtime, engine, model, 1, program);
   EXPECT_LT(beside.pinned_fraction, alone.pinned_fraction);
   EXPECT_TRUE(beside.pinned.fits());
   EXPECT_LE(beside.pinned.bytes, runtime.pinned_memory_bytes);
-  EXPECT_LT(largest_pinned_fraction(runtime, engine, model, 1), alone.pinned_fraction);
+  EXPECT_LT(largest_pinned_fraction(runtime, engine, model, 1, program), alone.pinned_fraction);
   runtime.pinned_memory_bytes = 4 * kGiB;  // its gradients and buffers, or what the program offloads
-  EXPECT_FALSE(predict(runtime, engine, model, 1).pinned.fits());
+  EXPECT_FALSE(predict(runtime, engine, model, 1, program).pinned.fits());
 }
 
 TEST(Prediction, OfAModelOnlyItsSizeIsKnown) {
-  const ModelShape model = uniform_model(7'000'000'000, 34);
+  const Model model = uniform_model(7'000'000'000, 34);
   const Prediction predicted = predict(
       {}, {.parameters = Placement::nvme, .optimizer = Placement::nvme, .store_directory = "/nowhere"}, model, 8);
   EXPECT_EQ(predicted.parameter_count, 7'000'000'000u);

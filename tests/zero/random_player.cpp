@@ -40,7 +40,7 @@ Player::Player(const Program& program, std::size_t session, const ToySetup& setu
   allocate_scratch();
   for (std::size_t i = 0; i < kStreams; ++i)
     streams_.push_back(runtime_.device().create_stream("compute " + std::to_string(i)));
-  make_engine();
+  describe();
   session == 0 ? begin_anew() : go_on();
 }
 
@@ -61,12 +61,9 @@ void Player::allocate_scratch() {
     scratch_.push_back(runtime_.device_arena().allocate(elements * sizeof(float), "the program's gradients"));
 }
 
-void Player::make_engine() {
-  kept_.clear();
-  engine_.reset();
-  units_.assign(program_.units.size(), {});
-  engine_ = std::make_unique<Engine>(runtime_, setup_.engine);
-  for (std::size_t g = 1; g < program_.groups.size(); ++g) engine_->add_group(program_.groups[g]);
+void Player::describe() {
+  units_.resize(program_.units.size());
+  for (std::size_t g = 1; g < program_.groups.size(); ++g) model_.add_group(program_.groups[g]);
   for (std::size_t u = 0; u < units_.size(); ++u) add_unit(u);
 }
 
@@ -75,9 +72,9 @@ void Player::add_unit(std::size_t index) {
   Unit& unit = units_[index];
   UnitOptions options{.stable_address = plan.stable_address};
   if (plan.bound) options.binding = binding(unit);
-  unit.id = engine_->add_unit("unit" + std::to_string(index), plan.parameters, options);
-  for (const ParameterSpec& spec : plan.parameters) unit.parameters.push_back(engine_->parameter(spec.name));
-  if (plan.tied_to) engine_->tie(unit.id, units_[*plan.tied_to].parameters.front());
+  unit.id = model_.add_unit("unit" + std::to_string(index), plan.parameters, options);
+  for (const ParameterSpec& spec : plan.parameters) unit.parameters.push_back(model_.parameter(spec.name));
+  if (plan.tied_to) model_.tie(unit.id, units_[*plan.tied_to].parameters.front());
 }
 
 // The same memory each time, overwritten as soon as it may be. What is enqueued on one stream is in the way on another.
@@ -99,20 +96,26 @@ Binding Player::binding(Unit& unit) const {
 
 void Player::begin_anew() {
   caller_state_ = caller_state(0);
-  engine_->initialize([](ParameterId parameter, std::uint64_t first,
-                         std::span<float> out) { fill_normal(parameter.index, first, out); },
-                      present_caller_state());
+  const auto fill = [](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    fill_normal(parameter.index, first, out);
+  };
+  engine_.emplace(Engine::create(runtime_, setup_.engine, model_, fill, present_caller_state()));
 }
 
 void Player::go_on() {
   const auto kept = journal_.kept.find(session_.from);
   const bool goes_back = kept != journal_.kept.end();
-  const RestoreReport report = engine_->restore({.from = goes_back ? session_.from : ""});
-  compare(goes_back ? kept->second : journal_.last, report, /*newly=*/true);
+  restore(goes_back ? session_.from : "");
+  compare(goes_back ? kept->second : journal_.last, /*newly=*/true);
   set_rates();
 }
 
-void Player::compare(const Snapshot& expected, const RestoreReport& report, bool newly) {
+void Player::restore(const std::string& from) {
+  engine_.emplace(Engine::restore(runtime_, setup_.engine, model_, {.from = from}));
+}
+
+void Player::compare(const Snapshot& expected, bool newly) {
+  const RestoreReport& report = *engine_->restored();
   EXPECT_EQ(report.step, expected.step);
   EXPECT_EQ(engine_->step_count(), expected.step);
   EXPECT_EQ(report.world_size, expected.ranks);
@@ -308,7 +311,7 @@ void Player::make_gradients(std::size_t index, const Lease& lease, const Deed& d
 
 void Player::make_gradient(UnitId unit, ParameterId parameter, const Lease& lease, const Deed& deed,
                            std::uint64_t seed) {
-  const ParameterSpec& spec = engine_->parameters()[parameter.index];
+  const ParameterSpec& spec = model_.parameters()[parameter.index];
   if (!spec.trainable) return;
   const TensorView weights = lease.view(parameter);
   const bool poisoned = deed.poisoned && spec.counts_in_norm;  // a replica's is counted by another rank
@@ -348,12 +351,12 @@ void Player::look(const TensorView& view, bool noted) {
 }
 
 ParameterId Player::some_parameter(std::uint64_t salt) const {
-  return {static_cast<std::uint32_t>(salt % engine_->parameters().size())};
+  return {static_cast<std::uint32_t>(salt % model_.parameters().size())};
 }
 
 void Player::read(std::uint64_t salt) {
   const ParameterId parameter = some_parameter(salt);
-  const std::uint64_t count = elements_of(engine_->parameters()[parameter.index]);
+  const std::uint64_t count = elements_of(model_.parameters()[parameter.index]);
   const std::uint64_t first = salt / 3 % 2 == 0 ? 0 : salt / 5 % count;
   std::vector<State> states{State::master};
   for (const State state : {State::moment1, State::moment2})
@@ -368,7 +371,7 @@ void Player::read(std::uint64_t salt) {
 
 void Player::write(std::uint64_t salt) {
   const ParameterId parameter = some_parameter(salt);
-  const std::uint64_t count = elements_of(engine_->parameters()[parameter.index]);
+  const std::uint64_t count = elements_of(model_.parameters()[parameter.index]);
   const std::uint64_t first = salt / 5 % count;
   std::vector<State> states{State::master};
   for (const State state : {State::moment1, State::moment2})
@@ -423,8 +426,9 @@ void Player::restart(const Deed& deed) {
   engine_.reset();
   scope.reset();
   for (const auto& stream : streams_) stream->synchronize();
-  make_engine();
-  compare(now, engine_->restore(), /*newly=*/false);
+  kept_.clear();
+  restore("");
+  compare(now, /*newly=*/false);
   set_rates();
 }
 

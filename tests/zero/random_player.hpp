@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "random_program.hpp"
 
@@ -33,7 +34,7 @@ class Abandoned : public std::exception {};
 
 class Player {
  public:
-  // Builds the engine and brings it to life: afresh, or from what the last session left. BudgetError comes from here.
+  // Makes the engine: afresh, or from what the last session left. BudgetError comes from here.
   Player(const Program& program, std::size_t session, const ToySetup& setup, Journal& journal,
          const Runtime::MakeCommunicator& join);
   ~Player();
@@ -50,12 +51,13 @@ class Player {
   };
 
   void allocate_scratch();
-  void make_engine();
+  void describe();
   void add_unit(std::size_t index);
   Binding binding(Unit& unit) const;
   void begin_anew();
   void go_on();
-  void compare(const Snapshot& expected, const RestoreReport& report, bool newly);
+  void restore(const std::string& from);
+  void compare(const Snapshot& expected, bool newly);
   Snapshot snapshot();
   Digests state_digests();
   void set_rates();
@@ -97,7 +99,8 @@ class Player {
   std::vector<Unit> units_;
   std::deque<double> seen_;
   double ignored_ = 0;
-  std::unique_ptr<Engine> engine_;
+  Model model_;
+  std::optional<Engine> engine_;
   std::vector<Lease> kept_;  // destroyed before the streams
   bool gradients_due_ = false;
   std::size_t visits_left_ = 0;

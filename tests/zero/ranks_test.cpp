@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -36,12 +37,11 @@ TEST_P(RanksTest, ResumesBitExactly) {
   train_on(size, setup, ToyShape{}, 3);
   on_ranks(size, [&](int, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{});
-    ASSERT_EQ(engine.restore().step, 3u);
+    ToyModel model(runtime, setup.engine);
+    ASSERT_EQ(model.restore().step, 3u);
     model.losses.assign(reference.losses.begin(), reference.losses.begin() + 3);
     model.train(4, 6);
-    EXPECT_EQ(digests_of(engine, model), reference);
+    EXPECT_EQ(digests_of(model), reference);
   });
 }
 
@@ -87,9 +87,8 @@ TEST(Ranks, ARankThatTakesAnotherPathIsNamed) {
   try {
     on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, shape);
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine, shape);
+      Engine& engine = model.initialize();
       {
         const PassScope scope = engine.begin(Pass::evaluate);
         const std::size_t first = rank == 0 ? 0 : 1;
@@ -123,27 +122,24 @@ std::string refusal_of(const Bring& bring) {
 TEST(Ranks, DifferentModelsAreNoticedAtTheStart) {
   const std::string refusal = refusal_of([](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
     ToyShape shape;
     if (rank == 1) shape.matrices.back() += 64;
-    const ToyModel model(engine, shape);
-    engine.initialize(model.fill());
+    ToyModel(runtime, setup.engine, shape).initialize();
   });
-  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'initialize(): "), testing::HasSubstr("units")));
+  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'Engine::create(): "), testing::HasSubstr("units")));
 }
 
 TEST(Ranks, DifferentBeginningsAreNoticed) {
   const std::string refusal = refusal_of([](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    const ToyModel model(engine, ToyShape{});
+    ToyModel model(runtime, setup.engine);
     if (rank == 0)
-      engine.initialize(model.fill());
+      model.initialize();
     else
-      engine.restore();
+      model.restore();
   });
   EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'restore(): "),
-                                      testing::HasSubstr("rank 0 at 'initialize(): ")));
+                                      testing::HasSubstr("rank 0 at 'Engine::create(): ")));
 }
 
 TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {
@@ -151,9 +147,8 @@ TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {
     return refusal_of([&](int rank, ToySetup& setup, const Runtime::MakeCommunicator& join) {
       if (rank == 1) change(setup.engine);
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      const ToyModel model(engine, ToyShape{});
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine);
+      model.initialize();
     });
   };
   const auto says = [](const char* one, const char* other) {
@@ -214,13 +209,12 @@ TEST(Ranks, WithMoreDeviceMemoryDoAsTheOneWithLeast) {
     own.runtime.comm_scratch_bytes = 256 * kKiB;
     own.runtime.device_memory_bytes = rank == 1 ? 640 * kKiB : 16 * kMiB;
     Runtime runtime(own.runtime, join);
-    Engine engine(runtime, own.engine);
-    ToyModel model(engine, shape);
-    gather_slots[static_cast<std::size_t>(rank)] = predict(own.runtime, own.engine, engine.shape(), 3).gather_slots;
-    engine.initialize(model.fill());
+    ToyModel model(runtime, own.engine, shape);
+    gather_slots[static_cast<std::size_t>(rank)] = predict(own.runtime, own.engine, model.model(), 3).gather_slots;
+    model.initialize();
     model.train(1, 4);
-    engine.settle();
-    digests[static_cast<std::size_t>(rank)] = digests_of(engine, model);
+    model.engine().settle();
+    digests[static_cast<std::size_t>(rank)] = digests_of(model);
   });
   ASSERT_LT(gather_slots[1], gather_slots[0]);
   for (const Digests& each : digests) EXPECT_EQ(each, reference);
@@ -234,11 +228,10 @@ TEST(Ranks, DifferentSettingsAreNoticedAtTheStep) {
         ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
         if (rank == 2) change_setup(setup);
         Runtime runtime(setup.runtime, join);
-        Engine engine(runtime, setup.engine);
-        ToyModel model(engine, ToyShape{});
-        engine.initialize(model.fill());
+        ToyModel model(runtime, setup.engine);
+        model.initialize();
         model.train(1, 2);
-        if (rank == 2) change_engine(engine);
+        if (rank == 2) change_engine(model.engine());
         model.train(3, 3);
       });
     } catch (const CommError& error) {

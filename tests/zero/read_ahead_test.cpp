@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <hoist/aio/drive_queue.hpp>
 #include <hoist/tests/support/counting_backend.hpp>
 
 #include "toy_program.hpp"
@@ -38,7 +39,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
   }
   std::unique_ptr<ToyTraining> run() {
     auto run = opened();
-    run->engine.initialize(run->model.fill());
+    run->model.initialize();
     return run;
   }
   static std::unique_ptr<ToyTraining> reference() {
@@ -46,7 +47,7 @@ class ReadAhead : public testing::TestWithParam<Where> {
     setup.runtime.pinned_memory_bytes = 128 * kMiB;
     setup.engine.update_mode = UpdateMode::step;
     auto run = std::make_unique<ToyTraining>(setup, kShape);
-    run->engine.initialize(run->model.fill());
+    run->model.initialize();
     return run;
   }
   bool weights_on_nvme() const { return GetParam().parameters == Placement::nvme; }
@@ -63,19 +64,19 @@ INSTANTIATE_TEST_SUITE_P(Modes, ReadAhead,
 TEST_P(ReadAhead, FillsTheBuffersInThePassAndReadsNothingTwice) {
   const auto r = run();
   r->model.train(1, 3);
-  r->engine.settle();  // every buffer is idle
+  r->engine().settle();  // every buffer is idle
   const std::uint64_t before = read_;
   r->model.pass(4);
   const std::uint64_t of_buffers = 4 * 6 * 16384 * (weights_on_nvme() ? 12 : 10);  // pieces are whole tiles
   EXPECT_LE(read_ - before, of_buffers + weights_read_in_a_pass());
   EXPECT_GE(read_ - before, weights_on_nvme() ? of_buffers + 2 * kElements : of_buffers);
-  r->engine.step();
+  r->engine().step();
   r->model.train(5, 6);
-  r->engine.settle();
+  r->engine().settle();
   const std::uint64_t middle = read_;
   r->model.train(7, 10);
-  r->engine.settle();
-  const auto all = 4.0 * static_cast<double>(r->engine.formula_bytes().nvme_read);
+  r->engine().settle();
+  const auto all = 4.0 * static_cast<double>(r->engine().formula_bytes().nvme_read);
   EXPECT_NEAR(static_cast<double>(read_ - middle), all, 0.02 * all);
 }
 
@@ -83,19 +84,19 @@ TEST_P(ReadAhead, IsKeptForTheNextStepWhenOneIsSkipped) {
   const auto r = run();
   const auto expected = reference();
   r->model.train(1, 2);
-  r->engine.settle();
+  r->engine().settle();
   r->model.gradient_scale = std::numeric_limits<float>::infinity();
   r->model.pass(3);
-  EXPECT_FALSE(r->engine.step().applied);
+  EXPECT_FALSE(r->engine().step().applied);
   r->model.losses.pop_back();
   r->model.gradient_scale = 1;
   const std::uint64_t before = read_;
   r->model.pass(3);
   EXPECT_LE(read_ - before, weights_read_in_a_pass());
-  r->engine.step();
+  r->engine().step();
   r->model.train(4, 5);
   expected->model.train(1, 5);
-  EXPECT_EQ(digests_of(r->engine, r->model), digests_of(expected->engine, expected->model));
+  EXPECT_EQ(digests_of(r->model), digests_of(expected->model));
 }
 
 TEST_P(ReadAhead, IsDroppedWhenTheProgramWritesBeforeTheStep) {
@@ -103,18 +104,18 @@ TEST_P(ReadAhead, IsDroppedWhenTheProgramWritesBeforeTheStep) {
   const auto expected = reference();
   for (ToyTraining* each : {r.get(), expected.get()}) {
     each->model.train(1, 2);
-    each->engine.settle();
+    each->engine().settle();
     each->model.pass(3);
     std::vector<float> values(200000);
     for (const State state : {State::master, State::moment2}) {
-      each->engine.read(each->model.matrix(0), state, 1000, values);
+      each->engine().read(each->model.matrix(0), state, 1000, values);
       for (float& value : values) value *= 2;
-      each->engine.write(each->model.matrix(0), state, 1000, values);
+      each->engine().write(each->model.matrix(0), state, 1000, values);
     }
-    each->engine.step();
+    each->engine().step();
     each->model.train(4, 5);
   }
-  EXPECT_EQ(digests_of(r->engine, r->model), digests_of(expected->engine, expected->model));
+  EXPECT_EQ(digests_of(r->model), digests_of(expected->model));
 }
 
 TEST_P(ReadAhead, GivesWayToUnitsThatAreAskedForFirst) {
@@ -122,26 +123,26 @@ TEST_P(ReadAhead, GivesWayToUnitsThatAreAskedForFirst) {
   const auto expected = reference();
   for (ToyTraining* each : {r.get(), expected.get()}) {
     each->model.train(1, 3);
-    each->engine.settle();
+    each->engine().settle();
     each->model.train(4, 4);  // what was read ahead is of unit 0
-    const PassScope pass = each->engine.begin(Pass::evaluate);
+    const PassScope pass = each->engine().begin(Pass::evaluate);
     for (const std::size_t unit : {2u, 1u}) {
-      Lease lease = each->engine.gather(each->model.unit(unit), each->model.stream());
+      Lease lease = each->engine().gather(each->model.unit(unit), each->model.stream());
       lease.release(each->model.stream());
     }
   }
   for (ToyTraining* each : {r.get(), expected.get()}) each->model.train(5, 6);
-  EXPECT_EQ(digests_of(r->engine, r->model), digests_of(expected->engine, expected->model));
+  EXPECT_EQ(digests_of(r->model), digests_of(expected->model));
 }
 
 // The engine may end between the pass and the step: what is under way is seen out before its memory goes.
 TEST_P(ReadAhead, EndsWithTheEngine) {
   auto r = run();
   r->model.train(1, 2);
-  r->engine.settle();
+  r->engine().settle();
   r->model.pass(3);
   r.reset();
-  EXPECT_EQ(opened()->engine.restore().step, 2u);
+  EXPECT_EQ(opened()->model.restore().step, 2u);
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ struct Case {
 
 std::vector<float> read(ToyTraining& p, ParameterId parameter, State state, std::size_t count = 1000) {
   std::vector<float> values(count);
-  p.engine.read(parameter, state, 0, values);
+  p.engine().read(parameter, state, 0, values);
   return values;
 }
 
@@ -45,27 +45,27 @@ const std::array<Case, 6> kCases{{
      [](ToyTraining& p, std::vector<float>& seen) { seen = read(p, p.model.matrix(0), State::gradient); }},
     {"writes_a_frozen_parameter",
      [](ToyTraining& p, std::vector<float>& seen) {
-       const ParameterId frozen = p.engine.parameter("unit1.frozen");
-       p.engine.write(frozen, State::master, 0, std::vector<float>(1000, 0.5f));
+       const ParameterId frozen = p.engine().parameter("unit1.frozen");
+       p.engine().write(frozen, State::master, 0, std::vector<float>(1000, 0.5f));
        seen = read(p, frozen, State::master, 3000);
      }},
     {"writes_a_master",
      [](ToyTraining& p, std::vector<float>& seen) {
-       p.engine.write(p.model.matrix(1), State::master, 0, std::vector<float>(1000, 0.5f));
+       p.engine().write(p.model.matrix(1), State::master, 0, std::vector<float>(1000, 0.5f));
        seen = read(p, p.model.matrix(1), State::master, 2000);
      }},
     {"reads_after_a_discarded_pass",
      [](ToyTraining& p, std::vector<float>& seen) {
-       p.engine.discard();
+       p.engine().discard();
        seen = read(p, p.model.matrix(0), State::master);
        p.model.pass(4);
      }},
     {"reads_after_a_skipped_step",
      [](ToyTraining& p, std::vector<float>& seen) {
-       p.engine.discard();
+       p.engine().discard();
        p.model.gradient_scale = std::numeric_limits<float>::infinity();
        p.model.pass(4);
-       EXPECT_FALSE(p.engine.step().applied);
+       EXPECT_FALSE(p.engine().step().applied);
        p.model.gradient_scale = 1;
        seen = read(p, p.model.matrix(0), State::master);
        p.model.pass(4);
@@ -83,16 +83,16 @@ struct Outcome {
 
 Outcome run(const ToySetup& setup, const Between& between) {
   ToyTraining p(setup, kShape);
-  p.engine.initialize(p.model.fill());
+  p.model.initialize();
   p.model.train(1, 3);
-  p.engine.settle();
+  p.engine().settle();
   Outcome outcome;
   p.model.pass(4);
   between(p, outcome.seen);
-  p.engine.step();
+  p.engine().step();
   p.model.train(5, 5);
-  p.engine.settle();
-  outcome.digests = digests_of(p.engine, p.model);
+  p.engine().settle();
+  outcome.digests = digests_of(p.model);
   return outcome;
 }
 
@@ -117,9 +117,9 @@ TEST(DeviceOnly, IsReadRightWhileTheDriveIsSlow) {
     const auto faults = std::make_shared<Faults>(1);
     setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
     ToyTraining p(setup, shape);
-    p.engine.initialize(p.model.fill());
+    p.model.initialize();
     p.model.train(1, 3);
-    p.engine.settle();
+    p.engine().settle();
     const std::vector<float> expected = read(p, p.model.matrix(0), State::moment1, 1000000);
     faults->add({.kind = Fault::Kind::delay,
                  .operation = aio::Operation::read,
@@ -129,22 +129,18 @@ TEST(DeviceOnly, IsReadRightWhileTheDriveIsSlow) {
     p.model.pass(4);
     EXPECT_EQ(read(p, p.model.matrix(0), State::moment1, 1000000), expected) << milliseconds << " ms";
     faults->clear();
-    EXPECT_NO_THROW(p.engine.step());
-    EXPECT_NO_THROW(p.engine.settle());
+    EXPECT_NO_THROW(p.engine().step());
+    EXPECT_NO_THROW(p.engine().settle());
   }
 }
 
 // What write() commits of a frozen parameter on the device is what was there, but for the elements written.
 TEST(DeviceOnly, IsCommittedAsItWasWritten) {
   constexpr std::int64_t kFrozen = 1000000;
-  const auto build = [](Engine& engine) {
-    return std::array{
-        engine.add_unit(
-            "a",
-            std::array<ParameterSpec, 2>{ParameterSpec{.name = "a.w", .shape = {40000}},
-                                         ParameterSpec{.name = "a.frozen", .shape = {kFrozen}, .trainable = false}}),
-        engine.add_unit("b", std::array<ParameterSpec, 1>{ParameterSpec{.name = "b.w", .shape = {60000}}})};
-  };
+  Model model;
+  const std::array units{model.add_unit("a", {{.name = "a.w", .shape = {40000}},
+                                              {.name = "a.frozen", .shape = {kFrozen}, .trainable = false}}),
+                         model.add_unit("b", {{.name = "b.w", .shape = {60000}}})};
   for (const int milliseconds : {2, 8}) {
     const TempDirectory directory;
     ToySetup setup = divided(false, directory / "store");
@@ -157,9 +153,9 @@ TEST(DeviceOnly, IsCommittedAsItWasWritten) {
     std::fill(expected.begin(), expected.begin() + 16, 2.0f);
     {
       Runtime runtime(setup.runtime);
-      Engine engine(runtime, setup.engine);
-      const auto units = build(engine);
-      engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 1.0f); });
+      Engine engine =
+          Engine::create(runtime, setup.engine, model,
+                         [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 1.0f); });
       const auto stream = runtime.device().create_stream("program");
       const auto pass = [&] {
         const PassScope scope = engine.begin(Pass::train);
@@ -188,9 +184,7 @@ TEST(DeviceOnly, IsCommittedAsItWasWritten) {
       EXPECT_EQ(found, expected) << "on the device, " << milliseconds << " ms";
     }
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    build(engine);
-    engine.restore();
+    Engine engine = Engine::restore(runtime, setup.engine, model);
     engine.read(engine.parameter("a.frozen"), State::master, 0, found);
     EXPECT_EQ(found, expected) << "as committed, " << milliseconds << " ms";
   }

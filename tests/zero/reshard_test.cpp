@@ -11,6 +11,7 @@
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -28,53 +29,52 @@ class ReshardTest : public testing::TestWithParam<std::pair<Placement, Placement
 
   bool on_nvme() const { return GetParam().first == Placement::nvme || GetParam().second == Placement::nvme; }
 
-  void on_engines(int ranks, const std::function<void(int rank, Engine&, ToyModel&)>& body) {
+  void on_engines(int ranks, const std::function<void(int rank, ToyModel&)>& body) {
     on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup_.runtime, join);
-      Engine engine(runtime, setup_.engine);
-      ToyModel model(engine, ToyShape{});
-      body(rank, engine, model);
+      ToyModel model(runtime, setup_.engine);
+      body(rank, model);
     });
   }
 
   // Resumes with so many ranks, expects what was there, trains on and saves.
   void continue_with(int ranks, std::uint64_t last_step, const std::string& from = "") {
     Digests after;
-    on_engines(ranks, [&](int rank, Engine& engine, ToyModel& model) {
-      const RestoreReport report = engine.restore({.from = from});
+    on_engines(ranks, [&](int rank, ToyModel& model) {
+      const RestoreReport report = model.restore({.from = from});
       EXPECT_EQ(report.world_size, ranks_before_);
       const std::string state(reinterpret_cast<const char*>(report.caller_state.data()), report.caller_state.size());
       EXPECT_EQ(state, "rank " + std::to_string(rank < ranks_before_ ? rank : 0));
-      Digests found = digests_of(engine, model);
+      Digests found = digests_of(model);
       found.losses.clear();
       if (from.empty())
         EXPECT_EQ(found, before_);
       else
         EXPECT_EQ(found, at_.at(from));
-      go_on(rank, engine, model, report.step, last_step, after);
+      go_on(rank, model, report.step, last_step, after);
     });
     before_ = after;
     ranks_before_ = ranks;
   }
 
-  void go_on(int rank, Engine& engine, ToyModel& model, std::uint64_t step, std::uint64_t last_step, Digests& after) {
+  void go_on(int rank, ToyModel& model, std::uint64_t step, std::uint64_t last_step, Digests& after) {
     const std::string state = "rank " + std::to_string(rank);
     while (step < last_step) {
       model.pass(++step);
-      engine.step({.caller_state = std::as_bytes(std::span(state))});
+      model.engine().step({.caller_state = std::as_bytes(std::span(state))});
     }
-    if (!on_nvme()) engine.save("", std::as_bytes(std::span(state))).wait();
-    engine.settle();
-    EXPECT_EQ(engine.committed_step(), last_step);
-    Digests mine = digests_of(engine, model);
+    if (!on_nvme()) model.engine().save("", std::as_bytes(std::span(state))).wait();
+    model.engine().settle();
+    EXPECT_EQ(model.engine().committed_step(), last_step);
+    Digests mine = digests_of(model);
     mine.losses.clear();
     if (rank == 0) after = mine;
   }
 
   void begin_with(int ranks, std::uint64_t last_step) {
-    on_engines(ranks, [&](int rank, Engine& engine, ToyModel& model) {
-      engine.initialize(model.fill());
-      go_on(rank, engine, model, 0, last_step, before_);
+    on_engines(ranks, [&](int rank, ToyModel& model) {
+      model.initialize();
+      go_on(rank, model, 0, last_step, before_);
     });
     ranks_before_ = ranks;
   }
@@ -120,21 +120,14 @@ TEST_P(ReshardTest, StateOfEightBits) {
 TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
   begin_with(3, 2);
   const std::uint64_t reading_bytes = StoredModel(setup_.engine.store_directory).memory_bytes();
-  std::uint64_t plain_bytes = 0;
-  {
-    ToySetup plain = setup_;
-    Runtime runtime(plain.runtime);
-    Engine engine(runtime, plain.engine);
-    const ToyModel model(engine, ToyShape{});
-    plain_bytes = predict(plain.runtime, plain.engine, engine.shape(), 2).pinned.least_bytes;
-  }
+  const std::uint64_t plain_bytes = predict(setup_.runtime, setup_.engine, describe({}), 2).pinned.least_bytes;
   const auto resume = [&](std::uint64_t budget) {
     setup_.runtime.pinned_memory_bytes = budget;
     std::uint64_t need_bytes = 0;
-    on_engines(2, [&](int rank, Engine& engine, ToyModel&) {
-      const tiers::Budget& pinned = engine.runtime().pinned_budget();
+    on_engines(2, [&](int rank, ToyModel& model) {
+      const tiers::Budget& pinned = model.engine().runtime().pinned_budget();
       try {
-        EXPECT_EQ(engine.restore().step, 2u);
+        EXPECT_EQ(model.restore().step, 2u);
         EXPECT_EQ(pinned.peak_bytes() - pinned.held_bytes(), reading_bytes);
       } catch (const BudgetError& error) {
         EXPECT_EQ(error.need.key, "hoist.pinned_memory");
@@ -150,24 +143,24 @@ TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
 }
 
 TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
-  on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines(2, [&](int rank, ToyModel& model) {
+    Engine& engine = model.initialize();
     const std::string state = "rank " + std::to_string(rank);
     model.train(1, 2);
     engine.save("two", std::as_bytes(std::span(state))).wait();
-    Digests mine = digests_of(engine, model);
+    Digests mine = digests_of(model);
     mine.losses.clear();
     if (rank == 0) at_["two"] = mine;
-    go_on(rank, engine, model, 2, 4, before_);
+    go_on(rank, model, 2, 4, before_);
   });
   ranks_before_ = 2;
   continue_with(3, 6);
   EXPECT_EQ(places().size(), 2u);
-  on_engines(3, [&](int, Engine& engine, ToyModel&) {
-    const auto kept = engine.find_kept();
+  on_engines(3, [&](int, ToyModel& model) {
+    const auto kept = model.find_kept();
     ASSERT_EQ(kept.size(), 1u);
     EXPECT_EQ(kept[0].name, "two");
-    EXPECT_EQ(engine.find_commit(), 6u);
+    EXPECT_EQ(model.find_commit(), 6u);
   });
   ranks_before_ = 2;
   continue_with(3, 5, "two");  // also a new store: the one of step 6 was newer than the one that keeps it
@@ -194,7 +187,7 @@ TEST_P(ReshardTest, APlaceThatAnotherProcessIsMakingIsLeftAlone) {
     tiers::detail::Creation other(tiers::detail::StorePaths(theirs, 0));
     other.claim({});
     setup_.engine.lock_timeout = std::chrono::milliseconds(1);
-    on_engines(3, [&](int, Engine& engine, ToyModel&) { EXPECT_THROW(engine.restore(), Error); });
+    on_engines(3, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), Error); });
     EXPECT_TRUE(std::filesystem::exists(theirs + "/rank-00000.data"));
   }
   continue_with(3, 4);
@@ -205,7 +198,7 @@ TEST_P(ReshardTest, HalfAFirstCommitOfTheNewStoreLeavesTheOldOne) {
   if (!on_nvme()) GTEST_SKIP() << "without NVMe the new store is committed to by a save";
   begin_with(2, 3);
   std::filesystem::copy(setup_.engine.store_directory, directory_ / "old", std::filesystem::copy_options::recursive);
-  on_engines(3, [&](int, Engine& engine, ToyModel&) { engine.restore(); });
+  on_engines(3, [&](int, ToyModel& model) { model.restore(); });
   const std::string half = setup_.engine.store_directory + "/reshard-0001-ranks-3";
   std::filesystem::remove(half + "/rank-00002.manifest");
   std::filesystem::copy(directory_ / "old", setup_.engine.store_directory, std::filesystem::copy_options::recursive);
@@ -223,21 +216,21 @@ TEST_P(ReshardTest, MoreRoomForKeptStepsIsMadeByDealingOutAnew) {
 
 TEST_P(ReshardTest, RefusalsSayWhatToDo) {
   begin_with(2, 2);
-  const auto refusal = [&](int ranks, const std::function<void(Engine&, ToyModel&)>& act) {
+  const auto refusal = [&](int ranks, const std::function<void(ToyModel&)>& act) {
     std::string message;
-    on_engines(ranks, [&](int rank, Engine& engine, ToyModel& model) {
+    on_engines(ranks, [&](int rank, ToyModel& model) {
       try {
-        act(engine, model);
+        act(model);
       } catch (const Error& error) {
         if (rank == 0) message = error.what();
       }
     });
     return message;
   };
-  EXPECT_THAT(refusal(3, [](Engine& engine, ToyModel& model) { engine.initialize(model.fill()); }),
+  EXPECT_THAT(refusal(3, [](ToyModel& model) { model.initialize(); }),
               HasSubstr("holds step 2 of a run of 2 ranks; continue it (restore()"));
   std::filesystem::rename(setup_.engine.store_directory + "/rank-00001.manifest", directory_ / "elsewhere");
-  EXPECT_THAT(refusal(3, [](Engine& engine, ToyModel&) { engine.restore(); }),
+  EXPECT_THAT(refusal(3, [](ToyModel& model) { model.restore(); }),
               HasSubstr("is of a run of 2 ranks, whose files are not all in sight"));
 }
 
@@ -246,19 +239,19 @@ TEST_P(ReshardTest, NothingIsTakenOverIntoAStoreThatKeepsNothing) {
   begin_with(2, 2);
   setup_.engine.durability = tiers::Durability::none;
   setup_.engine.keep_steps = 0;
-  on_engines(3, [&](int, Engine& engine, ToyModel&) { EXPECT_THROW(engine.restore(), StoreError); });
+  on_engines(3, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), StoreError); });
   setup_.engine.durability = tiers::Durability::step;
   continue_with(3, 3);
 }
 
 // The store that went on is not passed over for the one before it because a file of it cannot be read today.
 TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
-  on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines(2, [&](int rank, ToyModel& model) {
+    Engine& engine = model.initialize();
     const std::string state = "rank " + std::to_string(rank);
     model.train(1, 2);
     engine.save("two", std::as_bytes(std::span(state))).wait();
-    go_on(rank, engine, model, 2, 3, before_);
+    go_on(rank, model, 2, 3, before_);
   });
   ranks_before_ = 2;
   continue_with(3, 5);
@@ -266,33 +259,33 @@ TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
   const std::string newer = setup_.engine.store_directory + "/" + places()[0].name;
   const std::string older = setup_.engine.store_directory + "/rank-00001.manifest";
   std::filesystem::rename(newer + "/rank-00001.manifest", directory_ / "elsewhere");
-  on_engines(3, [&](int, Engine& engine, ToyModel& model) {
-    EXPECT_THROW(engine.find_commit(), StoreError);
-    EXPECT_THROW(engine.restore(), StoreError);
-    EXPECT_THROW(engine.initialize(model.fill()), StoreError);
+  on_engines(3, [&](int, ToyModel& model) {
+    EXPECT_THROW(model.find_commit(), StoreError);
+    EXPECT_THROW(model.restore(), StoreError);
+    EXPECT_THROW(model.initialize(), StoreError);
   });
   std::filesystem::rename(directory_ / "elsewhere", newer + "/rank-00001.manifest");
   // A store that keeps steps stays as well when a file of it is out of sight.
   std::filesystem::rename(older, directory_ / "elsewhere");
   continue_with(3, 7);
   std::filesystem::rename(directory_ / "elsewhere", older);
-  on_engines(3, [&](int, Engine& engine, ToyModel&) { EXPECT_EQ(engine.find_kept().size(), 1u); });
+  on_engines(3, [&](int, ToyModel& model) { EXPECT_EQ(model.find_kept().size(), 1u); });
 }
 
 // Going back to a kept step, one rank died before it had adopted it: the last commit is still common to all.
 TEST_P(ReshardTest, ACrashBetweenRanksGoingBackLeavesTheLastCommit) {
   if (!on_nvme()) GTEST_SKIP() << "with two commits in all, the step that was to be gone back to is common as well";
-  on_engines(2, [&](int rank, Engine& engine, ToyModel& model) {
-    engine.initialize(model.fill());
+  on_engines(2, [&](int rank, ToyModel& model) {
+    Engine& engine = model.initialize();
     const std::string state = "rank " + std::to_string(rank);
     model.train(1, 2);
     engine.save("two", std::as_bytes(std::span(state))).wait();
-    go_on(rank, engine, model, 2, 6, before_);
+    go_on(rank, model, 2, 6, before_);
   });
   ranks_before_ = 2;
   const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
   std::filesystem::copy(manifest, directory_ / "before");
-  on_engines(2, [&](int, Engine& engine, ToyModel&) { EXPECT_EQ(engine.restore({.from = "two"}).step, 2u); });
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore({.from = "two"}).step, 2u); });
   std::filesystem::rename(directory_ / "before", manifest);
   continue_with(2, 7);  // expects the state of step 6
 }

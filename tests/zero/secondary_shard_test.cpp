@@ -5,6 +5,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/layout/partition.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -28,17 +29,16 @@ class SecondaryShard : public testing::TestWithParam<Groups> {
     Digests digests;
     on_ranks(size(), [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, kShape);
+      ToyModel model(runtime, setup.engine, kShape);
       model.micro_batches = micro_batches;
-      engine.initialize(model.fill());
+      model.initialize();
       std::vector<double> evaluated;
       for (std::uint64_t step = 1; step <= 4; ++step) {
         if (step != 2) evaluated.push_back(model.evaluate());
         model.train(step, step);
-        if (step == 3) engine.write(model.matrix(1), State::master, 5, std::vector<float>{0.25f, -3.5f});
+        if (step == 3) model.engine().write(model.matrix(1), State::master, 5, std::vector<float>{0.25f, -3.5f});
       }
-      Digests mine = digests_of(engine, model);
+      Digests mine = digests_of(model);
       mine.losses.insert(mine.losses.end(), evaluated.begin(), evaluated.end());
       if (rank == 0) digests = mine;
     });
@@ -83,13 +83,12 @@ TEST_P(SecondaryShard, ChangesNoBitInVerticalOrder) {
     Digests digests;
     on_ranks(size(), [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, kShape);
+      ToyModel model(runtime, setup.engine, kShape);
       model.micro_batches = 2;
       model.vertical = true;
-      engine.initialize(model.fill());
+      model.initialize();
       model.train(1, 3);
-      const Digests mine = digests_of(engine, model);
+      const Digests mine = digests_of(model);
       if (rank == 0) digests = mine;
     });
     return digests;
@@ -113,9 +112,8 @@ TEST_P(SecondaryShard, MovesWhatTheFormulaSays) {
     on_ranks(size, [&, stays = stays, n = static_cast<std::uint64_t>(size), h = static_cast<std::uint64_t>(ranks)](
                        int, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, shape);
-      engine.initialize(model.fill());
+      ToyModel model(runtime, setup.engine, shape);
+      Engine& engine = model.initialize();
       model.train(1, 2);
       engine.settle();
       const auto moved = [&](Link link) { return runtime.ledger().totals(link).bytes; };
@@ -153,11 +151,10 @@ TEST_P(SecondaryShard, LivesWithinTheBudgetAndIsPredicted) {
     setup.engine.secondary_shard_ranks = ranks;
     on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, kShape);
-      const Prediction predicted = predict(setup.runtime, setup.engine, engine.shape(), size);
+      ToyModel model(runtime, setup.engine, kShape);
+      const Prediction predicted = predict(setup.runtime, setup.engine, model.model(), size);
       try {
-        engine.initialize(model.fill());
+        model.initialize();
         EXPECT_EQ(predicted.pinned.bytes, runtime.pinned_budget().held_bytes());
         model.train(1, 2);
       } catch (const BudgetError& error) {
@@ -191,7 +188,7 @@ TEST(SecondaryShards, AreRefusedWhereTheyCannotBe) {
       setup.engine.stage = stage;
       Runtime runtime(setup.runtime, join);
       try {
-        Engine engine(runtime, setup.engine);
+        ToyModel(runtime, setup.engine).initialize();
       } catch (const ConfigError& error) {
         if (rank == 0) text = error.what();
       }

@@ -34,12 +34,14 @@ StepReport step_of_slice(const Runtime::Groups& groups, const Slice& slice) {
   for (std::int64_t i = 0; i < kShared; ++i) shared[i] = shared_gradient(i);
   if (slice.poisoned) own[17] = std::numeric_limits<float>::infinity();
 
-  Engine engine(runtime, setup.engine);
   const std::vector<ParameterSpec> specs{
       {.name = "own", .shape = {kOwn}},
       {.name = "shared", .shape = {kShared}, .dtype = DType::fp32, .counts_in_norm = slice.index == 0}};
-  const UnitId unit = engine.add_unit("unit", specs);
-  engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); });
+  Model model;
+  const UnitId unit = model.add_unit("unit", specs);
+  Engine engine = Engine::create(runtime, setup.engine, model, [](ParameterId, std::uint64_t, std::span<float> out) {
+    std::ranges::fill(out, 0.5f);
+  });
   const auto stream = runtime.device().create_stream("compute");
   {
     const PassScope scope = engine.begin(Pass::train);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -44,10 +45,9 @@ TEST_P(StageTest, MovesTheBytesOfItsFormulaOverTheWire) {
       setup.engine.micro_batches_max = static_cast<unsigned>(micro_batches);
       setup.engine.reuse_distance_elements = 0;  // backward gathers again
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, shape);
+      ToyModel model(runtime, setup.engine, shape);
       model.micro_batches = micro_batches;
-      engine.initialize(model.fill());
+      Engine& engine = model.initialize();
       model.train(1, 3);  // the plan is made
       engine.settle();
       const auto before = runtime.ledger().totals(Link::wire).bytes;
@@ -57,7 +57,7 @@ TEST_P(StageTest, MovesTheBytesOfItsFormulaOverTheWire) {
       EXPECT_NEAR(moved / static_cast<double>(engine.formula_bytes().wire), 1, 0.02);
       if (micro_batches > 1) return;
       // 2 or 3 times the weights' bytes, but for this rank's own share.
-      const double weights = 2.0 * static_cast<double>(engine.parameter_count());
+      const double weights = 2.0 * static_cast<double>(model.model().parameter_count());
       const double share = static_cast<double>(kRanks - 1) / kRanks;
       EXPECT_NEAR(moved / (weights * share), GetParam() < 3 ? 2 : 3, 0.05);
     });
@@ -76,11 +76,10 @@ TEST_P(StageTest, HoldsTheMemoryOfTheZeroTable) {
     on_ranks(ranks, [&](int, const Runtime::MakeCommunicator& join) {
       const ToySetup setup = at_stage(GetParam(), Placement::device);
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, shape);
-      engine.initialize(model.fill());
-      const Prediction prediction = predict(setup.runtime, setup.engine, engine.shape(), ranks);
-      const auto all = static_cast<double>(engine.parameter_count());
+      ToyModel model(runtime, setup.engine, shape);
+      model.initialize();
+      const Prediction prediction = predict(setup.runtime, setup.engine, model.model(), ranks);
+      const auto all = static_cast<double>(model.model().parameter_count());
       const double vectors = kUnits * 96.0;  // of fp32: 4 of weights, 4 of gradient, 8 of moments
       const double states = (14 * (all - vectors) + 16 * vectors) / ranks;
       const double whole = GetParam() < 3 && ranks > 1 ? 2 * (all - vectors) + 4 * vectors : 0;
@@ -107,15 +106,14 @@ TEST(Stages, TheStageMayChangeBetweenRuns) {
     on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
       const ToySetup setup = at_stage(stage, Placement::nvme, store);
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model(engine, ToyShape{});
+      ToyModel model(runtime, setup.engine);
       std::uint64_t first = 1;
-      if (engine.find_commit())
-        first = engine.restore().step + 1;
+      if (model.find_commit())
+        first = model.restore().step + 1;
       else
-        engine.initialize(model.fill());
+        model.initialize();
       model.train(first, last_step);
-      Digests mine = digests_of(engine, model);
+      Digests mine = digests_of(model);
       if (rank == 0) found = mine;
     });
   };
@@ -132,9 +130,9 @@ TEST(Stages, BelowStage3WeightsAreNotOffloaded) {
   ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   setup.engine.stage = 2;
   Runtime runtime(setup.runtime);
-  EXPECT_THROW(Engine(runtime, setup.engine), ConfigError);
+  EXPECT_THROW(ToyModel(runtime, setup.engine).initialize(), ConfigError);
   setup.engine.stage = 4;
-  EXPECT_THROW(Engine(runtime, setup.engine), ConfigError);
+  EXPECT_THROW(ToyModel(runtime, setup.engine).initialize(), ConfigError);
 }
 
 }  // namespace

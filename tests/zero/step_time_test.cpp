@@ -10,6 +10,7 @@
 #include <hoist/bench/held_backend.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/zero/engine.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
 namespace hoist::test {
@@ -143,20 +144,18 @@ Outcome train(Nanoseconds compute, UpdateMode mode, Placement parameters, Pinned
   options.reuse_distance_elements = 0;
   options.sub_group_elements = kElements;
 
-  const ModelShape shape = uniform_model(kUnits * kElements, kUnits);
+  const Model model = uniform_model(kUnits * kElements, kUnits);
   if (pinned == PinnedMemory::least)
     runtime_options.pinned_memory_bytes =
-        round_up(predict(runtime_options, options, shape, 1).pinned.least_bytes, kBlockAlignment);
+        round_up(predict(runtime_options, options, model, 1).pinned.least_bytes, kBlockAlignment);
 
   Runtime runtime(runtime_options);
-  Engine engine(runtime, options);
+  const Prediction prediction = predict(runtime_options, options, model, 1);
   std::vector<UnitId> units;
-  for (unsigned u = 0; u < kUnits; ++u) {
-    const std::vector<ParameterSpec> specs{{.name = "unit" + std::to_string(u), .shape = {kElements}}};
-    units.push_back(engine.add_unit(specs.front().name, specs));
-  }
-  const Prediction prediction = predict(runtime_options, options, engine.shape(), 1);
-  engine.initialize([](ParameterId, std::uint64_t, std::span<float> values) { std::ranges::fill(values, 0.5f); });
+  for (const ModelUnit& unit : model.units()) units.push_back(model.unit_of(unit.parameters.front()));
+  Engine engine = Engine::create(runtime, options, model, [](ParameterId, std::uint64_t, std::span<float> values) {
+    std::ranges::fill(values, 0.5f);
+  });
   const auto stream = runtime.device().create_stream("compute");
   std::atomic<std::int64_t> kernel_ns{0};
   const auto kernel = [&](Nanoseconds time) {

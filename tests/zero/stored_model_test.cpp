@@ -25,7 +25,7 @@ using Values = std::map<std::pair<std::string, State>, std::vector<float>>;
 // Every state of every parameter, as the engine has it.
 Values values_of(Engine& engine) {
   Values values;
-  for (const ParameterSpec& spec : engine.parameters()) {
+  for (const ParameterSpec& spec : engine.model().parameters()) {
     std::uint64_t count = 1;
     for (const std::int64_t extent : spec.shape) count *= static_cast<std::uint64_t>(extent);
     for (const State state : {State::master, State::moment1, State::moment2}) {
@@ -40,8 +40,8 @@ Values values_of(Engine& engine) {
 
 Values trained(int ranks, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
   Values values;
-  train_then(ranks, setup, shape, steps, [&](int rank, Engine& engine, const ToyModel&) {
-    Values mine = values_of(engine);
+  train_then(ranks, setup, shape, steps, [&](int rank, ToyModel& model) {
+    Values mine = values_of(model.engine());
     if (rank == 0) values = std::move(mine);
   });
   return values;
@@ -290,10 +290,9 @@ TEST(StoredModel, FilesUnderAnotherRanksNameOrOfAnotherRunAreRefused) {
   ToySetup mixed = toy_setup(Placement::nvme, Placement::nvme, directory / "mixed");
   on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
     Runtime runtime(mixed.runtime, join);
-    Engine engine(runtime, mixed.engine);
-    ToyModel model(engine, {});
-    EXPECT_EQ(engine.find_commit(), std::nullopt);
-    EXPECT_THROW(engine.restore(), StoreError);
+    ToyModel model(runtime, mixed.engine);
+    EXPECT_EQ(model.find_commit(), std::nullopt);
+    EXPECT_THROW(model.restore(), StoreError);
   });
 }
 
@@ -302,11 +301,10 @@ TEST(StoredModel, ATrainerKeepsReadersOutAndReadersLetEachOtherIn) {
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
   {
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, {});
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine);
+    model.initialize();
     model.train(1, 1);
-    engine.settle();
+    model.engine().settle();
     EXPECT_EQ(look_at_store(directory / "store").commits.front().step, 1u);  // looking is free
     try {
       StoredModel stored(directory / "store");
@@ -320,9 +318,8 @@ TEST(StoredModel, ATrainerKeepsReadersOutAndReadersLetEachOtherIn) {
   ToySetup impatient = setup;
   impatient.engine.lock_timeout = Nanoseconds{0};
   Runtime runtime(impatient.runtime);
-  Engine engine(runtime, impatient.engine);
-  ToyModel model(engine, {});
-  EXPECT_THROW(engine.restore(), StoreError);
+  ToyModel model(runtime, impatient.engine);
+  EXPECT_THROW(model.restore(), StoreError);
 }
 
 }  // namespace

@@ -27,24 +27,44 @@ ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string&
 
 LossScaleOptions toy_loss_scale() { return {.dynamic = true, .scale = 0x1.0p21, .window = 2, .hysteresis = 1}; }
 
-ToyModel::ToyModel(Engine& engine, const ToyShape& shape)
-    : engine_(engine), shape_(shape), stream_(engine.runtime().device().create_stream("compute")) {
-  const GroupId no_decay = engine.add_group(shape.vectors);
+Model describe(const ToyShape& shape) {
+  Model model;
+  const GroupId no_decay = model.add_group(shape.vectors);
+  UnitId last;
   for (std::size_t u = 0; u < shape.matrices.size(); ++u) {
     const std::string name = "unit" + std::to_string(u);
     std::vector<ParameterSpec> specs{
         {.name = name + ".matrix", .shape = {shape.matrices[u]}, .dtype = shape.dtype},
         {.name = name + ".norm", .shape = {shape.norm}, .dtype = DType::fp32, .group = no_decay}};
-    const bool frozen = shape.frozen && u == 1;
-    if (frozen)
+    if (shape.frozen && u == 1)
       specs.push_back({.name = name + ".frozen", .shape = {3, 1000}, .dtype = shape.dtype, .trainable = false});
-    Unit unit{.id = engine.add_unit(name, specs, {.binding = shape.binding})};
-    unit.matrix = engine.parameter(name + ".matrix");
-    unit.norm = engine.parameter(name + ".norm");
-    if (frozen) unit.frozen = engine.parameter(name + ".frozen");
-    units_.push_back(unit);
+    last = model.add_unit(name, specs, {.binding = shape.binding});
   }
-  if (shape.tied && units_.size() > 1) engine.tie(units_.back().id, units_.front().matrix);
+  if (shape.tied && shape.matrices.size() > 1) model.tie(last, model.parameter("unit0.matrix"));
+  return model;
+}
+
+ToyModel::ToyModel(Runtime& runtime, const EngineOptions& options, const ToyShape& shape)
+    : runtime_(runtime),
+      options_(options),
+      shape_(shape),
+      model_(describe(shape)),
+      stream_(runtime.device().create_stream("compute")) {
+  for (const ModelUnit& unit : model_.units())
+    units_.push_back({.id = model_.unit_of(unit.parameters.front()),
+                      .matrix = model_.parameter(unit.name + ".matrix"),
+                      .norm = model_.parameter(unit.name + ".norm"),
+                      .frozen = model_.find(unit.name + ".frozen")});
+}
+
+Engine& ToyModel::initialize(const Initializer& initializer, std::span<const std::byte> state) {
+  close();
+  return engine_.emplace(Engine::create(runtime_, options_, model_, initializer, state));
+}
+
+const RestoreReport& ToyModel::restore(const RestoreOptions& restore_options) {
+  close();
+  return *engine_.emplace(Engine::restore(runtime_, options_, model_, restore_options)).restored();
 }
 
 Initializer ToyModel::fill() const {
@@ -70,7 +90,7 @@ constexpr std::uint64_t kMicroBatchStride = 10'000;  // every micro-batch of a s
 
 void ToyModel::forward(std::size_t index, double* sum) {
   const Unit& unit = units_[index];
-  Lease lease = engine_.gather(unit.id, *stream_);
+  Lease lease = engine().gather(unit.id, *stream_);
   std::vector<TensorView> views{lease.view(unit.matrix), lease.view(unit.norm)};
   if (unit.frozen) views.push_back(lease.view(*unit.frozen));
   if (shape_.tied && index + 1 == units_.size() && index > 0) views.push_back(lease.view(units_.front().matrix));
@@ -84,8 +104,8 @@ void ToyModel::forward(std::size_t index, double* sum) {
 void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter,
                              std::uint64_t step) {
   const std::uint64_t seed = shape_.seed + 77 * parameter.index + 1'000'003 * step +
-                             7919 * static_cast<std::uint64_t>(equal_gradients ? 0 : engine_.runtime().rank());
-  stream_->launch("backward", [weights, gradient, seed, scale = gradient_scale * engine_.loss_scale()] {
+                             7919 * static_cast<std::uint64_t>(equal_gradients ? 0 : runtime_.rank());
+  stream_->launch("backward", [weights, gradient, seed, scale = gradient_scale * engine().loss_scale()] {
     std::vector<std::byte> sum = copy_of(gradient);
     add_gradient(copy_of(weights), weights.dtype, sum, gradient.dtype, seed, scale);
     std::ranges::copy(sum, static_cast<std::byte*>(gradient.data));
@@ -94,18 +114,18 @@ void ToyModel::make_gradient(const TensorView& weights, const TensorView& gradie
 
 void ToyModel::backward(std::size_t index, std::uint64_t step, int held) {
   const Unit& unit = units_[index];
-  Lease lease = engine_.gather(unit.id, *stream_);
-  const GradientLease gradients = engine_.gradients(unit.id, *stream_);
+  Lease lease = engine().gather(unit.id, *stream_);
+  const GradientLease gradients = engine().gradients(unit.id, *stream_);
   for (int i = 0; i < held; ++i, step += kMicroBatchStride) {
     make_gradient(lease.view(unit.matrix), gradients.view(unit.matrix), unit.matrix, step);
     make_gradient(lease.view(unit.norm), gradients.view(unit.norm), unit.norm, step);
     if (shape_.tied && index + 1 == units_.size() && index > 0) {
       const ParameterId owner = units_.front().matrix;
-      make_gradient(lease.view(owner), engine_.gradients(units_.front().id, *stream_).view(owner), owner, step + 500);
+      make_gradient(lease.view(owner), engine().gradients(units_.front().id, *stream_).view(owner), owner, step + 500);
     }
   }
   lease.release(*stream_);
-  engine_.finish(unit.id, *stream_);
+  engine().finish(unit.id, *stream_);
   in_backward(index);
 }
 
@@ -114,7 +134,7 @@ double ToyModel::pass(std::uint64_t step, PassOptions options) {
   const int held = vertical ? options.micro_batches : 1;
   double sum = 0;
   try {
-    const PassScope scope = engine_.begin(Pass::train, options);
+    const PassScope scope = engine().begin(Pass::train, options);
     for (std::size_t u = 0; u < units_.size(); ++u) forward(u, &sum);
     for (std::size_t u = units_.size(); u-- > 0;) backward(u, step, held);
   } catch (...) {
@@ -129,7 +149,7 @@ double ToyModel::pass(std::uint64_t step, PassOptions options) {
 double ToyModel::evaluate() {
   double sum = 0;
   {
-    const PassScope scope = engine_.begin(Pass::evaluate);
+    const PassScope scope = engine().begin(Pass::evaluate);
     for (std::size_t u = 0; u < units_.size(); ++u) forward(u, &sum);
   }
   stream_->synchronize();
@@ -141,7 +161,7 @@ void ToyModel::train(std::uint64_t first_step, std::uint64_t last_step) {
     for (int i = 0; i < (vertical ? 1 : micro_batches); ++i)
       pass(step, {.micro_batch = i, .micro_batches = micro_batches});
     const auto state = std::as_bytes(std::span(&step, 1));
-    reports.push_back(engine_.step({.caller_state = state}));
+    reports.push_back(engine().step({.caller_state = state}));
   }
 }
 
@@ -151,18 +171,18 @@ std::ostream& operator<<(std::ostream& out, const Digests& d) {
   return out;
 }
 
-Digests digests_of(Engine& engine, const ToyModel& model) {
+Digests digests_of(ToyModel& model) {
+  Engine& engine = model.engine();
   return {state_digest(engine, State::master), state_digest(engine, State::moment1),
           state_digest(engine, State::moment2), model.losses};
 }
 
 Digests train_once(const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape);
-  engine.initialize(model.fill());
+  ToyModel model(runtime, setup.engine, shape);
+  model.initialize();
   model.train(1, steps);
-  return digests_of(engine, model);
+  return digests_of(model);
 }
 
 }  // namespace hoist::test

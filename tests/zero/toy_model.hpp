@@ -7,6 +7,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,15 +38,27 @@ LossScaleOptions toy_loss_scale();
 // Small budgets, tiny subgroups, clipping active; everything in `parameters` and `optimizer`.
 ToySetup toy_setup(Placement parameters, Placement optimizer, const std::string& directory = "");
 
+// What is trained; units and their matrices are ToyModel's.
+Model describe(const ToyShape& shape);
+
+// Describes, makes its engine, and trains.
 class ToyModel {
  public:
-  ToyModel(Engine& engine, const ToyShape& shape);
+  ToyModel(Runtime& runtime, const EngineOptions& options, const ToyShape& shape = {});
+  Engine& initialize(std::span<const std::byte> state = {}) { return initialize(fill(), state); }
+  Engine& initialize(const Initializer& initializer, std::span<const std::byte> state = {});
+  const RestoreReport& restore(const RestoreOptions& restore_options = {});
+  std::optional<std::uint64_t> find_commit() { return Engine::find_commit(runtime_, options_); }
+  std::vector<KeptStep> find_kept() { return Engine::find_kept(runtime_, options_); }
+  Engine& engine() { return engine_.value(); }  // after initialize() or restore()
+  void close() { engine_.reset(); }
+
+  const Model& model() const { return model_; }
   Initializer fill() const;
   // Forward and backward over all units on `stream`; returns a value that depends on every weight.
   double pass(std::uint64_t step, PassOptions options = {});
   double evaluate();
   void train(std::uint64_t first_step, std::uint64_t last_step);  // inclusive; pass and step() of each
-  Engine& engine() { return engine_; }
   UnitId unit(std::size_t index) const { return units_[index].id; }
   ParameterId matrix(std::size_t index) const { return units_[index].matrix; }
   platform::Stream& stream() { return *stream_; }
@@ -70,8 +83,11 @@ class ToyModel {
   void backward(std::size_t index, std::uint64_t step, int held);
   void make_gradient(const TensorView& weights, const TensorView& gradient, ParameterId parameter, std::uint64_t step);
 
-  Engine& engine_;
+  Runtime& runtime_;
+  EngineOptions options_;
   ToyShape shape_;
+  Model model_;
+  std::optional<Engine> engine_;
   std::unique_ptr<platform::Stream> stream_;
   std::vector<Unit> units_;
 };
@@ -82,7 +98,7 @@ struct Digests {
   friend bool operator==(const Digests&, const Digests&) = default;
 };
 std::ostream& operator<<(std::ostream& out, const Digests& digests);
-Digests digests_of(Engine& engine, const ToyModel& model);
+Digests digests_of(ToyModel& model);
 
 // Trains `steps` steps from scratch in one process and rank; the reference of every comparison.
 Digests train_once(const ToySetup& setup, const ToyShape& shape, std::uint64_t steps);

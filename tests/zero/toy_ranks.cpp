@@ -78,25 +78,24 @@ void on_groups(const std::vector<int>& sizes, const std::function<void(int, int,
 }
 
 void train_then(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps,
-                const std::function<void(int, Engine&, const ToyModel&)>& after) {
+                const std::function<void(int, ToyModel&)>& after) {
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, shape);
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine, shape);
+    Engine& engine = model.initialize();
     model.train(1, steps);
     engine.settle();
-    after(rank, engine, model);
+    after(rank, model);
   });
 }
 
 std::vector<RankRun> train_on(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps) {
   std::vector<RankRun> runs(static_cast<std::size_t>(size));
-  train_then(size, setup, shape, steps, [&](int rank, Engine& engine, const ToyModel& model) {
+  train_then(size, setup, shape, steps, [&](int rank, ToyModel& model) {
     RankRun& run = runs[static_cast<std::size_t>(rank)];
     for (std::size_t link = 0; link < kLinkCount; ++link)
-      run.links.push_back(engine.runtime().ledger().totals(static_cast<Link>(link)));
-    run.digests = digests_of(engine, model);
+      run.links.push_back(model.engine().runtime().ledger().totals(static_cast<Link>(link)));
+    run.digests = digests_of(model);
   });
   return runs;
 }
@@ -105,13 +104,12 @@ Digests train_in_micro_batches(int size, const ToySetup& setup, std::uint64_t st
   Digests digests;
   on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, ToyShape{});
+    ToyModel model(runtime, setup.engine);
     model.micro_batches = static_cast<int>(setup.engine.micro_batches_max);
     model.vertical = setup.engine.micro_batch_order == MicroBatchOrder::vertical && model.micro_batches > 1;
-    engine.initialize(model.fill());
+    model.initialize();
     model.train(1, steps);
-    const Digests mine = digests_of(engine, model);
+    const Digests mine = digests_of(model);
     if (rank == 0) digests = mine;
   });
   return digests;

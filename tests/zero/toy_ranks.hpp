@@ -5,6 +5,8 @@
 #include <functional>
 #include <vector>
 
+#include <hoist/comm/communicator.hpp>
+
 #include "toy_model.hpp"
 
 namespace hoist::test {
@@ -17,9 +19,9 @@ void on_ranks(int size, const std::function<void(int, const Runtime::MakeCommuni
 // rank 0. One group alone has no norm group beside it.
 void on_groups(const std::vector<int>& sizes, const std::function<void(int, int, const Runtime::Groups&)>& body);
 
-// Trains on `size` ranks from scratch and settles, then calls after(rank, engine, model) on each.
+// Trains on `size` ranks from scratch and settles, then calls after(rank, model) on each.
 void train_then(int size, const ToySetup& setup, const ToyShape& shape, std::uint64_t steps,
-                const std::function<void(int, Engine&, const ToyModel&)>& after);
+                const std::function<void(int, ToyModel&)>& after);
 
 struct RankRun {
   Digests digests;

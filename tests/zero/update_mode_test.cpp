@@ -47,7 +47,7 @@ class ForwardMode : public testing::TestWithParam<Where> {
   }
   std::unique_ptr<ToyTraining> fresh(UpdateMode mode = UpdateMode::forward, const ToyShape& shape = {}) const {
     auto run = std::make_unique<ToyTraining>(setup(mode), shape);
-    run->engine.initialize(run->model.fill());
+    run->model.initialize();
     return run;
   }
   // What `steps` undisturbed steps end in.
@@ -67,11 +67,11 @@ TEST_P(ForwardMode, SettlesBetweenAnyTwoSteps) {
     ToySetup s = setup(UpdateMode::forward);
     s.engine.store_directory = store / "store";
     ToyTraining run(s, {});
-    run.engine.initialize(run.model.fill());
+    run.model.initialize();
     run.model.train(1, settled);
-    run.engine.settle();
+    run.engine().settle();
     run.model.train(settled + 1, 6);
-    EXPECT_EQ(digests_of(run.engine, run.model), expected(6)) << "settled after step " << settled;
+    EXPECT_EQ(digests_of(run.model), expected(6)) << "settled after step " << settled;
   }
 }
 
@@ -81,29 +81,29 @@ TEST_P(ForwardMode, EvaluationSeesTheStepThatIsPending) {
   ToySetup s = setup(UpdateMode::step);
   s.engine.store_directory = other / "store";
   ToyTraining step(s, {});
-  step.engine.initialize(step.model.fill());
+  step.model.initialize();
   for (std::uint64_t i = 1; i <= 4; ++i) {
     forward->model.train(i, i);
     step.model.train(i, i);
     EXPECT_EQ(forward->model.evaluate(), step.model.evaluate()) << "after step " << i;
   }
   forward->model.losses = step.model.losses;
-  EXPECT_EQ(digests_of(forward->engine, forward->model), expected(4));
+  EXPECT_EQ(digests_of(forward->model), expected(4));
 }
 
 TEST_P(ForwardMode, ReadsAndWritesSeeTheStepThatIsPending) {
   const auto run = fresh();
   const auto reference = std::make_unique<ToyTraining>(toy_setup(Placement::pinned, Placement::pinned), ToyShape{});
-  reference->engine.initialize(reference->model.fill());
+  reference->model.initialize();
   for (ToyTraining* r : {run.get(), reference.get()}) {
     r->model.train(1, 2);
     std::vector<float> values(100);
-    r->engine.read(r->model.matrix(1), State::master, 50, values);
+    r->engine().read(r->model.matrix(1), State::master, 50, values);
     for (float& value : values) value *= 2;
-    r->engine.write(r->model.matrix(1), State::master, 50, values);
+    r->engine().write(r->model.matrix(1), State::master, 50, values);
     r->model.train(3, 4);
   }
-  EXPECT_EQ(digests_of(run->engine, run->model), digests_of(reference->engine, reference->model));
+  EXPECT_EQ(digests_of(run->model), digests_of(reference->model));
 }
 
 TEST_P(ForwardMode, SkippedAndClippedStepsKeepTheirPlace) {
@@ -112,11 +112,11 @@ TEST_P(ForwardMode, SkippedAndClippedStepsKeepTheirPlace) {
   EXPECT_LT(run->model.reports.back().clip_factor, 1);
   run->model.gradient_scale = std::numeric_limits<float>::infinity();
   run->model.pass(3);
-  EXPECT_FALSE(run->engine.step().applied);
+  EXPECT_FALSE(run->engine().step().applied);
   run->model.losses.pop_back();
   run->model.gradient_scale = 1;
   run->model.train(3, 5);
-  EXPECT_EQ(digests_of(run->engine, run->model), expected(5));
+  EXPECT_EQ(digests_of(run->model), expected(5));
 }
 
 TEST_P(ForwardMode, APassThatIsDroppedLeavesTheRestPending) {
@@ -128,10 +128,10 @@ TEST_P(ForwardMode, APassThatIsDroppedLeavesTheRestPending) {
     };
     EXPECT_THROW(run->model.pass(4), std::runtime_error);
     run->model.in_forward = [](std::size_t) {};
-    run->engine.discard();
+    run->engine().discard();
   }
   run->model.train(4, 6);
-  EXPECT_EQ(digests_of(run->engine, run->model), expected(6));
+  EXPECT_EQ(digests_of(run->model), expected(6));
 }
 
 TEST_P(ForwardMode, UnitsInAnotherOrderAreUpdatedWhenTheyAreAskedFor) {
@@ -139,14 +139,14 @@ TEST_P(ForwardMode, UnitsInAnotherOrderAreUpdatedWhenTheyAreAskedFor) {
   run->model.train(1, 3);
   {
     // Backwards, and only some: neither the expected order nor all of it.
-    const PassScope pass = run->engine.begin(Pass::evaluate);
+    const PassScope pass = run->engine().begin(Pass::evaluate);
     for (const std::size_t unit : {3u, 1u}) {
-      Lease lease = run->engine.gather(run->model.unit(unit), run->model.stream());
+      Lease lease = run->engine().gather(run->model.unit(unit), run->model.stream());
       lease.release(run->model.stream());
     }
   }
   run->model.train(4, 5);
-  EXPECT_EQ(digests_of(run->engine, run->model), expected(5));
+  EXPECT_EQ(digests_of(run->model), expected(5));
 }
 
 TEST_P(ForwardMode, AnOrderlyEndCarriesOutTheLastStep) {
@@ -154,10 +154,10 @@ TEST_P(ForwardMode, AnOrderlyEndCarriesOutTheLastStep) {
     GTEST_SKIP() << "nothing is committed by steps";
   { fresh()->model.train(1, 3); }
   ToyTraining resumed(setup(UpdateMode::forward), {});
-  EXPECT_EQ(resumed.engine.restore().step, 3u);
+  EXPECT_EQ(resumed.model.restore().step, 3u);
   resumed.model.train(4, 5);
   resumed.model.losses = expected(5).losses;
-  EXPECT_EQ(digests_of(resumed.engine, resumed.model), expected(5));
+  EXPECT_EQ(digests_of(resumed.model), expected(5));
 }
 
 TEST_P(ForwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
@@ -165,25 +165,25 @@ TEST_P(ForwardMode, WhoeverWaitsForACommitIsNotLeftWaiting) {
   run->model.train(1, 2);
   run->model.reports.back().committed.wait();  // no pass follows, and nobody settles
   if (GetParam().optimizer == Placement::nvme) {
-    EXPECT_EQ(run->engine.committed_step(), 2u);
+    EXPECT_EQ(run->engine().committed_step(), 2u);
   }
   run->model.train(3, 4);
-  EXPECT_EQ(digests_of(run->engine, run->model), expected(4));
+  EXPECT_EQ(digests_of(run->model), expected(4));
 }
 
 TEST_P(ForwardMode, AnUpdateThatCannotBeCommittedIsReportedByTheNextStep) {
   const auto run = fresh();
   run->model.train(1, 2);
-  run->engine.settle();
-  run->engine.set_learning_rate(GroupId{0}, 1e38);
+  run->engine().settle();
+  run->engine().set_learning_rate(GroupId{0}, 1e38);
   run->model.pass(3);
-  const StepReport report = run->engine.step();
+  const StepReport report = run->engine().step();
   EXPECT_TRUE(report.applied);
-  EXPECT_THROW(run->engine.settle(), Error);
-  EXPECT_THROW(run->engine.settle(), Error);  // the engine has failed for good
+  EXPECT_THROW(run->engine().settle(), Error);
+  EXPECT_THROW(run->engine().settle(), Error);  // the engine has failed for good
   if (GetParam().parameters != Placement::nvme && GetParam().optimizer != Placement::nvme) return;
   EXPECT_THROW(report.committed.wait(), Error);
-  EXPECT_EQ(run->engine.committed_step(), 2u);
+  EXPECT_EQ(run->engine().committed_step(), 2u);
 }
 
 // Of an update that nobody waits for: in mode `forward`, and in `backward`.
@@ -199,9 +199,8 @@ TEST_P(LateUpdates, AFailureOnOneRankIsNamedOnTheOthers) {
   std::atomic<int> named{0};
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model(engine, {});
-    engine.initialize(model.fill());
+    ToyModel model(runtime, setup.engine);
+    Engine& engine = model.initialize();
     model.train(1, 2);
     // Takes one element, in rank 1's shard, beyond all numbers.
     const float huge = 3e38f;
@@ -225,7 +224,7 @@ TEST(ForwardModeOptions, IsRefusedWhereNothingIsOffloaded) {
   ToySetup setup = toy_setup(Placement::device, Placement::device);
   setup.engine.update_mode = UpdateMode::forward;
   Runtime runtime(setup.runtime);
-  EXPECT_THROW(Engine(runtime, setup.engine), ConfigError);
+  EXPECT_THROW(ToyModel(runtime, setup.engine).initialize(), ConfigError);
 }
 
 }  // namespace

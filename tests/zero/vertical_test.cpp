@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -29,15 +30,15 @@ ToySetup vertical(Placement parameters, Placement optimizer, const std::string& 
 }
 
 // The model, set to make its steps of as many micro-batches as the engine was made for, in its order.
-ToyModel model_for(Engine& engine, const ToySetup& setup, const ToyShape& shape = {}) {
-  ToyModel model(engine, shape);
+ToyModel model_for(Runtime& runtime, const ToySetup& setup, const ToyShape& shape = {}) {
+  ToyModel model(runtime, setup.engine, shape);
   model.micro_batches = static_cast<int>(setup.engine.micro_batches_max);
   model.vertical = setup.engine.micro_batch_order == MicroBatchOrder::vertical;
   return model;
 }
 
 std::vector<float> values_of(Engine& engine, ParameterId parameter, State state) {
-  std::vector<float> values(static_cast<std::size_t>(engine.parameters()[parameter.index].shape[0]));
+  std::vector<float> values(static_cast<std::size_t>(engine.model().parameters()[parameter.index].shape[0]));
   engine.read(parameter, state, 0, values);
   return values;
 }
@@ -50,11 +51,13 @@ TEST(Vertical, TheGradientIsTheFloatMeanRoundedOnce) {
   constexpr std::int64_t kCount = 1000;
   tiers::DeviceBlock made = runtime.device_arena().allocate(kMicroBatches * kCount * sizeof(float), "gradients");
   auto* const values = reinterpret_cast<float*>(made.data());
-  Engine engine(runtime, setup.engine);
   const std::vector<ParameterSpec> specs{{.name = "matrix", .shape = {kCount}},
                                          {.name = "norm", .shape = {kCount}, .dtype = DType::fp32}};
-  const UnitId unit = engine.add_unit("unit", specs);
-  engine.initialize([](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.5f); });
+  Model model;
+  const UnitId unit = model.add_unit("unit", specs);
+  Engine engine = Engine::create(runtime, setup.engine, model, [](ParameterId, std::uint64_t, std::span<float> out) {
+    std::ranges::fill(out, 0.5f);
+  });
   const auto stream = runtime.device().create_stream("compute");
   for (int i = 0; i < kMicroBatches * kCount; ++i)
     values[i] = std::sin(static_cast<float>(i) * 0.37f) * std::exp(static_cast<float>(i % 40) - 20.0f);
@@ -88,15 +91,14 @@ std::vector<std::vector<float>> gradients_in(const ToySetup& setup, int ranks,
   std::vector<std::vector<float>> found;
   on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    ToyModel model = model_for(engine, setup, {.frozen = false, .tied = false});
-    engine.initialize(model.fill());
+    ToyModel model = model_for(runtime, setup, {.frozen = false, .tied = false});
+    Engine& engine = model.initialize();
     std::vector<std::vector<float>> gradients, weights;
-    for (std::uint32_t p = 0; p < engine.parameters().size(); ++p)
+    for (std::uint32_t p = 0; p < engine.model().parameters().size(); ++p)
       weights.push_back(values_of(engine, ParameterId{p}, State::master));
     for (int i = 0; i < (model.vertical ? 1 : model.micro_batches); ++i)
       model.pass(1, {.micro_batch = i, .micro_batches = model.micro_batches});
-    for (std::uint32_t p = 0; p < engine.parameters().size(); ++p)
+    for (std::uint32_t p = 0; p < engine.model().parameters().size(); ++p)
       gradients.push_back(values_of(engine, ParameterId{p}, State::gradient));
     engine.discard();
     if (rank != 0) return;
@@ -169,13 +171,12 @@ TEST(Vertical, ClipsByTheNormOfTheMean) {
   const TempDirectory directory;
   const ToySetup setup = vertical(Placement::pinned, Placement::nvme, directory / "store");
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model = model_for(engine, setup);
-  engine.initialize(model.fill());
+  ToyModel model = model_for(runtime, setup);
+  Engine& engine = model.initialize();
   model.pass(1, {.micro_batches = kMicroBatches});
   double squares = 0;
-  for (std::uint32_t p = 0; p < engine.parameters().size(); ++p) {
-    if (!engine.parameters()[p].trainable) continue;
+  for (std::uint32_t p = 0; p < engine.model().parameters().size(); ++p) {
+    if (!engine.model().parameters()[p].trainable) continue;
     for (const float g : values_of(engine, ParameterId{p}, State::gradient))
       squares += static_cast<double>(g) * static_cast<double>(g);
   }
@@ -194,16 +195,15 @@ TEST(Vertical, ARunGoesOnFromItsCommit) {
     for (const std::uint64_t last : {3u, 7u}) {
       on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
         Runtime runtime(setup.runtime, join);
-        Engine engine(runtime, setup.engine);
-        ToyModel model = model_for(engine, setup);
+        ToyModel model = model_for(runtime, setup);
         std::uint64_t first = 1;
         if (last == 3) {
-          engine.initialize(model.fill());
+          model.initialize();
         } else {
-          first = engine.restore().step + 1;
+          first = model.restore().step + 1;
         }
         model.train(first, last);
-        Digests mine = digests_of(engine, model);
+        Digests mine = digests_of(model);
         if (rank == 0) found = mine;
       });
     }
@@ -229,10 +229,9 @@ Moved moved_in(MicroBatchOrder order, int ranks, int micro_batches) {
     ToySetup setup = in_order(order, Placement::nvme, Placement::nvme, directory / "store", micro_batches);
     setup.engine.reuse_distance_elements = 0;  // backward gathers again
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
     ToyModel model =
-        model_for(engine, setup, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
-    engine.initialize(model.fill());
+        model_for(runtime, setup, {.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false});
+    Engine& engine = model.initialize();
     model.train(1, 2);
     engine.settle();
     std::array<std::uint64_t, kLinkCount> before{};
@@ -281,10 +280,7 @@ TEST(Vertical, AddsNothingUpInPinnedMemory) {
 TEST(Vertical, TheSumsCountInTheDeviceBudget) {
   const ToyShape shape{.matrices = {300'000, 300'000, 300'000}, .frozen = false, .tied = false};
   const auto least = [&](const ToySetup& setup) {
-    Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    const ToyModel model(engine, shape);
-    return predict(setup.runtime, setup.engine, engine.shape(), 1).device.least_bytes;
+    return predict(setup.runtime, setup.engine, describe(shape), 1).device.least_bytes;
   };
   const std::uint64_t across = least(in_order(MicroBatchOrder::horizontal, Placement::pinned, Placement::pinned));
   ToySetup setup = vertical(Placement::pinned, Placement::pinned);
@@ -292,9 +288,8 @@ TEST(Vertical, TheSumsCountInTheDeviceBudget) {
   EXPECT_NEAR(static_cast<double>(down - across), 4 * (300'000 + 97), 4096);
   setup.runtime.device_memory_bytes = round_up(across, kBlockAlignment);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model(engine, shape);
-  EXPECT_THROW(engine.initialize(model.fill()), BudgetError);
+  ToyModel model(runtime, setup.engine, shape);
+  EXPECT_THROW(model.initialize(), BudgetError);
 }
 
 // --- what is refused -------------------------------------------------------------------------------------------------
@@ -302,9 +297,8 @@ TEST(Vertical, TheSumsCountInTheDeviceBudget) {
 TEST(Vertical, OnePassMakesTheStep) {
   const ToySetup setup = vertical(Placement::pinned, Placement::pinned);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model = model_for(engine, setup);
-  engine.initialize(model.fill());
+  ToyModel model = model_for(runtime, setup);
+  Engine& engine = model.initialize();
   EXPECT_THROW(model.pass(1, {.micro_batches = kMicroBatches + 1}), UsageError);
   EXPECT_THROW(model.pass(1, {.micro_batch = 1, .micro_batches = kMicroBatches}), UsageError);
   model.pass(1, {.micro_batches = kMicroBatches});
@@ -317,9 +311,8 @@ TEST(Vertical, OnePassMakesTheStep) {
 TEST(Vertical, AMicroBatchThatIsNotFiniteSkipsTheStep) {
   const ToySetup setup = vertical(Placement::pinned, Placement::pinned);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  ToyModel model = model_for(engine, setup);
-  engine.initialize(model.fill());
+  ToyModel model = model_for(runtime, setup);
+  Engine& engine = model.initialize();
   const std::string before = state_digest(engine, State::master);
   model.gradient_scale = std::numeric_limits<float>::infinity();
   model.pass(1, {.micro_batches = kMicroBatches});
@@ -332,9 +325,8 @@ TEST(Vertical, RanksThatHoldDifferentNumbersAreNamed) {
   try {
     on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      ToyModel model = model_for(engine, setup);
-      engine.initialize(model.fill());
+      ToyModel model = model_for(runtime, setup);
+      Engine& engine = model.initialize();
       model.pass(1, {.micro_batches = 2 + rank});
       engine.step();
     });
