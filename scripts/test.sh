@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs what is missing, builds a preset and runs its tests.
+# Installs what is missing, builds a preset, runs its tests and says which were skipped, and why.
 #
 #   scripts/test.sh [PRESET] [CTEST ARGUMENT...]      PRESET: dev (default), asan, tsan, cuda
 set -euo pipefail
@@ -11,5 +11,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/install-deps.sh
 cmake --preset "$preset"
-cmake --build --preset "$preset"
-ctest --preset "$preset" --parallel "$(nproc)" "$@"
+NINJA_STATUS='[%f of %t, %e s] ' cmake --build --preset "$preset"
+rm -f "build/$preset/skipped/"*
+status=0
+ctest --preset "$preset" --parallel "$(nproc)" "$@" || status=$?
+
+# Reasons that come up often are printed once, with a count.
+skipped=$(cat "build/$preset/skipped/"* 2>/dev/null || true)
+if [ -n "$skipped" ]; then
+  echo
+  echo "Skipped tests, by reason (build/$preset/skipped names them):"
+  sed 's/^[^:]*: [^:]*: //' <<<"$skipped" | sort | uniq -c | sort -rn
+fi
+exit "$status"

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
-#include <thread>
 
 #include <fmt/format.h>
 
@@ -13,6 +12,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
+#include <hoist/tests/support/meeting.hpp>
 
 using namespace hoist;
 
@@ -46,7 +46,7 @@ int main(int argc, char** argv) {
   options.timeout = std::chrono::milliseconds(300);
   const auto communicator = comm::make_mpi(options);
   if (communicator->rank() == 1) {
-    std::this_thread::sleep_for(std::chrono::seconds(5));
+    test::meet("absent-rank", 1, 2);  // absent from MPI, until the other has given up on it
     return 0;
   }
   const std::string first = wait_in_vain(*communicator, argc > 1 && std::strcmp(argv[1], "data") == 0);
@@ -54,5 +54,6 @@ int main(int argc, char** argv) {
   const bool right = first.find("within 300 ms") != std::string::npos && later.find("refused") != std::string::npos;
   fmt::print("{}: {} | {}\n", right ? "as expected" : "WRONG", first, later);
   std::fflush(stdout);
+  test::meet("absent-rank", 0, 2);
   return right ? 0 : 1;
 }

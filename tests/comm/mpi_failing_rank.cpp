@@ -5,6 +5,7 @@
 //   mpirun -np 4 mpi_failing_rank slices: two slices of two ranks, and a communicator over all four, all the program's
 #include <chrono>
 #include <cstdio>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -12,10 +13,10 @@
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/mpi.hpp>
-#include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
+#include <hoist/tests/support/meeting.hpp>
 
 using namespace hoist;
 
@@ -23,8 +24,7 @@ namespace {
 
 constexpr int kFails = 1;  // in the world
 constexpr const char* kReason = "read of /store failed: Input/output error";
-constexpr std::chrono::minutes kTimeout{10};
-constexpr std::chrono::seconds kAtOnce{20};  // these machines are busy; a thirtieth of the time-out
+constexpr std::chrono::minutes kTimeout{10};  // longer than ctest lets this run: whoever hears of it was told
 
 template <typename Call>
 std::string comm_error_of(const Call& call) {
@@ -85,21 +85,21 @@ bool names_it(const std::string& text) {
 int main(int argc, char** argv) {
   Job job = join(argc > 1 ? argv[1] : "control");
   std::string first;
-  const TimePoint start = Clock::now();
+  int ranks = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &ranks);
   if (job.rank == kFails) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the others wait by now
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // so that the others wait already, most of the time
     job.fails->abort(kReason);
     job.fails->abort("a second reason");
     first = comm_error_of([&] { (job.waits ? *job.waits : *job.fails).barrier(); });
   } else {
     first = wait_in_vain(job);
   }
-  const bool soon = Clock::now() - start < kAtOnce;
   const bool subject = job.mode != "data" || job.rank == kFails || first.find("'layer 7'") != std::string::npos;
   const std::string later = comm_error_of([&] { job.fails->barrier(); });
-  const bool right = soon && subject && names_it(first) && names_it(later) && job.fails->broken();
+  const bool right = subject && names_it(first) && names_it(later) && job.fails->broken();
   fmt::print("{} on rank {}: {} | {}\n", right ? "as expected" : "WRONG", job.rank, first, later);
   std::fflush(stdout);
-  std::this_thread::sleep_for(std::chrono::seconds(2));  // the launcher ends the job with the first to go
+  test::meet("failing-rank", job.rank, ranks);
   return right ? 0 : 1;
 }
