@@ -169,7 +169,7 @@ Finding node(const Machine& machine, unsigned major, unsigned minor) {
   finding.found = fmt::format("{}: the I/O thread and buffers go there", *node);
   finding.data["node"] = *node;
   std::vector<int> elsewhere;
-  for (const Card& card : find_cards(machine)) {
+  for (const PciGpu& card : find_cards(machine)) {
     if (card.node == node) return finding;
     if (card.node) elsewhere.push_back(*card.node);
   }
