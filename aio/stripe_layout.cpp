@@ -84,7 +84,7 @@ void StripeLayout::lay_pattern() {
   }
 }
 
-StripeLayout::Place StripeLayout::place(std::uint64_t logical_offset_bytes) const {
+StripeLayout::DriveOffset StripeLayout::place(std::uint64_t logical_offset_bytes) const {
   if (drive_count() == 1)
     return {0, logical_offset_bytes, std::numeric_limits<std::uint64_t>::max() - logical_offset_bytes};
   const std::uint64_t unit = logical_offset_bytes / unit_bytes_;

@@ -35,12 +35,12 @@ class StripeLayout {
   const std::vector<std::uint32_t>& weights() const { return weights_; }
   unsigned drive_count() const { return static_cast<unsigned>(weights_.size()); }
 
-  struct Place {
+  struct DriveOffset {
     unsigned drive = 0;
     std::uint64_t offset_bytes = 0;  // on that drive
     std::uint64_t run_bytes = 0;     // this many bytes are contiguous both in the logical file and there
   };
-  Place place(std::uint64_t logical_offset_bytes) const;
+  DriveOffset place(std::uint64_t logical_offset_bytes) const;
   // The inverse. `place(logical_offset(d, o))` is drive d at offset o.
   std::uint64_t logical_offset(unsigned drive, std::uint64_t offset_bytes) const;
   // How many of the first `logical_bytes` bytes are on the drive: the space it needs, and the offset of a range on it.

@@ -71,7 +71,7 @@ void check(cudaError_t code, const char* call) {
   if (code != cudaSuccess) throw std::runtime_error(fmt::format("{}: {}", call, cudaGetErrorString(code)));
 }
 
-// What a program without hoist would do.
+// The copy that a program without hoist would make.
 class Plain {
  public:
   explicit Plain(std::uint64_t bytes) : bytes_(bytes) {

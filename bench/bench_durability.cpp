@@ -6,7 +6,7 @@
 //
 // 1. One store, alternating by step. An engine that commits every fourth step, everything on NVMe: what a step with a
 //    commit takes against the one before or after it without. The same bytes, the same files, the same places in them.
-//    Everything a step wrote has landed before its clock stops. Two of the steps without a commit are the control.
+//    All writes of a step are done before its clock stops. Two of the steps without a commit are the control.
 // 2. Durability `step` against `none`: two engines take turns, a step each or several (order alternating), each turn
 //    settled before the clock stops. `none` against itself is the control. The two stores lie at different places of
 //    the drive, which may weigh more than the commits: 1 is the honest figure where flushes are fast. The passes do no
@@ -135,7 +135,7 @@ class Training {
     return seconds;
   }
 
-  // Of a step that has landed to its last byte, whether it is committed or not.
+  // Seconds of a step whose writes are all done, committed or not.
   double landed_step() {
     const TimePoint begin = Clock::now();
     step();
@@ -209,7 +209,7 @@ Ratios with_checksums_twice(const Arguments& arguments, const std::string& store
   return ratios;
 }
 
-// Of one tile after another that is in cache, as the update has it.
+// Computes the checksums of one tile after another in cache, as in the update.
 double checksum_ns_per_byte() {
   std::vector<std::byte> tile(tiers::kTileElements * 10, std::byte{0x5A});
   constexpr int kRounds = 400;

@@ -37,7 +37,8 @@ std::string optimizer_place(const EngineOptions& engine) {
 
 std::string commits_text(const EngineOptions& engine) {
   if (engine.store_directory.empty()) return "none: there is no store, so nothing can be saved or resumed";
-  const std::string kept = engine.keep_steps == 0 ? "" : fmt::format("; named checkpoints that stay: {}", engine.keep_steps);
+  const std::string kept =
+      engine.keep_steps == 0 ? "" : fmt::format("; named checkpoints that stay: {}", engine.keep_steps);
   if (engine.durability == tiers::Durability::step)
     return (engine.commit_every == 1 ? "every step" : fmt::format("every {} steps", engine.commit_every)) + kept;
   const bool nvme = engine.parameters == Placement::nvme || engine.optimizer == Placement::nvme;

@@ -14,14 +14,14 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 // Half open.
-struct Range {
+struct TextRange {
   std::size_t begin = 0;
   std::size_t end = 0;
 };
 
 struct Member {
-  Range name;  // quotes included
-  Range value;
+  TextRange name;  // quotes included
+  TextRange value;
 };
 
 bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }

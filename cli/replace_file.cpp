@@ -26,18 +26,18 @@ IoError io_error(const char* operation, const std::string& path) {
 }
 
 // A file beside `target`, removed again unless it was renamed.
-class Draft {
+class TemporaryFile {
  public:
-  explicit Draft(const std::string& target) : target_(target), path_(target + ".XXXXXX") {
+  explicit TemporaryFile(const std::string& target) : target_(target), path_(target + ".XXXXXX") {
     descriptor_ = ::mkostemp(path_.data(), O_CLOEXEC);
     if (descriptor_ < 0) throw io_error("create", path_);
   }
-  ~Draft() {
+  ~TemporaryFile() {
     ::close(descriptor_);
     if (!renamed_) ::unlink(path_.c_str());
   }
-  Draft(const Draft&) = delete;
-  Draft& operator=(const Draft&) = delete;
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
 
   void write(const std::string& text) const {
     for (std::size_t at = 0; at < text.size();) {
@@ -81,7 +81,7 @@ class Draft {
 void replace_file(const std::string& path, const std::string& text) {
   std::error_code error;
   const fs::path real = fs::weakly_canonical(path, error);
-  Draft draft(error ? path : real.string());
+  TemporaryFile draft(error ? path : real.string());
   draft.write(text);
   draft.take_permissions();
   draft.rename();

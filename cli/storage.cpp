@@ -145,7 +145,7 @@ std::string drive_title(const std::string& path, const measure::DriveFacts& fact
 }
 
 Json machine_json() {
-  const measure::MachineFacts facts = measure::machine_facts();
+  const measure::MachineDescription facts = measure::machine_facts();
   return {{"processor", facts.processor},
           {"processors", facts.processors},
           {"memory_bytes", facts.memory_bytes},

@@ -196,7 +196,7 @@ class MpiTransport final : public Transport {
  private:
   static constexpr int kTag = 0;
   static constexpr std::chrono::milliseconds kQuiet{50};  // others are late for their own reasons
-  static constexpr std::chrono::seconds kAnswerTime{5};   // for whoever polls at least every 500 us
+  static constexpr std::chrono::seconds kAnswerTime{5};   // for ranks that poll at least every 500 us
 
   MPI_Request* new_request() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
 
@@ -222,8 +222,8 @@ class MpiTransport final : public Transport {
     MPI_Type_free(&run);
   }
 
-  // message(peer, source, target, bytes) for every message to and from another rank, nearest higher rank first, so
-  // that not everybody sends to rank 0 at once. `source` is for `peer`, `target` is where the bytes from `peer` go.
+  // message(peer, source, target, bytes) for every message to and from another rank, nearest higher rank first, so that
+  // not all ranks send to rank 0 at once. `source` is for `peer`, `target` is where the bytes from `peer` go.
   template <typename Message>
   void for_each_message(std::span<const ShardExchange> parts, const Message& message) {
     for (int step = 1; step < size_; ++step) {

@@ -26,23 +26,23 @@ namespace hoist::comm {
 
 namespace {
 
-enum class Operation : std::uint8_t { join, all_gather, exchange, broadcast, barrier, duplicate, split };
+enum class MeetingKind : std::uint8_t { join, all_gather, exchange, broadcast, barrier, duplicate, split };
 
-const char* operation_name(Operation operation) {
+const char* operation_name(MeetingKind operation) {
   switch (operation) {
-    case Operation::join:
+    case MeetingKind::join:
       return "join";
-    case Operation::all_gather:
+    case MeetingKind::all_gather:
       return "all_gather";
-    case Operation::exchange:
+    case MeetingKind::exchange:
       return "exchange";
-    case Operation::broadcast:
+    case MeetingKind::broadcast:
       return "broadcast";
-    case Operation::barrier:
+    case MeetingKind::barrier:
       return "barrier";
-    case Operation::duplicate:
+    case MeetingKind::duplicate:
       return "duplicate";
-    case Operation::split:
+    case MeetingKind::split:
       return "split";
   }
   return "?";
@@ -50,7 +50,7 @@ const char* operation_name(Operation operation) {
 
 // A rank's offer at a meeting. Everything except `payload` must be equal on all ranks.
 struct Offer {
-  Operation operation = Operation::barrier;
+  MeetingKind operation = MeetingKind::barrier;
   std::uint64_t part_count = 0;
   std::uint64_t total_bytes = 0;
   int root = 0;
@@ -63,7 +63,7 @@ struct Offer {
   }
   std::string text() const {
     return fmt::format("{} of {} bytes in {} parts{}", operation_name(operation), total_bytes, part_count,
-                       operation == Operation::broadcast ? fmt::format(" from rank {}", root) : "");
+                       operation == MeetingKind::broadcast ? fmt::format(" from rank {}", root) : "");
   }
   std::string name() const {
     return what.empty() ? operation_name(operation) : fmt::format("{} of '{}'", operation_name(operation), what);
@@ -230,7 +230,7 @@ class ThreadTransport final : public Transport {
   int size() const override { return channel_->size(); }
 
   void all_gather(std::span<const GatherPiece> pieces) override {
-    Offer offer{Operation::all_gather, pieces.size(), 0, 0, pieces.data(), subject_of(pieces)};
+    Offer offer{MeetingKind::all_gather, pieces.size(), 0, 0, pieces.data(), subject_of(pieces)};
     for (const GatherPiece& piece : pieces) offer.total_bytes += piece.shard_bytes;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == rank_) return;
@@ -243,7 +243,7 @@ class ThreadTransport final : public Transport {
   }
 
   void exchange_shards(std::span<const ShardExchange> parts) override {
-    Offer offer{Operation::exchange, parts.size(), 0, 0, parts.data(), subject_of(parts)};
+    Offer offer{MeetingKind::exchange, parts.size(), 0, 0, parts.data(), subject_of(parts)};
     for (const ShardExchange& part : parts) offer.total_bytes += part.chunk_bytes;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       const auto* const theirs = static_cast<const ShardExchange*>(payload);
@@ -256,20 +256,20 @@ class ThreadTransport final : public Transport {
   }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
-    const Offer offer{Operation::broadcast, 1, bytes.size(), root, bytes.data(), {}};
+    const Offer offer{MeetingKind::broadcast, 1, bytes.size(), root, bytes.data(), {}};
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == root && peer != rank_) copy(bytes.data(), static_cast<const std::byte*>(payload), bytes.size());
     });
   }
 
   void barrier() override {
-    channel_->meet(rank_, Offer{Operation::barrier, 0, 0, 0, nullptr, {}}, timeout_, [](int, const void*) {});
+    channel_->meet(rank_, Offer{MeetingKind::barrier, 0, 0, 0, nullptr, {}}, timeout_, [](int, const void*) {});
   }
 
   std::unique_ptr<Transport> duplicate() override {
     // Rank 0 makes the channel and the others take theirs from it.
     std::shared_ptr<Channel> channel = rank_ == 0 ? group_.make_channel(size()) : nullptr;
-    const Offer offer{Operation::duplicate, 0, 0, 0, &channel, {}};
+    const Offer offer{MeetingKind::duplicate, 0, 0, 0, &channel, {}};
     std::shared_ptr<Channel> shared;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == 0) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
@@ -281,7 +281,7 @@ class ThreadTransport final : public Transport {
   std::unique_ptr<Transport> split(int ranks) override {
     const int first = rank_ - rank_ % ranks;
     std::shared_ptr<Channel> channel = rank_ == first ? group_.make_channel(ranks) : nullptr;
-    const Offer offer{Operation::split, static_cast<std::uint64_t>(ranks), 0, 0, &channel, {}};
+    const Offer offer{MeetingKind::split, static_cast<std::uint64_t>(ranks), 0, 0, &channel, {}};
     std::shared_ptr<Channel> shared;
     channel_->meet(rank_, offer, timeout_, [&](int peer, const void* payload) {
       if (peer == first) shared = *static_cast<const std::shared_ptr<Channel>*>(payload);
@@ -339,7 +339,8 @@ std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOpti
   auto communicator = std::make_unique<detail::HostCommunicator>(
       "threads", std::make_shared<ThreadTransport>(shared_->data, rank, options.timeout, calls),
       std::make_shared<ThreadTransport>(shared_->control, rank, options.timeout, calls), options);
-  shared_->entrance->meet(rank, Offer{Operation::join, 0, 0, 0, nullptr, {}}, options.timeout, [](int, const void*) {});
+  shared_->entrance->meet(rank, Offer{MeetingKind::join, 0, 0, 0, nullptr, {}}, options.timeout,
+                          [](int, const void*) {});
   return communicator;
 }
 

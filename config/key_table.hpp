@@ -95,7 +95,7 @@ std::vector<const KeyRow*> members_of(std::string_view section_path);
 std::string_view last_part(std::string_view path);
 std::string_view section_of(std::string_view path);  // "" at the top level
 
-// What the row allows, for messages and the reference: "an integer from 1 to 4096".
+// The allowed values of a row, for messages and the reference: "an integer from 1 to 4096".
 std::string allowed_text(const KeyRow& row);
 
 // The most similar of some names, if it is similar enough for a typing error; else empty.

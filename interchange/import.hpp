@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // interchange/import.hpp - reads initial values from safetensors files.
 //
-//   engine.initialize(interchange::fill_from("weights/", engine.parameters()));
+//   auto engine = Engine::create(runtime, options, model, interchange::fill_from("weights/", model.parameters()));
 //
 // Each rank reads only the elements it owns, whatever the world size. F32 tensors become the masters bit by bit; BF16
 // and F16 ones are widened, which is exact.

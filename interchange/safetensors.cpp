@@ -112,9 +112,9 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
   bool binary(binary_t&) override { fail("binary data"); }
 
   bool number_unsigned(number_unsigned_t value) override {
-    if (place_ == Place::shape) {
+    if (state_ == ParserState::shape) {
       tensor().shape.push_back(value);
-    } else if (place_ == Place::offsets && offset_count_ < 2) {
+    } else if (state_ == ParserState::offsets && offset_count_ < 2) {
       (offset_count_++ == 0 ? tensor().begin_bytes : tensor().end_bytes) = value;
     } else {
       fail(fmt::format("the number {}", value));
@@ -123,9 +123,9 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool string(string_t& value) override {
-    if (place_ == Place::metadata) {
+    if (state_ == ParserState::metadata) {
       if (!header_.metadata.emplace(key_, value).second) problem(fmt::format("__metadata__ has \"{}\" twice", key_));
-    } else if (place_ == Place::tensor && key_ == "dtype") {
+    } else if (state_ == ParserState::tensor && key_ == "dtype") {
       const auto type = find_tensor_type(value);
       if (!type) problem(fmt::format("tensor '{}' has the unknown dtype \"{}\"", tensor().name, value));
       tensor().type = *type;
@@ -137,14 +137,14 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool start_object(std::size_t) override {
-    if (place_ == Place::start) {
-      place_ = Place::root;
-    } else if (place_ == Place::root && key_ == kMetadataName) {
-      place_ = Place::metadata;
-    } else if (place_ == Place::root) {
+    if (state_ == ParserState::start) {
+      state_ = ParserState::root;
+    } else if (state_ == ParserState::root && key_ == kMetadataName) {
+      state_ = ParserState::metadata;
+    } else if (state_ == ParserState::root) {
       header_.tensors.push_back({.name = key_});
       seen_ = 0;
-      place_ = Place::tensor;
+      state_ = ParserState::tensor;
     } else {
       fail("an object");
     }
@@ -152,24 +152,24 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool end_object() override {
-    if (place_ == Place::tensor && seen_ != kAll) {
+    if (state_ == ParserState::tensor && seen_ != kAll) {
       problem(fmt::format("tensor '{}' lacks {}", tensor().name,
                           !(seen_ & kDtype)   ? "dtype"
                           : !(seen_ & kShape) ? "shape"
                                               : "data_offsets"));
     }
-    place_ = place_ == Place::root ? Place::end : Place::root;
+    state_ = state_ == ParserState::root ? ParserState::end : ParserState::root;
     return true;
   }
 
   bool start_array(std::size_t) override {
-    if (place_ == Place::tensor && key_ == "shape") {
+    if (state_ == ParserState::tensor && key_ == "shape") {
       see(kShape);
-      place_ = Place::shape;
-    } else if (place_ == Place::tensor && key_ == "data_offsets") {
+      state_ = ParserState::shape;
+    } else if (state_ == ParserState::tensor && key_ == "data_offsets") {
       see(kOffsets);
       offset_count_ = 0;
-      place_ = Place::offsets;
+      state_ = ParserState::offsets;
     } else {
       fail("a list");
     }
@@ -177,18 +177,18 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool end_array() override {
-    if (place_ == Place::offsets && offset_count_ != 2) {
+    if (state_ == ParserState::offsets && offset_count_ != 2) {
       problem(fmt::format("data_offsets of tensor '{}' are not two numbers", tensor().name));
     }
-    place_ = Place::tensor;
+    state_ = ParserState::tensor;
     return true;
   }
 
   bool key(string_t& name) override {
     key_ = name;
-    if (place_ == Place::root && name == kMetadataName) {
+    if (state_ == ParserState::root && name == kMetadataName) {
       if (std::exchange(metadata_seen_, true)) problem("__metadata__ is there twice");
-    } else if (place_ == Place::tensor && name != "dtype" && name != "shape" && name != "data_offsets") {
+    } else if (state_ == ParserState::tensor && name != "dtype" && name != "shape" && name != "data_offsets") {
       problem(fmt::format("tensor '{}' has the unknown key \"{}\"", tensor().name, name));
     }
     return true;
@@ -199,7 +199,7 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
 
  private:
-  enum class Place : std::uint8_t { start, root, metadata, tensor, shape, offsets, end };
+  enum class ParserState : std::uint8_t { start, root, metadata, tensor, shape, offsets, end };
   static constexpr unsigned kDtype = 1, kShape = 2, kOffsets = 4, kAll = 7;
 
   TensorInfo& tensor() { return header_.tensors.back(); }
@@ -213,13 +213,13 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
 
   // A value of a kind that the format does not allow here.
   [[noreturn]] void fail(const std::string& found) const {
-    switch (place_) {
-      case Place::start:
-      case Place::end:
+    switch (state_) {
+      case ParserState::start:
+      case ParserState::end:
         problem(fmt::format("the header is {}, not an object", found));
-      case Place::root:
+      case ParserState::root:
         problem(fmt::format("\"{}\" is {}, not an object", key_, found));
-      case Place::metadata:
+      case ParserState::metadata:
         problem(fmt::format("\"{}\" in __metadata__ is {}, not a text", key_, found));
       default:
         problem(fmt::format("{} of tensor '{}' has {}", key_, header_.tensors.back().name, found));
@@ -228,7 +228,7 @@ class HeaderBuilder : public nlohmann::json_sax<nlohmann::json> {
 
   const std::string& origin_;
   SafetensorsHeader header_;
-  Place place_ = Place::start;
+  ParserState state_ = ParserState::start;
   std::string key_;
   unsigned seen_ = 0;
   unsigned offset_count_ = 0;

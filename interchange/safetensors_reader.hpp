@@ -37,7 +37,7 @@ class SafetensorsFile {
   SafetensorsHeader header_;
 };
 
-// What Hugging Face's tools save: one file, or shards named by an index ("model.safetensors.index.json").
+// A model as Hugging Face's tools save it: one file, or shards named by an index ("model.safetensors.index.json").
 class SafetensorsModel {
  public:
   struct Tensor {

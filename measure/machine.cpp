@@ -85,8 +85,8 @@ DriveFacts drive_facts(const std::string& directory) {
   return facts;
 }
 
-MachineFacts machine_facts() {
-  MachineFacts facts;
+MachineDescription machine_facts() {
+  MachineDescription facts;
   std::ifstream processors("/proc/cpuinfo");
   for (std::string line; std::getline(processors, line);) {
     if (!line.starts_with("model name")) continue;

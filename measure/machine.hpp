@@ -20,13 +20,13 @@ struct DriveFacts {
 };
 DriveFacts drive_facts(const std::string& directory);
 
-struct MachineFacts {
+struct MachineDescription {
   std::string processor;
   unsigned processors = 0;  // that this process may use
   std::uint64_t memory_bytes = 0;
   std::string kernel;
   std::string transparent_huge_pages;  // the setting in effect: "always", "madvise", "never"
 };
-MachineFacts machine_facts();
+MachineDescription machine_facts();
 
 }  // namespace hoist::measure

@@ -46,14 +46,14 @@ void take_over([[maybe_unused]] void* address) {
 
 // Binds workers while they are in the arena; oneTBB shares its workers between arenas. The calling thread stays where
 // its program put it.
-class Placement final : public tbb::task_scheduler_observer {
+class WorkerBinding final : public tbb::task_scheduler_observer {
  public:
-  Placement(tbb::task_arena& arena, detail::Processors processors)
+  WorkerBinding(tbb::task_arena& arena, detail::Processors processors)
       : tbb::task_scheduler_observer(arena), processors_(std::move(processors)) {
     hand_over(this);
     observe(true);
   }
-  ~Placement() override {
+  ~WorkerBinding() override {
     observe(false);  // waits for callbacks in progress
     take_over(this);
   }
@@ -170,7 +170,7 @@ struct UpdatePool::Arena {
   const unsigned threads;
   std::optional<tbb::global_control> allowance;
   tbb::task_arena arena;
-  std::optional<Placement> placement;
+  std::optional<WorkerBinding> placement;
 };
 
 UpdatePool::UpdatePool(const UpdatePoolOptions& options) {

@@ -47,7 +47,7 @@ class FetchPlanner {
   // All fetches that the plan of a kind of pass would issue, in order; empty before the first was recorded.
   std::vector<Item> planned_fetches(std::size_t kind) const;
   bool following() const { return following_; }
-  const AccessTrace& trace() const { return trace_; }  // of the pass under way, or of the last one
+  const AccessTrace& trace() const { return trace_; }  // of the current pass, or of the last one
   // Fetches of each item in one pass of this kind, by its plan; empty before the first was recorded.
   std::vector<std::uint32_t> fetch_counts(std::size_t kind) const;
 

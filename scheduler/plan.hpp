@@ -72,8 +72,8 @@ struct Plan {
   }
 };
 
-// What the slots hold at a point of a pass, and the rules for changing it; used by plan() and by the FetchPlanner, so
-// that both see the same residency.
+// The content of the slots at a point of a pass, and the rules for changing it; used by plan() and by the FetchPlanner,
+// so that both see the same residency.
 class SlotTable {
  public:
   SlotTable(std::span<const ItemShape> items, std::uint32_t slot_count);

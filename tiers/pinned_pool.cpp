@@ -16,13 +16,13 @@ namespace {
 
 using platform::HostMemory;
 
-struct Place {
+struct PoolPiece {
   std::uint64_t offset;
   std::uint64_t end;
 };
 
 // The position of a piece when `used` bytes are taken: the rule of both plan and pool.
-Place place(std::uint64_t used, std::uint64_t bytes) {
+PoolPiece place(std::uint64_t used, std::uint64_t bytes) {
   const std::uint64_t rounded = round_up(bytes, kBlockAlignment);
   const std::uint64_t left_in_slice = HostMemory::kSliceBytes - used % HostMemory::kSliceBytes;
   const bool fits_a_slice = rounded <= HostMemory::kSliceBytes;
@@ -33,7 +33,7 @@ Place place(std::uint64_t used, std::uint64_t bytes) {
 }  // namespace
 
 std::uint64_t PinnedPlan::add(std::uint64_t bytes) {
-  const Place piece = place(bytes_, bytes);
+  const PoolPiece piece = place(bytes_, bytes);
   bytes_ = piece.end;
   return piece.offset;
 }
@@ -46,7 +46,7 @@ PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
                .touch_threads = options.touch_threads}) {}
 
 std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& what) {
-  const Place piece = place(used_bytes_, bytes);
+  const PoolPiece piece = place(used_bytes_, bytes);
   HOIST_ASSERT(piece.end <= memory_.bytes().size(), "{} of {} bytes at {} was not in the plan of {} bytes", what, bytes,
                piece.offset, memory_.bytes().size());
   used_bytes_ = piece.end;

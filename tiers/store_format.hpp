@@ -57,7 +57,7 @@ struct Superblock {
   }
   // One slot more than kept steps, so that a new one is whole before an old one goes.
   std::uint32_t slot_count() const { return kSlotCount + (kept_steps_max > 0 ? kept_steps_max + 1 : 0); }
-  // Where things lie, all multiples of 4 KiB.
+  // Positions, all multiples of 4 KiB.
   std::uint64_t superblock_bytes() const {
     return round_up(kSuperblockHeaderBytes + layout.size() + stripes.size(), kBlockAlignment);
   }

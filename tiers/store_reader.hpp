@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/store_reader.hpp - one rank's store, read-only: any one of its commits, verified, without continuing it.
 //
-// For tools and for whoever takes over another rank's state. Store is for the process that trains.
+// For tools and for ranks that take over another rank's state. Store is for the process that trains.
 //
 // Threading  One thread at a time per object.
 // Memory     The record tables and one commit's image; kept as long as the object.
@@ -36,7 +36,7 @@ class StoreReader {
   std::vector<CorruptionError> check(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                                      std::span<std::byte> target);
   std::span<const std::byte> caller_state() const;
-  std::uint64_t memory_bytes() const;  // what it keeps, for whoever has a budget
+  std::uint64_t memory_bytes() const;  // its memory, for callers with a budget
 
  private:
   class Impl;

@@ -11,12 +11,12 @@
 
 namespace hoist::cli {
 
-struct Card {
+struct PciGpu {
   std::string address;  // "0000:17:00.0"
   std::optional<int> node;
   std::optional<std::uint64_t> lanes, lanes_max;  // PCIe
 };
 
-std::vector<Card> find_cards(const Machine& machine);
+std::vector<PciGpu> find_cards(const Machine& machine);
 
 }  // namespace hoist::cli

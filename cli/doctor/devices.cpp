@@ -40,7 +40,7 @@ std::string find_program(const std::string& name) {
   return {};
 }
 
-Finding driver(const Machine& machine, const std::vector<Card>& cards) {
+Finding driver(const Machine& machine, const std::vector<PciGpu>& cards) {
   const auto version = first_line(machine.sys + "/module/nvidia/version");
   Finding finding{.subject = "NVIDIA driver", .found = version ? "version " + *version : "not loaded"};
   finding.data = {{"version", version.value_or("")}, {"cards", cards.size()}};
@@ -52,7 +52,7 @@ Finding driver(const Machine& machine, const std::vector<Card>& cards) {
   return finding;
 }
 
-Finding usable_devices(const std::vector<Card>& cards) {
+Finding usable_devices(const std::vector<PciGpu>& cards) {
   std::string why;
   const int count = platform::cuda_device_count(&why);
   Finding finding{.subject = "CUDA devices",
@@ -95,9 +95,9 @@ Finding toolkit() {
   return finding;
 }
 
-Finding card_link(const Card& card) {
+Finding card_link(const PciGpu& card) {
   Finding finding{
-      .subject = "card " + card.address,
+      .subject = "GPU " + card.address,
       .found = fmt::format("NUMA node {}, {} of {} PCIe lanes", card.node ? fmt::format("{}", *card.node) : "unknown",
                            card.lanes.value_or(0), card.lanes_max.value_or(0))};
   finding.data = {{"address", card.address},
@@ -139,8 +139,8 @@ Finding mpi() {
 
 }  // namespace
 
-std::vector<Card> find_cards(const Machine& machine) {
-  std::vector<Card> cards;
+std::vector<PciGpu> find_cards(const Machine& machine) {
+  std::vector<PciGpu> cards;
   std::error_code failed;
   const fs::path bus = fs::path(machine.sys) / "bus/pci/devices";
   for (fs::directory_iterator entry(bus, failed), end; !failed && entry != end; entry.increment(failed)) {
@@ -154,14 +154,14 @@ std::vector<Card> find_cards(const Machine& machine) {
                      .lanes = number_in(base + "/current_link_width"),
                      .lanes_max = number_in(base + "/max_link_width")});
   }
-  std::ranges::sort(cards, {}, &Card::address);
+  std::ranges::sort(cards, {}, &PciGpu::address);
   return cards;
 }
 
 Section look_at_devices(const Machine& machine) {
-  const std::vector<Card> cards = find_cards(machine);
+  const std::vector<PciGpu> cards = find_cards(machine);
   Section section{"GPUs and ranks", {driver(machine, cards), usable_devices(cards), toolkit()}};
-  for (const Card& card : cards) section.findings.push_back(card_link(card));
+  for (const PciGpu& card : cards) section.findings.push_back(card_link(card));
   section.findings.push_back(nccl(cards.size()));
   section.findings.push_back(mpi());
   return section;

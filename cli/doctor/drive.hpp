@@ -20,7 +20,7 @@ struct FileSystem {
 // The mount with this device number. If several share it, the one nearest above `path`.
 FileSystem file_system_of(const Machine& machine, const std::string& path, unsigned major, unsigned minor);
 
-struct Drive {
+struct BlockDevice {
   std::string name;   // "nvme0n1"
   std::string model;  // empty: unknown
   std::optional<std::uint64_t> logical_block_bytes;
@@ -33,6 +33,6 @@ struct Drive {
   std::string scheduler;
 };
 // The whole drive, also for a partition; nullopt without a block device (network, memory, overlays).
-std::optional<Drive> drive_of(const Machine& machine, unsigned major, unsigned minor);
+std::optional<BlockDevice> drive_of(const Machine& machine, unsigned major, unsigned minor);
 
 }  // namespace hoist::cli

@@ -108,7 +108,7 @@ Finding space(const std::string& directory) {
   return finding;
 }
 
-Finding blocks(const Drive& drive) {
+Finding blocks(const BlockDevice& drive) {
   const std::uint64_t logical = drive.logical_block_bytes.value_or(512);
   Finding finding{
       .subject = "drive",
@@ -140,7 +140,7 @@ Finding blocks(const Drive& drive) {
   return finding;
 }
 
-Finding discard(const Drive& drive, const FileSystem& system) {
+Finding discard(const BlockDevice& drive, const FileSystem& system) {
   Finding finding{.subject = "discard", .found = "not offered by the drive"};
   const bool offered = drive.discard_bytes_max.value_or(0) > 0;
   finding.data = {{"offered", offered}, {"mounted", system.discards}};
@@ -169,13 +169,13 @@ Finding node(const Machine& machine, unsigned major, unsigned minor) {
   finding.found = fmt::format("{}: the I/O thread and buffers go there", *node);
   finding.data["node"] = *node;
   std::vector<int> elsewhere;
-  for (const Card& card : find_cards(machine)) {
+  for (const PciGpu& card : find_cards(machine)) {
     if (card.node == node) return finding;
     if (card.node) elsewhere.push_back(*card.node);
   }
   if (elsewhere.empty()) return finding;
   finding.verdict = Verdict::lacking;
-  finding.found += fmt::format("; cards are on {}", fmt::join(elsewhere, ", "));
+  finding.found += fmt::format("; GPUs are on {}", fmt::join(elsewhere, ", "));
   finding.cost = "all data between drive and GPU crosses the link between the processors";
   finding.remedy =
       fmt::format("use a drive on node {}; lsblk -d -o NAME and /sys/block/NAME/device/numa_node say where each is",

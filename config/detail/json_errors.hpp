@@ -17,7 +17,7 @@
 
 namespace hoist::config::detail {
 
-// Where the parser gave up.
+// The position at which the parser gave up.
 struct SyntaxFailure {
   std::size_t token_begin = 0;  // first byte of the token it was reading
   std::size_t offset = 0;       // the byte it could not accept

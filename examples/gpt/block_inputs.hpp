@@ -39,12 +39,12 @@ class BlockInputs {
   void begin(std::size_t micro_batches, Return when);
   // Layer `layers` is the head. The buffer that the work enqueued next may write the input of `layer` to.
   std::byte* output_for(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
-  // Where output_for said.
+  // At the address from output_for.
   std::byte* forward_input(std::size_t layer, std::size_t micro_batch) const;
   // The block was enqueued: its input may go.
   void leave(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
-  // Where the work enqueued next finds the input. In the order of the backward pass: from the last block to the first,
-  // and in each all micro-batches.
+  // The address of the input for the work that is enqueued next. In the order of the backward pass: from the last block
+  // to the first, and in each all micro-batches.
   std::byte* bring(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
 
   // Moved down, and moved up, in a pass with a way back.

@@ -277,7 +277,7 @@ void gelu_backward(UpdatePool& pool, const float* x, const float* dy, Index coun
 
 namespace {
 
-// Where one head of one sequence lies.
+// The position of one head of one sequence.
 struct Head {
   Head(const AttentionShape& shape, std::size_t task) {
     const Index batch = static_cast<Index>(task) / shape.heads;

@@ -25,7 +25,7 @@
 
 namespace hoist::gpt {
 
-// What the way back finds of a block. The result is the same, bit by bit.
+// The values of a block that are stored for the backward pass. The result is the same, bit by bit.
 enum class ActivationPolicy : std::uint8_t {
   recompute,  // its input; the rest is computed again under the lease that it needs anyway
   keep,       // everything: most device memory, 18 % fewer operations (8 of 44 width^2 a layer are the second time)

@@ -29,7 +29,7 @@ class Runtime;
 
 namespace hoist::gpt {
 
-// What every operation will be asked at most, so that workspaces are known before the first step.
+// The largest shapes of every operation, so that workspaces are known before the first step.
 struct OperationsOptions {
   AttentionShape attention;            // of one micro-batch
   Index hidden = 0;                    // width of the feed-forward part
@@ -42,14 +42,14 @@ struct OperationsOptions {
 
 class Operations {
  public:
-  // Those of the runtime's device. `stream` is the compute stream and outlives them.
+  // The operations of the runtime's device. `stream` is the compute stream and outlives them.
   static std::unique_ptr<Operations> create(Runtime& runtime, platform::Stream& stream, const OperationsOptions&);
   virtual ~Operations() = default;
   Operations(const Operations&) = delete;
   Operations& operator=(const Operations&) = delete;
 
   virtual DType activation_dtype() const = 0;
-  // What attention keeps of a micro-batch for the way back, and needs on the way.
+  // Attention's stored values of a micro-batch for the backward pass, and its workspace.
   virtual std::uint64_t attention_kept_bytes() const = 0;
   virtual std::uint64_t attention_scratch_bytes() const = 0;
   // A block of so many bytes is theirs from use_workspace() on; aligned to 256.
@@ -61,7 +61,7 @@ class Operations {
   // Time that kernels have run. Pre: the stream is synchronized.
   virtual Nanoseconds compute_time() = 0;
 
-  // Where `tokens`, a micro-batch's, are for work enqueued from now on. They are borrowed until the stream is
+  // The address of a micro-batch's `tokens` for work enqueued from now on. They are borrowed until the stream is
   // synchronized. Inputs and targets of each micro-batch have a place of their own.
   enum class Tokens : std::uint8_t { inputs, targets };
   virtual const std::uint8_t* tokens_on_device(Tokens which, std::size_t micro_batch,

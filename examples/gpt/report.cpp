@@ -240,7 +240,7 @@ std::string closing_table(const RunRecord& record) {
   return out;
 }
 
-// What is no file, such as /dev/stdout, is written to as it is.
+// Devices such as /dev/stdout are written directly.
 ReportFile::ReportFile(std::string path) : path_(std::move(path)), partial_path_(path_ + ".partial") {
   struct stat info {};
   if (stat(path_.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) partial_path_ = path_;

@@ -298,7 +298,7 @@ StepRecord Training::one_step() {
   return record;
 }
 
-// Where steps are commits, or durability `none` asked for none, there is nothing to do. Otherwise a store, where one is
+// If steps are commits, or durability is `none`, there is nothing to do. Otherwise a store, where one is
 // configured, gets the state now.
 void Training::save_at_end() {
   committed_.wait();
@@ -330,8 +330,8 @@ void Training::close() {
   if (report_) report_->write(report_json(record_));
 }
 
-// What a person can put right at the command line, in the file, by another device, or with a directory's permissions
-// and space.
+// Errors that a person can correct at the command line, in the file, by another device, or with a directory's
+// permissions and space.
 bool is_bad_input(const std::exception& error) {
   if (dynamic_cast<const InputError*>(&error) != nullptr || dynamic_cast<const UsageError*>(&error) != nullptr ||
       dynamic_cast<const ConfigError*>(&error) != nullptr || dynamic_cast<const BudgetError*>(&error) != nullptr ||

@@ -12,7 +12,7 @@
 
 namespace hoist::gpt {
 
-// What the person at the command line can put right; exit code 2.
+// An error that the person at the command line can correct; exit code 2.
 class InputError : public Error {
  public:
   using Error::Error;

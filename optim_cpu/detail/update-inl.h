@@ -224,7 +224,8 @@ HWY_INLINE void update_vector(const UpdateCoefficients& c, const Tile& tile, std
 }
 
 // --- arrays of 16 bits only
-// --------------------------------------------------------------------------------------------- Two neighbours are in one word, so a vector of words is split into its even elements and its odd ones by a shift and a mask, which cost
+// --------------------------------------------------------------------------------------------- Two neighbours are in
+// one word, so a vector of words is split into its even elements and its odd ones by a shift and a mask, which cost
 // less than to widen and narrow, and put together in the same way. Each element goes through the same arithmetic.
 
 template <Formula kFormula, MomentType kMoments, DType kGradient, class Tile>
@@ -330,7 +331,7 @@ HWY_INLINE void prefetch_master(const WholeTile& tile, std::size_t i) {
   hwy::Prefetch(tile.weight + i);
   hwy::Prefetch(tile.weight + i + 16);
 }
-// The weights' line, too: it is written whole, but a store waits for it all the same.
+// The weights' line, too: it is written whole, but a store still waits for it.
 HWY_INLINE void prefetch_master(const Fp16Tile& tile, std::size_t i) {
   hwy::Prefetch(tile.weight + i);
   hwy::Prefetch(tile.master + i);

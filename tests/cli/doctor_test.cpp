@@ -254,9 +254,9 @@ TEST_F(DoctorMachine, ACardWithoutItsDriverIsMissing) {
   std::map<std::string, cli::Finding> findings;
   for (cli::Finding& finding : cli::look_at_devices(machine()).findings) findings.emplace(finding.subject, finding);
   EXPECT_EQ(findings.at("NVIDIA driver").verdict, cli::Verdict::missing);
-  EXPECT_EQ(findings.at("card 0000:17:00.0").verdict, cli::Verdict::lacking);
-  EXPECT_THAT(findings.at("card 0000:17:00.0").found, HasSubstr("node 1, 8 of 16"));
-  EXPECT_FALSE(findings.contains("card 0000:00:03.0"));
+  EXPECT_EQ(findings.at("GPU 0000:17:00.0").verdict, cli::Verdict::lacking);
+  EXPECT_THAT(findings.at("GPU 0000:17:00.0").found, HasSubstr("node 1, 8 of 16"));
+  EXPECT_FALSE(findings.contains("GPU 0000:00:03.0"));
 }
 
 }  // namespace

@@ -298,7 +298,7 @@ TEST(HostDeviceDeathTest, OnlyItsOwnMemoryIsReleased) {
         Bytes other(256);
         device->released(other);
       },
-      "are not the device's");
+      "do not belong to the device");
 }
 
 #if defined(__SANITIZE_ADDRESS__)

@@ -188,7 +188,7 @@ std::vector<CorruptionError::Where> RecordTable::damage(RecordId id, Region regi
     const std::uint64_t found = tile_checksum(wanted.identity, bytes.first(wanted.length_bytes));
     bytes = bytes.subspan(wanted.length_bytes);
     if (found == wanted.checksum) continue;
-    const aio::StripeLayout::Place place = data.layout().place(wanted.offset_bytes);
+    const aio::StripeLayout::DriveOffset place = data.layout().place(wanted.offset_bytes);
     damaged.push_back({.unit = record(id).unit,
                        .region = region == Region::weights ? "weights" : "optimizer state",
                        .path = data.file(place.drive).path(),

@@ -91,7 +91,7 @@ class Store::Impl {
   void land(const Job& job);
   void make_durable(const SlotHeader& header);
   void write_kept(const Job& job);
-  // After everybody agreed on a kept step: what it replaces goes. On the commit thread.
+  // Removes the checkpoints that a new one replaces, after all ranks agreed on it. On the commit thread.
   void make_room(const CommitHeader& newest);
   void give_up(std::vector<Kept>::iterator kept);
   void blank_slot(std::uint32_t slot);
@@ -110,12 +110,12 @@ class Store::Impl {
   Trace* const trace_;
   Files files_;
   detail::RecordTable table_;
-  aio::TransferMemory image_;  // one slot; the commit thread's while a commit is under way
+  aio::TransferMemory image_;  // one slot; the commit thread's during a commit
   std::unique_ptr<detail::Transfers> transfers_ = std::make_unique<detail::Transfers>();
   std::vector<std::byte> caller_state_;
   std::vector<SlotCheck> slots_;  // as they were found
   std::vector<CommitHeader> commits_, abandoned_;
-  std::vector<Kept> kept_;         // oldest first; the commit thread's while a job is under way
+  std::vector<Kept> kept_;         // oldest first; the commit thread's during a job
   std::vector<Kept> kept_listed_;  // for kept(): without what a job has not finished
   std::vector<std::string> damage_;
   std::vector<std::string> directories_to_flush_;       // by the first commit
@@ -130,8 +130,8 @@ class Store::Impl {
   std::uint32_t incarnation_ = 1;
   std::uint32_t slot_ = 1;  // holds the last commit; the next one goes to the other
   std::optional<std::uint64_t> committed_step_;
-  std::uint32_t revision_ = 0;  // of the step under way, or of the last one
-  bool committing_ = false;     // a job is waiting or under way
+  std::uint32_t revision_ = 0;  // of the current step, or of the last one
+  bool committing_ = false;     // a job is waiting or running
   bool stopping_ = false;
   std::exception_ptr failed_;
   std::deque<Job> jobs_;  // in order: a commit, and what keeps it

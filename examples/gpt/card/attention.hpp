@@ -200,7 +200,7 @@ struct ForwardShared {
   Tile<kKeys, kWidth> keys, values;
 };
 
-// Of the two rows that a thread has a part of.
+// The two rows that a thread has a part of.
 struct RowState {
   float largest[2], sum[2];
 };
@@ -291,7 +291,7 @@ HOIST_ON_CARD void attention_forward_block(Team& team, const Attention& a, const
 
 // --- backward --------------------------------------------------------------------------------------------------------
 
-// Of keys and values, or of queries and gradients, that a block goes over: fewer where registers would not suffice.
+// The number of keys and values, or of queries and gradients, of a block: fewer if registers would not suffice.
 template <unsigned kWidth>
 inline constexpr unsigned kBackwardRows = kWidth > 64 ? 32 : 64;
 

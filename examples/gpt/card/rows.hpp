@@ -43,7 +43,7 @@ HOIST_ON_CARD float gelu(float x) { return x * gelu_sigmoid(x); }
 HOIST_ON_CARD float gelu_slope(float x) {
   const float s = gelu_sigmoid(x);
   const float slope_of_u = kGeluScale * (1.0f + 3.0f * kGeluCubic * x * x);
-  // Where s is 0 or 1 the second term is none, however large x is.
+  // If s is 0 or 1 there is no second term, however large x is.
   const float tail = s * (1.0f - s);
   return s + (tail == 0.0f ? 0.0f : 2.0f * x * tail * slope_of_u);
 }
@@ -64,7 +64,7 @@ HOIST_ON_CARD void finish_linear_thread(const FinishLinear& a, const Place& plac
     }
     store_floats<As>(a.y, first, y);
     if (a.gelu == nullptr) return;
-    // Of what was stored, which is what the way back will find.
+    // Of the stored value, which the backward pass will read.
     for (std::uint64_t j = 0; j < kPack; ++j) y[j] = gelu(As::load(As::store(y[j])));
     store_floats<As>(a.gelu, first, y);
   });

@@ -14,7 +14,7 @@ namespace {
 
 std::string library_name() { return fmt::format("libcublasLt.so.{}", CUBLAS_VER_MAJOR); }
 
-// Where the linker looks, then beside the toolkit that this was built with.
+// The linker's search path, then the directory of the toolkit that this was built with.
 void* open_library() {
   for (const std::string& name : std::array{library_name(), HOIST_CUBLASLT_DIRECTORY "/" + library_name()}) {
     if (void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;

@@ -27,7 +27,7 @@ cudaDataType_t cuda_type(DType dtype) {
 
 bool aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % kOperandAlignment == 0; }
 
-// What is asked of an algorithm.
+// The requirements for an algorithm.
 class Preference {
  public:
   explicit Preference(const CublasLt& lt) : lt_(lt) {

@@ -24,7 +24,7 @@ namespace hoist::gpt::card {
 
 class Products {
  public:
-  // What NVIDIA recommends for Hopper.
+  // NVIDIA's recommendation for Hopper.
   static constexpr std::uint64_t kWorkspaceBytes = std::uint64_t{32} << 20;
 
   Products();
@@ -37,7 +37,7 @@ class Products {
   void multiply(const Product& product, cudaStream_t stream);
 
  private:
-  // What of a product decides how it is computed.
+  // The properties of a product that decide how it is computed.
   struct Shape {
     std::uint64_t m, n, k;
     bool transposed_a, transposed_b, add;
