@@ -129,7 +129,9 @@ def test_three_micro_batches_make_a_step(settings):
     with hoist.torch.wrap(model, settings(gradient_accumulation_steps=3)) as engine:
         ours = train_lifted(engine, accumulation=3)
         assert_losses_agree(ours, train_reference(reference, adamw(reference.parameters()), accumulation=3))
-        assert_equal_within_ulps(engine, reference)
+        # PyTorch adds up thirds, the engine takes a third of the sum. That rounds every gradient differently, and 50 steps
+        # amplify it by as much as the processor's products do: 28 units in the last place with AVX2 and PyTorch 2.15.
+        assert_equal_within_ulps(engine, reference, ulp_max=4 * ULP_MAX)
 
 
 def test_evaluation_and_generation_between_steps(settings):
