@@ -31,15 +31,16 @@ class Groups : public test::ProgramTest {
           test::toy_setup(Placement::nvme, Placement::nvme, path(job + "/group-" + std::to_string(group) + "/hoist"));
       setup.engine.keep_steps = 1;
       Runtime runtime(setup.runtime, groups);
-      Engine engine(runtime, setup.engine);
       const std::string prefix = names == Names::of_stages ? fmt::format("stage{}.", group) : "";
       const std::vector<ParameterSpec> specs{{.name = prefix + "weight", .shape = {100, 70}},
                                              {.name = prefix + "bias", .shape = {70}, .dtype = DType::fp32}};
-      const UnitId unit = engine.add_unit("layer", specs);
-      engine.initialize([&](ParameterId, std::uint64_t first, std::span<float> values) {
-        for (std::size_t i = 0; i < values.size(); ++i)
-          values[i] = static_cast<float>(group + 1) / 8 + static_cast<float>(first + i) / 65536;
-      });
+      Model model;
+      const UnitId unit = model.add_unit("layer", specs);
+      Engine engine =
+          Engine::create(runtime, setup.engine, model, [&](ParameterId, std::uint64_t first, std::span<float> values) {
+            for (std::size_t i = 0; i < values.size(); ++i)
+              values[i] = static_cast<float>(group + 1) / 8 + static_cast<float>(first + i) / 65536;
+          });
       const auto stream = runtime.device().create_stream("compute");
       for (std::uint64_t step = 1; step <= steps; ++step) {
         {

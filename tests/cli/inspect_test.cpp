@@ -124,9 +124,8 @@ TEST_F(Inspect, KeptStepsAreShownAndEachIsVerified) {
     test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
     setup.engine.keep_steps = 2;
     Runtime runtime(setup.runtime);
-    Engine engine(runtime, setup.engine);
-    test::ToyModel model(engine, {.frozen = false});
-    engine.initialize(model.fill());
+    test::ToyModel model(runtime, setup.engine, {.frozen = false});
+    Engine& engine = model.initialize();
     for (std::uint64_t step = 1; step <= 3; ++step) {
       model.train(step, step);
       if (step < 3) engine.save("kept " + std::to_string(step), {}).wait();
@@ -159,9 +158,8 @@ TEST_F(Inspect, KeptStepsAreShownAndEachIsVerified) {
 TEST_F(Inspect, AStoreInUseIsInspectedButNotVerified) {
   const test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  test::ToyModel model(engine, {});
-  engine.initialize(model.fill());
+  test::ToyModel model(runtime, setup.engine);
+  Engine& engine = model.initialize();
   model.train(1, 1);
   engine.settle();
   const std::string process = "process " + std::to_string(::getpid());

@@ -122,11 +122,10 @@ TEST_F(ImportProblems, ValuesThatCannotBeCommittedAreRefusedByTheEngine) {
   save(directory_ / "m", {tensor("w", TensorType::f32, {2}, std::vector<float>{1, NAN})});
   const test::ToySetup setup = test::toy_setup(Placement::pinned, Placement::pinned);
   Runtime runtime(setup.runtime);
-  Engine engine(runtime, setup.engine);
-  const ParameterSpec spec = parameter("w", {2});
-  engine.add_unit("u", std::span(&spec, 1));
+  Model model;
+  model.add_unit("u", {parameter("w", {2})});
   try {
-    engine.initialize(fill_from(directory_ / "m", engine.parameters()));
+    Engine::create(runtime, setup.engine, model, fill_from(directory_ / "m", model.parameters()));
     FAIL() << "a NaN became a weight";
   } catch (const UsageError& error) {
     EXPECT_THAT(error.what(), HasSubstr("'w'"));
@@ -138,8 +137,9 @@ TEST_F(ImportProblems, ValuesThatCannotBeCommittedAreRefusedByTheEngine) {
 // All masters of `engine` as one file. [C]
 void save_masters(Engine& engine, const std::string& directory) {
   std::vector<test::TestTensor> tensors;
-  for (std::uint32_t i = 0; i < engine.parameters().size(); ++i) {
-    const ParameterSpec& spec = engine.parameters()[i];
+  const auto parameters = engine.model().parameters();
+  for (std::uint32_t i = 0; i < parameters.size(); ++i) {
+    const ParameterSpec& spec = parameters[i];
     std::vector<std::uint64_t> shape(spec.shape.begin(), spec.shape.end());
     std::vector<float> values(*tensor_bytes(TensorType::f32, shape) / 4);
     engine.read(ParameterId{i}, State::master, 0, values);
@@ -154,9 +154,8 @@ TEST(ImportEngine, MastersSurviveAChangeOfWorldSize) {
   test::on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
     const test::ToySetup setup = test::toy_setup(Placement::pinned, Placement::pinned);
     Runtime runtime(setup.runtime, join);
-    Engine engine(runtime, setup.engine);
-    test::ToyModel model(engine, {});
-    engine.initialize(model.fill());
+    test::ToyModel model(runtime, setup.engine);
+    Engine& engine = model.initialize();
     model.train(1, 3);
     save_masters(engine, directory / "m");
     const std::string digest = state_digest(engine, State::master);
@@ -167,9 +166,8 @@ TEST(ImportEngine, MastersSurviveAChangeOfWorldSize) {
       const test::ToySetup setup =
           test::toy_setup(Placement::nvme, Placement::nvme, directory / ("store" + std::to_string(world_size)));
       Runtime runtime(setup.runtime, join);
-      Engine engine(runtime, setup.engine);
-      const test::ToyModel model(engine, {});
-      engine.initialize(fill_from(directory / "m", engine.parameters()));
+      test::ToyModel model(runtime, setup.engine);
+      Engine& engine = model.initialize(fill_from(directory / "m", model.model().parameters()));
       EXPECT_EQ(state_digest(engine, State::master), trained) << world_size << " ranks";
     });
   }
