@@ -134,7 +134,7 @@ TEST_F(Export, ComesBackAtAnotherWorldSize) {
       const test::ToySetup setup =
           test::toy_setup(Placement::nvme, Placement::nvme, path("again" + std::to_string(world_size)));
       Runtime runtime(setup.runtime, join);
-      test::ToyModel model(runtime, setup.engine, {});
+      test::ToyModel model(runtime, setup.engine);
       Engine& engine = model.initialize(interchange::fill_from(path("weights"), model.model().parameters()));
       EXPECT_TRUE(test::masters_of(engine) == masters) << world_size << " ranks";
     });
@@ -193,8 +193,8 @@ TEST_F(Export, DamageEndsItAndLeavesNothing) {
 TEST_F(Export, AStoreInUseIsLeftAlone) {
   const test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
   Runtime runtime(setup.runtime);
-  test::ToyModel model(runtime, setup.engine, {});
-  [[maybe_unused]] Engine& engine = model.initialize();
+  test::ToyModel model(runtime, setup.engine);
+  model.initialize();
   const auto result = run("export store --to weights");
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.errors, HasSubstr("process " + std::to_string(::getpid())));
@@ -232,7 +232,7 @@ TEST_F(Export, TakesTheSameMemoryForAModelOfAnySize) {
     setup.runtime.pinned_memory_bytes = 192 * kMiB;
     Runtime runtime(setup.runtime, join);
     test::ToyModel model(runtime, setup.engine, large);
-    [[maybe_unused]] Engine& engine = model.initialize();
+    model.initialize();
   });
   const std::uint64_t of_small = peak_bytes_of({"export", path("small"), "--to", path("a")});
   const std::uint64_t of_large = peak_bytes_of({"export", path("large"), "--to", path("b")});

@@ -36,11 +36,11 @@ class Groups : public test::ProgramTest {
                                              {.name = prefix + "bias", .shape = {70}, .dtype = DType::fp32}};
       Model model;
       const UnitId unit = model.add_unit("layer", specs);
-      const auto initial = [&](ParameterId, std::uint64_t first, std::span<float> values) {
-        for (std::size_t i = 0; i < values.size(); ++i)
-          values[i] = static_cast<float>(group + 1) / 8 + static_cast<float>(first + i) / 65536;
-      };
-      Engine engine = Engine::create(runtime, setup.engine, model, initial);
+      Engine engine =
+          Engine::create(runtime, setup.engine, model, [&](ParameterId, std::uint64_t first, std::span<float> values) {
+            for (std::size_t i = 0; i < values.size(); ++i)
+              values[i] = static_cast<float>(group + 1) / 8 + static_cast<float>(first + i) / 65536;
+          });
       const auto stream = runtime.device().create_stream("compute");
       for (std::uint64_t step = 1; step <= steps; ++step) {
         {

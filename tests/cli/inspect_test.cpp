@@ -125,7 +125,7 @@ TEST_F(Inspect, KeptStepsAreShownAndEachIsVerified) {
     setup.engine.keep_steps = 2;
     Runtime runtime(setup.runtime);
     test::ToyModel model(runtime, setup.engine, {.frozen = false});
-    [[maybe_unused]] Engine& engine = model.initialize();
+    Engine& engine = model.initialize();
     for (std::uint64_t step = 1; step <= 3; ++step) {
       model.train(step, step);
       if (step < 3) engine.save("kept " + std::to_string(step), {}).wait();
@@ -158,8 +158,8 @@ TEST_F(Inspect, KeptStepsAreShownAndEachIsVerified) {
 TEST_F(Inspect, AStoreInUseIsInspectedButNotVerified) {
   const test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
   Runtime runtime(setup.runtime);
-  test::ToyModel model(runtime, setup.engine, {});
-  [[maybe_unused]] Engine& engine = model.initialize();
+  test::ToyModel model(runtime, setup.engine);
+  Engine& engine = model.initialize();
   model.train(1, 1);
   engine.settle();
   const std::string process = "process " + std::to_string(::getpid());

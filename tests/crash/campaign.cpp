@@ -10,6 +10,7 @@
 
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/zero/toy_ranks.hpp>
+#include <hoist/tiers/store.hpp>
 
 #include "watched.hpp"
 

@@ -57,10 +57,10 @@ ToySetup Power::toy(int group) const {
   return toy;
 }
 
-std::unique_ptr<ToyModel> Power::make_model(Engine& engine, int group) const {
+std::unique_ptr<ToyModel> Power::make_model(Runtime& runtime, const ToySetup& setup, int group) const {
   ToyShape shape = kShape;
   shape.seed += static_cast<std::uint64_t>(group);
-  auto model = std::make_unique<ToyModel>(engine, shape);
+  auto model = std::make_unique<ToyModel>(runtime, setup.engine, shape);
   model->equal_gradients = elastic_;
   return model;
 }
@@ -81,9 +81,8 @@ void Power::SetUp() {
   on_job(GetParam().ranks, [&](int group, const Runtime::Groups& joins) {
     const ToySetup undisturbed = toy(group);
     Runtime runtime(undisturbed.runtime, joins);
-    Engine engine(runtime, undisturbed.engine);
-    const auto model = make_model(engine, group);
-    engine.initialize(model->fill());
+    const auto model = make_model(runtime, undisturbed, group);
+    model->initialize();
     model->train(1, last_step_);
     const std::string digests = digests_without_losses(*model);
     if (runtime.rank() == 0) expected_[static_cast<std::size_t>(group)] = digests;
@@ -96,9 +95,8 @@ void Power::begin_all_with(std::uint64_t step) {
   on_job(GetParam().ranks, [&](int group, const Runtime::Groups& joins) {
     const ToySetup healthy = toy(group);
     Runtime runtime(healthy.runtime, joins);
-    Engine engine(runtime, healthy.engine);
-    const auto model = make_model(engine, group);
-    engine.initialize(model->fill());
+    const auto model = make_model(runtime, healthy, group);
+    Engine& engine = model->initialize();
     for (std::uint64_t s = 1; s <= step; ++s) {
       model->train(s, s);
       if (from_ == std::to_string(s)) engine.save(from_, std::as_bytes(std::span(&s, 1))).wait();
@@ -146,9 +144,8 @@ bool Power::live(const std::shared_ptr<Faults>& faults, std::uint64_t count, con
         return [&](const auto& options) { return std::make_unique<SkippedAgreements>(join(options), own, of_commits); };
       };
       Runtime runtime(toy.runtime, {.sharding = skipping(joins.sharding), .norm = skipping(joins.norm)});
-      Engine engine(runtime, toy.engine);
-      const auto model = make_model(engine, group);
-      train(engine, *model, count, history, /*together=*/!mutation.no_adopt_barrier);
+      const auto model = make_model(runtime, toy, group);
+      train(*model, count, history, /*together=*/!mutation.no_adopt_barrier);
       return "";
     });
   } catch (const IoError&) {
@@ -193,9 +190,8 @@ std::string Power::judge(const History& history) const {
     problem = on_job(judge_ranks(), [&](int group, const Runtime::Groups& joins) {
       const ToySetup healthy = toy(group);
       Runtime runtime(healthy.runtime, joins);
-      Engine engine(runtime, healthy.engine);
-      const auto model = make_model(engine, group);
-      return judge_rank(engine, *model, history, expected_[static_cast<std::size_t>(group)]);
+      const auto model = make_model(runtime, healthy, group);
+      return judge_rank(*model, history, expected_[static_cast<std::size_t>(group)]);
     });
     if (problem.empty() && GetParam().keeps) problem = judge_kept(history);
   } catch (const Error& error) {
@@ -206,13 +202,13 @@ std::string Power::judge(const History& history) const {
 
 std::string Power::judge_rank(ToyModel& model, const History& history, const std::string& expected) const {
   std::uint64_t first = 1;
-  if (const auto step = engine.find_commit()) {
+  if (const auto step = model.find_commit()) {
     const auto found = static_cast<std::int64_t>(*step);
     if (found < history.committed)
       return fmt::format("step {} came back, {} was durable", found, history.committed.load());
     if (history.went_back && *step == begun_with_) return "the step that was gone back from is there again";
     if (found > history.begun) return fmt::format("step {} came out of nothing", found);
-    const RestoreReport report = engine.restore();
+    const RestoreReport report = model.restore();
     std::uint64_t state = 0;
     if (report.caller_state.size() == sizeof(state)) std::memcpy(&state, report.caller_state.data(), sizeof(state));
     if (state != *step) return fmt::format("the caller state of step {} is step {}'s", *step, state);
@@ -220,7 +216,7 @@ std::string Power::judge_rank(ToyModel& model, const History& history, const std
   } else if (history.committed >= 0) {
     return "the last commit is gone";
   } else {
-    engine.initialize(model.fill());
+    model.initialize();
   }
   model.train(first, last_step_);
   const std::string digests = digests_without_losses(model);
@@ -231,9 +227,8 @@ std::string Power::judge_kept(const History& history) const {
   return on_job(GetParam().ranks, [&](int group, const Runtime::Groups& joins) {
     const ToySetup healthy = toy(group);
     Runtime runtime(healthy.runtime, joins);
-    Engine engine(runtime, healthy.engine);
-    const auto model = make_model(engine, group);
-    const auto kept = engine.find_kept();
+    const auto model = make_model(runtime, healthy, group);
+    const auto kept = model->find_kept();
     std::string found;
     if (kept.size() > 1) found = fmt::format("{} steps are kept", kept.size());
     if (kept.empty() && history.kept >= 0) found = "the kept step is gone";
@@ -241,7 +236,7 @@ std::string Power::judge_kept(const History& history) const {
       const auto step = static_cast<std::int64_t>(kept.front().step);
       if (step < history.kept || step > history.begun)
         found = fmt::format("step {} is kept, {} was", step, history.kept.load());
-      engine.restore({.from = kept.front().name});
+      model->restore({.from = kept.front().name});
       model->train(kept.front().step + 1, last_step_);
       if (digests_without_losses(*model) != expected_[static_cast<std::size_t>(group)] && found.empty())
         found = "from the kept step it ends elsewhere";

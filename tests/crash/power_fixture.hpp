@@ -100,7 +100,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
   static std::string on_job(int ranks, const Body& body);
 
   ToySetup toy(int group) const;
-  std::unique_ptr<ToyModel> make_model(Engine& engine, int group) const;
+  std::unique_ptr<ToyModel> make_model(Runtime& runtime, const ToySetup& setup, int group) const;
   // `together`: what restore() says goes for all ranks.
   void train(ToyModel& model, std::uint64_t count, History& history, bool together) const;
   std::string judge_rank(ToyModel& model, const History& history, const std::string& expected) const;

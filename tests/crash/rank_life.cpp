@@ -116,13 +116,13 @@ std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, Wat
   if (groups.norm)
     watched.norm = [&](const comm::CommunicatorOptions& options) { return watch(groups.norm(options), rank); };
   Runtime runtime(toy.runtime, watched);
-  Engine engine(runtime, toy.engine);
   ToyShape shape = crash_shape();
   shape.seed = terms.seed;
-  ToyModel model(engine, shape);
+  ToyModel model(runtime, toy.engine, shape);
   model.equal_gradients = terms.equal_gradients;
   follow(model, rank);
-  const std::uint64_t found = come_to_life(engine, model, rank, terms);
+  const std::uint64_t found = come_to_life(model, rank, terms);
+  Engine& engine = model.engine();
   raise_to(witness.stepped, static_cast<std::int64_t>(found));
   for (std::uint64_t step = found + 1; step <= terms.last_step; ++step) {
     rank.stage = Stage::forward;

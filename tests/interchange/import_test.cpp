@@ -137,8 +137,9 @@ TEST_F(ImportProblems, ValuesThatCannotBeCommittedAreRefusedByTheEngine) {
 // All masters of `engine` as one file. [C]
 void save_masters(Engine& engine, const std::string& directory) {
   std::vector<test::TestTensor> tensors;
-  for (std::uint32_t i = 0; i < engine.model().parameters().size(); ++i) {
-    const ParameterSpec& spec = engine.model().parameters()[i];
+  const auto parameters = engine.model().parameters();
+  for (std::uint32_t i = 0; i < parameters.size(); ++i) {
+    const ParameterSpec& spec = parameters[i];
     std::vector<std::uint64_t> shape(spec.shape.begin(), spec.shape.end());
     std::vector<float> values(*tensor_bytes(TensorType::f32, shape) / 4);
     engine.read(ParameterId{i}, State::master, 0, values);
@@ -153,8 +154,8 @@ TEST(ImportEngine, MastersSurviveAChangeOfWorldSize) {
   test::on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
     const test::ToySetup setup = test::toy_setup(Placement::pinned, Placement::pinned);
     Runtime runtime(setup.runtime, join);
-    test::ToyModel model(runtime, setup.engine, {});
-    [[maybe_unused]] Engine& engine = model.initialize();
+    test::ToyModel model(runtime, setup.engine);
+    Engine& engine = model.initialize();
     model.train(1, 3);
     save_masters(engine, directory / "m");
     const std::string digest = state_digest(engine, State::master);
@@ -165,7 +166,7 @@ TEST(ImportEngine, MastersSurviveAChangeOfWorldSize) {
       const test::ToySetup setup =
           test::toy_setup(Placement::nvme, Placement::nvme, directory / ("store" + std::to_string(world_size)));
       Runtime runtime(setup.runtime, join);
-      test::ToyModel model(runtime, setup.engine, {});
+      test::ToyModel model(runtime, setup.engine);
       Engine& engine = model.initialize(fill_from(directory / "m", model.model().parameters()));
       EXPECT_EQ(state_digest(engine, State::master), trained) << world_size << " ranks";
     });

@@ -452,8 +452,7 @@ TEST(OffloadRatio, IsSaidWithWhatCameOfIt) {
   const ToySetup setup = divided(0.3, true);
   Runtime runtime(setup.runtime);
   ToyModel model(runtime, setup.engine, kEqual);
-  model.initialize();
-  EXPECT_THAT(model.engine().describe().front(), HasSubstr("62.5 % in device memory"));
+  EXPECT_THAT(model.initialize().describe().front(), HasSubstr("62.5 % in device memory"));
 }
 
 }  // namespace

@@ -126,7 +126,8 @@ TEST(Ranks, DifferentModelsAreNoticedAtTheStart) {
     if (rank == 1) shape.matrices.back() += 64;
     ToyModel(runtime, setup.engine, shape).initialize();
   });
-  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'Engine::create(): "), testing::HasSubstr("units")));
+  EXPECT_THAT(refusal,
+              testing::AllOf(testing::HasSubstr("rank 1 is at 'Engine::create(): "), testing::HasSubstr("units")));
 }
 
 TEST(Ranks, DifferentBeginningsAreNoticed) {
