@@ -139,7 +139,7 @@ TEST(Ranks, DifferentBeginningsAreNoticed) {
     else
       model.restore();
   });
-  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'restore(): "),
+  EXPECT_THAT(refusal, testing::AllOf(testing::HasSubstr("rank 1 is at 'Engine::restore(): "),
                                       testing::HasSubstr("rank 0 at 'Engine::create(): ")));
 }
 
