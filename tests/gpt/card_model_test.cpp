@@ -163,7 +163,7 @@ TEST_P(CardModel, WhereStateLivesChangesNoBit) {
     if (parameters == Placement::nvme || optimizer == Placement::nvme) engine.store_directory = store_;
     GptOptions model = small_model(GetParam());
     model.activations = activations;
-    Trainer trainer(runtime_on(GetParam()), model);
+    Trainer trainer(runtime_on(GetParam()), engine, model);
     trainer.steps(3);
     return trainer.digests();
   };
@@ -192,7 +192,7 @@ TEST_P(CardModel, MicroBatchesOfOnePassHaveTheirOwnLosses) {
   GptOptions model = small_model(GetParam());
   model.held_micro_batches = 3;
   model.activations = ActivationPolicy::offload;
-  Trainer all(runtime_on(GetParam()), model);
+  Trainer all(runtime_on(GetParam()), engine, model);
   Trainer one(runtime_on(GetParam()), in_memory(), small_model(GetParam()));
   double expected = 0;
   std::vector<Batch> batches;

@@ -291,7 +291,7 @@ class PlacementTest : public testing::Test {
     if (parameters == Placement::nvme || optimizer == Placement::nvme) engine.store_directory = store_;
     GptOptions model = small_model();
     model.threads = threads;
-    Trainer trainer(runtime, model);
+    Trainer trainer(runtime, engine, model);
     trainer.initialize();
     Result r;
     r.losses = trainer.steps(4);
@@ -328,7 +328,7 @@ ActivationRun run_with(ActivationPolicy policy, int held, std::uint64_t chaos_se
   model.layers = 4;
   model.held_micro_batches = held;
   model.activations = policy;
-  Trainer trainer(runtime, model);
+  Trainer trainer(runtime, engine, model);
   trainer.initialize();
   ActivationRun run;
   for (std::uint64_t step = 0; step < 3; ++step) {
