@@ -52,6 +52,7 @@ class ToyModel {
   std::vector<KeptStep> find_kept() { return Engine::find_kept(runtime_, options_); }
   Engine& engine() { return engine_.value(); }  // after initialize() or restore()
   void close() { engine_.reset(); }
+  Runtime& runtime() { return runtime_; }
 
   const Model& model() const { return model_; }
   Initializer fill() const;
