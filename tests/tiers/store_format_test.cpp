@@ -111,7 +111,7 @@ TEST(StoreFormat, RoomForKeptStepsComesBackAndMakesVersion3) {
   EXPECT_EQ(back->manifest_bytes(), s.slot_offset(8));
   s.extents_per_record = 6;
   EXPECT_FALSE(decoded(encoded(s), 1 << 30, problem));
-  EXPECT_EQ(problem, "it names 5 kept steps and 6 extents for each record");
+  EXPECT_EQ(problem, "it names 5 checkpoints and 6 extents for each record");
 }
 
 TEST(StoreFormat, AKeptSlotHasItsNameAndNumber) {
