@@ -188,7 +188,7 @@ TEST_F(BenchIo, WithoutODirectItSaysWhatIsMeasured) {
   const auto drive = json_of("io.json")["drives"][0];
   EXPECT_EQ(drive["drive"]["filesystem"], "tmpfs");
   if (drive["direct"].get<bool>()) GTEST_SKIP() << "this kernel's tmpfs takes O_DIRECT";
-  EXPECT_THAT(result.output, HasSubstr("has no O_DIRECT: what is measured there is the page cache"));
+  EXPECT_THAT(result.output, HasSubstr("has no O_DIRECT: the benchmark measures the page cache"));
 }
 
 // As containers do it: io_uring_setup is refused.

@@ -212,7 +212,7 @@ TEST_F(Inspect, JsonThatCannotBeWrittenIsRefusedBeforeTheWork) {
   EXPECT_EQ(result.output, "");
   const test::TestDeadline deadline;
   ASSERT_TRUE(test::kOtherKinds.front().make(path("pipe")));
-  EXPECT_THAT(run("inspect store --json pipe").errors, HasSubstr("nobody reads from this pipe"));
+  EXPECT_THAT(run("inspect store --json pipe").errors, HasSubstr("no process reads from this pipe"));
 }
 
 TEST_F(Inspect, RefusesWhatIsNoStore) {
