@@ -376,7 +376,7 @@ TEST_F(StoreDeathTest, MisuseIsABug) {
   const auto store = create();
   const Buffer buffer(64 * kKiB);
   EXPECT_DEATH(store->read(RecordId{1}, Region::weights, 0, 1, buffer.span().first(4096), aio::Priority::foreground),
-               "read before it was written");
+               "read before it is written");
   EXPECT_DEATH(store->read(RecordId{1}, Region::weights, 0, 2, buffer.span(), aio::Priority::foreground),
                "of 1 in unit layer 0");
   EXPECT_DEATH((void)store->checksum(RecordId{1}, Region::weights, 0, buffer.span().first(4096)), "outside a step");
