@@ -88,7 +88,7 @@ TEST_F(ImportProblems, AllAreNamedAtOnce) {
   EXPECT_THAT(all, HasSubstr("4 problems"));
   EXPECT_THAT(all, HasSubstr("'long' is F64"));
   EXPECT_THAT(all, HasSubstr("'shape' is [2, 3]"));
-  EXPECT_THAT(all, HasSubstr("the model wants [3, 2]"));
+  EXPECT_THAT(all, HasSubstr("but [3, 2] in the model"));
   EXPECT_THAT(all, HasSubstr("'absent' is missing"));
   EXPECT_THAT(all, HasSubstr("'extra' is not a parameter"));
 }

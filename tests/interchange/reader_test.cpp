@@ -65,7 +65,7 @@ TEST(SafetensorsReader, FindsTheModelByFileIndexOrDirectory) {
   std::filesystem::create_symlink(directory / "m", directory / "link");
   EXPECT_EQ(problem_of(directory / "link"), "opened");
   std::filesystem::remove(directory / "m/model.safetensors.index.json");
-  EXPECT_THAT(problem_of(directory / "m"), HasSubstr("there are 3 .safetensors files in it; name the one"));
+  EXPECT_THAT(problem_of(directory / "m"), HasSubstr("there are 3 .safetensors files in it; name one of them"));
   std::filesystem::create_directory(directory / "empty");
   EXPECT_THAT(problem_of(directory / "empty"), HasSubstr("there is no .safetensors file"));
   EXPECT_THAT(problem_of(directory / "missing"), HasSubstr("missing"));

@@ -392,11 +392,11 @@ class GroupReshard : public GroupCommit {
     std::vector<Digests> after(sizes.size());
     on_engines([&](int group, int rank, ToyModel& model) {
       const std::uint64_t step = before.empty() ? 0 : model.restore().step;
-      Engine& engine = model.engine();
       if (before.empty())
         model.initialize();
       else
         EXPECT_EQ(digests(model), before[static_cast<std::size_t>(group)]);
+      Engine& engine = model.engine();
       model.train(step + 1, step + 1);
       engine.settle();
       EXPECT_EQ(engine.committed_step(), step + 1);
