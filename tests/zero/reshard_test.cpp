@@ -125,9 +125,9 @@ TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
     setup_.runtime.pinned_memory_bytes = budget;
     std::uint64_t need_bytes = 0;
     on_engines(2, [&](int rank, ToyModel& model) {
-      const tiers::Budget& pinned = model.engine().runtime().pinned_budget();
       try {
         EXPECT_EQ(model.restore().step, 2u);
+        const tiers::Budget& pinned = model.engine().runtime().pinned_budget();
         EXPECT_EQ(pinned.peak_bytes() - pinned.held_bytes(), reading_bytes);
       } catch (const BudgetError& error) {
         EXPECT_EQ(error.need.key, "hoist.pinned_memory");
