@@ -39,6 +39,8 @@ struct RuntimeOptions {
   platform::DeviceKind device = platform::DeviceKind::host;
   int device_ordinal = -1;  // -1: the launcher's local rank, modulo the devices in sight; 0 without a launcher
   platform::HostDeviceOptions host_device{};
+  // Makes the device instead of Device::create. For tests.
+  std::function<std::unique_ptr<platform::Device>(const platform::DeviceOptions&)> make_device{};
   std::uint64_t device_memory_bytes = kGiB;  // hard budget; key "hoist.device_memory"
   std::uint64_t pinned_memory_bytes = kGiB;  // hard budget; key "hoist.pinned_memory"
   bool huge_pages = true;

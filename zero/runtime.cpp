@@ -81,6 +81,15 @@ RuntimeOptions with_device(RuntimeOptions options) {
   return options;
 }
 
+std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Ledger& ledger) {
+  const platform::DeviceOptions device{.kind = options.device,
+                                       .memory_bytes = round_down(options.device_memory_bytes, kBlockAlignment),
+                                       .ordinal = options.device_ordinal,
+                                       .host = options.host_device,
+                                       .ledger = &ledger};
+  return options.make_device ? options.make_device(device) : platform::Device::create(device);
+}
+
 }  // namespace
 
 Runtime::Runtime(const RuntimeOptions& options)
@@ -99,11 +108,7 @@ Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone
       trace_(options.trace_path.empty() ? nullptr : std::make_unique<Trace>()),
       device_budget_("device", kDeviceKey, options.device_memory_bytes),
       pinned_budget_("pinned", kPinnedKey, options.pinned_memory_bytes),
-      device_(platform::Device::create({.kind = options.device,
-                                        .memory_bytes = round_down(options.device_memory_bytes, kBlockAlignment),
-                                        .ordinal = options_.device_ordinal,
-                                        .host = options.host_device,
-                                        .ledger = &ledger_})),
+      device_(make_device(options_, ledger_)),
       arena_(std::make_unique<tiers::DeviceArena>(*device_, device_budget_)),
       update_pool_(std::make_unique<optim::UpdatePool>(optim::UpdatePoolOptions{.threads = options.update_threads})) {
   ledger_.trace_to(trace_.get());

@@ -8,6 +8,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 #include "toy_model.hpp"
@@ -100,20 +101,44 @@ TEST(Binding, MemoryThatCannotHoldElementsIsRefused) {
   Runtime runtime(setup.runtime);
   alignas(64) static std::array<std::byte, 8192> memory;
   std::byte* next = memory.data() + 2;
+  int bound = 0;
   const ParameterSpec spec{.name = "w", .shape = {16}, .dtype = DType::fp32};
   Model model;
   const UnitId unit = model.add_unit("u", {spec},
-                                     {.binding = {.bind = [&](UnitId, std::uint64_t, StreamRef) { return next; },
-                                                  .unbind = [](UnitId, StreamRef) {}}});
+                                     {.binding = {.bind =
+                                                      [&](UnitId, std::uint64_t, StreamRef) {
+                                                        ++bound;
+                                                        return next;
+                                                      },
+                                                  .unbind = [&](UnitId, StreamRef) { --bound; }}});
   Engine engine = Engine::create(runtime, setup.engine, model, [](ParameterId, std::uint64_t, std::span<float> out) {
     std::ranges::fill(out, 1.0f);
   });
   const auto stream = runtime.device().create_stream("compute");
   const PassScope pass = engine.begin(Pass::evaluate);
   EXPECT_THROW((void)engine.gather(unit, *stream), UsageError);
+  EXPECT_EQ(bound, 0) << "it was not given back";
   next = memory.data() + 64;
   engine.gather(unit, *stream).release(*stream);
   stream->synchronize();
+}
+
+TEST(Binding, MemoryIsGivenBackWhenItCannotBeFilled) {
+  const TempDirectory directory;
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  const auto faults = std::make_shared<Faults>(1);
+  setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
+  Embedder embedder;
+  ToyShape shape;
+  shape.binding = embedder.binding();
+  Runtime runtime(setup.runtime);
+  ToyModel model(runtime, setup.engine, shape);
+  Engine& engine = model.initialize();
+  model.train(1, 2);
+  engine.settle();
+  faults->add({.operation = aio::Operation::read, .first = 0, .count = Faults::kForever});
+  EXPECT_THROW(model.train(3, 4), IoError);
+  EXPECT_EQ(embedder.bound, 0);
 }
 
 TEST(Binding, APredictionLeavesOutWhatTheEmbedderBrings) {

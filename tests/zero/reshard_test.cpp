@@ -128,6 +128,7 @@ TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
       const tiers::Budget& pinned = model.runtime().pinned_budget();
       try {
         EXPECT_EQ(model.restore().step, 2u);
+        const tiers::Budget& pinned = model.engine().runtime().pinned_budget();
         EXPECT_EQ(pinned.peak_bytes() - pinned.held_bytes(), reading_bytes);
       } catch (const BudgetError& error) {
         EXPECT_EQ(error.need.key, "hoist.pinned_memory");

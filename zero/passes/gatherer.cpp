@@ -284,22 +284,29 @@ void Gatherer::gather(UnitId unit, StreamRef stream) {
 
 void Gatherer::pin(UnitId unit, StreamRef stream) {
   UnitState& state = states_[unit.index];
-  if (state.pins.empty()) {
-    state.bound = bind(unit, stream);  // first: it may refuse, and then nothing has happened
-    if (state.bound != nullptr) state.bound_free = stream->record();
-    direct([&] { return planner_.gather(unit.index); });
+  if (state.pins.empty()) state.bound = bind(unit, stream);  // first: it may refuse, and then nothing has happened
+  try {
+    if (state.pins.empty()) {
+      if (state.bound != nullptr) state.bound_free = stream->record();
+      direct([&] { return planner_.gather(unit.index); });
+    }
+    await(state, stream);
+    state.pins.push_back(&*stream);
+  } catch (...) {
+    if (state.pins.empty()) abandon_binding(unit, stream);
+    throw;
   }
-  await(state, stream);
-  state.pins.push_back(&*stream);
 }
 
 // Memory of the embedder's for a unit that has a binding, else null.
 std::byte* Gatherer::bind(UnitId unit, StreamRef stream) const {
   const Unit& description = table_.unit(unit);
-  if (!description.options.binding) return nullptr;
-  std::byte* bound = description.options.binding.bind(unit, description.gathered_bytes, stream);
+  const Binding& binding = description.options.binding;
+  if (!binding) return nullptr;
+  std::byte* bound = binding.bind(unit, description.gathered_bytes, stream);
   if (bound == nullptr) throw UsageError(fmt::format("the binding of unit '{}' returned no memory", description.name));
   if (reinterpret_cast<std::uintptr_t>(bound) % kBindingAlignment != 0) {
+    if (binding.unbind) binding.unbind(unit, stream);
     throw UsageError(fmt::format("the binding of unit '{}' returned memory at {}, which is not aligned to {} bytes",
                                  description.name, static_cast<const void*>(bound), kBindingAlignment));
   }
@@ -310,11 +317,28 @@ std::byte* Gatherer::bind(UnitId unit, StreamRef stream) const {
 // then.
 void Gatherer::unbind(UnitId unit, StreamRef stream) {
   UnitState& state = states_[unit.index];
-  if (std::exchange(state.bound, nullptr) == nullptr) return;
+  if (state.bound == nullptr) return;
   stream->wait(state.transfer->gathered, WaitCause::none);
   stream->wait(state.transfer->kept, WaitCause::none);
   for (const StreamEvent& event : state.uses) stream->wait(event, WaitCause::none);
-  if (const auto& give_back = table_.unit(unit).options.binding.unbind) give_back(unit, stream);
+  give_back(unit, stream);
+}
+
+void Gatherer::give_back(UnitId unit, StreamRef stream) {
+  states_[unit.index].bound = nullptr;
+  if (const auto& unbind = table_.unit(unit).options.binding.unbind) unbind(unit, stream);
+}
+
+// Of a unit that could not be gathered: it is never leased, so nothing else gives its memory back.
+void Gatherer::abandon_binding(UnitId unit, StreamRef stream) {
+  UnitState& state = states_[unit.index];
+  if (state.bound == nullptr) return;
+  try {
+    if (state.transfer) state.transfer->submitted.wait();
+    unbind(unit, stream);
+  } catch (...) {  // there is an error already
+    give_back(unit, stream);
+  }
 }
 
 // The host waits only until the fetch is submitted (for weights on NVMe: until they were read); the device then waits

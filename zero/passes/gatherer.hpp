@@ -124,6 +124,8 @@ class Gatherer {
   void drop_pins(UnitId unit);
   std::byte* bind(UnitId unit, StreamRef stream) const;
   void unbind(UnitId unit, StreamRef stream);
+  void give_back(UnitId unit, StreamRef stream);
+  void abandon_binding(UnitId unit, StreamRef stream);
   void await(UnitState& state, StreamRef stream);
   [[noreturn]] void no_slot(UnitId unit) const;
 

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls of the device and the system that fail where the engine makes them: the engine has failed and the process has
+// not, nobody waits, and a new engine in the same runtime goes on from the last commit.
+#include <atomic>
+#include <cerrno>
+
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <pthread.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tests/support/forwarding_stream.hpp>
+
+#include "toy_program.hpp"
+#include "toy_ranks.hpp"
+
+namespace {
+
+std::atomic<bool> threads_are_refused{false};
+
+}  // namespace
+
+// The program's own definition comes before that of the C library.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*body)(void*),
+                              void* argument) noexcept {
+  static auto* const next = reinterpret_cast<decltype(&pthread_create)>(::dlsym(RTLD_NEXT, "pthread_create"));
+  return threads_are_refused ? EAGAIN : next(thread, attributes, body, argument);
+}
+
+namespace hoist::test {
+namespace {
+
+std::uint64_t held_bytes(Runtime& runtime) {
+  return runtime.device_budget().held_bytes() + runtime.pinned_budget().held_bytes();
+}
+
+DeviceError launch_error() { return {"cudaLaunchKernel", 700, "an illegal memory access was encountered", "none"}; }
+
+// --- the device's update ---------------------------------------------------------------------------------------------
+
+class BreakableStream final : public ForwardingStream {
+ public:
+  BreakableStream(std::unique_ptr<platform::Stream> inner, const std::atomic<bool>& broken)
+      : ForwardingStream(*inner), inner_(std::move(inner)), broken_(broken) {}
+  void update(const UpdateFactors& factors, const platform::UpdateArrays& arrays) override {
+    if (broken_) throw launch_error();
+    ForwardingStream::update(factors, arrays);
+  }
+
+ private:
+  const std::unique_ptr<platform::Stream> inner_;
+  const std::atomic<bool>& broken_;
+};
+
+// A device that, while it is broken, starts no update.
+class BreakableDevice final : public platform::Device {
+ public:
+  BreakableDevice(const platform::DeviceOptions& options, const std::atomic<bool>& broken)
+      : inner_(platform::Device::create(options)), broken_(broken) {}
+  platform::DeviceKind kind() const override { return inner_->kind(); }
+  std::string description() const override { return inner_->description(); }
+  std::span<std::byte> memory() override { return inner_->memory(); }
+  bool host_accessible() const override { return inner_->host_accessible(); }
+  void released(std::span<std::byte> bytes) override { inner_->released(bytes); }
+  void acquired(std::span<std::byte> bytes) override { inner_->acquired(bytes); }
+  std::unique_ptr<platform::Stream> create_stream(std::string name) override {
+    return std::make_unique<BreakableStream>(inner_->create_stream(std::move(name)), broken_);
+  }
+  std::unique_ptr<platform::Stream> borrow_stream(void* native, std::string name) override {
+    return inner_->borrow_stream(native, std::move(name));
+  }
+  void register_host(std::span<std::byte> bytes) override { inner_->register_host(bytes); }
+  void unregister_host(std::span<std::byte> bytes) noexcept override { inner_->unregister_host(bytes); }
+
+ private:
+  const std::unique_ptr<platform::Device> inner_;
+  const std::atomic<bool>& broken_;
+};
+
+const ToyShape kShape{.matrices = {40000, 20000, 70001, 60000}};  // units 0 and 1 are updated by the device
+
+class DeviceUpdate : public testing::TestWithParam<UpdateMode> {
+ protected:
+  ToySetup setup(const std::atomic<bool>& broken) const {
+    ToySetup setup = toy_setup(Placement::device, Placement::nvme, directory_ / "store");
+    setup.engine.optimizer_offload_ratio = 0.5;
+    setup.engine.gradient_clipping = 0;
+    setup.engine.update_mode = GetParam();
+    setup.runtime.host_device.host_accessible = false;
+    setup.runtime.comm_timeout = std::chrono::minutes(10);  // nobody waits that long
+    setup.runtime.make_device = [&](const platform::DeviceOptions& options) {
+      return std::make_unique<BreakableDevice>(options, broken);
+    };
+    return setup;
+  }
+
+  const TempDirectory directory_;
+};
+
+TEST_P(DeviceUpdate, AnErrorEndsTheEngineAndANewOneGoesOn) {
+  std::atomic<bool> broken{false};
+  ToyTraining p(setup(broken), kShape);
+  p.model.initialize();
+  p.model.train(1, 2);
+  p.engine().settle();
+  broken = true;
+  EXPECT_THROW(p.model.train(3, 3), DeviceError);
+  EXPECT_THROW(p.model.pass(4), DeviceError);
+  EXPECT_THROW(p.engine().settle(), DeviceError);
+  broken = false;
+  EXPECT_EQ(p.model.restore().step, 2u);
+  p.model.losses.resize(2);
+  p.model.train(3, 5);
+  ToySetup undisturbed = toy_setup(Placement::pinned, Placement::pinned);
+  undisturbed.engine.gradient_clipping = 0;
+  EXPECT_EQ(digests_of(p.model), train_once(undisturbed, kShape, 5));
+}
+
+TEST_P(DeviceUpdate, AnErrorOfOneRankIsToldToTheOther) {
+  std::array<std::atomic<bool>, 2> broken{};
+  std::array<std::string, 2> errors;
+  on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+    const auto index = static_cast<std::size_t>(rank);
+    const ToySetup own = setup(broken[index]);
+    Runtime runtime(own.runtime, join);
+    ToyModel model(runtime, own.engine, kShape);
+    Engine& engine = model.initialize();
+    model.train(1, 2);
+    engine.settle();
+    broken[index] = rank == 1;
+    try {
+      model.train(3, 6);
+      engine.settle();
+    } catch (const CommError& error) {
+      errors[index] = std::string("by another: ") + error.what();
+    } catch (const DeviceError& error) {
+      errors[index] = error.what();
+    }
+  });
+  EXPECT_THAT(errors[0], testing::AllOf(testing::HasSubstr("by another: "), testing::HasSubstr("rank 1"),
+                                        testing::HasSubstr("illegal memory access")));
+  EXPECT_THAT(errors[1], testing::StartsWith("cudaLaunchKernel"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, DeviceUpdate,
+                         testing::Values(UpdateMode::step, UpdateMode::forward, UpdateMode::backward),
+                         [](const auto& mode) {
+                           return mode.param == UpdateMode::step      ? "step"
+                                  : mode.param == UpdateMode::forward ? "forward"
+                                                                      : "backward";
+                         });
+
+// --- the program's stream --------------------------------------------------------------------------------------------
+
+class StreamThatAddsNothing final : public ForwardingStream {
+ public:
+  explicit StreamThatAddsNothing(platform::Stream& inner) : ForwardingStream(inner) {}
+  void scale_into(std::byte*, DType, const std::byte*, DType, std::uint64_t, float, Combine) override {
+    throw launch_error();
+  }
+};
+
+// Else the unit would be stepped without a part of its gradient.
+TEST(EngineFailure, AGradientThatTheDeviceDidNotAddEndsTheEngine) {
+  ToyProgram p(toy_setup(Placement::device, Placement::device));
+  StreamThatAddsNothing broken(p.model.stream());
+  const std::vector<std::int64_t> shape{97};
+  const ParameterId norm = p.engine().parameter("unit2.norm");
+  const tiers::DeviceBlock gradient = p.runtime.device_arena().allocate(4096, "gradient");
+  p.model.stream().fill(gradient.data(), 0, 4096);
+  const TensorView view{.data = gradient.data(), .dtype = DType::fp32, .shape = shape};
+  {
+    const PassScope pass = p.engine().begin(Pass::train);
+    p.engine().accumulate(norm, view, p.model.stream());
+    EXPECT_THROW(p.engine().accumulate(norm, view, broken), DeviceError);
+    EXPECT_THROW(p.engine().finish(p.model.unit(2), p.model.stream()), DeviceError);
+  }
+  EXPECT_THROW(p.engine().step(), DeviceError);
+  EXPECT_THROW(p.engine().begin(Pass::evaluate), DeviceError);
+}
+
+// --- threads ---------------------------------------------------------------------------------------------------------
+
+class NoThreads {
+ public:
+  NoThreads() { threads_are_refused = true; }
+  ~NoThreads() { threads_are_refused = false; }
+  NoThreads(const NoThreads&) = delete;
+  NoThreads& operator=(const NoThreads&) = delete;
+};
+
+TEST(EngineFailure, WithoutAThreadForASaveTheLastOneIsGoneBackTo) {
+  const TempDirectory directory;
+  ToyProgram p(toy_setup(Placement::pinned, Placement::pinned, directory / "store"));
+  p.model.train(1, 2);
+  p.engine().save("", {}).wait();
+  p.model.train(3, 3);
+  {
+    const NoThreads none;
+    EXPECT_THROW(p.engine().save("", {}), Error);
+  }
+  EXPECT_THROW(p.engine().settle(), Error);
+  EXPECT_EQ(p.model.restore().step, 2u);
+  p.model.train(3, 4);
+  p.model.losses.clear();
+  Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), ToyShape{}, 4);
+  expected.losses.clear();
+  EXPECT_EQ(digests_of(p.model), expected);
+}
+
+TEST(EngineFailure, WithoutThreadsAnEngineIsRefusedAndHoldsNothing) {
+  const TempDirectory directory;
+  ToyTraining p(toy_setup(Placement::nvme, Placement::nvme, directory / "store"));
+  {
+    const NoThreads none;
+    EXPECT_THROW(p.model.initialize(), Error);
+  }
+  EXPECT_EQ(held_bytes(p.runtime), 0u);
+  p.model.initialize();
+  p.model.train(1, 1);
+}
+
+}  // namespace
+}  // namespace hoist::test
