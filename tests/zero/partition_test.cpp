@@ -54,8 +54,10 @@ TEST(UnitTable, LayoutsHoldEverySegmentWithoutOverlap) {
                                          {.name = "b", .shape = {}},
                                          {.name = "m", .shape = {3}, .dtype = DType::fp32, .group = GroupId{1}}};
   for (int world = 1; world <= 6; ++world) {
-    detail::UnitTable table(world);
-    const UnitId id = table.add("unit", specs, {}, std::array<optim::StateForm, 2>{});
+    Model model;
+    model.add_group();
+    const UnitId id = model.add_unit("unit", specs);
+    const detail::UnitTable table(model, std::array<optim::StateForm, 2>{}, world);
     const detail::Unit& unit = table.unit(id);
     ASSERT_EQ(unit.segments.size(), 4u);  // bf16, fp32 group 0, fp32 group 1, frozen
     EXPECT_FALSE(unit.segments.back().trainable);
@@ -71,15 +73,16 @@ TEST(UnitTable, LayoutsHoldEverySegmentWithoutOverlap) {
     EXPECT_LE(gathered, unit.gathered_bytes);
     EXPECT_LE(host, unit.host_bytes());
     // Parameters keep their places whatever the world size.
-    EXPECT_EQ(table.parameter(*table.find("b")).first_element, 96u);
+    EXPECT_EQ(table.parameter(model.parameter("b")).first_element, 96u);
   }
 }
 
 TEST(UnitTable, IdentityNamesEveryParameterAndNotTheWorld) {
   const std::vector<ParameterSpec> specs{{.name = "w", .shape = {4, 8}}};
-  detail::UnitTable one(1), four(4);
-  one.add("layer", specs, {}, std::array<optim::StateForm, 1>{});
-  four.add("layer", specs, {}, std::array<optim::StateForm, 1>{});
+  Model model;
+  model.add_unit("layer", specs);
+  const std::array<optim::StateForm, 1> groups{};
+  const detail::UnitTable one(model, groups, 1), four(model, groups, 4);
   EXPECT_EQ(one.identity(), four.identity());
   EXPECT_NE(one.identity().find("w | bf16 | [4, 8]"), std::string::npos) << one.identity();
 }
