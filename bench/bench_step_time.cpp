@@ -5,7 +5,7 @@
 //   a step takes at most 1.25 of the expected time and 20 ms
 //   at least 99 % of its time is a kernel's, or a wait's with a cause
 //
-//   bench_step_time --path DIR [--smoke]      --smoke: one cell, judged by nobody
+//   bench_step_time --path DIR [--smoke]      --smoke: one cell, whose time is not judged
 #include <cstdio>
 #include <cstring>
 #include <filesystem>

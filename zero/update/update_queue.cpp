@@ -12,7 +12,7 @@ namespace hoist::detail {
 namespace {
 
 // After so long without a request, the rest is updated unasked; its weights are then read twice.
-constexpr Nanoseconds kPatience = std::chrono::seconds(5);
+constexpr Nanoseconds kIdleMax = std::chrono::seconds(5);
 
 }  // namespace
 
@@ -245,7 +245,7 @@ std::optional<UpdateRequest> UpdateQueue::next(bool wait) {
     if (!wait || stopping_ || (unqueued_ == 0 && !open_)) return std::nullopt;
     if (open_)
       changed_.wait(lock);
-    else if (!changed_.wait_for(lock, kPatience, [&] { return !requests_.empty() || stopping_; }))
+    else if (!changed_.wait_for(lock, kIdleMax, [&] { return !requests_.empty() || stopping_; }))
       enqueue_rest();
   }
   const Request request = requests_.front();

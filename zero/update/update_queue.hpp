@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/update/update_queue.hpp - update mode `forward`: a step that was decided is carried out under the next
-// forward pass, unit by unit, each just before its weights are needed.
+// zero/update/update_queue.hpp - the units whose update is still to come, in every update mode. One thread updates them.
 //
-// Weights that live in memory are updated in the order they are expected, as fast as records arrive. Weights that live
-// on NVMe are updated when somebody asks for them, and handed over on the way: one read serves update and forward.
-// What nobody asked for is updated by finish(), or when nobody has asked for anything for a while: whoever waits for
-// the step to be committed is not left waiting for a pass that never comes.
+// begin() queues all units of a decided step. With UpdateOrder::expected they are updated in the order in which the next
+// pass wants them. With UpdateOrder::on_request a unit waits for deliver(), which also leaves its new weights where the
+// caller wants them, so that one read serves update and forward; finish() updates the rest, and so does a while without
+// a request, because a program may wait for the commit without another pass.
 //
-// Update mode `backward` is the same thread with another source of work: open() begins a step before it is decided,
-// offer() hands over each unit whose gradient is final, and conclude() says that there are no more. What is left then
-// trails into the next pass. A unit is announced before it is offered: whoever wants its weights from then on waits.
+// open() begins a step that is not decided yet (update mode `backward`): offer() hands over each unit whose gradient is
+// final, and conclude() says that there are no more. A unit is announced before it is offered, and from then on whoever
+// wants its weights waits.
 //
-// Threading  begin() and finish() from the program's thread, the others from any. Updates run on a thread of this
-//            object, in parallel over tiles on the update pool.
+// Threading  Any thread. begin(), open() and finish() exclude each other: the program's thread calls them, the thread of
+//            a save calls finish(), and in mode `backward` the thread that hands gradients on calls finish() and open().
 // Errors     An update that fails fails every unit that is still pending, and finish().
 // Main path  begin(step) -> deliver(unit) or the expected order -> TilePipeline::run -> updated(unit) -> ended.
 //            open(work), announce(unit) -> offer(unit) -> TilePipeline::run -> updated(unit); conclude(ended) -> ended.
