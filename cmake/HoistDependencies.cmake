@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Finds every dependency once; rooms link the imported targets named here.
+# Finds every dependency once; modules link the imported targets named here.
 # Required parts that are missing end the configure step, all of them at once, with the packages to install; optional
 # ones are reported.
 

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-# The install tree: libraries, headers under <hoist/room/...>, and a package that find_package(hoist) understands.
+# The install tree: libraries, headers under <hoist/module/...>, and a package that find_package(hoist) understands.
 # A program links hoist::hoist. One that takes hoist in by add_subdirectory() installs nothing of it (HOIST_INSTALL).
 
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-get_property(rooms GLOBAL PROPERTY HOIST_ROOMS)
+get_property(modules GLOBAL PROPERTY HOIST_MODULES)
 
 add_library(hoist INTERFACE)
 add_library(hoist::hoist ALIAS hoist)
-set(room_targets "")
-foreach(room IN LISTS rooms)
-  target_link_libraries(hoist INTERFACE hoist_${room})
+set(module_targets "")
+foreach(module IN LISTS modules)
+  target_link_libraries(hoist INTERFACE hoist_${module})
 endforeach()
 if(NOT HOIST_INSTALL)
   return()
 endif()
 
-foreach(room IN LISTS rooms)
-  list(APPEND room_targets hoist_${room})
-  install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/${room}/
-    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/hoist/${room}
+foreach(module IN LISTS modules)
+  list(APPEND module_targets hoist_${module})
+  install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/${module}/
+    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/hoist/${module}
     FILES_MATCHING PATTERN "*.hpp" PATTERN "detail" EXCLUDE)
 endforeach()
 if(TARGET hoist_nccl)
-  list(APPEND room_targets hoist_nccl)
+  list(APPEND module_targets hoist_nccl)
 endif()
 
-install(TARGETS hoist ${room_targets} EXPORT hoistTargets
+install(TARGETS hoist ${module_targets} EXPORT hoistTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT hoistTargets NAMESPACE hoist:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/hoist)
 

@@ -28,7 +28,7 @@ const std::set<std::string> kZeroVocabulary{"types.hpp", "options.hpp", "model.h
 const std::set<std::string> kZeroOptions{"update/learning_rate.hpp", "update/loss_scale.hpp"};
 // platform is hardware's door; the optimizers need none of it.
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
-// Libraries and the only rooms that may include them.
+// Libraries and the only modules that may include them.
 const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
     // A bench compares with what a program without hoist would call; an example has kernels of its own.
     {std::regex("cuda.*"), {"platform", "comm", "bench", "examples"}},

@@ -125,7 +125,6 @@ TEST_P(ReshardTest, ReadingTheOldStoreIsWithinTheBudget) {
     setup_.runtime.pinned_memory_bytes = budget;
     std::uint64_t need_bytes = 0;
     on_engines(2, [&](int rank, ToyModel& model) {
-      const tiers::Budget& pinned = model.runtime().pinned_budget();
       try {
         EXPECT_EQ(model.restore().step, 2u);
         const tiers::Budget& pinned = model.engine().runtime().pinned_budget();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# One call per folder: a static library that lists the rooms it may use.
+# One call per folder: a static library that lists the modules it may use.
 
 set(HOIST_WARNINGS -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wnon-virtual-dtor -Woverloaded-virtual
   -Wno-missing-field-initializers)
@@ -35,24 +35,24 @@ function(hoist_kernel_sources)
   set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS $<$<CONFIG:Release>:-O3>)
 endfunction()
 
-# hoist_room(NAME SOURCES ... USES room... LINKS target... PRIVATE_LINKS target...)
-function(hoist_room name)
-  cmake_parse_arguments(ROOM "" "" "SOURCES;USES;LINKS;PRIVATE_LINKS" ${ARGN})
+# hoist_module(NAME SOURCES ... USES module... LINKS target... PRIVATE_LINKS target...)
+function(hoist_module name)
+  cmake_parse_arguments(MODULE "" "" "SOURCES;USES;LINKS;PRIVATE_LINKS" ${ARGN})
   set(target hoist_${name})
-  add_library(${target} STATIC ${ROOM_SOURCES})
+  add_library(${target} STATIC ${MODULE_SOURCES})
   add_library(hoist::${name} ALIAS ${target})
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
   hoist_compile_rules(${target})
   target_include_directories(${target} PUBLIC
     $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include> $<INSTALL_INTERFACE:include>)
-  foreach(room IN LISTS ROOM_USES)
-    target_link_libraries(${target} PUBLIC hoist_${room})
+  foreach(module IN LISTS MODULE_USES)
+    target_link_libraries(${target} PUBLIC hoist_${module})
   endforeach()
-  target_link_libraries(${target} PUBLIC ${ROOM_LINKS} PRIVATE ${ROOM_PRIVATE_LINKS})
-  set_property(GLOBAL APPEND PROPERTY HOIST_ROOMS ${name})
+  target_link_libraries(${target} PUBLIC ${MODULE_LINKS} PRIVATE ${MODULE_PRIVATE_LINKS})
+  set_property(GLOBAL APPEND PROPERTY HOIST_MODULES ${name})
 endfunction()
 
-# hoist_test(NAME SOURCES ... USES room... LINKS target... LABELS label... [SHARDS n] [TIMEOUT seconds] [PROCESSORS n])
+# hoist_test(NAME SOURCES ... USES module... LINKS target... LABELS label... [SHARDS n] [TIMEOUT seconds] [PROCESSORS n])
 # One GoogleTest program. ctest starts it once, or SHARDS times with a part of its tests each: NAME, or NAME.1 to NAME.n.
 # The output names the tests that failed; build/<preset>/skipped lists those that were skipped (tests/support/main.cpp).
 # PROCESSORS: how many the program keeps busy, where it is more than one.
@@ -61,8 +61,8 @@ function(hoist_test name)
   set(target ${name}_test)
   add_executable(${target} ${T_SOURCES})
   hoist_compile_rules(${target})
-  foreach(room IN LISTS T_USES)
-    target_link_libraries(${target} PRIVATE hoist_${room})
+  foreach(module IN LISTS T_USES)
+    target_link_libraries(${target} PRIVATE hoist_${module})
   endforeach()
   target_link_libraries(${target} PRIVATE ${T_LINKS} hoist_test_main)
   target_include_directories(${target} PRIVATE ${PROJECT_BINARY_DIR}/include)
