@@ -1,12 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // hoist.hpp - the one header that a program includes: #include <hoist/hoist.hpp>.
 //
-// Start with zero/engine.hpp: what a training program calls. config/config.hpp reads a DeepSpeed JSON file,
-// zero/predict/prediction.hpp computes what an engine will hold and move, tiers/activation_offload.hpp moves activations.
+// Its headers, in the order in which to read them; what else they include is support for them:
+//
+//   zero/engine.hpp               training: passes, gathers, gradients, steps, commits
+//   zero/lease.hpp                a gathered unit's weights
+//   zero/model.hpp, types.hpp     what is trained: units, parameters, groups
+//   zero/options.hpp, runtime.hpp what an engine may use; what a process owns once
+//   config/config.hpp             options from a DeepSpeed JSON file
+//   interchange/import.hpp        initial weights from safetensors files
+//   zero/predict/prediction.hpp   what an engine will hold and move; step_time.hpp: how long it will take
+//   platform/device.hpp, stream.hpp, tiers/device_arena.hpp    the program's own work on the device
+//   tiers/activation_offload.hpp  activations kept in pinned memory
+//   core/error.hpp                every exception
 #pragma once
 
 #include <hoist/config/config.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/interchange/import.hpp>
 #include <hoist/tiers/activation_offload.hpp>
 #include <hoist/zero/engine.hpp>
 #include <hoist/zero/predict/prediction.hpp>

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/config/setting.hpp>
 #include <hoist/core/units.hpp>
 
 #include "output.hpp"

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/config/setting.hpp>
 #include <hoist/core/units.hpp>
 
 #include "commands.hpp"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# The install tree: libraries, headers under <hoist/module/...>, and a package that find_package(hoist) understands.
+# The install tree: libraries, the headers that a program reads with those they include, and a package that
+# find_package(hoist) understands.
 # A program links hoist::hoist. One that takes hoist in by add_subdirectory() installs nothing of it (HOIST_INSTALL).
 
 include(GNUInstallDirs)
@@ -19,10 +20,25 @@ endif()
 
 foreach(module IN LISTS modules)
   list(APPEND module_targets hoist_${module})
-  install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/${module}/
-    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/hoist/${module}
-    FILES_MATCHING PATTERN "*.hpp" PATTERN "detail" EXCLUDE)
 endforeach()
+
+# What a program reads: hoist.hpp, and for ranks that the program joins itself, comm/.
+set(open hoist.hpp comm/communicator.hpp comm/mpi.hpp comm/transport.hpp)
+set(headers "")
+while(open)
+  list(POP_FRONT open header)
+  if(header IN_LIST headers)
+    continue()
+  endif()
+  list(APPEND headers ${header})
+  get_filename_component(folder ${header} DIRECTORY)
+  install(FILES ${CMAKE_CURRENT_SOURCE_DIR}/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/hoist/${folder})
+  file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/${header} includes REGEX "^#include <hoist/")
+  foreach(include IN LISTS includes)
+    string(REGEX REPLACE "^#include <hoist/([^>]+)>.*" "\\1" include "${include}")
+    list(APPEND open ${include})
+  endforeach()
+endwhile()
 if(TARGET hoist_nccl)
   list(APPEND module_targets hoist_nccl)
 endif()

@@ -13,6 +13,7 @@
 #include <hoist/config/detail/json_text.hpp>
 #include <hoist/config/detail/reader.hpp>
 #include <hoist/config/detail/rules.hpp>
+#include <hoist/config/setting.hpp>
 #include <hoist/core/open_file.hpp>
 
 namespace hoist {
@@ -118,14 +119,14 @@ Config Config::parse(std::string_view json_text, std::string origin) {
   config.warnings = std::move(notes.warnings);
   config.notes = std::move(notes.notes);
   config.origin_ = std::move(origin);
-  config.settings_ = std::move(read.settings);
+  config.settings_ = std::make_shared<const std::vector<ConfigSetting>>(std::move(read.settings));
   return config;
 }
 
 TrainingOptions Config::check_world_size(int world_size) const {
   const auto refuse = [&](const std::string& key, const std::string& sentence) {
     ConfigProblem problem{key, sentence};
-    for (const ConfigSetting& setting : settings_) {
+    for (const ConfigSetting& setting : *settings_) {
       if (setting.row->path != key) continue;
       problem.line = setting.line;
       problem.column = setting.column;

@@ -12,12 +12,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include <hoist/config/key_table.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/options.hpp>
 
@@ -55,20 +55,7 @@ struct MeasuredBandwidth {
   std::optional<std::uint64_t> mixed_bytes_per_second;  // both directions together
 };
 
-// A key and the value in effect, in the order of the key table. Includes hints and neutral values of refused keys.
-struct ConfigSetting {
-  enum class Source : std::uint8_t {
-    file,
-    standard,
-    automatic
-  };  // the file's value, the default, "auto" = the default
-  const config::KeyRow* row = nullptr;
-  config::Value value;
-  Source source = Source::standard;
-  std::size_t line = 0;  // 0 unless the file names the key
-  std::size_t column = 0;
-};
-std::string to_text(const config::Value& value);  // JSON text, "" for no value
+struct ConfigSetting;  // config/setting.hpp
 
 class Config {
  public:
@@ -90,11 +77,13 @@ class Config {
   TrainingOptions check_world_size(int world_size) const;
 
   const std::string& origin() const { return origin_; }
-  const std::vector<ConfigSetting>& settings() const { return settings_; }
+  // Every key with the value in effect, in the order of the key table (config/setting.hpp).
+  const std::vector<ConfigSetting>& settings() const { return *settings_; }
 
  private:
+  Config() = default;  // parse() fills it in
   std::string origin_;
-  std::vector<ConfigSetting> settings_;
+  std::shared_ptr<const std::vector<ConfigSetting>> settings_;  // never null
 };
 
 }  // namespace hoist

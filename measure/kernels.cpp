@@ -20,6 +20,7 @@
 #include <hoist/optim_cpu/update.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/platform/host_memory.hpp>
+#include <hoist/platform/update_arrays.hpp>
 
 namespace hoist::measure {
 

@@ -10,6 +10,7 @@
 #include <hoist/core/thread.hpp>
 #include <hoist/platform/detail/guard.hpp>
 #include <hoist/platform/detail/host_stream.hpp>
+#include <hoist/platform/update_arrays.hpp>
 
 namespace hoist::platform::detail {
 

@@ -18,9 +18,14 @@
 #include <hoist/core/completion.hpp>
 #include <hoist/core/dtype.hpp>
 #include <hoist/core/ledger.hpp>
-#include <hoist/platform/update_arrays.hpp>
+
+namespace hoist {
+struct UpdateFactors;
+}
 
 namespace hoist::platform {
+
+struct UpdateArrays;
 
 // The link that a copy crosses, for the device's ledger. `local` stays inside one memory.
 enum class CopyKind : std::uint8_t { host_to_device, device_to_host, local };
@@ -71,7 +76,8 @@ class Stream {
   // partial[c] = the sum of the squares of chunk c of `source`, in the order of core/norm_order.hpp: the bits of
   // optim::sums_of_squares. `partial` is device memory for divide_up(count, kNormChunkElements) sums.
   virtual void sums_of_squares(double* partial, const std::byte* source, DType dtype, std::uint64_t count) = 0;
-  // One optimizer update, with the bits of optim::update_tile (formulas and rounding: optim_cpu/update.hpp).
+  // One optimizer update, with the bits of optim::update_tile (formulas and rounding: optim_cpu/update.hpp). The
+  // arrays: platform/update_arrays.hpp.
   virtual void update(const UpdateFactors& factors, const UpdateArrays& arrays) = 0;
   // Runs `work` in stream order on the stream's worker. Host device only: a CUDA stream throws UsageError, because a
   // host function in its order would stall the GPU.

@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <hoist/core/assert.hpp>
 #include <hoist/tiers/activation_offload.hpp>
+#include <hoist/tiers/pinned_pool.hpp>
 
 namespace hoist::tiers {
 
 ActivationOffload::ActivationOffload(platform::Device& device, Budget& pinned, const ActivationOffloadOptions& options)
     : device_(device),
       options_(options),
-      pool_(pinned, {.bytes = bytes(options), .huge_pages = options.huge_pages}),
+      pool_(std::make_unique<PinnedPool>(pinned,
+                                         PinnedPoolOptions{.bytes = bytes(options), .huge_pages = options.huge_pages})),
       down_(device.create_stream("offload")),
       up_(device.create_stream("reload")) {
   for (std::size_t i = 0; i < options.items; ++i)
-    places_.push_back(pool_.carve(options.item_bytes, "offloaded activations"));
-  device_.register_host(pool_.memory().bytes());
+    places_.push_back(pool_->carve(options.item_bytes, "offloaded activations"));
+  device_.register_host(pool_->memory().bytes());
 }
 
 ActivationOffload::~ActivationOffload() {
   down_.reset();  // drained: nothing is in flight when the memory goes
   up_.reset();
-  device_.unregister_host(pool_.memory().bytes());
+  device_.unregister_host(pool_->memory().bytes());
 }
 
 std::uint64_t ActivationOffload::bytes(const ActivationOffloadOptions& options) {

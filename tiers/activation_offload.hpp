@@ -20,9 +20,11 @@
 #include <vector>
 
 #include <hoist/platform/device.hpp>
-#include <hoist/tiers/pinned_pool.hpp>
 
 namespace hoist::tiers {
+
+class Budget;
+class PinnedPool;
 
 struct ActivationOffloadOptions {
   std::size_t items = 0;
@@ -50,7 +52,7 @@ class ActivationOffload {
   std::byte* place(std::size_t item) const;
   platform::Device& device_;
   const ActivationOffloadOptions options_;
-  PinnedPool pool_;
+  std::unique_ptr<PinnedPool> pool_;
   std::vector<std::span<std::byte>> places_;
   platform::StreamEvent last_offloaded_;
   std::unique_ptr<platform::Stream> down_;

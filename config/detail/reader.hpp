@@ -8,6 +8,7 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/config/detail/json_text.hpp>
+#include <hoist/config/setting.hpp>
 
 namespace hoist::config::detail {
 

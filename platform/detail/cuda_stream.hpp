@@ -10,6 +10,7 @@
 
 #include <hoist/platform/detail/cuda_core.hpp>
 #include <hoist/platform/stream.hpp>
+#include <hoist/platform/update_arrays.hpp>
 
 namespace hoist::platform::detail {
 

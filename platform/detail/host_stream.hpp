@@ -20,6 +20,7 @@
 #include <hoist/core/rng.hpp>
 #include <hoist/platform/detail/host_kernels.hpp>
 #include <hoist/platform/stream.hpp>
+#include <hoist/platform/update_arrays.hpp>
 
 namespace hoist::platform::detail {
 

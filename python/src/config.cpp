@@ -6,6 +6,7 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/config/plain_json.hpp>
+#include <hoist/config/setting.hpp>
 
 #include "bindings.hpp"
 

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/config/setting.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
 
 #include "samples.hpp"

@@ -12,6 +12,7 @@
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/stream.hpp>
 #include <hoist/measure/streamed_step.hpp>
+#include <hoist/platform/update_arrays.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 
 namespace hoist::measure {

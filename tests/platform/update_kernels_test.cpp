@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/optim_cpu/update.hpp>
+#include <hoist/platform/update_arrays.hpp>
 
 #include "kernel_launches.hpp"
 

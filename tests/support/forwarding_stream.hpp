@@ -10,6 +10,7 @@
 #include <utility>
 
 #include <hoist/platform/stream.hpp>
+#include <hoist/platform/update_arrays.hpp>
 
 namespace hoist::test {
 

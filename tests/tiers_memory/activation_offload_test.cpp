@@ -8,6 +8,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/activation_offload.hpp>
+#include <hoist/tiers/budget.hpp>
 
 namespace hoist::tiers {
 namespace {

@@ -10,6 +10,7 @@
 #include <pthread.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/platform/update_arrays.hpp>
 #include <hoist/tests/support/forwarding_stream.hpp>
 
 #include "toy_program.hpp"

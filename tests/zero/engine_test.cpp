@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/platform/update_arrays.hpp>
 
 #include "toy_program.hpp"
 

@@ -5,6 +5,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/platform/update_arrays.hpp>
 #include <hoist/zero/update/step_update.hpp>
 
 namespace hoist::detail {
