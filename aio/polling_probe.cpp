@@ -14,6 +14,7 @@
 #include <hoist/aio/detail/quarantine.hpp>
 #include <hoist/aio/detail/uring_setup.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 
 namespace hoist::aio::detail {
 
@@ -124,7 +125,9 @@ void run_probe(const PollingQuestion& question, std::promise<int> answer) {
 std::optional<Unavailable> probe_polling(const PollingQuestion& question) {
   std::promise<int> answer;
   std::future<int> code = answer.get_future();
-  std::thread(run_probe, question, std::move(answer)).detach();
+  start_thread("hoist-probe", [question, answer = std::make_shared<std::promise<int>>(std::move(answer))] {
+    run_probe(question, std::move(*answer));
+  }).detach();
   // The probe gives up by itself; the second limit is for a thread that the kernel holds.
   const bool answered = code.wait_for(kProbeTimeout + kProbeTimeout / 4) == std::future_status::ready;
   const int result = answered ? code.get() : ETIMEDOUT;

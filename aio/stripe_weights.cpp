@@ -17,6 +17,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
+#include <hoist/core/thread.hpp>
 
 namespace hoist::aio {
 
@@ -140,13 +141,13 @@ StripeMeasurement measure_weights(std::span<const MeasuredDrive> drives, const M
   std::vector<std::exception_ptr> errors(drives.size());
   std::vector<std::jthread> threads;
   for (std::size_t i = 0; i < drives.size(); ++i) {
-    threads.emplace_back([&, i] {
+    threads.push_back(start_joining_thread("hoist-measure", [&, i](const std::stop_token&) {
       try {
         result.bytes_per_second[i] = measure(drives[i], options);
       } catch (...) {
         errors[i] = std::current_exception();
       }
-    });
+    }));
   }
   for (std::jthread& thread : threads) thread.join();
   for (const auto& error : errors) {

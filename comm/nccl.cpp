@@ -32,6 +32,7 @@
 #include <hoist/comm/detail/scale_split.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 
 namespace hoist::comm {
 
@@ -75,7 +76,7 @@ class NcclCommunicator final : public Communicator {
     const detail::CurrentDevice current(device_ordinal_);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    if (size > 1) watcher_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
+    if (size > 1) watcher_ = start_joining_thread("hoist-nccl", [this](const std::stop_token& stop) { watch(stop); });
     const std::lock_guard lock(mutex_);
     try {
       settle("ncclCommInitRank", ncclCommInitRankConfig(&communicator_, size, unique, rank, &config));

@@ -9,9 +9,12 @@
 
 namespace hoist {
 
-std::thread start_thread(const std::string& name, std::function<void()> body) {
+namespace {
+
+template <class Thread, class Body>
+Thread start(const std::string& name, Body body) {
   try {
-    std::thread thread(std::move(body));
+    Thread thread(std::move(body));
     ::pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());
     return thread;
   } catch (const std::system_error& error) {
@@ -20,6 +23,16 @@ std::thread start_thread(const std::string& name, std::function<void()> body) {
         "container's pids limit) or that of address space (ulimit -v)",
         name, error.code().message()));
   }
+}
+
+}  // namespace
+
+std::thread start_thread(const std::string& name, std::function<void()> body) {
+  return start<std::thread>(name, std::move(body));
+}
+
+std::jthread start_joining_thread(const std::string& name, std::function<void(const std::stop_token&)> body) {
+  return start<std::jthread>(name, std::move(body));
 }
 
 }  // namespace hoist

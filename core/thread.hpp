@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/thread.hpp - a thread with a name that `top -H` and debuggers show.
+// core/thread.hpp - threads with names that `top -H` and debuggers show. All of hoist's threads are made here.
 //
 // Errors     Error, naming the thread, if the system refuses another thread.
 #pragma once
 
 #include <functional>
+#include <stop_token>
 #include <string>
 #include <thread>
 
@@ -12,5 +13,7 @@ namespace hoist {
 
 // The system shows the first 15 characters of `name`. Pre: `body` does not throw.
 std::thread start_thread(const std::string& name, std::function<void()> body);
+// Its destructor asks it to stop, and waits for it.
+std::jthread start_joining_thread(const std::string& name, std::function<void(const std::stop_token&)> body);
 
 }  // namespace hoist

@@ -16,6 +16,7 @@
 #include <tbb/task_scheduler_observer.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/optim_cpu/detail/processors.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 
@@ -101,7 +102,7 @@ detail::Processors chosen_processors(const UpdatePoolOptions& options) {
 // Tries the binding on a separate thread, so that a refusal is an error here and not ignored in a worker.
 void check_processors(const detail::Processors& processors) {
   bool accepted = false;
-  std::thread([&] { accepted = detail::bind_current_thread(processors); }).join();
+  start_thread("hoist-binding", [&] { accepted = detail::bind_current_thread(processors); }).join();
   if (accepted) return;
   throw UsageError(fmt::format("this process may use none of the processors {}..{}; widen its cpuset or choose others",
                                processors.front(), processors.back()));

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/mapping.hpp>
 
@@ -100,7 +101,8 @@ int touch(std::span<std::byte> bytes, PageKind kind, unsigned threads) {
     if (const int code = populate(bytes.subspan(begin, end - begin), kind)) failure = code;
   };
   std::vector<std::jthread> helpers;
-  for (std::uint64_t part = 1; part < parts; ++part) helpers.emplace_back(touch_part, part);
+  for (std::uint64_t part = 1; part < parts; ++part)
+    helpers.push_back(start_joining_thread("hoist-touch", [&, part](const std::stop_token&) { touch_part(part); }));
   touch_part(0);
   helpers.clear();  // joins
   return failure;

@@ -18,12 +18,14 @@ add_executable(program main.cpp)
 target_link_libraries(program PRIVATE hoist::hoist)
 install(TARGETS program)
 ")
-file(WRITE ${WORK}/main.cpp "#include <hoist/config/config.hpp>
-#include <hoist/zero/engine.hpp>
+file(WRITE ${WORK}/main.cpp "#include <hoist/hoist.hpp>
 int main() {
   const auto config = hoist::Config::parse(\"{}\", \"text\");
   hoist::Runtime runtime(config.runtime);
-  return hoist::Engine(runtime, config.engine).parameter_count() == 0 ? 0 : 1;
+  hoist::Model model;
+  model.add_unit(\"layer\", {{.name = \"weight\", .shape = {4, 4}}});
+  const auto engine = hoist::Engine::create(runtime, config.engine, model, {});
+  return engine.model().parameter_count() == 16 ? 0 : 1;
 }
 ")
 set(configure ${CMAKE_COMMAND} -S ${WORK} -B ${WORK}/build -G ${GENERATOR} -DCMAKE_CXX_COMPILER=${COMPILER}
