@@ -11,7 +11,7 @@ preset=${1:?usage: scripts/sanitize.sh asan|tsan}
 cmake --preset "$preset"
 cmake --build --preset "$preset"
 status=0
-ctest --preset "$preset" --parallel "$(nproc)" || status=$?
+ctest --preset "$preset" --parallel $((2 * $(nproc))) || status=$?
 if [ "$preset" = asan ]; then
   # Open MPI itself leaves memory behind.
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 ctest --test-dir build/asan --label-regex mpi --output-on-failure || status=$?

@@ -10,6 +10,7 @@
 #include <hoist/config/detail/json_text.hpp>
 #include <hoist/config/detail/values.hpp>
 #include <hoist/config/key_table.hpp>
+#include <hoist/config/setting.hpp>
 
 namespace hoist {
 namespace {

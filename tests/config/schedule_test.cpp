@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/config/setting.hpp>
 
 namespace hoist {
 namespace {

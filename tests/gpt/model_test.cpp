@@ -233,6 +233,7 @@ TEST(Model, Learns) {
 
 TEST(Model, InitialValuesDoNotDependOnThePieces) {
   Trainer trainer(small_runtime(), in_memory(), small_model());
+  trainer.initialize();
   const Initializer fill = trainer.model->initial_values();
   const ParameterId weight = trainer.engine->parameter("block.1.up.weight");
   std::vector<float> whole(100), pieces(100);

@@ -435,7 +435,8 @@ def test_fp16_an_overflow_on_one_rank_skips_the_step_on_all(settings, tmp_path):
 
 
 def test_fp16_of_several_ranks(settings, tmp_path):
-    """Each rank has its own batches. A mean is rounded to fp16 on the way, as bf16 is: losses agree to 1 in 1000."""
+    """Each rank has its own batches. A mean is rounded to fp16 on the way, as bf16 is: losses, which
+    are numbers of fp16, agree to three units in their last place."""
     ranks = results(start("""
         join()
         engine = hoist.torch.wrap(make(), config)
@@ -448,7 +449,7 @@ def test_fp16_of_several_ranks(settings, tmp_path):
     assert ranks[0][1:] == ranks[1][1:] and ranks[0][1] == alone[1] == [step != 5 for step in range(12)]
     assert ranks[0][2] == alone[2][::2] and ranks[0][3] == alone[3] == 1
     ours = [loss for pair in zip(ranks[0][0], ranks[1][0], strict=True) for loss in pair]
-    assert ours[:2] == alone[0][:2] and ours == pytest.approx(alone[0], rel=1e-3)
+    assert ours[:2] == alone[0][:2] and ours == pytest.approx(alone[0], rel=3 * 2.0**-10)
 
 
 def test_ranks_go_back_after_their_channel_failed(settings, tmp_path):

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include <hoist/config/config.hpp>
+#include <hoist/config/setting.hpp>
 #include <hoist/zero/update/learning_rate.hpp>
 
 namespace {
