@@ -60,9 +60,15 @@ std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Super
   return bytes;
 }
 
+void Store::Impl::use(Files files) {
+  files_ = std::move(files);
+  for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) names_.add(files_.data->file(drive));
+  names_.add(*files_.manifest);
+}
+
 void Store::Impl::start_new(Files files, std::vector<std::string> directories_to_flush,
                             std::vector<detail::LabelledDrive> labels_to_write) {
-  files_ = std::move(files);
+  use(std::move(files));
   labels_to_write_ = std::move(labels_to_write);
   directories_to_flush_ = std::move(directories_to_flush);
   adopted_ = true;
@@ -70,7 +76,7 @@ void Store::Impl::start_new(Files files, std::vector<std::string> directories_to
 }
 
 void Store::Impl::start_existing(Files files) {
-  files_ = std::move(files);
+  use(std::move(files));
   for (std::uint32_t slot = 0; slot < superblock_.slot_count(); ++slot) {
     read_slot(slot);
     slots_.push_back(check_slot(image_.span(), superblock_));
@@ -91,6 +97,7 @@ void Store::Impl::read_slot(std::uint32_t slot) {
 }
 
 void Store::Impl::write_slot(std::uint32_t slot, const SlotHeader& header) {
+  names_.check();
   SlotImage image(image_.span(), superblock_);
   table_.fill(image);
   const std::uint64_t bytes = image.seal(header);

@@ -164,8 +164,10 @@ Superblock read_superblock(aio::DriveQueue& engine, const aio::File& manifest, c
 
 void check_length(const aio::File& file, std::uint64_t expected_bytes) {
   if (file.size_bytes() == expected_bytes) return;
-  throw StoreError(fmt::format("{} is {} bytes long and should be {}: it was cut off or replaced; nothing was changed",
-                               file.path(), file.size_bytes(), expected_bytes));
+  const bool shorter = file.size_bytes() < expected_bytes;
+  throw StoreError(fmt::format("{} is {} bytes long and should be {}: it {}, or is another store's; nothing was changed",
+                               file.path(), file.size_bytes(), expected_bytes,
+                               shorter ? "was cut off" : "was made longer"));
 }
 
 void require_engines(Store::Engines engines, std::size_t drive_count) {

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -33,6 +34,7 @@ using hoist::test::FullTable;
 using hoist::test::TempDirectory;
 using testing::AllOf;
 using testing::HasSubstr;
+using testing::Not;
 namespace fs = std::filesystem;
 
 class StoreOpenTest : public ::testing::Test {
@@ -187,6 +189,75 @@ TEST_F(StoreOpenTest, AHalfMadeStoreIsReplaced) {
   EXPECT_FALSE(Store::look(options_.directory, 0).exists);
   make_committed(0);
   EXPECT_FALSE(fs::exists(file("manifest-new")));
+}
+
+// A manifest that somebody moved, or has not copied yet: its data are worth nothing without it, and everything with it.
+TEST_F(StoreOpenTest, DataThatLackTheirManifestAreNotOverwritten) {
+  make_committed(3);
+  fs::rename(file("manifest"), directory_ / "aside");
+  const auto before = contents();
+  EXPECT_THAT(refusal_to_create(),
+              AllOf(HasSubstr(file("data") + " holds data"), HasSubstr("bring the manifest back")));
+  EXPECT_THAT(refusal_to_open(), HasSubstr("there is no store"));
+  EXPECT_EQ(contents(), before);
+  fs::rename(directory_ / "aside", file("manifest"));
+  EXPECT_EQ(refusal_to_open(), "not refused");
+}
+
+TEST_F(StoreOpenTest, DataThatWereNeverWrittenNeedNoManifest) {
+  {
+    const auto store = create();
+    EXPECT_GT(fs::file_size(file("data")), 0u);
+  }
+  fs::remove(file("manifest"));
+  make_committed(1);
+}
+
+// Killed while it replaced a store without a commit, or removed one: the next one needs nobody's help.
+TEST_F(StoreOpenTest, AnInterruptedReplacementIsReplaced) {
+  make_committed(1);
+  fs::rename(file("manifest"), file("manifest-new"));
+  make_committed(2);
+  EXPECT_FALSE(fs::exists(file("manifest-new")));
+}
+
+TEST_F(StoreOpenTest, ADataFileThatIsTooLongIsNotCalledCutOff) {
+  make_committed();
+  fs::resize_file(file("data"), fs::file_size(file("data")) + 4096);
+  EXPECT_THAT(refusal_to_open(), AllOf(HasSubstr("was made longer"), Not(HasSubstr("cut off"))));
+}
+
+// What happens to a store's files while it is being written: its next commit says so, instead of going nowhere.
+TEST_F(StoreOpenTest, AFileThatLosesItsNameEndsTheNextCommit) {
+  struct Attack {
+    const char* sentence;
+    std::function<void(const std::string& path)> act;
+  };
+  const Attack attacks[] = {
+      {"was removed or renamed", [](const std::string& path) { fs::remove(path); }},
+      {"was removed or renamed", [](const std::string& path) { fs::rename(path, path + ".old"); }},
+      {"was removed or renamed",
+       [&](const std::string&) { fs::rename(options_.directory, options_.directory + "-moved"); }},
+      {"was replaced by another file",
+       [](const std::string& path) {
+         fs::copy_file(path, path + ".copy");
+         fs::rename(path + ".copy", path);
+       }},
+      {"was cut off", [](const std::string& path) { fs::resize_file(path, fs::file_size(path) - 4096); }},
+  };
+  for (const Attack& attack : attacks) {
+    for (const char* ending : {"data", "manifest"}) {
+      SCOPED_TRACE(fmt::format("{}: {}", ending, attack.sentence));
+      {
+        const auto store = create();
+        for (const std::uint64_t step : {0u, 1u}) run_step(*store, options_, step, all_records(options_));
+        attack.act(file(ending));  // the end of the data is what was committed last
+        EXPECT_THAT(refusal([&] { run_step(*store, options_, 2, all_records(options_)); }),
+                    AllOf(HasSubstr("rank-00000."), HasSubstr(attack.sentence)));
+      }
+      fs::remove_all(directory_ / "a");
+    }
+  }
 }
 
 TEST_F(StoreOpenTest, ATornFirstCommitIsReplacedButLostCommitsAreNot) {

@@ -1,5 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Several ranks: partitioned state, equal results on every communicator, divergence that is named instead of hanging.
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -42,6 +48,43 @@ TEST_P(RanksTest, ResumesBitExactly) {
     model.losses.assign(reference.losses.begin(), reference.losses.begin() + 3);
     model.train(4, 6);
     EXPECT_EQ(digests_of(model), reference);
+  });
+}
+
+// One rank's manifest is missing, because a copy is still running or forgot it: no call changes anything on any rank,
+// and once it is back the run continues.
+TEST_P(RanksTest, AManifestThatIsMissingForAMomentCostsNothing) {
+  const int size = GetParam();
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
+  const auto trained = train_on(size, setup, ToyShape{}, 3)[0].digests;
+  namespace fs = std::filesystem;
+  const std::string manifest = directory / fmt::format("store/rank-{:05}.manifest", size - 1);
+  fs::rename(manifest, directory / "aside");
+  const auto contents = [&] {
+    std::map<std::string, std::string> files;
+    for (const auto& entry : fs::directory_iterator(directory / "store")) {
+      std::ifstream file(entry.path());
+      files[entry.path().string()].assign(std::istreambuf_iterator<char>(file), {});
+    }
+    return files;
+  };
+  const auto before = contents();
+  on_ranks(size, [&](int, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    ToyModel model(runtime, setup.engine);
+    EXPECT_THROW(model.initialize(), StoreError);
+    EXPECT_THROW(model.restore(), StoreError);
+    EXPECT_FALSE(model.find_commit());
+  });
+  EXPECT_EQ(contents(), before);
+  fs::rename(directory / "aside", manifest);
+  on_ranks(size, [&](int, const Runtime::MakeCommunicator& join) {
+    Runtime runtime(setup.runtime, join);
+    ToyModel model(runtime, setup.engine);
+    EXPECT_EQ(model.restore().step, 3u);
+    model.losses = trained.losses;
+    EXPECT_EQ(digests_of(model), trained);
   });
 }
 

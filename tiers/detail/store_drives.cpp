@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <vector>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -12,6 +13,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 
 namespace hoist::tiers::detail {
@@ -64,6 +66,45 @@ bool exists(const std::string& path) {
 bool is_empty(const std::string& path) {
   struct stat status {};
   return ::lstat(path.c_str(), &status) == 0 && status.st_size == 0;
+}
+
+// Whether the file, which may be as large as a drive, holds nothing but zeros. What was reserved and never written is
+// not read where the file system says so.
+bool is_blank(const std::string& path) {
+  const int file = open_regular_file(path, O_RDONLY | O_NOFOLLOW);
+  if (file < 0 && errno == ENOENT) return true;
+  const auto refuse = [&](const char* call) {
+    const int code = errno;
+    if (file >= 0) ::close(file);
+    throw IoError({call, path, 0, 0, code}, "whether it holds data cannot be known; nothing was changed");
+  };
+  if (file < 0) refuse("open");
+  std::vector<char> piece(kMiB);
+  off_t at = 0;
+  bool blank = true;
+  while (blank) {
+    const off_t written = ::lseek(file, at, SEEK_DATA);
+    if (written < 0 && errno == ENXIO) break;  // nothing further
+    if (written >= 0) at = written;
+    const ssize_t got = ::pread(file, piece.data(), piece.size(), at);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) refuse("read");
+    if (got == 0) break;
+    blank = std::all_of(piece.begin(), piece.begin() + got, [](char byte) { return byte == 0; });
+    at += got;
+  }
+  ::close(file);
+  return blank;
+}
+
+// A manifest is on disk before any data are. Data without one are of a store that has lost it, unless that store was
+// being replaced or removed, which leaves the manifest under the other name.
+void refuse_data_without_manifest(const StorePaths& home) {
+  if (exists(home.manifest) || exists(home.manifest_new) || is_blank(home.data)) return;
+  throw StoreError(
+      fmt::format("{} holds data, and its manifest {} is missing; nothing was changed: bring the manifest back, or "
+                  "remove the data to start anew",
+                  home.data, home.manifest));
 }
 
 }  // namespace
@@ -152,7 +193,7 @@ void refuse_foreign_data(const StorePaths& drive, const std::string& home, std::
   const auto label = read_label(drive);
   if (label && label->ends_with(kNew)) return;  // of a store that never reached its first commit
   if (label && uncommitted && label->find(fmt::format("\nstore {:016x}\n", *uncommitted)) != std::string::npos) return;
-  if (is_home && !label) return;               // its manifest describes it
+  if (is_home && !label) return refuse_data_without_manifest(drive);
   if (!label && is_empty(drive.data)) return;  // made by the caller
   throw StoreError(
       fmt::format("{} holds data of another store (\"{}\"); nothing was changed: name that store's "

@@ -354,9 +354,38 @@ bool remove_store(std::span<const std::string> directories, Nanoseconds lock_tim
     if (!file->lock(std::max(lock_timeout - (Clock::now() - start), Nanoseconds{0}))) return false;
     locked.push_back(std::move(file));
   }
-  for (const std::string_view suffix : {".manifest", ".manifest-new", ".label", ".label-new", ".lock-info", ".data"})
+  // A manifest that is about to be removed says that its data may be overwritten, should this process be killed.
+  for (const std::string& path : rank_files(directories, ".manifest"))
+    if (::rename(path.c_str(), (path + "-new").c_str()) != 0 && errno != ENOENT)
+      throw IoError({"rename", path, 0, 0, errno}, "");
+  for (const std::string_view suffix : {".label", ".label-new", ".lock-info", ".data", ".manifest-new"})
     for (const std::string& path : rank_files(directories, suffix)) remove_file(path);
   return true;
+}
+
+void FileNames::add(const aio::File& file) {
+  struct stat opened {};
+  if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");
+  files_.push_back({std::filesystem::absolute(file.path()).string(), opened.st_dev, opened.st_ino, file.size_bytes()});
+}
+
+void FileNames::check() const {
+  constexpr std::string_view kRemedy =
+      "while this process wrote to it: the steps since the last commit are lost, and that commit too unless the file "
+      "is brought back";
+  for (const Named& file : files_) {
+    struct stat status {};
+    if (::lstat(file.path.c_str(), &status) != 0) {
+      const int code = errno;
+      if (code != ENOENT && code != ENOTDIR) throw IoError({"lstat", file.path, 0, 0, code}, "");
+      throw StoreError(fmt::format("{} was removed or renamed {}", file.path, kRemedy));
+    }
+    if (status.st_dev != file.device || status.st_ino != file.inode)
+      throw StoreError(fmt::format("{} was replaced by another file {}", file.path, kRemedy));
+    const auto bytes = static_cast<std::uint64_t>(status.st_size);
+    if (bytes < file.bytes)
+      throw StoreError(fmt::format("{} was cut off, to {} of {} bytes, {}", file.path, bytes, file.bytes, kRemedy));
+  }
 }
 
 void remove_file(const std::string& path) {
@@ -430,11 +459,14 @@ void Creation::remember(const std::string& path, int descriptor) {
 void Creation::replace() { remember(paths_.data, lock_); }
 
 void Creation::clear() {
+  remove_file(paths_.lock_info);
   struct stat status {};
-  const bool had_manifest = ::lstat(paths_.manifest.c_str(), &status) == 0;
-  for (const std::string& path : {paths_.manifest, paths_.manifest_new, paths_.lock_info}) remove_file(path);
-  // Removes it durably before its data; otherwise, after a power loss, a manifest would refer to missing data.
-  if (had_manifest) aio::sync_directory(paths_.directory);
+  if (::lstat(paths_.manifest.c_str(), &status) != 0) return;
+  if (::rename(paths_.manifest.c_str(), paths_.manifest_new.c_str()) != 0)
+    throw IoError({"rename", paths_.manifest, 0, 0, errno}, "");
+  files_.push_back({paths_.manifest_new, status.st_dev, status.st_ino});
+  // Durably before the data change; otherwise, after a power loss, a manifest would refer to missing data.
+  aio::sync_directory(paths_.directory);
 }
 
 std::unique_ptr<aio::File> Creation::make_data(std::uint64_t bytes) {
@@ -460,6 +492,8 @@ void Creation::name_manifest() {
     throw IoError({"rename", paths_.manifest_new, 0, 0, errno}, "");
   for (Made& made : files_)
     if (made.path == paths_.manifest_new) made.path = paths_.manifest;
+  // Before any data: whoever finds data without a manifest knows that one was lost.
+  aio::sync_directory(paths_.directory);
 }
 
 std::vector<std::string> Creation::keep() {

@@ -84,7 +84,8 @@ class Creation {
   void claim(Nanoseconds timeout);
   // From now on the old files are lost, whatever happens.
   void replace();
-  // Removes the files of the store that is being replaced, except the data and its label.
+  // Takes the manifest of the store that is being replaced away from its data, durably, and removes its lock's text.
+  // Until make_new_manifest() it stays as manifest_new, which says of the data that they may be overwritten.
   void clear();
   // Drops the content of the data file and reserves its space.
   std::unique_ptr<aio::File> make_data(std::uint64_t bytes);
@@ -115,6 +116,22 @@ class Creation {
 
 // See Store::remove().
 bool remove_store(std::span<const std::string> directories, Nanoseconds lock_timeout);
+
+// Names that must lead to the files that a store writes, as long as it writes them: a commit into a file that has lost
+// its name could not be found again.
+class FileNames {
+ public:
+  void add(const aio::File& file);
+  // StoreError, naming the file that was removed, renamed, replaced or cut off since.
+  void check() const;
+
+ private:
+  struct Named {
+    std::string path;  // absolute: the process may change its directory
+    std::uint64_t device = 0, inode = 0, bytes = 0;
+  };
+  std::vector<Named> files_;
+};
 
 // Removes a file if it is there.
 void remove_file(const std::string& path);

@@ -99,6 +99,8 @@ class Store::Impl {
   void hold_kept();                        // after a load
   void continue_step(std::uint64_t step);  // with the mutex held
   std::uint32_t free_kept_slot() const;
+  void use(Files files);
+  // StoreError if a file has lost its name.
   void write_slot(std::uint32_t slot, const SlotHeader& header);
   void read_slot(std::uint32_t slot);
   void load_slot(std::uint32_t slot);
@@ -109,6 +111,7 @@ class Store::Impl {
   const Durability durability_;
   Trace* const trace_;
   Files files_;
+  detail::FileNames names_;  // of files_
   detail::RecordTable table_;
   aio::TransferMemory image_;  // one slot; the commit thread's during a commit
   std::unique_ptr<detail::Transfers> transfers_ = std::make_unique<detail::Transfers>();

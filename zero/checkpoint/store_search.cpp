@@ -214,15 +214,20 @@ std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>&
       return source;
     }
     if (ranks_.has_several_groups() && !source.came_further) passed_over.push_back(where.order);
-    // Of the first one, create() knows as much. A newer one that was only being made gives way to the one before it.
+    // Of the first one, refuse_others() knows as much. A newer one that was only being made gives way to the one
+    // before.
     if (incomplete == Incomplete::pass_over || !source.came_further || where.name.empty()) continue;
-    throw CommonStoreError(fmt::format(
-        "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, "
-        "or out of sight (`hoist inspect` says which); bring them back, or move the directory away to go "
-        "back to the store before it",
-        where.in(options_.store_directory)));
+    throw incomplete_store(where);
   }
   return std::nullopt;
+}
+
+CommonStoreError StoreSearch::incomplete_store(const StoreDirectory& where) const {
+  return CommonStoreError(fmt::format(
+      "the store in {} holds a training, but no commit that every rank has: files of it are missing, damaged, or out "
+      "of "
+      "sight (`hoist inspect` says which); nothing was changed: bring them back, or move the directory away to {}",
+      where.in(options_.store_directory), where.name.empty() ? "start anew" : "go back to the store before it"));
 }
 
 std::optional<std::uint64_t> StoreSearch::find_commit() const {
@@ -243,9 +248,10 @@ std::vector<KeptStep> StoreSearch::find_kept() const {
   return steps;
 }
 
-// A fresh start must not pass over a store that another number of ranks has committed to.
-void StoreSearch::refuse_resharded() const {
+void StoreSearch::refuse_others() const {
   const auto source = find(std::nullopt);
+  // Before any rank touches its own files: those that another rank lacks at the moment are worth nothing without these.
+  if (!source && look({}, std::nullopt).came_further) throw incomplete_store({});
   if (!source || (source->directory.order == 0 && source->same_ranks)) return;  // create() sees it
   throw CommonStoreError(
       fmt::format("the store in {} holds step {} of a run of {} ranks; continue it (restore(); hoist-gpt --resume), or "

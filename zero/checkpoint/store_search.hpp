@@ -70,8 +70,9 @@ class StoreSearch {
   std::vector<KeptStep> find_kept() const;           // [J]
   // [J] Every store that any rank sees, newest first.
   std::vector<StoreDirectory> directories() const;
-  // [J] A fresh start must not overlook a store that another number of ranks has committed to.
-  void refuse_resharded() const;
+  // [J] CommonStoreError when a fresh start would overlook, or overwrite, a training: of another number of ranks, or one
+  // that only some ranks hold.
+  void refuse_others() const;
   // [J] The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
   // them.
   std::vector<CommonCommit> common(std::span<const tiers::CommitHeader> commits, std::uint64_t store_number) const;
@@ -81,6 +82,7 @@ class StoreSearch {
   CommonStoreError nothing_to_restore(const std::string& from) const;  // [J]
 
  private:
+  CommonStoreError incomplete_store(const StoreDirectory& where) const;
   int agree_on_world_size(const std::string& directory) const;  // of the store there; 0: no manifest can be read
   RestoreSource look(const StoreDirectory& where, const std::optional<std::string>& from) const;
 

@@ -194,7 +194,7 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
     ranks.compare_groups(options, [&] { require_model(); });
     ranks.agree_on_model("Engine::create()", table, options, settings.groups());
     ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
-    StoreSearch(ranks, options).refuse_resharded();
+    StoreSearch(ranks, options).refuse_others();
     make_parts({}, StoreUse::create);
     const Ledger::Apart apart(runtime.ledger());
     ranks.all_together("make its initial state", [&] {
