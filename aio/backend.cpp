@@ -3,10 +3,10 @@
 #include <mutex>
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/aio/detail/backends.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/platform/topology.hpp>
 
 namespace hoist::aio {
@@ -16,7 +16,7 @@ namespace {
 void say_fallback_once(const detail::Unavailable& why) {
   static std::once_flag said;
   std::call_once(said, [&] {
-    spdlog::warn(
+    log_warning(
         "io_uring is not available ({}): disk transfers use a pool of threads instead, with the same results "
         "but more CPU time. To have it, {}.",
         why.reason, why.remedy);
@@ -43,9 +43,9 @@ void enter_io_thread(const char* name, int numa_node) noexcept {
   if (numa_node < 0) return;
   try {
     if (!platform::bind_thread_to_node(platform::Topology::detect(), numa_node))
-      spdlog::warn("{}: the system refused to bind this thread to NUMA node {}; it runs anywhere", name, numa_node);
+      log_warning("{}: the system refused to bind this thread to NUMA node {}; it runs anywhere", name, numa_node);
   } catch (const std::exception& error) {
-    spdlog::warn("{}: not bound to NUMA node {}: {}", name, numa_node, error.what());
+    log_warning("{}: not bound to NUMA node {}: {}", name, numa_node, error.what());
   }
 }
 

@@ -6,7 +6,6 @@
 #include <optional>
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <sys/eventfd.h>
 
 #include <hoist/aio/detail/backends.hpp>
@@ -14,6 +13,7 @@
 #include <hoist/aio/detail/ring.hpp>
 #include <hoist/aio/detail/uring_setup.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 
 namespace hoist::aio::detail {
 
@@ -26,8 +26,8 @@ const char* polling_name(Polling polling) {
 void say_not_polled_once(Polling polling, const Unavailable& why) {
   static std::once_flag said;
   std::call_once(said, [&] {
-    spdlog::warn("{} is not available ({}): transfers work without it. To have it, {}.", polling_name(polling),
-                 why.reason, why.remedy);
+    log_warning("{} is not available ({}): transfers work without it. To have it, {}.", polling_name(polling),
+                why.reason, why.remedy);
   });
 }
 

@@ -3,7 +3,6 @@
 #include <cerrno>
 #include <utility>
 
-#include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
 #include <hoist/aio/detail/backends.hpp>
@@ -11,6 +10,7 @@
 #include <hoist/aio/detail/transfer_error.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 
@@ -118,7 +118,7 @@ bool DriveQueue::Impl::stop() noexcept {
     thread_.detach();  // also after its work has ended: the kernel releases a thread only with its last transfer
   }
   if (!clean && !given_up_before_stop) {
-    spdlog::critical(
+    log_critical(
         "{}: transfers were still in flight {} ms after the queue was told to end; their memory stays "
         "reserved and is never used again. Check the drive (dmesg, smartctl).",
         description_, std::chrono::duration_cast<std::chrono::milliseconds>(options_.drain_timeout).count());
@@ -139,7 +139,7 @@ void DriveQueue::Impl::run() noexcept {
       }
     }
     if (is_silent()) {
-      spdlog::critical(
+      log_critical(
           "{}: a drive has not answered for {:.3g} s and is given up; the memory of its transfers stays reserved and "
           "is "
           "never used again. Check the drive (dmesg, smartctl).",

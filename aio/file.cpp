@@ -10,7 +10,6 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
-#include <spdlog/spdlog.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
@@ -21,6 +20,7 @@
 #include <hoist/aio/file.hpp>
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/standard_descriptors.hpp>
 
@@ -110,7 +110,7 @@ void say_buffered_once(int descriptor, const std::string& path, dev_t device) {
     const std::lock_guard lock(mutex);
     if (!said.insert(device).second) return;
   }
-  spdlog::warn(
+  log_warning(
       "{} is on a file system without direct transfers ({}): transfers work, but through memory, so a measurement "
       "there shows {}. For a drive's own speed choose a directory on ext4 or xfs.",
       path, is_memory(descriptor) ? "tmpfs" : "no O_DIRECT",

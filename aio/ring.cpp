@@ -5,12 +5,12 @@
 
 #include <fmt/format.h>
 #include <poll.h>
-#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <hoist/aio/detail/ring.hpp>
 #include <hoist/aio/detail/uring_setup.hpp>
 #include <hoist/core/assert.hpp>
+#include <hoist/core/log.hpp>
 
 namespace hoist::aio::detail {
 
@@ -22,7 +22,7 @@ constexpr useconds_t kStarvedPauseUs = 100;
 void say_unregistered_once(int code, std::uint64_t bytes) {
   static std::once_flag said;
   std::call_once(said, [&] {
-    spdlog::warn(
+    log_warning(
         "the kernel refused to register {} of transfer memory ({}): transfers work without registration, with "
         "a little more CPU time. To have it, raise the memlock limit (ulimit -l, LimitMEMLOCK=, or docker run "
         "--ulimit memlock=-1) above that, or grant CAP_IPC_LOCK.",

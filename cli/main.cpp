@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,11 @@ int run(int argc, char** argv) {
     app.parse(argc, argv);
     refuse_empty_values(app);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? kOk : kBadInput;  // --help and --version are no errors
+    std::ostringstream output, errors;
+    const bool asked = app.exit(error, output, errors) == 0;  // --help and --version are no errors
+    print_text(output.str());
+    complain_text(errors.str());
+    return asked ? kOk : kBadInput;
   }
   for (const Command& command : commands) {
     if (command.app->parsed()) return command.run();

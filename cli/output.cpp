@@ -11,6 +11,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/core/printable.hpp>
 
 #include "commands.hpp"
 
@@ -22,10 +23,16 @@ int lost_output_code = 0;  // errno of the first text that could not be written
 
 }  // namespace
 
-void print_text(const std::string& text) {
+void print_text(const std::string& any_text) {
+  const std::string text = printable(any_text);
   errno = 0;
   const bool arrived = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   if (!arrived && lost_output_code == 0) lost_output_code = errno == 0 ? EIO : errno;
+}
+
+void complain_text(const std::string& any_text) {
+  const std::string text = printable(any_text);
+  std::fwrite(text.data(), 1, text.size(), stderr);
 }
 
 int end_of_output(int code) {
@@ -61,7 +68,7 @@ void check_json_apart(const std::string& json, const std::string& input) {
 void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   if (path.empty()) return;
   // Bytes of a path or of the configuration need not be UTF-8.
-  const std::string text = value.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  const std::string text = value.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace) + "\n";
   std::FILE* file = open_output_file(path, OutputMode::replace);
   if (file == nullptr) {
     const int code = errno;
@@ -81,7 +88,10 @@ void write_json(const std::string& path, const nlohmann::ordered_json& value) {
   }
 }
 
-std::string columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent) {
+std::string columns(const std::vector<std::vector<std::string>>& given_rows, std::size_t indent) {
+  auto rows = given_rows;
+  for (auto& row : rows)
+    for (std::string& cell : row) cell = printable(cell);
   std::vector<std::size_t> widths;
   for (const auto& row : rows) {
     widths.resize(std::max(widths.size(), row.size()));

@@ -12,26 +12,27 @@
 
 namespace hoist::cli {
 
-// Prints to standard output, unbuffered. end_of_output() finds text that could not be written (a full disk, a closed
-// descriptor).
+// Prints printable(text) to standard output, unbuffered. end_of_output() finds text that could not be written (a full
+// disk, a closed descriptor).
 void print_text(const std::string& text);
 template <typename... Values>
 void say(fmt::format_string<Values...> format, Values&&... values) {
   print_text(fmt::format(format, std::forward<Values>(values)...));
 }
 
-// Prints to standard error; never fails, so that the exit code keeps its meaning.
+// Prints printable(text) to standard error; never fails, so that the exit code keeps its meaning.
+void complain_text(const std::string& text);
 template <typename... Values>
 void complain(fmt::format_string<Values...> format, Values&&... values) {
-  const std::string text = fmt::format(format, std::forward<Values>(values)...);
-  std::fwrite(text.data(), 1, text.size(), stderr);
+  complain_text(fmt::format(format, std::forward<Values>(values)...));
 }
 
 // The exit code of a command that ended with `code`: kFailure, with a message on standard error, if its output was
 // lost.
 int end_of_output(int code);
 
-// Writes `value` to `path`, replacing the file. Does nothing if the path is empty. Errors: IoError.
+// Writes `value` to `path`, replacing the file, in ASCII: a terminal shows it safely, and a program reads the true
+// text. Does nothing if the path is empty. Errors: IoError.
 void write_json(const std::string& path, const nlohmann::ordered_json& value);
 
 // Checks early what write_json() would refuse, for commands that work for a long time before they write. Errors:
@@ -41,7 +42,7 @@ void check_json(const std::string& path);
 // Errors: UsageError if the output file is the input file.
 void check_json_apart(const std::string& json, const std::string& input);
 
-// Rows with their columns lined up; the last column is not padded.
+// Rows of printable() cells with their columns lined up; the last column is not padded.
 std::string columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent = 2);
 
 }  // namespace hoist::cli

@@ -8,6 +8,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <hoist/core/printable.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::cli {
@@ -98,7 +99,7 @@ void Progress::update(std::uint64_t done, TimePoint now) {
 void Progress::say(const std::string& text) {
   if (options_.style == ProgressStyle::quiet) return;
   clear();
-  print(text + "\n");
+  print(printable(text) + "\n");
 }
 
 void Progress::clear() {

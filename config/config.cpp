@@ -15,6 +15,7 @@
 #include <hoist/config/detail/rules.hpp>
 #include <hoist/config/setting.hpp>
 #include <hoist/core/open_file.hpp>
+#include <hoist/core/printable.hpp>
 
 namespace hoist {
 
@@ -116,8 +117,8 @@ Config Config::parse(std::string_view json_text, std::string origin) {
   config.engine = std::move(draft.engine);
   config.training = draft.training;
   config.measured = draft.measured;
-  config.warnings = std::move(notes.warnings);
-  config.notes = std::move(notes.notes);
+  for (const std::string& warning : notes.warnings) config.warnings.push_back(printable(warning));
+  for (const std::string& note : notes.notes) config.notes.push_back(printable(note));
   config.origin_ = std::move(origin);
   config.settings_ = std::make_shared<const std::vector<ConfigSetting>>(std::move(read.settings));
   return config;

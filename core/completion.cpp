@@ -6,10 +6,12 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/completion.hpp>
+#include <hoist/core/owning_process.hpp>
 
 namespace hoist {
 
 struct detail::CompletionState {
+  const OwningProcess process;
   std::mutex mutex;
   std::condition_variable changed;
   std::atomic<bool> done{false};  // written under the mutex; read without it by done()
@@ -29,6 +31,7 @@ bool Completion::done() const noexcept { return !state_ || state_->done.load(std
 void Completion::wait() const {
   if (!state_) return;
   if (!done()) {
+    state_->process.require_this("what is waited for");
     std::unique_lock lock(state_->mutex);
     state_->changed.wait(lock, [&] { return state_->done.load(std::memory_order_relaxed); });
   }
@@ -37,6 +40,7 @@ void Completion::wait() const {
 
 bool Completion::wait_for(std::chrono::nanoseconds timeout) const {
   if (!done()) {
+    state_->process.require_this("what is waited for");
     std::unique_lock lock(state_->mutex);
     if (!state_->changed.wait_for(lock, timeout, [&] { return state_->done.load(std::memory_order_relaxed); }))
       return false;

@@ -3,7 +3,8 @@
 //
 // Threading  Any thread may wait, test, or attach a continuation; exactly one thread fulfils a Promise, once.
 // Memory     One small shared block per promise; handles are reference counted.
-// Errors     A failed operation stores its exception; every wait() rethrows it.
+// Errors     A failed operation stores its exception; every wait() rethrows it. UsageError from waiting for a pending
+//            operation of the process that this one was forked from.
 // Main path  Promise::complete -> continuations, in the order they were attached, on the completing thread.
 #pragma once
 

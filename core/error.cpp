@@ -7,15 +7,18 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/printable.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist {
+
+Error::Error(const std::string& sentence) : std::runtime_error(printable(sentence)) {}
 
 namespace detail {
 
 void assertion_failed(const char* expression, const char* file, int line, const std::string& values) {
   std::fprintf(stderr, "hoist: assertion failed: %s (%s:%d)%s%s\n", expression, file, line, values.empty() ? "" : ": ",
-               values.c_str());
+               printable(values).c_str());
   std::fflush(stderr);
   std::abort();
 }

@@ -12,10 +12,11 @@
 
 namespace hoist {
 
-// Base of everything hoist throws. what() is one complete sentence for a person, the remedy included.
+// Base of everything hoist throws. what() is one complete sentence for a person, the remedy included. Text from files
+// in it is safe to print (core/printable.hpp); the members of the classes below hold it as it is.
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& sentence);
 };
 
 // The caller broke the contract of the public API. The engine's state is unchanged.

@@ -6,13 +6,31 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/thread.hpp>
+#include <hoist/core/units.hpp>
 
 namespace hoist {
 
 namespace {
 
+// Kernels and the libraries that they call (oneTBB, OpenBLAS) run with half of it.
+constexpr std::size_t kStackBytesMin = 256 * kKiB;
+
+// A thread's stack is as large as the limit of the process's when the program began.
+void require_stack(const std::string& name) {
+  pthread_attr_t attributes;
+  if (::pthread_getattr_default_np(&attributes) != 0) return;
+  std::size_t bytes = kStackBytesMin;
+  ::pthread_attr_getstacksize(&attributes, &bytes);
+  ::pthread_attr_destroy(&attributes);
+  if (bytes >= kStackBytesMin) return;
+  throw Error(
+      fmt::format("the thread '{}' would get a stack of {}, and {} are needed; raise the limit of stacks (ulimit -s)",
+                  name, format_bytes(bytes), format_bytes(kStackBytesMin)));
+}
+
 template <class Thread, class Body>
 Thread start(const std::string& name, Body body) {
+  require_stack(name);
   try {
     Thread thread(std::move(body));
     ::pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());

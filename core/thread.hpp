@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // core/thread.hpp - threads with names that `top -H` and debuggers show. All of hoist's threads are made here.
 //
-// Errors     Error, naming the thread, if the system refuses another thread.
+// Errors     Error, naming the thread, if the system refuses another thread or gives it too small a stack.
 #pragma once
 
 #include <functional>

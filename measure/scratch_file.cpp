@@ -6,12 +6,12 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <hoist/core/log.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/scratch_file.hpp>
@@ -40,7 +40,7 @@ InputError not_ours(const std::string& directory, const std::string& why) {
 
 void remove_file(const std::string& path) {
   if (::unlink(path.c_str()) != 0 && errno != ENOENT)
-    spdlog::warn("{} could not be removed: {}", path, std::strerror(errno));
+    log_warning("{} could not be removed: {}", path, std::strerror(errno));
 }
 
 }  // namespace
@@ -84,7 +84,7 @@ class ScratchFile::Marker {
   ~Marker() {
     remove_file(path_);
     if (::rmdir(directory_.c_str()) != 0 && errno != ENOENT)
-      spdlog::warn("{} is kept: {}", directory_, std::strerror(errno));
+      log_warning("{} is kept: {}", directory_, std::strerror(errno));
     ::close(descriptor_);
   }
   Marker(const Marker&) = delete;

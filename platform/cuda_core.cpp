@@ -4,9 +4,9 @@
 #include <utility>
 
 #include <cuda.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/platform/detail/cuda_core.hpp>
 
@@ -202,7 +202,7 @@ void CudaCore::poll() {
   try {
     card.emplace(ordinal_);
   } catch (const std::exception& error) {
-    spdlog::error("the thread that polls GPU {} could not select it: {}", ordinal_, error.what());
+    log_error("the thread that polls GPU {} could not select it: {}", ordinal_, error.what());
   }
   std::size_t pending = 0;
   std::unique_lock lock(mutex_);

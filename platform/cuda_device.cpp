@@ -4,10 +4,10 @@
 #include <vector>
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/detail/cuda_stream.hpp>
@@ -137,8 +137,7 @@ class CudaDevice final : public Device {
   }
 
   static void log_failure(cudaError_t code, const char* call) noexcept {
-    if (code != cudaSuccess)
-      spdlog::error("{} failed: {}; the memory stays registered", call, cudaGetErrorString(code));
+    if (code != cudaSuccess) log_error("{} failed: {}; the memory stays registered", call, cudaGetErrorString(code));
   }
 
   const DeviceOptions options_;

@@ -2,9 +2,9 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/platform/detail/cuda_kernels.hpp>
 #include <hoist/platform/detail/cuda_stream.hpp>
 
@@ -59,8 +59,7 @@ void CudaStream::drain_and_destroy() {
   const cudaError_t drained = cudaStreamSynchronize(options_.stream);
   const cudaError_t destroyed = cudaStreamDestroy(options_.stream);
   for (const cudaError_t code : {drained, destroyed}) {
-    if (code != cudaSuccess)
-      spdlog::error("stream {} ended with an error: {}", options_.name, cudaGetErrorString(code));
+    if (code != cudaSuccess) log_error("stream {} ended with an error: {}", options_.name, cudaGetErrorString(code));
   }
 }
 

@@ -3,10 +3,9 @@
 #include <type_traits>
 #include <utility>
 
-#include <spdlog/spdlog.h>
-
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/platform/detail/guard.hpp>
 #include <hoist/platform/detail/host_stream.hpp>
@@ -42,8 +41,7 @@ HostStream::~HostStream() {
   changed_.notify_one();
   worker_.join();
   if (error_ && !error_delivered_) {
-    spdlog::error("stream {} was destroyed after an error that was never reported: {}", options_.name,
-                  describe(error_));
+    log_error("stream {} was destroyed after an error that was never reported: {}", options_.name, describe(error_));
   }
   options_.alive->fetch_sub(1);
 }

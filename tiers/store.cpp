@@ -3,11 +3,11 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
@@ -45,8 +45,8 @@ Store::Impl::~Impl() {
     for (unsigned drive = 0; drive < files_.data->layout().drive_count(); ++drive) files_.data->file(drive).unlock();
     return;
   }
-  spdlog::error("the drive of {} has not finished its transfers after {:.0f} s; its files stay open and locked",
-                paths_.directory, to_seconds(kDrainTimeout));
+  log_error("the drive of {} has not finished its transfers after {:.0f} s; its files stay open and locked",
+            paths_.directory, to_seconds(kDrainTimeout));
   [[maybe_unused]] const auto* transfers = transfers_.release();
   [[maybe_unused]] const auto* data = files_.data.release();
   [[maybe_unused]] const auto* manifest = files_.manifest.release();

@@ -7,6 +7,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/checksum.hpp>
+#include <hoist/core/printable.hpp>
 #include <hoist/tiers/store_format.hpp>
 
 namespace hoist::tiers {
@@ -283,6 +284,8 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
            check.header.caller_state_bytes > s.caller_state_bytes_max ||
            used_bytes != caller_state_at(s) + check.header.caller_state_bytes)
     check.problem = "its lengths contradict the superblock";
+  else if (const std::string& kept = check.header.name; !kept.empty() && !wrong_step_name(kept).empty())
+    check.problem = fmt::format("the name of its step is wrong: {}", wrong_step_name(kept));
   if (check.problem.empty()) check.state = SlotCheck::State::valid;
   return check;
 }
@@ -291,8 +294,7 @@ std::string wrong_step_name(std::string_view name) {
   if (name.empty()) return "it is empty";
   if (name.size() > kStepNameBytesMax)
     return fmt::format("it has {} bytes; at most {}", name.size(), kStepNameBytesMax);
-  const bool control = std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; });
-  return control ? "it has control characters" : "";
+  return has_control_characters(name) ? "it has control characters" : "";
 }
 
 std::string first_difference(std::string_view stored, std::string_view yours) {

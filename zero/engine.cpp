@@ -21,7 +21,7 @@ void detail::refuse_capture(StreamRef stream, std::string_view call) {
 
 // --- making one ------------------------------------------------------------------------------------------------------
 
-Engine::Engine(std::unique_ptr<detail::EngineCore> core) : core_(std::move(core)) {}
+Engine::Engine(std::unique_ptr<detail::EngineCore> core) : core_(std::move(core), "the engine") {}
 Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;
 Engine::~Engine() = default;
@@ -183,6 +183,7 @@ StepReport Engine::step(const StepOptions& options) {
 }
 
 void Engine::discard() noexcept {
+  if (!core_.is_usable()) return;
   try {
     core_->discard();
   } catch (...) {
@@ -191,6 +192,7 @@ void Engine::discard() noexcept {
 }
 
 void Engine::abandon(std::string_view why) noexcept {
+  if (!core_.is_usable()) return;
   try {
     core_->fail(std::make_exception_ptr(Error(fmt::format("its program gave up: {}", why))));
   } catch (...) {  // no memory for the words; destruction is what is left

@@ -12,7 +12,8 @@
 //            has failed: it can only be destroyed, and a new one restored. The other ranks do not wait for a failed
 //            rank: they stop at once, with a CommError that names it, the unit and its error, and unless they learned
 //            of it in an exchange, the runtimes' communicators cannot be used afterwards. The same holds for an
-//            exception that leaves a pass and then destroys the engine, and for abandon().
+//            exception that leaves a pass and then destroys the engine, and for abandon(). In a process that was
+//            forked later every call is a UsageError and the destructor does nothing.
 // Main path  gather -> (scheduler) -> store.read -> copy up -> all-gather -> lease; finish -> reduce-scatter -> copy
 //            down; step -> norm -> update -> store.write -> commit.
 #pragma once
@@ -24,6 +25,7 @@
 #include <string_view>
 #include <vector>
 
+#include <hoist/core/owning_process.hpp>
 #include <hoist/zero/lease.hpp>
 #include <hoist/zero/model.hpp>
 #include <hoist/zero/options.hpp>
@@ -134,7 +136,7 @@ class Engine {
 
  private:
   explicit Engine(std::unique_ptr<detail::EngineCore> core);
-  std::unique_ptr<detail::EngineCore> core_;
+  InOneProcess<detail::EngineCore> core_;
 };
 
 // Where each parameter of a model lies in its unit's gathered memory, by ParameterId::index: what a Binding needs to

@@ -30,7 +30,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
 
 Lease::~Lease() {
   if (stream_ == nullptr) return;
-  try {
+  try {  // in a forked process too: release() refuses before it touches anything
     release(*stream_);
   } catch (...) {  // the engine keeps the error and gives it to the next call
   }
@@ -40,6 +40,7 @@ TensorView Lease::view(ParameterId parameter) const {
   if (stream_ == nullptr) throw UsageError("the lease was released");
   const auto engine = engine_.lock();
   if (!engine || !engine->pass->is_serial(pass_)) throw UsageError("the lease's pass has ended");
+  engine->process.require_this("the engine");
   const detail::EngineCore& e = *engine;
   if (parameter.index >= e.table.specs().size())
     throw UsageError(fmt::format("there is no parameter {}", parameter.index));
@@ -63,6 +64,7 @@ void Lease::release(StreamRef stream) {
   detail::refuse_capture(stream, "release()");
   const StreamRef gathered_on = *std::exchange(stream_, nullptr);
   const auto engine = engine_.lock();
+  if (engine) engine->process.require_this("the engine");
   if (!engine || !engine->pass->is_serial(pass_)) return;
   try {
     engine->gatherer->release(unit_, gathered_on, stream);
@@ -79,6 +81,7 @@ TensorView GradientLease::view(ParameterId parameter) const {
   if (!engine || !engine->pass->is_serial(pass_) || engine->gradients->finished(unit_)) {
     throw UsageError("the gradients were finished, or their pass has ended");
   }
+  engine->process.require_this("the engine");
   const detail::EngineCore& e = *engine;
   if (parameter.index >= e.table.specs().size())
     throw UsageError(fmt::format("there is no parameter {}", parameter.index));
@@ -102,7 +105,8 @@ PassScope::PassScope(std::weak_ptr<detail::EngineCore> engine, std::uint64_t pas
 
 PassScope::~PassScope() {
   const auto engine = engine_.lock();
-  if (!engine || !engine->pass->is_serial(pass_)) return;  // moved from, or discarded
+  if (!engine || !engine->process.is_this()) return;  // moved from, or the pass is another process's
+  if (!engine->pass->is_serial(pass_)) return;        // discarded
   try {
     engine->end_pass(/*complete=*/std::uncaught_exceptions() <= exceptions_);
   } catch (...) {

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/printable.hpp>
 #include <hoist/zero/model.hpp>
 
 namespace hoist {
@@ -15,15 +16,13 @@ namespace {
 constexpr std::uint64_t kParameterElementsMax = 10'000'000'000'000;
 
 bool is_unprintable(const std::string& name) {
-  return std::ranges::any_of(name,
-                             [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7f' || c == '|'; });
+  return has_control_characters(name) || name.find('|') != std::string::npos;
 }
 
 void check(const ParameterSpec& spec, const std::string& unit, std::size_t group_count) {
   if (spec.name.empty()) throw UsageError(fmt::format("a parameter of unit '{}' has no name", unit));
   if (is_unprintable(spec.name) || is_unprintable(unit)) {
-    throw UsageError(
-        fmt::format("the name '{}' of unit '{}' holds a control character or '|'", spec.name.c_str(), unit.c_str()));
+    throw UsageError(fmt::format("the name '{}' of unit '{}' holds a control character or '|'", spec.name, unit));
   }
   if (spec.dtype > DType::fp32)
     throw UsageError(

@@ -4,11 +4,11 @@
 #include <vector>
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/zero/runtime.hpp>
 
@@ -104,39 +104,47 @@ Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join)
 Runtime::Runtime(const RuntimeOptions& options, const Groups& groups) : Runtime(options, groups, /*alone=*/false) {}
 
 Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone)
-    : options_(with_device(options)),
-      trace_(options.trace_path.empty() ? nullptr : std::make_unique<Trace>()),
-      device_budget_("device", kDeviceKey, options.device_memory_bytes),
-      pinned_budget_("pinned", kPinnedKey, options.pinned_memory_bytes),
-      device_(make_device(options_, ledger_)),
-      arena_(std::make_unique<tiers::DeviceArena>(*device_, device_budget_)),
-      update_pool_(std::make_unique<optim::UpdatePool>(optim::UpdatePoolOptions{.threads = options.update_threads})) {
-  ledger_.trace_to(trace_.get());
+    : options_(with_device(options)), parts_(std::make_unique<Parts>(options_), "the runtime") {
+  Parts& parts = *parts_;
+  parts.ledger.trace_to(parts.trace.get());
   // Only several ranks stage reductions, but how many there are is known after joining.
-  if (!alone) comm_scratch_ = arena_->allocate(options.comm_scratch_bytes, "staging of collectives");
-  comm::CommunicatorOptions comm{.scratch = comm_scratch_.bytes(),
-                                 .ledger = &ledger_,
+  if (!alone) parts.comm_scratch = parts.arena->allocate(options.comm_scratch_bytes, "staging of collectives");
+  comm::CommunicatorOptions comm{.scratch = parts.comm_scratch.bytes(),
+                                 .ledger = &parts.ledger,
                                  .timeout = options.comm_timeout,
                                  .device_ordinal = options_.device_ordinal};
-  communicator_ = groups.sharding(comm);
-  if (communicator_->size() == 1) comm_scratch_ = {};
-  if (trace_) Trace::check(trace_file());  // now, not when the run is over
+  parts.communicator = groups.sharding(comm);
+  if (world_size() == 1) parts.comm_scratch = {};
+  if (parts.trace) Trace::check(trace_file());  // now, not when the run is over
   if (!groups.norm) return;
   comm.scratch = {};
-  norm_group_ = groups.norm(comm);
-  if (norm_group_->size() < communicator_->size()) {
+  parts.norm_group = groups.norm(comm);
+  if (parts.norm_group->size() < world_size()) {
     throw UsageError(fmt::format("the norm group has {} ranks, the sharding group {}: it must hold that one whole",
-                                 norm_group_->size(), communicator_->size()));
+                                 parts.norm_group->size(), world_size()));
   }
 }
 
 Runtime::~Runtime() { write_trace(); }
 
-bool Runtime::has_several_groups() const { return norm_group_ && norm_group_->size() > communicator_->size(); }
-int Runtime::rank() const { return communicator_->rank(); }
-int Runtime::world_size() const { return communicator_->size(); }
+Runtime::Parts::Parts(const RuntimeOptions& options)
+    : trace(options.trace_path.empty() ? nullptr : std::make_unique<Trace>()),
+      device_budget("device", kDeviceKey, options.device_memory_bytes),
+      pinned_budget("pinned", kPinnedKey, options.pinned_memory_bytes),
+      device(make_device(options, ledger)),
+      arena(std::make_unique<tiers::DeviceArena>(*device, device_budget)),
+      update_pool(std::make_unique<optim::UpdatePool>(optim::UpdatePoolOptions{.threads = options.update_threads})) {}
 
-const comm::Communicator& Runtime::job_ranks() const { return norm_group_ ? *norm_group_ : *communicator_; }
+Runtime::Parts::~Parts() = default;
+
+bool Runtime::has_several_groups() const { return job_ranks().size() > world_size(); }
+int Runtime::rank() const { return parts_.get()->communicator->rank(); }
+int Runtime::world_size() const { return parts_.get()->communicator->size(); }
+
+const comm::Communicator& Runtime::job_ranks() const {
+  const Parts& parts = *parts_.get();
+  return parts.norm_group ? *parts.norm_group : *parts.communicator;
+}
 
 std::string Runtime::trace_file() const {
   const comm::Communicator& job = job_ranks();
@@ -147,14 +155,15 @@ std::string Runtime::trace_file() const {
 }
 
 void Runtime::write_trace() const noexcept {
-  if (!trace_) return;
+  if (!parts_.is_usable() || !parts_->trace) return;
   try {
     const std::string path = trace_file();
-    trace_->write(path, fmt::format("rank {}", job_ranks().rank()));
-    if (trace_->dropped() != 0)
-      spdlog::info("{} holds the end of the run: {} earlier events did not fit", path, trace_->dropped());
+    const Trace& trace = *parts_->trace;
+    trace.write(path, fmt::format("rank {}", job_ranks().rank()));
+    if (trace.dropped() != 0)
+      log_info("{} holds the end of the run: {} earlier events did not fit", path, trace.dropped());
   } catch (const std::exception& error) {
-    spdlog::error("the trace could not be written: {}", error.what());
+    log_error("the trace could not be written: {}", error.what());
   }
 }
 

@@ -4,8 +4,9 @@
 // Threading  Any thread. Several engines may share one runtime.
 // Memory     The device's budget is taken at construction; pinned memory when an engine is laid out. A runtime outlives
 //            its engines, and the streams and device blocks that a program has of it: ending it before them is a bug
-//            that ends the process.
-// Errors     DeviceError, CommError, BudgetError, ConfigError, UsageError from construction, IoError where no trace
+//            that ends the process. In a process that was forked later, its destructor and the engines' do nothing.
+// Errors     UsageError from calls in a process that was forked later (the counters below stay readable there).
+//            DeviceError, CommError, BudgetError, ConfigError, UsageError from construction, IoError where no trace
 //            can be written. One that turns out at the end not to be writable is only logged.
 #pragma once
 
@@ -14,6 +15,7 @@
 #include <string>
 
 #include <hoist/core/ledger.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/tiers/budget.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/options.hpp>
@@ -53,18 +55,18 @@ class Runtime {
   Runtime& operator=(const Runtime&) = delete;
 
   const RuntimeOptions& options() const { return options_; }
-  platform::Device& device() { return *device_; }
+  platform::Device& device() { return *parts_->device; }
   // For a program's own activations and workspaces: same arena, same budget. Allocate before the engine is
   // made; the engine then uses what is left for gathered weights.
-  tiers::DeviceArena& device_arena() { return *arena_; }
-  tiers::Budget& device_budget() { return device_budget_; }
-  tiers::Budget& pinned_budget() { return pinned_budget_; }
-  comm::Communicator& communicator() { return *communicator_; }
-  comm::Communicator& norm_group() { return norm_group_ ? *norm_group_ : *communicator_; }
+  tiers::DeviceArena& device_arena() { return *parts_->arena; }
+  tiers::Budget& device_budget() { return parts_.get()->device_budget; }
+  tiers::Budget& pinned_budget() { return parts_.get()->pinned_budget; }
+  comm::Communicator& communicator() { return *parts_->communicator; }
+  comm::Communicator& norm_group() { return parts_->norm_group ? *parts_->norm_group : communicator(); }
   bool has_several_groups() const;
-  optim::UpdatePool& update_pool() { return *update_pool_; }
-  Ledger& ledger() { return ledger_; }
-  Trace* trace() { return trace_.get(); }  // null unless RuntimeOptions::trace_path asks for one
+  optim::UpdatePool& update_pool() { return *parts_->update_pool; }
+  Ledger& ledger() { return parts_.get()->ledger; }
+  Trace* trace() { return parts_.get()->trace.get(); }  // null unless RuntimeOptions::trace_path asks for one
   int rank() const;
   int world_size() const;
 
@@ -75,17 +77,24 @@ class Runtime {
   std::string trace_file() const;
   void write_trace() const noexcept;
 
+  // In the order in which they are made.
+  struct Parts {
+    explicit Parts(const RuntimeOptions& options);
+    ~Parts();
+    std::unique_ptr<Trace> trace;
+    Ledger ledger;
+    tiers::Budget device_budget;
+    tiers::Budget pinned_budget;
+    std::unique_ptr<platform::Device> device;
+    std::unique_ptr<tiers::DeviceArena> arena;
+    tiers::DeviceBlock comm_scratch;
+    std::unique_ptr<comm::Communicator> communicator;
+    std::unique_ptr<comm::Communicator> norm_group;  // null where it is the communicator's
+    std::unique_ptr<optim::UpdatePool> update_pool;
+  };
+
   RuntimeOptions options_;
-  std::unique_ptr<Trace> trace_;
-  Ledger ledger_;
-  tiers::Budget device_budget_;
-  tiers::Budget pinned_budget_;
-  std::unique_ptr<platform::Device> device_;
-  std::unique_ptr<tiers::DeviceArena> arena_;
-  tiers::DeviceBlock comm_scratch_;
-  std::unique_ptr<comm::Communicator> communicator_;
-  std::unique_ptr<comm::Communicator> norm_group_;  // null where it is the communicator's
-  std::unique_ptr<optim::UpdatePool> update_pool_;
+  InOneProcess<Parts> parts_;
 };
 
 }  // namespace hoist

@@ -4,9 +4,9 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/zero/detail/step_metrics.hpp>
 
@@ -64,7 +64,7 @@ void StepMetrics::write(const StepReport& report, const Ledger& ledger, std::int
     append_json(line);
     replace_prometheus(line);
   } catch (const std::exception& error) {
-    if (!std::exchange(complained_, true)) spdlog::warn("metrics are incomplete from here on: {}", error.what());
+    if (!std::exchange(complained_, true)) log_warning("metrics are incomplete from here on: {}", error.what());
   }
 }
 

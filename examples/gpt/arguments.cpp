@@ -8,6 +8,8 @@
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include <hoist/core/printable.hpp>
+
 namespace hoist::gpt {
 
 namespace {
@@ -94,7 +96,7 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);
-    std::fputs(fmt::format("hoist-gpt: {} (see --help)\n", error.what()).c_str(), stderr);
+    std::fputs(printable(fmt::format("hoist-gpt: {} (see --help)\n", error.what())).c_str(), stderr);
     return kExitBadInput;
   }
   return a;

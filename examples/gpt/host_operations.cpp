@@ -14,6 +14,7 @@ float* floats(void* activations) { return static_cast<float*>(activations); }
 HostOperations::HostOperations(platform::Stream& stream, const OperationsOptions& options)
     : stream_(stream), options_(options), pool_({.threads = options.threads}), losses_(options.held_micro_batches) {
   use_own_threads();
+  take_product_memory(pool_.threads());
 }
 
 std::uint64_t HostOperations::attention_kept_bytes() const {

@@ -3,11 +3,24 @@
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cmath>
+#include <system_error>
+#include <vector>
 
 #include <cblas.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
 
 #include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+
+// Of OpenBLAS, which declares them in no header that is installed.
+extern "C" {
+void* blas_memory_alloc(int position);
+void blas_memory_free(void* buffer);
+}
 
 namespace hoist::gpt {
 namespace {
@@ -139,6 +152,32 @@ void softmax_row(float* row, Index count) {
 }  // namespace
 
 void use_own_threads() { openblas_set_num_threads(1); }
+
+namespace {
+
+// BUFFER_SIZE of OpenBLAS on x86-64 (32 << 22 bytes, common_x86_64.h) and some pages.
+constexpr std::uint64_t kProductBufferBytes = 136 * kMiB;
+
+void require_address_space(std::uint64_t bytes, unsigned threads) {
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    const int code = errno;
+    throw Error(fmt::format(
+        "OpenBLAS needs {} of address space for products on {} threads, which the system refuses: {}; raise the limit "
+        "of address space (ulimit -v), or lower --threads",
+        format_bytes(bytes), threads, std::generic_category().message(code)));
+  }
+  ::munmap(memory, bytes);
+}
+
+}  // namespace
+
+void take_product_memory(unsigned threads) {
+  require_address_space(threads * kProductBufferBytes, threads);
+  std::vector<void*> buffers;
+  for (unsigned i = 0; i < threads; ++i) buffers.push_back(blas_memory_alloc(0));
+  for (void* buffer : buffers) blas_memory_free(buffer);  // stays mapped, for the next product
+}
 
 // --- linear --------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,10 @@ using optim::UpdatePool;
 
 // Stops OpenBLAS from splitting a product over its own threads (how it splits depends on their number).
 void use_own_threads();
+// Takes the memory that OpenBLAS keeps for each thread that computes a product, for as many as `threads` at once.
+// OpenBLAS would take it at the first products instead, and repeats a refused request for ever.
+// Errors: Error if the system refuses that much address space.
+void take_product_memory(unsigned threads);
 
 // Gathered weights, [rows, columns].
 struct Matrix {

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/core/printable.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::gpt {
@@ -58,7 +59,7 @@ void Progress::show(const StepRecord& step, const Tiers& tiers, TimePoint now) {
 
 void Progress::say(const std::string& text) {
   finish();
-  std::fputs((text + "\n").c_str(), options_.out);
+  std::fputs((printable(text) + "\n").c_str(), options_.out);
   std::fflush(options_.out);
 }
 

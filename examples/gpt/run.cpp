@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include <hoist/comm/communicator.hpp>
+#include <hoist/core/printable.hpp>
 #include <hoist/interchange/import.hpp>
 #include <hoist/interchange/safetensors.hpp>
 
@@ -105,7 +106,7 @@ class Training {
  private:
   bool first_rank() const { return runtime_.rank() == 0; }
   void say(const std::string& text) const {
-    if (first_rank()) std::fputs((text + "\n").c_str(), stdout);  // a full disk under a log ends no training
+    if (first_rank()) std::fputs((printable(text) + "\n").c_str(), stdout);  // a full disk under a log ends no training
   }
   Initializer initial_values() const;
   void introduce();
@@ -349,7 +350,7 @@ bool is_bad_input(const std::exception& error) {
 int report_failure(const std::exception& error, const Training* training, int code) {
   const std::string rank =
       training != nullptr && training->world_size() > 1 ? fmt::format("rank {}: ", training->rank()) : std::string();
-  std::fputs(fmt::format("hoist-gpt: {}{}\n", rank, error.what()).c_str(), stderr);
+  std::fputs(printable(fmt::format("hoist-gpt: {}{}\n", rank, error.what())).c_str(), stderr);
   return code;
 }
 

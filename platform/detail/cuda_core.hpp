@@ -22,10 +22,10 @@
 #include <vector>
 
 #include <cuda_runtime_api.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/core/completion.hpp>
 #include <hoist/core/ledger.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/platform/cuda_check.hpp>
 
 namespace hoist::platform::detail {
@@ -39,7 +39,7 @@ void with_card(int ordinal, const Calls& calls) noexcept {
     const CurrentCard card(ordinal);
     calls();
   } catch (const std::exception& error) {
-    spdlog::error("GPU {} cannot be selected any more: {}", ordinal, error.what());
+    log_error("GPU {} cannot be selected any more: {}", ordinal, error.what());
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <spdlog/spdlog.h>
 #include <sys/mman.h>
 
+#include <hoist/core/log.hpp>
 #include <hoist/platform/detail/guard.hpp>
 
 namespace hoist::platform::detail {
@@ -38,7 +38,7 @@ bool can_guard() { return key() > 0; }
 
 void guard(std::span<std::byte> pages) {
   if (!can_guard() || pages.empty()) return;
-  if (protect(pages) != 0) spdlog::warn("memory of the host device is not guarded: pkey_mprotect failed");
+  if (protect(pages) != 0) log_warning("memory of the host device is not guarded: pkey_mprotect failed");
   set_rights(kNoAccess);
 }
 

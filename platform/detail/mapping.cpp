@@ -12,12 +12,12 @@
 #include <vector>
 
 #include <linux/mempolicy.h>
-#include <spdlog/spdlog.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/mapping.hpp>
@@ -70,8 +70,8 @@ void bind_to_node(std::span<std::byte> bytes, int node) {
     result = ::syscall(SYS_mbind, bytes.data(), bytes.size(), MPOL_BIND, mask.data(), 1024ul, 0u);
   }
   if (result != 0) {
-    spdlog::warn("memory of {} could not be bound to NUMA node {} ({}); it is placed where the touching threads run",
-                 format_bytes(bytes.size()), node, std::strerror(errno));
+    log_warning("memory of {} could not be bound to NUMA node {} ({}); it is placed where the touching threads run",
+                format_bytes(bytes.size()), node, std::strerror(errno));
   }
 }
 

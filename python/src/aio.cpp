@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <hoist/aio/unaligned.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/host_memory.hpp>
 
@@ -31,7 +32,7 @@ class Transfer {
  public:
   Transfer(std::unique_ptr<aio::StripedFile> file, nb::object tensor, Completion completion,
            std::optional<std::uint64_t> final_bytes)
-      : file_(std::move(file)),
+      : file_(std::move(file), "the transfer"),
         tensor_(std::move(tensor)),
         completion_(std::move(completion)),
         final_bytes_(final_bytes) {}
@@ -41,7 +42,7 @@ class Transfer {
       completion_.wait();
     } catch (...) {  // whoever wanted to know has asked
     }
-    file_.reset();
+    file_ = {nullptr, "the transfer"};
   }
 
   bool done() const { return completion_.done(); }
@@ -55,7 +56,7 @@ class Transfer {
   }
 
  private:
-  std::unique_ptr<aio::StripedFile> file_;
+  InOneProcess<aio::StripedFile> file_;
   nb::object tensor_;
   Completion completion_;
   std::optional<std::uint64_t> final_bytes_;
@@ -64,20 +65,20 @@ class Transfer {
 class AioEngine {
  public:
   AioEngine(std::uint64_t block_bytes, unsigned queue_depth, unsigned threads, const std::string& backend)
-      : engine_({.backend = backend_named(backend),
-                 .block_bytes = block_bytes,
-                 .queue_depth = queue_depth,
-                 .thread_count = threads}),
-        unaligned_({.bounce_bytes = 16 * kMiB, .piece_bytes = kMiB}) {}
+      : queue_(std::make_unique<Queue>(aio::DriveQueueOptions{.backend = backend_named(backend),
+                                                              .block_bytes = block_bytes,
+                                                              .queue_depth = queue_depth,
+                                                              .thread_count = threads}),
+               "the engine") {}
 
   std::shared_ptr<Transfer> read(const Array& target, const std::string& path, std::uint64_t offset) {
     nb::object tensor = nb::cast(target, nb::rv_policy::reference);
     const std::span bytes(static_cast<std::byte*>(target.data()), target.nbytes());
     const nb::gil_scoped_release release;
-    auto file = std::make_unique<aio::StripedFile>(engine_, aio::File(path, {.mode = aio::OpenMode::read_only}));
+    auto file = std::make_unique<aio::StripedFile>(queue_->drive, aio::File(path, {.mode = aio::OpenMode::read_only}));
     const Completion completion = is_aligned(bytes.data(), bytes.size(), offset)
                                       ? file->read(offset, bytes, aio::Priority::foreground)
-                                      : unaligned_.read(*file, offset, bytes, aio::Priority::foreground);
+                                      : queue_->unaligned.read(*file, offset, bytes, aio::Priority::foreground);
     const nb::gil_scoped_acquire acquire;
     return std::make_shared<Transfer>(std::move(file), std::move(tensor), completion, std::nullopt);
   }
@@ -89,18 +90,18 @@ class AioEngine {
     std::error_code missing;
     const std::uint64_t before = std::filesystem::file_size(path, missing);
     auto file = std::make_unique<aio::StripedFile>(
-        engine_, aio::File(path, {.mode = missing ? aio::OpenMode::create : aio::OpenMode::read_write}));
+        queue_->drive, aio::File(path, {.mode = missing ? aio::OpenMode::create : aio::OpenMode::read_write}));
     const std::uint64_t end = offset + bytes.size();
     const bool longer = missing || end > before;
     const Completion completion = is_aligned(bytes.data(), bytes.size(), offset)
                                       ? file->write(offset, bytes, aio::Priority::foreground)
-                                      : unaligned_.write(*file, offset, bytes, aio::Priority::foreground);
+                                      : queue_->unaligned.write(*file, offset, bytes, aio::Priority::foreground);
     const nb::gil_scoped_acquire acquire;
     return std::make_shared<Transfer>(std::move(file), std::move(tensor), completion,
                                       longer && end % aio::File::kAlignment != 0 ? std::optional(end) : std::nullopt);
   }
 
-  const std::string& description() const { return engine_.description(); }
+  const std::string& description() const { return queue_.get()->drive.description(); }
 
  private:
   static aio::BackendKind backend_named(const std::string& name) {
@@ -113,8 +114,13 @@ class AioEngine {
     return (reinterpret_cast<std::uintptr_t>(data) | bytes | offset) % aio::File::kAlignment == 0;
   }
 
-  aio::DriveQueue engine_;
-  aio::Unaligned unaligned_;
+  struct Queue {
+    explicit Queue(const aio::DriveQueueOptions& options)
+        : drive(options), unaligned({.bounce_bytes = 16 * kMiB, .piece_bytes = kMiB}) {}
+    aio::DriveQueue drive;
+    aio::Unaligned unaligned;
+  };
+  InOneProcess<Queue> queue_;
 };
 
 }  // namespace

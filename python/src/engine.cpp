@@ -16,6 +16,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <hoist/config/config.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/zero/engine.hpp>
 
 #include "bindings.hpp"
@@ -50,7 +51,7 @@ class PyEngine {
   PyEngine(const Config& config, const std::function<Engine(Runtime&, const EngineOptions&)>& make)
       : runtime_(config.runtime),
         engine_(make(runtime_, config.engine)),
-        stream_(runtime_.device().create_stream("python")) {}
+        stream_(runtime_.device().create_stream("python"), "the engine") {}
   ~PyEngine() {
     const nb::gil_scoped_release release;
     scope_.reset();
@@ -68,7 +69,7 @@ class PyEngine {
  private:
   Runtime runtime_;
   Engine engine_;
-  std::unique_ptr<platform::Stream> stream_;  // goes first: the engine's streams may wait for it
+  InOneProcess<platform::Stream> stream_;  // goes first: the engine's streams may wait for it
   std::optional<PassScope> scope_;
 };
 

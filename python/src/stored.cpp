@@ -15,6 +15,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "bindings.hpp"
@@ -33,22 +34,27 @@ using Bytes = nb::ndarray<std::uint8_t, nb::shape<-1>, nb::device::cpu, nb::c_co
 class Stored {
  public:
   Stored(const std::string& directory, std::optional<std::uint64_t> step, const std::string& kept)
-      : model_(std::make_unique<StoredModel>(directory, StoredModelOptions{.step = step, .from = kept})) {}
+      : model_(std::make_unique<StoredModel>(directory, StoredModelOptions{.step = step, .from = kept}), kStore) {}
 
   void close() {
+    if (!process_.is_this()) return;
     const std::lock_guard lock(mutex_);
-    model_.reset();
+    model_ = {nullptr, kStore};
   }
   template <typename Question>
   auto ask(const Question& question) {
+    process_.require_this(kStore);
     const std::lock_guard lock(mutex_);
-    if (!model_) throw UsageError("the store was closed");
+    if (model_.get() == nullptr) throw UsageError("the store was closed");
     return question(*model_);
   }
 
  private:
+  static constexpr const char* kStore = "this view of the store";  // in errors
+
+  const OwningProcess process_;
   std::mutex mutex_;
-  std::unique_ptr<StoredModel> model_;
+  InOneProcess<StoredModel> model_;
 };
 
 std::vector<std::pair<std::uint64_t, std::string>> steps_of(const std::vector<tiers::CommitHeader>& commits) {

@@ -45,12 +45,12 @@ UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(option
 UnitManager::~UnitManager() { end_engine(); }
 
 void UnitManager::close() {
-  if (!is_open()) return;
+  if (!is_open() || !process_.is_this()) return;
   if (pass_) discard();
   std::exception_ptr failure;
   if (engine_) {
     const nb::gil_scoped_release release;
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(engine_mutex());
     try {
       engine_->settle();
     } catch (...) {
@@ -62,14 +62,14 @@ void UnitManager::close() {
 }
 
 void UnitManager::abandon(const std::string& why) noexcept {
-  if (!is_open()) return;
+  if (!is_open() || !process_.is_this()) return;
   if (pass_) discard();
   end_engine(&why);
 }
 
 void UnitManager::initialize(const Initializer& initializer) {
   const nb::gil_scoped_release release;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
   engine_ = Engine::create(runtime(), options_.engine, model_, initializer);
 }
@@ -79,7 +79,7 @@ RestoreReport UnitManager::restore(const std::string& from) {
   if (engine_) {
     {
       const nb::gil_scoped_release release;
-      const std::lock_guard lock(mutex_);
+      const std::lock_guard lock(engine_mutex());
       try {
         engine_->settle();
       } catch (const Error&) {  // of the run that is being left
@@ -89,7 +89,7 @@ RestoreReport UnitManager::restore(const std::string& from) {
     open_runtime();
   }
   const nb::gil_scoped_release release;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(engine_mutex());
   engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
   return *engine_->restored();
 }
@@ -97,21 +97,21 @@ RestoreReport UnitManager::restore(const std::string& from) {
 std::optional<std::uint64_t> UnitManager::find_commit() { return Engine::find_commit(runtime(), options_.engine); }
 
 std::vector<KeptStep> UnitManager::find_kept() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(engine_mutex());
   return Engine::find_kept(runtime(), options_.engine);
 }
 
 void UnitManager::end_engine(const std::string* why_for_others) noexcept {
-  if (!runtime_) return;
+  if (!runtime_ || !process_.is_this()) return;
   pass_.reset();
   collecting_ = {};
   adding_ = {};
   const nb::gil_scoped_release release;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(engine_mutex());
   if (engine_) engine_->discard();  // ends leases
   for (Unit& unit : units_) unit.lease.reset();
   scope_.reset();
-  stream_.reset();
+  stream_ = {nullptr, kEngine};
   engine_.reset();  // the step that was decided is carried out, and committed with the others
   if (why_for_others != nullptr) runtime_->communicator().abort(*why_for_others);
   runtime_.reset();
@@ -172,7 +172,7 @@ void UnitManager::open_runtime() {
   } else {
     runtime_ = std::make_unique<Runtime>(options_.runtime);
   }
-  stream_ = runtime_->device().create_stream("torch");
+  stream_ = {runtime_->device().create_stream("torch"), kEngine};
 }
 
 // Once: parameters keep their addresses for good.
@@ -209,7 +209,7 @@ void UnitManager::load(Unit& unit) {
   Engine& live = engine();
   make_room(unit);
   const nb::gil_scoped_release release;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(engine_mutex());
   unit.lease.emplace(live.gather(unit.id, *stream_));
   stream_->synchronize();  // PyTorch computes on this thread, not on the stream
 }
@@ -217,7 +217,7 @@ void UnitManager::load(Unit& unit) {
 void UnitManager::unload(Unit& unit) {
   if (!unit.lease) return;
   const nb::gil_scoped_release release;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(engine_mutex());
   Lease lease = std::move(*unit.lease);
   unit.lease.reset();
   lease.release(*stream_);
@@ -273,7 +273,7 @@ void UnitManager::begin(Pass pass, PassOptions options) {
   {
     Engine& live = engine();
     const nb::gil_scoped_release release;
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(engine_mutex());
     scope_.emplace(live.begin(pass, options));
   }
   pass_ = pass;
@@ -296,7 +296,7 @@ void UnitManager::end() {
   for (Unit& unit : units_) unload(unit);
   {
     const nb::gil_scoped_release release;
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(engine_mutex());
     scope_.reset();
     stream_->synchronize();
   }
@@ -306,10 +306,10 @@ void UnitManager::end() {
 }
 
 void UnitManager::discard() {
-  if (!engine_) return;
+  if (!engine_ || !process_.is_this()) return;
   {
     const nb::gil_scoped_release release;
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(engine_mutex());
     for (Unit& unit : units_) unit.lease.reset();
     engine_->discard();
     scope_.reset();
@@ -380,7 +380,7 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
   const TensorView view{reinterpret_cast<void*>(address), type_of_gradient(gradient, parameter), spec.shape, 0};
   {
     const nb::gil_scoped_release release;
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(engine_mutex());
     engine_->accumulate(parameter, view, *stream_);
   }
   collecting_.tensors.push_back(std::move(gradient));
@@ -395,7 +395,7 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
 void UnitManager::finish(Unit& unit) {
   {
     const nb::gil_scoped_release release;
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(engine_mutex());
     engine_->finish(unit.id, *stream_);
     collecting_.added = stream_->record();
     adding_.added.wait();

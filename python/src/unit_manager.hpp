@@ -28,6 +28,7 @@
 #include <hoist/comm/communicator.hpp>
 #include <hoist/comm/transport.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/zero/engine.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
@@ -62,7 +63,8 @@ class UnitManager {
   UnitManager(const UnitManager&) = delete;
   UnitManager& operator=(const UnitManager&) = delete;
 
-  // Carries out the last step, and ends: the store is free for others. Windows stay, and show NaN.
+  // Carries out the last step, and ends: the store is free for others. Windows stay, and show NaN. Does nothing in a
+  // process that was forked later, as the destructor: other calls are UsageErrors there.
   void close();
   // The same for a program that cannot go on, while other ranks may wait for it: once the step that was decided has
   // been carried out, they stop with a CommError that names this rank and `why`.
@@ -89,7 +91,13 @@ class UnitManager {
     if (!engine_) throw UsageError("call initialize() or restore() first");
     return *engine_;
   }
-  std::mutex& engine_mutex() { return mutex_; }
+  // Errors: UsageError in a process that was forked later.
+  void require_process() const { process_.require_this(kEngine); }
+  // Errors: as require_process(): the thread that holds the mutex may not exist in another process.
+  std::mutex& engine_mutex() {
+    require_process();
+    return mutex_;
+  }
   std::shared_ptr<Window> window(std::uint32_t unit) const { return units_[unit].window; }
   const Windows& windows() const { return *windows_; }
 
@@ -160,6 +168,9 @@ class UnitManager {
   void end_engine(const std::string* why_for_others = nullptr) noexcept;
   DType type_of_gradient(nb::handle gradient, ParameterId parameter) const;
 
+  static constexpr const char* kEngine = "the engine";  // in errors
+
+  const OwningProcess process_;
   UnitManagerOptions options_;
   Model model_;
   std::vector<ParameterPlace> places_;  // by parameter
@@ -169,7 +180,7 @@ class UnitManager {
   std::vector<Unit> units_;
   std::vector<bool> has_arrived_;  // by parameter
   std::unique_ptr<Runtime> runtime_;
-  std::unique_ptr<platform::Stream> stream_;
+  InOneProcess<platform::Stream> stream_{nullptr, kEngine};
   std::optional<Engine> engine_;  // before the windows it gathers into
   std::optional<PassScope> scope_;
   std::optional<Pass> pass_;

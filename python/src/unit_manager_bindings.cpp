@@ -329,6 +329,7 @@ void bind_unit_manager(nb::module_& module) {
             return std::make_pair(report.step, nb::bytes(state, report.caller_state.size()));
           },
           "from_"_a = "", "Continues from the newest commit, or from a kept step: (step, caller_state).")
+      .def("require_process", &UnitManager::require_process, "Errors: UsageError in a process that was forked later.")
       .def_prop_ro("is_alive", &UnitManager::is_alive)
       .def_prop_ro("is_open", &UnitManager::is_open, "Not closed yet.")
       .def(

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdio>
 #include <future>
+#include <string>
 
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -44,6 +45,26 @@ TEST(Thread, ThatTheSystemRefusesIsAnErrorWithItsName) {
   EXPECT_EXIT(start_without_memory(), testing::ExitedWithCode(3), "'hoist-test' could not be started: .*ulimit -u");
 }
 #endif
+
+TEST(Thread, ThatWouldGetTooSmallAStackIsAnErrorWithItsName) {
+  pthread_attr_t former, small;
+  ASSERT_EQ(::pthread_getattr_default_np(&former), 0);
+  ASSERT_EQ(::pthread_attr_init(&small), 0);
+  ASSERT_EQ(::pthread_attr_setstacksize(&small, 64 * 1024), 0);
+  ASSERT_EQ(::pthread_setattr_default_np(&small), 0);
+  std::string refusal;
+  try {
+    start_thread("hoist-test", [] {}).join();
+  } catch (const Error& error) {
+    refusal = error.what();
+  }
+  ::pthread_setattr_default_np(&former);
+  ::pthread_attr_destroy(&former);
+  ::pthread_attr_destroy(&small);
+  EXPECT_NE(refusal.find("'hoist-test' would get a stack of 64.0 KiB, and 256 KiB are needed"), std::string::npos)
+      << refusal;
+  EXPECT_NE(refusal.find("ulimit -s"), std::string::npos);
+}
 
 }  // namespace
 }  // namespace hoist::test

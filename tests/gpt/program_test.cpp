@@ -472,5 +472,42 @@ TEST_F(Program, TheUpdateModeMayChangeBetweenRunsAndChangesNothing) {
   EXPECT_EQ(report_of(usual(6, {"--resume"})).at("digest"), forward.at("digest"));
 }
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space without end
+// Runs the program with soft limits of its own. `limits` are the shell's words.
+Outcome run_limited(const std::string& limits, const std::vector<std::string>& words,
+                    const test::TempDirectory& directory) {
+  std::string command = "ulimit " + limits + " && exec timeout -s KILL 60 " HOIST_GPT;
+  for (const std::string& word : words) command += " '" + word + "'";
+  command += " >'" + directory / "limited.out" + "' 2>'" + directory / "limited.err" + "'";
+  const int status = std::system(command.c_str());
+  return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status),
+          .out = content_of(directory / "limited.out"),
+          .error = content_of(directory / "limited.err")};
+}
+
+// OpenBLAS repeats a refused request for memory for ever.
+TEST_F(Program, UnderALimitOfAddressSpaceItWorksOrRefusesAtTheStart) {
+  bool refused = false, trained = false;
+  for (const int mebibytes : {500, 600, 700, 800, 1000, 1500, 3000}) {
+    remove_store();
+    const Outcome outcome =
+        run_limited("-v " + std::to_string(mebibytes * 1024), usual(1, {"--threads", "2"}), directory_);
+    EXPECT_TRUE(outcome.code == 0 || outcome.code == 1 || outcome.code == 2)
+        << outcome.code << " with " << mebibytes << " MiB: " << outcome.error;
+    trained = trained || outcome.code == 0;
+    refused = refused || outcome.error.find("OpenBLAS needs 272 MiB of address space") != std::string::npos;
+  }
+  EXPECT_TRUE(refused);
+  EXPECT_TRUE(trained);
+}
+
+TEST_F(Program, UnderASmallLimitOfStacksItRefusesAtTheStart) {
+  const Outcome outcome = run_limited("-s 64", usual(1), directory_);
+  EXPECT_NE(outcome.code, 0);
+  EXPECT_THAT(outcome.error, HasSubstr("KiB, and 256 KiB are needed"));
+  EXPECT_EQ(run_limited("-s 512", usual(1), directory_).code, 0);
+}
+#endif
+
 }  // namespace
 }  // namespace hoist::gpt

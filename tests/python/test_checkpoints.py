@@ -64,6 +64,21 @@ def test_the_last_ones_stay(settings):
         assert engine.kept() == {"s4": 4, "s3": 5}
 
 
+def test_a_checkpoint_that_is_not_kept_any_more_leaves_nothing_behind(settings, tmp_path):
+    """Only what save_checkpoint() has written itself is removed."""
+    saved = tmp_path / "saved"
+    with hoist.torch.wrap(make(), keeping(settings, 2)) as engine:
+        for step in range(4):
+            train(engine, 1, first=step)
+            engine.save_checkpoint(saved, client_state={"epoch": step})
+            if step == 1:
+                (saved / "global_step2" / "notes.txt").write_text("the program's own")
+        assert engine.kept() == {"global_step3": 3, "global_step4": 4}
+        assert sorted(p.name for p in saved.iterdir()) == ["global_step2", "global_step3", "global_step4", "latest"]
+        assert [p.name for p in (saved / "global_step2").iterdir()] == ["notes.txt"]
+        assert engine.load_checkpoint(saved, "global_step3")[1] == {"epoch": 2}
+
+
 def test_a_later_program_goes_back_too(settings):
     config = keeping(settings, 1)
     with hoist.torch.wrap(make(), config) as engine:

@@ -7,11 +7,11 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/comm/agreement.hpp>
 #include <hoist/comm/communicator.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/reshard.hpp>
@@ -227,8 +227,8 @@ void EngineCore::make_parts(const StoreDirectory& directory, StoreUse use) {
   const std::uint64_t mine = memory->gather_slots().size();
   const std::uint64_t slots = ranks.smallest(mine);
   if (slots < mine)
-    spdlog::info("rank {} has device memory to gather {} units at once and uses {}: a rank with less has no more",
-                 runtime.rank(), mine, slots);
+    log_info("rank {} has device memory to gather {} units at once and uses {}: a rank with less has no more",
+             runtime.rank(), mine, slots);
   ranks.all_together("start its streams and threads", [&] { start(slots); });
   checkpoints = std::make_unique<Checkpointer>(options, ranks, store.get(), store ? ranks.job().duplicate() : nullptr,
                                                *state_access, *updates);

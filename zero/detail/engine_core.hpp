@@ -13,6 +13,7 @@
 #include <string>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/owning_process.hpp>
 #include <hoist/scheduler/executor.hpp>
 #include <hoist/zero/checkpoint/checkpointer.hpp>
 #include <hoist/zero/checkpoint/state_access.hpp>
@@ -60,6 +61,7 @@ class EngineCore {
   void require_unit(UnitId unit) const;
   std::vector<std::string> describe() const;
 
+  const OwningProcess process;
   std::shared_ptr<EngineCore> self;  // owns nothing: leases and scopes see by it whether the engine is still there
   Runtime& runtime;
   EngineOptions options;  // as given, but for a pinned fraction that was left to the engine

@@ -5,10 +5,10 @@
 #include <optional>
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <hoist/aio/stripe_weights.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/platform/topology.hpp>
 #include <hoist/zero/memory/drives.hpp>
 
@@ -64,7 +64,7 @@ std::vector<std::uint32_t> Drives::measured_weights() const {
     return aio::measure_weights(drives).weights;
   } catch (const IoError& error) {
     if (error.where.code != ENOSPC && error.where.code != EDQUOT) throw;
-    spdlog::warn("the drives were not measured, and get equal shares of the store: {}", error.what());
+    log_warning("the drives were not measured, and get equal shares of the store: {}", error.what());
     return {};
   }
 }

@@ -7,13 +7,14 @@ names gets what is the program's own, its client state, one file for each step t
     DIRECTORY/latest                    the newest tag
     DIRECTORY/TAG/client_state-12.pt    of step 12, by torch.save
 
-The file is durable before the step is kept, and `latest` is written after. A program that is killed between the two leaves
+When the store gives up a step for a newer one, its file goes too. The file is durable before the step is kept, and `latest` is written after. A program that is killed between the two leaves
 a `latest` that names the step before, which the store may have given up for the new one (with keep_steps 1 it has): then
 loading takes the newest step that the store keeps and the directory has a client state of.
 """
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
 import os
@@ -43,14 +44,28 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     if is_first:
         os.makedirs(folder, exist_ok=True)
         _write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
+    before = engine.kept()
     engine.settle()  # nobody else asks for the step's update: it would be waited for as long as for a slow program
     engine.save(tag).wait()
+    after = engine.kept()
     if is_first:
+        for evicted in before.keys() - after.keys():
+            _forget(os.path.join(directory, evicted), before[evicted])
         for other in glob.glob(_client_file(glob.escape(folder), "*")):
             if other != _client_file(folder, step):
                 os.unlink(other)  # of a step that had this tag before
         if save_latest:
             _write_durably(os.path.join(directory, "latest"), lambda file: file.write(tag.encode()))
+
+
+def _forget(folder: str, step: int) -> None:
+    """Removes the client state of a step that the store has given up, and the folder if nothing else is in it."""
+    try:
+        os.unlink(_client_file(folder, step))
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            _log.warning("%s, of a step that is not kept any more, stays: %s", folder, error.strerror)
 
 
 def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
@@ -99,7 +114,7 @@ def refuse_unknown(engine: Engine, name: str) -> None:
     """[C] Before anything is given up for a step that is not kept. Errors: StoreError, saying which are. Where the engine
     failed and cannot say, nothing is refused here: restoring refuses by itself."""
     try:
-        kept = engine.kept()
+        kept = dict(engine._unit_manager.find_kept())
     except _hoist.Error as error:
         _log.info("what the store keeps is asked by a new engine: %s", error)
         return

@@ -26,6 +26,7 @@ from hoist.torch.hooks import ModuleHook
 from hoist.torch.optimizer import Optimizer
 from hoist.torch.parameters import Parameters
 from hoist.torch.passes import Passes, text_of
+from hoist.torch.turns import takes_turn
 from hoist.torch.units import units_of
 
 _log = logging.getLogger("hoist")
@@ -165,6 +166,7 @@ class Engine:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
+    @takes_turn
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_) -> torch.Tensor:
         """`loss.backward()`: gradients of one micro-batch. A step takes the mean over its micro-batches.
 
@@ -186,6 +188,7 @@ class Engine:
     def is_gradient_accumulation_boundary(self) -> bool:
         return self._passes.due if self._boundary is None else self._boundary
 
+    @takes_turn
     def step(self, *_, **__) -> _hoist.StepReport | None:
         """One optimizer step when all its micro-batches are done; None, and nothing, before that."""
         self._step_applied = False
@@ -212,6 +215,7 @@ class Engine:
     def _drop_gradients(self) -> None:
         self._passes.drop_gradients()
 
+    @takes_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._drop_gradients()
 
@@ -312,6 +316,7 @@ class Engine:
         self._skipped_steps = self._saved.get("skipped_steps", 0)
         program_state.fill_buffers(self._saved.get("buffers", {}), dict(self._parameters.persistent_buffers()))
 
+    @takes_turn
     def save(self, name: str = "", state: dict[str, Any] | None = None) -> _hoist.Completion:
         """[C] Commits the present state; the returned completion is done when it is durable.
 
@@ -323,15 +328,22 @@ class Engine:
             self.state = state
         return self._unit_manager.save(name, self._commit_state(schedule_lags=False))
 
+    @takes_turn
     def kept(self) -> dict[str, int]:
         """[C] Steps that are kept, by name, oldest first."""
         return dict(self._unit_manager.find_kept())
 
     def restore(self, name: str = "") -> int:
         """[C] Continues from a step that was kept, or from the newest commit; what came after it is given up. Learning rates
-        come back as well. Returns the step. Also after an error that ended the engine."""
+        come back as well. Returns the step. Also after an error that ended the engine, or a call that was interrupted."""
+        self._passes.turns.require("restore()")
         if name and self._unit_manager.is_alive:
             checkpoints.refuse_unknown(self, name)
+        self._passes.give_up()
+        with self._passes.turns.of("restore()"):
+            return self._restore(name)
+
+    def _restore(self, name: str) -> int:
         step, state = self._unit_manager.restore(name)
         self.restored = True
         self._passes.forget()
@@ -344,12 +356,14 @@ class Engine:
         self._continue_schedule()
         return step
 
+    @takes_turn
     def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None,
                         save_latest: bool = True, **_) -> bool:
         """[C] As DeepSpeed's: keeps this step in the store under the tag, and writes the client state below `save_dir`."""
         checkpoints.save(self, os.fspath(save_dir), tag, client_state or {}, save_latest)
         return True
 
+    @takes_turn
     def load_checkpoint(self, load_dir: str, tag: str | None = None, load_module_strict: bool = True,
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False, custom_load_fn=None) -> tuple[str | None, dict[str, Any] | None]:
@@ -366,6 +380,7 @@ class Engine:
             if not load_lr_scheduler_states:
                 self._lr_scheduler, self._saved = before, {}
 
+    @takes_turn
     def settle(self) -> None:
         """Returns when every update and commit under way is done."""
         self._between_passes()
@@ -381,14 +396,17 @@ class Engine:
         self._require_life()
         self._passes.end_for_state()
 
+    @takes_turn
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         """One parameter's master (or moment, or gradient before step()) in fp32, from whatever tier."""
         return self._parameters.read(name, state)
 
+    @takes_turn
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         """Replaces a parameter's master or moment."""
         self._parameters.write(name, values, state)
 
+    @takes_turn
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """All parameters and persistent buffers under PyTorch's names, in memory of their own.
 
@@ -396,10 +414,12 @@ class Engine:
         """
         return self._parameters.state_dict(dtype)
 
+    @takes_turn
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
         """Replaces masters and buffers; moments stay."""
         self._parameters.load_state_dict(state, strict)
 
+    @takes_turn
     def export(self, directory: str, dtype: torch.dtype = torch.float32, shard_bytes_max: int = 5_000_000_000) -> list[str]:
         """Writes the present weights as safetensors, without holding them in memory. Returns the files."""
         return self._parameters.export(directory, dtype, shard_bytes_max)
@@ -407,23 +427,33 @@ class Engine:
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str] | None = None):
         """Brings whole units up for reading outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`"""
+        with self._passes.turns.of("gathered()"):
+            self._gather(names)
+        try:
+            yield
+        finally:
+            self._unit_manager.end()
+
+    def _gather(self, names: Iterable[str] | None) -> None:
         self._between_passes()
         units = {self._parameters.unit_of(n) for n in (self._parameters.names() if names is None else names)}
         self._passes.begin(_hoist.Pass.evaluate)
         try:
             for unit in units:
                 self._unit_manager.enter(unit)
-            yield
-        finally:
+        except BaseException:
             self._unit_manager.end()
+            raise
 
     def close(self) -> None:
         """Commits the last step and gives everything back. The module's parameters stay, without values.
 
-        On several ranks, after a pass that an exception ended: the others, who may wait in it, stop with a CommError.
+        On several ranks, after a pass that an exception ended: the others, who may wait in it, stop with a CommError. In a
+        process that was forked later (os.fork, a DataLoader's worker) this does nothing; other calls are UsageErrors there.
         """
         if self._passes.left_by:
             self._abandon(self._passes.left_by)
+        self._passes.give_up()
         self._unit_manager.close()
 
     def _abandon(self, why: str) -> None:
@@ -459,6 +489,7 @@ class Engine:
                  (", ..." if len(self._cut.units) > 6 else "")]
         return lines + self._unit_manager.describe()
 
+    @takes_turn
     def digest(self, state: _hoist.State = _hoist.State.master) -> str:
         self._between_passes()
         return self._unit_manager.digest(state)

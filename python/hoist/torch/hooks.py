@@ -12,6 +12,7 @@ from torch import nn
 from hoist import _hoist
 from hoist.torch.graphs import outside_of_graphs
 from hoist.torch.passes import Passes
+from hoist.torch.turns import FORWARD
 from hoist.torch.units import tensors_in
 
 
@@ -33,7 +34,8 @@ class ModuleHook:
     @outside_of_graphs
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         passes, unit_manager = self.passes, self.unit_manager
-        if not passes.calls:
+        passes.turns.require(FORWARD)
+        if not passes.calls or self.is_root:
             passes.enter_outermost()
         passes.calls.append(self)
         entered: list[int] = []
@@ -52,7 +54,9 @@ class ModuleHook:
     @outside_of_graphs
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         passes, unit_manager = self.passes, self.unit_manager
-        if passes.calls and passes.calls[-1] is self:
+        if not passes.calls or not passes.turns.is_free_or_mine:
+            return  # this call was refused
+        if passes.calls[-1] is self:
             passes.calls.pop()
         outermost = not passes.calls
         entered = self.entered.pop() if self.entered else []

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hoist import _hoist
+from hoist.torch.turns import FORWARD, Turns
 from hoist.torch.units import Model, reads_weights_in_backward
 from hoist.torch.watch import Watch
 
@@ -52,11 +53,23 @@ class Passes:
         self.due = False  # as many backward passes are done as make a step
         self.left_by = ""  # what ended the last pass before its time
         self.calls: list[ModuleHook] = []  # under way, innermost last
+        self.turns = Turns(unit_manager.require_process)
         self.without_backward = {i for i, unit in enumerate(cut.units) if not reads_weights_in_backward(unit)}
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def enter_outermost(self) -> None:
+        """Takes the turn, which leave_outermost() ends."""
+        self.turns.begin(FORWARD)
+        try:
+            self._open_pass()
+        except BaseException as error:
+            self.turns.end()
+            if not isinstance(error, Exception):
+                self.turns.interrupt(f"{FORWARD} was interrupted by {type(error).__name__}")
+            raise
+
+    def _open_pass(self) -> None:
         unit_manager = self._unit_manager
         training = torch.is_grad_enabled() and bool(self._parameters.trainable)
         if unit_manager.current_pass is not None:
@@ -92,10 +105,20 @@ class Passes:
             self._unit_manager.enter(unit)
 
     def leave_outermost(self, failed: bool) -> None:
-        unit_manager = self._unit_manager
+        try:
+            self._leave_pass(failed)
+        finally:
+            self.turns.end()
+
+    def _end_watch(self) -> None:
         if self._watch is not None:
             self._watch.__exit__(None, None, None)
             self._watch = None
+
+    def _leave_pass(self, failed: bool) -> None:
+        unit_manager = self._unit_manager
+        if self._watch is not None:
+            self._end_watch()
             if not failed:
                 self._watched.add(unit_manager.current_pass)
         if torch._C._current_graph_task_id() != -1:
@@ -146,6 +169,7 @@ class Passes:
             self._backward_ends()
 
     def backward_begins(self, *_) -> None:
+        self.turns.require("backward()")
         if self._backward_seen:
             return
         if self._scales_losses and not self._is_scaled:
@@ -207,6 +231,14 @@ class Passes:
         if self._unit_manager.current_pass == _hoist.Pass.train or self.due or self.micro_batch > 0:
             self._unit_manager.discard()
         self.forget()
+
+    def give_up(self) -> None:
+        """Calls that were under way, or were interrupted, are left behind."""
+        self.calls.clear()
+        with contextlib.suppress(Exception):  # a mode of the program's own may lie above it
+            self._end_watch()
+        self._watch = None
+        self.turns.forget()
 
     def forget(self) -> None:
         """The next pass is the first one of a step."""

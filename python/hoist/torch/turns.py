@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of an engine take turns: one at a time, and none after one that was interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hoist import _hoist
+
+FORWARD = "forward()"
+
+
+class Turns:
+    """Who has the turn: the calls under way, all of one thread, outermost first.
+
+    `require_process` raises in a process that was forked from the engine's.
+    """
+
+    def __init__(self, require_process: Callable[[], None]) -> None:
+        self._require_process = require_process
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._calls: list[str] = []
+        self._interrupted = ""
+
+    @property
+    def is_free_or_mine(self) -> bool:
+        return not self._calls or self._thread is threading.current_thread()
+
+    def begin(self, call: str) -> None:
+        """Errors: UsageError while another thread has the turn, after a call that was interrupted, and in a forked process."""
+        self._require_process()
+        if self._interrupted:
+            raise _hoist.UsageError(f"{call} after {self._interrupted}: it is unknown what that call has done. {_REMEDY}")
+        if not self._lock.acquire(blocking=False):
+            self._refuse_concurrent(call)
+        if self._calls and self._calls[-1] == FORWARD:  # its end was never seen
+            self._lock.release()
+            self.interrupt(f"{FORWARD} was interrupted")
+            raise _hoist.UsageError(f"{call} in the middle of {FORWARD}, or after {FORWARD} was interrupted. {_REMEDY}")
+        self._thread = threading.current_thread()
+        self._calls.append(call)
+
+    def end(self) -> None:
+        if self._calls:
+            self._calls.pop()
+            self._lock.release()
+
+    def require(self, call: str) -> None:
+        """Errors: UsageError while another thread has the turn, and in a forked process."""
+        self._require_process()
+        if not self.is_free_or_mine:
+            self._refuse_concurrent(call)
+
+    def interrupt(self, what: str) -> None:
+        self._interrupted = self._interrupted or what
+
+    def forget(self) -> None:
+        """For an engine that begins again, or ends."""
+        self._lock, self._thread, self._calls, self._interrupted = threading.RLock(), None, [], ""
+
+    @contextlib.contextmanager
+    def of(self, call: str) -> Iterator[None]:
+        self.begin(call)
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):  # KeyboardInterrupt may come between any two lines
+                self.interrupt(f"{call} was interrupted by {type(error).__name__}")
+            raise
+        finally:
+            self.end()
+
+    def _refuse_concurrent(self, call: str) -> None:
+        thread, under_way = self._thread, self._calls[-1:]
+        if thread is not None and not thread.is_alive():
+            self.interrupt(f"the end of thread '{thread.name}' in the middle of {''.join(under_way)}")
+            return self.begin(call)
+        raise _hoist.UsageError(
+            f"{call} in thread '{threading.current_thread().name}' while {''.join(under_way) or 'another call'} is under way in "
+            f"thread '{getattr(thread, 'name', '?')}': an engine works for one thread at a time. Nothing has changed; call it "
+            "again when the other call has returned")
+
+
+_REMEDY = ("Close the engine (a `with` block does) and make a new one with resume=True, or call restore(): either continues from "
+           "the newest commit")
+
+
+def takes_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For methods of Engine."""
+    call = f"{method.__name__}()"
+
+    @functools.wraps(method)
+    def in_turn(self, *args, **kwargs):
+        with self._passes.turns.of(call):
+            return method(self, *args, **kwargs)
+
+    return in_turn

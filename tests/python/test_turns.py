@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of several threads at once, and calls that Ctrl-C ends: refused by name, and a new engine continues."""
+
+import signal
+import threading
+
+import pytest
+import torch
+
+import hoist
+import hoist.torch
+from models import batches, loss_of
+from training import digests, make, train
+
+
+class Held(torch.nn.Module):
+    """Stands in a forward pass until it is let go, or raises."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.entered, self.let_go = threading.Event(), threading.Event()
+        self.let_go.set()
+        self.raises = None
+
+    def forward(self, x):
+        self.entered.set()
+        assert self.let_go.wait(30)
+        if self.raises is not None:
+            raise self.raises
+        return self.inner(x)
+
+
+def held_model():
+    model = make()
+    model.blocks[1] = Held(model.blocks[1])
+    return model
+
+
+def test_a_call_while_another_thread_has_one_is_refused_by_name(settings):
+    with hoist.torch.wrap(held_model(), settings()) as engine:
+        train(engine, 1)
+        held = engine.module.blocks[1]
+        held.entered.clear()
+        held.let_go.clear()
+        losses = []
+        inputs, targets = next(iter(batches(1)))
+
+        def compute():
+            losses.append(loss_of(engine(inputs), targets))
+
+        thread = threading.Thread(target=compute, name="the-first")
+        thread.start()
+        assert held.entered.wait(30)
+        for call, name in ((engine.step, "step"), (engine.settle, "settle"), (lambda: engine(inputs), "forward"),
+                           (engine.state_dict, "state_dict"), (engine.restore, "restore")):
+            with pytest.raises(hoist.UsageError, match=rf"{name}\(\) in thread 'MainThread' while forward\(\) is under way in "
+                                                       r"thread 'the-first'"):
+                call()
+        held.let_go.set()
+        thread.join()
+        engine.backward(losses[0])  # the refused calls have changed nothing
+        engine.step()
+        train(engine, 1, first=2)
+        assert engine.step_count == 3
+
+
+def test_threads_may_take_turns(settings):
+    with hoist.torch.wrap(make(), settings()) as engine:
+        for step in range(2):
+            thread = threading.Thread(target=train, args=(engine, 1, step))
+            thread.start()
+            thread.join()
+        assert engine.step_count == 2
+
+
+def test_after_an_interrupted_forward_pass_the_engine_says_what_helps(settings):
+    config = settings()
+    with hoist.torch.wrap(held_model(), config) as engine:
+        train(engine, 2)
+        engine.module.blocks[1].raises = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            train(engine, 1, first=2)
+        engine.module.blocks[1].raises = None
+        for _ in range(2):
+            with pytest.raises(hoist.UsageError, match="interrupted.*resume=True.*restore"):
+                train(engine, 1, first=2)
+        with pytest.raises(hoist.UsageError, match="interrupted"):
+            engine.save()
+    with hoist.torch.wrap(held_model(), config, resume=True) as engine:
+        assert engine.step_count == 2
+        train(engine, 1, first=2)
+
+
+def interrupted_in(engine, monkeypatch, name):
+    """One step, with a KeyboardInterrupt right after the extension's `name` has returned."""
+    manager = engine._unit_manager
+
+    class Interrupting:
+        def __getattr__(self, attribute):
+            value = getattr(manager, attribute)
+            if attribute != name:
+                return value
+
+            def call(*args):
+                value(*args)
+                signal.raise_signal(signal.SIGINT)
+
+            return call
+
+    monkeypatch.setattr(engine, "_unit_manager", Interrupting())
+    monkeypatch.setattr(engine._passes, "_unit_manager", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        train(engine, 1, first=engine.step_count)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["step", "end_backward"])
+def test_after_an_interrupted_step_the_engine_is_restored(settings, monkeypatch, name):
+    """Also in place: what follows is bit for bit what an undisturbed run computes."""
+    with hoist.torch.wrap(make(), settings()) as engine:
+        train(engine, 2)
+        interrupted_in(engine, monkeypatch, name)
+        with pytest.raises(hoist.UsageError, match="interrupted by KeyboardInterrupt.*restore"):
+            train(engine, 1)
+        step = engine.restore()
+        assert step == (3 if name == "step" else 2)
+        train(engine, 4 - step, first=step)
+        found = digests(engine)
+    config = settings()
+    config["zero_optimization"]["offload_param"]["nvme_path"] += "-undisturbed"
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] += "-undisturbed"
+    with hoist.torch.wrap(make(), config) as engine:
+        train(engine, 4)
+        assert digests(engine) == found
