@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Makes build/venv, a virtual environment with what the Python package is built from and tested with: nanobind, pytest,
-# NumPy and PyTorch as `pip install torch` installs it. Does nothing when it is there. Prints its interpreter.
+# NumPy, PyTorch as `pip install torch` installs it, and the Hugging Face packages that hoist.torch works with. Does
+# nothing when it is there. Prints its interpreter.
 #
 #   scripts/python-env.sh [PYTHON]        # python3 without an argument
 set -euo pipefail
@@ -11,7 +12,7 @@ venv=$PWD/build/venv
 if [ ! -e "$venv/complete" ]; then
   mkdir -p build
   "${1:-python3}" -m venv "$venv" >&2
-  "$venv/bin/pip" install --quiet --disable-pip-version-check nanobind pytest numpy torch >&2
+  "$venv/bin/pip" install --quiet --disable-pip-version-check nanobind pytest numpy torch transformers accelerate peft >&2
   touch "$venv/complete"
 fi
 echo "$venv/bin/python"
