@@ -260,6 +260,22 @@ TEST_F(StoreOpenTest, AFileThatLosesItsNameEndsTheNextCommit) {
   }
 }
 
+// A few kilobytes that claim to be terabytes: nothing of that size is read or allocated.
+TEST_F(StoreOpenTest, AManifestOfHolesIsRefused) {
+  make_committed();
+  Superblock superblock = *detail::view_manifest(file("manifest")).superblock;
+  superblock.caller_state_bytes_max = std::uint64_t{1} << 40;
+  std::vector<std::byte> bytes(superblock.superblock_bytes());
+  encode_superblock(superblock, bytes);
+  poke(file("manifest"), 0, bytes);
+  fs::resize_file(file("manifest"), superblock.manifest_bytes());
+  const auto found = Store::look(options_.directory, 0);
+  EXPECT_TRUE(found.commits.empty());
+  ASSERT_EQ(found.damage.size(), 1u);
+  EXPECT_THAT(found.damage[0], HasSubstr("are on disk"));
+  EXPECT_THAT(refusal_to_create(), HasSubstr("not overwritten"));
+}
+
 TEST_F(StoreOpenTest, ATornFirstCommitIsReplacedButLostCommitsAreNot) {
   make_committed(0);
   const auto slot_bytes = (fs::file_size(file("manifest")) - 4096) / 2;

@@ -2,6 +2,7 @@
 // A store read without its program: the same parameters and values as the engine that wrote it, at any world size.
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <map>
 
 #include <fcntl.h>
@@ -12,6 +13,8 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/tests/support/full_table.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
 #include "toy_ranks.hpp"
@@ -268,6 +271,21 @@ TEST(StoredModel, RefusesWhatIsNotWhole) {
   } catch (const StoreError& error) {
     EXPECT_THAT(error.what(), HasSubstr("of 2 ranks"));
   }
+}
+
+// A program that was killed while it began to distribute the state anew leaves a directory without a manifest: the store
+// that a run continues from is the one that is read.
+TEST(StoredModel, ADirectoryWithoutAManifestIsPassedOver) {
+  const TempDirectory directory;
+  const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+  trained(2, setup, {}, 2);
+  const std::string begun = directory / ("store/" + detail::new_store_directory(1, 1).name);
+  std::filesystem::create_directory(begun);
+  std::ofstream(begun + "/rank-00000.data").flush();
+  EXPECT_EQ(StoredModel(directory / "store").step(), 2u);
+  EXPECT_EQ(look_at_store(directory / "store").commits.front().step, 2u);
+  const std::vector<std::string> groups{directory / "store"};
+  EXPECT_EQ(look_at_job(groups).commits.front().step, 2u);
 }
 
 TEST(StoredModel, FilesUnderAnotherRanksNameOrOfAnotherRunAreRefused) {

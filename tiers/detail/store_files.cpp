@@ -129,6 +129,9 @@ std::vector<int> ranks_in(const std::string& directory) {
   return ranks;
 }
 
+// A manifest's length, at most: this and so many times what is stored of it.
+constexpr std::uint64_t kSparseBytesMax = 256 * kMiB, kSparseFactorMax = 64;
+
 ManifestView view_manifest(const std::string& path) {
   ManifestView view;
   const Descriptor file(open_regular_file(path, O_RDONLY | O_NOFOLLOW));
@@ -142,6 +145,13 @@ ManifestView view_manifest(const std::string& path) {
   struct stat status {};
   if (::fstat(file.number, &status) != 0) throw IoError({"fstat", path, 0, 0, errno}, "");
   const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
+  // Before memory is taken for it: a length costs nothing, what is on disk does. hoist reserves all of a manifest; a
+  // copy may have left out what is blank.
+  const auto stored_bytes = static_cast<std::uint64_t>(status.st_blocks) * 512;
+  if (file_bytes > kSparseBytesMax + kSparseFactorMax * stored_bytes) {
+    view.damage = fmt::format("it is {} bytes long, and {} of them are on disk", file_bytes, stored_bytes);
+    return view;
+  }
   const auto head = read_at(file, path, 0, kBlockAlignment);
   const auto length = superblock_length(head, file_bytes, view.damage);
   if (!length) return view;

@@ -53,6 +53,13 @@ std::vector<StoreDirectory> store_directories(const std::string& directory) {
   return places;
 }
 
+std::vector<StoreDirectory> readable_stores(const std::string& directory) {
+  std::vector<StoreDirectory> places = store_directories(directory);
+  std::erase_if(places,
+                [&](const StoreDirectory& place) { return tiers::Store::ranks_in(place.in(directory)).empty(); });
+  return places;
+}
+
 bool remove_store(const std::vector<std::string>& directories, const StoreDirectory& place, Nanoseconds lock_timeout) {
   std::vector<std::string> drives;
   for (const std::string& directory : directories) drives.push_back(place.in(directory));

@@ -30,6 +30,8 @@ struct StoreDirectory {
 
 // Newest first. The first one is listed when a rank's manifest is in it.
 std::vector<StoreDirectory> store_directories(const std::string& directory);
+// Those with a manifest, for readers: a program that was killed early may have left a directory without one.
+std::vector<StoreDirectory> readable_stores(const std::string& directory);
 StoreDirectory new_store_directory(std::uint64_t order, int world_size);
 
 // Removes the files of all ranks of a store, its manifests first, and its directory when that is its own; false when

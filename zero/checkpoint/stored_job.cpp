@@ -49,7 +49,7 @@ std::string objection(std::span<const StoreSummary> groups) {
 std::vector<StoreSummary> at_place(std::span<const std::string> directories, std::uint64_t order) {
   std::vector<StoreSummary> groups;
   for (const std::string& directory : directories) {
-    const auto places = detail::store_directories(directory);
+    const auto places = detail::readable_stores(directory);
     const auto place = std::ranges::find(places, order, &detail::StoreDirectory::order);
     if (place == places.end()) return {};
     groups.push_back(look_at_one_store(place->in(directory)));
@@ -67,7 +67,7 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   if (directories.empty()) throw UsageError("a job has at least one store");
   std::set<std::uint64_t, std::greater<>> orders;
   for (const std::string& directory : directories)
-    for (const detail::StoreDirectory& place : detail::store_directories(directory)) orders.insert(place.order);
+    for (const detail::StoreDirectory& place : detail::readable_stores(directory)) orders.insert(place.order);
   // As restore(): a newer place that came to nothing gives way to the one before it.
   for (const std::uint64_t order : orders) {
     std::vector<StoreSummary> groups = at_place(directories, order);

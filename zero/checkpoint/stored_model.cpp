@@ -106,10 +106,10 @@ StoreSummary look_at_one_store(const std::string& directory) {
   return summary;
 }
 
-bool has_store(const std::string& directory) { return !detail::store_directories(directory).empty(); }
+bool has_store(const std::string& directory) { return !detail::readable_stores(directory).empty(); }
 
 StoreSummary look_at_store(const std::string& directory) {
-  const std::vector<detail::StoreDirectory> places = detail::store_directories(directory);
+  const std::vector<detail::StoreDirectory> places = detail::readable_stores(directory);
   // One that was being made when its program died holds nothing yet; the one before it still counts.
   for (const detail::StoreDirectory& place : places) {
     StoreSummary summary = look_at_one_store(place.in(directory));
@@ -213,7 +213,7 @@ class StoredModel::Impl {
   static StoreSummary find(const std::string& directory, const StoredModelOptions& options) {
     if (!options.below) return look_at_one_store(directory);
     if (!options.from.empty()) {
-      for (const detail::StoreDirectory& place : detail::store_directories(directory)) {
+      for (const detail::StoreDirectory& place : detail::readable_stores(directory)) {
         StoreSummary summary = look_at_one_store(place.in(directory));
         if (std::ranges::find(summary.kept, options.from, &CommitHeader::name) != summary.kept.end()) return summary;
       }
