@@ -49,18 +49,7 @@ std::vector<Shard> plan_shards(std::span<const TensorSpec> tensors, std::uint64_
 class SafetensorsWriter::OpenFile {
  public:
   explicit OpenFile(const std::string& path) : path_(path), partial_(path + ".partial") {
-    descriptor_ = open_regular_file(partial_, O_WRONLY | O_CREAT | O_NOFOLLOW, 0666);
-    if (descriptor_ < 0) {
-      const int code = errno;
-      fail("open", code,
-           *open_file_remedy(code) != 0 ? open_file_remedy(code) : "choose a directory that can be written");
-    }
-    // Files of a killed export are overwritten; a running export holds their locks.
-    if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
-      const int code = errno;
-      ::close(descriptor_);
-      descriptor_ = -1;
-      fail("flock", code, "another export writes there; choose another directory");
+    while (!open_and_lock()) {
     }
     if (::ftruncate(descriptor_, 0) != 0) fail("ftruncate", errno, "check the file system");
   }
@@ -100,6 +89,31 @@ class SafetensorsWriter::OpenFile {
   }
 
  private:
+  // False if the file lost its name before it was locked: another export has finished it, and nobody may change it.
+  bool open_and_lock() {
+    descriptor_ = open_regular_file(partial_, O_WRONLY | O_CREAT | O_NOFOLLOW, 0666);
+    if (descriptor_ < 0) {
+      const int code = errno;
+      fail("open", code,
+           *open_file_remedy(code) != 0 ? open_file_remedy(code) : "choose a directory that can be written");
+    }
+    // Files of a killed export are overwritten; a running export holds their locks.
+    if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
+      const int code = errno;
+      ::close(descriptor_);
+      descriptor_ = -1;
+      fail("flock", code, "another export writes there; choose another directory");
+    }
+    struct stat locked {};
+    struct stat named {};
+    if (::fstat(descriptor_, &locked) != 0) fail("fstat", errno, "check the file system");
+    if (::lstat(partial_.c_str(), &named) == 0 && named.st_dev == locked.st_dev && named.st_ino == locked.st_ino)
+      return true;
+    ::close(descriptor_);
+    descriptor_ = -1;
+    return false;
+  }
+
   [[noreturn]] void fail(const char* operation, int code, const char* remedy) const {
     throw IoError({.operation = operation, .path = partial_, .offset_bytes = written_, .code = code}, remedy);
   }

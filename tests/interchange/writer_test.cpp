@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writing: how tensors are dealt to shards, and that an unfinished export leaves nothing that looks whole.
 #include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
 #include <set>
+#include <utility>
 
+#include <dlfcn.h>
 #include <gmock/gmock.h>
+#include <sys/file.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,6 +18,17 @@
 #include <hoist/tests/support/temp_directory.hpp>
 
 #include "safetensors_files.hpp"
+
+namespace {
+std::function<void()> before_the_next_lock;
+}  // namespace
+
+// The program's own definition comes before that of the C library.
+extern "C" int flock(int descriptor, int operation) noexcept {
+  static auto* const next = reinterpret_cast<decltype(&flock)>(::dlsym(RTLD_NEXT, "flock"));
+  if (const auto act = std::exchange(before_the_next_lock, nullptr)) act();
+  return next(descriptor, operation);
+}
 
 namespace hoist::interchange {
 namespace {
@@ -151,6 +168,22 @@ TEST(SafetensorsWriter, TwoExportsDoNotShareADirectory) {
   put(first, 1);
   first.finish();
   EXPECT_EQ(SafetensorsModel(directory / "m").tensors().size(), 1u);
+}
+
+// One export has opened its file and not locked it yet, while another one locks, writes and finishes that file.
+TEST(SafetensorsWriter, ADelayedExportLeavesAFinishedOneAlone) {
+  const TempDirectory directory;
+  before_the_next_lock = [&] {
+    SafetensorsWriter other({.directory = directory / "m"}, bytes_of({4}));
+    put(other, 4, 'a');
+    other.finish();
+  };
+  SafetensorsWriter delayed({.directory = directory / "m"}, bytes_of({4}));
+  put(delayed, 4, 'b');
+  EXPECT_THROW(delayed.finish(), IoError);
+  std::ifstream file(directory / "m/model.safetensors", std::ios::binary);
+  const std::string content{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_THAT(content, testing::EndsWith("aaaa"));
 }
 
 TEST(SafetensorsWriter, AFileSystemThatIsTooSmallIsSaidBeforeTheFirstByte) {
