@@ -162,14 +162,6 @@ Superblock read_superblock(aio::DriveQueue& engine, const aio::File& manifest, c
   return std::move(*superblock);
 }
 
-void check_length(const aio::File& file, std::uint64_t expected_bytes) {
-  if (file.size_bytes() == expected_bytes) return;
-  const bool shorter = file.size_bytes() < expected_bytes;
-  throw StoreError(fmt::format("{} is {} bytes long and should be {}: it {}, or is another store's; nothing was changed",
-                               file.path(), file.size_bytes(), expected_bytes,
-                               shorter ? "was cut off" : "was made longer"));
-}
-
 void require_engines(Store::Engines engines, std::size_t drive_count) {
   if (engines.size() != drive_count)
     throw UsageError(fmt::format("{} engines for a store on {} drives", engines.size(), drive_count));
@@ -289,7 +281,7 @@ std::unique_ptr<aio::StripedFile> open_data(const StoreOptions& options, Store::
     files.push_back({engines[d], std::move(*file)});
   }
   for (unsigned d = 0; d < drives.size(); ++d)
-    check_length(files[d].file, stripes.layout.drive_bytes(d, stored.data_bytes));
+    detail::check_length(files[d].file, stripes.layout.drive_bytes(d, stored.data_bytes));
   return std::make_unique<aio::StripedFile>(stripes.layout, std::move(files));
 }
 
@@ -387,7 +379,7 @@ std::unique_ptr<Store> Store::open(const StoreOptions& options, Engines engines)
   files.manifest = std::make_unique<aio::File>(paths.manifest, aio::FileOptions{});
   Superblock stored = read_superblock(engine, *files.manifest, paths);
   check_same_model(stored, mine, paths);
-  check_length(*files.manifest, stored.manifest_bytes());
+  detail::check_length(*files.manifest, stored.manifest_bytes());
   files.data = open_data(options, engines, std::move(*first), stored);
   auto impl = std::make_unique<Impl>(options, std::move(stored), paths, engine);
   impl->start_existing(std::move(files));

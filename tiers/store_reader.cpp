@@ -45,12 +45,8 @@ std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& s
     detail::check_label(drives[d], {superblock.store_number, d, stripes.layout.drive_count(), paths.directory});
     files.push_back({&engine, std::move(*detail::open_shared(drives[d], kLockTimeout))});
   }
-  for (unsigned d = 0; d < drives.size(); ++d) {
-    const std::uint64_t expected_bytes = stripes.layout.drive_bytes(d, superblock.data_bytes);
-    if (files[d].file.size_bytes() != expected_bytes)
-      throw StoreError(fmt::format("{} is {} bytes long and should be {}: it was cut off or replaced",
-                                   files[d].file.path(), files[d].file.size_bytes(), expected_bytes));
-  }
+  for (unsigned d = 0; d < drives.size(); ++d)
+    detail::check_length(files[d].file, stripes.layout.drive_bytes(d, superblock.data_bytes));
   return std::make_unique<aio::StripedFile>(stripes.layout, std::move(files));
 }
 

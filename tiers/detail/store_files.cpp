@@ -373,6 +373,14 @@ bool remove_store(std::span<const std::string> directories, Nanoseconds lock_tim
   return true;
 }
 
+void check_length(const aio::File& file, std::uint64_t expected_bytes) {
+  if (file.size_bytes() == expected_bytes) return;
+  const bool shorter = file.size_bytes() < expected_bytes;
+  throw StoreError(
+      fmt::format("{} is {} bytes long and should be {}: it {}, or is another store's; nothing was changed",
+                  file.path(), file.size_bytes(), expected_bytes, shorter ? "was cut off" : "was made longer"));
+}
+
 void FileNames::add(const aio::File& file) {
   struct stat opened {};
   if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");

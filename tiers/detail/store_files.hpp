@@ -117,6 +117,9 @@ class Creation {
 // See Store::remove().
 bool remove_store(std::span<const std::string> directories, Nanoseconds lock_timeout);
 
+// StoreError unless the file is so long.
+void check_length(const aio::File& file, std::uint64_t expected_bytes);
+
 // Names that must lead to the files that a store writes, as long as it writes them: a commit into a file that has lost
 // its name could not be found again.
 class FileNames {
