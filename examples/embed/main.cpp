@@ -13,7 +13,6 @@
 #include <stdexcept>
 #include <vector>
 
-#include <hoist/core/rng.hpp>
 #include <hoist/hoist.hpp>
 
 namespace {

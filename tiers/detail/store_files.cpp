@@ -384,8 +384,22 @@ void check_length(const aio::File& file, std::uint64_t expected_bytes) {
 void FileNames::add(const aio::File& file) {
   struct stat opened {};
   if (::fstat(file.descriptor(), &opened) != 0) throw IoError({"fstat", file.path(), 0, 0, errno}, "");
-  files_.push_back({std::filesystem::absolute(file.path()).string(), opened.st_dev, opened.st_ino, file.size_bytes()});
+  const std::string path = std::filesystem::absolute(file.path()).string();
+  struct stat directory {};
+  if (::lstat(parent_of(path).c_str(), &directory) != 0) throw IoError({"lstat", parent_of(path), 0, 0, errno}, "");
+  files_.push_back({path, opened.st_dev, opened.st_ino, file.size_bytes(), directory.st_dev});
 }
+
+namespace {
+
+// Of the directory nearest to the path, upwards, that exists.
+std::uint64_t device_of_nearest(std::string path) {
+  struct stat status {};
+  while (::stat(path.c_str(), &status) != 0 && path != "/" && path != ".") path = parent_of(path);
+  return status.st_dev;
+}
+
+}  // namespace
 
 void FileNames::check() const {
   constexpr std::string_view kRemedy =
@@ -396,6 +410,7 @@ void FileNames::check() const {
     if (::lstat(file.path.c_str(), &status) != 0) {
       const int code = errno;
       if (code != ENOENT && code != ENOTDIR) throw IoError({"lstat", file.path, 0, 0, code}, "");
+      if (device_of_nearest(file.path) != file.directory_device) continue;  // its mount is gone, not the file
       throw StoreError(fmt::format("{} was removed or renamed {}", file.path, kRemedy));
     }
     if (status.st_dev != file.device || status.st_ino != file.inode)

@@ -125,13 +125,15 @@ void check_length(const aio::File& file, std::uint64_t expected_bytes);
 class FileNames {
  public:
   void add(const aio::File& file);
-  // StoreError, naming the file that was removed, renamed, replaced or cut off since.
+  // StoreError, naming the file that was removed, renamed, replaced or cut off since. A file whose mount was taken away
+  // (umount --lazy) is whole where it is, and stays in use.
   void check() const;
 
  private:
   struct Named {
     std::string path;  // absolute: the process may change its directory
     std::uint64_t device = 0, inode = 0, bytes = 0;
+    std::uint64_t directory_device = 0;
   };
   std::vector<Named> files_;
 };
