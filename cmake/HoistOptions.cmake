@@ -14,6 +14,7 @@ option(HOIST_INSTALL "Install the library, its headers and its CMake package" ${
 option(HOIST_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" OFF)
 option(HOIST_FUZZ "Build the fuzzers, which need clang (preset fuzz)" OFF)
 set(HOIST_SANITIZE "" CACHE STRING "Sanitizers for the whole build, as -fsanitize= takes them")
+option(HOIST_SANITIZE_POINTERS "With undefined: look for null and misaligned pointers, too, which doubles the compile time" ON)
 
 # Unoptimised kernels are tens of times slower. In a build that embeds hoist the type is the embedder's to choose.
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
@@ -28,6 +29,9 @@ endif()
 if(HOIST_SANITIZE)
   add_compile_options(-fsanitize=${HOIST_SANITIZE} -fno-omit-frame-pointer)
   add_link_options(-fsanitize=${HOIST_SANITIZE})
+  if(HOIST_SANITIZE MATCHES "undefined" AND NOT HOIST_SANITIZE_POINTERS)
+    add_compile_options(-fno-sanitize=null,alignment)
+  endif()
 endif()
 
 if(HOIST_FUZZ)

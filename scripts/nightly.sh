@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The long campaigns: the slow tests, the whole suite under both sanitizers, five minutes of each fuzzer. Several hours; run
-# before each release. A line for each part goes to build/nightly.txt, for the release notes.
+# The long campaigns: the slow tests, power cuts at every operation, the whole suite under both sanitizers, five minutes of
+# each fuzzer. Several hours; run before each release. A line for each part goes to build/nightly.txt, for the release
+# notes.
 #
 #   scripts/nightly.sh
 set -uo pipefail
@@ -21,6 +22,7 @@ part() {
 
 part "fast suite" scripts/test.sh dev
 part "slow tests" ctest --test-dir build/dev --label-regex slow --output-on-failure
+part "power cuts" env HOIST_CRASH_SEEDS=2 build/dev/bin/crash_power_test
 part "address sanitizer" scripts/sanitize.sh asan
 part "thread sanitizer" scripts/sanitize.sh tsan
 part fuzzers scripts/fuzz.sh 300

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 preset=${1:?usage: scripts/sanitize.sh asan|tsan}
-cmake --preset "$preset"
+cmake --preset "$preset" -DHOIST_SANITIZE_POINTERS=ON
 cmake --build --preset "$preset"
 status=0
 ctest --preset "$preset" --parallel $((2 * $(nproc))) || status=$?

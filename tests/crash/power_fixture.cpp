@@ -277,10 +277,10 @@ std::string Power::cut_at(std::uint64_t dies_at, std::uint64_t seed, const Mutat
   return problem.empty() ? problem : fmt::format("seed {}, dies at operation {}: {}", seed, dies_at, problem);
 }
 
-std::string Power::first_problem(std::uint64_t seeds, const Mutation& mutation, std::uint64_t& cuts) {
-  for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+std::string Power::first_problem(const CutPoints& points, const Mutation& mutation, std::uint64_t& cuts) {
+  for (std::uint64_t seed = 0; seed < points.seeds; ++seed) {
     bool died = true;
-    for (std::uint64_t dies_at = 0; died; ++dies_at, ++cuts) {
+    for (std::uint64_t dies_at = 0; died; dies_at += points.stride, ++cuts) {
       if (std::string problem = cut_at(dies_at, seed, mutation, died); !problem.empty()) return problem;
     }
   }
@@ -289,14 +289,14 @@ std::string Power::first_problem(std::uint64_t seeds, const Mutation& mutation, 
 
 std::string Power::found(const Mutation& mutation) {
   std::uint64_t cuts = 0;
-  const std::string problem = first_problem(12, mutation, cuts);
+  const std::string problem = first_problem({.seeds = 12, .stride = 1}, mutation, cuts);
   fmt::print("{}\n", problem);
   return problem;
 }
 
-std::uint64_t Power::seeds_wanted() {
+Power::CutPoints Power::cut_points() {
   const char* const seeds = std::getenv("HOIST_CRASH_SEEDS");
-  return seeds == nullptr ? 1 : std::strtoull(seeds, nullptr, 10);
+  return seeds == nullptr ? CutPoints{} : CutPoints{.seeds = std::strtoull(seeds, nullptr, 10), .stride = 1};
 }
 
 }  // namespace hoist::test

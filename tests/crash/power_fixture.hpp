@@ -78,13 +78,18 @@ class Power : public testing::TestWithParam<PowerSetup> {
 
   // From this operation on, the drive answers nothing but EIO, and does nothing.
   static void die_at(Faults& faults, std::uint64_t operation);
+  // The short form cuts the power at one half of the operations, and kills at the other one. With HOIST_CRASH_SEEDS both
+  // happen at every operation, the cuts once for each seed.
+  struct CutPoints {
+    std::uint64_t seeds = 1;
+    std::uint64_t stride = 2;
+  };
+  static CutPoints cut_points();
   // Cuts the power at one operation after another, until a life gets by without reaching its own; what is wrong after
   // the first cut that shows anything. Adds to `cuts`.
-  std::string first_problem(std::uint64_t seeds, const Mutation& mutation, std::uint64_t& cuts);
+  std::string first_problem(const CutPoints& points, const Mutation& mutation, std::uint64_t& cuts);
   // Takes something away, and looks for a cut that shows it.
   std::string found(const Mutation& mutation);
-  // 1; more with HOIST_CRASH_SEEDS, for the long form.
-  static std::uint64_t seeds_wanted();
 
   static int cut_ranks() { return GetParam().cut_ranks == 0 ? GetParam().ranks : GetParam().cut_ranks; }
   static int judge_ranks() { return GetParam().judge_ranks == 0 ? cut_ranks() : GetParam().judge_ranks; }

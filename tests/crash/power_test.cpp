@@ -14,15 +14,15 @@ namespace {
 
 TEST_P(Power, CutAtEveryOperationOfThreeSteps) {
   std::uint64_t cuts = 0;
-  EXPECT_EQ(first_problem(seeds_wanted(), {}, cuts), "");
-  EXPECT_GT(cuts, 40u);
+  EXPECT_EQ(first_problem(cut_points(), {}, cuts), "");
+  EXPECT_GT(cuts, 20u);
   fmt::print("{} power cuts\n", cuts);
 }
 
 // A dead process keeps what it wrote; nothing is lost or torn.
 TEST_P(Power, KilledAtEveryOperationOfThreeSteps) {
   bool died = true;
-  for (std::uint64_t dies_at = 0; died; ++dies_at) {
+  for (std::uint64_t dies_at = cut_points().stride - 1; died; dies_at += cut_points().stride) {
     start_over();
     const auto faults = std::make_shared<Faults>(0);
     die_at(*faults, dies_at);
@@ -111,7 +111,7 @@ class PowerAgreement : public Power {};
 
 TEST_P(PowerAgreement, WithoutItTheJudgeObjects) {
   std::uint64_t cuts = 0;
-  EXPECT_EQ(first_problem(1, {.slow_manifest = true}, cuts), "");
+  EXPECT_EQ(first_problem({.seeds = 1, .stride = 1}, {.slow_manifest = true}, cuts), "");
   EXPECT_NE(found({.no_barrier = true, .slow_manifest = true}), "");
 }
 
@@ -149,8 +149,8 @@ class PowerGoingBack : public Power {
 
 TEST_P(PowerGoingBack, CutAtEveryOperation) {
   std::uint64_t cuts = 0;
-  EXPECT_EQ(first_problem(seeds_wanted(), {.slow_manifest = true}, cuts), "");
-  EXPECT_GT(cuts, 40u);
+  EXPECT_EQ(first_problem(cut_points(), {.slow_manifest = true}, cuts), "");
+  EXPECT_GT(cuts, 20u);
   fmt::print("{} power cuts\n", cuts);
 }
 
@@ -177,8 +177,8 @@ class PowerResharding : public Power {
 
 TEST_P(PowerResharding, CutAtEveryOperation) {
   std::uint64_t cuts = 0;
-  EXPECT_EQ(first_problem(seeds_wanted(), {.slow_manifest = true}, cuts), "");
-  EXPECT_GT(cuts, 40u);
+  EXPECT_EQ(first_problem(cut_points(), {.slow_manifest = true}, cuts), "");
+  EXPECT_GT(cuts, 20u);
   fmt::print("{} power cuts\n", cuts);
 }
 
