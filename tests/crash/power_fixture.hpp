@@ -78,8 +78,8 @@ class Power : public testing::TestWithParam<PowerSetup> {
 
   // From this operation on, the drive answers nothing but EIO, and does nothing.
   static void die_at(Faults& faults, std::uint64_t operation);
-  // The short form cuts the power at one half of the operations, and kills at the other one. With HOIST_CRASH_SEEDS both
-  // happen at every operation, the cuts once for each seed.
+  // The short form cuts the power and fails at one half of the operations, and kills at the other half. With
+  // HOIST_CRASH_SEEDS everything happens at every operation, and the cuts once for each seed.
   struct CutPoints {
     std::uint64_t seeds = 1;
     std::uint64_t stride = 2;
