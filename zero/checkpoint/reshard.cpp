@@ -6,29 +6,10 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/reshard.hpp>
-#include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/checkpoint/store_search.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
-#include <hoist/zero/memory/memory_plan.hpp>
 
 namespace hoist::detail {
-
-tiers::Budget::Hold hold_for_reading(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
-                                     std::uint64_t bytes) {
-  tiers::Budget& budget = runtime.pinned_budget();
-  const MemoryPlan least(options, table, {device_access(runtime.options()), 0, 0});
-  const tiers::StoreOptions store = store_options(options, table, RecordMap(table), runtime.rank());
-  const std::uint64_t least_bytes = least.bytes(MemoryTier::pinned) + tiers::Store::cost(store).memory_bytes;
-  const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
-  constexpr const char* kWhat = "the tables of the store that is taken over";
-  if (need_bytes > budget.limit_bytes())
-    throw BudgetError({.tier = budget.tier(),
-                       .have_bytes = budget.limit_bytes(),
-                       .need_bytes = need_bytes,
-                       .key = budget.key(),
-                       .detail = fmt::format("the engine with its smallest buffers and, until it runs, {}", kWhat)});
-  return budget.take(bytes, kWhat);
-}
 
 namespace {
 

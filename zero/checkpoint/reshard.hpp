@@ -9,16 +9,10 @@
 #include <cstdint>
 #include <vector>
 
-#include <hoist/tiers/budget.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/ranks/rank_agreement.hpp>
 
 namespace hoist::detail {
-
-// Takes `bytes` of the pinned budget for the tables of the store that is read, until the new engine runs.
-// Errors: BudgetError unless the engine with its smallest buffers fits beside them.
-tiers::Budget::Hold hold_for_reading(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
-                                     std::uint64_t bytes);
 
 // [J] Removes stores newer than order `after` that an earlier attempt did not finish. `passed_over`: the orders of
 // stores of which no commit is in all sharding groups. Errors: StoreError when another process is making one of them.

@@ -2,26 +2,21 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <mutex>
 #include <utility>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <hoist/comm/agreement.hpp>
 #include <hoist/comm/communicator.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/rng.hpp>
-#include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/reshard.hpp>
+#include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
-#include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/detail/engine_core.hpp>
 
 namespace hoist::detail {
-
-using tiers::CommitHeader;
 
 namespace {
 
@@ -329,26 +324,18 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
     }
     ranks.agree_on_model("Engine::restore()", table, options, settings.groups());
-    using Incomplete = StoreSearch::Incomplete;
-    const StoreSearch search(ranks, options);
-    const bool newest_wanted = restore_options.from.empty();
-    const auto newest = search.find(std::nullopt, newest_wanted ? Incomplete::refuse : Incomplete::pass_over);
-    const auto source = newest_wanted ? newest : search.find(restore_options.from, Incomplete::pass_over);
-    if (!source) throw search.nothing_to_restore(restore_options.from);
-    const bool in_place =
-        source->same_ranks && source->has_room && (!newest || newest->directory.order == source->directory.order);
-    const std::vector<std::uint64_t> passed_over = newest ? newest->passed_over : std::vector<std::uint64_t>();
-    if (in_place)
-      restore_in_place(*source, restore_options);
+    const RestorePlan plan = plan_restore(ranks, options, restore_options.from);
+    if (plan.in_place)
+      restore_in_place(plan, restore_options.from);
     else
-      reshard(*source, restore_options, passed_over);
+      reshard(plan, restore_options.from);
     checkpoints->restored(settings.step_count);
     // With nothing on NVMe, the old store goes after the next save(), which is the new one's first commit.
     if (checkpoints->on_nvme() || !store->commits().empty())
-      remove_older_stores(ranks, options, directory_, passed_over);
+      remove_older_stores(ranks, options, directory_, plan.passed_over);
     book_io();
     restored = RestoreReport{
-        .step = settings.step_count, .caller_state = checkpoints->state().program, .world_size = source->world_size};
+        .step = settings.step_count, .caller_state = checkpoints->state().program, .world_size = plan.source.world_size};
   });
 }
 
@@ -358,111 +345,48 @@ void EngineCore::use_state(CommitState state, std::uint64_t step) {
   checkpoints->set_state(std::move(state));
 }
 
-void EngineCore::restore_in_place(const RestoreSource& source, const RestoreOptions& restore_options) {
-  make_parts(source.directory, StoreUse::open);
+void EngineCore::restore_in_place(const RestorePlan& plan, const std::string& from) {
+  make_parts(plan.source.directory, StoreUse::open);
   const Ledger::Apart apart(runtime.ledger());
-  const CommonCommit chosen = StoreSearch(ranks, options).choose(*store, restore_options.from);
-  ranks.all_together("adopt the commit", [&] {
-    std::vector<CommitHeader> all = store->kept();
-    const auto commits = store->commits();
-    all.insert(all.end(), commits.begin(), commits.end());
-    const auto abandoned = store->abandoned();
-    all.insert(all.end(), abandoned.begin(), abandoned.end());
-    store->adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
-  });
-  forget_what_others_lack();
+  const std::uint64_t step = adopt_commit(ranks, options, *store, from);
   ranks.all_together("read the commit", [&] {
     try {
       state_access->load();
     } catch (const CorruptionError& error) {
-      throw CorruptionError(error.where, remedy_for(error.where));
+      throw with_remedy(error);
     }
     auto state = decode(store->caller_state());
     if (!state) throw StoreError(fmt::format("the commit in {} was not made by this engine", options.store_directory));
-    use_state(std::move(*state), chosen.step);
+    use_state(std::move(*state), step);
   });
-}
-
-// A crash while a step was being kept leaves it on some ranks only, or beside the one it was to replace.
-void EngineCore::forget_what_others_lack() {
-  const std::vector<CommitHeader> kept = store->kept();
-  auto common = StoreSearch(ranks, options).common(kept, store->store_number());
-  std::ranges::sort(common, std::greater{}, &CommonCommit::kept_serial);
-  ranks.all_together("give up kept steps", [&] {
-    std::vector<std::string> names;
-    for (auto k = kept.rbegin(); k != kept.rend(); ++k) {  // newest first
-      const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });
-      const bool replaced = std::ranges::find(names, k->name) != names.end();
-      if (shared && !replaced && names.size() < store->kept_steps_max())
-        names.push_back(k->name);
-      else
-        store->forget(k->kept_serial);
-    }
-  });
-}
-
-std::string EngineCore::remedy_for(const CorruptionError::Where& damage) const {
-  if (!store || store->kept().empty()) return {};
-  std::vector<std::string> names;
-  for (const CommitHeader& kept : store->kept_apart_from(damage))
-    names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
-  if (names.empty()) return "every kept step holds the same bytes: none of them is whole";
-  return fmt::format(
-      "kept steps that do not hold these bytes: {}; when `hoist inspect --verify` has found one whole, go back to it "
-      "with --resume --from NAME",
-      fmt::join(names, ", "));
 }
 
 // Into a new store, so that the old one is whole until this one is committed everywhere.
-void EngineCore::reshard(const RestoreSource& source, const RestoreOptions& restore_options,
-                         const std::vector<std::uint64_t>& passed_over) {
-  const std::string directory = source.directory.in(options.store_directory);
-  const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  if (on_nvme && options.durability == tiers::Durability::none)
-    throw CommonStoreError(
-        fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
-                    "\"none\", which nothing outlives; use \"step\"",
-                    directory, source.world_size));
-  const CommonCommit chosen = restore_options.from.empty()
-                                  ? source.commits.front()
-                                  : *std::ranges::max_element(source.commits, {}, &CommonCommit::kept_serial);
-  std::unique_ptr<StoredModel> stored;
-  tiers::Budget::Hold reading;
-  CommitState state;
-  ranks.all_together("open the store it goes on from", [&] {
-    const std::string layout = look_at_one_store(directory).layout;
-    if (layout != table.identity())
-      throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
-                                   tiers::first_difference(layout, table.identity())));
-    StoredModelOptions which{.from = restore_options.from, .below = false};
-    if (which.from.empty()) which.step = chosen.step;
-    stored = std::make_unique<StoredModel>(directory, which);
-    reading = hold_for_reading(runtime, options, table, stored->memory_bytes());
-    const auto program = stored->caller_state(runtime.rank() < stored->world_size() ? runtime.rank() : 0);
-    require_room(options, program);
-    state = {.scaler = stored->loss_scaler(), .program = {program.begin(), program.end()}};
-  });
-  remove_unfinished_stores(ranks, options, source.directory.order, passed_over);
+void EngineCore::reshard(const RestorePlan& plan, const std::string& from) {
+  std::optional<FormerState> former(std::in_place, runtime, options, table, ranks, plan.source, from);
+  const std::uint64_t step = former->step();
+  remove_unfinished_stores(ranks, options, plan.source.directory.order, plan.passed_over);
   const std::uint64_t newest = StoreSearch(ranks, options).directories().front().order;
   make_parts(new_store_directory(newest + 1, runtime.world_size()), StoreUse::create);
-  use_state(std::move(state), chosen.step);
+  use_state(former->commit_state(), step);
   const Ledger::Apart apart(runtime.ledger());
   ranks.all_together("take over the state", [&] {
-    std::mutex one_at_a_time;
     const auto read = [&](ParameterId parameter, State of, std::uint64_t first, std::span<float> out) {
-      const std::lock_guard lock(one_at_a_time);
-      stored->read(parameter.index, of, first, out);
+      former->read(parameter, of, first, out);
     };
-    checkpoints->open_step(chosen.step);
+    checkpoints->open_step(step);
     state_access->fill([&](ParameterId parameter, std::uint64_t first,
                            std::span<float> out) { read(parameter, State::master, first, out); },
                        unused_staging_buffer(), read);
-    stored.reset();
+    former.reset();
   });
-  reading = {};
   if (!checkpoints->on_nvme()) return;  // the next save() will be the new store's first commit
   checkpoints->set_state(CommitState::of(settings.scaler, checkpoints->state().program));
-  checkpoints->commit_open(chosen.step).wait();
+  checkpoints->commit_open(step).wait();
+}
+
+CorruptionError EngineCore::with_remedy(const CorruptionError& error) const {
+  return CorruptionError(error.where, store ? remedy_for(*store, error.where) : std::string());
 }
 
 // --- calls -----------------------------------------------------------------------------------------------------------

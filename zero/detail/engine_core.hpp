@@ -28,6 +28,8 @@
 
 namespace hoist::detail {
 
+struct RestorePlan;
+
 // UsageError, before anything has happened: what hoist enqueues is for this pass, and no replay of a graph repeats it.
 void refuse_capture(StreamRef stream, std::string_view call);
 
@@ -106,12 +108,11 @@ class EngineCore {
   Completion newest_weights_written(UnitId unit) const;
   std::span<std::byte> unused_staging_buffer() const;  // until the first pass
 
-  void restore_in_place(const RestoreSource& source, const RestoreOptions& options);
-  void forget_what_others_lack();  // named steps that not every rank has
-  void reshard(const RestoreSource& source, const RestoreOptions& options,
-               const std::vector<std::uint64_t>& passed_over);
+  void restore_in_place(const RestorePlan& plan, const std::string& from);
+  void reshard(const RestorePlan& plan, const std::string& from);
   void use_state(CommitState state, std::uint64_t step);
-  std::string remedy_for(const CorruptionError::Where& damage) const;  // which named steps do not hold it
+  // The same error, which also says what can be done about it.
+  CorruptionError with_remedy(const CorruptionError& error) const;
 
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
   void check_kept(ParameterId parameter, State state) const;  // UsageError: there is no such state
@@ -140,7 +141,7 @@ auto EngineCore::run(Call call) -> decltype(call()) {
     last_refusal_ = refusal.what();
     throw;
   } catch (const CorruptionError& error) {
-    fail(std::make_exception_ptr(CorruptionError(error.where, remedy_for(error.where))));
+    fail(std::make_exception_ptr(with_remedy(error)));
   } catch (...) {
     fail(std::current_exception());
   }

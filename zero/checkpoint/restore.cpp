@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/checkpoint/restore.hpp>
+#include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/memory/memory_plan.hpp>
+
+namespace hoist::detail {
+
+using tiers::CommitHeader;
+
+RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from) {
+  using Incomplete = StoreSearch::Incomplete;
+  const StoreSearch search(ranks, options);
+  const auto newest = search.find(std::nullopt, from.empty() ? Incomplete::refuse : Incomplete::pass_over);
+  auto source = from.empty() ? newest : search.find(from, Incomplete::pass_over);
+  if (!source) throw search.nothing_to_restore(from);
+  RestorePlan plan{.source = *std::move(source)};
+  plan.in_place = plan.source.same_ranks && plan.source.has_room &&
+                  (!newest || newest->directory.order == plan.source.directory.order);
+  if (newest) plan.passed_over = newest->passed_over;
+  return plan;
+}
+
+namespace {
+
+// A crash while a named checkpoint was being made leaves it on some ranks only, or beside the one it was to replace.
+void forget_what_others_lack(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store) {
+  const std::vector<CommitHeader> kept = store.kept();
+  auto common = StoreSearch(ranks, options).common(kept, store.store_number());
+  std::ranges::sort(common, std::greater{}, &CommonCommit::kept_serial);
+  ranks.all_together("give up named checkpoints", [&] {
+    std::vector<std::string> names;
+    for (auto k = kept.rbegin(); k != kept.rend(); ++k) {  // newest first
+      const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });
+      const bool replaced = std::ranges::find(names, k->name) != names.end();
+      if (shared && !replaced && names.size() < store.kept_steps_max())
+        names.push_back(k->name);
+      else
+        store.forget(k->kept_serial);
+    }
+  });
+}
+
+// Takes `bytes` of the pinned budget for the tables of the store that is read.
+tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
+                                    std::uint64_t bytes) {
+  tiers::Budget& budget = runtime.pinned_budget();
+  const MemoryPlan least(options, table, {device_access(runtime.options()), 0, 0});
+  const tiers::StoreOptions store = store_options(options, table, RecordMap(table), runtime.rank());
+  const std::uint64_t least_bytes = least.bytes(MemoryTier::pinned) + tiers::Store::cost(store).memory_bytes;
+  const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
+  constexpr const char* kWhat = "the tables of the store that is taken over";
+  if (need_bytes > budget.limit_bytes())
+    throw BudgetError({.tier = budget.tier(),
+                       .have_bytes = budget.limit_bytes(),
+                       .need_bytes = need_bytes,
+                       .key = budget.key(),
+                       .detail = fmt::format("the engine with its smallest buffers and, until it runs, {}", kWhat)});
+  return budget.take(bytes, kWhat);
+}
+
+}  // namespace
+
+std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
+                           const std::string& from) {
+  const CommonCommit chosen = StoreSearch(ranks, options).choose(store, from);
+  ranks.all_together("adopt the commit", [&] {
+    std::vector<CommitHeader> all = store.kept();
+    const auto commits = store.commits();
+    all.insert(all.end(), commits.begin(), commits.end());
+    const auto abandoned = store.abandoned();
+    all.insert(all.end(), abandoned.begin(), abandoned.end());
+    store.adopt(*std::ranges::find_if(all, [&](const CommitHeader& c) { return chosen.is(c); }));
+  });
+  forget_what_others_lack(ranks, options, store);
+  return chosen.step;
+}
+
+std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage) {
+  if (store.kept().empty()) return {};
+  std::vector<std::string> names;
+  for (const CommitHeader& kept : store.kept_apart_from(damage))
+    names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
+  if (names.empty()) return "every kept step holds the same bytes: none of them is whole";
+  return fmt::format(
+      "kept steps that do not hold these bytes: {}; when `hoist inspect --verify` has found one whole, go back to it "
+      "with --resume --from NAME",
+      fmt::join(names, ", "));
+}
+
+FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
+                         const RankAgreement& ranks, const RestoreSource& source, const std::string& from) {
+  const std::string directory = source.directory.in(options.store_directory);
+  const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  if (on_nvme && options.durability == tiers::Durability::none)
+    throw CommonStoreError(
+        fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
+                    "\"none\", which nothing outlives; use \"step\"",
+                    directory, source.world_size));
+  step_ = from.empty() ? source.commits.front().step
+                       : std::ranges::max_element(source.commits, {}, &CommonCommit::kept_serial)->step;
+  ranks.all_together("open the store it goes on from", [&] {
+    const std::string layout = look_at_one_store(directory).layout;
+    if (layout != table.identity())
+      throw StoreError(fmt::format("the store in {} holds another model: {}", directory,
+                                   tiers::first_difference(layout, table.identity())));
+    StoredModelOptions which{.from = from, .below = false};
+    if (from.empty()) which.step = step_;
+    stored_ = std::make_unique<StoredModel>(directory, which);
+    tables_ = hold_for_tables(runtime, options, table, stored_->memory_bytes());
+    const auto program = stored_->caller_state(runtime.rank() < stored_->world_size() ? runtime.rank() : 0);
+    require_room(options, program);
+    commit_state_ = {.scaler = stored_->loss_scaler(), .program = {program.begin(), program.end()}};
+  });
+}
+
+void FormerState::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
+  const std::lock_guard lock(one_at_a_time_);
+  stored_->read(parameter.index, state, first, out);
+}
+
+}  // namespace hoist::detail

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/restore.hpp - what a restore continues from: a commit of the store that these ranks made, or the state
+// of one that another number of ranks made.
+//
+// Threading  The program's thread. Every function is [J]: all ranks of the job call it.
+// Errors     CommonStoreError, on every rank; StoreError, IoError and CorruptionError of one rank, which become CommErrors
+//            of the others; BudgetError.
+// Main path  plan_restore -> adopt_commit, or FormerState -> read.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include <hoist/tiers/budget.hpp>
+#include <hoist/zero/checkpoint/commit_state.hpp>
+#include <hoist/zero/checkpoint/store_search.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+
+namespace hoist::detail {
+
+struct RestorePlan {
+  RestoreSource source;
+  // The store is continued. Otherwise a new one takes over its state.
+  bool in_place = false;
+  std::vector<std::uint64_t> passed_over;  // as in RestoreSource, of the newest store
+};
+
+// `from`: the name of a named checkpoint, or "" for the newest commit. Changes nothing.
+RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from);
+
+// Makes a commit of the open store the one to continue from, and gives up named checkpoints that some rank lacks.
+// Returns its step.
+std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
+                           const std::string& from);
+
+// What to do about damage: which named checkpoints do not share the damaged bytes. Empty when there are none.
+std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage);
+
+// The state of a store of another number of ranks, or with room for fewer named checkpoints, until a new store has taken
+// it over. Holds its share of the pinned budget.
+class FormerState {
+ public:
+  // Errors: also StoreError for another model, BudgetError unless the new engine with its smallest buffers fits beside
+  // the tables.
+  FormerState(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const RankAgreement& ranks,
+              const RestoreSource& source, const std::string& from);
+
+  std::uint64_t step() const { return step_; }
+  const CommitState& commit_state() const { return commit_state_; }
+  // Any thread.
+  void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
+
+ private:
+  std::uint64_t step_ = 0;
+  CommitState commit_state_;
+  std::mutex one_at_a_time_;
+  tiers::Budget::Hold tables_;
+  std::unique_ptr<StoredModel> stored_;
+};
+
+}  // namespace hoist::detail
