@@ -75,6 +75,13 @@ void Store::Impl::start_new(Files files, std::vector<std::string> directories_to
   thread_ = start_thread("hoist-commit", [this] { commit_loop(); });
 }
 
+// The data first: data without a manifest would be taken for those of a store that has lost it.
+void Store::Impl::remove_new() noexcept {
+  names_.remove();
+  for (const detail::LabelledDrive& drive : labels_to_write_) ::unlink(drive.paths.label.c_str());
+  ::unlink(paths_.lock_info.c_str());
+}
+
 void Store::Impl::start_existing(Files files) {
   use(std::move(files));
   for (std::uint32_t slot = 0; slot < superblock_.slot_count(); ++slot) {
@@ -352,6 +359,7 @@ void Store::Impl::commit_loop() {
 
 Store::Store(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Store::~Store() = default;
+void Store::remove_new() noexcept { impl_->remove_new(); }
 std::span<const CommitHeader> Store::commits() const { return impl_->commits(); }
 std::span<const std::string> Store::damage() const { return impl_->damage(); }
 void Store::adopt(const CommitHeader& commit) { impl_->adopt(commit); }

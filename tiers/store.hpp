@@ -131,6 +131,9 @@ class Store {
   static Cost cost(const StoreOptions& options);
 
   ~Store();
+  // Removes the files of a store that create() made and that has no commit; the directories stay. The store can only be
+  // destroyed then.
+  void remove_new() noexcept;
 
   // As open() found them, newest first: by incarnation, then by step, then by revision. A commit of an older
   // incarnation that lies beyond the newest one's was abandoned and is not listed. Empty after create().

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <map>
 
 #include <fmt/format.h>
@@ -86,6 +87,27 @@ TEST_P(RanksTest, AManifestThatIsMissingForAMomentCostsNothing) {
     model.losses = trained.losses;
     EXPECT_EQ(digests_of(model), trained);
   });
+}
+
+// One rank's weights have a value that cannot be trained from, as of a damaged file.
+TEST_P(RanksTest, InitialValuesThatAreRefusedLeaveNoStoreBehind) {
+  const int size = GetParam();
+  for (const std::size_t drives : {1u, 2u}) {
+    const TempDirectory directory;
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, (directory / "store"));
+    if (drives == 2) setup.engine.stripe_directories = {directory / "second"};
+    on_ranks(size, [&](int rank, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup.runtime, join);
+      ToyModel model(runtime, setup.engine);
+      const bool last = rank == size - 1;
+      EXPECT_THROW(model.initialize([&](ParameterId, std::uint64_t, std::span<float> out) {
+        std::ranges::fill(out, last ? std::numeric_limits<float>::quiet_NaN() : 1.0f);
+      }),
+                   Error);
+    });
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(directory.path()))
+      EXPECT_TRUE(entry.is_directory()) << entry.path();
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, RanksTest, testing::Values(1, 2, 3, 4));

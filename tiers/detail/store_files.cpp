@@ -421,6 +421,11 @@ void FileNames::check() const {
   }
 }
 
+void FileNames::remove() const noexcept {
+  for (const Named& file : files_)
+    if (same_file(file.path, file.device, file.inode)) ::unlink(file.path.c_str());
+}
+
 void remove_file(const std::string& path) {
   if (::unlink(path.c_str()) != 0 && errno != ENOENT) throw IoError({"unlink", path, 0, 0, errno}, "");
 }

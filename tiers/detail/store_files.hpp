@@ -128,6 +128,8 @@ class FileNames {
   // StoreError, naming the file that was removed, renamed, replaced or cut off since. A file whose mount was taken away
   // (umount --lazy) is whole where it is, and stays in use.
   void check() const;
+  // Removes the names that still lead to these files.
+  void remove() const noexcept;
 
  private:
   struct Named {

@@ -36,6 +36,7 @@ class Store::Impl {
 
   Impl(const StoreOptions& options, Superblock superblock, detail::StorePaths paths, aio::DriveQueue& engine);
   ~Impl();
+  void remove_new() noexcept;
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 

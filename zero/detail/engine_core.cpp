@@ -192,10 +192,15 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
     StoreSearch(ranks, options).refuse_others();
     make_parts({}, StoreUse::create);
     const Ledger::Apart apart(runtime.ledger());
-    ranks.all_together("make its initial state", [&] {
-      checkpoints->open_step(0);
-      state_access->fill(checked, unused_staging_buffer());
-    });
+    try {
+      ranks.all_together("make its initial state", [&] {
+        checkpoints->open_step(0);
+        state_access->fill(checked, unused_staging_buffer());
+      });
+    } catch (...) {
+      if (store) store->remove_new();
+      throw;
+    }
     checkpoints->set_state(CommitState::of(settings.scaler, program_state));
     if (!checkpoints->on_nvme()) return;
     checkpoints->commit_open(0).wait();
