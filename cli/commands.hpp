@@ -21,6 +21,7 @@ Command add_plan(CLI::App& app);
 Command add_completion(CLI::App& app);
 Command add_inspect(CLI::App& app);
 Command add_export(CLI::App& app);
+Command add_copy(CLI::App& app);
 Command add_doctor(CLI::App& app);
 Command add_bench(CLI::App& app);
 Command add_tune(CLI::App& app);

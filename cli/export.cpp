@@ -34,36 +34,6 @@ struct ExportArguments {
   std::string json;
 };
 
-std::string names_of(const StoredJob& job) {
-  std::string names;
-  for (const StoreSummary& group : job.groups) names += (names.empty() ? "" : ", ") + group.directory;
-  return names;
-}
-
-// The commit of the requested step, which exists; nullopt for the newest one of a single store.
-std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const StoredJob& job) {
-  const bool several = job.groups.size() > 1;
-  if (text.empty() && !several) return std::nullopt;
-  if (text.empty() && !job.commits.empty()) return job.commits.front();
-  if (text.empty()) throw StoreError("the stores have no commit in common");
-  std::string held;
-  for (const tiers::CommitHeader& commit : job.commits) {
-    const std::string step = fmt::format("{}", commit.step);
-    if (step == text) return commit;
-    held += (held.empty() ? "" : ", ") + step;
-  }
-  throw BadInput(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
-                             held.empty() ? "no step that every rank has" : "the steps " + held));
-}
-
-void check_kept(const std::string& name, const StoredJob& job) {
-  if (name.empty() || std::ranges::find(job.kept, name, &tiers::CommitHeader::name) != job.kept.end()) return;
-  std::string held;
-  for (const tiers::CommitHeader& kept : job.kept) held += (held.empty() ? "" : ", ") + kept.name;
-  throw BadInput(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
-                             held.empty() ? "no step under a name" : "the steps " + held));
-}
-
 std::uint64_t shard_bytes(const std::string& text) {
   const auto bytes = parse_bytes(text);
   if (!bytes || *bytes == 0) throw BadInput(fmt::format("--shard-size {} is not a byte count such as 5GB", text));
@@ -114,12 +84,7 @@ void check_names(const StoredJob& job, std::uint64_t step) {
 Json write_weights(const ExportArguments& arguments) {
   const std::uint64_t shard_bytes_max = shard_bytes(arguments.shard_size);
   const StoredJob job = find_job(arguments.stores);
-  StoredModelOptions options{.from = arguments.from};
-  if (const auto commit = arguments.from.empty() ? chosen_commit(arguments.step, job) : std::nullopt) {
-    options.step = commit->step;
-    options.revision = commit->revision;
-  }
-  check_kept(arguments.from, job);
+  const StoredModelOptions options = choose_commit(job, arguments.step, arguments.from);
   if (job.groups.size() == 1) warn_of_other_groups(arguments.stores.front(), job.groups.front());
   std::vector<std::unique_ptr<StoredModel>> slices;
   std::vector<StoredModel*> borrowed;

@@ -23,7 +23,47 @@ std::string rank_file(const std::string& directory, int rank, const char* suffix
   return (fs::path(directory) / fmt::format("rank-{:05}.{}", rank, suffix)).string();
 }
 
+// The commit of the requested step, which exists; nullopt for the newest one of a single store.
+std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const StoredJob& job) {
+  const bool several = job.groups.size() > 1;
+  if (text.empty() && !several) return std::nullopt;
+  if (text.empty() && !job.commits.empty()) return job.commits.front();
+  if (text.empty()) throw StoreError("the stores have no commit in common");
+  std::string held;
+  for (const tiers::CommitHeader& commit : job.commits) {
+    const std::string step = fmt::format("{}", commit.step);
+    if (step == text) return commit;
+    held += (held.empty() ? "" : ", ") + step;
+  }
+  throw BadInput(fmt::format("--step {}: {} {} {}", text, names_of(job), several ? "have in common" : "holds",
+                             held.empty() ? "no step that every rank has" : "the steps " + held));
+}
+
+void check_kept(const std::string& name, const StoredJob& job) {
+  if (name.empty() || std::ranges::find(job.kept, name, &tiers::CommitHeader::name) != job.kept.end()) return;
+  std::string held;
+  for (const tiers::CommitHeader& kept : job.kept) held += (held.empty() ? "" : ", ") + kept.name;
+  throw BadInput(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
+                             held.empty() ? "no step under a name" : "the steps " + held));
+}
+
 }  // namespace
+
+std::string names_of(const StoredJob& job) {
+  std::string names;
+  for (const StoreSummary& group : job.groups) names += (names.empty() ? "" : ", ") + group.directory;
+  return names;
+}
+
+StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from) {
+  StoredModelOptions options{.from = from};
+  if (const auto commit = from.empty() ? chosen_commit(step, job) : std::nullopt) {
+    options.step = commit->step;
+    options.revision = commit->revision;
+  }
+  check_kept(from, job);
+  return options;
+}
 
 std::string find_store(const std::string& path) {
   struct stat info {};

@@ -30,6 +30,12 @@ std::optional<std::string> store_owner(const StoreSummary& store);
 // The stores of `paths`, as find_store() finds them, as one job. BadInput also if they are not one job.
 StoredJob find_job(const std::vector<std::string>& paths);
 
+// The commit that was asked for with --step or --from, of which at most one is not empty; the newest without both.
+// Errors: BadInput when not every rank of every store has it.
+StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from);
+// The directories of the job's stores.
+std::string names_of(const StoredJob& job);
+
 // Stores of the same job's other sharding groups, where they are usually kept: in directories beside the one that
 // find_store() returned, or beside the nvme_path that it is below. Never fails: unreadable directories are left out.
 std::vector<std::string> other_groups(const std::string& path, const StoreSummary& store);

@@ -75,6 +75,17 @@ class StoreReader::Impl {
 
   std::span<const std::byte> caller_state() const { return caller_state_; }
 
+  StoreOptions options() const {
+    return {.directory = {},
+            .identity = {.layout = superblock_.layout,
+                         .rank = static_cast<int>(superblock_.rank),
+                         .world_size = static_cast<int>(superblock_.world_size)},
+            .records = {table_.records().begin(), table_.records().end()},
+            .caller_state_bytes_max = superblock_.caller_state_bytes_max,
+            .kept_steps_max = superblock_.kept_steps_max,
+            .store_number = superblock_.store_number};
+  }
+
   std::uint64_t memory_bytes() const {
     return sizeof *this + caller_state_.size() + superblock_.layout.size() +
            detail::RecordTable::memory_bytes(table_.records(), Durability::step, superblock_.extents_per_record);
@@ -130,6 +141,8 @@ std::vector<CorruptionError> StoreReader::check(RecordId record, Region region, 
 }
 
 std::span<const std::byte> StoreReader::caller_state() const { return impl_->caller_state(); }
+
+StoreOptions StoreReader::options() const { return impl_->options(); }
 
 std::uint64_t StoreReader::memory_bytes() const { return impl_->memory_bytes(); }
 

@@ -36,6 +36,8 @@ class StoreReader {
   std::vector<CorruptionError> check(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                                      std::span<std::byte> target);
   std::span<const std::byte> caller_state() const;
+  // Of a store that can hold the same commits, with the same number, on one drive. Its directory is left empty.
+  StoreOptions options() const;
   std::uint64_t memory_bytes() const;  // its memory, for callers with a budget
 
  private:

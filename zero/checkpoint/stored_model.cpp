@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <thread>
 #include <tuple>
 
 #include <fmt/format.h>
 
 #include <hoist/aio/transfer_memory.hpp>
+#include <hoist/core/clock.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
+#include <hoist/zero/checkpoint/store_copy.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/layout/record_map.hpp>
@@ -183,10 +186,31 @@ class StoredModel::Impl {
     return bytes;
   }
 
+  StoreCopyReport copy(const StoreCopyOptions& options) {
+    if (options.directories.empty()) throw UsageError("a copy of a store needs a directory");
+    StoreCopyReport report{.step = commit_.step, .data_bytes = data_bytes()};
+    const TimePoint begun = Clock::now();
+    std::uint64_t done = 0;
+    const auto copied = [&](std::uint64_t bytes) {
+      done += bytes;
+      if (options.progress) options.progress(done, report.data_bytes);
+      if (options.bytes_per_second > 0)
+        std::this_thread::sleep_until(begun + std::chrono::duration_cast<Nanoseconds>(std::chrono::duration<double>(
+                                                  static_cast<double>(done) /
+                                                  static_cast<double>(options.bytes_per_second))));
+    };
+    for (const auto& reader : readers_) {
+      tiers::StoreOptions target = reader->options();
+      target.directory = options.directories.front();
+      target.stripe_directories.assign(options.directories.begin() + 1, options.directories.end());
+      ++(detail::copy_commit(*reader, target, commit_.step, copied) ? report.ranks_copied : report.ranks_compared);
+    }
+    return report;
+  }
+
   std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
-    std::uint64_t total = 0, done = 0;
-    for (const tiers::StoreRecord& record : records_.records()) total += record.layout.bytes();
-    total *= readers_.size();
+    const std::uint64_t total = data_bytes();
+    std::uint64_t done = 0;
     std::vector<CorruptionError> errors;
     for (const auto& reader : readers_) {
       for (std::uint32_t r = 0; r < records_.records().size(); ++r) {
@@ -202,6 +226,13 @@ class StoredModel::Impl {
   }
 
  private:
+  // Of the commit, on all ranks.
+  std::uint64_t data_bytes() const {
+    std::uint64_t bytes = 0;
+    for (const tiers::StoreRecord& record : records_.records()) bytes += record.layout.bytes();
+    return bytes * readers_.size();
+  }
+
   // A rank's part of a range of a parameter, and how its tiles are read.
   struct Shard {
     const tiers::RecordLayout* layout = nullptr;
@@ -334,5 +365,6 @@ std::uint64_t StoredModel::memory_bytes() const { return impl_->memory_bytes(); 
 std::vector<CorruptionError> StoredModel::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
   return impl_->verify(progress);
 }
+StoreCopyReport StoredModel::copy(const StoreCopyOptions& options) { return impl_->copy(options); }
 
 }  // namespace hoist

@@ -74,6 +74,22 @@ struct StoredModelOptions {
   bool below = true;  // the store that continues the run, if it is a newer one below the directory
 };
 
+struct StoreCopyOptions {
+  // Where the copy is made, each rank's files in the first of them, its data spread over all. Missing directories are
+  // made (0700).
+  std::vector<std::string> directories;
+  std::uint64_t bytes_per_second = 0;  // that are copied at most, on average; 0: as fast as the drives
+  // Called with bytes done and bytes in all.
+  std::function<void(std::uint64_t, std::uint64_t)> progress{};
+};
+
+struct StoreCopyReport {
+  std::uint64_t step = 0;
+  int ranks_copied = 0;
+  int ranks_compared = 0;  // that were there already, and are the same byte by byte
+  std::uint64_t data_bytes = 0;
+};
+
 class StoredModel {
  public:
   // Shares the store's lock with other readers while the object lives.
@@ -101,6 +117,12 @@ class StoredModel {
 
   // Reads and verifies every tile of the commit, on every rank. `progress` is called with bytes done and bytes in all.
   std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});
+
+  // Copies the commit into another store, which a run continues from as it would from this one. Every byte is verified on
+  // its way. A rank counts as copied when its commit is durable; when an earlier copy was interrupted, the ranks that
+  // it finished are compared instead. Errors: CorruptionError for damage here; StoreError when the directories hold
+  // something else; BudgetError when they have too little space.
+  StoreCopyReport copy(const StoreCopyOptions& options);
 
  private:
   class Impl;

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist copy: a commit of a store as another store, which a run can continue from.
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include <hoist/core/units.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+
+#include "commands.hpp"
+#include "interrupt.hpp"
+#include "output.hpp"
+#include "progress.hpp"
+#include "store_directory.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct CopyArguments {
+  std::string store;
+  std::vector<std::string> to;
+  std::string step;  // empty: the newest
+  std::string from;  // a named checkpoint; empty: a commit
+  std::string bytes_per_second;
+  std::string json;
+};
+
+std::uint64_t rate_of(const std::string& text) {
+  if (text.empty()) return 0;
+  const auto rate = parse_bytes(text);
+  if (!rate || *rate == 0) throw BadInput(fmt::format("--bytes-per-second {} is not a byte count such as 200MB", text));
+  return *rate;
+}
+
+// Below each directory, as a configuration's nvme_path names it.
+std::vector<std::string> store_directories(const std::vector<std::string>& to) {
+  std::vector<std::string> directories;
+  for (const std::string& directory : to)
+    directories.push_back((std::filesystem::path(directory) / "hoist").lexically_normal().string());
+  return directories;
+}
+
+// Returns the report.
+Json make_copy(const CopyArguments& arguments) {
+  const std::uint64_t rate = rate_of(arguments.bytes_per_second);
+  const StoredJob job = find_job({arguments.store});
+  const StoredModelOptions which = choose_commit(job, arguments.step, arguments.from);
+  const std::vector<std::string> directories = store_directories(arguments.to);
+  StoredModel model(job.groups.front().directory, which);
+
+  const InterruptGuard interrupt;
+  std::optional<Progress> progress;
+  const StoreCopyReport report = model.copy(
+      {.directories = directories, .bytes_per_second = rate, .progress = [&](std::uint64_t done, std::uint64_t total) {
+         measure::throw_if_stopped(interrupt.flag());
+         if (!progress) progress.emplace(ProgressOptions{.what = "copying", .total = total});
+         progress->update(done);
+       }});
+  progress.reset();
+  say("step {} of {}, {}: {} of {} ranks copied to {}{}\n", report.step, job.groups.front().directory,
+      format_bytes(report.data_bytes), report.ranks_copied, model.world_size(), directories.front(),
+      report.ranks_compared > 0 ? fmt::format("; {} were there, and are the same", report.ranks_compared) : "");
+  return {{"store", job.groups.front().directory},
+          {"to", directories},
+          {"step", report.step},
+          {"world_size", model.world_size()},
+          {"ranks_copied", report.ranks_copied},
+          {"ranks_compared", report.ranks_compared},
+          {"data_bytes", report.data_bytes}};
+}
+
+int copy_store(const CopyArguments& arguments) {
+  Json report;
+  try {
+    check_json(arguments.json);
+    report = make_copy(arguments);
+  } catch (const BadInput& error) {
+    complain("hoist copy: {}\n", error.what());
+    return kBadInput;
+  } catch (const measure::Interrupted&) {
+    complain("hoist copy: interrupted; the same command goes on with the ranks that are not finished\n");
+    InterruptGuard::end_by_signal();
+  } catch (const Error& error) {
+    complain("hoist copy: {}\n", error.what());
+    return kFailure;
+  }
+  write_json(arguments.json, report);
+  return kOk;
+}
+
+}  // namespace
+
+Command add_copy(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("copy", "Copy a commit of a store, verified, to another directory");
+  auto arguments = std::make_shared<CopyArguments>();
+  command->add_option("STORE", arguments->store, "The store's directory, or the nvme_path above it")->required();
+  command
+      ->add_option("--to", arguments->to,
+                   "The nvme_path of the copy, whose subdirectory hoist is made; several to spread it over drives")
+      ->required()
+      ->type_name("DIR");
+  command->add_option("--step", arguments->step, "One of the steps that `hoist inspect` lists; the newest by default")
+      ->type_name("N");
+  command->add_option("--from", arguments->from, "The checkpoint of this name instead")
+      ->excludes("--step")
+      ->type_name("NAME");
+  command
+      ->add_option("--bytes-per-second", arguments->bytes_per_second,
+                   "Copy no faster on average, so that others can use the drives as well")
+      ->type_name("BYTES");
+  command->add_option("--json", arguments->json, "Write what was copied as JSON to this file");
+  command->footer(
+      "Example: hoist copy /local_nvme --to /backup --bytes-per-second 200MB\n"
+      "A run continues from the copy as from the store: name its directory as nvme_path. Named checkpoints are not\n"
+      "copied along. When it was interrupted, run it again: ranks that are finished are compared, and the others copied.");
+  return {command, [arguments] { return copy_store(*arguments); }};
+}
+
+}  // namespace hoist::cli

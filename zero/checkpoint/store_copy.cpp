@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <hoist/aio/drive_queue.hpp>
+#include <hoist/aio/transfer_memory.hpp>
+#include <hoist/core/completion.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/zero/checkpoint/store_copy.hpp>
+#include <hoist/zero/layout/tile_values.hpp>
+
+namespace hoist::detail {
+
+using tiers::Region;
+
+namespace {
+
+constexpr std::uint64_t kBufferBytes = kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax;
+
+// Some tiles of one region of a record.
+struct Piece {
+  tiers::RecordId record;
+  Region region;
+  std::uint32_t first = 0;
+  std::span<const tiers::Tile> tiles;
+
+  static std::uint64_t bytes_of(const tiers::Tile& tile, Region region) {
+    return region == Region::weights ? tile.w_bytes : tile.s_bytes;
+  }
+  std::uint64_t bytes() const {
+    std::uint64_t sum = 0;
+    for (const tiers::Tile& tile : tiles) sum += bytes_of(tile, region);
+    return sum;
+  }
+  std::uint32_t count() const { return static_cast<std::uint32_t>(tiles.size()); }
+};
+
+template <typename Visit>
+void for_each_piece(std::span<const tiers::StoreRecord> records, const Visit& visit) {
+  for (std::uint32_t r = 0; r < records.size(); ++r) {
+    const auto tiles = records[r].layout.tiles();
+    for (const Region region : {Region::weights, Region::state}) {
+      for (std::uint32_t first = 0; first < tiles.size(); first += kAccessTiles) {
+        const std::size_t count = std::min<std::size_t>(kAccessTiles, tiles.size() - first);
+        const Piece piece{tiers::RecordId{r}, region, first, tiles.subspan(first, count)};
+        if (piece.bytes() > 0) visit(piece);
+      }
+    }
+  }
+}
+
+// While one buffer is being written, the next piece is read into the other.
+class Copier {
+ public:
+  Copier(tiers::StoreReader& source, tiers::Store& target) : source_(source), target_(target) {}
+  ~Copier() {
+    for (Buffer& buffer : buffers_) buffer.wait_quietly();
+  }
+  Copier(const Copier&) = delete;
+  Copier& operator=(const Copier&) = delete;
+
+  void copy(const Piece& piece) {
+    Buffer& buffer = buffers_[turn_++ % buffers_.size()];
+    buffer.written.wait();
+    const std::span<std::byte> bytes = buffer.memory.first(piece.bytes());
+    source_.read(piece.record, piece.region, piece.first, piece.count(), bytes);
+    buffer.checksums.clear();
+    std::uint64_t offset = 0;
+    for (std::uint32_t t = 0; t < piece.count(); ++t) {
+      const std::uint64_t length = Piece::bytes_of(piece.tiles[t], piece.region);
+      buffer.checksums.push_back(
+          target_.checksum(piece.record, piece.region, piece.first + t, bytes.subspan(offset, length)));
+      offset += length;
+    }
+    buffer.written = target_.write(piece.record, piece.region, piece.first, piece.count(), bytes, buffer.checksums,
+                                   aio::Priority::background);
+  }
+
+ private:
+  struct Buffer {
+    aio::TransferMemory memory{kBufferBytes};
+    std::vector<std::uint64_t> checksums;
+    Completion written;
+    void wait_quietly() {
+      try {
+        written.wait();
+      } catch (...) {  // told by the commit, or on the way already
+      }
+    }
+  };
+  tiers::StoreReader& source_;
+  tiers::Store& target_;
+  std::array<Buffer, 2> buffers_;
+  std::size_t turn_ = 0;
+};
+
+// StoreError unless the destination's commit is a copy of the source's.
+void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, const tiers::Store::Found& found,
+             std::uint64_t step, const CopyProgress& progress) {
+  const auto refuse = [&](std::string_view why) {
+    throw StoreError(fmt::format("{} holds another store already: {}; choose another directory, or remove it",
+                                 target.directory, why));
+  };
+  const bool same_run = found.identity && found.store_number == target.store_number &&
+                        found.identity->layout == target.identity.layout &&
+                        found.identity->world_size == target.identity.world_size;
+  if (!same_run) refuse("of another run");
+  if (found.commits.front().step != step)
+    refuse(fmt::format("a commit of step {}, and step {} is to be copied", found.commits.front().step, step));
+  aio::DriveQueue io(aio::DriveQueueOptions{});
+  const aio::TransferMemory here(kBufferBytes), there(kBufferBytes);
+  tiers::StoreReader copy(target.directory, target.identity.rank, target.records, found.commits.front(), io);
+  for_each_piece(target.records, [&](const Piece& piece) {
+    const auto wanted = here.first(piece.bytes()), is = there.first(piece.bytes());
+    source.read(piece.record, piece.region, piece.first, piece.count(), wanted);
+    copy.read(piece.record, piece.region, piece.first, piece.count(), is);
+    if (!std::ranges::equal(wanted, is)) refuse("the same step with other values");
+    progress(piece.bytes());
+  });
+  if (!std::ranges::equal(source.caller_state(), copy.caller_state())) refuse("the same step with another program state");
+}
+
+}  // namespace
+
+bool copy_commit(tiers::StoreReader& source, const tiers::StoreOptions& target, std::uint64_t step,
+                 const CopyProgress& progress) {
+  const tiers::Store::Found found = tiers::Store::look(target.directory, target.identity.rank);
+  if (!found.commits.empty()) {
+    compare(source, target, found, step, progress);
+    return false;
+  }
+  aio::DriveQueue io(aio::DriveQueueOptions{});
+  const std::vector<aio::DriveQueue*> drives(1 + target.stripe_directories.size(), &io);
+  const std::unique_ptr<tiers::Store> store = tiers::Store::create(target, drives);
+  try {
+    store->begin_step(step);
+    {
+      Copier copier(source, *store);
+      for_each_piece(target.records, [&](const Piece& piece) {
+        copier.copy(piece);
+        progress(piece.bytes());
+      });
+    }
+    store->commit(source.caller_state()).wait();
+  } catch (...) {
+    if (tiers::Store::look(target.directory, target.identity.rank).commits.empty()) store->remove_new();
+    throw;
+  }
+  return true;
+}
+
+}  // namespace hoist::detail
