@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,12 @@ class Stored(Mapping[str, torch.Tensor]):
     def verify(self) -> list[str]:
         """Reads everything: what is not as it was written."""
         return self._model.verify()
+
+    def copy(self, to: str | os.PathLike | Iterable[str | os.PathLike], bytes_per_second: int = 0) -> None:
+        """Makes a store of this commit below `to`, which a run can name as its nvme_path; with several directories its data is
+        spread over them. Every byte is verified. After an interruption, call it again: what is finished is compared."""
+        directories = [to] if isinstance(to, (str, os.PathLike)) else list(to)
+        self._model.copy([os.path.join(os.fspath(directory), "hoist") for directory in directories], bytes_per_second)
 
     def close(self) -> None:
         """Gives the store back, so that it can be trained from."""

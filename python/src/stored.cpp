@@ -137,6 +137,18 @@ void bind_stored(nb::module_& module) {
             });
           },
           "parameter"_a, "first_element"_a, "out"_a)
+      .def(
+          "copy",
+          [](Stored& s, const std::vector<std::string>& directories, std::uint64_t bytes_per_second) {
+            return s.ask([&](StoredModel& model) {
+              const StoreCopyReport report =
+                  model.copy({.directories = directories, .bytes_per_second = bytes_per_second});
+              return std::make_pair(report.ranks_copied, report.ranks_compared);
+            });
+          },
+          "directories"_a, "bytes_per_second"_a = 0, no_gil,
+          "Into another store, its data spread over the directories: (ranks copied, ranks that were there and are the "
+          "same).")
       .def("verify", &verify, no_gil, "Reads every tile of every rank: what is not as it was written, in words.");
 }
 

@@ -58,6 +58,24 @@ def test_what_was_trained_is_read(settings, tmp_path, changes):
         assert missing.missing_keys == ["head.weight"] and not missing.unexpected_keys
 
 
+def test_a_run_continues_from_a_copy(settings, tmp_path):
+    torch.manual_seed(0)
+    with hoist.torch.wrap(Gpt(), settings()) as engine:
+        train(engine, 2)
+        at_two = engine.digest()
+    with hoist.store.open(tmp_path / "store") as stored:
+        stored.copy(tmp_path / "backup")
+        stored.copy(tmp_path / "backup")  # compared
+    assert hoist.store.steps(tmp_path / "backup").commits == [2]
+    config = settings()
+    for part in config["zero_optimization"].values():
+        if isinstance(part, dict):
+            part["nvme_path"] = str(tmp_path / "backup")
+    with hoist.torch.wrap(Gpt(), config, resume=True) as engine:
+        assert engine.step_count == 2 and engine.digest() == at_two
+        train(engine, 1)
+
+
 def test_damage_is_found_and_no_wrong_byte_is_read(settings, tmp_path):
     torch.manual_seed(0)
     with hoist.torch.wrap(Gpt(), settings()) as engine:
