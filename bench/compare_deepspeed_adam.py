@@ -65,7 +65,7 @@ def join(weight, remainder):
 # ---- that they compute the same ------------------------------------------------------------------------------------
 
 def cases():
-    base = dict(learning_rate=1e-3, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+    base = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
 
     def ours(kind, **more):
         return Optimizer(kind=kind, **{**base, **more})
@@ -148,8 +148,8 @@ def check(shim, steps):
                          "bound": steps + 64}
         print(f"{name:14} {steps} steps, {flat.numel()} parameters, loss {loss.item():.3f}: split master "
               f"{'identical to the whole one' if identical else 'DIFFERS'}; from PyTorch's at most {error:.0f} roundings "
-              f"(2^-24 of the way a weight went), moments {moment_error:.0f} (of the moment, or the largest gradient it has seen); "
-              f"bound {steps + 64}")
+              f"(2^-24 of the way a weight went), moments {moment_error:.0f} (of the moment, or the largest gradient it has "
+              f"seen); bound {steps + 64}")
     return results
 
 
@@ -195,7 +195,7 @@ def deepspeed_adam():
         from deepspeed.ops.op_builder import CPUAdamBuilder
         kernel = CPUAdamBuilder().load()
         kernel.create_adam(0, 1e-3, 0.9, 0.999, 1e-8, 0.01, True, False)
-    except Exception as error:  # noqa: BLE001: whatever its build says
+    except Exception as error:  # whatever its build says
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return (lambda step, w, g, m, v: kernel.adam_update(0, step, 1e-3, 0.9, 0.999, 1e-8, 0.01, True, w, g, m, v)), ""
 
@@ -233,10 +233,10 @@ def speed(shim, count, pairs):
         rivals["DeepSpeed cpu_adam"] = kernel
     results = {}
     for name, update in rivals.items():
-        def their_plain():
+        def their_plain(update=update):
             update(next(steps), weight, gradient, moment1, moment2)
 
-        def their_mixed(weights_out):  # what a trainer needs of them: unscale and clip, update, weights out
+        def their_mixed(weights_out, update=update):  # what a trainer needs of them: unscale and clip, update, weights out
             gradient.mul_(0.999)
             update(next(steps), weight, gradient, moment1, moment2)
             weights_out.copy_(weight)

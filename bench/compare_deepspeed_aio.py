@@ -104,7 +104,7 @@ def main():
                 control.append(ours.run(args.op) / ours.run(args.op))
             pairs.append((a, b))
     ratios = [a / b for a, b in pairs]
-    speeds = [statistics.median(column) / 1e9 for column in zip(*pairs)]
+    speeds = [statistics.median(column) / 1e9 for column in zip(*pairs, strict=True)]
     print(f"{args.op}: hoist / DeepSpeed {text_of(ratios)}, control {text_of(control or [1.0])}, {len(ratios)} pairs of "
           f"{args.mib} MiB; {speeds[0]:.2f} and {speeds[1]:.2f} GB/s")
     if args.json:

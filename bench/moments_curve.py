@@ -77,7 +77,7 @@ def main():
                "fp32": statistics.fmean(fp32), "between_seeds": max(fp32) - min(fp32), "differences": {}}
         text = f"{row['first_step']:>5} - {row['last_step']:>4} {row['fp32']:>8.4f}"
         for kind in kinds:
-            differences = [curve[w] - f for curve, f in zip(curves[kind], fp32)]
+            differences = [curve[w] - f for curve, f in zip(curves[kind], fp32, strict=True)]
             found = {"mean": statistics.fmean(differences), "largest": max(map(abs, differences))}
             row["differences"][kind] = found
             text += f" {found['mean']:>+10.4f} {found['largest']:>8.4f}"

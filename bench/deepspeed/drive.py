@@ -14,8 +14,9 @@ import json
 import os
 import time
 
-import hoist.aio
 import torch
+
+import hoist.aio
 
 PIECE = 4 << 20
 

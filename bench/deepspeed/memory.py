@@ -37,7 +37,6 @@ def main() -> None:
         before = now["VmRSS"]
 
     row("Python")
-    import torch
     import torch.nn.functional as F
     row("import torch")
     import hoist.torch

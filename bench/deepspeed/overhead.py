@@ -101,7 +101,8 @@ def main() -> None:
     part, units = statistics.median(parts), len(alone.units)
     print(f"{units} units, {sum(len(g) for _, g in alone.units)} parameters; processor time of the program's thread, a step: "
           f"module alone {module * 1e3:.2f} ms, wrapped {wrapped * 1e3:.2f} ms, engine alone {engine_alone * 1e3:.2f} ms")
-    print(f"Python's part {part * 1e3:.2f} ms ({min(parts) * 1e3:.2f} to {max(parts) * 1e3:.2f}), {part / units * 1e6:.0f} us a unit")
+    print(f"Python's part {part * 1e3:.2f} ms ({min(parts) * 1e3:.2f} to {max(parts) * 1e3:.2f}), "
+          f"{part / units * 1e6:.0f} us a unit")
     engine.close()
 
 

@@ -131,7 +131,6 @@ def main() -> None:
     parser.add_argument("--keep-activations", action="store_true")
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
-    import torch
     import torch.nn.functional as F
 
     model = build(arguments.layers, arguments.width, arguments.context, not arguments.keep_activations)

@@ -13,6 +13,8 @@ the same engine under the names of DeepSpeed's class.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +24,7 @@ from hoist._hoist import Transfer
 __all__ = ["Engine", "Transfer", "aio_handle", "aligned_empty"]
 
 
-def aligned_empty(shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def aligned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """An uninitialized CPU tensor fit for direct transfers."""
     size = torch.Size([shape] if isinstance(shape, int) else shape)
     memory = torch.from_dlpack(_hoist.aligned_memory(max(1, size.numel() * dtype.itemsize)))
@@ -35,11 +37,11 @@ class Engine:
     def __init__(self, block_size: int = 1 << 20, queue_depth: int = 16, threads: int = 4, backend: str = "automatic"):
         self._engine = _hoist.AioEngine(block_size, queue_depth, threads, backend)
 
-    def read(self, target: torch.Tensor, path: str | os.PathLike, offset: int = 0) -> Transfer:
+    def read(self, target: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
         """Starts filling a dense CPU tensor from a file."""
         return self._engine.read(_memory(target), os.fspath(path), offset)
 
-    def write(self, source: torch.Tensor, path: str | os.PathLike, offset: int = 0) -> Transfer:
+    def write(self, source: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
         """Starts writing a dense CPU tensor to a file, which is made when it does not exist."""
         return self._engine.write(_memory(source), os.fspath(path), offset)
 
@@ -48,7 +50,8 @@ class Engine:
         return self._engine.description
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def _memory(tensor: torch.Tensor) -> Any:
+    """The bytes of a tensor. The extension takes every array that speaks DLPack; its stubs name NumPy's alone."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise _hoist.UsageError("transfers need a dense CPU tensor")
     return tensor.detach().view(-1).view(torch.uint8)
@@ -87,12 +90,12 @@ class aio_handle:
         return 4096
 
     def pread(self, buffer: torch.Tensor, filename: str, validate: bool = False, async_: bool = False,
-              file_offset: int = 0, **other) -> int:
+              file_offset: int = 0, **other: bool) -> int:
         return self._start(self._engine.read(buffer, filename, file_offset), None, filename, file_offset,
                            other.get("async", async_))
 
     def pwrite(self, buffer: torch.Tensor, filename: str, validate: bool = False, async_: bool = False,
-               file_offset: int = 0, **other) -> int:
+               file_offset: int = 0, **other: bool) -> int:
         return self._start(self._engine.write(buffer, filename, file_offset), buffer if validate else None, filename,
                            file_offset, other.get("async", async_))
 
@@ -127,7 +130,7 @@ class aio_handle:
             raise first
         return len(pending)
 
-    def _start(self, transfer: Transfer, validate, filename: str, offset: int, later: bool) -> int:
+    def _start(self, transfer: Transfer, validate: torch.Tensor | None, filename: str, offset: int, later: bool) -> int:
         if later:
             self._pending.append((transfer, validate, filename, offset))
             return 0

@@ -7,7 +7,11 @@ a copy. `master` gives the fp32 values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, overload
+
 import torch
+from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
 
@@ -19,12 +23,18 @@ _DTYPES = {torch.float32: _hoist.DType.fp32, torch.bfloat16: _hoist.DType.bf16, 
 class _Optimizer(torch.optim.Optimizer):
     _kind: str
 
-    def __init__(self, params, threads: int, settings: dict):
+    def __init__(self, params: ParamsT, threads: int, settings: dict[str, Any]):
         self._pool = _hoist.UpdatePool(threads)
         super().__init__(params, settings)
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -41,8 +51,8 @@ class _Optimizer(torch.optim.Optimizer):
                 self._update(options, step, parameters)
         return loss
 
-    def _state_of(self, parameter: torch.nn.Parameter, options: _hoist.OptimizerOptions) -> dict:
-        state = self.state[parameter]
+    def _state_of(self, parameter: torch.nn.Parameter, options: _hoist.OptimizerOptions) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
         if state:
             return state
         if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
@@ -61,7 +71,7 @@ class _Optimizer(torch.optim.Optimizer):
         return state
 
     def _update(self, options: _hoist.OptimizerOptions, step: int, parameters: list[torch.nn.Parameter]) -> None:
-        gradients = [p.grad.contiguous() for p in parameters]  # alive until the update is done
+        gradients = [p.grad.contiguous() for p in parameters if p.grad is not None]  # alive until the update is done
         arrays = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
@@ -73,7 +83,7 @@ class _Optimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(parameters)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         # PyTorch gives every state its parameter's type, which moments and remainders of bf16 parameters have not.
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -113,7 +123,7 @@ _SETTINGS = {
 }
 
 
-def options_of(group: dict, defaults: _hoist.OptimizerOptions) -> _hoist.OptimizerOptions:
+def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoist.OptimizerOptions:
     """A parameter group's settings over others."""
     options = _hoist.OptimizerOptions(defaults)
     for key, name in _SETTINGS.items():
@@ -132,7 +142,7 @@ class AdamW(_Optimizer):
 
     _kind = "AdamW"
 
-    def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    def __init__(self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, bias_correction: bool = True, threads: int = 0):
         super().__init__(params, threads, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                                            "bias_correction": bias_correction})
@@ -143,7 +153,7 @@ class Adam(AdamW):
 
     _kind = "Adam"
 
-    def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    def __init__(self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, bias_correction: bool = True, threads: int = 0):
         super().__init__(params, lr, betas, eps, weight_decay, bias_correction, threads)
 
@@ -151,7 +161,7 @@ class Adam(AdamW):
 class Adagrad(_Optimizer):
     _kind = "Adagrad"
 
-    def __init__(self, params, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0,
+    def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0,
                  initial_accumulator_value: float = 0.0, eps: float = 1e-10, threads: int = 0):
         super().__init__(params, threads, {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay,
                                            "initial_accumulator_value": initial_accumulator_value, "eps": eps})
@@ -162,7 +172,7 @@ class Lion(_Optimizer):
 
     _kind = "Lion"
 
-    def __init__(self, params, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
+    def __init__(self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
                  threads: int = 0):
         super().__init__(params, threads, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
@@ -170,7 +180,7 @@ class Lion(_Optimizer):
 class SGD(_Optimizer):
     _kind = "SGD"
 
-    def __init__(self, params, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
+    def __init__(self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
                  weight_decay: float = 0.0, nesterov: bool = False, threads: int = 0):
         super().__init__(params, threads, {"lr": lr, "momentum": momentum, "dampening": dampening,
                                            "weight_decay": weight_decay, "nesterov": nesterov})

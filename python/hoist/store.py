@@ -34,13 +34,13 @@ class Steps:
         self.kept = kept
 
 
-def steps(directory: str | os.PathLike) -> Steps:
+def steps(directory: str | os.PathLike[str]) -> Steps:
     """Of a store in use as well."""
     commits, kept = _hoist.steps_in_store(_find(directory))
     return Steps([step for step, _ in commits], {name: step for step, name in kept})
 
 
-def open(directory: str | os.PathLike, step: int | None = None, kept: str = "") -> Stored:
+def open(directory: str | os.PathLike[str], step: int | None = None, kept: str = "") -> Stored:
     """The newest commit, that of a step, or a step that was kept under a name."""
     return Stored(_hoist.StoredModel(_find(directory), step, kept))
 
@@ -103,11 +103,11 @@ class Stored(Mapping[str, torch.Tensor]):
     def __enter__(self) -> Stored:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _find(directory: str | os.PathLike) -> str:
+def _find(directory: str | os.PathLike[str]) -> str:
     path = os.fspath(directory)
     below = os.path.join(path, "hoist")
     return below if not _hoist.has_store(path) and _hoist.has_store(below) else path

@@ -19,7 +19,6 @@ from models import batches, loss_of
 from training import digests, make, train
 
 
-
 def keeping(settings, count, **changes):
     config = settings(**changes)
     config["hoist"]["keep_steps"] = count

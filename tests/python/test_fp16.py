@@ -71,7 +71,7 @@ class Reference:
             self.skipped += 1
         else:
             with torch.no_grad():
-                for (parameter, master), total in zip(pairs, sums, strict=True):
+                for (_, master), total in zip(pairs, sums, strict=True):
                     master.grad = total / (self.scale.value * self.micro_batches)
                 self.optimizer.step()
                 for parameter, master in pairs:
@@ -152,7 +152,7 @@ def test_an_overflow_skips_the_step(settings):
         assert scheduler.last_epoch == engine.step_count
     assert 4 < reference.skipped < 14
     assert rates[reference.skipped] == 1e-3 > rates[-1]
-    before = {name: value for name, value in make().state_dict().items()}
+    before = dict(make().state_dict())
     assert max(movement_apart(engine, reference, before).values()) < 2e-3
     engine.close()
 

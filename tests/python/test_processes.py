@@ -9,13 +9,12 @@ import time
 import traceback
 from pathlib import Path
 
-import pytest
 import torch
 
 import hoist
 import hoist.torch
 from models import batches, loss_of
-from training import make, train
+from training import make
 
 
 def exit_code_of_fork(body, seconds=30):

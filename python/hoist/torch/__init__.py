@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # PyTorch's OpenMP threads would spin while they wait, and keep those that update and move data from running. They read
@@ -20,18 +21,20 @@ from typing import Any
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+import torch
+from torch.optim.optimizer import ParamsT
 
-from hoist import _hoist  # noqa: E402
-from hoist.torch import distributed  # noqa: E402
-from hoist.torch.engine import Engine  # noqa: E402
-from hoist.torch.optimizer import Optimizer  # noqa: E402
-from hoist.torch.units import units_of  # noqa: E402
+from hoist import _hoist
+from hoist.torch import distributed
+from hoist.torch.engine import Engine
+from hoist.torch.initial import Initialize
+from hoist.torch.optimizer import Optimizer
+from hoist.torch.units import units_of
 
 __all__ = ["Engine", "Optimizer", "initialize", "load_config", "units_of", "wrap"]
 
 
-def load_config(config: str | os.PathLike | dict[str, Any] | _hoist.Config) -> _hoist.Config:
+def load_config(config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config) -> _hoist.Config:
     """A configuration from a file, a dictionary in the file's form, or itself."""
     if isinstance(config, _hoist.Config):
         return config
@@ -40,7 +43,10 @@ def load_config(config: str | os.PathLike | dict[str, Any] | _hoist.Config) -> _
     return _hoist.Config.load(os.fspath(config))
 
 
-def wrap(model: torch.nn.Module, config, **options) -> Engine:
+def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config, *,
+         groups: ParamsT | None = None, unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | None = None,
+         initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
+         load_later: bool = False, scheduler: Any = None) -> Engine:
     """Moves a model's parameters and optimizer states to where the configuration wants them.
 
     groups         parameter groups as torch.optim takes them; settings they lack are the configuration's
@@ -53,12 +59,21 @@ def wrap(model: torch.nn.Module, config, **options) -> Engine:
     load_later     where the store holds a run, do not refuse it but wait for restore() or load_checkpoint()
     scheduler      stepped after every step that was applied
     """
-    return Engine(model, load_config(config), **options)
+    return Engine(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
+                  initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
+                  scheduler=scheduler)
 
 
-def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
-               distributed_port=None, mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None,
-               config_params=None, **options):
+def initialize(args: Any = None, model: torch.nn.Module | None = None,
+               optimizer: torch.optim.Optimizer | Callable[[ParamsT], torch.optim.Optimizer] | None = None,
+               model_parameters: ParamsT | None = None, training_data: torch.utils.data.Dataset[Any] | None = None,
+               lr_scheduler: Any = None, distributed_port: int | None = None, mpu: Any = None,
+               dist_init_required: bool | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
+               config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config | None = None, mesh_param: Any = None,
+               config_params: str | os.PathLike[str] | dict[str, Any] | None = None, *,
+               unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | None = None,
+               initialize: Initialize | None = None, seed: int = 0, resume: bool = False, load_later: bool = True,
+               ) -> tuple[Engine, Optimizer, torch.utils.data.DataLoader[Any] | None, Any]:
     """What deepspeed.initialize takes and returns: (engine, optimizer, dataloader, scheduler).
 
     An optimizer's parameter groups are taken over, settings and all; its own state is not used. Ranks that torchrun
@@ -80,19 +95,20 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
     if dist_init_required is not False and loaded.joins_launched_ranks:
         distributed.initialize_as_launched()
 
-    groups = None
-    client_groups = None
+    groups: list[Any] | None = None
+    client_groups: list[dict[str, Any]] | None = None
+    kind: str | None = None
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())
     if optimizer is not None:
-        options["optimizer"] = _kind_of(optimizer)
+        kind = _kind_of(optimizer)
         groups = client_groups = optimizer.param_groups
     elif model_parameters is not None:
-        groups = [g for g in model_parameters]
+        groups = list(model_parameters)
         if not groups or not isinstance(groups[0], dict):
             groups = None  # plain parameters: the configuration's settings
-    options.setdefault("load_later", True)
-    engine = Engine(model, loaded, groups=groups, **options)
+    engine = Engine(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
+                    optimizer=kind, seed=seed, resume=resume, load_later=load_later)
     if client_groups is not None:
         engine.optimizer.adopt(client_groups)
     scheduler = lr_scheduler
@@ -103,7 +119,7 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
     engine.lr_scheduler = scheduler
     loader = None
     if training_data is not None:
-        sampler = None
+        sampler: torch.utils.data.DistributedSampler[Any] | None = None
         if engine.world_size > 1:
             sampler = torch.utils.data.DistributedSampler(training_data, engine.world_size, engine.rank)
         loader = torch.utils.data.DataLoader(
@@ -126,7 +142,7 @@ class ConfiguredSchedule:
     def __init__(self, engine: Engine):
         self._engine = engine
 
-    def step(self, *_) -> None:
+    def step(self, *_: Any) -> None:
         pass
 
     def get_last_lr(self) -> list[float]:

@@ -7,9 +7,10 @@ names gets what is the program's own, its client state, one file for each step t
     DIRECTORY/latest                    the newest tag
     DIRECTORY/TAG/client_state-12.pt    of step 12, by torch.save
 
-When the store gives up a step for a newer one, its file goes too. The file is durable before the step is kept, and `latest` is written after. A program that is killed between the two leaves
-a `latest` that names the step before, which the store may have given up for the new one (with keep_steps 1 it has): then
-loading takes the newest step that the store keeps and the directory has a client state of.
+When the store gives up a step for a newer one, its file goes too. The file is durable before the step is kept, and
+`latest` is written after. A program that is killed between the two leaves a `latest` that names the step before, which the
+store may have given up for the new one (with keep_steps 1 it has): then loading takes the newest step that the store keeps
+and the directory has a client state of.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import errno
 import glob
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -134,7 +136,7 @@ def _client_file(folder: str, step: int | str) -> str:
     return os.path.join(folder, f"client_state-{step}.pt")
 
 
-def _write_durably(path: str, write) -> None:
+def _write_durably(path: str, write: Callable[[IO[bytes]], object]) -> None:
     partial = path + ".partial"
     with open(partial, "wb") as file:
         write(file)

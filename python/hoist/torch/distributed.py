@@ -114,7 +114,7 @@ class Channel:
         ranks.add(self)
 
     def exchange(self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
-        def start(group):
+        def start(group: Any) -> list[tuple[str, Any]]:
             # Receives first: what comes early then finds its place.
             work = [(f" (from rank {self._members[rank]})", group.recv([tensor], rank, 0)) for rank, tensor in receives]
             return work + [(f" (to rank {self._members[rank]})", group.send([tensor], rank, 0)) for rank, tensor in sends]

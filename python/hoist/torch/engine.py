@@ -13,16 +13,18 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
 from hoist.optim import options_of
 from hoist.torch import checkpoints, distributed, initial, program_state
 from hoist.torch.hooks import ModuleHook
+from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer
 from hoist.torch.parameters import Parameters
 from hoist.torch.passes import Passes, text_of
@@ -35,9 +37,10 @@ _log = logging.getLogger("hoist")
 class Engine:
     """What `wrap` and `initialize` return: the model, and its training state on three tiers."""
 
-    def __init__(self, model: nn.Module, config: _hoist.Config, *, groups=None, unit_classes=(), weights=None,
-                 initialize=None, optimizer: str | None = None, seed: int = 0, resume: bool = False, scheduler=None,
-                 load_later: bool = False):
+    def __init__(self, model: nn.Module, config: _hoist.Config, *, groups: ParamsT | None = None,
+                 unit_classes: Iterable[type[nn.Module]] = (), weights: str | None = None,
+                 initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
+                 scheduler: Any = None, load_later: bool = False):
         self.module = model
         self.config = config
         self._last_report: _hoist.StepReport | None = None
@@ -85,7 +88,8 @@ class Engine:
 
         users = dict(cut.users)
         self._hooks = [ModuleHook(self._passes, self._unit_manager, model, users.pop(model, []), is_root=True)]
-        self._hooks += [ModuleHook(self._passes, self._unit_manager, module, units, is_root=False) for module, units in users.items()]
+        self._hooks += [ModuleHook(self._passes, self._unit_manager, module, units, is_root=False)
+                        for module, units in users.items()]
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
         self._push_all_rates = groups is not None
@@ -106,19 +110,20 @@ class Engine:
                     "model.compile(), or compile_units() of the engine)"
                 )
 
-    def _groups(self, groups):
+    def _groups(self, groups: ParamsT | None) -> tuple[list[dict[str, Any]], dict[int, int]]:
+        """Parameter groups with all their settings, and the group of each parameter, by its id."""
         every = [p for unit in self._cut.units for p in unit.parameters.values()]
         trainable = [p for p in every if p.requires_grad]
         defaults = self.config.optimizer
         if groups is None:
             return [{"params": trainable, "lr": defaults.learning_rate}], {}
-        groups = list(groups)
-        if groups and not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-        groups = [{**g, "params": [g["params"]] if isinstance(g["params"], nn.Parameter) else list(g["params"])}
-                  for g in groups]
+        given: list[Any] = list(groups)
+        if given and not isinstance(given[0], dict):
+            given = [{"params": given}]
+        given = [{**g, "params": [g["params"]] if isinstance(g["params"], nn.Parameter) else list(g["params"])}
+                 for g in given]
         group_of: dict[int, int] = {}
-        for index, group in enumerate(groups):
+        for index, group in enumerate(given):
             group.setdefault("lr", defaults.learning_rate)
             for parameter in group["params"]:
                 group_of[id(parameter)] = index
@@ -126,9 +131,10 @@ class Engine:
         for parameter in trainable:
             if id(parameter) not in group_of:
                 raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
-        return groups, group_of
+        return given, group_of
 
-    def _bring_to_life(self, sources, weights, initialize, seed: int, resume: bool, load_later: bool) -> None:
+    def _bring_to_life(self, sources: dict[int, torch.Tensor], weights: str | None, initialize: Initialize | None,
+                       seed: int, resume: bool, load_later: bool) -> None:
         if (resume or load_later) and self._unit_manager.find_commit() is not None:
             if resume:
                 step, state = self._unit_manager.restore()
@@ -149,10 +155,10 @@ class Engine:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__dict__["module"], name)
@@ -167,7 +173,8 @@ class Engine:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     @takes_turn
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_) -> torch.Tensor:
+    def backward(self, /, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True,
+                 **_: Any) -> torch.Tensor:
         """`loss.backward()`: gradients of one micro-batch. A step takes the mean over its micro-batches.
 
         With scale_wrt_gas=False the program has divided the loss itself, and the step takes the sum.
@@ -189,7 +196,7 @@ class Engine:
         return self._passes.due if self._boundary is None else self._boundary
 
     @takes_turn
-    def step(self, *_, **__) -> _hoist.StepReport | None:
+    def step(self, *_: Any, **__: Any) -> _hoist.StepReport | None:
         """One optimizer step when all its micro-batches are done; None, and nothing, before that."""
         self._step_applied = False
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
@@ -269,7 +276,8 @@ class Engine:
 
     def loss_scale(self) -> float:
         """As DeepSpeed's: what the configuration says, 0 for a dynamic one. The present one is optimizer.loss_scale."""
-        return self.config.setting("fp16.loss_scale") or 0
+        scale: Any = self.config.setting("fp16.loss_scale")
+        return scale or 0
 
     def gradient_accumulation_steps(self) -> int:
         return self._passes.micro_batches
@@ -351,14 +359,14 @@ class Engine:
         torch.autograd.graph.increment_version(self._parameters.trainable)
         self.optimizer.forget_rates()
         self._load_commit_state(bytes(state))
-        for group, rate in zip(self.optimizer.param_groups, self._saved.get("rates", ())):
+        for group, rate in zip(self.optimizer.param_groups, self._saved.get("rates", ()), strict=False):
             group["lr"] = rate
         self._continue_schedule()
         return step
 
     @takes_turn
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None,
-                        save_latest: bool = True, **_) -> bool:
+    def save_checkpoint(self, /, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None,
+                        save_latest: bool = True, **_: Any) -> bool:
         """[C] As DeepSpeed's: keeps this step in the store under the tag, and writes the client state below `save_dir`."""
         checkpoints.save(self, os.fspath(save_dir), tag, client_state or {}, save_latest)
         return True
@@ -366,7 +374,8 @@ class Engine:
     @takes_turn
     def load_checkpoint(self, load_dir: str, tag: str | None = None, load_module_strict: bool = True,
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
-                        load_module_only: bool = False, custom_load_fn=None) -> tuple[str | None, dict[str, Any] | None]:
+                        load_module_only: bool = False,
+                        custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any] | None]:
         """[C] As DeepSpeed's: goes back to the step that save_checkpoint() kept. (path, client state)."""
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise _hoist.UsageError("a kept step comes back whole: for its weights alone, `hoist export` it, and begin a "
@@ -425,7 +434,7 @@ class Engine:
         return self._parameters.export(directory, dtype, shard_bytes_max)
 
     @contextlib.contextmanager
-    def gathered(self, names: Iterable[str] | None = None):
+    def gathered(self, names: Iterable[str] | None = None) -> Iterator[None]:
         """Brings whole units up for reading outside of forward(): `with engine.gathered(["lm_head.weight"]): ...`"""
         with self._passes.turns.of("gathered()"):
             self._gather(names)
@@ -463,12 +472,12 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, _, error: BaseException | None, __) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not _is_orderly(error):
             self._abandon(text_of(error))
         self.close()
 
-    def compile_units(self, **options) -> None:
+    def compile_units(self, **options: Any) -> None:
         """torch.compile for what runs inside of each unit; weights come up and go down around it."""
         for module, _ in self._cut.users:
             if module is not self.module:
@@ -499,7 +508,7 @@ def _is_orderly(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and not error.code
 
 
-def _close_quietly(unit_manager: weakref.ref, passes: weakref.ref) -> None:
+def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager], passes: weakref.ref[Passes]) -> None:
     """At the end of the program: what the last step decided is carried out and committed. Other ranks are told of an end by an
     exception: they would wait for this one."""
     if (alive := unit_manager()) is None:

@@ -32,7 +32,7 @@ class ModuleHook:
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     @outside_of_graphs
-    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passes, unit_manager = self.passes, self.unit_manager
         passes.turns.require(FORWARD)
         if not passes.calls or self.is_root:
@@ -52,7 +52,7 @@ class ModuleHook:
                 return
 
     @outside_of_graphs
-    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         passes, unit_manager = self.passes, self.unit_manager
         if not passes.calls or not passes.turns.is_free_or_mine:
             return  # this call was refused

@@ -95,7 +95,10 @@ def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None
                 f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..."
             )
         with torch.no_grad():
-            initialize(module) if initialize is not None else fill()
+            if initialize is not None:
+                initialize(module)
+            elif fill is not None:
+                fill()
 
 
 def tensor_names(path: str) -> set[str]:

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hoist import _hoist
 
+if TYPE_CHECKING:
+    from hoist.torch.engine import Engine
+
 
 class Optimizer(torch.optim.Optimizer):
     """Steps the engine. Its state is the engine's; `param_groups` carry learning rates to it."""
 
-    def __init__(self, engine, param_groups: list[dict[str, Any]]):
+    def __init__(self, engine: Engine, param_groups: list[dict[str, Any]]):
         self._engine = engine
         super().__init__(param_groups, {})
         self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
@@ -39,7 +42,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._rates[index] = rate
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
+        """Returns the engine's StepReport, or None before the last micro-batch of a step."""
         if closure is not None:
             raise _hoist.UsageError("step() takes no closure: gradients are gone from the parameters by then")
         return self._engine.step()

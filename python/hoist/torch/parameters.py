@@ -5,13 +5,14 @@ written by the names that PyTorch gives them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from hoist import _hoist
 from hoist.torch import initial
-from hoist.torch.units import Model
+from hoist.torch.units import Model, Unit
 
 
 class Parameters:
@@ -22,7 +23,7 @@ class Parameters:
         self._cut = cut
         self._dtype = dtype  # of all weights, where the configuration says so
         self._between_passes = between_passes
-        self._unit_manager: _hoist.UnitManager | None = None
+        self._unit_manager: _hoist.UnitManager  # from move() on
         self._number: dict[str, int] = {}
         self._unit: dict[str, int] = {}
         self._shape: dict[str, torch.Size] = {}
@@ -82,7 +83,7 @@ class Parameters:
                     parameter.register_post_accumulate_grad_hook(unit_manager.gradient_hook(number))
         return sources
 
-    def _replace(self, unit, name: str, meta: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+    def _replace(self, unit: Unit, name: str, meta: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
         """A parameter on the meta device cannot be given memory; its place in every module can."""
         parameter = nn.Parameter(view, requires_grad=meta.requires_grad)
         for module in self._module.modules():
@@ -125,7 +126,8 @@ class Parameters:
         self._between_passes()
         name = self.own_name(name)
         out = torch.empty(self._shape[name].numel())
-        self._unit_manager.read(self._number[name], state, 0, out)
+        array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
+        self._unit_manager.read(self._number[name], state, 0, array)
         return out.view(self._shape[name])
 
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
@@ -133,7 +135,8 @@ class Parameters:
         name = self.own_name(name)
         if values.shape != self._shape[name]:
             raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
-        self._unit_manager.write(self._number[name], state, 0, values.detach().float().contiguous().view(-1))
+        array: Any = values.detach().float().contiguous().view(-1)  # as in read()
+        self._unit_manager.write(self._number[name], state, 0, array)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         result: dict[str, torch.Tensor] = {}
@@ -166,7 +169,7 @@ class Parameters:
 
     def keep_state_dicts_true(self) -> None:
         """`model.state_dict()`, as save_pretrained and others call it, would show NaN."""
-        def fill(module, state_dict, prefix, _metadata):
+        def fill(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: Any) -> None:
             for name in list(self._number) + list(self._cut.aliases):
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = _as_type(self.read(name), self._type[self.own_name(name)])
@@ -175,7 +178,7 @@ class Parameters:
         # any more. What was written is taken out of its (own) dictionary, and is not missing for that.
         written: set[str] = set()
 
-        def load(module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, _errors):
+        def load(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
             written.clear()
             for name in self._number:
                 if prefix + name in state_dict:
@@ -188,7 +191,7 @@ class Parameters:
                         self.write(alias, values)
                     written.add(prefix + alias)
 
-        def loaded(module, keys):
+        def loaded(module: nn.Module, keys: Any) -> None:
             keys.missing_keys[:] = [key for key in keys.missing_keys if key not in written]
             written.clear()
 

@@ -36,8 +36,8 @@ def text_of(error: BaseException | None) -> str:
 class Passes:
     """`require_life` raises where the engine has no state yet; called before a pass begins."""
 
-    def __init__(self, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters, micro_batches: int, scales_losses: bool,
-                 require_life: Callable[[], None]):
+    def __init__(self, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters, micro_batches: int,
+                 scales_losses: bool, require_life: Callable[[], None]):
         self._unit_manager = unit_manager
         self._cut = cut
         self._parameters = parameters
@@ -46,7 +46,7 @@ class Passes:
         self._is_scaled = False  # the loss whose backward pass comes next
         self._backward_seen = False
         self._watched: set[Any] = set()  # kinds of passes that have been looked at for uses that no hook announces
-        self._watch: Watch | None = None
+        self._watch: contextlib.AbstractContextManager[object] | None = None
         self._always_up: list[int] = []  # units that something outside of any module uses
         self.micro_batches = micro_batches
         self.micro_batch = 0
@@ -86,8 +86,10 @@ class Passes:
             self.begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
         kind = unit_manager.current_pass
         if kind not in self._watched and not torch.compiler.is_compiling():
-            self._watch = Watch(self._parameters.unit_at, unit_manager.is_up, self._use_unannounced)
-            self._watch.__enter__()
+            watch: contextlib.AbstractContextManager[object] = Watch(
+                self._parameters.unit_at, unit_manager.is_up, self._use_unannounced)
+            self._watch = watch
+            watch.__enter__()
 
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_life()
@@ -168,7 +170,7 @@ class Passes:
             self._backward_seen = True
             self._backward_ends()
 
-    def backward_begins(self, *_) -> None:
+    def backward_begins(self, *_: object) -> None:
         self.turns.require("backward()")
         if self._backward_seen:
             return

@@ -29,7 +29,8 @@ def pack(program: dict[str, Any], scheduler: Any, rates: list[float], buffers: d
 
 def unpack(data: bytes) -> dict[str, Any]:
     """What was packed, under the same names; nothing of a commit without."""
-    return json.loads(data) if data else {}
+    state: dict[str, Any] = json.loads(data) if data else {}
+    return state
 
 
 def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[dict[str, Any]]) -> None:
@@ -46,13 +47,13 @@ def continue_schedule(saved: dict[str, Any], scheduler: Any, param_groups: list[
         scheduler.step()
 
 
-def fill_buffers(saved: dict[str, list], buffers: dict[str, torch.Tensor]) -> None:
+def fill_buffers(saved: dict[str, list[Any]], buffers: dict[str, torch.Tensor]) -> None:
     for name, (dtype, shape, text) in saved.items():
         raw = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         buffers[name].copy_(raw.view(getattr(torch, dtype.removeprefix("torch."))).view(shape))
 
 
-def _text_of(buffer: torch.Tensor) -> list:
+def _text_of(buffer: torch.Tensor) -> list[Any]:
     raw = buffer.detach().contiguous().view(-1).view(torch.uint8)
     return [str(buffer.dtype), list(buffer.shape), base64.b64encode(raw.numpy().tobytes()).decode()]
 

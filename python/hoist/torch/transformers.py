@@ -16,7 +16,7 @@ import glob
 import json
 import logging
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -88,13 +88,13 @@ class Trainer(transformers.Trainer):
     `engine` is there once train() has begun. Until then the model is in memory, as it was built.
     """
 
-    def __init__(self, *positional, hoist_config: str | os.PathLike | dict[str, Any],
-                 hoist_options: dict[str, Any] | None = None, **arguments):
+    def __init__(self, *positional: Any, hoist_config: str | os.PathLike[str] | dict[str, Any],
+                 hoist_options: dict[str, Any] | None = None, **arguments: Any):
         self.engine: hoist.torch.Engine | None = None
         if not isinstance(hoist_config, dict):
             with open(hoist_config, encoding="utf-8") as file:
                 hoist_config = json.loads(_hoist.plain_json(file.read()))
-        self._hoist_config = hoist_config
+        self._hoist_config = cast(dict[str, Any], hoist_config)
         self._hoist_options = hoist_options or {}
         super().__init__(*positional, **arguments)
         for given, name, why in (
@@ -107,21 +107,21 @@ class Trainer(transformers.Trainer):
             if given:
                 raise _hoist.UsageError(f"{name} of TrainingArguments is not supported here: {why}")
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *positional, **arguments):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As transformers' own, but True takes the newest checkpoint that is complete: one whose saving was interrupted has
         no trainer_state.json that can be read."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_complete_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = newest_complete_checkpoint(cast(str, self.args.output_dir))
             if resume_from_checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         return super().train(resume_from_checkpoint, *positional, **arguments)
 
-    def _move_model_to_device(self, model, device) -> None:
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
         """The engine brings weights to where they are used."""
 
     # --- making the engine -------------------------------------------------------------------------------------------
 
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.engine is not None:
             if self.engine.module is not self.model:
                 raise _hoist.UsageError("a run with another model needs another store: make a Trainer for it")
@@ -146,9 +146,10 @@ class Trainer(transformers.Trainer):
         if config.has_schedule:
             self.lr_scheduler = schedule
         if self.args.torch_compile:  # only now: graphs end at the hooks
-            self.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+            cast(torch.nn.Module, self.model).compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         # By this accelerate knows objects that need no wrapping.
-        self.model._is_accelerate_prepared = self.optimizer._is_accelerate_prepared = True
+        for prepared in (self.model, self.optimizer):
+            cast(Any, prepared)._is_accelerate_prepared = True
         self.accelerator.backward = self._backward
         return self.optimizer
 
@@ -159,31 +160,36 @@ class Trainer(transformers.Trainer):
         # the two goes on from the directory before.
         return (self.args.save_total_limit or 1) + 1 + (1 if self.args.load_best_model_at_end else 0)
 
+    @property
+    def _made(self) -> hoist.torch.Engine:
+        assert self.engine is not None, "create_optimizer() comes first"
+        return self.engine
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _backward(self, loss: torch.Tensor, **_) -> None:
+    def _backward(self, loss: torch.Tensor, **_: Any) -> None:
         # Trainer has divided the loss by what the step's micro-batches have together.
-        self.engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self._made.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
+        self._made.backward(loss, scale_wrt_gas=False)
 
-    def _clip_grad_norm(self, model) -> None:
+    def _clip_grad_norm(self, model: Any) -> None:
         """The engine clips, as part of the step."""
 
-    def _get_grad_norm(self, model, grad_norm=None) -> None:
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
         """Known after the step."""
 
-    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, *positional, **arguments):
-        norm = self.engine.get_global_grad_norm()
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *positional: Any, **arguments: Any) -> Any:
+        norm = self._made.get_global_grad_norm()
         return super()._maybe_log_save_evaluate(tr_loss, norm, *positional, **arguments)
 
     # --- checkpoints: the step is kept in the store, the directory has what is Trainer's own ---------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.engine.save_checkpoint(output_dir)
+        self._made.save_checkpoint(output_dir)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+            torch.save(cast(Any, self.lr_scheduler).state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights come back with the optimizer's states."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -192,16 +198,17 @@ class Trainer(transformers.Trainer):
         if os.path.exists(os.path.join(checkpoint, OPTIMIZER_NAME)):
             raise _hoist.UsageError(f"{checkpoint} was saved by a Trainer without hoist: begin with weights={checkpoint!r} in "
                                     "hoist_options; moments begin at zero then")
-        if self.engine.load_checkpoint(checkpoint)[0] is None:
+        if self._made.load_checkpoint(checkpoint)[0] is None:
             raise _hoist.StoreError(f"{checkpoint} was saved without the optimizer's states (save_only_model), and there is "
                                     "nothing to go on from")
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+        cast(Any, self.lr_scheduler).load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.engine is None or state_dict is not None:
             return super()._save(output_dir, state_dict)
-        output_dir = output_dir if output_dir is not None else self.args.output_dir
-        if not _is_saved_as_named(self.model):  # its weights have other names or shapes in files: all of them at once
+        output_dir = output_dir if output_dir is not None else cast(str, self.args.output_dir)
+        model = cast(torch.nn.Module, self.model)
+        if not _is_saved_as_named(model):  # its weights have other names or shapes in files: all of them at once
             whole = self.engine.state_dict()
             return super()._save(output_dir, whole) if self.args.should_save else None
         if self.args.should_save:
@@ -209,8 +216,8 @@ class Trainer(transformers.Trainer):
             for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
                 if os.path.exists(os.path.join(output_dir, file)):
                     os.remove(os.path.join(output_dir, file))
-        types = {p.dtype for p in self.model.parameters()}
-        self.engine.export(output_dir, types.pop() if len(types) == 1 else torch.float32)
+        types = {p.dtype for p in model.parameters()}
+        self._made.export(output_dir, types.pop() if len(types) == 1 else torch.float32)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.engine is None or self.args.should_save:

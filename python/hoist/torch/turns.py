@@ -7,9 +7,15 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from hoist import _hoist
+
+if TYPE_CHECKING:
+    from hoist.torch.engine import Engine
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 FORWARD = "forward()"
 
@@ -90,12 +96,14 @@ _REMEDY = ("Close the engine (a `with` block does) and make a new one with resum
            "the newest commit")
 
 
-def takes_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+def takes_turn(
+    method: Callable[Concatenate[Engine, _Arguments], _Result],
+) -> Callable[Concatenate[Engine, _Arguments], _Result]:
     """For methods of Engine."""
     call = f"{method.__name__}()"
 
     @functools.wraps(method)
-    def in_turn(self, *args, **kwargs):
+    def in_turn(self: Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with self._passes.turns.of(call):
             return method(self, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +48,8 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
     name_of: dict[int, str] = {}
     aliases: dict[str, str] = {}
 
-    def add(name: str, module: nn.Module, modules: list[nn.Module], named) -> None:
+    def add(name: str, module: nn.Module, modules: list[nn.Module],
+            named: Iterable[tuple[str, nn.Parameter]]) -> None:
         unit = Unit(name or type(model).__name__, module, modules)
         needed: list[int] = []
         for parameter_name, parameter in named:
@@ -93,7 +95,7 @@ def reads_weights_in_backward(unit: Unit) -> bool:
     return not (isinstance(unit.module, nn.Embedding) and unit.module.max_norm is None)
 
 
-def tensors_in(value) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
     """The tensors of what a module takes or returns, as far as they stand in tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
         yield value

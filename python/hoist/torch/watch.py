@@ -9,6 +9,7 @@ operator's tensors; what it finds is brought up there and then, and known from t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,7 @@ class Watch(TorchDispatchMode):
     """Calls `missing(unit)` before an operator gets a tensor of a unit that is not up."""
 
     def __init__(self, unit_at: dict[int, int], is_up: Callable[[int], bool], missing: Callable[[int], None]):
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self._unit_at = unit_at  # address of a unit's memory -> unit
         self._is_up = is_up
         self._missing = missing
@@ -31,7 +32,7 @@ class Watch(TorchDispatchMode):
         return False  # PyTorch's own way would import torch._dynamo
 
     @outside_of_graphs
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         for value in tree_leaves((args, kwargs)):
             if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
