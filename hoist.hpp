@@ -8,7 +8,8 @@
 //   zero/model.hpp, types.hpp     what is trained: units, parameters, groups
 //   zero/options.hpp, runtime.hpp what an engine may use; what a process owns once
 //   config/config.hpp             options from a DeepSpeed JSON file
-//   interchange/import.hpp        initial weights from safetensors files; core/rng.hpp: random ones, the same on any ranks
+//   interchange/import.hpp        initial weights from safetensors files
+//   core/rng.hpp                  random initial weights, the same on any ranks
 //   zero/predict/prediction.hpp   what an engine will hold and move; step_time.hpp: how long it will take
 //   platform/device.hpp, stream.hpp, tiers/device_arena.hpp    the program's own work on the device
 //   tiers/activation_offload.hpp  activations kept in pinned memory

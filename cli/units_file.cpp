@@ -145,10 +145,8 @@ UnitsJson parse_file(const std::string& path) {
   const std::string text = read_file(path, "check the path given to --units");
   try {
     Watch watch;
-    return UnitsJson::parse(config::plain_json(text),
-                       [&](int depth, UnitsJson::parse_event_t event, UnitsJson& parsed) {
-                         return watch(depth, event, parsed);
-                       });
+    return UnitsJson::parse(config::plain_json(text), [&](int depth, UnitsJson::parse_event_t event,
+                                                          UnitsJson& parsed) { return watch(depth, event, parsed); });
   } catch (const UnitsJson::exception& error) {
     std::string_view problem = error.what();  // "[json.exception.parse_error.101] parse error at line 1, ..."
     if (const auto end = problem.find("] "); end != std::string_view::npos) problem.remove_prefix(end + 2);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the CUDA device: kernel_bodies.hpp under wrappers that provide the thread's index. CMakeLists.txt sets the compile flags that their bits depend on.
+// Kernels of the CUDA device: kernel_bodies.hpp under wrappers that provide the thread's index. CMakeLists.txt sets the
+// compile flags that their bits depend on.
 #include <algorithm>
 
 #include <hoist/platform/cuda_launch.hpp>

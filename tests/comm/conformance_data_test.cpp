@@ -179,10 +179,8 @@ TEST_P(Conformance, AnOverflowOfAnyRankIsOneOfTheMeanAndNothingElseIs) {
           value = i % 8 == 0 ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity();
         store_at(memory.data(), dtype, i, encode(dtype, value));
       }
-      const ReducePiece piece{.data = memory.data(),
-                              .dtype = dtype,
-                              .shard_elements = kShard,
-                              .scale = 1.0f / static_cast<float>(size)};
+      const ReducePiece piece{
+          .data = memory.data(), .dtype = dtype, .shard_elements = kShard, .scale = 1.0f / static_cast<float>(size)};
       rank.communicator.reduce_scatter({&piece, 1}, rank.stream);
       rank.stream.synchronize();
       for (std::uint64_t i = 0; i < kShard; ++i) {

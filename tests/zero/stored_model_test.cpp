@@ -273,8 +273,8 @@ TEST(StoredModel, RefusesWhatIsNotWhole) {
   }
 }
 
-// A program that was killed while it began to distribute the state anew leaves a directory without a manifest: the store
-// that a run continues from is the one that is read.
+// A program that was killed while it began to distribute the state anew leaves a directory without a manifest: the
+// store that a run continues from is the one that is read.
 TEST(StoredModel, ADirectoryWithoutAManifestIsPassedOver) {
   const TempDirectory directory;
   const ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");

@@ -70,8 +70,8 @@ class StoreSearch {
   std::vector<KeptStep> find_kept() const;           // [J]
   // [J] Every store that any rank sees, newest first.
   std::vector<StoreDirectory> directories() const;
-  // [J] CommonStoreError when a fresh start would overlook, or overwrite, a training: of another number of ranks, or one
-  // that only some ranks hold.
+  // [J] CommonStoreError when a fresh start would overlook, or overwrite, a training: of another number of ranks, or
+  // one that only some ranks hold.
   void refuse_others() const;
   // [J] The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
   // them.

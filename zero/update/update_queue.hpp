@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/update/update_queue.hpp - the units whose update is still to come, in every update mode. One thread updates them.
+// zero/update/update_queue.hpp - units that wait for their update, in every update mode. One thread updates them.
 //
-// begin() queues all units of a decided step. With UpdateOrder::expected they are updated in the order in which the next
-// pass wants them. With UpdateOrder::on_request a unit waits for deliver(), which also leaves its new weights where the
-// caller wants them, so that one read serves update and forward; finish() updates the rest, and so does a while without
-// a request, because a program may wait for the commit without another pass.
+// begin() queues all units of a decided step. With UpdateOrder::expected they are updated in the order in which the
+// next pass wants them. With UpdateOrder::on_request a unit waits for deliver(), which also leaves its new weights
+// where the caller wants them, so that one read serves update and forward; finish() updates the rest, and so does a
+// while without a request, because a program may wait for the commit without another pass.
 //
 // open() begins a step that is not decided yet (update mode `backward`): offer() hands over each unit whose gradient is
 // final, and conclude() says that there are no more. A unit is announced before it is offered, and from then on whoever
 // wants its weights waits.
 //
-// Threading  Any thread. begin(), open() and finish() exclude each other: the program's thread calls them, the thread of
-//            a save calls finish(), and in mode `backward` the thread that hands gradients on calls finish() and open().
+// Threading  Any thread. begin(), open() and finish() exclude each other: the program's thread calls them, the thread
+//            of a save calls finish(), and in mode `backward` the thread that hands gradients on calls finish() and
+//            open().
 // Errors     An update that fails fails every unit that is still pending, and finish().
 // Main path  begin(step) -> deliver(unit) or the expected order -> TilePipeline::run -> updated(unit) -> ended.
 //            open(work), announce(unit) -> offer(unit) -> TilePipeline::run -> updated(unit); conclude(ended) -> ended.
