@@ -38,7 +38,7 @@ if(_missing)
   list(JOIN _missing " " _missing)
   message(FATAL_ERROR "hoist needs libraries that were not found. On Debian and its relatives:\n"
     "  apt-get install ${_missing}\n"
-    "scripts/install-deps.sh installs everything that a whole build uses.")
+    "scripts/install-deps.sh installs everything that a whole build uses, on Fedora, too; docs/install.md has Fedora's names.")
 endif()
 
 # hoist_optional(PART FOUND DETAIL MISSING_HINT): settles HOIST_HAVE_<PART> from HOIST_WITH_<PART>.
