@@ -56,8 +56,8 @@ std::vector<KeyRow> warmup_rows() {
       {.path = "scheduler.params.warmup_num_steps",
        .type = ValueType::integer,
        .default_value = "1000",
-       .range = {.min = 1},
-       .meaning = "Steps of the warm-up, at least 2. WarmupLR, WarmupDecayLR, WarmupCosineLR.",
+       .range = {.min = 0},
+       .meaning = "Steps of the warm-up; 0 and 1 count as 2, as in DeepSpeed. WarmupLR, WarmupDecayLR, WarmupCosineLR.",
        .apply =
            [](Draft& d, const Value& v) {
              d.schedule.warmup.steps = as_count(v);

@@ -137,7 +137,8 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
   const bool same = view.superblock->layout == mine.layout;
   throw StoreError(fmt::format("the store in {} holds step {} of {} model; {}", paths.directory, commits.front().step,
                                same ? "this" : "another",
-                               same ? "continue it (restore(); hoist-gpt --resume), or remove the directory"
+                               same ? "continue it (Engine::restore(), hoist-gpt --resume, resume=True in Python), or remove the "
+                                      "directory"
                                     : "use another directory, or remove this one"));
 }
 

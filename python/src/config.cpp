@@ -52,6 +52,7 @@ void bind_config(nb::module_& module) {
           "text"_a, "origin"_a = "config", "As load; `origin` names the text in messages.")
       .def_ro("training", &Config::training)
       .def("check_world_size", &Config::check_world_size, "world_size"_a)
+      .def("copy", [](const Config& c) { return c; })
       .def("setting", &setting, "path"_a, "The file's own value of a key, None where it does not say.")
       .def_ro("warnings", &Config::warnings)
       .def_ro("notes", &Config::notes)
@@ -76,6 +77,10 @@ void bind_config(nb::module_& module) {
       .def_prop_rw(
           "keep_steps", [](const Config& c) { return c.engine.keep_steps; },
           [](Config& c, unsigned count) { c.engine.keep_steps = count; }, "Steps that stay under a name.")
+      .def_prop_rw(
+          "caller_state_bytes_max", [](const Config& c) { return c.engine.caller_state_bytes_max; },
+          [](Config& c, std::uint64_t bytes) { c.engine.caller_state_bytes_max = bytes; },
+          "Bytes of the program that a commit has room for.")
       .def_prop_ro(
           "can_keep_steps",
           [](const Config& c) {

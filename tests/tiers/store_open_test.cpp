@@ -164,7 +164,8 @@ TEST_F(StoreOpenTest, AStoreWithACommitIsNotReplaced) {
   const auto before = contents();
   EXPECT_THAT(
       refusal_to_create(),
-      HasSubstr("holds step 4 of this model; continue it (restore(); hoist-gpt --resume), or remove the directory"));
+      HasSubstr("holds step 4 of this model; continue it (Engine::restore(), hoist-gpt --resume, resume=True in "
+                "Python), or remove the directory"));
   options_.identity.layout += "more\n";
   EXPECT_THAT(refusal_to_create(), HasSubstr("holds step 4 of another model; use another directory"));
   EXPECT_EQ(contents(), before);

@@ -150,7 +150,6 @@ TEST(LearningRate, ValuesWithoutMeaningAreRefusedByKey) {
   EXPECT_EQ(key_of_refusal(ConstantRate{}), "accepted");
   EXPECT_EQ(key_of_refusal(WarmupRate{.min_rate = -1}), "scheduler.params.warmup_min_lr");
   EXPECT_EQ(key_of_refusal(WarmupRate{.max_rate = nan}), "scheduler.params.warmup_max_lr");
-  EXPECT_EQ(key_of_refusal(WarmupRate{.steps = 0}), "scheduler.params.warmup_num_steps");
   EXPECT_EQ(key_of_refusal(WarmupDecayRate{}), "scheduler.params.total_num_steps");
   EXPECT_EQ(key_of_refusal(WarmupCosineRate{}), "scheduler.params.total_num_steps");
   EXPECT_EQ(key_of_refusal(WarmupCosineRate{.total_steps = 9, .cosine_min_ratio = -1}),

@@ -228,7 +228,7 @@ TEST_P(ReshardTest, RefusalsSayWhatToDo) {
     return message;
   };
   EXPECT_THAT(refusal(3, [](ToyModel& model) { model.initialize(); }),
-              HasSubstr("holds step 2 of a run of 2 ranks; continue it (restore()"));
+              HasSubstr("holds step 2 of a run of 2 ranks; continue it (Engine::restore()"));
   std::filesystem::rename(setup_.engine.store_directory + "/rank-00001.manifest", directory_ / "elsewhere");
   EXPECT_THAT(refusal(3, [](ToyModel& model) { model.restore(); }),
               HasSubstr("is of a run of 2 ranks, whose files are not all in sight"));

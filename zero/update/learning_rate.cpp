@@ -102,7 +102,6 @@ void check_one(const WarmupRate& s) {
   require(is_rate(s.min_rate), "warmup_min_lr", "is not a learning rate: use a finite number of at least 0");
   require(!s.max_rate || is_rate(*s.max_rate), "warmup_max_lr",
           "is not a learning rate: use a finite number of at least 0");
-  require(s.steps > 0, "warmup_num_steps", "is 0; use at least 1");
   require(s.shape <= WarmupShape::linear, "warmup_type", "is none of its values");
 }
 
@@ -113,7 +112,6 @@ void check_one(const WarmupDecayRate& s) {
 
 void check_one(const WarmupCosineRate& s) {
   require(s.total_steps > 0, "total_num_steps", "is 0; name the step at which the cosine ends");
-  require(s.warmup_steps > 0, "warmup_num_steps", "is 0; use at least 1");
   require(is_rate(s.warmup_min_ratio), "warmup_min_ratio", "is not a ratio: use a finite number of at least 0");
   require(s.shape <= WarmupShape::linear, "warmup_type", "is none of its values");
   require(is_rate(s.cosine_min_ratio), "cos_min_ratio", "is not a ratio: use a finite number of at least 0");

@@ -42,10 +42,11 @@ class Engine:
                  initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
                  scheduler: Any = None, load_later: bool = False):
         self.module = model
-        self.config = config
+        self.config = config = config.copy()  # what is settled here is not for the next engine
         self._last_report: _hoist.StepReport | None = None
         self._step_applied = False
         self._skipped_steps = 0
+        self._skipped_in_a_row = 0
         self._boundary: bool | None = None
         self._lr_scheduler = scheduler
         self._saved: dict[str, Any] = {}  # what the commit that was restored says of a schedule
@@ -73,6 +74,7 @@ class Engine:
         training = config.training
         micro_batches = int(training.gradient_accumulation_steps or 1)
         config.micro_batches_max = max(config.micro_batches_max, micro_batches)
+        config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
         self._unit_manager = _hoist.UnitManager(config, options, units, *distributed.channels_of(config))
         self._unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
         settled = config.check_world_size(self._unit_manager.world_size)
@@ -173,12 +175,15 @@ class Engine:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     @takes_turn
-    def backward(self, /, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True,
-                 **_: Any) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True,
+                 allreduce_gradients: bool = True, release_loss: bool = False) -> torch.Tensor:
         """`loss.backward()`: gradients of one micro-batch. A step takes the mean over its micro-batches.
 
-        With scale_wrt_gas=False the program has divided the loss itself, and the step takes the sum.
+        With scale_wrt_gas=False the program has divided the loss itself, and the step takes the sum. `release_loss` is
+        DeepSpeed's, and changes nothing here.
         """
+        if not allreduce_gradients:
+            raise _hoist.UsageError("backward(allreduce_gradients=False): gradients of all ranks are always summed here")
         divided = scale_wrt_gas or self._passes.micro_batches == 1
         self._passes.backward(loss if divided else loss * self._passes.micro_batches, retain_graph)
         return loss
@@ -196,8 +201,9 @@ class Engine:
         return self._passes.due if self._boundary is None else self._boundary
 
     @takes_turn
-    def step(self, *_: Any, **__: Any) -> _hoist.StepReport | None:
-        """One optimizer step when all its micro-batches are done; None, and nothing, before that."""
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> _hoist.StepReport | None:
+        """One optimizer step when all its micro-batches are done; None, and nothing, before that. `lr_kwargs` go to the
+        step() of the scheduler."""
         self._step_applied = False
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
@@ -209,15 +215,25 @@ class Engine:
         self._step_applied = report.applied
         if not report.applied:
             self._skipped_steps += 1
+            self._say_skipped()
         else:
+            self._skipped_in_a_row = 0
             # A graph that was kept from before must not be used with the new weights: autograd checks for it.
             torch.autograd.graph.increment_version(self._parameters.trainable)
             if self._lr_scheduler is not None:
                 driven = getattr(self._lr_scheduler, "optimizer", None)
                 if driven is not None:
                     driven._opt_called = True  # by which PyTorch's schedulers know that a step came first
-                self._lr_scheduler.step()
+                self._lr_scheduler.step(**(lr_kwargs or {}))
         return report
+
+    def _say_skipped(self) -> None:
+        """With a dynamic loss scale a few skipped steps are ordinary; where they go on, or without one, they are a fault."""
+        self._skipped_in_a_row += 1
+        ordinary = 0 if not self.dynamic_loss_scale() or not self.fp16_enabled() else 16
+        if self._skipped_in_a_row > ordinary and (self._skipped_in_a_row - ordinary).bit_count() == 1:
+            _log.warning("step %d was skipped, for the %s time in a row: a gradient was not finite, and the weights stay as they "
+                         "were", self.global_steps, self._skipped_in_a_row)
 
     def _drop_gradients(self) -> None:
         self._passes.drop_gradients()
@@ -365,9 +381,10 @@ class Engine:
         return step
 
     @takes_turn
-    def save_checkpoint(self, /, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None,
-                        save_latest: bool = True, **_: Any) -> bool:
-        """[C] As DeepSpeed's: keeps this step in the store under the tag, and writes the client state below `save_dir`."""
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None,
+                        save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
+        """[C] As DeepSpeed's: keeps this step in the store under the tag, and writes the client state below `save_dir`.
+        Frozen parameters are in the store anyway, once for all steps."""
         checkpoints.save(self, os.fspath(save_dir), tag, client_state or {}, save_latest)
         return True
 

@@ -62,7 +62,10 @@ class ModuleHook:
         entered = self.entered.pop() if self.entered else []
         failed = output is None and sys.exc_info()[0] is not None
         if torch.is_grad_enabled() and not failed:
-            nodes = {t.grad_fn for t in tensors_in(output) if t.grad_fn is not None}
+            tensors = list(tensors_in(output))
+            nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
+            if not tensors and not self.is_root:
+                passes.keep_up(entered, type(module).__name__)
             for unit in entered if nodes else ():
                 unit_manager.backward_of_call(unit)
                 if unit in passes.without_backward:

@@ -4,9 +4,10 @@ are given memory and initialized one unit at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -48,10 +49,8 @@ class InitialValues:
 
     def __call__(self, index: int) -> dict[int, tuple[int, _hoist.DType, int]]:
         unit = self._units[index]
-        if any(id(p) not in self._sources for p in unit.parameters.values()):
-            values = self._make(index, unit)
-        else:
-            values = {p: self._sources[id(p)] for p in unit.parameters.values()}
+        built = {p: self._sources[id(p)] for p in unit.parameters.values() if id(p) in self._sources}
+        values = built if len(built) == len(unit.parameters) else self._make(index, unit) | built
         self._alive = [v.detach().contiguous() for v in values.values()]
         return {
             self._places[id(p)]: (v.data_ptr(), DTYPES[v.dtype], v.numel())
@@ -59,25 +58,29 @@ class InitialValues:
         }
 
     def _make(self, index: int, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
-        """Gives the unit's parameters memory of their own for as long as its modules initialize them."""
-        windows = {p: p.data for p in unit.parameters.values()}
-        made: dict[nn.Parameter, torch.Tensor] = {}
-        try:
-            for parameter, window in windows.items():
-                made[parameter] = torch.empty(window.shape, dtype=window.dtype)
-                parameter.data = made[parameter]
+        """Values for all of the unit's parameters, from the modules that have one without."""
+        parameters = list(unit.parameters.values())
+        with _own_memory(parameters, self._sources), torch.random.fork_rng(devices=[]), torch.no_grad():
             # The same numbers whatever was initialized before, and when this unit is asked for twice.
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(self._seed + index)
-                for module in unit.modules:
-                    if next(module.parameters(recurse=False), None) is not None:
-                        self._initialize(module)
-            for parameter in windows:
-                made[parameter] = parameter.data
-        finally:
-            for parameter, window in windows.items():
-                parameter.data = window
-        return made
+            torch.manual_seed(self._seed + index)
+            for module in unit.modules:
+                if any(id(p) not in self._sources for p in module.parameters(recurse=False)):
+                    self._initialize(module)
+            return {p: p.data for p in parameters}
+
+
+@contextlib.contextmanager
+def _own_memory(parameters: Iterable[nn.Parameter], values: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Gives parameters memory outside of their windows, which are closed; with copies of the values that they have, by id."""
+    windows = {p: p.data for p in parameters}
+    try:
+        for parameter, window in windows.items():
+            known = values.get(id(parameter))
+            parameter.data = torch.empty_like(window) if known is None else known.to(window.dtype, copy=True)
+        yield
+    finally:
+        for parameter, window in windows.items():
+            parameter.data = window
 
 
 def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None:
@@ -94,7 +97,7 @@ def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None
                 f"buffer '{name}.{meta[0]}' is on the meta device and nothing says what it holds: build "
                 f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..."
             )
-        with torch.no_grad():
+        with _own_memory(module.parameters(recurse=False), {}), torch.random.fork_rng(devices=[]), torch.no_grad():
             if initialize is not None:
                 initialize(module)
             elif fill is not None:

@@ -47,6 +47,7 @@ class Passes:
         self._backward_seen = False
         self._watched: set[Any] = set()  # kinds of passes that have been looked at for uses that no hook announces
         self._watch: contextlib.AbstractContextManager[object] | None = None
+        self._kept_up: set[str] = set()  # units whose modules return no tensors
         self._always_up: list[int] = []  # units that something outside of any module uses
         self.micro_batches = micro_batches
         self.micro_batch = 0
@@ -145,6 +146,17 @@ class Passes:
             self._always_up.append(unit)
             _log.warning("unit '%s' is used outside of every module's forward(): it stays up through whole passes", name)
         self._unit_manager.enter(unit)
+
+    def keep_up(self, units: list[int], module: str) -> None:
+        """A call returned no tensor that shows when its backward pass begins: its units stay up until the pass ends."""
+        for unit in units:
+            name = self._cut.units[unit].name
+            if name not in self._kept_up and any(p.requires_grad for p in self._cut.units[unit].parameters.values()):
+                self._kept_up.add(name)
+                _log.warning("%s returns no tensors, so nothing shows when its backward pass begins: unit '%s' stays up through "
+                             "whole passes", module, name)
+            if name in self._kept_up:
+                self._unit_manager.enter(unit)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels with a commit beside the model: the program's own state, the schedule, small buffers. JSON, within the 64 KiB
-that a commit reserves for it."""
+"""What travels with a commit beside the model: the program's own state, the schedule, persistent buffers. JSON, within the room
+that a commit reserves for it (hoist.caller_state_max, enlarged for buffers)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from typing import Any
 
 import torch
 
-_BUFFER_BYTES_MAX = 32 * 1024
+from hoist import _hoist
+
+_BUFFER_BYTES_MAX = 16 << 20
+
+
+def room_for(buffers: dict[str, torch.Tensor]) -> int:
+    """Bytes that these buffers take in a commit. Errors: UsageError for more than 16 MiB: every step writes them."""
+    held = sum(b.nbytes for b in buffers.values())
+    if held > _BUFFER_BYTES_MAX:
+        largest = max(buffers, key=lambda name: buffers[name].nbytes)
+        raise _hoist.UsageError(
+            f"the model's persistent buffers hold {held / 2**20:.1f} MiB, and every commit would write them: at most 16 MiB are "
+            f"committed. The largest is '{largest}': register it with persistent=False if it can be computed anew, or "
+            "make it a parameter with requires_grad=False")
+    return sum(4 * (b.nbytes + 2) // 3 + len(name) + 200 for name, b in buffers.items())
 
 
 def pack(program: dict[str, Any], scheduler: Any, rates: list[float], buffers: dict[str, torch.Tensor], *,
@@ -22,7 +36,7 @@ def pack(program: dict[str, Any], scheduler: Any, rates: list[float], buffers: d
         state["skipped_steps"] = skipped_steps
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         state["scheduler"] = {k: v for k, v in scheduler.state_dict().items() if _is_plain(v)}
-    if buffers and sum(b.nbytes for b in buffers.values()) <= _BUFFER_BYTES_MAX:
+    if buffers:
         state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}
     return json.dumps(state).encode()
 

@@ -9,7 +9,7 @@ modules use belongs to the first of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,13 +95,23 @@ def reads_weights_in_backward(unit: Unit) -> bool:
     return not (isinstance(unit.module, nn.Embedding) and unit.module.max_norm is None)
 
 
-def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors of what a module takes or returns, as far as they stand in tuples, lists and mappings."""
+_WITHOUT_TENSORS = (str, bytes, int, float, complex, type, type(None), nn.Module, torch.dtype, torch.device)
+
+
+def tensors_in(value: Any, depth: int = 8) -> Iterable[torch.Tensor]:
+    """The tensors of what a module takes or returns: in tuples, lists, sets and mappings, and in the attributes of other objects,
+    such as dataclasses, down to `depth` levels. A tensor that is there twice comes twice."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
+    elif depth == 0 or isinstance(value, _WITHOUT_TENSORS):
+        return
+    else:
+        if isinstance(value, Mapping):
+            parts: Iterable[Any] = value.values()
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            parts = value
+        else:
+            slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+            parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+        for part in parts:
+            yield from tensors_in(part, depth - 1)

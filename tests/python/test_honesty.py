@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program or a model does in an unusual way is right, or an error: nothing that changes results is silent."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import hoist
+import hoist.torch
+
+WIDTH = 64
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("parts",)
+
+    def __init__(self, hidden):
+        self.parts = {"list": [hidden]}
+
+
+class Shelf:
+    """Blocks leave their results here, and return nothing."""
+
+    hidden = None
+
+
+class Block(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.form = form
+
+    def forward(self, x, shelf):
+        y = x + self.down(torch.tanh(self.up(x)))
+        if self.form == "shelf":
+            shelf.hidden = y
+            return None
+        return {"tensor": lambda: y, "dataclass": lambda: Output(y), "slots": lambda: Slotted(y)}[self.form]()
+
+
+class Stack(nn.Module):
+    def __init__(self, form, layers=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(form) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        shelf = Shelf()
+        for block in self.blocks:
+            y = block(x, shelf)
+            x = {Output: lambda y: y.hidden, Slotted: lambda y: y.parts["list"][0],
+                 type(None): lambda _: shelf.hidden}.get(type(y), lambda y: y)(y)
+        return self.head(x)
+
+
+def train(engine, plain, steps=3):
+    torch.manual_seed(5)
+    for _ in range(steps):
+        loss = engine(torch.randn(4, WIDTH)).pow(2).mean()
+        loss.backward() if plain else engine.backward(loss)
+        assert engine.step().applied
+    return engine.digest()
+
+
+def stack(settings, form, **hoist_section):
+    """Each in a store of its own. By default with room for three of the seven units."""
+    config = settings(hoist={"device_memory": "260KiB", "pinned_memory": "64MiB"} | hoist_section)
+    for part in config["zero_optimization"].values():
+        if isinstance(part, dict):
+            part["nvme_path"] += "-" + form
+    torch.manual_seed(0)
+    return hoist.torch.wrap(Stack(form), config)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["loss.backward", "engine.backward"])
+@pytest.mark.parametrize("form", ["dataclass", "slots"])
+def test_whatever_a_block_returns_its_weights_are_there_in_the_backward_pass(settings, form, plain):
+    with stack(settings, "tensor") as engine:
+        expected = train(engine, plain)
+    with stack(settings, form) as engine:
+        assert train(engine, plain) == expected
+
+
+def test_weights_stay_up_where_a_block_returns_nothing(settings, caplog):
+    with stack(settings, "tensor") as engine:
+        expected = train(engine, plain=True)
+    with stack(settings, "shelf", device_memory="64MiB") as engine, caplog.at_level(logging.WARNING, "hoist"):
+        assert train(engine, plain=True) == expected
+    said = [record.getMessage() for record in caplog.records if "returns no tensors" in record.getMessage()]
+    assert len(said) == 6 and "Block" in said[0] and "'blocks.0'" in said[0]
+
+
+def test_weights_that_would_have_to_stay_up_beyond_the_budget_are_an_error(settings):
+    with stack(settings, "shelf") as engine, pytest.raises(hoist.BudgetError, match="hoist.device_memory"):
+        train(engine, plain=True)
+
+
+def test_a_skipped_step_is_said(settings, caplog):
+    with stack(settings, "tensor") as engine, caplog.at_level(logging.WARNING, "hoist"):
+        for _ in range(3):
+            engine.backward(engine(torch.full((4, WIDTH), float("nan"))).sum())
+            assert not engine.step().applied
+    said = [record.getMessage() for record in caplog.records if "was skipped" in record.getMessage()]
+    assert len(said) == 2 and "2 time" in said[1]  # the first, the second, the fourth, ...
+
+
+def test_arguments_that_are_not_known_are_errors(settings, tmp_path):
+    with stack(settings, "tensor", keep_steps=1) as engine:
+        loss = engine(torch.randn(4, WIDTH)).pow(2).mean()
+        with pytest.raises(TypeError, match="retain_grah"):
+            engine.backward(loss, retain_grah=True)
+        with pytest.raises(hoist.UsageError, match="allreduce_gradients"):
+            engine.backward(loss, allreduce_gradients=False)
+        engine.backward(loss, allreduce_gradients=True, release_loss=True)
+        with pytest.raises(TypeError, match="closure"):
+            engine.step(closure=lambda: 1)
+        engine.step()
+        with pytest.raises(TypeError, match="client_sate"):
+            engine.save_checkpoint(tmp_path / "c", tag="t", client_sate={"epoch": 3})
+        engine.save_checkpoint(tmp_path / "c", tag="t", client_state={"epoch": 3}, exclude_frozen_parameters=True)
+
+
+class Adapted(nn.Module):
+    """A base whose values come from elsewhere, and an adapter that was built with its own."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self.base = nn.Linear(WIDTH, WIDTH)
+        self.a = nn.Linear(WIDTH, 4, bias=False)
+        self.b = nn.Linear(4, WIDTH, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize("initialize", [None, lambda module: [nn.init.constant_(p, 0.5) for p in module.parameters(recurse=False)]],
+                         ids=["reset_parameters", "initialize"])
+def test_what_was_built_keeps_its_values_beside_what_is_on_the_meta_device(settings, initialize):
+    model = nn.Sequential(Adapted(), Adapted())
+    built = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+    assert len(built) == 4
+    with hoist.torch.wrap(model, settings(), initialize=initialize) as engine:
+        for name, values in built.items():
+            assert torch.equal(engine.read(name), values), name
+        base = engine.read("1.base.weight")
+        assert base.isfinite().all() and (initialize is None or (base == 0.5).all())
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        return x @ self.weight * self.scale
+
+
+def test_buffers_are_filled_and_closed_windows_are_not(settings):
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled(), Scaled())
+
+    def fill(module):
+        nn.init.normal_(module.weight)
+        module.scale.fill_(3)
+
+    with hoist.torch.wrap(model, settings(), initialize=fill) as engine:
+        assert all(module.scale == 3 for module in model)
+        assert all(module.weight.isnan().all() for module in model)
+        assert engine.read("0.weight").isfinite().all()
+
+
+def test_large_persistent_buffers_are_committed_and_huge_ones_refused(settings):
+    def model(features):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, features), nn.BatchNorm1d(features), nn.Linear(features, 8))
+
+    for features in (2048, 16384):
+        config = settings()
+        config["hoist"]["device_memory"] = config["hoist"]["pinned_memory"] = "64MiB"
+        for part in config["zero_optimization"].values():
+            if isinstance(part, dict):
+                part["nvme_path"] += f"-{features}"
+        with hoist.torch.wrap(model(features), config) as engine:
+            for _ in range(2):
+                engine.backward(engine(torch.randn(16, 8) * 3 + 1).pow(2).mean())
+                engine.step()
+            mean, tracked = engine.module[1].running_mean.clone(), engine.module[1].num_batches_tracked.item()
+        with hoist.torch.wrap(model(features), config, resume=True) as engine:
+            assert engine.step_count == 2
+            assert torch.equal(engine.module[1].running_mean, mean)
+            assert engine.module[1].num_batches_tracked.item() == tracked == 2
+    huge = nn.Linear(4, 4)
+    huge.register_buffer("table", torch.zeros(5 << 20))
+    with pytest.raises(hoist.UsageError, match="20.0 MiB.*'table'.*persistent=False"):
+        hoist.torch.wrap(huge, settings())
