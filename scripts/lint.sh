@@ -91,6 +91,16 @@ for file in "${selected[@]}"; do
   esac
 done
 
+# The version stands in CMakeLists.txt; the changelog's newest entry is about it.
+same_version() {
+  local version
+  version=$(sed -n 's/^project(hoist VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
+  grep -m 1 '^## ' CHANGELOG.md | grep -qE "^## ${version//./\\.}( |\$)" && return 0
+  echo "CMakeLists.txt says version ${version:-?}, and CHANGELOG.md begins with: $(grep -m 1 '^## ' CHANGELOG.md)" >&2
+  return 1
+}
+if [ ${#files[@]} -eq 0 ]; then check version same_version; fi
+
 if [ ${#cpp[@]} -gt 0 ] && need clang-format "$environment, or apt-get install clang-format (version 14)"; then
   version=$(clang-format --version | grep -oE '[0-9]+' | head -n 1)
   if [ "$version" = 14 ]; then
