@@ -118,7 +118,8 @@ Command add_copy(CLI::App& app) {
   command->footer(
       "Example: hoist copy /local_nvme --to /backup --bytes-per-second 200MB\n"
       "A run continues from the copy as from the store: name its directory as nvme_path. Named checkpoints are not\n"
-      "copied along. When it was interrupted, run it again: ranks that are finished are compared, and the others copied.");
+      "copied along. When it was interrupted, run it again: ranks that are finished are compared, and the others "
+      "copied.");
   return {command, [arguments] { return copy_store(*arguments); }};
 }
 

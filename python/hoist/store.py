@@ -90,7 +90,8 @@ class Stored(Mapping[str, torch.Tensor]):
         """Reads everything: what is not as it was written."""
         return self._model.verify()
 
-    def copy(self, to: str | os.PathLike | Iterable[str | os.PathLike], bytes_per_second: int = 0) -> None:
+    def copy(self, to: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+             bytes_per_second: int = 0) -> None:
         """Makes a store of this commit below `to`, which a run can name as its nvme_path; with several directories its data is
         spread over them. Every byte is verified. After an interruption, call it again: what is finished is compared."""
         directories = [to] if isinstance(to, (str, os.PathLike)) else list(to)

@@ -95,7 +95,8 @@ TEST_F(Copy, AnEarlierStepOrANamedCheckpoint) {
     copy.engine.keep_steps = 1;
     return copy;
   };
-  const test::Digests expected = test::train_on(1, test::toy_setup(Placement::pinned, Placement::pinned), {}, 3)[0].digests;
+  const test::Digests expected =
+      test::train_on(1, test::toy_setup(Placement::pinned, Placement::pinned), {}, 3)[0].digests;
   test::Digests best = continued(copy_of("best"), 1, 1);
   best.losses = expected.losses;
   EXPECT_EQ(best, expected);
@@ -107,9 +108,9 @@ TEST_F(Copy, AKilledOneIsFinishedByTheSameCommand) {
   ASSERT_EQ(run("copy store --to whole --json report.json").exit_code, 0);
   const auto bytes = json_of("report.json")["data_bytes"].get<std::uint64_t>();
   for (const char* seconds : {"0.1", "0.6", "1.2", "1.8"}) {  // of the three that a copy takes
-    const std::string command = "cd '" + path("") + "' && timeout -s KILL " + seconds + " '" HOIST_PROGRAM
-                                "' copy store --to copy --bytes-per-second " + std::to_string(bytes / 3) +
-                                " >/dev/null 2>&1";
+    const std::string command = "cd '" + path("") + "' && timeout -s KILL " + seconds +
+                                " '" HOIST_PROGRAM "' copy store --to copy --bytes-per-second " +
+                                std::to_string(bytes / 3) + " >/dev/null 2>&1";
     EXPECT_NE(std::system(command.c_str()), 0);
   }
   const auto result = run("copy store --to copy --json report.json");

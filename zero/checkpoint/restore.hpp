@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/checkpoint/restore.hpp - what a restore continues from: a commit of the store that these ranks made, or the state
-// of one that another number of ranks made.
+// zero/checkpoint/restore.hpp - what a restore continues from: a commit of the store that these ranks made, or the
+// state of one that another number of ranks made.
 //
 // Threading  The program's thread. Every function is [J]: all ranks of the job call it.
-// Errors     CommonStoreError, on every rank; StoreError, IoError and CorruptionError of one rank, which become CommErrors
-//            of the others; BudgetError.
+// Errors     CommonStoreError, on every rank; StoreError, IoError and CorruptionError of one rank, which become
+//            CommErrors of the others; BudgetError.
 // Main path  plan_restore -> adopt_commit, or FormerState -> read.
 #pragma once
 
@@ -38,8 +38,8 @@ std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& opti
 // What to do about damage: which named checkpoints do not share the damaged bytes. Empty when there are none.
 std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage);
 
-// The state of a store of another number of ranks, or with room for fewer named checkpoints, until a new store has taken
-// it over. Holds its share of the pinned budget.
+// The state of a store of another number of ranks, or with room for fewer named checkpoints, until a new store has
+// taken it over. Holds its share of the pinned budget.
 class FormerState {
  public:
   // Errors: also StoreError for another model, BudgetError unless the new engine with its smallest buffers fits beside

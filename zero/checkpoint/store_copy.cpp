@@ -120,7 +120,8 @@ void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, cons
     if (!std::ranges::equal(wanted, is)) refuse("the same step with other values");
     progress(piece.bytes());
   });
-  if (!std::ranges::equal(source.caller_state(), copy.caller_state())) refuse("the same step with another program state");
+  if (!std::ranges::equal(source.caller_state(), copy.caller_state()))
+    refuse("the same step with another program state");
 }
 
 }  // namespace

@@ -339,8 +339,9 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     if (checkpoints->on_nvme() || !store->commits().empty())
       remove_older_stores(ranks, options, directory_, plan.passed_over);
     book_io();
-    restored = RestoreReport{
-        .step = settings.step_count, .caller_state = checkpoints->state().program, .world_size = plan.source.world_size};
+    restored = RestoreReport{.step = settings.step_count,
+                             .caller_state = checkpoints->state().program,
+                             .world_size = plan.source.world_size};
   });
 }
 
