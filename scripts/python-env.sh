@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 packages=(
   nanobind pytest numpy torch transformers accelerate peft
-  'clang-format==14.*' 'ruff<1' 'mypy<3' # another version of clang-format formats the tree differently
+  'clang-format==14.*' 'ruff==0.17.*' 'mypy==2.4.*' # other versions format or judge the tree differently
 )
 venv=$PWD/build/venv
 if [ "$(cat "$venv/complete" 2>/dev/null)" != "${packages[*]}" ]; then

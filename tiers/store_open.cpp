@@ -135,11 +135,11 @@ void refuse_if_committed(const detail::ManifestView& view, const Superblock& min
     throw_unreadable(paths, why);
   }
   const bool same = view.superblock->layout == mine.layout;
-  throw StoreError(fmt::format("the store in {} holds step {} of {} model; {}", paths.directory, commits.front().step,
-                               same ? "this" : "another",
-                               same ? "continue it (Engine::restore(), hoist-gpt --resume, resume=True in Python), or remove the "
-                                      "directory"
-                                    : "use another directory, or remove this one"));
+  throw StoreError(fmt::format(
+      "the store in {} holds step {} of {} model; {}", paths.directory, commits.front().step, same ? "this" : "another",
+      same ? "continue it (Engine::restore(), hoist-gpt --resume, resume=True in Python), or remove the "
+             "directory"
+           : "use another directory, or remove this one"));
 }
 
 void write_superblock(aio::DriveQueue& engine, const aio::File& manifest, const Superblock& superblock) {

@@ -144,8 +144,12 @@ class Adapted(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-@pytest.mark.parametrize("initialize", [None, lambda module: [nn.init.constant_(p, 0.5) for p in module.parameters(recurse=False)]],
-                         ids=["reset_parameters", "initialize"])
+def fill_with_halves(module):
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.5)
+
+
+@pytest.mark.parametrize("initialize", [None, fill_with_halves])
 def test_what_was_built_keeps_its_values_beside_what_is_on_the_meta_device(settings, initialize):
     model = nn.Sequential(Adapted(), Adapted())
     built = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}

@@ -254,7 +254,8 @@ void StoreSearch::refuse_others() const {
   if (!source && look({}, std::nullopt).came_further) throw incomplete_store({});
   if (!source || (source->directory.order == 0 && source->same_ranks)) return;  // create() sees it
   throw CommonStoreError(
-      fmt::format("the store in {} holds step {} of a run of {} ranks; continue it (Engine::restore(), hoist-gpt --resume, resume=True in Python), or "
+      fmt::format("the store in {} holds step {} of a run of {} ranks; continue it (Engine::restore(), hoist-gpt "
+                  "--resume, resume=True in Python), or "
                   "remove the directory",
                   source->directory.in(options_.store_directory), source->commits.front().step, source->world_size));
 }
