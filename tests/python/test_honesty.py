@@ -209,3 +209,23 @@ def test_large_persistent_buffers_are_committed_and_huge_ones_refused(settings):
     huge.register_buffer("table", torch.zeros(5 << 20))
     with pytest.raises(hoist.UsageError, match="20.0 MiB.*'table'.*persistent=False"):
         hoist.torch.wrap(huge, settings())
+
+
+def test_autocast_around_the_whole_run_keeps_no_old_weights(settings):
+    """PyTorch keeps the copies that it has cast until the outermost region ends: beyond the step that changes the weights."""
+    def trained(name, around_run):
+        config = settings()
+        for part in config["zero_optimization"].values():
+            if isinstance(part, dict):
+                part["nvme_path"] += "-" + name
+        torch.manual_seed(0)
+        with (hoist.torch.wrap(Stack("tensor", layers=3), config) as engine,
+              torch.autocast("cpu", torch.bfloat16, enabled=around_run)):
+            for _ in range(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = engine(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).float().pow(2).mean()
+                engine.backward(loss)
+                assert engine.step().applied
+            return engine.digest()
+
+    assert trained("run", around_run=True) == trained("forward", around_run=False)

@@ -76,6 +76,8 @@ class ModuleHook:
             if outermost:
                 for node in nodes:
                     node.register_prehook(passes.backward_begins)
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()  # copies of these weights, which the step will change, beyond every budget
         for unit in entered:
             unit_manager.leave(unit)
         if outermost:
