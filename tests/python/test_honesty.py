@@ -211,6 +211,13 @@ def test_large_persistent_buffers_are_committed_and_huge_ones_refused(settings):
         hoist.torch.wrap(huge, settings())
 
 
+def test_a_ranks_share_of_the_data_has_another_order_each_time():
+    shares = [hoist.torch.ShuffledShare(range(20), 2, rank) for rank in (0, 1)]
+    epochs = [[list(share) for share in shares] for _ in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert all(sorted(first + second) == list(range(20)) for first, second in epochs)
+
+
 def test_autocast_around_the_whole_run_keeps_no_old_weights(settings):
     """PyTorch keeps the copies that it has cast until the outermost region ends: beyond the step that changes the weights."""
     def trained(name, around_run):

@@ -356,18 +356,16 @@ def in_memory(config):
     return config
 
 
-@pytest.mark.parametrize("why", ["no store", "durability", "keep_steps"])
+@pytest.mark.parametrize("why", ["durability", "keep_steps"])
 def test_checkpoints_that_could_not_be_saved_are_refused_at_the_start(tmp_path, why):
     """Trainer saves by default, every 500 steps: that is late to learn that the store keeps nothing."""
     def config():
         made = ds_config(tmp_path / "nvme")
-        if why == "no store":
-            return in_memory(made)
         made["hoist"] = {"durability": "none"} if why == "durability" else {"keep_steps": 0}
         return made
 
     args = arguments(tmp_path / "out", max_steps=2, save_strategy="steps")
-    with pytest.raises(hoist.UsageError, match="keep_steps.*checkpoint_path.*durability.*save_strategy='no'"):
+    with pytest.raises(hoist.UsageError, match="keep_steps.*durability.*save_strategy='no'"):
         trainer_of(args, config()).train()
     assert not (tmp_path / "nvme").exists()
     for saving in ({"save_strategy": "no"}, {"save_only_model": True}):
@@ -383,6 +381,31 @@ def test_state_in_memory_is_saved_where_the_file_names_a_store(tmp_path):
     trainer = trainer_of(arguments(tmp_path / "out", max_steps=2, save_strategy="steps"), config)
     trainer.train()
     assert trainer.engine.kept() == {"global_step2": 2}
+    trainer.engine.close()
+
+
+def test_state_in_memory_is_saved_beside_trainers_own_files_otherwise(tmp_path):
+    """Trainer saves by default, and a canonical file names no directory."""
+    def trained(steps, resume):
+        trainer = trainer_of(arguments(tmp_path / "out", max_steps=steps, save_strategy="steps", save_steps=2),
+                             in_memory(ds_config(tmp_path / "nvme")))
+        trainer.train(resume_from_checkpoint=resume)
+        kept = trainer.engine.kept()
+        trainer.engine.close()
+        return kept
+
+    assert trained(2, resume=False) == {"global_step2": 2}
+    assert (tmp_path / "out" / "hoist").is_dir() and not (tmp_path / "nvme").exists()
+    assert trained(4, resume=True)["global_step4"] == 4
+
+
+def test_a_warm_up_of_no_steps(tmp_path):
+    """TrainingArguments' default, with a canonical file's "auto"."""
+    config = ds_config(tmp_path / "nvme")
+    config["scheduler"] = {"type": "WarmupLR", "params": {
+        "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+    trainer = trainer_of(arguments(tmp_path / "out", max_steps=2, warmup_steps=0), config)
+    assert trainer.train().global_step == 2
     trainer.engine.close()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 # PyTorch's OpenMP threads would spin while they wait, and keep those that update and move data from running. They read
@@ -119,9 +119,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     engine.lr_scheduler = scheduler
     loader = None
     if training_data is not None:
-        sampler: torch.utils.data.DistributedSampler[Any] | None = None
-        if engine.world_size > 1:
-            sampler = torch.utils.data.DistributedSampler(training_data, engine.world_size, engine.rank)
+        sampler = ShuffledShare(training_data, engine.world_size, engine.rank) if engine.world_size > 1 else None
         loader = torch.utils.data.DataLoader(
             training_data, batch_size=engine.train_micro_batch_size_per_gpu() or 1, collate_fn=collate_fn,
             sampler=sampler, shuffle=sampler is None)
@@ -134,6 +132,15 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
             return kind
     raise _hoist.UsageError(f"{type(optimizer).__name__} cannot be offloaded here: pass torch.optim's AdamW, Adam, "
                             "Adagrad or SGD, or name an optimizer in the configuration")
+
+
+class ShuffledShare(torch.utils.data.DistributedSampler[Any]):
+    """This rank's share of the data, in another order each time, also where the program never calls set_epoch()."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = super().__iter__()
+        self.epoch += 1
+        return order
 
 
 class ConfiguredSchedule:

@@ -129,14 +129,17 @@ class Trainer(transformers.Trainer):
             return self.optimizer
         filled = fill_in(self._hoist_config, self.args, self.state.max_steps)
         config = hoist.torch.load_config(filled)
+        saves = self.args.save_strategy != "no" and not self.args.save_only_model
+        if saves and not config.store_directory:  # all state is in memory: checkpoints go where Trainer's others go
+            filled.setdefault("hoist", {})["checkpoint_path"] = self.args.output_dir
+            config = hoist.torch.load_config(filled)
         if config.setting("hoist.keep_steps") is None and config.can_keep_steps:
             config.keep_steps = self._checkpoints_kept()
-        if config.keep_steps == 0 and self.args.save_strategy != "no" and not self.args.save_only_model:
+        if saves and config.keep_steps == 0:
             raise _hoist.UsageError(
                 f"save_strategy is '{self.args.save_strategy}', and checkpoints are steps kept in the store, of which this "
-                'configuration keeps none: it needs "hoist": {"keep_steps": N} with N above 0 (or none set), a store '
-                "(nvme_path, or hoist.checkpoint_path where all state is in memory) and, with state on NVMe, a durability "
-                "other than \"none\"; or set save_strategy='no', or save_only_model=True")
+                'configuration keeps none: it needs "hoist": {"keep_steps": N} with N above 0 (or none set) and, with state on '
+                "NVMe, a durability other than \"none\"; or set save_strategy='no', or save_only_model=True")
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
         client = self.optimizer
         if client is None and "optimizer" not in filled:
