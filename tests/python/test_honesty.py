@@ -211,6 +211,40 @@ def test_large_persistent_buffers_are_committed_and_huge_ones_refused(settings):
         hoist.torch.wrap(huge, settings())
 
 
+def test_what_is_wrapped_is_not_wrapped_again(settings):
+    model = Stack("tensor", layers=2)
+    with hoist.torch.wrap(model, settings()) as engine:
+        for again in (model, model.head):
+            with pytest.raises(hoist.UsageError, match="belongs to an engine already"):
+                hoist.torch.wrap(again, settings())
+        with pytest.raises(hoist.UsageError, match="not a Engine"):
+            hoist.torch.wrap(engine, settings())
+        with pytest.raises(hoist.UsageError, match="initialize"):
+            hoist.torch.wrap(nn.Linear(2, 2), settings(), optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
+        train(engine, plain=True)  # and nothing has happened to the first one
+        digest = engine.digest()
+    with hoist.torch.wrap(model, settings(), resume=True) as engine:
+        assert engine.digest() == digest
+
+
+def test_a_change_in_place_is_an_error_and_not_lost_in_silence(settings):
+    with hoist.torch.wrap(Stack("tensor", layers=2), settings()) as engine:
+        train(engine, plain=True)
+        before = engine.digest()
+        with torch.no_grad():
+            engine.module.head.weight.mul_(2)
+        with pytest.raises(hoist.UsageError, match="'head.weight' was changed in place.*engine.write"):
+            engine(torch.randn(4, WIDTH))
+        assert engine.digest() == before
+        with engine.gathered(["head.weight"]), torch.no_grad():
+            engine.module.head.bias.zero_()
+        with pytest.raises(hoist.UsageError, match="'head.bias'"):
+            engine(torch.randn(4, WIDTH))
+        train(engine, plain=True)
+        engine.load_state_dict(engine.state_dict())
+        train(engine, plain=False)
+
+
 def test_a_ranks_share_of_the_data_has_another_order_each_time():
     shares = [hoist.torch.ShuffledShare(range(20), 2, rank) for rank in (0, 1)]
     epochs = [[list(share) for share in shares] for _ in range(3)]

@@ -32,6 +32,7 @@ from hoist.torch.turns import takes_turn
 from hoist.torch.units import units_of
 
 _log = logging.getLogger("hoist")
+_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
 class Engine:
@@ -41,6 +42,7 @@ class Engine:
                  unit_classes: Iterable[type[nn.Module]] = (), weights: str | None = None,
                  initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
                  scheduler: Any = None, load_later: bool = False):
+        self._refuse_wrapped(model, optimizer)
         self.module = model
         self.config = config = config.copy()  # what is settled here is not for the next engine
         self._last_report: _hoist.StepReport | None = None
@@ -87,6 +89,7 @@ class Engine:
             self._parameters.cast_buffers()
         self._bring_to_life(sources, weights, initialize, seed, resume, load_later)
         del sources
+        self._parameters.note_versions()
 
         users = dict(cut.users)
         self._hooks = [ModuleHook(self._passes, self._unit_manager, model, users.pop(model, []), is_root=True)]
@@ -96,9 +99,24 @@ class Engine:
         self.optimizer = Optimizer(self, param_groups)
         self._push_all_rates = groups is not None
         self._continue_schedule()
+        for module in model.modules():
+            _engine_of[module] = weakref.ref(self)
         atexit.register(_close_quietly, weakref.ref(self._unit_manager), weakref.ref(self._passes))
 
     # --- construction ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _refuse_wrapped(model: object, optimizer: object) -> None:
+        if not isinstance(model, nn.Module):
+            raise _hoist.UsageError(f"a torch.nn.Module is wrapped, not a {type(model).__name__}")
+        for name, module in model.named_modules():
+            engine = _engine_of.get(module, lambda: None)()
+            if engine is not None and engine._unit_manager.is_open:
+                raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() it first, "
+                                        "and give the next one values (resume=True, or weights=...)")
+        if optimizer is not None and not isinstance(optimizer, str):
+            raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or the "
+                                    "optimizer to hoist.torch.initialize()")
 
     @staticmethod
     def _refuse_compiled(model: nn.Module) -> None:
@@ -219,7 +237,7 @@ class Engine:
         else:
             self._skipped_in_a_row = 0
             # A graph that was kept from before must not be used with the new weights: autograd checks for it.
-            torch.autograd.graph.increment_version(self._parameters.trainable)
+            self._parameters.changed()
             if self._lr_scheduler is not None:
                 driven = getattr(self._lr_scheduler, "optimizer", None)
                 if driven is not None:
@@ -372,7 +390,7 @@ class Engine:
         self.restored = True
         self._passes.forget()
         self._last_report = None
-        torch.autograd.graph.increment_version(self._parameters.trainable)
+        self._parameters.changed()
         self.optimizer.forget_rates()
         self._load_commit_state(bytes(state))
         for group, rate in zip(self.optimizer.param_groups, self._saved.get("rates", ()), strict=False):

@@ -31,6 +31,8 @@ class Parameters:
         self.places: dict[int, int] = {}  # id of a parameter -> its number in the engine
         self.unit_at: dict[int, int] = {}  # address of a unit's window -> unit
         self.trainable: list[nn.Parameter] = []
+        self._all: list[nn.Parameter] = []  # in the order of _number
+        self._versions: list[int] = []  # of all, which every change in place counts up
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
 
@@ -76,6 +78,7 @@ class Parameters:
                     sources[id(parameter)] = parameter.data
                     parameter.data = view
                 self.places[id(parameter)] = self._number[name] = number
+                self._all.append(parameter)
                 self._shape[name] = parameter.shape
                 self._type[name] = dtype
                 if parameter.requires_grad:
@@ -92,6 +95,25 @@ class Parameters:
                     module._parameters[key] = parameter
         unit.parameters[name] = parameter
         return parameter
+
+    # --- changes that would be lost ------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """The engine has given the parameters other values: autograd refuses a graph that was kept from before."""
+        torch.autograd.graph.increment_version(self.trainable)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        self._versions = [p._version for p in self._all]
+
+    def refuse_edits(self) -> None:
+        """Errors: UsageError where an operation has changed a parameter in place: its memory is another's by now."""
+        if [p._version for p in self._all] == self._versions:
+            return
+        name = next(n for n, p, version in zip(self._number, self._all, self._versions, strict=True) if p._version != version)
+        self.note_versions()
+        raise _hoist.UsageError(f"parameter '{name}' was changed in place, and the change is lost: weights lie in their memory only "
+                                "while they are used. engine.write(name, values) changes a parameter, load_state_dict() all of them")
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 

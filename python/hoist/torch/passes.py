@@ -94,6 +94,7 @@ class Passes:
 
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_life()
+        self._parameters.refuse_edits()
         self._is_scaled = False
         self.left_by = ""
         if kind == _hoist.Pass.train:
