@@ -65,5 +65,14 @@ TEST(Printable, NoLineOfTheLogHasControlCharacters) {
   EXPECT_EQ(lines.str().find('\x1b'), std::string::npos);
 }
 
+TEST(Log, StdoutIsLeftToTheProgram) {
+  testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
+  log_warning("a line for {}", "people");
+  spdlog::default_logger()->flush();
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("a line for people"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace hoist::test

@@ -171,6 +171,7 @@ def test_torchrun_and_initialize(settings, tmp_path):
         import json, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import hoist.torch
+        import torch
         from test_distributed import *
         data = [(torch.full((16,), i), torch.full((16,), i)) for i in range(16)]
         engine, _, loader, _ = hoist.torch.initialize(

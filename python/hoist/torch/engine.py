@@ -112,11 +112,11 @@ class Engine:
         for name, module in model.named_modules():
             engine = _engine_of.get(module, lambda: None)()
             if engine is not None and engine._unit_manager.is_open:
-                raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() it first, "
-                                        "and give the next one values (resume=True, or weights=...)")
+                raise _hoist.UsageError(f"module '{name or type(module).__name__}' belongs to an engine already: close() it "
+                                        "first, and give the next one values (resume=True, or weights=...)")
         if optimizer is not None and not isinstance(optimizer, str):
-            raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or the "
-                                    "optimizer to hoist.torch.initialize()")
+            raise _hoist.UsageError("wrap(optimizer=...) takes a name, such as \"AdamW\": pass the settings as groups=..., or "
+                                    "the optimizer to hoist.torch.initialize()")
 
     @staticmethod
     def _refuse_compiled(model: nn.Module) -> None:

@@ -112,8 +112,9 @@ class Parameters:
             return
         name = next(n for n, p, version in zip(self._number, self._all, self._versions, strict=True) if p._version != version)
         self.note_versions()
-        raise _hoist.UsageError(f"parameter '{name}' was changed in place, and the change is lost: weights lie in their memory only "
-                                "while they are used. engine.write(name, values) changes a parameter, load_state_dict() all of them")
+        raise _hoist.UsageError(f"parameter '{name}' was changed in place, and the change is lost: weights lie in their memory "
+                                "only while they are used. engine.write(name, values) changes a parameter, load_state_dict() "
+                                "all of them")
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
