@@ -179,6 +179,7 @@ TEST(EngineFailure, AGradientThatTheDeviceDidNotAddEndsTheEngine) {
   }
   EXPECT_THROW(p.engine().step(), DeviceError);
   EXPECT_THROW(p.engine().begin(Pass::evaluate), DeviceError);
+  p.model.stream().synchronize();  // it reads `gradient`
 }
 
 // --- threads ---------------------------------------------------------------------------------------------------------
