@@ -46,6 +46,14 @@ std::string commits_text(const EngineOptions& engine) {
   return nvme ? "none: the store cannot be resumed" : "when the program saves" + kept;
 }
 
+std::string mirror_text(const MirrorOptions& mirror) {
+  const std::string rate =
+      mirror.bytes_per_second == 0 ? "" : fmt::format(", at most {} a second", format_bytes(mirror.bytes_per_second));
+  if (mirror.every == 0) return fmt::format("in {}, when the program asks for it{}", mirror.directory, rate);
+  return fmt::format("in {}, at most every {}{}", mirror.directory,
+                     mirror.every == 1 ? "step" : fmt::format("{} steps", mirror.every), rate);
+}
+
 std::string source_text(const ConfigSetting& setting) {
   switch (setting.source) {
     case ConfigSetting::Source::file:
@@ -69,6 +77,7 @@ std::string placement_text(const EngineOptions& engine) {
             {"optimizer state", optimizer_place(engine)},
             {"commits", commits_text(engine)}};
   if (!engine.store_directory.empty()) rows.push_back({"store", engine.store_directory});
+  if (!engine.mirror.directory.empty()) rows.push_back({"mirror", mirror_text(engine.mirror)});
   for (const std::string& directory : engine.stripe_directories) rows.push_back({"striped over", directory});
   return "\nplacement\n" + columns(rows);
 }
@@ -184,7 +193,8 @@ Json placement_json(const EngineOptions& engine) {
           {"stripes", engine.stripe_directories},
           {"durability", engine.durability == tiers::Durability::step ? "step" : "none"},
           {"commit_every", engine.commit_every},
-          {"keep_steps", engine.keep_steps}};
+          {"keep_steps", engine.keep_steps},
+          {"mirror", engine.mirror.directory}};
 }
 
 }  // namespace

@@ -102,6 +102,28 @@ std::vector<KeyRow> durability_rows() {
        .meaning = "Named checkpoints that stay beside the newest commit; a new one replaces the oldest. Each takes 12 "
                   "bytes per parameter on NVMe, reserved at the start.",
        .apply = [](Draft& d, const Value& v) { d.engine.keep_steps = static_cast<unsigned>(as_count(v)); }},
+      section_row("hoist.mirror", "Copies of commits that outlive the store's drive and machine."),
+      {.path = "hoist.mirror.path",
+       .type = ValueType::path,
+       .meaning =
+           "Finished commits are copied to the subdirectory hoist of this directory, on another drive or a "
+           "network file system, while training goes on; a restart on a machine whose own drives are empty goes "
+           "on from there. A commit that is being copied takes 12 bytes per parameter on NVMe beside the newest, "
+           "reserved at the start.",
+       .apply = [](Draft& d, const Value& v) { d.mirror_path = as_text(v); }},
+      {.path = "hoist.mirror.every",
+       .type = ValueType::integer,
+       .default_value = "1",
+       .range = {.max = 1e9},
+       .meaning = "Steps from one copy to the next, at least: a copy begins when the one before it is done on every "
+                  "rank. With nothing on NVMe, saves are copied. 0: only what save() is asked to copy.",
+       .apply = [](Draft& d, const Value& v) { d.engine.mirror.every = static_cast<unsigned>(as_count(v)); }},
+      {.path = "hoist.mirror.bytes_per_second",
+       .type = ValueType::bytes,
+       .default_value = "0",
+       .range = {.min = 0, .max = 1e15},
+       .meaning = "Most bytes that a rank copies to the mirror in a second, on average. 0: as fast as the drives.",
+       .apply = [](Draft& d, const Value& v) { d.engine.mirror.bytes_per_second = as_count(v); }},
       {.path = "hoist.gradient_spill",
        .type = ValueType::boolean,
        .status = KeyStatus::refused,

@@ -58,6 +58,7 @@ class Rules {
     offload_ratio();
     store();
     durability();
+    mirror();
     host_device_only();
     batch();
     formats();
@@ -218,6 +219,19 @@ class Rules {
     if (roots.empty()) return;
     draft_.engine.store_directory = roots.front();
     draft_.engine.stripe_directories.assign(roots.begin() + 1, roots.end());
+  }
+
+  void mirror() {
+    if (draft_.mirror_path.empty()) return;
+    const std::string root = plain_path(draft_.mirror_path);
+    draft_.engine.mirror.directory = (std::filesystem::path(root) / "hoist").string();
+    if (draft_.engine.store_directory.empty() && !is_wrong("zero_optimization"))
+      problem("hoist.mirror.path", "there is no store to copy; set nvme_path or hoist.checkpoint_path");
+    if (draft_.engine.mirror.directory == draft_.engine.store_directory)
+      problem("hoist.mirror.path", fmt::format("\"{}\" is where the store itself is; name a directory on another drive",
+                                               draft_.mirror_path));
+    if (uses_nvme() && draft_.durability == tiers::Durability::none)
+      problem("hoist.mirror.path", "with durability \"none\" there are no commits to copy; use \"step\"");
   }
 
   void durability() {

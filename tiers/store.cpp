@@ -9,8 +9,10 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/thread.hpp>
+#include <hoist/tiers/detail/held_commit.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
+#include <hoist/tiers/store_reader.hpp>
 
 namespace hoist::tiers {
 
@@ -26,6 +28,7 @@ Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::St
       superblock_(std::move(superblock)),
       paths_(std::move(paths)),
       durability_(options.durability),
+      held_max_(options.durability == Durability::step ? options.held_commits_max : 0),
       trace_(options.trace),
       table_(options.records, options.durability, superblock_.extents_per_record, superblock_.store_number),
       image_(superblock_.slot_bytes()) {
@@ -57,6 +60,7 @@ std::uint64_t Store::Impl::memory_bytes(const StoreOptions& options, const Super
   bytes += detail::RecordTable::memory_bytes(options.records, options.durability, superblock.extents_per_record);
   bytes += superblock.layout.size() + superblock.slot_bytes();
   if (options.durability == Durability::step) bytes += superblock.caller_state_bytes_max;
+  if (options.held_commits_max > 0) bytes += detail::held_commit_bytes(options.records, superblock);
   return bytes;
 }
 
@@ -208,8 +212,7 @@ void Store::Impl::begin_step(std::uint64_t step) {
   if (failed_) std::rethrow_exception(failed_);
   if (step_open_) return continue_step(step);
   HOIST_ASSERT(adopted_, "step {} begins before a commit of {} was adopted", step, paths_.directory);
-  HOIST_ASSERT(kept_.size() <= superblock_.kept_steps_max, "{} named checkpoints leave no extents to write to",
-               kept_.size());
+  HOIST_ASSERT(kept_.size() <= kept_steps_max(), "{} named checkpoints leave no extents to write to", kept_.size());
   HOIST_ASSERT(!committed_step_ || step >= *committed_step_, "step {} begins after step {} was committed", step,
                *committed_step_);
   revision_ = committed_step_ == step ? revision_ + 1 : 0;
@@ -394,6 +397,7 @@ std::vector<CommitHeader> Store::kept_apart_from(const CorruptionError::Where& d
   return impl_->kept_apart_from(damage);
 }
 std::uint32_t Store::kept_steps_max() const { return impl_->kept_steps_max(); }
+std::unique_ptr<StoreReader> Store::hold() { return impl_->hold(); }
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }
 std::uint64_t Store::store_number() const { return impl_->store_number(); }
 

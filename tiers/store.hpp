@@ -59,6 +59,9 @@ struct StoreOptions {
   // create(): the number of named checkpoints, each with another extent for every record. Durability step only. open()
   // uses the store's own number, and refuses if more are requested.
   std::uint32_t kept_steps_max = 0;
+  // create(): the number of commits that hold() keeps readable at a time, 0 or 1; each takes the disk space of a named
+  // checkpoint. Durability step only.
+  std::uint32_t held_commits_max = 0;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
   Trace* trace = nullptr;  // receives transfers and commits
   // Random if 0. Ranks of one run have consecutive numbers, so that files of two runs are not taken for one run's.
@@ -77,6 +80,8 @@ struct CommitHeader {
   std::uint64_t kept_serial = 0;  // its number among the keep() calls of this store, from 1; 0 for the last commits
   friend bool operator==(const CommitHeader&, const CommitHeader&) = default;
 };
+
+class StoreReader;
 
 class Store {
  public:
@@ -199,7 +204,11 @@ class Store {
   Completion keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree = {});
   // Removes a named checkpoint; its space is reused. Waits for the drive. Pre: no step is open.
   void forget(std::uint64_t kept_serial);
-  std::uint32_t kept_steps_max() const;
+  std::uint32_t kept_steps_max() const;  // without the places that hold() needs
+  // The last commit, to be read beside later steps: its extents are not reused while the reader lives, which ends
+  // before the store. Reads its tables from the drive. Nothing of it outlives the process. Pre: no step is open and no
+  // commit under way but the one whose completion calls this; held_commits_max is 1, and no other commit is held.
+  std::unique_ptr<StoreReader> hold();
 
   std::vector<std::string> data_paths() const;  // one for each drive
   std::uint64_t store_number() const;

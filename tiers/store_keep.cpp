@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps kept under a name: each has a slot of the manifest beyond those of the commits, and holds its records' extents,
-// so that nothing is written over them. The newest is whole before an older one goes.
+// so that nothing is written over them. The newest is whole before an older one goes. A commit held for a reader holds
+// extents alike, in this process only.
 #include <algorithm>
 #include <cstring>
 
@@ -8,8 +9,10 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/held_commit.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
+#include <hoist/tiers/store_reader.hpp>
 
 namespace hoist::tiers {
 
@@ -53,7 +56,7 @@ void Store::Impl::hold_kept() {
 Completion Store::Impl::keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
   const std::lock_guard lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
-  HOIST_ASSERT(!step_open_ && superblock_.kept_steps_max > 0, "step {} cannot be kept", step_);
+  HOIST_ASSERT(!step_open_ && kept_steps_max() > 0, "step {} cannot be kept", step_);
   HOIST_ASSERT(committing_ || committed_step_, "a step is kept before the first commit of {}", paths_.directory);
   if (const std::string problem = wrong_step_name(name); !problem.empty())
     throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
@@ -113,7 +116,7 @@ void Store::Impl::make_room(const CommitHeader& newest) {
     return kept.header.name == newest.name && kept.header.kept_serial != newest.kept_serial;
   });
   if (goes == kept_.end()) {
-    if (kept_.size() <= superblock_.kept_steps_max) return;
+    if (kept_.size() <= kept_steps_max()) return;
     goes = kept_.begin();
   }
   give_up(goes);
@@ -123,6 +126,34 @@ void Store::Impl::give_up(std::vector<Kept>::iterator kept) {
   blank_slot(kept->slot);
   table_.let_go(kept->extents);
   kept_.erase(kept);
+}
+
+std::unique_ptr<StoreReader> Store::Impl::hold() {
+  const std::lock_guard lock(mutex_);
+  if (failed_) std::rethrow_exception(failed_);
+  HOIST_ASSERT(held_max_ > 0 && held_ == 0, "{} commits of {} are held, of {}", held_.load(), paths_.directory,
+               held_max_);
+  HOIST_ASSERT(!step_open_ && committed_step_, "no commit of {} can be held", paths_.directory);
+  std::vector<std::uint32_t> extents = table_.committed_extents();
+  if (const std::string problem = table_.hold(extents); !problem.empty()) throw StoreError(problem);
+  ++held_;
+  const auto let_go = [this, extents = std::move(extents)] {
+    table_.let_go(extents);
+    --held_;
+  };
+  try {
+    return std::make_unique<StoreReader>(
+        detail::HeldCommit{.superblock = superblock_,
+                           .directory = paths_.directory,
+                           .records = {table_.records().begin(), table_.records().end()},
+                           .commit = {.step = *committed_step_, .incarnation = incarnation_, .revision = revision_},
+                           .engine = engine_,
+                           .data = *files_.data,
+                           .let_go = let_go});
+  } catch (...) {
+    let_go();
+    throw;
+  }
 }
 
 }  // namespace hoist::tiers

@@ -48,7 +48,7 @@ Superblock superblock_for(const StoreOptions& options) {
   s.rank = static_cast<std::uint32_t>(identity.rank);
   s.world_size = static_cast<std::uint32_t>(identity.world_size);
   s.durability = options.durability == Durability::step ? kDurabilityStep : kDurabilityNone;
-  s.kept_steps_max = options.durability == Durability::step ? options.kept_steps_max : 0;
+  s.kept_steps_max = options.durability == Durability::step ? options.kept_steps_max + options.held_commits_max : 0;
   if (s.kept_steps_max > kKeptStepsMax)
     throw UsageError(fmt::format("{} steps cannot be kept; at most {}", s.kept_steps_max, kKeptStepsMax));
   s.extents_per_record = options.durability == Durability::step ? 2 + s.kept_steps_max : 1;

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <functional>
 #include <tuple>
 
 #include <fmt/format.h>
 
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tiers/detail/held_commit.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/store_reader.hpp>
@@ -60,18 +62,38 @@ class StoreReader::Impl {
         paths_(directory, rank),
         first_(detail::open_shared(paths_, kLockTimeout)),
         superblock_(superblock_of(paths_, rank, records)),
-        data_(open_data(std::move(*first_), superblock_, paths_, rank, engine)),
+        own_data_(open_data(std::move(*first_), superblock_, paths_, rank, engine)),
+        data_(*own_data_),
         table_(std::move(records), Durability::step, superblock_.extents_per_record, superblock_.store_number) {
     load(commit);
   }
+  explicit Impl(detail::HeldCommit held)
+      : engine_(held.engine),
+        paths_(held.directory, static_cast<int>(held.superblock.rank)),
+        superblock_(held.superblock),
+        data_(held.data),
+        priority_(aio::Priority::background),
+        table_(std::move(held.records), Durability::step, superblock_.extents_per_record, superblock_.store_number) {
+    load(held.commit);
+    let_go_ = std::move(held.let_go);  // if this fails, the caller lets go
+  }
+  ~Impl() {
+    if (let_go_) let_go_();
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
 
   std::vector<CorruptionError::Where> read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                                            std::span<std::byte> target) {
     if (target.empty()) return {};
     const auto run = table_.readable_run(record, region, first, first + count);
-    data_->read(run.offset_bytes, target, aio::Priority::foreground).wait();
-    return table_.damage(record, region, first, count, target, *data_);
+    data_.read(run.offset_bytes, target, priority_).wait();
+    bytes_read_ += target.size();
+    return table_.damage(record, region, first, count, target, data_);
   }
+
+  std::uint64_t fingerprint(RecordId record) const { return table_.fingerprint(record); }
+  std::uint64_t bytes_read() const { return bytes_read_; }
 
   std::span<const std::byte> caller_state() const { return caller_state_; }
 
@@ -97,6 +119,7 @@ class StoreReader::Impl {
     const aio::TransferMemory bytes(superblock_.slot_bytes());
     for (std::uint32_t slot = 0; slot < superblock_.slot_count(); ++slot) {
       engine_.read(manifest, superblock_.slot_offset(slot), bytes.span(), aio::Priority::foreground).wait();
+      bytes_read_ += bytes.span().size();
       const SlotCheck check = check_slot(bytes.span(), superblock_);
       const bool wanted = check.state == SlotCheck::State::valid && detail::commit_header(check) == commit;
       if (!wanted) continue;
@@ -116,11 +139,16 @@ class StoreReader::Impl {
   const detail::StorePaths paths_;
   const std::unique_ptr<aio::File> first_;  // its lock is shared, and taken before anything is believed; then empty
   const Superblock superblock_;
-  const std::unique_ptr<aio::StripedFile> data_;
+  const std::unique_ptr<aio::StripedFile> own_data_;  // null for a commit that an open store holds
+  aio::StripedFile& data_;
+  const aio::Priority priority_ = aio::Priority::foreground;
   detail::RecordTable table_;
   std::vector<std::byte> caller_state_;
+  std::function<void()> let_go_;
+  std::uint64_t bytes_read_ = 0;
 };
 
+StoreReader::StoreReader(detail::HeldCommit commit) : impl_(std::make_unique<Impl>(std::move(commit))) {}
 StoreReader::StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records,
                          const CommitHeader& commit, aio::DriveQueue& engine)
     : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, engine)) {}
@@ -140,10 +168,13 @@ std::vector<CorruptionError> StoreReader::check(RecordId record, Region region, 
   return errors;
 }
 
+std::uint64_t StoreReader::fingerprint(RecordId record) const { return impl_->fingerprint(record); }
+
 std::span<const std::byte> StoreReader::caller_state() const { return impl_->caller_state(); }
 
 StoreOptions StoreReader::options() const { return impl_->options(); }
 
 std::uint64_t StoreReader::memory_bytes() const { return impl_->memory_bytes(); }
+std::uint64_t StoreReader::bytes_read() const { return impl_->bytes_read(); }
 
 }  // namespace hoist::tiers

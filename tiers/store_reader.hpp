@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/store_reader.hpp - one rank's store, read-only: any one of its commits, verified, without continuing it.
 //
-// For tools and for ranks that take over another rank's state. Store is for the process that trains.
+// For tools, for ranks that take over another rank's state, and for what copies a commit while its process trains on
+// (Store::hold).
 //
 // Threading  One thread at a time per object.
 // Memory     The record tables and one commit's image; kept as long as the object.
@@ -19,12 +20,17 @@
 
 namespace hoist::tiers {
 
+namespace detail {
+struct HeldCommit;
+}
+
 class StoreReader {
  public:
   // Shares the lock of the data file with other readers while it lives, so that no trainer moves the extents under it;
   // nothing on disk is changed. `records` are those the store was made with (its layout text says which).
   StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
               aio::DriveQueue& engine);
+  explicit StoreReader(detail::HeldCommit commit);  // for Store::hold()
   ~StoreReader();
   StoreReader(const StoreReader&) = delete;
   StoreReader& operator=(const StoreReader&) = delete;
@@ -36,9 +42,12 @@ class StoreReader {
   std::vector<CorruptionError> check(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                                      std::span<std::byte> target);
   std::span<const std::byte> caller_state() const;
+  // Equal for two commits of one store where the record is the same in both.
+  std::uint64_t fingerprint(RecordId record) const;
   // Of a store that can hold the same commits, with the same number, on one drive. Its directory is left empty.
   StoreOptions options() const;
   std::uint64_t memory_bytes() const;  // its memory, for callers with a budget
+  std::uint64_t bytes_read() const;    // from the drives so far, its tables included
 
  private:
   class Impl;

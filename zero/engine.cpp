@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/detail/engine_core.hpp>
 #include <hoist/zero/predict/step_bytes.hpp>
 
@@ -44,7 +45,8 @@ std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineO
   check(options, runtime.options(), runtime.world_size());
   const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
   const detail::RankAgreement ranks(runtime, *notifier);
-  return detail::StoreSearch(ranks, options).find_commit();
+  const auto plan = detail::find_restore(ranks, options, "");
+  return plan ? std::optional(plan->source.commits.front().step) : std::nullopt;
 }
 
 std::vector<KeptStep> Engine::find_kept(Runtime& runtime, const EngineOptions& options) {
@@ -213,14 +215,18 @@ void Engine::write(ParameterId parameter, State state, std::uint64_t first_eleme
   core_->run([&] { core_->write(parameter, state, first_element, values); });
 }
 
-Completion Engine::save(std::string name, std::span<const std::byte> caller_state) {
-  return core_->run([&] { return core_->save(name, caller_state); });
+Completion Engine::save(std::string name, std::span<const std::byte> caller_state, const SaveOptions& options) {
+  return core_->run([&] { return core_->save(name, caller_state, options); });
 }
 
 // --- what happened ---------------------------------------------------------------------------------------------------
 
 std::uint64_t Engine::step_count() const { return core_->settings.step_count; }
 std::optional<std::uint64_t> Engine::committed_step() const { return core_->checkpoints->committed_step(); }
+MirrorReport Engine::mirror() const {
+  const detail::Mirror* const mirror = core_->checkpoints->mirror();
+  return mirror ? MirrorReport{.step = mirror->step(), .copied_bytes = mirror->copied_bytes()} : MirrorReport{};
+}
 std::vector<std::string> Engine::describe() const { return core_->describe(); }
 
 StepBytes Engine::formula_bytes() const {

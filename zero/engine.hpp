@@ -52,11 +52,12 @@ class Engine {
   // Commits after that one are then abandoned, kept steps stay. If another number of ranks made the commit, its state
   // is distributed anew into a store of its own below the offload directory. That needs room there, and every rank must
   // reach all old ranks' files. The old store is removed once the new one is committed (with nothing on NVMe: at the
-  // next restore after that), unless it keeps steps. restored() tells what was found.
+  // next restore after that), unless it keeps steps. Where a rank's drives are new, and there is a mirror
+  // (EngineOptions::mirror), its newest commit is continued from in the same way. restored() tells what was found.
   // Errors: as create(), and StoreError when there is no such commit, or it belongs to another model.
   static Engine restore(Runtime& runtime, const EngineOptions& options, Model model,
                         const RestoreOptions& restore_options = {});
-  // [J] The newest commit that every rank has, if there is one. Changes nothing.
+  // [J] The commit that restore() would continue from, if there is one. Changes nothing.
   static std::optional<std::uint64_t> find_commit(Runtime& runtime, const EngineOptions& options);
   // [J] The steps that every rank keeps under a name, oldest first. Changes nothing.
   static std::vector<KeptStep> find_kept(Runtime& runtime, const EngineOptions& options);
@@ -120,12 +121,13 @@ class Engine {
   // under the next pass, and the next step() waits for that (once: what has not changed since the last save is not
   // written again). Between commits (commit_every) the step is committed first. Without a name, or without keep_steps,
   // the save is a commit like a step's, and the next one replaces it.
-  Completion save(std::string name, std::span<const std::byte> caller_state);
+  Completion save(std::string name, std::span<const std::byte> caller_state, const SaveOptions& options = {});
 
   // --- what happened -------------------------------------------------------------------------------------------------
   Runtime& runtime();
   std::uint64_t step_count() const;                     // steps applied
   std::optional<std::uint64_t> committed_step() const;  // the newest durable step
+  MirrorReport mirror() const;
   // What one step must move by the byte formula for this configuration and the passes recorded so far. P5 compares
   // Ledger::totals with this.
   StepBytes formula_bytes() const;

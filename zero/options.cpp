@@ -115,6 +115,15 @@ void check_commits(const EngineOptions& options) {
          "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
   refuse(options.keep_steps > 0 && uses_nvme(options) && options.durability == tiers::Durability::none,
          "hoist.keep_steps", "a store of durability \"none\" keeps nothing; use \"step\"");
+  if (options.mirror.directory.empty()) return;
+  refuse(options.store_directory.empty(), "hoist.mirror",
+         "there is no store to copy; set nvme_path or hoist.checkpoint_path");
+  refuse(uses_nvme(options) && options.durability == tiers::Durability::none, "hoist.mirror",
+         "with durability \"none\" there are no commits to copy; use \"step\"");
+  refuse(options.mirror.directory == options.store_directory, "hoist.mirror.path",
+         fmt::format("{} is the store's own directory; name another, on another drive", options.mirror.directory));
+  refuse(options.keep_steps >= tiers::kKeptStepsMax, "hoist.keep_steps",
+         fmt::format("with hoist.mirror at most {} steps can be kept", tiers::kKeptStepsMax - 1));
 }
 
 void check_counts(const EngineOptions& options) {

@@ -92,6 +92,14 @@ enum class MicroBatchOrder : std::uint8_t {
   vertical,    // one pass: each layer with all micro-batches before the next layer
 };
 
+// Copies of finished commits in another directory: a network file system, another drive. A copy is a store like the
+// first, of the newest commit that was copied; restore() goes on from it where the store's drive was lost.
+struct MirrorOptions {
+  std::string directory;               // empty: none. Key "hoist.mirror.path", below which it is the directory hoist
+  unsigned every = 1;                  // steps from one copy to the next, at least; 0: only those that save() asks for
+  std::uint64_t bytes_per_second = 0;  // that are copied at most, on average; 0: as fast as the drives
+};
+
 struct EngineOptions {
   // ZeRO stage. 3: every unit's weights are gathered for their use and let go of. Below: they stay on the device,
   // whole, and are gathered once after each step (units with a Binding for each use, as at stage 3). Gradients and
@@ -125,6 +133,9 @@ struct EngineOptions {
   // Steps that stay under the names that save() gave them, each for 12 bytes a parameter on NVMe, reserved at start;
   // the oldest goes for a new one. With 0 a save is a commit like a step's. At most 64. Key hoist.keep_steps.
   unsigned keep_steps = 0;
+  // A commit that is being copied stays as it is meanwhile, for which the store takes another 12 bytes a parameter, as
+  // for a step that is kept.
+  MirrorOptions mirror{};
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);
 

@@ -48,12 +48,16 @@ StepMetrics::Statistics StepMetrics::read(const Ledger& ledger) {
   return books;
 }
 
-void StepMetrics::write(const StepReport& report, const Ledger& ledger, std::int64_t committed_step) noexcept {
+void StepMetrics::write(const StepReport& report, const Ledger& ledger, std::optional<std::uint64_t> committed_step,
+                        std::optional<std::uint64_t> mirrored_step) noexcept {
   try {
     const Statistics now = read(ledger);
     const TimePoint ended = Clock::now();
-    Line line{
-        .report = report, .seconds = to_seconds(ended - last_step_), .moved = now, .committed_step = committed_step};
+    Line line{.report = report,
+              .seconds = to_seconds(ended - last_step_),
+              .moved = now,
+              .committed_step = committed_step,
+              .mirrored_step = mirrored_step};
     for (std::size_t i = 0; i < kLinkCount; ++i) {
       line.moved.links[i].bytes -= last_.links[i].bytes;
       line.moved.links[i].busy -= last_.links[i].busy;
@@ -85,9 +89,10 @@ void StepMetrics::append_json(const Line& line) {
   for_each_cause([&](const char* name, std::size_t i) {
     text += fmt::format(R"({}"{}":{:.6f})", std::exchange(comma, ","), name, to_seconds(line.moved.waits[i]));
   });
-  text += fmt::format(R"(}},"committed_step":{}}})"
+  const auto step = [](const std::optional<std::uint64_t>& of) { return of ? fmt::to_string(*of) : "null"; };
+  text += fmt::format(R"(}},"committed_step":{},"mirrored_step":{}}})"
                       "\n",
-                      line.committed_step < 0 ? "null" : fmt::format("{}", line.committed_step));
+                      step(line.committed_step), step(line.mirrored_step));
   // One call for a line, flushed: whoever follows the file sees whole lines.
   if (std::fwrite(text.data(), 1, text.size(), file_.get()) != text.size() || std::fflush(file_.get()) != 0)
     throw IoError({"write", path_, 0, text.size(), errno}, "");
@@ -102,7 +107,9 @@ void StepMetrics::replace_prometheus(const Line& line) {
     text += fmt::format("# HELP hoist_{0} {1}\n# TYPE hoist_{0} gauge\n", name, help);
   };
   gauge("step", "Steps applied.", static_cast<double>(line.report.step));
-  gauge("committed_step", "The newest durable step, -1 for none.", static_cast<double>(line.committed_step));
+  const auto step = [](const std::optional<std::uint64_t>& of) { return of ? static_cast<double>(*of) : -1.0; };
+  gauge("committed_step", "The newest durable step, -1 for none.", step(line.committed_step));
+  gauge("mirrored_step", "The newest step that is whole in the mirror, -1 for none.", step(line.mirrored_step));
   gauge("step_seconds", "Wall time of the last step.", line.seconds);
   gauge("gradient_norm", "Global norm of the last step's gradient, before clipping.", line.report.gradient_norm);
   gauge("learning_rate", "Learning rate of the first parameter group.", line.report.learning_rate);

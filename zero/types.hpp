@@ -116,6 +116,17 @@ struct KeptStep {
   std::uint64_t step = 0;
 };
 
+struct SaveOptions {
+  // The commit is also copied to EngineOptions::mirror. Waits for the copy under way, if there is one; the completion
+  // is done, or failed, when this one is.
+  bool mirror = false;
+};
+
+struct MirrorReport {
+  std::optional<std::uint64_t> step{};  // the newest that this engine knows to be whole in the mirror
+  std::uint64_t copied_bytes = 0;       // by this rank, since the engine was made; also of copies that failed
+};
+
 struct RestoreOptions {
   std::string from{};  // the name of a step that was kept; empty: the newest commit that every rank has
 };
@@ -124,7 +135,8 @@ struct RestoreReport {
   std::uint64_t step = 0;
   // As this rank gave it. Where the number of ranks has changed: as the rank of the same number did, or rank 0.
   std::vector<std::byte> caller_state;
-  int world_size = 1;  // of the run that made the commit
+  int world_size = 1;    // of the run that made the commit
+  std::string mirror{};  // the directory of the mirror that it comes from; empty: the run's own store
 };
 
 // Bytes one step moves over each link, on this rank.

@@ -47,6 +47,7 @@ struct Draft {
   bool old_parameter_offload = false;        // cpu_offload_param
   bool old_optimizer_offload = false;        // cpu_offload
   std::string checkpoint_path;
+  std::string mirror_path;
   std::optional<tiers::Durability> durability;
   std::string optimizer_type = "AdamW";  // "Adam" leaves the choice of decay to adam_w_mode
   bool adam_w_mode = true;

@@ -300,12 +300,14 @@ StepRecord Training::one_step() {
 }
 
 // If steps are commits, or durability is `none`, there is nothing to do. Otherwise a store, where one is
-// configured, gets the state now.
+// configured, gets the state now. A mirror gets it in any case.
 void Training::save_at_end() {
   committed_.wait();
   if (on_nvme() && !steps_are_commits()) return;
-  if (config_.engine.store_directory.empty() || engine_->committed_step() == step_) return;
-  engine_->save("", encode(state_at(step_))).wait();
+  if (config_.engine.store_directory.empty()) return;
+  const bool mirrored = !config_.engine.mirror.directory.empty();
+  if (engine_->committed_step() == step_ && (!mirrored || engine_->mirror().step == step_)) return;
+  engine_->save("", encode(state_at(step_)), {.mirror = mirrored}).wait();
   say(fmt::format("saved step {} in {}", step_, config_.engine.store_directory));
 }
 

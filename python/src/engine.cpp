@@ -309,17 +309,20 @@ void bind_engine(nb::module_& module) {
           "parameter"_a, "state"_a, "first_element"_a, "values"_a)
       .def(
           "save",
-          [](PyEngine& e, const std::string& name, const nb::bytes& state) {
+          [](PyEngine& e, const std::string& name, const nb::bytes& state, bool mirror) {
             const std::span bytes(static_cast<const std::byte*>(state.data()), state.size());
             const nb::gil_scoped_release release;
-            return e.engine().save(name, bytes);
+            return e.engine().save(name, bytes, {.mirror = mirror});
           },
-          "name"_a, "caller_state"_a = nb::bytes("", 0))
+          "name"_a, "caller_state"_a = nb::bytes("", 0), "mirror"_a = false)
       .def_prop_ro(
           "loss_scale", [](PyEngine& e) { return e.engine().loss_scale(); },
           "What losses are to be multiplied by until the next step.")
       .def_prop_ro("step_count", [](PyEngine& e) { return e.engine().step_count(); })
       .def_prop_ro("committed_step", [](PyEngine& e) { return e.engine().committed_step(); })
+      .def_prop_ro(
+          "mirrored_step", [](PyEngine& e) { return e.engine().mirror().step; },
+          "The newest step that this engine knows to be whole in the mirror.")
       .def("formula_bytes", [](PyEngine& e) { return e.engine().formula_bytes(); })
       .def("describe", [](PyEngine& e) { return e.engine().describe(); })
       .def(

@@ -415,18 +415,19 @@ void bind_unit_manager(nb::module_& module) {
           "parameter"_a, "state"_a, "first_element"_a, "values"_a)
       .def(
           "save",
-          [](UnitManager& unit_manager, const std::string& name, const nb::bytes& state) {
+          [](UnitManager& unit_manager, const std::string& name, const nb::bytes& state, bool mirror) {
             const auto bytes = bytes_of(state);
             const nb::gil_scoped_release release;
             const std::lock_guard lock(unit_manager.engine_mutex());
-            return unit_manager.engine().save(name, bytes);
+            return unit_manager.engine().save(name, bytes, {.mirror = mirror});
           },
-          "name"_a, "caller_state"_a)
+          "name"_a, "caller_state"_a, "mirror"_a = false)
       .def("export", &export_model, "directory"_a, "dtype"_a, "shard_bytes_max"_a)
       .def_prop_ro("rank", [](UnitManager& unit_manager) { return unit_manager.runtime().rank(); })
       .def_prop_ro("world_size", [](UnitManager& unit_manager) { return unit_manager.runtime().world_size(); })
       .def_prop_ro("step_count", [](UnitManager& unit_manager) { return unit_manager.engine().step_count(); })
       .def_prop_ro("committed_step", [](UnitManager& unit_manager) { return unit_manager.engine().committed_step(); })
+      .def_prop_ro("mirrored_step", [](UnitManager& unit_manager) { return unit_manager.engine().mirror().step; })
       .def("formula_bytes", [](UnitManager& unit_manager) { return unit_manager.engine().formula_bytes(); })
       .def("describe", [](UnitManager& unit_manager) { return unit_manager.engine().describe(); })
       .def("statistics", &statistics)

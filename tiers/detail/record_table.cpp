@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <set>
 
 #include <fmt/format.h>
@@ -290,6 +291,16 @@ void RecordTable::publish() {
     entry.touched = false;
   }
   touched_.clear();
+}
+
+std::uint64_t RecordTable::fingerprint(RecordId id) const {
+  const Entry& entry = entries_[id.index];
+  const std::lock_guard lock(entry.mutex);
+  const auto sums =
+      std::span(checksums_[entry.side]).subspan(2 * entry.first_tile, 2 * std::size_t{tiles_of(record(id))});
+  const std::array<std::uint64_t, 3> words{entry.committed.extent, entry.committed.generation,
+                                           hoist::checksum(std::as_bytes(sums))};
+  return hoist::checksum(std::as_bytes(std::span(words)));
 }
 
 std::vector<std::uint32_t> RecordTable::committed_extents() const {

@@ -83,6 +83,9 @@ class RecordTable {
   // extents.
   [[nodiscard]] std::string load(const SlotImage& image);
 
+  // Of a record as it was committed: where it is, when it was written, and its checksums.
+  std::uint64_t fingerprint(RecordId id) const;
+
   std::uint32_t extent_at(std::uint64_t offset_bytes) const { return pool_.extent_at(offset_bytes); }
   // Extents that a named checkpoint holds, one for each record; they are not reused until they are released.
   std::vector<std::uint32_t> committed_extents() const;

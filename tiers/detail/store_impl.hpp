@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/detail/store_impl.hpp - the state of an open store: tables, transfers in flight, and the commit thread.
 //
-// store.cpp holds what happens to an open store, store_keep.cpp what of it is about kept steps, store_open.cpp how one
-// is made, opened and refused.
+// store.cpp holds what happens to an open store, store_keep.cpp what of it is about kept and held commits,
+// store_open.cpp how one is made, opened and refused.
 #pragma once
 
 #include <atomic>
@@ -60,12 +60,13 @@ class Store::Impl {
   Completion commit(std::span<const std::byte> caller_state, Agree agree);
   Completion keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree);
   void forget(std::uint64_t kept_serial);
+  std::unique_ptr<StoreReader> hold();
 
   std::span<const CommitHeader> commits() const { return commits_; }
   std::span<const CommitHeader> abandoned() const { return abandoned_; }
   std::vector<CommitHeader> kept() const;
   std::vector<CommitHeader> kept_apart_from(const CorruptionError::Where& damage) const;
-  std::uint32_t kept_steps_max() const { return superblock_.kept_steps_max; }
+  std::uint32_t kept_steps_max() const { return superblock_.kept_steps_max - held_max_; }
   std::span<const std::string> damage() const { return damage_; }
   std::span<const std::byte> caller_state() const { return caller_state_; }
   std::vector<std::string> data_paths() const { return files_.data->data_paths(); }
@@ -110,6 +111,8 @@ class Store::Impl {
   const Superblock superblock_;
   const detail::StorePaths paths_;
   const Durability durability_;
+  const std::uint32_t held_max_;  // of the places for kept steps, those that hold() uses
+  std::atomic<std::uint32_t> held_{0};
   Trace* const trace_;
   Files files_;
   detail::FileNames names_;  // of files_

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <utility>
 
 #include <fmt/format.h>
@@ -30,6 +31,12 @@ void Checkpointer::end() noexcept {
   } catch (...) {  // was thrown where it counted
   }
   if (saver_.joinable()) saver_.join();
+  if (mirror_) mirror_->end();
+}
+
+void Checkpointer::peers_are_gone() {
+  peers_gone_ = true;
+  if (mirror_) mirror_->peers_are_gone();
 }
 
 bool Checkpointer::on_nvme() const {
@@ -68,14 +75,17 @@ void Checkpointer::settle(std::uint64_t step) {
   kept.wait();
 }
 
-Completion Checkpointer::commit_as(const std::string& name, const CommitState& state, std::uint64_t step) {
+Completion Checkpointer::commit_as(const std::string& name, const CommitState& state, std::uint64_t step,
+                                   bool mirrored) {
   const Completion done = store_->commit(encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
   const auto promise = std::make_shared<Promise>();
   last_commit_ = promise->completion();
   // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this object.
-  done.then([this, promise, step](std::exception_ptr error) {
+  done.then([this, promise, step, mirrored](std::exception_ptr error) {
+    if (error && mirrored) mirror_->drop(error);
     if (error) return promise->fail(error);
     if (is_durable()) committed_step_ = static_cast<std::int64_t>(step);
+    if (mirrored) mirror_->start(*store_);
     promise->complete();
   });
   return last_commit_;
@@ -83,19 +93,21 @@ Completion Checkpointer::commit_as(const std::string& name, const CommitState& s
 
 Checkpointer::Decided Checkpointer::decide(std::uint64_t step, CommitState state) {
   const bool due = is_due(step);
+  const bool mirrored = due && stores_steps() && mirror_ && mirror_->is_due(step);
+  if (mirrored) mirror_->claim(step);
   state_ = std::move(state);
   uncommitted_ = stores_steps() && !due;
   changed_since_save_ = true;
   const std::lock_guard lock(mutex_);
   commit_ahead_ = due && stores_steps();
-  return {.step = step, .state = state_, .due = due};
+  return {.step = step, .state = state_, .due = due, .mirrored = mirrored};
 }
 
 Completion Checkpointer::commit(const Decided& decided) {
   const std::lock_guard lock(mutex_);
   commit_ahead_ = false;
   if (!on_nvme() || !decided.due) return {};
-  const Completion committed = commit_as("", decided.state, decided.step);
+  const Completion committed = commit_as("", decided.state, decided.step, decided.mirrored);
   for (PendingSave& save : pending_saves_) {
     const auto promise = std::make_shared<Promise>(std::move(save.promise));
     const auto settle = [promise](std::exception_ptr error) { error ? promise->fail(error) : promise->complete(); };
@@ -112,6 +124,7 @@ Completion Checkpointer::commit(const Decided& decided) {
 void Checkpointer::fail(const Decided& decided, const std::exception_ptr& error) {
   // The other ranks learn it where they would have heard that this rank's commit is durable.
   if (stores_steps() && decided.due) fail_commit_barrier(error);
+  if (decided.mirrored) mirror_->drop(error);
   const std::lock_guard lock(mutex_);
   commit_ahead_ = false;
   decided_error_ = error;
@@ -140,8 +153,11 @@ void Checkpointer::fail_commit_barrier(const std::exception_ptr& problem) noexce
 
 // --- saves -----------------------------------------------------------------------------------------------------------
 
-void Checkpointer::check_save(const std::string& name, std::span<const std::byte> program_state) const {
+void Checkpointer::check_save(const std::string& name, std::span<const std::byte> program_state,
+                              const SaveOptions& options) const {
   require_room(options_, program_state);
+  if (options.mirror && !mirror_)
+    throw UsageError("there is no mirror to save to: the configuration has no hoist.mirror");
   if (store_ == nullptr) throw UsageError("nothing to save to: the configuration names no hoist.checkpoint_path");
   if (on_nvme() && !stores_steps()) {
     throw UsageError("the store was made with durability \"none\" and cannot be resumed; use durability \"step\"");
@@ -151,28 +167,38 @@ void Checkpointer::check_save(const std::string& name, std::span<const std::byte
     throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
 }
 
-Checkpointer::SaveNeeds Checkpointer::save_needs(const std::string& name) const {
+Checkpointer::SaveNeeds Checkpointer::save_needs(const std::string& name, const SaveOptions& options) const {
   if (!on_nvme()) return SaveNeeds::drained_streams;
-  return uncommitted_ || !keeps(name) ? SaveNeeds::settled_engine : SaveNeeds::nothing;
+  return uncommitted_ || options.mirror || !keeps(name) ? SaveNeeds::settled_engine : SaveNeeds::nothing;
 }
 
-Completion Checkpointer::save(const std::string& name, CommitState state, std::uint64_t step) {
+Completion Checkpointer::save(const std::string& name, CommitState state, std::uint64_t step,
+                              const SaveOptions& options) {
   if (!on_nvme()) {
+    const bool mirrored = options.mirror || (mirror_ && mirror_->is_due(step));
+    const Completion copied = mirrored ? mirror_->claim(step) : Completion();
     state_ = std::move(state);
-    return save_in_background(name, step);
+    const Completion saved = save_in_background(name, step, mirrored);
+    return options.mirror ? copied : saved;
   }
-  if (save_needs(name) == SaveNeeds::settled_engine) {
+  Completion copied;
+  if (save_needs(name, options) == SaveNeeds::settled_engine) {
     const Ledger::Apart apart(ranks_.runtime().ledger());
+    if (options.mirror) copied = mirror_->claim(step);
     ranks_.together("begin the commit", [&] {
       store_->begin_step(step);
       if (std::exchange(uncommitted_, false)) state_access_.write_resident();
     });
     state_ = state;
-    commit_as(name, state_, step);
-    if (!keeps(name)) return last_commit_;
+    commit_as(name, state_, step, options.mirror);
+    if (!keeps(name)) return options.mirror ? copied : last_commit_;
   }
   const std::lock_guard lock(mutex_);
   if (decided_error_) std::rethrow_exception(decided_error_);
+  if (options.mirror) {
+    const std::array both{keep(name, state), copied};
+    return when_all(both);
+  }
   if (!commit_ahead_) return keep(name, state);
   pending_saves_.push_back({name, std::move(state), {}});
   return pending_saves_.back().promise.completion();
@@ -184,13 +210,13 @@ Completion Checkpointer::keep(const std::string& name, const CommitState& state)
 }
 
 // The state does not change before the next step, which waits for last_commit_.
-Completion Checkpointer::save_in_background(const std::string& name, std::uint64_t step) {
+Completion Checkpointer::save_in_background(const std::string& name, std::uint64_t step, bool mirrored) {
   if (saver_.joinable()) saver_.join();
   std::vector<std::byte> encoded = encode(name, state_);
   const auto ended = std::make_shared<Promise>();
   const Completion completion = ended->completion();
   const bool changed = changed_since_save_.exchange(false);
-  const auto write = [this, keeps = keeps(name), name, ended, changed, state = std::move(encoded), step] {
+  const auto write = [this, keeps = keeps(name), name, ended, changed, mirrored, state = std::move(encoded), step] {
     bool barrier_ahead = true;  // the other ranks are still to be told
     try {
       updates_.finish();
@@ -205,11 +231,13 @@ Completion Checkpointer::save_in_background(const std::string& name, std::uint64
       committed.wait();
       if (keeps) store_->keep(name, state, agree).wait();
       committed_step_ = static_cast<std::int64_t>(step);
+      if (mirrored) mirror_->start(*store_);
       ended->complete();
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       changed_since_save_ = true;
       if (barrier_ahead) fail_commit_barrier(error);
+      if (mirrored) mirror_->drop(error);
       ended->fail(error);
     }
   };
@@ -218,6 +246,7 @@ Completion Checkpointer::save_in_background(const std::string& name, std::uint64
   } catch (...) {
     changed_since_save_ = true;
     fail_commit_barrier(std::current_exception());
+    if (mirrored) mirror_->drop(std::current_exception());
     ended->fail(std::current_exception());
     throw;
   }

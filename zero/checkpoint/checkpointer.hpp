@@ -5,7 +5,7 @@
 // in memory only save() writes: a thread copies the state to the store under the next pass.
 //
 // A commit counts once it is durable on every rank of the job: each rank tells the others what became of its own
-// (commit_barrier), on a communicator that nothing else uses.
+// (commit_barrier), on a communicator that nothing else uses. Of some commits, a mirror then makes a copy.
 //
 // Threading  The program's thread calls everything, but commit(Decided) and fail(Decided), which the update thread
 //            calls, too. The barrier runs on the store's commit thread.
@@ -27,6 +27,7 @@
 #include <hoist/core/completion.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
+#include <hoist/zero/checkpoint/mirror.hpp>
 #include <hoist/zero/checkpoint/state_access.hpp>
 #include <hoist/zero/options.hpp>
 #include <hoist/zero/ranks/rank_agreement.hpp>
@@ -40,7 +41,9 @@ class Checkpointer {
   Checkpointer(const EngineOptions& options, const RankAgreement& ranks, tiers::Store* store,
                std::unique_ptr<comm::Communicator> channel, StateAccess& state_access, UpdateQueue& updates);
   ~Checkpointer();
-  // Waits for the commit and the save under way. The store is ended before this object: its commit thread uses it.
+  void use_mirror(std::unique_ptr<Mirror> mirror) { mirror_ = std::move(mirror); }
+  // Waits for the commit, the save and the copy to the mirror under way. The store is ended before this object: its
+  // commit thread uses it.
   void end() noexcept;
 
   // --- the rules
@@ -59,6 +62,7 @@ class Checkpointer {
     std::uint64_t step = 0;
     CommitState state;
     bool due = false;
+    bool mirrored = false;
   };
   Decided decide(std::uint64_t step, CommitState state);
   // The step's writes are started. Done when the step is durable; at once when it is not to be committed.
@@ -67,7 +71,7 @@ class Checkpointer {
   void fail(const Decided& decided, const std::exception_ptr& error);
 
   // Commits the open step beside the steps' own commits: the first state, a change by write().
-  Completion commit_open(std::uint64_t step) { return commit_as("", state_, step); }
+  Completion commit_open(std::uint64_t step) { return commit_as("", state_, step, /*mirrored=*/false); }
   // Opens the store's step once more, to change records of it. State in memory that no commit holds yet is written, so
   // that the commit is complete.
   void reopen_step(std::uint64_t step);
@@ -79,18 +83,19 @@ class Checkpointer {
   void set_state(CommitState state) { state_ = std::move(state); }
 
   // --- saves
-  void check_save(const std::string& name, std::span<const std::byte> program_state) const;
+  void check_save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options) const;
   // What save() needs first: nothing; streams without work; or every update and commit ended, on all ranks.
   enum class SaveNeeds : std::uint8_t { nothing, drained_streams, settled_engine };
-  SaveNeeds save_needs(const std::string& name) const;
+  SaveNeeds save_needs(const std::string& name, const SaveOptions& options) const;
   // [J] Pre: check_save(), and what save_needs() says.
-  Completion save(const std::string& name, CommitState state, std::uint64_t step);
+  Completion save(const std::string& name, CommitState state, std::uint64_t step, const SaveOptions& options);
   void state_changed() { changed_since_save_ = true; }
 
   std::optional<std::uint64_t> committed_step() const;
+  const Mirror* mirror() const { return mirror_.get(); }  // null without one
   void restored(std::uint64_t step) { committed_step_ = static_cast<std::int64_t>(step); }
   // The other ranks are gone: no barrier is entered any more.
-  void peers_are_gone() { peers_gone_ = true; }
+  void peers_are_gone();
 
  private:
   struct PendingSave {
@@ -100,9 +105,9 @@ class Checkpointer {
   };
   bool keeps(const std::string& name) const { return options_.keep_steps > 0 && !name.empty(); }
   bool is_durable() const { return !on_nvme() || stores_steps(); }
-  Completion commit_as(const std::string& name, const CommitState& state, std::uint64_t step);
+  Completion commit_as(const std::string& name, const CommitState& state, std::uint64_t step, bool mirrored);
   Completion keep(const std::string& name, const CommitState& state);
-  Completion save_in_background(const std::string& name, std::uint64_t step);
+  Completion save_in_background(const std::string& name, std::uint64_t step, bool mirrored);
   void commit_barrier(const std::exception_ptr& problem);
   void fail_commit_barrier(const std::exception_ptr& problem) noexcept;
 
@@ -112,6 +117,7 @@ class Checkpointer {
   const std::unique_ptr<comm::Communicator> channel_;
   StateAccess& state_access_;
   UpdateQueue& updates_;
+  std::unique_ptr<Mirror> mirror_;  // null without one
 
   CommitState state_;  // as of the last step that was applied, or of the save() that committed it
   Completion last_commit_;

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/memory/memory_plan.hpp>
@@ -13,17 +14,49 @@ namespace hoist::detail {
 
 using tiers::CommitHeader;
 
-RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from) {
+namespace {
+
+std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const EngineOptions& options) {
+  auto source = StoreSearch(ranks, mirror_options(options)).find(std::nullopt);
+  if (!source) return std::nullopt;
+  return RestorePlan{.source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true};
+}
+
+}  // namespace
+
+std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const EngineOptions& options,
+                                        const std::string& from) {
   using Incomplete = StoreSearch::Incomplete;
   const StoreSearch search(ranks, options);
+  const bool mirrored = !options.mirror.directory.empty() && from.empty();
+  if (mirrored && search.has_lost_drives()) {
+    if (auto plan = find_in_mirror(ranks, options)) return plan;
+  }
   const auto newest = search.find(std::nullopt, from.empty() ? Incomplete::refuse : Incomplete::pass_over);
   auto source = from.empty() ? newest : search.find(from, Incomplete::pass_over);
-  if (!source) throw search.nothing_to_restore(from);
-  RestorePlan plan{.source = *std::move(source)};
+  if (!source) return mirrored && !search.came_further() ? find_in_mirror(ranks, options) : std::nullopt;
+  RestorePlan plan{.source = *std::move(source), .directory = options.store_directory};
   plan.in_place = plan.source.same_ranks && plan.source.has_room &&
                   (!newest || newest->directory.order == plan.source.directory.order);
   if (newest) plan.passed_over = newest->passed_over;
   return plan;
+}
+
+void refuse_used_mirror(const RankAgreement& ranks, const EngineOptions& options) {
+  if (options.mirror.directory.empty()) return;
+  StoreSearch(ranks, mirror_options(options)).refuse_others();
+  const auto plan = find_in_mirror(ranks, options);
+  if (!plan) return;
+  throw CommonStoreError(
+      fmt::format("the mirror in {} holds step {} of a training; continue it (Engine::restore(), hoist-gpt --resume, "
+                  "resume=True in Python), or name another directory in hoist.mirror.path",
+                  plan->source.directory.in(plan->directory), plan->source.commits.front().step));
+}
+
+RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from) {
+  std::optional<RestorePlan> plan = find_restore(ranks, options, from);
+  if (!plan) throw StoreSearch(ranks, options).nothing_to_restore(from);
+  return *std::move(plan);
 }
 
 namespace {
@@ -51,8 +84,8 @@ tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& optio
                                     std::uint64_t bytes) {
   tiers::Budget& budget = runtime.pinned_budget();
   const MemoryPlan least(options, table, {device_access(runtime.options()), 0, 0});
-  const tiers::StoreOptions store = store_options(options, table, RecordMap(table), runtime.rank());
-  const std::uint64_t least_bytes = least.bytes(MemoryTier::pinned) + tiers::Store::cost(store).memory_bytes;
+  const tiers::Store::Cost store = store_cost(options, table, RecordMap(table), runtime.rank());
+  const std::uint64_t least_bytes = least.bytes(MemoryTier::pinned) + store.memory_bytes;
   const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
   constexpr const char* kWhat = "the tables of the store that is taken over";
   if (need_bytes > budget.limit_bytes())
@@ -94,8 +127,9 @@ std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& 
 }
 
 FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
-                         const RankAgreement& ranks, const RestoreSource& source, const std::string& from) {
-  const std::string directory = source.directory.in(options.store_directory);
+                         const RankAgreement& ranks, const RestorePlan& plan, const std::string& from) {
+  const RestoreSource& source = plan.source;
+  const std::string directory = source.directory.in(plan.directory);
   const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   if (on_nvme && options.durability == tiers::Durability::none)
     throw CommonStoreError(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/checkpoint/restore.hpp - what a restore continues from: a commit of the store that these ranks made, or the
-// state of one that another number of ranks made.
+// state of one that another number of ranks made, or of the mirror.
 //
 // Threading  The program's thread. Every function is [J]: all ranks of the job call it.
 // Errors     CommonStoreError, on every rank; StoreError, IoError and CorruptionError of one rank, which become
@@ -22,13 +22,22 @@ namespace hoist::detail {
 
 struct RestorePlan {
   RestoreSource source;
+  std::string directory;  // that the source is in, or below: the offload directory or the mirror
+  bool from_mirror = false;
   // The store is continued. Otherwise a new one takes over its state.
   bool in_place = false;
   std::vector<std::uint64_t> passed_over;  // as in RestoreSource, of the newest store
 };
 
-// `from`: the name of a named checkpoint, or "" for the newest commit. Changes nothing.
+// `from`: the name of a named checkpoint, or "" for the newest commit: of the store; or of the mirror, where a rank's
+// drives are new, or no rank has come further than the commit that a store begins with. Changes nothing.
+std::optional<RestorePlan> find_restore(const RankAgreement& ranks, const EngineOptions& options,
+                                        const std::string& from);
+// The same. Errors: also CommonStoreError when there is nothing.
 RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& options, const std::string& from);
+
+// CommonStoreError when a fresh start would take the place of a mirror that holds a training.
+void refuse_used_mirror(const RankAgreement& ranks, const EngineOptions& options);
 
 // Makes a commit of the open store the one to continue from, and gives up named checkpoints that some rank lacks.
 // Returns its step.
@@ -38,14 +47,14 @@ std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& opti
 // What to do about damage: which named checkpoints do not share the damaged bytes. Empty when there are none.
 std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage);
 
-// The state of a store of another number of ranks, or with room for fewer named checkpoints, until a new store has
-// taken it over. Holds its share of the pinned budget.
+// The state of a store of another number of ranks, or with room for fewer named checkpoints, or of a mirror, until a
+// new store has taken it over. Holds its share of the pinned budget.
 class FormerState {
  public:
   // Errors: also StoreError for another model, BudgetError unless the new engine with its smallest buffers fits beside
   // the tables.
   FormerState(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const RankAgreement& ranks,
-              const RestoreSource& source, const std::string& from);
+              const RestorePlan& plan, const std::string& from);
 
   std::uint64_t step() const { return step_; }
   const CommitState& commit_state() const { return commit_state_; }

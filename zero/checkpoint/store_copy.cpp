@@ -18,8 +18,6 @@ using tiers::Region;
 
 namespace {
 
-constexpr std::uint64_t kBufferBytes = kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax;
-
 // Some tiles of one region of a record.
 struct Piece {
   tiers::RecordId record;
@@ -81,7 +79,7 @@ class Copier {
 
  private:
   struct Buffer {
-    aio::TransferMemory memory{kBufferBytes};
+    aio::TransferMemory memory{kCopyPieceBytes};
     std::vector<std::uint64_t> checksums;
     Completion written;
     void wait_quietly() {
@@ -111,7 +109,7 @@ void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, cons
   if (found.commits.front().step != step)
     refuse(fmt::format("a commit of step {}, and step {} is to be copied", found.commits.front().step, step));
   aio::DriveQueue io(aio::DriveQueueOptions{});
-  const aio::TransferMemory here(kBufferBytes), there(kBufferBytes);
+  const aio::TransferMemory here(kCopyPieceBytes), there(kCopyPieceBytes);
   tiers::StoreReader copy(target.directory, target.identity.rank, target.records, found.commits.front(), io);
   for_each_piece(target.records, [&](const Piece& piece) {
     const auto wanted = here.first(piece.bytes()), is = there.first(piece.bytes());
@@ -126,6 +124,16 @@ void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, cons
 
 }  // namespace
 
+void copy_records(tiers::StoreReader& source, tiers::Store& target, std::span<const tiers::StoreRecord> records,
+                  const std::function<bool(tiers::RecordId)>& wanted, const CopyProgress& progress) {
+  Copier copier(source, target);
+  for_each_piece(records, [&](const Piece& piece) {
+    if (!wanted(piece.record)) return;
+    copier.copy(piece);
+    progress(piece.bytes());
+  });
+}
+
 bool copy_commit(tiers::StoreReader& source, const tiers::StoreOptions& target, std::uint64_t step,
                  const CopyProgress& progress) {
   const tiers::Store::Found found = tiers::Store::look(target.directory, target.identity.rank);
@@ -138,13 +146,8 @@ bool copy_commit(tiers::StoreReader& source, const tiers::StoreOptions& target, 
   const std::unique_ptr<tiers::Store> store = tiers::Store::create(target, drives);
   try {
     store->begin_step(step);
-    {
-      Copier copier(source, *store);
-      for_each_piece(target.records, [&](const Piece& piece) {
-        copier.copy(piece);
-        progress(piece.bytes());
-      });
-    }
+    copy_records(
+        source, *store, target.records, [](tiers::RecordId) { return true; }, progress);
     store->commit(source.caller_state()).wait();
   } catch (...) {
     if (tiers::Store::look(target.directory, target.identity.rank).commits.empty()) store->remove_new();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/checkpoint/store_copy.hpp - copies one rank's commit, verified, into a store in another directory.
+// zero/checkpoint/store_copy.hpp - copies one rank's commit, verified, into a store in another directory: all of it, or
+// the records that a mirror does not have yet.
 //
 // Threading  One thread at a time.
 // Memory     Two buffers of a few MiB, and the tables of the new store.
@@ -10,14 +11,34 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 
+#include <hoist/core/clock.hpp>
+#include <hoist/tiers/record_layout.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/tiers/store_reader.hpp>
+#include <hoist/zero/layout/tile_values.hpp>
 
 namespace hoist::detail {
 
-// Called with the bytes that were copied since the last call.
+// What a copy reads into, while what it read before is written.
+inline constexpr std::uint64_t kCopyPieceBytes = kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax;
+inline constexpr std::uint64_t kCopyBufferBytes = 2 * kCopyPieceBytes;
+
+// Called with the bytes that were copied since the last call. What it throws ends the copy.
 using CopyProgress = std::function<void(std::uint64_t bytes)>;
+
+// Not before when so many bytes are to have been copied. `bytes_per_second`: 0 for no limit.
+inline TimePoint copy_time(TimePoint begun, std::uint64_t bytes, std::uint64_t bytes_per_second) {
+  if (bytes_per_second == 0) return begun;
+  const std::chrono::duration<double> seconds(static_cast<double>(bytes) / static_cast<double>(bytes_per_second));
+  return begun + std::chrono::duration_cast<Nanoseconds>(seconds);
+}
+
+// Writes records of the commit, those for which `wanted` is true, into the open step of `target`, a store with the same
+// records. All writes have ended when it returns or throws.
+void copy_records(tiers::StoreReader& source, tiers::Store& target, std::span<const tiers::StoreRecord> records,
+                  const std::function<bool(tiers::RecordId)>& wanted, const CopyProgress& progress);
 
 // `target`: the store to be made, as StoreReader::options() describes one that can hold the same, with its directories.
 // Its commit is of the same step and has the same caller state. Where that commit is already, the two are compared

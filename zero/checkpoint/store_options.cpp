@@ -3,6 +3,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
+#include <hoist/zero/checkpoint/store_copy.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
 
 namespace hoist::detail {
@@ -19,8 +20,29 @@ tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable&
           .durability = nvme ? options.durability : tiers::Durability::step,  // without, commits are explicit saves
           .caller_state_bytes_max = options.caller_state_bytes_max + kCommitHeadBytes,
           .kept_steps_max = options.keep_steps,
+          .held_commits_max = options.mirror.directory.empty() ? 0u : 1u,
           .lock_timeout = options.lock_timeout,
           .trace = trace};
+}
+
+tiers::Store::Cost store_cost(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
+                              int rank) {
+  if (options.store_directory.empty()) return {};
+  tiers::Store::Cost cost = tiers::Store::cost(store_options(options, table, records, rank));
+  if (!options.mirror.directory.empty())
+    cost.memory_bytes += kCopyBufferBytes +
+                         tiers::Store::cost(store_options(mirror_options(options), table, records, rank)).memory_bytes;
+  return cost;
+}
+
+EngineOptions mirror_options(const EngineOptions& options) {
+  EngineOptions mirror = options;
+  mirror.store_directory = options.mirror.directory;
+  mirror.stripe_directories.clear();
+  mirror.durability = tiers::Durability::step;
+  mirror.keep_steps = 0;
+  mirror.mirror = {};
+  return mirror;
 }
 
 void require_room(const EngineOptions& options, std::span<const std::byte> program_state) {

@@ -18,6 +18,12 @@ namespace hoist::detail {
 tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                                   int rank, const StoreDirectory& directory = {}, Trace* trace = nullptr);
 
+// What a store, and its mirror if there is one, keep in memory, and take of the store's drives.
+tiers::Store::Cost store_cost(const EngineOptions& options, const UnitTable& table, const RecordMap& records, int rank);
+
+// Those by which the mirror is looked at, made and opened like a store of its own.
+EngineOptions mirror_options(const EngineOptions& options);
+
 // UsageError when a program's state is larger than EngineOptions::caller_state_bytes_max.
 void require_room(const EngineOptions& options, std::span<const std::byte> program_state);
 

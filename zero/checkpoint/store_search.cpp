@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <array>
 #include <compare>
+#include <filesystem>
+#include <system_error>
 
 #include <fmt/format.h>
 
@@ -53,6 +55,11 @@ std::vector<CommonCommit> StoreSearch::common(std::span<const CommitHeader> comm
   if (!ranks_.has_several_groups()) return common;
   for (CommonCommit& c : common) c.run = job_part(c.run);
   return common_to(ranks_.job(), common);
+}
+
+bool StoreSearch::is_of_run(const CommonCommit& commit, std::uint64_t store_number) const {
+  const std::uint64_t run = store_number - static_cast<std::uint64_t>(ranks_.group().rank());
+  return commit.run == (ranks_.has_several_groups() ? job_part(run) : run);
 }
 
 // --- places ----------------------------------------------------------------------------------------------------------
@@ -128,7 +135,7 @@ namespace {
 struct RankView {
   struct Answers {
     bool other_ranks = false;   // another number of ranks made it
-    bool no_room = false;       // for as many steps as the configuration wants to keep
+    bool no_room = false;       // for what the configuration wants to keep and hold
     bool came_further = false;  // than the commit that a new store begins with
   };
   std::vector<CommitHeader> commits, abandoned, kept;
@@ -136,26 +143,32 @@ struct RankView {
   Answers answers;
 };
 
-RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t keep_steps) {
+// Whether these are more than the commit that a store begins with: of step 0, or, in one that took over from another,
+// of any step.
+bool are_further(std::span<const CommitHeader> commits, std::size_t kept_count, bool took_over) {
+  return commits.size() + 2 * kept_count > 1 || was_resumed(commits) ||
+         (!took_over && !commits.empty() && commits.front().step > 0);
+}
+
+RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t places, bool took_over) {
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   const bool unreadable = own.exists && !own.identity;
-  const std::size_t count = own.commits.size() + own.abandoned.size() + 2 * own.kept.size();
-  const bool came_further = unreadable || count > 1 || was_resumed(own.commits);
+  const bool came_further =
+      unreadable || !own.abandoned.empty() || are_further(own.commits, own.kept.size(), took_over);
   return {.commits = std::move(own.commits),
           .abandoned = std::move(own.abandoned),
           .kept = std::move(own.kept),
           .store_number = own.store_number,
-          .answers = {.no_room = own.kept_steps_max < keep_steps, .came_further = came_further}};
+          .answers = {.no_room = own.kept_steps_max < places, .came_further = came_further}};
 }
 
-RankView look_at_all_ranks(const std::string& directory, int rank) {
+RankView look_at_all_ranks(const std::string& directory, int rank, bool took_over) {
   RankView view{.answers = {.other_ranks = true}};
   if (tiers::Store::ranks_in(directory).empty()) return view;
   StoreSummary summary = look_at_one_store(directory);
   for (const StoreSummary::Rank& of : summary.ranks) {
     const bool unreadable = of.commits.empty() && !of.damage.empty();
-    if (unreadable || of.commits.size() + 2 * of.kept.size() > 1 || was_resumed(of.commits))
-      view.answers.came_further = true;
+    if (unreadable || are_further(of.commits, of.kept.size(), took_over)) view.answers.came_further = true;
   }
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
   view.commits = std::move(summary.commits);
@@ -184,9 +197,11 @@ RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional
   RestoreSource source{.directory = where, .world_size = agree_on_world_size(directory)};
   RankView mine;
   ranks_.all_together("look at its store", [&] {
+    const std::uint32_t places = options_.keep_steps + (options_.mirror.directory.empty() ? 0 : 1);
+    const bool took_over = where.order > 0;
     mine = source.world_size == ranks_.group().size()
-               ? look_at_own_rank(directory, ranks_.group().rank(), options_.keep_steps)
-               : look_at_all_ranks(directory, ranks_.group().rank());
+               ? look_at_own_rank(directory, ranks_.group().rank(), places, took_over)
+               : look_at_all_ranks(directory, ranks_.group().rank(), took_over);
   });
   using Answers = RankView::Answers;
   std::vector<Answers> all(static_cast<std::size_t>(ranks_.job().size()));
@@ -228,6 +243,42 @@ CommonStoreError StoreSearch::incomplete_store(const StoreDirectory& where) cons
       "of "
       "sight (`hoist inspect` says which); nothing was changed: bring them back, or move the directory away to {}",
       where.in(options_.store_directory), where.name.empty() ? "start anew" : "go back to the store before it"));
+}
+
+bool StoreSearch::has_lost_drives() const {
+  bool holds_something = false;
+  ranks_.all_together("look at its drives", [&] {
+    std::vector<std::string> drives{options_.store_directory};
+    drives.insert(drives.end(), options_.stripe_directories.begin(), options_.stripe_directories.end());
+    for (const std::string& drive : drives) {
+      std::error_code failed;
+      const bool empty = std::filesystem::is_empty(drive, failed);
+      const bool absent = failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory;
+      if (failed && !absent) throw IoError({"list", drive, 0, 0, failed.value()}, "what is in it cannot be known");
+      holds_something = holds_something || !(absent || empty);
+    }
+  });
+  return !ranks_.all(holds_something);
+}
+
+bool StoreSearch::came_further() const {
+  const std::vector<StoreDirectory> stores = directories();
+  return std::ranges::any_of(stores,
+                             [&](const StoreDirectory& where) { return look(where, std::nullopt).came_further; });
+}
+
+std::optional<std::uint64_t> StoreSearch::newest_step_of_any() const {
+  std::int64_t mine = -1;
+  ranks_.all_together("look at its store", [&] {
+    for (const StoreDirectory& where : store_directories(options_.store_directory)) {
+      const auto found = tiers::Store::look(where.in(options_.store_directory), ranks_.group().rank());
+      for (const CommitHeader& commit : found.commits) mine = std::max(mine, static_cast<std::int64_t>(commit.step));
+    }
+  });
+  std::vector<std::int64_t> all(static_cast<std::size_t>(ranks_.job().size()));
+  ranks_.job().exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  const std::int64_t newest = *std::ranges::max_element(all);
+  return newest < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(newest));
 }
 
 std::optional<std::uint64_t> StoreSearch::find_commit() const {

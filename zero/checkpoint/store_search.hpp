@@ -80,6 +80,14 @@ class StoreSearch {
   // find(). `from`: the name of a kept step, or "".
   CommonCommit choose(const tiers::Store& store, const std::string& from) const;
   CommonStoreError nothing_to_restore(const std::string& from) const;  // [J]
+  // Whether the commit is of the run whose store on this rank has that number.
+  bool is_of_run(const CommonCommit& commit, std::uint64_t store_number) const;
+  // [J] Whether a rank's drives are all new: its directories are empty, or not there.
+  bool has_lost_drives() const;
+  // [J] Whether any rank holds more than the commit that a new store begins with.
+  bool came_further() const;
+  // [J] The newest step that any rank's files have a commit of, whether or not the others have it.
+  std::optional<std::uint64_t> newest_step_of_any() const;
 
  private:
   CommonStoreError incomplete_store(const StoreDirectory& where) const;

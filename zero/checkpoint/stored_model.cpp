@@ -194,10 +194,7 @@ class StoredModel::Impl {
     const auto copied = [&](std::uint64_t bytes) {
       done += bytes;
       if (options.progress) options.progress(done, report.data_bytes);
-      if (options.bytes_per_second > 0)
-        std::this_thread::sleep_until(begun +
-                                      std::chrono::duration_cast<Nanoseconds>(std::chrono::duration<double>(
-                                          static_cast<double>(done) / static_cast<double>(options.bytes_per_second))));
+      std::this_thread::sleep_until(detail::copy_time(begun, done, options.bytes_per_second));
     };
     for (const auto& reader : readers_) {
       tiers::StoreOptions target = reader->options();

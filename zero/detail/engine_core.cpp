@@ -190,6 +190,7 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
     ranks.agree_on_model("Engine::create()", table, options, settings.groups());
     ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
     StoreSearch(ranks, options).refuse_others();
+    refuse_used_mirror(ranks, options);
     make_parts({}, StoreUse::create);
     const Ledger::Apart apart(runtime.ledger());
     try {
@@ -197,6 +198,7 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
         checkpoints->open_step(0);
         state_access->fill(checked, unused_staging_buffer());
       });
+      open_mirror();
     } catch (...) {
       if (store) store->remove_new();
       throw;
@@ -260,7 +262,7 @@ double EngineCore::affordable_pinned_fraction(std::uint64_t store_memory_bytes) 
 void EngineCore::lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit) {
   const bool with_store = !options.store_directory.empty();
   tiers::StoreOptions wanted = store_options(options, table, records, runtime.rank(), directory, runtime.trace());
-  const std::uint64_t store_memory = with_store ? tiers::Store::cost(wanted).memory_bytes : 0;
+  const std::uint64_t store_memory = store_cost(options, table, records, runtime.rank()).memory_bytes;
   if (!options.optimizer_pinned_fraction) options.optimizer_pinned_fraction = affordable_pinned_fraction(store_memory);
   memory = std::make_unique<Memory>(runtime, options, table, store_memory);
 
@@ -335,13 +337,15 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     else
       reshard(plan, restore_options.from);
     checkpoints->restored(settings.step_count);
+    open_mirror();
     // With nothing on NVMe, the old store goes after the next save(), which is the new one's first commit.
     if (checkpoints->on_nvme() || !store->commits().empty())
       remove_older_stores(ranks, options, directory_, plan.passed_over);
     book_io();
     restored = RestoreReport{.step = settings.step_count,
                              .caller_state = checkpoints->state().program,
-                             .world_size = plan.source.world_size};
+                             .world_size = plan.source.world_size,
+                             .mirror = plan.from_mirror ? plan.directory : std::string()};
   });
 }
 
@@ -369,10 +373,18 @@ void EngineCore::restore_in_place(const RestorePlan& plan, const std::string& fr
 
 // Into a new store, so that the old one is whole until this one is committed everywhere.
 void EngineCore::reshard(const RestorePlan& plan, const std::string& from) {
-  std::optional<FormerState> former(std::in_place, runtime, options, table, ranks, plan.source, from);
+  std::optional<FormerState> former(std::in_place, runtime, options, table, ranks, plan, from);
   const std::uint64_t step = former->step();
-  remove_unfinished_stores(ranks, options, plan.source.directory.order, plan.passed_over);
-  const std::uint64_t newest = StoreSearch(ranks, options).directories().front().order;
+  const StoreSearch search(ranks, options);
+  if (plan.from_mirror) {
+    const auto newest_step = search.newest_step_of_any();
+    log_warning("rank {} goes on from step {} of the mirror in {}: {}", runtime.rank(), step, plan.directory,
+                newest_step ? fmt::format("not all ranks have the store any more, which was at step {}", *newest_step)
+                            : "what came after it is lost with the store");
+  }
+  remove_unfinished_stores(ranks, options, plan.from_mirror ? 0 : plan.source.directory.order, plan.passed_over);
+  const std::vector<StoreDirectory> stores = search.directories();
+  const std::uint64_t newest = stores.empty() ? 0 : stores.front().order;
   make_parts(new_store_directory(newest + 1, runtime.world_size()), StoreUse::create);
   use_state(former->commit_state(), step);
   const Ledger::Apart apart(runtime.ledger());
@@ -389,6 +401,12 @@ void EngineCore::reshard(const RestorePlan& plan, const std::string& from) {
   if (!checkpoints->on_nvme()) return;  // the next save() will be the new store's first commit
   checkpoints->set_state(CommitState::of(settings.scaler, checkpoints->state().program));
   checkpoints->commit_open(step).wait();
+}
+
+void EngineCore::open_mirror() {
+  if (options.mirror.directory.empty()) return;
+  checkpoints->use_mirror(
+      std::make_unique<Mirror>(options, table, records, ranks, store->store_number(), settings.step_count));
 }
 
 CorruptionError EngineCore::with_remedy(const CorruptionError& error) const {
@@ -422,7 +440,8 @@ StepReport EngineCore::step(const StepOptions& step_options) {
   book_io();
   if (metrics) {
     const auto committed = checkpoints->committed_step();
-    metrics->write(report, runtime.ledger(), committed ? static_cast<std::int64_t>(*committed) : -1);
+    const auto mirrored = checkpoints->mirror() ? checkpoints->mirror()->step() : std::nullopt;
+    metrics->write(report, runtime.ledger(), committed, mirrored);
   }
   return report;
 }
@@ -434,7 +453,9 @@ void EngineCore::drain() {
 
 // With nothing placed on NVMe, drives see explicit saves only, whichever step it is that hears of them.
 void EngineCore::book_io() {
-  if (drives) drives->book(runtime.ledger(), checkpoints->on_nvme());
+  if (!drives) return;
+  const Mirror* const mirror = checkpoints->mirror();
+  drives->book(runtime.ledger(), checkpoints->on_nvme(), mirror ? mirror->store_bytes_read() : 0);
 }
 
 void EngineCore::settle() {
@@ -545,15 +566,17 @@ void EngineCore::write(ParameterId parameter, State state, std::uint64_t first, 
   book_io();
 }
 
-Completion EngineCore::save(const std::string& name, std::span<const std::byte> program_state) {
+Completion EngineCore::save(const std::string& name, std::span<const std::byte> program_state,
+                            const SaveOptions& save_options) {
   if (pass->under_way() || pass->micro_batches_done() > 0)
     throw UsageError("save() belongs between step() and the next pass");
-  checkpoints->check_save(name, program_state);
+  checkpoints->check_save(name, program_state, save_options);
   if (ranks.job().size() > 1) {
-    comm::agree(ranks.job(), random_bits(text_hash(name), settings.step_count),
+    comm::agree(ranks.job(),
+                random_bits(text_hash(save_options.mirror ? name + " and in the mirror" : name), settings.step_count),
                 fmt::format("save '{}' of step {}", name, settings.step_count));
   }
-  switch (checkpoints->save_needs(name)) {
+  switch (checkpoints->save_needs(name, save_options)) {
     case Checkpointer::SaveNeeds::nothing:
       break;
     case Checkpointer::SaveNeeds::drained_streams:
@@ -563,7 +586,7 @@ Completion EngineCore::save(const std::string& name, std::span<const std::byte> 
       settle_together();
       break;
   }
-  return checkpoints->save(name, CommitState::of(settings.scaler, program_state), settings.step_count);
+  return checkpoints->save(name, CommitState::of(settings.scaler, program_state), settings.step_count, save_options);
 }
 
 std::vector<std::string> EngineCore::describe() const {

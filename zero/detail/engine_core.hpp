@@ -56,7 +56,7 @@ class EngineCore {
   void settle();
   void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
   void write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values);
-  Completion save(const std::string& name, std::span<const std::byte> program_state);
+  Completion save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options);
 
   bool keeps(ParameterId parameter, State state) const;
   void require_parameter(ParameterId parameter) const;
@@ -110,6 +110,7 @@ class EngineCore {
 
   void restore_in_place(const RestorePlan& plan, const std::string& from);
   void reshard(const RestorePlan& plan, const std::string& from);
+  void open_mirror();
   void use_state(CommitState state, std::uint64_t step);
   // The same error, which also says what can be done about it.
   CorruptionError with_remedy(const CorruptionError& error) const;

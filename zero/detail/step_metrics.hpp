@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <hoist/core/ledger.hpp>
@@ -25,8 +26,8 @@ class StepMetrics {
   StepMetrics(std::string path, const Ledger& ledger);
 
   // The step that has just returned: its report, and what the ledger says since the last call.
-  // `committed_step`: the newest durable step, negative for none.
-  void write(const StepReport& report, const Ledger& ledger, std::int64_t committed_step) noexcept;
+  void write(const StepReport& report, const Ledger& ledger, std::optional<std::uint64_t> committed_step,
+             std::optional<std::uint64_t> mirrored_step) noexcept;
 
  private:
   struct Statistics {
@@ -37,7 +38,7 @@ class StepMetrics {
     const StepReport& report;
     double seconds = 0;
     Statistics moved;  // since the last step
-    std::int64_t committed_step = -1;
+    std::optional<std::uint64_t> committed_step, mirrored_step;
   };
   struct CloseFile {
     void operator()(std::FILE* file) const { std::fclose(file); }

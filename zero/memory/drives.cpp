@@ -26,27 +26,30 @@ std::string existing_part(const std::string& directory) {
 
 }  // namespace
 
+std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime, const std::string& directory,
+                                                  const std::vector<std::span<std::byte>>& registered_memory) {
+  std::optional<platform::Topology> topology;
+  if (platform::may_have_several_nodes()) topology = platform::Topology::detect();
+  const bool bound = topology && topology->nodes().size() > 1;
+  const std::string place = existing_part(directory);
+  const aio::DriveQueueOptions queue{.backend = runtime.aio_backend,
+                                     .block_bytes = runtime.aio_block_bytes,
+                                     .queue_depth = runtime.aio_queue_depth,
+                                     .thread_count = runtime.aio_threads,
+                                     .numa_node = bound ? topology->node_of_path(place).value_or(-1) : -1,
+                                     .registered_memory = registered_memory,
+                                     .directory = place,
+                                     .answer_timeout = runtime.aio_answer_timeout};
+  return runtime.make_aio_backend ? std::make_unique<aio::DriveQueue>(queue, runtime.make_aio_backend(queue))
+                                  : std::make_unique<aio::DriveQueue>(queue);
+}
+
 Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options,
                const std::vector<std::span<std::byte>>& registered_memory)
     : directories_{options.store_directory} {
   directories_.insert(directories_.end(), options.stripe_directories.begin(), options.stripe_directories.end());
-  std::optional<platform::Topology> topology;
-  if (platform::may_have_several_nodes()) topology = platform::Topology::detect();
-  const bool bound = topology && topology->nodes().size() > 1;
-  for (const std::string& directory : directories_) {
-    const std::string place = existing_part(directory);
-    const aio::DriveQueueOptions engine{.backend = runtime.aio_backend,
-                                        .block_bytes = runtime.aio_block_bytes,
-                                        .queue_depth = runtime.aio_queue_depth,
-                                        .thread_count = runtime.aio_threads,
-                                        .numa_node = bound ? topology->node_of_path(place).value_or(-1) : -1,
-                                        .registered_memory = registered_memory,
-                                        .directory = place,
-                                        .answer_timeout = runtime.aio_answer_timeout};
-    engines_.push_back(runtime.make_aio_backend
-                           ? std::make_unique<aio::DriveQueue>(engine, runtime.make_aio_backend(engine))
-                           : std::make_unique<aio::DriveQueue>(engine));
-  }
+  for (const std::string& directory : directories_)
+    engines_.push_back(make_drive_queue(runtime, directory, registered_memory));
 }
 
 std::vector<aio::DriveQueue*> Drives::engines() const {
@@ -86,11 +89,18 @@ aio::DriveQueue::Stats Drives::stats() const {
   return all;
 }
 
-void Drives::book(Ledger& ledger, bool in_steps) {
+void Drives::book(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes) {
+  const aio::DriveQueue::Stats now = stats();
+  const std::uint64_t read = now.read_bytes - booked_.read_bytes;
+  const std::uint64_t copied = std::min(copied_bytes - booked_copied_bytes_, read);
+  booked_copied_bytes_ += copied;
+  {
+    const Ledger::Apart apart(ledger);
+    ledger.count(Link::nvme_read, copied, {});
+  }
   std::optional<Ledger::Apart> apart;
   if (!in_steps) apart.emplace(ledger);
-  const aio::DriveQueue::Stats now = stats();
-  ledger.count(Link::nvme_read, now.read_bytes - booked_.read_bytes, now.read_busy - booked_.read_busy);
+  ledger.count(Link::nvme_read, read - copied, now.read_busy - booked_.read_busy);
   ledger.count(Link::nvme_write, now.written_bytes - booked_.written_bytes, now.write_busy - booked_.write_busy);
   booked_ = now;
 }

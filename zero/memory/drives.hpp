@@ -16,6 +16,10 @@
 
 namespace hoist::detail {
 
+// What carries the transfers of a directory's drive. `registered_memory`: may be empty.
+std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime, const std::string& directory,
+                                                  const std::vector<std::span<std::byte>>& registered_memory);
+
 class Drives {
  public:
   Drives(const RuntimeOptions& runtime, const EngineOptions& options,
@@ -28,7 +32,8 @@ class Drives {
   // Of all drives: bytes are summed; busy is that of the busiest drive.
   aio::DriveQueue::Stats stats() const;
   // Tells the ledger what the drives have moved since the last call: as work of steps, or apart from them.
-  void book(Ledger& ledger, bool in_steps);
+  // `copied_bytes`: what a mirror has read in all, which is apart from steps in any case.
+  void book(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes);
   // Some drive stopped answering, and may still write to memory that it was given.
   bool gave_up() const;
   std::string describe() const;
@@ -37,6 +42,7 @@ class Drives {
   std::vector<std::string> directories_;
   std::vector<std::unique_ptr<aio::DriveQueue>> engines_;
   aio::DriveQueue::Stats booked_{};
+  std::uint64_t booked_copied_bytes_ = 0;
 };
 
 }  // namespace hoist::detail

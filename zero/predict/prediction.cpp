@@ -84,12 +84,6 @@ void describe_memory(const detail::MemoryPlan& plan, Prediction& out) {
   out.device_state_share = plan.units().device_state_share();
 }
 
-tiers::Store::Cost store_cost(const EngineOptions& engine, const detail::UnitTable& table) {
-  if (engine.store_directory.empty()) return {};
-  const detail::RecordMap records(table);
-  return tiers::Store::cost(detail::store_options(engine, table, records, /*rank=*/0));
-}
-
 // Gradient, weights and state are read, the last two written; weights of fp16 are made of their masters.
 std::uint64_t update_bytes(const detail::Unit& unit) {
   std::uint64_t bytes = 0;
@@ -108,7 +102,7 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
                    const ProgramMemory& program) {
   const detail::UnitTable table = table_of(options, model, world_size);
   const detail::DeviceAccess access = detail::device_access(runtime);
-  const tiers::Store::Cost store = store_cost(options, table);
+  const tiers::Store::Cost store = detail::store_cost(options, table, detail::RecordMap(table), /*rank=*/0);
   const std::uint64_t other_device = other_device_bytes(runtime, program, world_size);
   const std::uint64_t other_pinned = store.memory_bytes + program.pinned_bytes;
   Prediction out;
@@ -150,7 +144,8 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
 double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model,
                                int world_size, const ProgramMemory& program) {
   const detail::UnitTable table = table_of(engine, model, world_size);
-  const std::uint64_t other_bytes = store_cost(engine, table).memory_bytes + program.pinned_bytes;
+  const std::uint64_t other_bytes =
+      detail::store_cost(engine, table, detail::RecordMap(table), /*rank=*/0).memory_bytes + program.pinned_bytes;
   const double most = detail::largest_pinned_fraction(engine, table, detail::device_access(runtime),
                                                       beside(runtime.pinned_memory_bytes, other_bytes));
   return std::max(most, engine.optimizer_pinned_fraction.value_or(0));

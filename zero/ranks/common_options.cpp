@@ -45,7 +45,7 @@ std::string text_of(const LossScaleOptions& scale) {
 std::vector<CommonOption> common_options(const EngineOptions& engine, const RuntimeOptions& runtime,
                                          std::span<const GroupOptions> groups) {
   const auto& [stage, parameters, optimizer, optimizer_pinned_fraction, optimizer_offload_ratio, store_directory,
-               stripe_directories, durability, commit_every, keep_steps, caller_state_bytes_max, lock_timeout,
+               stripe_directories, durability, commit_every, keep_steps, mirror, caller_state_bytes_max, lock_timeout,
                micro_batches_max, micro_batch_order, update_mode, sub_group_elements, update_buffer_count,
                staging_buffer_count, prefetch_elements, live_elements_max, reuse_distance_elements,
                persistence_elements, secondary_shard_ranks, metrics_path, gradient_clipping, weights_dtype, loss_scale,
@@ -74,6 +74,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
           {"hoist.durability",
            durability == tiers::Durability::none ? "none" : fmt::format("a commit every {} steps", commit_every)},
           {"hoist.keep_steps", fmt::to_string(keep_steps)},
+          {"hoist.mirror.every", mirror.directory.empty() ? "no mirror" : fmt::to_string(mirror.every)},
           {"gradient_accumulation_steps", fmt::to_string(micro_batches_max)},
           {"hoist.micro_batch_order", micro_batch_order == MicroBatchOrder::vertical ? "vertical" : "horizontal"},
           {"hoist.update_mode", kModes[static_cast<std::size_t>(detail::update_mode(engine))]},

@@ -68,11 +68,13 @@ void RankAgreement::compare_groups(const EngineOptions& options, const std::func
   all_together("lay out its model", check_model);
   const bool has_store = !options.store_directory.empty();
   const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
+  const std::string mirror =
+      options.mirror.directory.empty() ? "" : fmt::format(", a mirror every {} steps", options.mirror.every);
   const std::string rules = !has_store ? "no store"
-                                       : fmt::format("{}, durability {}, a commit every {} steps, room to keep {}",
+                                       : fmt::format("{}, durability {}, a commit every {} steps, room to keep {}{}",
                                                      on_nvme ? "a store of steps" : "a store of saves",
                                                      options.durability == tiers::Durability::step ? "step" : "none",
-                                                     options.commit_every, options.keep_steps);
+                                                     options.commit_every, options.keep_steps, mirror);
   comm::agree(job(), text_hash(rules), rules);
 }
 
@@ -93,6 +95,14 @@ std::uint64_t RankAgreement::agree_on_run() const {
   // Two groups have different numbers, so that a file of one is never taken for a file of the other.
   const std::uint64_t first = of_first_rank(group(), static_cast<std::uint64_t>(job().rank()));
   return (first << (64 - kGroupBits)) | job_part(run);
+}
+
+bool RankAgreement::all(bool mine) const {
+  if (job().size() == 1) return mine;
+  const auto here = static_cast<std::uint8_t>(mine ? 1 : 0);
+  std::vector<std::uint8_t> everywhere(static_cast<std::size_t>(job().size()));
+  job().exchange(std::as_bytes(std::span(&here, 1)), std::as_writable_bytes(std::span(everywhere)));
+  return std::ranges::all_of(everywhere, [](std::uint8_t there) { return there != 0; });
 }
 
 std::uint64_t RankAgreement::smallest(std::uint64_t mine) const {

@@ -48,6 +48,7 @@ class RankAgreement {
   std::uint64_t agree_on_run() const;
   // [C] The smallest of a number that every rank has.
   std::uint64_t smallest(std::uint64_t mine) const;
+  bool all(bool mine) const;  // [J] whether it is true on every rank
 
  private:
   void run(comm::Communicator& ranks, const char* what, const std::function<void()>& part) const;

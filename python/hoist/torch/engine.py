@@ -345,6 +345,11 @@ class Engine:
         """The newest step that is durable."""
         return self._unit_manager.committed_step
 
+    @property
+    def mirrored_step(self) -> int | None:
+        """The newest step that this engine knows to be whole in the mirror (hoist.mirror)."""
+        return self._unit_manager.mirrored_step
+
     # --- state -------------------------------------------------------------------------------------------------------
 
     def _commit_state(self, schedule_lags: bool) -> bytes:
@@ -359,16 +364,17 @@ class Engine:
         program_state.fill_buffers(self._saved.get("buffers", {}), dict(self._parameters.persistent_buffers()))
 
     @takes_turn
-    def save(self, name: str = "", state: dict[str, Any] | None = None) -> _hoist.Completion:
+    def save(self, name: str = "", state: dict[str, Any] | None = None, mirror: bool = False) -> _hoist.Completion:
         """[C] Commits the present state; the returned completion is done when it is durable.
 
         With hoist.keep_steps and a name the step is kept: the last ones stay beside the newest commit, and restore(name)
-        goes back to one. A step of the same name is replaced.
+        goes back to one. A step of the same name is replaced. `mirror`: the commit is also copied to hoist.mirror, and the
+        completion waits for that.
         """
         self._between_passes()
         if state is not None:
             self.state = state
-        return self._unit_manager.save(name, self._commit_state(schedule_lags=False))
+        return self._unit_manager.save(name, self._commit_state(schedule_lags=False), mirror)
 
     @takes_turn
     def kept(self) -> dict[str, int]:

@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0
+// A mirror holds, at any moment, one whole commit of the training, bit by bit, from which a run goes on whose drives
+// are gone; and training does not wait for it, whatever becomes of it.
+#include <algorithm>
+#include <filesystem>
+#include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/predict/prediction.hpp>
+
+#include "toy_program.hpp"
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+std::span<const std::byte> bytes_of(const std::string& text) { return std::as_bytes(std::span(text)); }
+
+struct Cell {
+  const char* name;
+  Placement parameters, optimizer;
+  UpdateMode mode = UpdateMode::automatic;
+};
+
+class MirrorTest : public testing::TestWithParam<Cell> {
+ protected:
+  MirrorTest() {
+    setup_.engine.store_directory = directory_ / "store";
+    setup_.engine.update_mode = GetParam().mode;
+    setup_.engine.mirror = {.directory = directory_ / "mirror", .every = 0};
+    setup_.engine.gradient_clipping = 0;
+  }
+
+  bool on_nvme() const { return GetParam().parameters == Placement::nvme || GetParam().optimizer == Placement::nvme; }
+  // Of one rank alone, so that each has a drive of its own.
+  ToySetup of_rank(int rank) const {
+    ToySetup setup = setup_;
+    if (own_drives_) setup.engine.store_directory += std::to_string(rank);
+    return setup;
+  }
+
+  void on_engines(int ranks, const std::function<void(int rank, ToyModel&)>& body) {
+    on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+      const ToySetup setup = of_rank(rank);
+      Runtime runtime(setup.runtime, join);
+      ToyModel model(runtime, setup.engine);
+      model.equal_gradients = true;
+      body(rank, model);
+    });
+  }
+
+  static void take_step(ToyModel& model, std::uint64_t step) {
+    model.pass(step);
+    const std::string state = "step " + std::to_string(step);
+    model.engine().step({.caller_state = bytes_of(state)});
+  }
+
+  static Digests state_of(ToyModel& model) {
+    Digests state = digests_of(model);
+    state.losses.clear();
+    return state;
+  }
+
+  // Trains from scratch, and leaves the last step in the mirror.
+  void train_and_mirror(int ranks, std::uint64_t steps) {
+    on_engines(ranks, [&](int, ToyModel& model) {
+      model.initialize();
+      for (std::uint64_t step = 1; step <= steps; ++step) take_step(model, step);
+      const std::string state = "step " + std::to_string(steps);
+      model.engine().save("", bytes_of(state), {.mirror = true}).wait();
+      EXPECT_EQ(model.engine().mirror().step, steps);
+    });
+  }
+
+  // The state after each step of a run that nobody disturbed. It is the same for 1, 2 and 4 ranks.
+  std::map<std::uint64_t, Digests> undisturbed(std::uint64_t steps) {
+    ToySetup setup = toy_setup(GetParam().parameters, GetParam().optimizer, directory_ / "undisturbed");
+    setup.engine.gradient_clipping = 0;
+    setup.engine.update_mode = UpdateMode::step;
+    ToyTraining training(setup);
+    training.model.equal_gradients = true;
+    training.model.initialize();
+    std::map<std::uint64_t, Digests> states;
+    for (std::uint64_t step = 1; step <= steps; ++step) {
+      take_step(training.model, step);
+      states[step] = state_of(training.model);
+    }
+    return states;
+  }
+
+  std::vector<detail::StoreDirectory> stores_in(const std::string& directory) const {
+    return detail::store_directories(directory);
+  }
+
+  TempDirectory directory_;
+  ToySetup setup_ = toy_setup(GetParam().parameters, GetParam().optimizer);
+  bool own_drives_ = false;
+};
+
+TEST_P(MirrorTest, ARunGoesOnFromItWhenItsDriveIsGone) {
+  const auto states = undisturbed(6);
+  for (const auto& [before, after] : std::vector<std::pair<int, int>>{{1, 1}, {2, 2}, {2, 1}, {1, 4}}) {
+    SCOPED_TRACE(std::to_string(before) + " ranks, then " + std::to_string(after));
+    train_and_mirror(before, 4);
+    fs::remove_all(setup_.engine.store_directory);
+    on_engines(after, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.find_commit(), 4u);
+      const RestoreReport report = model.restore();
+      EXPECT_EQ(report.step, 4u);
+      EXPECT_EQ(report.mirror, setup_.engine.mirror.directory);
+      EXPECT_EQ(std::string(reinterpret_cast<const char*>(report.caller_state.data()), report.caller_state.size()),
+                "step 4");
+      EXPECT_EQ(state_of(model), states.at(4));
+      for (const std::uint64_t step : {5u, 6u}) take_step(model, step);
+      model.engine().save("", bytes_of("step 6"), {.mirror = true}).wait();
+      EXPECT_EQ(state_of(model), states.at(6));
+    });
+    // The store that the first run's mirror was is gone, and the one that took its place is whole.
+    EXPECT_EQ(stores_in(setup_.engine.mirror.directory).size(), 1u);
+    {
+      StoredModel copy(setup_.engine.mirror.directory);
+      EXPECT_EQ(copy.step(), 6u);
+      EXPECT_EQ(copy.world_size(), after);
+      EXPECT_TRUE(copy.verify().empty());
+    }
+    // The next start finds its own store again.
+    on_engines(after, [&](int, ToyModel& model) {
+      const RestoreReport report = model.restore();
+      EXPECT_EQ(report.step, 6u);
+      EXPECT_EQ(report.mirror, "");
+      EXPECT_EQ(state_of(model), states.at(6));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    fs::remove_all(setup_.engine.mirror.directory);
+  }
+}
+
+// Whatever step a copy under way holds, it is one of the run's, and whole.
+TEST_P(MirrorTest, TrainingDoesNotWaitForASlowOne) {
+  const auto states = undisturbed(8);
+  setup_.engine.mirror.every = 1;
+  setup_.engine.mirror.bytes_per_second = 16 * kMiB;  // a copy takes longer than all steps
+  for (const int ranks : {1, 2}) {
+    SCOPED_TRACE(ranks);
+    on_engines(ranks, [&](int, ToyModel& model) {
+      model.initialize();
+      for (std::uint64_t step = 1; step <= 8; ++step) {
+        take_step(model, step);
+        if (step == 1 && !on_nvme()) model.engine().save("", bytes_of("step 1")).wait();
+      }
+      model.engine().settle();
+      EXPECT_EQ(model.engine().mirror().step, std::nullopt) << "training waited for the copy";
+      EXPECT_EQ(state_of(model), states.at(8));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    on_engines(ranks, [&](int, ToyModel& model) {
+      const RestoreReport report = model.restore();
+      EXPECT_EQ(report.step, 1u);
+      EXPECT_EQ(state_of(model), states.at(1));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    fs::remove_all(setup_.engine.mirror.directory);
+  }
+}
+
+TEST_P(MirrorTest, AsFastAsItGoesAndAtAnyStepItIsWhole) {
+  constexpr std::uint64_t kSteps = 12;
+  const auto states = undisturbed(kSteps);
+  setup_.engine.mirror.every = 1;
+  for (std::uint64_t last = 3; last <= kSteps; last += 3) {
+    on_engines(2, [&](int, ToyModel& model) {
+      model.initialize();
+      for (std::uint64_t step = 1; step <= last; ++step) {
+        take_step(model, step);
+        if (!on_nvme()) model.engine().save("", bytes_of("step")).wait();
+      }
+      model.engine().settle();
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    on_engines(2, [&](int, ToyModel& model) {
+      const RestoreReport report = model.restore();
+      EXPECT_GE(report.step, 1u);
+      EXPECT_EQ(state_of(model), states.at(report.step));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    fs::remove_all(setup_.engine.mirror.directory);
+  }
+}
+
+// Those of a healthy rank stay where they are: a person may want them.
+TEST_P(MirrorTest, OneRankWithANewDriveTakesAllBackToIt) {
+  own_drives_ = true;
+  const auto states = undisturbed(6);
+  on_engines(2, [&](int, ToyModel& model) {
+    model.initialize();
+    for (std::uint64_t step = 1; step <= 6; ++step) {
+      take_step(model, step);
+      if (step == 4) model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+    }
+    if (!on_nvme()) model.engine().save("", bytes_of("step 6")).wait();
+  });
+  fs::remove_all(setup_.engine.store_directory + "1");
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 4u);
+    EXPECT_EQ(state_of(model), states.at(4));
+    for (const std::uint64_t step : {5u, 6u}) take_step(model, step);
+    EXPECT_EQ(state_of(model), states.at(6));
+    if (!on_nvme()) model.engine().save("", bytes_of("step 6")).wait();
+  });
+  EXPECT_TRUE(fs::exists(setup_.engine.store_directory + "0/rank-00000.manifest"));
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().step, 6u); });
+}
+
+// A file out of sight is no new drive: going on from the mirror would overlook what is there.
+TEST_P(MirrorTest, AStoreThatLacksAFileIsRefusedAndLeftAsItIs) {
+  train_and_mirror(2, 4);
+  const std::string manifest = setup_.engine.store_directory + "/rank-00001.manifest";
+  fs::rename(manifest, directory_ / "aside");
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_THROW(model.restore(), StoreError); });
+  fs::rename(directory_ / "aside", manifest);
+  on_engines(2, [&](int, ToyModel& model) { EXPECT_EQ(model.restore().mirror, ""); });
+}
+
+// What a copy may meet: the error is every rank's, the training goes on, and the next copy is whole.
+TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
+  const auto faults = std::make_shared<Faults>(1), nobodys = std::make_shared<Faults>(1);
+  const auto states = undisturbed(6);
+  for (const std::uint64_t first_failure : {1u, 3u}) {  // before there is a whole copy, and after
+    on_ranks(2, [&](int rank, const Runtime::MakeCommunicator& join) {
+      ToySetup setup = setup_;
+      setup.runtime.make_aio_backend = [&, rank](const aio::DriveQueueOptions& io) {
+        return make_faulty_backend(io, rank == 1 ? faults : nobodys);
+      };
+      Runtime runtime(setup.runtime, join);
+      ToyModel model(runtime, setup.engine);
+      model.equal_gradients = true;
+      model.initialize();
+      for (std::uint64_t step = 1; step <= 6; ++step) {
+        take_step(model, step);
+        const std::string state = "step " + std::to_string(step);
+        const bool fails = step == first_failure || step == first_failure + 1;
+        if (fails && rank == 1)
+          faults->add({.operation = aio::Operation::write,
+                       .path_contains = setup_.engine.mirror.directory,
+                       .count = 1,
+                       .code = ENOSPC});
+        const Completion saved = model.engine().save("", bytes_of(state), {.mirror = true});
+        if (fails)
+          EXPECT_THROW(saved.wait(), Error);
+        else
+          EXPECT_NO_THROW(saved.wait());
+        const auto whole = model.engine().mirror().step;
+        EXPECT_EQ(whole, !fails ? std::optional(step) : first_failure == 1 ? std::nullopt : std::optional(2ul));
+      }
+      EXPECT_EQ(state_of(model), states.at(6));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    on_engines(2, [&](int, ToyModel& model) {
+      EXPECT_EQ(model.restore().step, 6u);
+      EXPECT_EQ(state_of(model), states.at(6));
+    });
+    fs::remove_all(setup_.engine.store_directory);
+    fs::remove_all(setup_.engine.mirror.directory);
+  }
+}
+
+// After a failure the whole copy is still the one before, also for whoever looks now.
+TEST_P(MirrorTest, ItsFilesMayDisappearAndAreMadeAnew) {
+  on_engines(1, [&](int, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    model.engine().save("", bytes_of("step 1"), {.mirror = true}).wait();
+    fs::remove_all(setup_.engine.mirror.directory);
+    take_step(model, 2);
+    EXPECT_THROW(model.engine().save("", bytes_of("step 2"), {.mirror = true}).wait(), Error);
+    take_step(model, 3);
+    model.engine().save("", bytes_of("step 3"), {.mirror = true}).wait();
+  });
+  EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 3u);
+}
+
+TEST_P(MirrorTest, ARestartGoesOnWithItAndWhatHasNotChangedIsNotCopiedAgain) {
+  train_and_mirror(2, 2);
+  on_engines(2, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().mirror, "");
+    EXPECT_EQ(model.engine().mirror().step, 2u);
+    take_step(model, 3);
+    model.engine().save("", bytes_of("step 3"), {.mirror = true}).wait();
+    const std::uint64_t all = model.engine().mirror().copied_bytes;
+    take_step(model, 4);
+    model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+    const std::uint64_t second = model.engine().mirror().copied_bytes - all;
+    if (on_nvme()) {  // a save of state in memory writes all of it
+      EXPECT_LT(second, all) << "the frozen parameters were copied again";
+    }
+    EXPECT_GT(second, all / 2);
+  });
+  const auto stores = stores_in(setup_.engine.mirror.directory);
+  ASSERT_EQ(stores.size(), 1u);
+  EXPECT_EQ(stores[0].name, "");
+}
+
+// A step back is no step of the mirror's commits any more: they go when the first copy after it is whole.
+TEST_P(MirrorTest, AStepBackMakesItAnew) {
+  setup_.engine.keep_steps = 1;
+  const auto states = undisturbed(4);
+  on_engines(1, [&](int, ToyModel& model) {
+    model.initialize();
+    for (std::uint64_t step = 1; step <= 4; ++step) {
+      take_step(model, step);
+      if (step == 2) model.engine().save("two", bytes_of("two")).wait();
+    }
+    model.engine().save("", bytes_of("step 4"), {.mirror = true}).wait();
+  });
+  on_engines(1, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore({.from = "two"}).step, 2u);
+    EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 4u);
+    take_step(model, 3);
+    model.engine().save("", bytes_of("step 3"), {.mirror = true}).wait();
+  });
+  fs::remove_all(setup_.engine.store_directory);
+  on_engines(1, [&](int, ToyModel& model) {
+    EXPECT_EQ(model.restore().step, 3u);
+    EXPECT_EQ(state_of(model), states.at(3));
+  });
+}
+
+TEST_P(MirrorTest, NeitherAFreshRunNorAnotherModelTakesItsPlace) {
+  train_and_mirror(1, 2);
+  fs::remove_all(setup_.engine.store_directory);
+  on_engines(1, [&](int, ToyModel& model) {
+    try {
+      model.initialize();
+      ADD_FAILURE() << "a fresh run has taken the mirror";
+    } catch (const StoreError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("holds step 2"));
+      EXPECT_THAT(error.what(), HasSubstr(setup_.engine.mirror.directory));
+    }
+    EXPECT_FALSE(fs::exists(setup_.engine.store_directory));
+  });
+  Runtime runtime(setup_.runtime);
+  ToyShape other;
+  other.norm += 1;
+  ToyModel model(runtime, setup_.engine, other);
+  EXPECT_THROW(model.restore(), StoreError);
+  EXPECT_EQ(StoredModel(setup_.engine.mirror.directory).step(), 2u);
+}
+
+// Bytes read for a copy are no step's, and its memory and disk are of the budgets, which a prediction knows.
+TEST_P(MirrorTest, ItsBytesAreBookedApart) {
+  const auto links_of = [&](bool mirrored) {
+    ToySetup setup = setup_;
+    setup.engine.store_directory = directory_ / (mirrored ? "with" : "without");
+    if (!mirrored) setup.engine.mirror = {};
+    ToyTraining training(setup);
+    training.model.initialize();
+    for (std::uint64_t step = 1; step <= 3; ++step) take_step(training.model, step);
+    training.engine().save("", bytes_of("step 3"), {.mirror = mirrored}).wait();
+    training.engine().settle();
+    const Ledger& ledger = training.runtime.ledger();
+    const std::uint64_t pinned = training.runtime.pinned_budget().held_bytes();
+    EXPECT_EQ(pinned, predict(setup.runtime, setup.engine, training.model.model(), 1).pinned.bytes);
+    return std::array{ledger.totals(Link::nvme_read).bytes, ledger.totals(Link::nvme_write).bytes,
+                      ledger.totals(Link::nvme_read, Ledger::Account::apart).bytes};
+  };
+  const auto with = links_of(true), without = links_of(false);
+  EXPECT_EQ(with[0], without[0]);
+  EXPECT_EQ(with[1], without[1]);
+  EXPECT_GT(with[2], without[2]);
+}
+
+INSTANTIATE_TEST_SUITE_P(, MirrorTest,
+                         testing::Values(Cell{"nvme", Placement::nvme, Placement::nvme, UpdateMode::forward},
+                                         Cell{"nvme_states", Placement::pinned, Placement::nvme, UpdateMode::backward},
+                                         Cell{"memory", Placement::pinned, Placement::pinned}),
+                         [](const auto& cell) { return cell.param.name; });
+
+TEST(MirrorOptions, AreChecked) {
+  const TempDirectory directory;
+  const auto refused = [&](const std::function<void(EngineOptions&)>& change) {
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+    setup.engine.mirror.directory = directory / "mirror";
+    change(setup.engine);
+    Runtime runtime(setup.runtime);
+    ToyModel model(runtime, setup.engine);
+    try {
+      model.initialize();
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(refused([](EngineOptions&) {}), "accepted");
+  EXPECT_THAT(refused([](EngineOptions& o) { o.durability = tiers::Durability::none; }), HasSubstr("hoist.mirror"));
+  EXPECT_THAT(refused([](EngineOptions& o) { o.mirror.directory = o.store_directory; }), HasSubstr("another"));
+  EXPECT_THAT(refused([](EngineOptions& o) { o.keep_steps = 64; }), HasSubstr("63"));
+  EXPECT_THAT(refused([](EngineOptions& o) {
+                o.parameters = o.optimizer = Placement::pinned;
+                o.store_directory.clear();
+              }),
+              HasSubstr("no store"));
+  ToyProgram without(toy_setup(Placement::pinned, Placement::pinned, directory / "other"));
+  EXPECT_THROW(without.engine().save("", {}, {.mirror = true}), UsageError);
+}
+
+}  // namespace
+}  // namespace hoist::test

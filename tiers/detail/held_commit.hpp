@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/detail/held_commit.hpp - what StoreReader reads a commit of an open store from.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <hoist/aio/striped_file.hpp>
+#include <hoist/tiers/detail/record_table.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/tiers/store_format.hpp>
+
+namespace hoist::tiers::detail {
+
+struct HeldCommit {
+  const Superblock& superblock;
+  std::string directory;
+  std::vector<StoreRecord> records;
+  CommitHeader commit;
+  aio::DriveQueue& engine;  // of the manifest
+  aio::StripedFile& data;
+  std::function<void()> let_go;  // called once, at the reader's end
+};
+
+// Memory of the reader.
+inline std::uint64_t held_commit_bytes(std::span<const StoreRecord> records, const Superblock& superblock) {
+  return RecordTable::memory_bytes(records, Durability::step, superblock.extents_per_record) + superblock.slot_bytes() +
+         superblock.layout.size() + superblock.caller_state_bytes_max;
+}
+
+}  // namespace hoist::tiers::detail

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/agreement.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
+#include <hoist/core/thread.hpp>
+#include <hoist/tiers/store_format.hpp>
+#include <hoist/tiers/store_reader.hpp>
+#include <hoist/zero/checkpoint/mirror.hpp>
+#include <hoist/zero/checkpoint/reshard.hpp>
+#include <hoist/zero/checkpoint/restore.hpp>
+#include <hoist/zero/checkpoint/store_copy.hpp>
+#include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/memory/drives.hpp>
+
+namespace hoist::detail {
+
+Mirror::Mirror(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
+               const RankAgreement& ranks, std::uint64_t store_number, std::uint64_t step)
+    : options_(mirror_options(options)),
+      mirror_(options.mirror),
+      table_(table),
+      records_(records),
+      ranks_(ranks),
+      channel_(ranks.job().duplicate()),
+      claimed_step_(step),
+      io_(make_drive_queue(ranks.runtime().options(), options_.store_directory, {})),
+      fingerprints_(records.records().size()) {
+  open(store_number, step);
+}
+
+Mirror::~Mirror() { end(); }
+
+void Mirror::end() noexcept {
+  if (const std::lock_guard lock(mutex_); thread_.joinable() && !under_way_.done())
+    log_info("waiting for the copy of step {} to the mirror in {}", claimed_step_, store_options_.directory);
+  join();
+  const std::lock_guard lock(mutex_);
+  if (promise_) std::exchange(promise_, nullptr)->fail(std::make_exception_ptr(Error("the engine has ended")));
+}
+
+void Mirror::join() {
+  std::thread ended;
+  {
+    const std::lock_guard lock(mutex_);
+    ended = std::move(thread_);
+  }
+  if (ended.joinable()) ended.join();
+}
+
+void Mirror::peers_are_gone() {
+  const std::lock_guard lock(mutex_);
+  peers_gone_ = true;
+  wake_.notify_all();
+}
+
+std::optional<std::uint64_t> Mirror::step() const {
+  const std::lock_guard lock(mutex_);
+  return step_;
+}
+
+// --- its store -------------------------------------------------------------------------------------------------------
+
+// The store that is there is gone on with when it is of this run. Otherwise, after a change of the number of ranks or
+// a step back, a new one is made beside it, and the old one goes once the first copy is whole.
+void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
+  const StoreSearch search(ranks_, options_);
+  const auto found = search.find(std::nullopt, StoreSearch::Incomplete::pass_over);
+  ranks_.all_together("look at its mirror", [&] {
+    if (!found) return;
+    const std::string directory = found->directory.in(options_.store_directory);
+    const std::string layout = look_at_one_store(directory).layout;
+    if (layout != table_.identity())
+      throw StoreError(fmt::format("the mirror in {} is of another model: {}; name another directory", directory,
+                                   tiers::first_difference(layout, table_.identity())));
+  });
+  const bool same_run = found && found->same_ranks && found->has_room && found->commits.front().step <= step &&
+                        search.is_of_run(found->commits.front(), store_number);
+  const std::vector<StoreDirectory> directories = search.directories();
+  has_older_ = !same_run && !directories.empty();
+  if (same_run)
+    directory_ = found->directory;
+  else if (has_older_)
+    directory_ = new_store_directory(directories.front().order + 1, ranks_.group().size());
+  ranks_.all_together(same_run ? "open its mirror" : "make its mirror", [&] {
+    store_options_ = store_options(options_, table_, records_, ranks_.group().rank(), directory_);
+    store_options_.store_number = store_number;
+    store_ = same_run ? tiers::Store::open(store_options_, *io_) : tiers::Store::create(store_options_, *io_);
+  });
+  if (!same_run) return;
+  adopt_commit(ranks_, options_, *store_, "");
+  newest_ = Copied{found->commits.front().step, static_cast<std::uint32_t>(found->commits.front().revision)};
+  step_ = newest_->step;
+}
+
+// After a copy that failed, on this rank alone: back to the last copy that is whole on all.
+void Mirror::reopen() {
+  if (store_) return;
+  std::ranges::fill(fingerprints_, 0);
+  const tiers::Store::Found found = tiers::Store::look(store_options_.directory, store_options_.identity.rank);
+  if (!found.exists || (found.commits.empty() && found.abandoned.empty() && !newest_)) {
+    store_ = tiers::Store::create(store_options_, *io_);
+    return;
+  }
+  std::unique_ptr<tiers::Store> store = tiers::Store::open(store_options_, *io_);
+  std::vector<tiers::CommitHeader> commits(store->commits().begin(), store->commits().end());
+  commits.insert(commits.end(), store->abandoned().begin(), store->abandoned().end());
+  const auto wanted =
+      std::ranges::find_if(commits, [&](const auto& commit) { return !newest_ || newest_->is(commit); });
+  if (wanted == commits.end())
+    throw StoreError(fmt::format("the mirror in {} has lost its copy of step {}", store_options_.directory,
+                                 newest_ ? newest_->step : 0));
+  store->adopt(*wanted);
+  store_ = std::move(store);
+}
+
+// --- copies ----------------------------------------------------------------------------------------------------------
+
+bool Mirror::is_due(std::uint64_t step) const {
+  if (mirror_.every == 0 || step < claimed_step_ + mirror_.every) return false;
+  const bool done = [&] {
+    const std::lock_guard lock(mutex_);
+    return under_way_.done();
+  }();
+  return ranks_.all(done);
+}
+
+Completion Mirror::claim(std::uint64_t step) {
+  join();
+  claimed_step_ = step;
+  const std::lock_guard lock(mutex_);
+  promise_ = std::make_unique<Promise>();
+  under_way_ = promise_->completion();
+  return under_way_;
+}
+
+void Mirror::drop(const std::exception_ptr& error) {
+  const std::lock_guard lock(mutex_);
+  if (promise_) std::exchange(promise_, nullptr)->fail(error);
+}
+
+void Mirror::start(tiers::Store& source) {
+  try {
+    auto commit = std::shared_ptr<tiers::StoreReader>(source.hold());
+    const auto run = [this, commit = std::move(commit)]() mutable {
+      std::exception_ptr error;
+      try {
+        copy(*commit);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      commit.reset();  // its extents are free before anybody hears of the end
+      conclude(error);
+    };
+    const std::lock_guard lock(mutex_);
+    thread_ = start_thread("hoist-mirror", run);
+  } catch (...) {  // the other ranks learn of it where their copies end
+    const std::exception_ptr error = std::current_exception();
+    tell(error);
+    conclude(error);
+  }
+}
+
+void Mirror::copy(tiers::StoreReader& commit) {
+  bool barrier_ahead = true;  // the other ranks are still to be told
+  try {
+    reopen();
+    store_->begin_step(claimed_step_);
+    std::uint64_t bytes = 0;
+    const TimePoint begun = Clock::now();
+    const auto changed = [&](tiers::RecordId record) {
+      return fingerprints_[record.index] != commit.fingerprint(record);
+    };
+    std::uint64_t read = 0;
+    copy_records(commit, *store_, store_options_.records, changed, [&](std::uint64_t more) {
+      bytes += more;
+      copied_bytes_ += more;
+      bytes_read_ += commit.bytes_read() - std::exchange(read, commit.bytes_read());
+      keep_pace(copy_time(begun, bytes, mirror_.bytes_per_second));
+    });
+    const Completion landed =
+        store_->commit(commit.caller_state(), [this](const std::exception_ptr& problem) { agree(problem); });
+    barrier_ahead = false;
+    landed.wait();
+    for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
+    const bool again = newest_ && newest_->step == claimed_step_;
+    newest_ = Copied{claimed_step_, again ? newest_->revision + 1 : 0};
+    log_info("the mirror in {} holds step {}; {} bytes were copied in {:.1f} s", store_options_.directory,
+             claimed_step_, bytes, to_seconds(Clock::now() - begun));
+  } catch (...) {
+    if (barrier_ahead) tell(std::current_exception());
+    throw;
+  }
+}
+
+void Mirror::keep_pace(TimePoint not_before) {
+  std::unique_lock lock(mutex_);
+  wake_.wait_until(lock, not_before, [&] { return peers_gone_; });
+  if (peers_gone_) throw CommError("the other ranks are gone");
+}
+
+void Mirror::agree(const std::exception_ptr& problem) {
+  const auto first = first_problem(*channel_, problem);
+  if (first && !problem)
+    throw CommError(fmt::format("{} could not copy it: {}", ranks_.name_in_job(first->rank), first->text));
+}
+
+void Mirror::tell(const std::exception_ptr& problem) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (peers_gone_) return;
+  }
+  try {
+    agree(problem);
+  } catch (...) {  // the error that counts is this rank's own
+  }
+}
+
+// Nothing of the mirror is in use by the copy any more, but for what the next one finds.
+void Mirror::conclude(const std::exception_ptr& error) {
+  if (error) {
+    store_.reset();
+    log_warning("step {} was not copied to the mirror in {}: {}", claimed_step_, store_options_.directory,
+                text_of(error));
+  } else if (std::exchange(has_older_, false) && ranks_.group().rank() == 0) {
+    try {
+      remove_older_stores(options_, directory_, {});
+    } catch (const Error& left) {
+      log_warning("older stores in the mirror in {} stay there: {}", options_.store_directory, left.what());
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  if (!error) step_ = claimed_step_;
+  const std::unique_ptr<Promise> promise = std::move(promise_);
+  error ? promise->fail(error) : promise->complete();
+}
+
+}  // namespace hoist::detail

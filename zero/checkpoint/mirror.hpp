@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/checkpoint/mirror.hpp - copies of finished commits in EngineOptions::mirror, made by a thread beside training.
+//
+// The mirror's directory holds a store like the engine's own, of one drive, whose newest commit is the one that was
+// copied last. A copy counts once it is durable on every rank of the job; until then the one before it is whole.
+// Records that have not changed since the last copy are not copied again.
+//
+// Threading  The program's thread makes it, asks it and claims it; start() and drop() are called by the thread that
+//            made the commit. The copy runs on a thread of its own.
+// Memory     Two buffers of a few MiB and the tables of the mirror's store; those of the commit are the store's
+//            (Store::hold). store_cost() counts all of it.
+// Errors     An error of a copy, on any rank, fails that copy everywhere and is logged; training goes on, and the next
+//            copy opens the mirror's store anew.
+// Main path  claim -> (commit) -> start -> Store::hold -> copy_records -> commit -> barrier -> done.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include <hoist/aio/drive_queue.hpp>
+#include <hoist/comm/communicator.hpp>
+#include <hoist/core/clock.hpp>
+#include <hoist/core/completion.hpp>
+#include <hoist/tiers/store.hpp>
+#include <hoist/zero/checkpoint/store_search.hpp>
+#include <hoist/zero/layout/record_map.hpp>
+
+namespace hoist::detail {
+
+class Mirror {
+ public:
+  // [J] Opens this rank's store in the mirror, or makes one. `store_number`: of the engine's store. `step`: where the
+  // training stands. Errors: StoreError for another model's mirror; IoError, BudgetError.
+  Mirror(const EngineOptions& options, const UnitTable& table, const RecordMap& records, const RankAgreement& ranks,
+         std::uint64_t store_number, std::uint64_t step);
+  ~Mirror();
+  Mirror(const Mirror&) = delete;
+  Mirror& operator=(const Mirror&) = delete;
+  // Waits for the copy under way.
+  void end() noexcept;
+
+  // [J] Whether the commit of this step is to be copied: the last copy was begun `every` steps ago, or more, and is
+  // done on every rank.
+  bool is_due(std::uint64_t step) const;
+  // The copy of a commit to come; start() or drop() follows. Waits for the copy under way.
+  Completion claim(std::uint64_t step);
+  // The commit has landed; it is the store's last.
+  void start(tiers::Store& store);
+  // There will be no such commit, on any rank.
+  void drop(const std::exception_ptr& error);
+
+  std::optional<std::uint64_t> step() const;                      // of the newest whole copy
+  std::uint64_t copied_bytes() const { return copied_bytes_; }    // by this rank, of copies that failed as well
+  std::uint64_t store_bytes_read() const { return bytes_read_; }  // from the engine's store, to be copied
+  // The other ranks are gone: no barrier is entered any more.
+  void peers_are_gone();
+
+ private:
+  struct Copied {
+    std::uint64_t step = 0;
+    std::uint32_t revision = 0;
+    bool is(const tiers::CommitHeader& commit) const { return commit.step == step && commit.revision == revision; }
+  };
+
+  void open(std::uint64_t store_number, std::uint64_t step);  // [J]
+  void reopen();
+  void copy(tiers::StoreReader& commit);
+  void keep_pace(TimePoint not_before);
+  void agree(const std::exception_ptr& problem);
+  void tell(const std::exception_ptr& problem) noexcept;
+  void conclude(const std::exception_ptr& error);
+  void join();
+
+  const EngineOptions options_;  // those of a store in the mirror
+  const MirrorOptions mirror_;
+  const UnitTable& table_;
+  const RecordMap& records_;
+  const RankAgreement& ranks_;
+  const std::unique_ptr<comm::Communicator> channel_;  // over all ranks of the job, for the copies' barriers alone
+  StoreDirectory directory_;
+  tiers::StoreOptions store_options_;
+  std::uint64_t claimed_step_ = 0;  // the last that was claimed
+
+  // The copy's thread uses these alone.
+  const std::unique_ptr<aio::DriveQueue> io_;
+  std::unique_ptr<tiers::Store> store_;      // null after a copy has failed
+  std::optional<Copied> newest_;             // the newest commit in it that all ranks have
+  std::vector<std::uint64_t> fingerprints_;  // of the records that the mirror holds; 0 where that is unknown
+  bool has_older_ = false;                   // older stores lie beside this one
+
+  std::atomic<std::uint64_t> copied_bytes_{0}, bytes_read_{0};
+  mutable std::mutex mutex_;  // guards the rest
+  std::condition_variable wake_;
+  bool peers_gone_ = false;
+  std::thread thread_;
+  Completion under_way_;
+  std::unique_ptr<Promise> promise_;  // of under_way_
+  std::optional<std::uint64_t> step_;
+};
+
+}  // namespace hoist::detail
