@@ -283,6 +283,31 @@ TEST(Options, PathsAreTheSamePlaceHoweverWritten) {
   EXPECT_EQ(config.engine.store_directory, "/a/b/hoist");
 }
 
+TEST(Options, AMirrorIsAStoreBelowItsPath) {
+  const Config config = parse(R"({"zero_optimization": {
+      "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}},
+      "hoist": {"mirror": {"path": "/b/", "every": 50, "bytes_per_second": "200MB"}}})");
+  EXPECT_EQ(config.engine.mirror.directory, "/b/hoist");
+  EXPECT_EQ(config.engine.mirror.every, 50u);
+  EXPECT_EQ(config.engine.mirror.bytes_per_second, 200'000'000u);
+}
+
+TEST(Options, AMirrorNeedsCommitsAndAPlaceOfItsOwn) {
+  const auto refusal = [](const std::string& device, const std::string& hoist) {
+    try {
+      parse(R"({"zero_optimization": {"stage": 3, "offload_optimizer": )" + device + R"(}, "hoist": )" + hoist + "}");
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  const std::string nvme = R"({"device": "nvme", "nvme_path": "/a"})", memory = R"({"device": "cpu"})";
+  EXPECT_THAT(refusal(nvme, R"({"mirror": {"path": "/a/."}})"), HasSubstr("where the store itself is"));
+  EXPECT_THAT(refusal(nvme, R"({"durability": "none", "mirror": {"path": "/b"}})"), HasSubstr("no commits to copy"));
+  EXPECT_THAT(refusal(memory, R"({"mirror": {"path": "/b"}})"), HasSubstr("no store to copy"));
+  EXPECT_EQ(refusal(memory, R"({"checkpoint_path": "/a", "mirror": {"path": "/b"}})"), "accepted");
+}
+
 TEST(Options, AListOfPathsSpreadsTheStore) {
   const Config config = sample("several_drives");
   EXPECT_EQ(config.engine.store_directory, "/nvme0/hoist");

@@ -21,6 +21,8 @@ namespace {
 constexpr std::uint64_t kSteps = LifeTerms{}.last_step;
 // A planned moment lies within so many steps of a life's begin.
 constexpr std::uint64_t kStepsToMoment = 2;
+constexpr unsigned kStepsToCopy = 2;
+constexpr std::uint64_t kLossesOneIn = 3;  // kills after which there is a copy to go on from
 constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3);
 
 }  // namespace
@@ -28,7 +30,18 @@ constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3)
 std::string CrashSetup::name() const {
   return fmt::format("{}_{}_{}{}{}", parameters == Placement::nvme ? "nvme" : "memory", mode_name(update_mode),
                      groups == 1 ? "" : "2_groups_of_", ranks == 1 ? "1_rank" : "2_ranks",
-                     pinned_fraction > 0 ? "_half_pinned" : "");
+                     pinned_fraction > 0 ? "_half_pinned" : "") +
+         (mirrored ? "_mirrored" : "");
+}
+
+std::vector<CrashSetup> mirror_crash_setups() {
+  std::vector<CrashSetup> setups{{Placement::nvme, UpdateMode::forward, 1},
+                                 {Placement::nvme, UpdateMode::step, 2},
+                                 {Placement::pinned, UpdateMode::backward, 2},
+                                 {Placement::pinned, UpdateMode::forward, 2, 0.5},
+                                 {Placement::nvme, UpdateMode::forward, 1, 0, 2}};
+  for (CrashSetup& setup : setups) setup.mirrored = true;
+  return setups;
 }
 
 std::vector<CrashSetup> group_crash_setups() {
@@ -68,13 +81,17 @@ void CrashTally::add(const CrashTally& other) {
   from_outside += other.from_outside;
   manifests_differed += other.manifests_differed;
   groups_differed += other.groups_differed;
+  lost_stores += other.lost_stores;
   two_stores += other.two_stores;
   runs += other.runs;
   missed += other.missed;
 }
 
 Campaign::Campaign(CrashSetup setup, std::string directory)
-    : setup_(setup), directory_(std::move(directory)), store_(directory_ + "/" + setup.name()) {}
+    : setup_(setup),
+      directory_(std::move(directory)),
+      store_(directory_ + "/" + setup.name()),
+      mirror_(setup.mirrored ? store_ + ".mirror" : "") {}
 
 // In the child.
 std::string Campaign::train(const Life& life, KillSwitch& kills) const {
@@ -86,8 +103,10 @@ std::string Campaign::train(const Life& life, KillSwitch& kills) const {
     LifeTerms terms = life.terms;
     terms.seed += static_cast<std::uint64_t>(group);
     const std::string store = store_of_group(store_, setup_.groups, group);
-    return train_rank(crash_setup(setup_.parameters, setup_.update_mode, store, setup_.pinned_fraction), joins, watched,
-                      terms);
+    ToySetup toy = crash_setup(setup_.parameters, setup_.update_mode, store, setup_.pinned_fraction);
+    if (setup_.mirrored)
+      toy.engine.mirror = {.directory = store_of_group(mirror_, setup_.groups, group), .every = kStepsToCopy};
+    return train_rank(toy, joins, watched, terms);
   };
   const std::string digests = train_job(setup_.groups, setup_.ranks, train);
   observe_system_calls(before);
@@ -105,8 +124,13 @@ LifeEnd Campaign::live(const Life& life, std::uint64_t seed, Witness& witness) c
       witness, kill_after);
 }
 
-std::string Campaign::prepare() {
+void Campaign::remove_files() const {
   std::filesystem::remove_all(store_);
+  if (setup_.mirrored) std::filesystem::remove_all(mirror_);
+}
+
+std::string Campaign::prepare() {
+  remove_files();
   const SharedWitness whole, resumed;
   if (live({}, 0, *whole) != LifeEnd::finished) return whole->text.data();
   for (std::size_t i = 0; i < kPhaseCount; ++i) events_[i] = whole->events[i];
@@ -161,10 +185,11 @@ std::vector<std::int64_t> Campaign::newest_of(int group) const {
 }
 
 std::string Campaign::run(std::uint64_t seed, CrashTally& tally) {
-  std::filesystem::remove_all(store_);
+  remove_files();
   ++tally.runs;
   Life life;
   bool restore_before = false;
+  std::int64_t mirrored = -1;  // the newest step that was reported whole in the mirror
   const std::vector<KillPlan> moments = plans(seed);
   for (std::size_t i = 0; i <= moments.size() + 1; ++i) {
     const bool last = i >= moments.size();
@@ -199,6 +224,12 @@ std::string Campaign::run(std::uint64_t seed, CrashTally& tally) {
     life.terms.promised = std::max(life.terms.promised, witness->committed.load());
     // initialize() commits step 0; it was begun although nobody called step().
     life.terms.begun = std::max({life.terms.begun, witness->stepped.load(), std::int64_t{0}});
+    mirrored = std::max(mirrored, witness->mirrored.load());
+    if (mirrored >= 0 && random_bits(seed, 300 + i) % kLossesOneIn == 0) {
+      std::filesystem::remove_all(store_);
+      life.terms.promised = mirrored;
+      ++tally.lost_stores;
+    }
   }
   return fmt::format("{}, seed {}: the run did not come to its end", setup_.name(), seed);
 }
@@ -219,6 +250,7 @@ std::string table(const CrashTally& tally, std::uint64_t seed) {
   row_if_any("from outside, at any moment", tally.from_outside);
   row_if_any("left ranks with different commits", tally.manifests_differed);
   row_if_any("left groups with different commits", tally.groups_differed);
+  row_if_any("whose store was lost thereafter", tally.lost_stores);
   row_if_any("left an old store and a new one", tally.two_stores);
   return text;
 }

@@ -26,12 +26,15 @@ struct CrashSetup {
   int ranks = 1;
   double pinned_fraction = 0;  // of the optimizer's states
   int groups = 1;              // sharding groups of so many ranks each, with a store each
+  bool mirrored = false;       // commits are copied to a mirror, and after some kills the store is lost
   int rank_count() const { return groups * ranks; }
   std::string name() const;
 };
 // Parameters on NVMe and in memory, every update mode, one rank and two; and some of these with half of the optimizer's
 // states pinned.
 std::vector<CrashSetup> all_crash_setups();
+// With a mirror: parameters on NVMe and in memory, every update mode, one rank and two, and two sharding groups.
+std::vector<CrashSetup> mirror_crash_setups();
 // Two sharding groups, of one rank and of two, in every update mode.
 std::vector<CrashSetup> group_crash_setups();
 
@@ -41,6 +44,7 @@ struct CrashTally {
   std::uint64_t from_outside = 0;
   std::uint64_t manifests_differed = 0;  // kills that left ranks with different newest commits
   std::uint64_t groups_differed = 0;     // likewise, groups
+  std::uint64_t lost_stores = 0;         // kills after which the store was removed
   std::uint64_t two_stores = 0;          // kills that left the old store and a new one
   std::uint64_t runs = 0;
   std::uint64_t missed = 0;  // planned moments that a life did not come to
@@ -65,6 +69,7 @@ class Campaign {
     int slow_rank = -1;
   };
 
+  void remove_files() const;
   LifeEnd live(const Life& life, std::uint64_t seed, Witness& witness) const;
   std::string train(const Life& life, KillSwitch& kills) const;
   std::vector<KillPlan> plans(std::uint64_t seed) const;
@@ -73,7 +78,7 @@ class Campaign {
 
   const CrashSetup setup_;
   const std::string directory_;
-  std::string store_;
+  std::string store_, mirror_;
   std::string expected_;
   std::array<std::uint64_t, kPhaseCount> events_{};  // of an undisturbed run; restore: of one restore
 };

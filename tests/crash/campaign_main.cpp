@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The long form of the kill tests, and a table of the kills.
 //
-//   hoist_crash_campaign [--kills N] [--hits N] [--reshard-kills N] [--group-kills N] [--mpi-kills N] [--seed N]
-//                        [--directory DIR]
+//   hoist_crash_campaign [--kills N] [--hits N] [--reshard-kills N] [--group-kills N] [--mirror-kills N]
+//                        [--mpi-kills N] [--seed N] [--directory DIR]
 //
 // First N kills (1000) of whole processes, at least so many --hits (50) in each phase; then N (300) while the state is
 // dealt out to another number of ranks; then N (300) of jobs of two sharding groups, and a third as many while these
-// change their number of ranks; then N (100) of one rank of an MPI job. Ends with 1 and the seed as soon as anything is
-// wrong.
+// change their number of ranks; then N (300) with a mirror, after a tenth of which at least the store is lost; then N
+// (100) of one rank of an MPI job. Ends with 1 and the seed as soon as anything is wrong.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -24,7 +24,8 @@ namespace hoist::test {
 namespace {
 
 struct Arguments {
-  std::uint64_t kills = 1000, hits = 50, reshard_kills = 300, group_kills = 300, mpi_kills = 100, seed = 1;
+  std::uint64_t kills = 1000, hits = 50, reshard_kills = 300, group_kills = 300, mirror_kills = 300, mpi_kills = 100,
+                seed = 1;
   std::string directory = ".";
 };
 
@@ -112,6 +113,19 @@ bool kill_groups(const Arguments& arguments, const std::string& directory) {
              [&] { return 3 * changed.kills() >= arguments.group_kills; });
 }
 
+bool kill_with_a_mirror(const Arguments& arguments, const std::string& directory) {
+  std::vector<Campaign> campaigns;
+  for (const CrashSetup& setup : mirror_crash_setups()) campaigns.emplace_back(setup, directory);
+  CrashTally tally;
+  return prepared(campaigns) && run_until(
+                                    campaigns, arguments.seed, tally,
+                                    [&](Campaign& campaign, std::uint64_t seed) { return campaign.run(seed, tally); },
+                                    [&] {
+                                      return tally.kills() >= arguments.mirror_kills &&
+                                             10 * tally.lost_stores >= arguments.mirror_kills;
+                                    });
+}
+
 bool kill_mpi_ranks(const Arguments& arguments, const std::string& directory) {
   constexpr std::uint64_t kKillsOfARun = 8;
   if (arguments.mpi_kills == 0) return true;
@@ -134,7 +148,9 @@ int run(const Arguments& arguments) {
   const std::string path = directory.path().string();
   const bool good = (arguments.kills == 0 || kill_processes(arguments, path)) &&
                     (arguments.reshard_kills == 0 || kill_while_resharding(arguments, path)) &&
-                    (arguments.group_kills == 0 || kill_groups(arguments, path)) && kill_mpi_ranks(arguments, path);
+                    (arguments.group_kills == 0 || kill_groups(arguments, path)) &&
+                    (arguments.mirror_kills == 0 || kill_with_a_mirror(arguments, path)) &&
+                    kill_mpi_ranks(arguments, path);
   return good ? 0 : 1;
 }
 
@@ -154,6 +170,7 @@ int main(int count, char** words) {
     if (key == "--hits") arguments.hits = value;
     if (key == "--reshard-kills") arguments.reshard_kills = value;
     if (key == "--group-kills") arguments.group_kills = value;
+    if (key == "--mirror-kills") arguments.mirror_kills = value;
     if (key == "--mpi-kills") arguments.mpi_kills = value;
     if (key == "--seed") arguments.seed = value;
   }

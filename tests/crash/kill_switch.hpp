@@ -44,6 +44,7 @@ struct Witness {
   std::atomic<bool> killed_itself{false};
   std::atomic<std::int64_t> restored{-1};   // the step this life began with
   std::atomic<std::int64_t> committed{-1};  // the newest that was reported durable
+  std::atomic<std::int64_t> mirrored{-1};   // the newest that was reported whole in the mirror
   std::atomic<std::int64_t> stepped{-1};    // the newest that step() was called for
   std::atomic<bool> restoring{false};
   std::atomic<std::int64_t> killed_ns{0};  // when it killed itself, on the monotonic clock

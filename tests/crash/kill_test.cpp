@@ -36,9 +36,14 @@ TEST_P(Kills, InEveryPhaseEndInTheSameBits) {
     EXPECT_GE(hits(Phase::between_ranks), 1u);
   }
   EXPECT_GE(tally.chained_restores, 1u);
+  if (GetParam().mirrored) {
+    EXPECT_GE(tally.lost_stores, 1u);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Setups, Kills, testing::ValuesIn(all_crash_setups()),
+                         [](const auto& c) { return c.param.name(); });
+INSTANTIATE_TEST_SUITE_P(Mirrored, Kills, testing::ValuesIn(mirror_crash_setups()),
                          [](const auto& c) { return c.param.name(); });
 INSTANTIATE_TEST_SUITE_P(Groups, Kills, testing::ValuesIn(group_crash_setups()),
                          [](const auto& c) { return c.param.name(); });

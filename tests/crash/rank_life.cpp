@@ -133,6 +133,7 @@ std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, Wat
     report.committed.then([&witness, step](const std::exception_ptr& error) {
       if (!error) raise_to(witness.committed, static_cast<std::int64_t>(step));
     });
+    if (const auto copied = engine.mirror().step) raise_to(witness.mirrored, static_cast<std::int64_t>(*copied));
   }
   rank.stage = Stage::forward;  // the last update has no pass of its own
   engine.settle();

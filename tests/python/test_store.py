@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """hoist.store: what a run has left on NVMe, without its program."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -93,3 +95,31 @@ def test_damage_is_found_and_no_wrong_byte_is_read(settings, tmp_path):
 def test_where_there_is_none(tmp_path):
     with pytest.raises(hoist.StoreError):
         hoist.store.open(tmp_path)
+
+
+def test_a_run_goes_on_from_its_mirror_when_its_drive_is_gone(settings, tmp_path):
+    config = settings()
+    config["hoist"]["mirror"] = {"path": str(tmp_path / "mirror"), "every": 0}
+    torch.manual_seed(0)
+    with hoist.torch.wrap(Gpt(), config) as engine:
+        train(engine, 2)
+        engine.state["epoch"] = 7
+        assert engine.mirrored_step is None
+        engine.save(mirror=True).wait()
+        assert engine.mirrored_step == 2
+        masters = engine.state_dict(torch.float32)
+        train(engine, 1, first=2)
+        undisturbed = engine.state_dict(torch.float32)
+    with hoist.store.open(tmp_path / "mirror") as stored:
+        assert stored.step == 2 and stored.program_state == {"epoch": 7} and stored.verify() == []
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(hoist.StoreError, match="mirror"):
+        hoist.torch.wrap(Gpt(), config)
+    with hoist.torch.wrap(Gpt(), config, resume=True) as engine:
+        assert engine.restored and engine.step_count == 2 and engine.state == {"epoch": 7}
+        assert all(torch.equal(value, masters[name]) for name, value in engine.state_dict(torch.float32).items())
+        train(engine, 1, first=2)
+        assert all(torch.equal(value, undisturbed[name]) for name, value in engine.state_dict(torch.float32).items())
+    del config["hoist"]["mirror"]
+    with hoist.torch.wrap(Gpt(), config, resume=True) as engine, pytest.raises(hoist.UsageError, match="hoist.mirror"):
+        engine.save(mirror=True)

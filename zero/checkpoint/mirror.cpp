@@ -11,7 +11,6 @@
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/checkpoint/mirror.hpp>
-#include <hoist/zero/checkpoint/reshard.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_copy.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
@@ -82,10 +81,10 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   const bool same_run = found && found->same_ranks && found->has_room && found->commits.front().step <= step &&
                         search.is_of_run(found->commits.front(), store_number);
   const std::vector<StoreDirectory> directories = search.directories();
-  has_older_ = !same_run && !directories.empty();
+  has_others_ = !same_run && !directories.empty();
   if (same_run)
     directory_ = found->directory;
-  else if (has_older_)
+  else if (has_others_)
     directory_ = new_store_directory(directories.front().order + 1, ranks_.group().size());
   ranks_.all_together(same_run ? "open its mirror" : "make its mirror", [&] {
     store_options_ = store_options(options_, table_, records_, ranks_.group().rank(), directory_);
@@ -221,18 +220,31 @@ void Mirror::tell(const std::exception_ptr& problem) noexcept {
   }
 }
 
+// Other copies of this model, whole or not. Of the ranks that share a directory, the first one removes them.
+void Mirror::remove_others() noexcept {
+  try {
+    for (const StoreDirectory& other : store_directories(options_.store_directory)) {
+      if (other.order == directory_.order) continue;
+      const std::string directory = other.in(options_.store_directory);
+      const std::vector<int> ranks = tiers::Store::ranks_in(directory);
+      if (ranks.empty() || store_options_.identity.rank > ranks.front()) continue;
+      const auto identity = tiers::Store::look(directory, ranks.front()).identity;
+      if (identity && identity->layout == table_.identity())
+        remove_store({options_.store_directory}, other, /*lock_timeout=*/{});
+    }
+  } catch (const Error& error) {
+    log_warning("older copies in the mirror in {} stay there: {}", options_.store_directory, error.what());
+  }
+}
+
 // Nothing of the mirror is in use by the copy any more, but for what the next one finds.
 void Mirror::conclude(const std::exception_ptr& error) {
   if (error) {
     store_.reset();
     log_warning("step {} was not copied to the mirror in {}: {}", claimed_step_, store_options_.directory,
                 text_of(error));
-  } else if (std::exchange(has_older_, false) && ranks_.group().rank() == 0) {
-    try {
-      remove_older_stores(options_, directory_, {});
-    } catch (const Error& left) {
-      log_warning("older stores in the mirror in {} stay there: {}", options_.store_directory, left.what());
-    }
+  } else if (std::exchange(has_others_, false)) {
+    remove_others();
   }
   const std::lock_guard lock(mutex_);
   if (!error) step_ = claimed_step_;

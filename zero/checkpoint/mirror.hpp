@@ -75,6 +75,7 @@ class Mirror {
   void keep_pace(TimePoint not_before);
   void agree(const std::exception_ptr& problem);
   void tell(const std::exception_ptr& problem) noexcept;
+  void remove_others() noexcept;
   void conclude(const std::exception_ptr& error);
   void join();
 
@@ -93,7 +94,7 @@ class Mirror {
   std::unique_ptr<tiers::Store> store_;      // null after a copy has failed
   std::optional<Copied> newest_;             // the newest commit in it that all ranks have
   std::vector<std::uint64_t> fingerprints_;  // of the records that the mirror holds; 0 where that is unknown
-  bool has_older_ = false;                   // older stores lie beside this one
+  bool has_others_ = false;                  // other stores lie beside this one
 
   std::atomic<std::uint64_t> copied_bytes_{0}, bytes_read_{0};
   mutable std::mutex mutex_;  // guards the rest

@@ -62,23 +62,19 @@ void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& o
   });
 }
 
-void remove_older_stores(const EngineOptions& options, const StoreDirectory& present,
-                         const std::vector<std::uint64_t>& passed_over) {
-  constexpr Nanoseconds kNow{0};
-  for (const StoreDirectory& other : store_directories(options.store_directory)) {
-    if (other.order == present.order) continue;
-    const std::string directory = other.in(options.store_directory);
-    const bool unfinished = !other.name.empty() && is_unfinished(directory, is_among(other.order, passed_over));
-    const bool older = other.order < present.order && !tiers::Store::ranks_in(directory).empty();
-    if (unfinished || (older && is_whole_and_keeps_nothing(directory)))
-      remove_store(drive_directories(options), other, kNow);
-  }
-}
-
 void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
                          const std::vector<std::uint64_t>& passed_over) {
+  constexpr Nanoseconds kNow{0};
   ranks.all_together("remove the store it took over from", [&] {
-    if (ranks.group().rank() == 0) remove_older_stores(options, present, passed_over);
+    if (ranks.group().rank() != 0) return;
+    for (const StoreDirectory& other : store_directories(options.store_directory)) {
+      if (other.order == present.order) continue;
+      const std::string directory = other.in(options.store_directory);
+      const bool unfinished = !other.name.empty() && is_unfinished(directory, is_among(other.order, passed_over));
+      const bool older = other.order < present.order && !tiers::Store::ranks_in(directory).empty();
+      if (unfinished || (older && is_whole_and_keeps_nothing(directory)))
+        remove_store(drive_directories(options), other, kNow);
+    }
   });
 }
 

@@ -19,11 +19,8 @@ namespace hoist::detail {
 void remove_unfinished_stores(const RankAgreement& ranks, const EngineOptions& options, std::uint64_t after,
                               const std::vector<std::uint64_t>& passed_over);
 
-// Removes stores that `present` has taken over from. A store stays if it keeps named steps or is not whole, and,
+// [J] Removes stores that `present` has taken over from. A store stays if it keeps named steps or is not whole, and,
 // until the next start, if somebody reads it.
-void remove_older_stores(const EngineOptions& options, const StoreDirectory& present,
-                         const std::vector<std::uint64_t>& passed_over);
-// [J] The same, on the first rank of each sharding group.
 void remove_older_stores(const RankAgreement& ranks, const EngineOptions& options, const StoreDirectory& present,
                          const std::vector<std::uint64_t>& passed_over);
 
