@@ -19,8 +19,8 @@ namespace hoist::test {
 namespace {
 
 constexpr std::uint64_t kSteps = LifeTerms{}.last_step;
-// A planned moment lies within so many steps of a life's begin.
-constexpr std::uint64_t kStepsToMoment = 2;
+// A planned moment lies within so many steps of a life's begin. With a mirror, copies have the time to end.
+constexpr std::uint64_t kStepsToMoment = 2, kStepsToMomentMirrored = 12;
 constexpr unsigned kStepsToCopy = 2;
 constexpr std::uint64_t kLossesOneIn = 3;  // kills after which there is a copy to go on from
 constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3);
@@ -135,7 +135,8 @@ std::string Campaign::prepare() {
   if (live({}, 0, *whole) != LifeEnd::finished) return whole->text.data();
   for (std::size_t i = 0; i < kPhaseCount; ++i) events_[i] = whole->events[i];
   expected_ = whole->text.data();
-  // And once more, from its end: what a restore consists of.
+  // And once more, from its end: what a restore consists of, where a mirror has nothing to go on with.
+  if (setup_.mirrored) std::filesystem::remove_all(mirror_);
   if (live({.terms = {.promised = kSteps, .begun = kSteps}}, 0, *resumed) != LifeEnd::finished)
     return resumed->text.data();
   constexpr auto kRestore = static_cast<std::size_t>(Phase::restore);
@@ -147,7 +148,7 @@ std::string Campaign::prepare() {
 KillPlan Campaign::plan_in(Phase phase, std::uint64_t random) const {
   const std::uint64_t all = events_[static_cast<std::size_t>(phase)];
   const bool once = phase == Phase::create || phase == Phase::initialize || phase == Phase::restore;
-  const std::uint64_t range = once ? all : all * kStepsToMoment / kSteps;
+  const std::uint64_t range = once ? all : all * (setup_.mirrored ? kStepsToMomentMirrored : kStepsToMoment) / kSteps;
   return {phase, 1 + random % std::max<std::uint64_t>(1, range)};
 }
 
