@@ -273,6 +273,22 @@ TEST_P(MirrorTest, ACopyThatFailsOnOneRankFailsOnAllAndTheNextOneIsWhole) {
   }
 }
 
+TEST_P(MirrorTest, AFailedEngineGivesItsCopyUp) {
+  setup_.engine.mirror.bytes_per_second = 10 * kKiB;  // a minute and more
+  const TimePoint begin = Clock::now();
+  on_engines(2, [&](int, ToyModel& model) {
+    model.initialize();
+    take_step(model, 1);
+    const Completion saved = model.engine().save("", bytes_of("step 1"), {.mirror = true});
+    take_step(model, 2);
+    model.engine().abandon("its program ends");
+    model.close();
+    EXPECT_THROW(saved.wait(), Error);
+  });
+  EXPECT_LT(to_seconds(Clock::now() - begin), 30);
+  EXPECT_TRUE(StoreSummary(look_at_store(setup_.engine.mirror.directory)).commits.empty());
+}
+
 // After a failure the whole copy is still the one before, also for whoever looks now.
 TEST_P(MirrorTest, ItsFilesMayDisappearAndAreMadeAnew) {
   on_engines(1, [&](int, ToyModel& model) {

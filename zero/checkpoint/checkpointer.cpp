@@ -34,9 +34,8 @@ void Checkpointer::end() noexcept {
   if (mirror_) mirror_->end();
 }
 
-void Checkpointer::peers_are_gone() {
-  peers_gone_ = true;
-  if (mirror_) mirror_->peers_are_gone();
+void Checkpointer::abandon_copy() {
+  if (mirror_) mirror_->abandon();
 }
 
 bool Checkpointer::on_nvme() const {

@@ -95,7 +95,9 @@ class Checkpointer {
   const Mirror* mirror() const { return mirror_.get(); }  // null without one
   void restored(std::uint64_t step) { committed_step_ = static_cast<std::int64_t>(step); }
   // The other ranks are gone: no barrier is entered any more.
-  void peers_are_gone();
+  void peers_are_gone() { peers_gone_ = true; }
+  // The engine has failed: what is being copied to the mirror is given up.
+  void abandon_copy();
 
  private:
   struct PendingSave {

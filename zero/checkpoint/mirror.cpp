@@ -39,8 +39,7 @@ void Mirror::end() noexcept {
   if (const std::lock_guard lock(mutex_); thread_.joinable() && !under_way_.done())
     log_info("waiting for the copy of step {} to the mirror in {}", claimed_step_, store_options_.directory);
   join();
-  const std::lock_guard lock(mutex_);
-  if (promise_) std::exchange(promise_, nullptr)->fail(std::make_exception_ptr(Error("the engine has ended")));
+  drop(std::make_exception_ptr(Error("the engine has ended")));
 }
 
 void Mirror::join() {
@@ -52,9 +51,9 @@ void Mirror::join() {
   if (ended.joinable()) ended.join();
 }
 
-void Mirror::peers_are_gone() {
+void Mirror::abandon() {
   const std::lock_guard lock(mutex_);
-  peers_gone_ = true;
+  abandoned_ = true;
   wake_.notify_all();
 }
 
@@ -139,14 +138,18 @@ Completion Mirror::claim(std::uint64_t step) {
 }
 
 void Mirror::drop(const std::exception_ptr& error) {
+  if (const auto promise = take_promise()) promise->fail(error);
+}
+
+std::unique_ptr<Promise> Mirror::take_promise() {
   const std::lock_guard lock(mutex_);
-  if (promise_) std::exchange(promise_, nullptr)->fail(error);
+  return std::move(promise_);
 }
 
 void Mirror::start(tiers::Store& source) {
   try {
     auto commit = std::shared_ptr<tiers::StoreReader>(source.hold());
-    const auto run = [this, commit = std::move(commit)]() mutable {
+    auto run = [this, commit = std::move(commit)]() mutable {
       std::exception_ptr error;
       try {
         copy(*commit);
@@ -157,7 +160,7 @@ void Mirror::start(tiers::Store& source) {
       conclude(error);
     };
     const std::lock_guard lock(mutex_);
-    thread_ = start_thread("hoist-mirror", run);
+    thread_ = start_thread("hoist-mirror", std::move(run));
   } catch (...) {  // the other ranks learn of it where their copies end
     const std::exception_ptr error = std::current_exception();
     tell(error);
@@ -189,8 +192,9 @@ void Mirror::copy(tiers::StoreReader& commit) {
     for (std::uint32_t r = 0; r < fingerprints_.size(); ++r) fingerprints_[r] = commit.fingerprint(tiers::RecordId{r});
     const bool again = newest_ && newest_->step == claimed_step_;
     newest_ = Copied{claimed_step_, again ? newest_->revision + 1 : 0};
-    log_info("the mirror in {} holds step {}; {} bytes were copied in {:.1f} s", store_options_.directory,
-             claimed_step_, bytes, to_seconds(Clock::now() - begun));
+    if (std::exchange(says_next_, false))
+      log_info("the mirror in {} holds step {}; {} bytes were copied in {:.1f} s", store_options_.directory,
+               claimed_step_, bytes, to_seconds(Clock::now() - begun));
   } catch (...) {
     if (barrier_ahead) tell(std::current_exception());
     throw;
@@ -199,8 +203,8 @@ void Mirror::copy(tiers::StoreReader& commit) {
 
 void Mirror::keep_pace(TimePoint not_before) {
   std::unique_lock lock(mutex_);
-  wake_.wait_until(lock, not_before, [&] { return peers_gone_; });
-  if (peers_gone_) throw CommError("the other ranks are gone");
+  wake_.wait_until(lock, not_before, [&] { return abandoned_; });
+  if (abandoned_) throw Error("the engine has failed");
 }
 
 void Mirror::agree(const std::exception_ptr& problem) {
@@ -212,7 +216,7 @@ void Mirror::agree(const std::exception_ptr& problem) {
 void Mirror::tell(const std::exception_ptr& problem) noexcept {
   {
     const std::lock_guard lock(mutex_);
-    if (peers_gone_) return;
+    if (abandoned_) return;
   }
   try {
     agree(problem);
@@ -241,14 +245,17 @@ void Mirror::remove_others() noexcept {
 void Mirror::conclude(const std::exception_ptr& error) {
   if (error) {
     store_.reset();
+    says_next_ = true;
     log_warning("step {} was not copied to the mirror in {}: {}", claimed_step_, store_options_.directory,
                 text_of(error));
   } else if (std::exchange(has_others_, false)) {
     remove_others();
   }
-  const std::lock_guard lock(mutex_);
-  if (!error) step_ = claimed_step_;
-  const std::unique_ptr<Promise> promise = std::move(promise_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!error) step_ = claimed_step_;
+  }
+  const std::unique_ptr<Promise> promise = take_promise();
   error ? promise->fail(error) : promise->complete();
 }
 

@@ -59,8 +59,8 @@ class Mirror {
   std::optional<std::uint64_t> step() const;                      // of the newest whole copy
   std::uint64_t copied_bytes() const { return copied_bytes_; }    // by this rank, of copies that failed as well
   std::uint64_t store_bytes_read() const { return bytes_read_; }  // from the engine's store, to be copied
-  // The other ranks are gone: no barrier is entered any more.
-  void peers_are_gone();
+  // The engine has failed: the copy under way is given up, and the other ranks know why.
+  void abandon();
 
  private:
   struct Copied {
@@ -77,6 +77,7 @@ class Mirror {
   void tell(const std::exception_ptr& problem) noexcept;
   void remove_others() noexcept;
   void conclude(const std::exception_ptr& error);
+  std::unique_ptr<Promise> take_promise();
   void join();
 
   const EngineOptions options_;  // those of a store in the mirror
@@ -94,12 +95,13 @@ class Mirror {
   std::unique_ptr<tiers::Store> store_;      // null after a copy has failed
   std::optional<Copied> newest_;             // the newest commit in it that all ranks have
   std::vector<std::uint64_t> fingerprints_;  // of the records that the mirror holds; 0 where that is unknown
+  bool says_next_ = true;                    // the first copy, and the first one after a failure, are in the log
   bool has_others_ = false;                  // other stores lie beside this one
 
   std::atomic<std::uint64_t> copied_bytes_{0}, bytes_read_{0};
   mutable std::mutex mutex_;  // guards the rest
   std::condition_variable wake_;
-  bool peers_gone_ = false;
+  bool abandoned_ = false;
   std::thread thread_;
   Completion under_way_;
   std::unique_ptr<Promise> promise_;  // of under_way_

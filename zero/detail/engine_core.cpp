@@ -69,6 +69,7 @@ EngineCore::~EngineCore() {
   });
   attempt([&] {
     if (checkpoints && failed_in_communication()) checkpoints->peers_are_gone();
+    if (checkpoints && failure) checkpoints->abandon_copy();
     if (!updates) return;
     if (gradients) gradients->await_handed_on();
     if (failure || !alive_ || stepper->policy().is_decided()) return updates->stop();
