@@ -146,26 +146,29 @@ TEST_P(MirrorTest, ARunGoesOnFromItWhenItsDriveIsGone) {
 
 // Whatever step a copy under way holds, it is one of the run's, and whole.
 TEST_P(MirrorTest, TrainingDoesNotWaitForASlowOne) {
-  const auto states = undisturbed(8);
+  constexpr std::uint64_t kSteps = 8;
+  const auto states = undisturbed(kSteps);
   setup_.engine.mirror.every = 1;
-  setup_.engine.mirror.bytes_per_second = 16 * kMiB;  // a copy takes longer than all steps
+  setup_.engine.mirror.bytes_per_second = kMiB;
+  constexpr double kSecondsACopy = 0.4;  // at least, of a rank's 416 KiB and more
   for (const int ranks : {1, 2}) {
     SCOPED_TRACE(ranks);
     on_engines(ranks, [&](int, ToyModel& model) {
       model.initialize();
-      for (std::uint64_t step = 1; step <= 8; ++step) {
+      const TimePoint begin = Clock::now();
+      for (std::uint64_t step = 1; step <= kSteps; ++step) {
         take_step(model, step);
         if (step == 1 && !on_nvme()) model.engine().save("", bytes_of("step 1")).wait();
       }
       model.engine().settle();
-      EXPECT_EQ(model.engine().mirror().step, std::nullopt) << "training waited for the copy";
-      EXPECT_EQ(state_of(model), states.at(8));
+      EXPECT_LT(to_seconds(Clock::now() - begin), static_cast<double>(kSteps) * kSecondsACopy);
+      EXPECT_EQ(state_of(model), states.at(kSteps));
     });
     fs::remove_all(setup_.engine.store_directory);
     on_engines(ranks, [&](int, ToyModel& model) {
       const RestoreReport report = model.restore();
-      EXPECT_EQ(report.step, 1u);
-      EXPECT_EQ(state_of(model), states.at(1));
+      EXPECT_GE(report.step, 1u);
+      EXPECT_EQ(state_of(model), states.at(report.step));
     });
     fs::remove_all(setup_.engine.store_directory);
     fs::remove_all(setup_.engine.mirror.directory);

@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What `hoist.mirror` costs a step: hoist-gpt trains the same model with and without it, run by run in turn.
+
+    bench/mirror_cost.py --gpt build/release/bin/hoist-gpt --path /local_nvme [--mirror /network] [--rate 50MB] [--pairs N]
+        [--steps N]
+
+A pair is one run each, in alternating order; its ratio is that of the mean times of steps 3 to N, with the mirror over without.
+After every second pair two runs without it are compared: the control. Copies follow each other without a pause, so at any
+step one is under way. The lag is how many steps the mirror was behind, at the end of each step. The last step is copied
+beyond the last one that is timed.
+"""
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+
+from update_modes import CELLS, CONFIG, interval
+
+
+def run(args, cell, directory, mirrored):
+    """Seconds of a step, and how far behind the mirror was after each."""
+    store, mirror = os.path.join(directory, "store"), os.path.join(args.mirror or directory, "mirror")
+    for place in (store, mirror):
+        shutil.rmtree(place, ignore_errors=True)
+    config = json.loads(json.dumps(CONFIG))
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part] = {"device": "nvme", "nvme_path": store}
+    metrics = os.path.join(directory, "metrics")
+    config["hoist"] = {"device": "host", "device_memory": "64MiB", "pinned_memory": "128MiB", "metrics": metrics}
+    if mirrored:
+        config["hoist"]["mirror"] = {"path": mirror, "bytes_per_second": args.rate}
+    config_path = os.path.join(directory, "config.json")
+    with open(config_path, "w") as file:
+        json.dump(config, file)
+    if os.path.exists(metrics):
+        os.remove(metrics)
+    subprocess.run([args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps), *CELLS[cell]],
+                   check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with open(metrics) as file:
+        steps = [json.loads(line) for line in file]
+    lags = [step["step"] - step["mirrored_step"] for step in steps if step["mirrored_step"] is not None]
+    return statistics.fmean(step["seconds"] for step in steps[2:]), lags
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpt", default="build/release/bin/hoist-gpt", help="the program")
+    parser.add_argument("--path", default=".", help="a directory on the store's drive")
+    parser.add_argument("--mirror", help="a directory for the mirror; beside the store by default")
+    parser.add_argument("--rate", default="50MB", help="hoist.mirror.bytes_per_second")
+    parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3", help="what to learn")
+    parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS))
+    parser.add_argument("--pairs", type=int, default=31)
+    parser.add_argument("--steps", type=int, default=14)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hoist-mirror-cost-", dir=args.path) as directory:
+        for cell in args.cells:
+            ratios, control, lags = [], [], []
+            for pair in range(args.pairs):
+                seconds = {}
+                for mirrored in (False, True) if pair % 2 == 0 else (True, False):
+                    seconds[mirrored], lag = run(args, cell, directory, mirrored)
+                    lags += lag
+                ratios.append(seconds[True] / seconds[False])
+                if pair % 2 == 1:
+                    first, second = (run(args, cell, directory, mirrored=False)[0] for _ in range(2))
+                    control.append(first / second)
+            low, high = interval(ratios)
+            print("{}: with / without {:.3f} [{:.3f}, {:.3f}], control {:.3f} [{:.3f}, {:.3f}]; lag {} steps, at most {}".format(
+                cell, statistics.median(ratios), low, high, statistics.median(control), *interval(control),
+                statistics.median(lags) if lags else "-", max(lags, default="-")), flush=True)
+
+
+if __name__ == "__main__":
+    main()
