@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/log.hpp - hoist's lines in the log. They go to spdlog's default logger, if the program has set one, and otherwise
-// to stderr: stdout is for a program's results.
+// core/log.hpp - hoist's lines in the log. They go to spdlog's default logger, if the program has set one, and
+// otherwise to stderr: stdout is for a program's results.
 //
 // All lines pass through printable(): names and paths in them come from files. No other module includes spdlog.
 //
