@@ -20,6 +20,7 @@ Command add_check(CLI::App& app);
 Command add_plan(CLI::App& app);
 Command add_completion(CLI::App& app);
 Command add_inspect(CLI::App& app);
+Command add_verify(CLI::App& app);
 Command add_export(CLI::App& app);
 Command add_copy(CLI::App& app);
 Command add_doctor(CLI::App& app);

@@ -31,13 +31,6 @@ struct CopyArguments {
   std::string json;
 };
 
-std::uint64_t rate_of(const std::string& text) {
-  if (text.empty()) return 0;
-  const auto rate = parse_bytes(text);
-  if (!rate || *rate == 0) throw BadInput(fmt::format("--bytes-per-second {} is not a byte count such as 200MB", text));
-  return *rate;
-}
-
 // Below each directory, as a configuration's nvme_path names it.
 std::vector<std::string> store_directories(const std::vector<std::string>& to) {
   std::vector<std::string> directories;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// hoist inspect: shows what a store holds, and with --verify checks every byte of it.
+// hoist inspect: shows what a store holds.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -12,9 +12,7 @@
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
 #include "commands.hpp"
-#include "interrupt.hpp"
 #include "output.hpp"
-#include "progress.hpp"
 #include "store_directory.hpp"
 
 namespace hoist::cli {
@@ -27,7 +25,6 @@ using tiers::CommitHeader;
 struct InspectArguments {
   std::vector<std::string> stores;
   std::string json;
-  bool verify = false;
 };
 
 // The findings that need no records.
@@ -162,113 +159,12 @@ Json findings_json(const Findings& findings) {
   return json;
 }
 
-// --- verification ----------------------------------------------------------------------------------------------------
-
-struct Verification {
-  std::string name;  // of a named checkpoint; empty: the newest commit
-  std::uint64_t step = 0;
-  std::uint64_t checked_bytes = 0;
-  std::vector<CorruptionError> damage;
-  std::string not_done;  // why there is no verdict; empty if there is one
-};
-
-// Takes the lock that readers share. Refuses a store that a trainer uses, because its extents move.
-Verification verify(const Findings& findings, const std::string& name, std::optional<CommitHeader> commit) {
-  Verification result{.name = name};
-  if (findings.owner) {
-    result.not_done =
-        fmt::format("the store is in use by {}; verify it after that process has stopped", *findings.owner);
-    return result;
-  }
-  try {
-    StoredModelOptions options{.from = name};
-    if (commit && name.empty()) {
-      options.step = commit->step;
-      options.revision = commit->revision;
-    }
-    StoredModel model(findings.store.directory, options);
-    result.step = model.step();
-    const InterruptGuard interrupt;
-    std::optional<Progress> progress;
-    result.damage = model.verify([&](std::uint64_t done, std::uint64_t total) {
-      measure::throw_if_stopped(interrupt.flag());
-      if (!progress) progress.emplace(ProgressOptions{.what = "verifying", .total = total});
-      progress->update(done);
-      result.checked_bytes = done;
-    });
-  } catch (const measure::Interrupted&) {
-    complain("hoist inspect: interrupted\n");
-    InterruptGuard::end_by_signal();
-  } catch (const Error& error) {
-    result.not_done = error.what();
-  }
-  return result;
-}
-
-void print_verification(const Verification& verification) {
-  constexpr std::size_t kShownMax = 50;
-  const std::string kept = verification.name.empty() ? "" : fmt::format(", kept as {}", verification.name);
-  if (!verification.not_done.empty()) {
-    complain("hoist inspect: not verified{}: {}\n", kept, verification.not_done);
-    return;
-  }
-  if (verification.damage.empty()) {
-    say("\nverified step {}{}: all of {} matches its checksums\n", verification.step, kept,
-        format_bytes(verification.checked_bytes));
-    return;
-  }
-  say("\ndamaged: {} tile{} of step {}{}\n", verification.damage.size(), verification.damage.size() == 1 ? "" : "s",
-      verification.step, kept);
-  std::vector<std::vector<std::string>> rows{{"unit", "what", "file", "offset", "expected", "found"}};
-  for (std::size_t i = 0; i < std::min(verification.damage.size(), kShownMax); ++i) {
-    const CorruptionError::Where& where = verification.damage[i].where;
-    rows.push_back({where.unit, where.region, where.path, fmt::format("{}", where.offset_bytes),
-                    fmt::format("{:016x}", where.expected), fmt::format("{:016x}", where.found)});
-  }
-  say("{}", columns(rows));
-  if (verification.damage.size() > kShownMax) {
-    say("  and {} more; --json lists them all\n", verification.damage.size() - kShownMax);
-  }
-}
-
-Json verification_json(const Verification& verification) {
-  if (!verification.not_done.empty()) return {{"done", false}, {"reason", verification.not_done}};
-  Json json{{"done", true},
-            {"step", verification.step},
-            {"checked_bytes", verification.checked_bytes},
-            {"damage", Json::array()}};
-  for (const CorruptionError& error : verification.damage) {
-    json["damage"].push_back({{"unit", error.where.unit},
-                              {"region", error.where.region},
-                              {"path", error.where.path},
-                              {"offset_bytes", error.where.offset_bytes},
-                              {"expected", fmt::format("{:016x}", error.where.expected)},
-                              {"found", fmt::format("{:016x}", error.where.found)}});
-  }
-  return json;
-}
-
-// Prints and records everything about one store, and verifies `commit` or its newest one. Returns false if it is
-// damaged.
-bool inspect_store(const StoreSummary& store, bool with_verification, const std::optional<CommitHeader>& commit,
-                   Json& json) {
+// Prints and records everything about one store. Returns false if a rank of it is lost.
+bool inspect_store(const StoreSummary& store, Json& json) {
   const Findings findings{.store = store, .owner = store_owner(store), .age_seconds = store_age_seconds(store)};
   json = findings_json(findings);
   print_findings(findings);
-  bool sound = !findings.lost_a_rank();
-  if (!with_verification) return sound;
-  std::vector<std::string> names{""};
-  for (const CommitHeader& kept : findings.store.kept) names.push_back(kept.name);
-  for (const std::string& name : names) {
-    const Verification verification = verify(findings, name, commit);
-    if (name.empty())
-      json["verification"] = verification_json(verification);
-    else
-      json["verification_of_kept"][name] = verification_json(verification);
-    print_verification(verification);
-    sound = sound && verification.not_done.empty() && verification.damage.empty();
-  }
-  return sound;
+  return !findings.lost_a_rank();
 }
 
 // The stores of several sharding groups: each as if it were alone, then the step that the whole job would resume from.
@@ -281,7 +177,7 @@ int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
   bool sound = true;
   for (const StoreSummary& group : job.groups) {
     Json of_group;
-    sound = inspect_store(group, arguments.verify, commit, of_group) && sound;
+    sound = inspect_store(group, of_group) && sound;
     json["groups"].push_back(std::move(of_group));
     say("\n");
   }
@@ -303,7 +199,7 @@ int inspect(const InspectArguments& arguments) {
   if (job.groups.size() == 1) {
     Json json;
     const std::vector<std::string> others = other_groups(arguments.stores.front(), job.groups.front());
-    const bool sound = inspect_store(job.groups.front(), arguments.verify, std::nullopt, json);
+    const bool sound = inspect_store(job.groups.front(), json);
     json["other_groups"] = others;
     if (!others.empty())
       say("\nthis is one sharding group's part of a job; name {} as well to see what the job resumes from\n",
@@ -325,12 +221,10 @@ Command add_inspect(CLI::App& app) {
                    "each group")
       ->required()
       ->expected(-1);
-  command->add_flag("--verify", arguments->verify,
-                    "Read and check every block of the newest commit and of named checkpoints");
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->footer(
-      "Example: hoist inspect /local_nvme/hoist --verify\n"
-      "Exit code 1: something is damaged, or could not be verified because a trainer uses the store.");
+      "Example: hoist inspect /local_nvme/hoist\n"
+      "Exit code 1: a rank's manifest cannot be used. `hoist verify` reads and checks everything.");
   return {command, [arguments] { return inspect(*arguments); }};
 }
 

@@ -33,8 +33,8 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", "hoist " HOIST_VERSION);
   app.require_subcommand(1);
   app.footer("Exit codes: 0 success, 1 failure, 2 bad input.");
-  const std::array commands{add_check(app),  add_plan(app),  add_inspect(app), add_export(app),    add_copy(app),
-                            add_doctor(app), add_bench(app), add_tune(app),    add_completion(app)};
+  const std::array commands{add_check(app), add_plan(app),   add_inspect(app), add_verify(app), add_export(app),
+                            add_copy(app),  add_doctor(app), add_bench(app),   add_tune(app),   add_completion(app)};
   try {
     app.parse(argc, argv);
     refuse_empty_values(app);

@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 
+#include <hoist/core/units.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 
 namespace hoist::cli {
@@ -63,6 +64,13 @@ StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, 
   }
   check_kept(from, job);
   return options;
+}
+
+std::uint64_t rate_of(const std::string& text) {
+  if (text.empty()) return 0;
+  const auto rate = parse_bytes(text);
+  if (!rate || *rate == 0) throw BadInput(fmt::format("--bytes-per-second {} is not a byte count such as 200MB", text));
+  return *rate;
 }
 
 std::string find_store(const std::string& path) {

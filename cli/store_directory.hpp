@@ -33,6 +33,8 @@ StoredJob find_job(const std::vector<std::string>& paths);
 // The commit that was asked for with --step or --from, of which at most one is not empty; the newest without both.
 // Errors: BadInput when not every rank of every store has it.
 StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, const std::string& from);
+// The value of --bytes-per-second; 0 without one. Errors: BadInput.
+std::uint64_t rate_of(const std::string& text);
 // The directories of the job's stores.
 std::string names_of(const StoredJob& job);
 

@@ -36,16 +36,22 @@ Superblock superblock_of(const detail::StorePaths& paths, int rank, std::span<co
   return superblock;
 }
 
+std::unique_ptr<aio::File> open_to_read(const detail::StorePaths& paths, StoreReader::Lock lock) {
+  if (lock == StoreReader::Lock::shared) return detail::open_shared(paths, kLockTimeout);
+  return std::make_unique<aio::File>(paths.data, aio::FileOptions{.mode = aio::OpenMode::read_only});
+}
+
 // The data on all drives, further ones where the superblock says they were.
 std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& superblock,
-                                            const detail::StorePaths& paths, int rank, aio::DriveQueue& engine) {
+                                            const detail::StorePaths& paths, int rank, aio::DriveQueue& engine,
+                                            StoreReader::Lock lock) {
   const detail::Stripes stripes = detail::decode_stripes(superblock.stripes, paths.manifest);
   const auto drives = detail::drive_paths(paths.directory, stripes.directories, rank);
   std::vector<aio::StripeDrive> files;
   files.push_back({&engine, std::move(first)});
   for (unsigned d = 1; d < drives.size(); ++d) {
     detail::check_label(drives[d], {superblock.store_number, d, stripes.layout.drive_count(), paths.directory});
-    files.push_back({&engine, std::move(*detail::open_shared(drives[d], kLockTimeout))});
+    files.push_back({&engine, std::move(*open_to_read(drives[d], lock))});
   }
   for (unsigned d = 0; d < drives.size(); ++d)
     detail::check_length(files[d].file, stripes.layout.drive_bytes(d, superblock.data_bytes));
@@ -57,12 +63,12 @@ std::unique_ptr<aio::StripedFile> open_data(aio::File first, const Superblock& s
 class StoreReader::Impl {
  public:
   Impl(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
-       aio::DriveQueue& engine)
+       aio::DriveQueue& engine, Lock lock)
       : engine_(engine),
         paths_(directory, rank),
-        first_(detail::open_shared(paths_, kLockTimeout)),
+        first_(open_to_read(paths_, lock)),
         superblock_(superblock_of(paths_, rank, records)),
-        own_data_(open_data(std::move(*first_), superblock_, paths_, rank, engine)),
+        own_data_(open_data(std::move(*first_), superblock_, paths_, rank, engine, lock)),
         data_(*own_data_),
         table_(std::move(records), Durability::step, superblock_.extents_per_record, superblock_.store_number) {
     load(commit);
@@ -137,7 +143,7 @@ class StoreReader::Impl {
 
   aio::DriveQueue& engine_;
   const detail::StorePaths paths_;
-  const std::unique_ptr<aio::File> first_;  // its lock is shared, and taken before anything is believed; then empty
+  const std::unique_ptr<aio::File> first_;  // its lock, if any, is taken before anything is believed; then empty
   const Superblock superblock_;
   const std::unique_ptr<aio::StripedFile> own_data_;  // null for a commit that an open store holds
   aio::StripedFile& data_;
@@ -150,8 +156,8 @@ class StoreReader::Impl {
 
 StoreReader::StoreReader(detail::HeldCommit commit) : impl_(std::make_unique<Impl>(std::move(commit))) {}
 StoreReader::StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records,
-                         const CommitHeader& commit, aio::DriveQueue& engine)
-    : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, engine)) {}
+                         const CommitHeader& commit, aio::DriveQueue& engine, Lock lock)
+    : impl_(std::make_unique<Impl>(directory, rank, std::move(records), commit, engine, lock)) {}
 StoreReader::~StoreReader() = default;
 
 void StoreReader::read(RecordId record, Region region, std::uint32_t first, std::uint32_t count,

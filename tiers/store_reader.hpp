@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/store_reader.hpp - one rank's store, read-only: any one of its commits, verified, without continuing it.
 //
-// For tools, for ranks that take over another rank's state, and for what copies a commit while its process trains on
-// (Store::hold).
+// For tools, for ranks that take over another rank's state, and for what reads a commit while its process trains on: to
+// copy it (Store::hold), or to verify it (Lock::none).
 //
 // Threading  One thread at a time per object.
 // Memory     The record tables and one commit's image; kept as long as the object.
@@ -10,6 +10,7 @@
 //            naming unit, file and offset.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,10 +27,13 @@ struct HeldCommit;
 
 class StoreReader {
  public:
-  // Shares the lock of the data file with other readers while it lives, so that no trainer moves the extents under it;
-  // nothing on disk is changed. `records` are those the store was made with (its layout text says which).
+  enum class Lock : std::uint8_t {
+    shared,  // that of the data file, with other readers, while the object lives: no trainer moves the extents under it
+    none,    // the extents can be written over as soon as a newer commit has landed on all ranks
+  };
+  // Nothing on disk is changed. `records` are those the store was made with (its layout text says which).
   StoreReader(const std::string& directory, int rank, std::vector<StoreRecord> records, const CommitHeader& commit,
-              aio::DriveQueue& engine);
+              aio::DriveQueue& engine, Lock lock = Lock::shared);
   explicit StoreReader(detail::HeldCommit commit);  // for Store::hold()
   ~StoreReader();
   StoreReader(const StoreReader&) = delete;

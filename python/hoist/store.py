@@ -7,7 +7,7 @@
         stored.read("blocks.0.up.weight", hoist.State.moment1)  # fp32
 
 Tensors are put together from all ranks' parts, and every byte was verified. Nothing on disk is changed; a store that is being
-trained from is refused, but for `steps`.
+trained from is refused, but for `steps` and `verify`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from hoist import _hoist
 
-__all__ = ["Stored", "Steps", "open", "steps"]
+__all__ = ["Stored", "Steps", "open", "steps", "verify"]
 
 _DTYPES = {_hoist.DType.fp32: torch.float32, _hoist.DType.bf16: torch.bfloat16, _hoist.DType.fp16: torch.float16}
 
@@ -38,6 +38,12 @@ def steps(directory: str | os.PathLike[str]) -> Steps:
     """Of a store in use as well."""
     commits, kept = _hoist.steps_in_store(_find(directory))
     return Steps([step for step, _ in commits], {name: step for step, name in kept})
+
+
+def verify(directory: str | os.PathLike[str], bytes_per_second: int = 0) -> list[str]:
+    """Reads the newest commit and every named checkpoint, no faster than told: what is not as it was written. Of a store in use
+    as well, which does not wait for it."""
+    return _hoist.verify_store(_find(directory), bytes_per_second)
 
 
 def open(directory: str | os.PathLike[str], step: int | None = None, kept: str = "") -> Stored:
@@ -85,10 +91,6 @@ class Stored(Mapping[str, torch.Tensor]):
         values = torch.empty(self.parameters[name].shape)
         self._model.read(self._index[name], state, 0, values.view(-1).numpy())
         return values
-
-    def verify(self) -> list[str]:
-        """Reads everything: what is not as it was written."""
-        return self._model.verify()
 
     def copy(self, to: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
              bytes_per_second: int = 0) -> None:

@@ -17,6 +17,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/checkpoint/verification.hpp>
 
 #include "bindings.hpp"
 
@@ -76,13 +77,23 @@ nb::bytes caller_state(Stored& stored, int rank) {
   return nb::bytes(state.data(), state.size());
 }
 
+// Control-C ends what takes long.
+void look_for_signals(std::uint64_t, std::uint64_t) {
+  const nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
 // What is not as it was written, in words.
-std::vector<std::string> verify(Stored& stored) {
-  return stored.ask([](StoredModel& model) {
-    std::vector<std::string> damage;
-    for (const CorruptionError& error : model.verify()) damage.emplace_back(error.what());
-    return damage;
-  });
+std::vector<std::string> verify(const std::string& directory, std::uint64_t bytes_per_second) {
+  std::vector<std::string> damage;
+  const auto found =
+      verify_job(std::vector{directory}, {.bytes_per_second = bytes_per_second, .progress = look_for_signals});
+  for (const Verification& commit : found) {
+    if (!commit.not_done.empty()) throw StoreError(commit.not_done);
+    for (const CorruptionError& error : commit.damage)
+      damage.push_back(error.what() + (commit.name.empty() ? "" : " (kept as '" + commit.name + "')"));
+  }
+  return damage;
 }
 
 }  // namespace
@@ -141,15 +152,18 @@ void bind_stored(nb::module_& module) {
           "copy",
           [](Stored& s, const std::vector<std::string>& directories, std::uint64_t bytes_per_second) {
             return s.ask([&](StoredModel& model) {
-              const StoreCopyReport report =
-                  model.copy({.directories = directories, .bytes_per_second = bytes_per_second});
+              const StoreCopyReport report = model.copy(
+                  {.directories = directories, .bytes_per_second = bytes_per_second, .progress = look_for_signals});
               return std::make_pair(report.ranks_copied, report.ranks_compared);
             });
           },
           "directories"_a, "bytes_per_second"_a = 0, no_gil,
           "Into another store, its data spread over the directories: (ranks copied, ranks that were there and are the "
-          "same).")
-      .def("verify", &verify, no_gil, "Reads every tile of every rank: what is not as it was written, in words.");
+          "same).");
+
+  module.def("verify_store", &verify, "directory"_a, "bytes_per_second"_a = 0, no_gil,
+             "Reads the newest commit and every named checkpoint: what is not as it was written, in words. Also of a "
+             "store in use.");
 }
 
 }  // namespace hoist::python

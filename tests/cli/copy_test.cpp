@@ -58,7 +58,7 @@ TEST_F(Copy, ContinuesAsTheStoreWouldHave) {
     const auto report = json_of("report.json");
     EXPECT_EQ(report["step"], 2);
     EXPECT_EQ(report["ranks_copied"], ranks);
-    EXPECT_EQ(run("inspect " + to + " --verify").exit_code, 0);
+    EXPECT_EQ(run("verify " + to).exit_code, 0);
     const test::Digests expected = continued(setup_of(store), ranks, 2);
     EXPECT_EQ(continued(setup_of(to + "/hoist"), ranks, 2), expected) << ranks;
   }

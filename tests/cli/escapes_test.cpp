@@ -47,7 +47,7 @@ class Escapes : public test::ProgramTest {
 TEST_F(Escapes, AStoreWithThemInANameIsRefusedInPrintableText) {
   test::make_store(path("store"), 1, 1);
   rename_in_layout("store/rank-00000.manifest", "unit0.matr", kEscapes);
-  for (const char* command : {"inspect store --verify", "export store --to out_files"}) {
+  for (const char* command : {"verify store", "export store --to out_files"}) {
     const auto result = run(command);
     EXPECT_NE(result.exit_code, 0);
     EXPECT_THAT(result.output + result.errors, HasSubstr("\\x1b]0;t\\x07\\x1b[2J"));

@@ -48,7 +48,7 @@ def test_what_was_trained_is_read(settings, tmp_path, changes):
             stored.read("blocks.0.qkv.base.weight", hoist.State.moment1)  # frozen
         with pytest.raises(KeyError):
             stored["nothing"]
-        assert stored.verify() == []
+    assert hoist.store.verify(tmp_path / "store") == []
     with pytest.raises(hoist.UsageError, match="closed"):
         stored.read("token.weight")
     with hoist.store.open(tmp_path / "store", kept="two") as stored:
@@ -85,7 +85,7 @@ def test_damage_is_found_and_no_wrong_byte_is_read(settings, tmp_path):
     (data,) = (tmp_path / "store").rglob("rank-00000.data")
     write(data, bytes(byte ^ 0x5A for byte in data.read_bytes()))
     with hoist.store.open(tmp_path / "store") as stored:
-        damage = stored.verify()
+        damage = hoist.store.verify(tmp_path / "store")
         assert damage and any("blocks.1" in text for text in damage)
         with pytest.raises(hoist.CorruptionError) as error:
             stored["blocks.1.up.weight"]
@@ -107,11 +107,13 @@ def test_a_run_goes_on_from_its_mirror_when_its_drive_is_gone(settings, tmp_path
         assert engine.mirrored_step is None
         engine.save(mirror=True).wait()
         assert engine.mirrored_step == 2
+        assert hoist.store.verify(tmp_path / "store") == []  # in use
         masters = engine.state_dict(torch.float32)
         train(engine, 1, first=2)
         undisturbed = engine.state_dict(torch.float32)
     with hoist.store.open(tmp_path / "mirror") as stored:
-        assert stored.step == 2 and stored.program_state == {"epoch": 7} and stored.verify() == []
+        assert stored.step == 2 and stored.program_state == {"epoch": 7}
+    assert hoist.store.verify(tmp_path / "mirror", bytes_per_second=10**9) == []
     shutil.rmtree(tmp_path / "store")
     with pytest.raises(hoist.StoreError, match="mirror"):
         hoist.torch.wrap(Gpt(), config)

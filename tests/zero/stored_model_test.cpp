@@ -16,6 +16,7 @@
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_job.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
+#include <hoist/zero/checkpoint/verification.hpp>
 
 #include "toy_ranks.hpp"
 
@@ -77,7 +78,7 @@ TEST_P(StoredModelAt, GivesWhatTheEngineHad) {
     }
   }
   EXPECT_EQ(compared, expected.size());
-  EXPECT_TRUE(model.verify().empty());
+  EXPECT_TRUE(verify_job(std::vector{directory / "store"})[0].is_sound());
 }
 
 TEST_P(StoredModelAt, GivesRangesAndWeights) {
@@ -250,7 +251,7 @@ TEST(StoredModel, DamageIsListedAndNeverHandedOut) {
   }
   ::close(fd);
   StoredModel model(directory / "store");
-  const auto damage = model.verify();
+  const std::vector<CorruptionError> damage = verify_job(std::vector{directory / "store"})[0].damage;
   EXPECT_GT(damage.size(), 4u);
   for (const CorruptionError& error : damage) EXPECT_EQ(error.where.path, data);
   for (std::size_t i = 0; i < model.parameters().size(); ++i) {

@@ -7,6 +7,7 @@
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/pace.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/tiers/store_reader.hpp>
@@ -183,7 +184,7 @@ void Mirror::copy(tiers::StoreReader& commit) {
       bytes += more;
       copied_bytes_ += more;
       bytes_read_ += commit.bytes_read() - std::exchange(read, commit.bytes_read());
-      keep_pace(copy_time(begun, bytes, mirror_.bytes_per_second));
+      keep_pace(paced_time(begun, bytes, mirror_.bytes_per_second));
     });
     const Completion landed =
         store_->commit(commit.caller_state(), [this](const std::exception_ptr& problem) { agree(problem); });

@@ -121,7 +121,7 @@ std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& 
     names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
   if (names.empty()) return "every kept step holds the same bytes: none of them is whole";
   return fmt::format(
-      "kept steps that do not hold these bytes: {}; when `hoist inspect --verify` has found one whole, go back to it "
+      "kept steps that do not hold these bytes: {}; when `hoist verify` has found one whole, go back to it "
       "with --resume --from NAME",
       fmt::join(names, ", "));
 }

@@ -10,45 +10,11 @@
 #include <hoist/core/completion.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/store_copy.hpp>
-#include <hoist/zero/layout/tile_values.hpp>
+#include <hoist/zero/layout/record_pieces.hpp>
 
 namespace hoist::detail {
 
-using tiers::Region;
-
 namespace {
-
-// Some tiles of one region of a record.
-struct Piece {
-  tiers::RecordId record;
-  Region region;
-  std::uint32_t first = 0;
-  std::span<const tiers::Tile> tiles;
-
-  static std::uint64_t bytes_of(const tiers::Tile& tile, Region region) {
-    return region == Region::weights ? tile.w_bytes : tile.s_bytes;
-  }
-  std::uint64_t bytes() const {
-    std::uint64_t sum = 0;
-    for (const tiers::Tile& tile : tiles) sum += bytes_of(tile, region);
-    return sum;
-  }
-  std::uint32_t count() const { return static_cast<std::uint32_t>(tiles.size()); }
-};
-
-template <typename Visit>
-void for_each_piece(std::span<const tiers::StoreRecord> records, const Visit& visit) {
-  for (std::uint32_t r = 0; r < records.size(); ++r) {
-    const auto tiles = records[r].layout.tiles();
-    for (const Region region : {Region::weights, Region::state}) {
-      for (std::uint32_t first = 0; first < tiles.size(); first += kAccessTiles) {
-        const std::size_t count = std::min<std::size_t>(kAccessTiles, tiles.size() - first);
-        const Piece piece{tiers::RecordId{r}, region, first, tiles.subspan(first, count)};
-        if (piece.bytes() > 0) visit(piece);
-      }
-    }
-  }
-}
 
 // While one buffer is being written, the next piece is read into the other.
 class Copier {
@@ -60,7 +26,7 @@ class Copier {
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
-  void copy(const Piece& piece) {
+  void copy(const RecordPiece& piece) {
     Buffer& buffer = buffers_[turn_++ % buffers_.size()];
     buffer.written.wait();
     const std::span<std::byte> bytes = buffer.memory.first(piece.bytes());
@@ -68,7 +34,7 @@ class Copier {
     buffer.checksums.clear();
     std::uint64_t offset = 0;
     for (std::uint32_t t = 0; t < piece.count(); ++t) {
-      const std::uint64_t length = Piece::bytes_of(piece.tiles[t], piece.region);
+      const std::uint64_t length = piece.tile_bytes(t);
       buffer.checksums.push_back(
           target_.checksum(piece.record, piece.region, piece.first + t, bytes.subspan(offset, length)));
       offset += length;
@@ -79,7 +45,7 @@ class Copier {
 
  private:
   struct Buffer {
-    aio::TransferMemory memory{kCopyPieceBytes};
+    aio::TransferMemory memory{kPieceBytesMax};
     std::vector<std::uint64_t> checksums;
     Completion written;
     void wait_quietly() {
@@ -109,9 +75,9 @@ void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, cons
   if (found.commits.front().step != step)
     refuse(fmt::format("a commit of step {}, and step {} is to be copied", found.commits.front().step, step));
   aio::DriveQueue io(aio::DriveQueueOptions{});
-  const aio::TransferMemory here(kCopyPieceBytes), there(kCopyPieceBytes);
+  const aio::TransferMemory here(kPieceBytesMax), there(kPieceBytesMax);
   tiers::StoreReader copy(target.directory, target.identity.rank, target.records, found.commits.front(), io);
-  for_each_piece(target.records, [&](const Piece& piece) {
+  for_each_piece(target.records, [&](const RecordPiece& piece) {
     const auto wanted = here.first(piece.bytes()), is = there.first(piece.bytes());
     source.read(piece.record, piece.region, piece.first, piece.count(), wanted);
     copy.read(piece.record, piece.region, piece.first, piece.count(), is);
@@ -127,7 +93,7 @@ void compare(tiers::StoreReader& source, const tiers::StoreOptions& target, cons
 void copy_records(tiers::StoreReader& source, tiers::Store& target, std::span<const tiers::StoreRecord> records,
                   const std::function<bool(tiers::RecordId)>& wanted, const CopyProgress& progress) {
   Copier copier(source, target);
-  for_each_piece(records, [&](const Piece& piece) {
+  for_each_piece(records, [&](const RecordPiece& piece) {
     if (!wanted(piece.record)) return;
     copier.copy(piece);
     progress(piece.bytes());

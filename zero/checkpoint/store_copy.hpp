@@ -13,27 +13,17 @@
 #include <functional>
 #include <span>
 
-#include <hoist/core/clock.hpp>
-#include <hoist/tiers/record_layout.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/tiers/store_reader.hpp>
-#include <hoist/zero/layout/tile_values.hpp>
+#include <hoist/zero/layout/record_pieces.hpp>
 
 namespace hoist::detail {
 
 // What a copy reads into, while what it read before is written.
-inline constexpr std::uint64_t kCopyPieceBytes = kAccessTiles * tiers::kTileElements * tiers::kStateBytesMax;
-inline constexpr std::uint64_t kCopyBufferBytes = 2 * kCopyPieceBytes;
+inline constexpr std::uint64_t kCopyBufferBytes = 2 * kPieceBytesMax;
 
 // Called with the bytes that were copied since the last call. What it throws ends the copy.
 using CopyProgress = std::function<void(std::uint64_t bytes)>;
-
-// Not before when so many bytes are to have been copied. `bytes_per_second`: 0 for no limit.
-inline TimePoint copy_time(TimePoint begun, std::uint64_t bytes, std::uint64_t bytes_per_second) {
-  if (bytes_per_second == 0) return begun;
-  const std::chrono::duration<double> seconds(static_cast<double>(bytes) / static_cast<double>(bytes_per_second));
-  return begun + std::chrono::duration_cast<Nanoseconds>(seconds);
-}
 
 // Writes records of the commit, those for which `wanted` is true, into the open step of `target`, a store with the same
 // records. All writes have ended when it returns or throws.

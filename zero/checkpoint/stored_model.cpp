@@ -7,12 +7,14 @@
 
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/core/clock.hpp>
+#include <hoist/core/pace.hpp>
 #include <hoist/tiers/store_reader.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
 #include <hoist/zero/checkpoint/store_copy.hpp>
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 #include <hoist/zero/layout/record_map.hpp>
+#include <hoist/zero/layout/record_pieces.hpp>
 #include <hoist/zero/layout/tile_values.hpp>
 
 namespace hoist {
@@ -194,7 +196,7 @@ class StoredModel::Impl {
     const auto copied = [&](std::uint64_t bytes) {
       done += bytes;
       if (options.progress) options.progress(done, report.data_bytes);
-      std::this_thread::sleep_until(detail::copy_time(begun, done, options.bytes_per_second));
+      std::this_thread::sleep_until(paced_time(begun, done, options.bytes_per_second));
     };
     for (const auto& reader : readers_) {
       tiers::StoreOptions target = reader->options();
@@ -205,30 +207,9 @@ class StoredModel::Impl {
     return report;
   }
 
-  std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
-    const std::uint64_t total = data_bytes();
-    std::uint64_t done = 0;
-    std::vector<CorruptionError> errors;
-    for (const auto& reader : readers_) {
-      for (std::uint32_t r = 0; r < records_.records().size(); ++r) {
-        for (const Region region : {Region::weights, Region::state}) {
-          verify_region(*reader, tiers::RecordId{r}, region, errors, [&](std::uint64_t bytes) {
-            done += bytes;
-            if (progress) progress(done, total);
-          });
-        }
-      }
-    }
-    return errors;
-  }
-
  private:
   // Of the commit, on all ranks.
-  std::uint64_t data_bytes() const {
-    std::uint64_t bytes = 0;
-    for (const tiers::StoreRecord& record : records_.records()) bytes += record.layout.bytes();
-    return bytes * readers_.size();
-  }
+  std::uint64_t data_bytes() const { return detail::bytes_of(records_.records()) * readers_.size(); }
 
   // A rank's part of a range of a parameter, and how its tiles are read.
   struct Shard {
@@ -319,21 +300,6 @@ class StoredModel::Impl {
     }
   }
 
-  template <typename Progress>
-  void verify_region(tiers::StoreReader& reader, tiers::RecordId record, Region region,
-                     std::vector<CorruptionError>& errors, const Progress& progress) {
-    const auto tiles = records_.records()[record.index].layout.tiles();
-    for (std::uint32_t first = 0; first < tiles.size(); first += detail::kAccessTiles) {
-      const auto count = std::min(detail::kAccessTiles, static_cast<std::uint32_t>(tiles.size()) - first);
-      std::uint64_t bytes = 0;
-      for (const tiers::Tile& tile : tiles.subspan(first, count))
-        bytes += region == Region::weights ? tile.w_bytes : tile.s_bytes;
-      const auto target = (region == Region::weights ? weights_ : state_).first(bytes);
-      for (CorruptionError& error : reader.check(record, region, first, count, target)) errors.push_back(error);
-      progress(bytes);
-    }
-  }
-
   const StoreSummary summary_;
   const CommitHeader commit_;
   const detail::UnitTable table_;
@@ -359,9 +325,6 @@ void StoredModel::read_weights(std::size_t parameter, std::uint64_t first_elemen
   impl_->read_weights(parameter, first_element, out);
 }
 std::uint64_t StoredModel::memory_bytes() const { return impl_->memory_bytes(); }
-std::vector<CorruptionError> StoredModel::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
-  return impl_->verify(progress);
-}
 StoreCopyReport StoredModel::copy(const StoreCopyOptions& options) { return impl_->copy(options); }
 
 }  // namespace hoist

@@ -115,9 +115,6 @@ class StoredModel {
   // What it keeps in memory as long as it lives: the tables of all ranks' files, and what it reads into.
   std::uint64_t memory_bytes() const;
 
-  // Reads and verifies every tile of the commit, on every rank. `progress` is called with bytes done and bytes in all.
-  std::vector<CorruptionError> verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});
-
   // Copies the commit into another store, which a run continues from as it would from this one. Every byte is verified
   // on its way. A rank counts as copied when its commit is durable; when an earlier copy was interrupted, the ranks
   // that it finished are compared instead. Errors: CorruptionError for damage here; StoreError when the directories

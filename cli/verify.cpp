@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist verify: reads and checks every byte that a store would give back, also while a training uses it.
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include <hoist/core/units.hpp>
+#include <hoist/zero/checkpoint/verification.hpp>
+
+#include "commands.hpp"
+#include "interrupt.hpp"
+#include "output.hpp"
+#include "progress.hpp"
+#include "store_directory.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct VerifyArguments {
+  std::vector<std::string> stores;
+  std::string bytes_per_second;
+  std::string json;
+};
+
+void print(const Verification& verification) {
+  constexpr std::size_t kShownMax = 50;
+  const std::string kept = verification.name.empty() ? "" : fmt::format(", kept as {}", verification.name);
+  if (!verification.not_done.empty()) complain("hoist verify: not verified{}: {}\n", kept, verification.not_done);
+  if (verification.is_sound())
+    say("verified step {}{}: all of {} matches its checksums\n", verification.step, kept,
+        format_bytes(verification.bytes));
+  if (verification.damage.empty()) return;
+  say("damaged: {} tile{} of step {}{}\n", verification.damage.size(), verification.damage.size() == 1 ? "" : "s",
+      verification.step, kept);
+  std::vector<std::vector<std::string>> rows{{"unit", "what", "file", "offset", "expected", "found"}};
+  for (std::size_t i = 0; i < std::min(verification.damage.size(), kShownMax); ++i) {
+    const CorruptionError::Where& where = verification.damage[i].where;
+    rows.push_back({where.unit, where.region, where.path, fmt::format("{}", where.offset_bytes),
+                    fmt::format("{:016x}", where.expected), fmt::format("{:016x}", where.found)});
+  }
+  say("{}", columns(rows));
+  if (verification.damage.size() > kShownMax)
+    say("  and {} more; --json lists them all\n", verification.damage.size() - kShownMax);
+}
+
+Json json_of(const Verification& verification) {
+  Json json{{"name", verification.name},
+            {"done", verification.not_done.empty()},
+            {"step", verification.step},
+            {"checked_bytes", verification.bytes},
+            {"damage", Json::array()}};
+  if (!verification.not_done.empty()) json["reason"] = verification.not_done;
+  for (const CorruptionError& error : verification.damage) {
+    json["damage"].push_back({{"unit", error.where.unit},
+                              {"region", error.where.region},
+                              {"path", error.where.path},
+                              {"offset_bytes", error.where.offset_bytes},
+                              {"expected", fmt::format("{:016x}", error.where.expected)},
+                              {"found", fmt::format("{:016x}", error.where.found)}});
+  }
+  return json;
+}
+
+std::vector<Verification> verify_with_progress(const std::vector<std::string>& directories, std::uint64_t rate) {
+  const InterruptGuard interrupt;
+  std::optional<Progress> progress;
+  return verify_job(directories, {.bytes_per_second = rate, .progress = [&](std::uint64_t done, std::uint64_t total) {
+                                    measure::throw_if_stopped(interrupt.flag());
+                                    if (!progress)
+                                      progress.emplace(ProgressOptions{.what = "verifying", .total = total});
+                                    progress->update(done);
+                                    if (done == total) progress.reset();
+                                  }});
+}
+
+int verify(const VerifyArguments& arguments) {
+  std::vector<Verification> results;
+  try {
+    check_json(arguments.json);
+    const std::uint64_t rate = rate_of(arguments.bytes_per_second);
+    std::vector<std::string> directories;
+    for (const StoreSummary& group : find_job(arguments.stores).groups) directories.push_back(group.directory);
+    results = verify_with_progress(directories, rate);
+  } catch (const BadInput& error) {
+    complain("hoist verify: {}\n", error.what());
+    return kBadInput;
+  } catch (const measure::Interrupted&) {
+    complain("hoist verify: interrupted\n");
+    InterruptGuard::end_by_signal();
+  } catch (const Error& error) {
+    complain("hoist verify: {}\n", error.what());
+    return kFailure;
+  }
+  for (const Verification& verification : results) print(verification);
+  const bool sound = std::ranges::all_of(results, &Verification::is_sound);
+  Json json{{"sound", sound}, {"commits", Json::array()}};
+  for (const Verification& verification : results) json["commits"].push_back(json_of(verification));
+  write_json(arguments.json, json);
+  return sound ? kOk : kFailure;
+}
+
+}  // namespace
+
+Command add_verify(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("verify", "Read a store and compare it with its checksums; changes nothing");
+  auto arguments = std::make_shared<VerifyArguments>();
+  command
+      ->add_option("STORE", arguments->stores,
+                   "The store's directory, or the nvme_path above it; for a job with several sharding groups, that of "
+                   "each group")
+      ->required()
+      ->expected(-1);
+  command
+      ->add_option("--bytes-per-second", arguments->bytes_per_second,
+                   "Read no faster on average, so that a training can use the drives as well")
+      ->type_name("BYTES");
+  command->add_option("--json", arguments->json, "Write the results as JSON to this file");
+  command->footer(
+      "Example: hoist verify /local_nvme --bytes-per-second 100MB\n"
+      "Reads the newest commit and every named checkpoint, also while a training uses the store. Run it on the host\n"
+      "whose drives they are; ranks whose files are elsewhere are not read.\n"
+      "Exit code 1: something is damaged, or could not be verified.");
+  return {command, [arguments] { return verify(*arguments); }};
+}
+
+}  // namespace hoist::cli

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// hoist verify: every damage of what a store would give back is named, nothing is changed, and nobody waits.
+#include <map>
+#include <set>
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <unistd.h>
+
+#include <hoist/tests/support/other_kinds.hpp>
+
+#include "program.hpp"
+#include "stores.hpp"
+
+namespace hoist {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+
+class Verify : public test::ProgramTest {
+ protected:
+  // Changes bytes of a file, `stride` bytes apart.
+  void damage(const std::string& name, std::uint64_t first, std::uint64_t stride = 1ull << 40) const {
+    std::fstream file(path(name), std::ios::in | std::ios::out | std::ios::binary);
+    const auto length = fs::file_size(path(name));
+    for (std::uint64_t at = first; at < length; at += stride) {
+      file.seekg(static_cast<std::streamoff>(at));
+      const char changed = static_cast<char>(file.get() ^ 0x10);
+      file.seekp(static_cast<std::streamoff>(at));
+      file.put(changed);
+    }
+  }
+};
+
+TEST_F(Verify, ReadsEverythingAndChangesNothing) {
+  test::make_store(path("store"), 2, 2);
+  const auto contents = [&] {
+    std::map<std::string, std::pair<std::string, fs::file_time_type>> files;
+    for (const auto& entry : fs::directory_iterator(path("store"))) {
+      files[entry.path().string()] = {test::text_of(entry.path()), entry.last_write_time()};
+    }
+    return files;
+  };
+  const auto before = contents();
+  const auto result = run("verify store --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("verified step 2"));
+  const auto report = json_of("report.json")["commits"][0];
+  EXPECT_EQ(report["done"], true);
+  EXPECT_TRUE(report["damage"].empty());
+  EXPECT_GT(report["checked_bytes"], 12 * 136000);
+  EXPECT_TRUE(contents() == before);
+}
+
+TEST_F(Verify, NamesADamagedTile) {
+  test::make_store(path("store"), 1, 0);  // the first commit lies at the beginning of the file
+  damage("store/rank-00000.data", 5);
+  const auto result = run("verify store --json report.json");
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.output, HasSubstr("damaged: 1 tile"));
+  EXPECT_THAT(result.output, HasSubstr("unit0"));
+  const auto report = json_of("report.json")["commits"][0];
+  ASSERT_EQ(report["damage"].size(), 1u);
+  const auto where = report["damage"][0];
+  EXPECT_EQ(where["unit"], "unit0");
+  EXPECT_EQ(where["region"], "weights");
+  EXPECT_EQ(where["offset_bytes"], 0);
+  EXPECT_THAT(where["path"].get<std::string>(), HasSubstr("rank-00000.data"));
+  EXPECT_NE(where["expected"], where["found"]);
+}
+
+TEST_F(Verify, ListsAllDamage) {
+  test::make_store(path("store"), 1, 2);
+  damage("store/rank-00000.data", 7, 4096);
+  const auto result = run("verify store --json report.json");
+  EXPECT_EQ(result.exit_code, 1);
+  const auto report = json_of("report.json")["commits"][0];
+  // 139 743 parameters in tiles of 16 384, both regions, and every segment's short last one.
+  EXPECT_GE(report["damage"].size(), 20u);
+  std::set<std::string> units;
+  for (const auto& where : report["damage"]) units.insert(where["unit"]);
+  EXPECT_EQ(units.size(), 4u);
+}
+
+TEST_F(Verify, ReadsNamedCheckpointsToo) {
+  {
+    test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+    setup.engine.keep_steps = 2;
+    Runtime runtime(setup.runtime);
+    test::ToyModel model(runtime, setup.engine, {.frozen = false});
+    Engine& engine = model.initialize();
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      model.train(step, step);
+      if (step < 3) engine.save("kept " + std::to_string(step), {}).wait();
+    }
+  }
+  EXPECT_THAT(run("inspect store").output, HasSubstr("kept 1 (step 1), kept 2 (step 2); room for 2"));
+  const auto verified = [&](int exit_code) {
+    const auto result = run("verify store --json report.json");
+    EXPECT_EQ(result.exit_code, exit_code) << result.errors;
+    return json_of("report.json");
+  };
+  auto report = verified(0);
+  EXPECT_EQ(report["sound"], true);
+  ASSERT_EQ(report["commits"].size(), 3u);
+  EXPECT_EQ(report["commits"][0]["step"], 3);
+  for (const std::uint64_t step : {1u, 2u}) {
+    const auto kept = report["commits"][step];
+    EXPECT_EQ(kept["name"], "kept " + std::to_string(step));
+    EXPECT_EQ(kept["step"], step);
+    EXPECT_TRUE(kept["damage"].empty());
+  }
+  // Step 0 took the first extents, 1 the second, 2 the first that were free again: those of step 0.
+  damage("store/rank-00000.data", 5);
+  report = verified(1);
+  EXPECT_EQ(report["sound"], false);
+  EXPECT_TRUE(report["commits"][0]["damage"].empty());
+  EXPECT_TRUE(report["commits"][1]["damage"].empty());
+  EXPECT_EQ(report["commits"][2]["damage"].size(), 1u);
+}
+
+TEST_F(Verify, ReadsAStoreInUse) {
+  const test::ToySetup setup = test::toy_setup(Placement::nvme, Placement::nvme, path("store"));
+  Runtime runtime(setup.runtime);
+  test::ToyModel model(runtime, setup.engine);
+  Engine& engine = model.initialize();
+  model.train(1, 1);
+  engine.settle();
+  const std::string process = "process " + std::to_string(::getpid());
+  const auto result = run("inspect store --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("by " + process));
+  EXPECT_THAT(json_of("report.json")["in_use_by"].get<std::string>(), HasSubstr(process));
+  const auto verified = run("verify store --bytes-per-second 100MB --json report.json");
+  EXPECT_EQ(verified.exit_code, 0) << verified.errors;
+  EXPECT_EQ(json_of("report.json")["commits"][0]["step"], 1);
+  model.train(2, 3);  // and the trainer goes on as before
+  engine.settle();
+  EXPECT_EQ(engine.committed_step(), 3u);
+}
+
+TEST_F(Verify, AStrangeRateIsRefused) {
+  test::make_store(path("store"), 1, 1);
+  for (const char* rate : {"0", "fast", "-1"})
+    EXPECT_EQ(run(std::string("verify store --bytes-per-second ") + rate).exit_code, 2) << rate;
+  EXPECT_EQ(run("verify nowhere").exit_code, 2);
+}
+
+TEST_F(Verify, NothingOfAStoreIsWaitedForThatIsNoFile) {
+  const test::TestDeadline deadline;
+  for (const test::OtherKind& kind : test::kOtherKinds) {
+    for (const char* file : {"rank-00000.data", "rank-00000.manifest", "rank-00000.lock-info"}) {
+      SCOPED_TRACE(fmt::format("a {} as {}", kind.name, file));
+      fs::remove_all(path("store"));
+      test::make_store(path("store"), 1, 1);
+      fs::remove(path(std::string("store/") + file));
+      if (!kind.make(path(std::string("store/") + file))) continue;  // devices are root's
+      const bool is_sound = file == std::string_view("rank-00000.lock-info");
+      const auto result = run("verify store");
+      EXPECT_EQ(result.exit_code, is_sound ? 0 : 1);
+      EXPECT_THAT(result.errors, HasSubstr(is_sound ? "" : file));
+      EXPECT_EQ(run("export store --to weights-" + std::string(kind.name)).exit_code, is_sound ? 0 : 1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hoist

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <hoist/aio/drive_queue.hpp>
+#include <hoist/aio/transfer_memory.hpp>
+#include <hoist/core/pace.hpp>
+#include <hoist/tiers/store_reader.hpp>
+#include <hoist/zero/checkpoint/stored_job.hpp>
+#include <hoist/zero/checkpoint/verification.hpp>
+#include <hoist/zero/layout/record_map.hpp>
+#include <hoist/zero/layout/record_pieces.hpp>
+
+namespace hoist {
+
+using tiers::CommitHeader;
+using tiers::StoreReader;
+
+namespace {
+
+// A rank's files, and its own header of the commit that is verified.
+struct Part {
+  std::size_t group = 0;
+  int rank = 0;
+  CommitHeader commit;
+};
+
+// Incarnations are each rank's own.
+bool is_same(const CommitHeader& a, const CommitHeader& b) {
+  return std::tie(a.step, a.revision, a.name, a.kept_serial) == std::tie(b.step, b.revision, b.name, b.kept_serial);
+}
+
+std::string damage_of(const StoredJob& job) {
+  std::string damage;
+  for (const StoreSummary& group : job.groups)
+    for (const StoreSummary::Rank& rank : group.ranks)
+      for (const std::string& problem : rank.damage) damage += "; " + problem;
+  return damage;
+}
+
+// The parts of a commit of which all ranks in sight have theirs; empty if there is none that `wanted` accepts.
+template <typename Wanted>
+std::vector<Part> find_commit(const StoredJob& job, std::vector<CommitHeader> StoreSummary::Rank::*list,
+                              const Wanted& wanted) {
+  for (const CommitHeader& candidate : job.groups.front().ranks.front().*list) {
+    if (!wanted(candidate)) continue;
+    std::vector<Part> parts;
+    bool everywhere = true;
+    for (std::size_t g = 0; g < job.groups.size(); ++g) {
+      for (const StoreSummary::Rank& rank : job.groups[g].ranks) {
+        const auto own = std::ranges::find_if(rank.*list, [&](const CommitHeader& c) { return is_same(c, candidate); });
+        everywhere = everywhere && own != (rank.*list).end();
+        if (everywhere) parts.push_back({g, rank.rank, *own});
+      }
+    }
+    if (everywhere) return parts;
+  }
+  return {};
+}
+
+std::vector<Part> newest_commit(const StoredJob& job) {
+  return find_commit(job, &StoreSummary::Rank::commits, [](const CommitHeader&) { return true; });
+}
+
+std::vector<Part> named_checkpoint(const StoredJob& job, const CommitHeader& kept) {
+  return find_commit(job, &StoreSummary::Rank::kept, [&](const CommitHeader& c) { return is_same(c, kept); });
+}
+
+class Verifier {
+ public:
+  Verifier(std::span<const std::string> directories, const VerifyOptions& options, const StoredJob& job)
+      : directories_(directories), options_(options), groups_(job.groups) {
+    for (const StoreSummary& group : groups_) {
+      const detail::UnitTable table = detail::UnitTable::from_identity(group.layout, *group.world_size);
+      records_.push_back(detail::RecordMap(table).records());
+    }
+  }
+
+  // The newest commit, or the named checkpoint.
+  Verification verify(const std::optional<CommitHeader>& kept) {
+    Verification result{.name = kept ? kept->name : ""};
+    kept_ = kept;
+    begun_ = Clock::now();
+    try {
+      const std::vector<Part> parts = look();
+      result.step = parts.front().commit.step;
+      std::uint64_t total = 0;
+      for (const Part& part : parts) total += detail::bytes_of(records_[part.group]);
+      for (std::size_t p = 0; p < parts.size(); ++p) verify_part(p, total, result);
+    } catch (const StoreError& error) {
+      result.not_done = error.what();
+    } catch (const IoError& error) {
+      result.not_done = error.what();
+    }
+    reader_.reset();
+    return result;
+  }
+
+ private:
+  // All parts of the commit as it is on disk now. Errors: StoreError if it is not there, or if the store is another.
+  std::vector<Part> look() const {
+    // Ranks are looked at one after the other, and may commit meanwhile, so that none is in all that is seen.
+    constexpr int kLooks = 100;
+    for (int look = 1; look < kLooks; ++look) {
+      if (std::vector<Part> parts = look_once(); !parts.empty()) return parts;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    throw StoreError(fmt::format("{} holds no commit that every rank has{}", groups_.front().directory,
+                                 damage_of(look_at_job(directories_))));
+  }
+
+  std::vector<Part> look_once() const {
+    const StoredJob job = look_at_job(directories_);
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+      if (job.groups[g].directory == groups_[g].directory && job.groups[g].run == groups_[g].run &&
+          job.groups[g].ranks.size() == groups_[g].ranks.size())
+        continue;
+      throw StoreError(fmt::format(
+          "{} has the files of another store than when it was looked at first; verify it again", groups_[g].directory));
+    }
+    std::vector<Part> parts = kept_ ? named_checkpoint(job, *kept_) : newest_commit(job);
+    if (parts.empty() && kept_) throw StoreError(fmt::format("checkpoint '{}' was removed meanwhile", kept_->name));
+    return parts;
+  }
+
+  // Opens part `p` of the commit as it is on disk now. While training goes on, its place in the manifest may be written
+  // over between the look at it and the reading of it.
+  void open(std::size_t p) {
+    for (;;) {
+      const Part part = look()[p];
+      const bool tried = std::exchange(part_, part).commit == part.commit && !reader_;
+      try {
+        reader_.reset();
+        reader_ = std::make_unique<StoreReader>(groups_[part.group].directory, part.rank, records_[part.group],
+                                                part.commit, io_, StoreReader::Lock::none);
+        return;
+      } catch (const StoreError&) {
+        if (tried) throw;
+      }
+    }
+  }
+
+  void verify_part(std::size_t p, std::uint64_t total, Verification& result) {
+    reader_.reset();
+    open(p);
+    detail::for_each_piece(records_[part_.group], [&](const detail::RecordPiece& piece) {
+      std::vector<CorruptionError> wrong = check(piece);
+      while (!wrong.empty() && look()[p].commit != part_.commit) {
+        open(p);
+        wrong = check(piece);
+      }
+      std::ranges::copy(wrong, std::back_inserter(result.damage));
+      result.step = std::max(result.step, part_.commit.step);
+      result.bytes += piece.bytes();
+      if (options_.progress) options_.progress(result.bytes, total);
+      std::this_thread::sleep_until(paced_time(begun_, result.bytes, options_.bytes_per_second));
+    });
+  }
+
+  std::vector<CorruptionError> check(const detail::RecordPiece& piece) {
+    return reader_->check(piece.record, piece.region, piece.first, piece.count(), buffer_.first(piece.bytes()));
+  }
+
+  const std::span<const std::string> directories_;
+  const VerifyOptions& options_;
+  const std::vector<StoreSummary> groups_;
+  std::vector<std::vector<tiers::StoreRecord>> records_;  // of each group
+  const aio::TransferMemory buffer_{detail::kPieceBytesMax};
+  aio::DriveQueue io_{aio::DriveQueueOptions{}};  // after the buffer: it lets go of it before it is freed
+  // Of the commit that is being verified.
+  std::optional<CommitHeader> kept_;  // nothing: the newest
+  TimePoint begun_;
+  Part part_;
+  std::unique_ptr<StoreReader> reader_;  // of part_
+};
+
+// Why nothing of these stores can be verified; empty if something can.
+std::string obstacle(const StoredJob& job) {
+  for (const StoreSummary& group : job.groups) {
+    if (!group.world_size) return fmt::format("no manifest in {} can be read{}", group.directory, damage_of(job));
+    if (group.durability == tiers::Durability::none)
+      return fmt::format("the store in {} was made with durability 'none' and holds no commit", group.directory);
+  }
+  return {};
+}
+
+}  // namespace
+
+std::vector<Verification> verify_job(std::span<const std::string> directories, const VerifyOptions& options) {
+  const StoredJob job = look_at_job(directories);
+  if (std::string problem = obstacle(job); !problem.empty()) return {{.not_done = std::move(problem)}};
+  Verifier verifier(directories, options, job);
+  std::vector<Verification> results{verifier.verify(std::nullopt)};
+  for (const CommitHeader& kept : job.groups.front().ranks.front().kept)
+    if (!named_checkpoint(job, kept).empty()) results.push_back(verifier.verify(kept));
+  return results;
+}
+
+}  // namespace hoist
