@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <filesystem>
 #include <numeric>
+#include <thread>
 
 #include <fmt/format.h>
 
@@ -23,6 +25,7 @@ constexpr std::uint64_t kSteps = LifeTerms{}.last_step;
 constexpr std::uint64_t kStepsToMoment = 2, kStepsToMomentMirrored = 12;
 constexpr unsigned kStepsToCopy = 2;
 constexpr std::uint64_t kLossesOneIn = 3;  // kills after which there is a copy to go on from
+constexpr Nanoseconds kRivalsTimeout = std::chrono::milliseconds(300);  // of two that have a rank's lock each
 constexpr std::chrono::microseconds kSlowManifest = std::chrono::milliseconds(3);
 
 }  // namespace
@@ -31,7 +34,16 @@ std::string CrashSetup::name() const {
   return fmt::format("{}_{}_{}{}{}", parameters == Placement::nvme ? "nvme" : "memory", mode_name(update_mode),
                      groups == 1 ? "" : "2_groups_of_", ranks == 1 ? "1_rank" : "2_ranks",
                      pinned_fraction > 0 ? "_half_pinned" : "") +
-         (mirrored ? "_mirrored" : "");
+         (mirrored ? "_mirrored" : "") + (disturbed ? "_disturbed" : "");
+}
+
+std::vector<CrashSetup> disturbed_crash_setups() {
+  std::vector<CrashSetup> setups{{Placement::nvme, UpdateMode::forward, 1},
+                                 {Placement::nvme, UpdateMode::step, 2},
+                                 {Placement::pinned, UpdateMode::backward, 2},
+                                 {Placement::nvme, UpdateMode::forward, 1, 0, 2}};
+  for (CrashSetup& setup : setups) setup.disturbed = true;
+  return setups;
 }
 
 std::vector<CrashSetup> mirror_crash_setups() {
@@ -75,8 +87,16 @@ std::vector<CrashSetup> all_crash_setups() {
 
 std::uint64_t CrashTally::kills() const { return std::accumulate(hits.begin(), hits.end(), from_outside); }
 
+std::uint64_t CrashTally::troubles() const {
+  return std::accumulate(disturbances.begin(), disturbances.end(), std::uint64_t{0});
+}
+
 void CrashTally::add(const CrashTally& other) {
   for (std::size_t i = 0; i < kPhaseCount; ++i) hits[i] += other.hits[i];
+  for (std::size_t i = 0; i < kDisturbanceCount; ++i) {
+    disturbances[i] += other.disturbances[i];
+    refusals[i] += other.refusals[i];
+  }
   chained_restores += other.chained_restores;
   from_outside += other.from_outside;
   manifests_differed += other.manifests_differed;
@@ -104,6 +124,7 @@ std::string Campaign::train(const Life& life, KillSwitch& kills) const {
     terms.seed += static_cast<std::uint64_t>(group);
     const std::string store = store_of_group(store_, setup_.groups, group);
     ToySetup toy = crash_setup(setup_.parameters, setup_.update_mode, store, setup_.pinned_fraction);
+    if (setup_.disturbed) toy.engine.lock_timeout = kRivalsTimeout;
     if (setup_.mirrored)
       toy.engine.mirror = {.directory = store_of_group(mirror_, setup_.groups, group), .every = kStepsToCopy};
     return train_rank(toy, joins, watched, terms);
@@ -129,7 +150,108 @@ void Campaign::remove_files() const {
   if (setup_.mirrored) std::filesystem::remove_all(mirror_);
 }
 
+// Another run of the same model, which has come as far as its third step.
+std::string Campaign::prepare_foreign() {
+  const SharedWitness witness;
+  remove_files();
+  if (live({.terms = {.last_step = 3, .seed = 1000}}, 0, *witness) != LifeEnd::finished) return witness->text.data();
+  foreign_ = files_below(store_);
+  return {};
+}
+
+LifeEnd Campaign::live_with(Disturbance disturbance, const LifeTerms& terms, Witness& witness) const {
+  const auto life = [&](Witness& of, const LifeTerms& on) {
+    return [this, &of, on] {
+      KillSwitch kills(of, {});
+      return train({.terms = on}, kills);
+    };
+  };
+  if (disturbance == Disturbance::forks) {
+    LifeTerms forking = terms;
+    forking.forks = true;
+    return live_in_child(life(witness, forking), witness, {});
+  }
+  if (disturbance == Disturbance::signals) {
+    struct sigaction interrupt {
+    }, before{};
+    interrupt.sa_handler = [](int) {};
+    ::sigaction(SIGUSR1, &interrupt, &before);
+    ChildLife child(life(witness, terms), witness);
+    while (!child.has_ended()) {
+      child.send(SIGUSR1);
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    ::sigaction(SIGUSR1, &before, nullptr);
+    return child.wait();
+  }
+  if (disturbance != Disturbance::second) return live_in_child(life(witness, terms), witness, {});
+  // Each may find what the other has committed.
+  LifeTerms either = terms;
+  either.begun = std::max(terms.begun, static_cast<std::int64_t>(terms.last_step));
+  const SharedWitness second;
+  ChildLife one(life(witness, either), witness), other(life(*second, either), *second);
+  const LifeEnd end = one.wait(), other_end = other.wait();
+  raise_to(witness.committed, second->committed);
+  raise_to(witness.stepped, second->stepped);
+  if (other_end == LifeEnd::finished || second->refused) return end;
+  say(witness, second->text.data());
+  witness.refused = false;
+  return other_end;
+}
+
+// A life that begins in trouble: it goes on as it must, or hoist refuses it and the next one goes on.
+std::string Campaign::disturb(std::uint64_t seed, LifeTerms& terms, CrashTally& tally) {
+  Rng rng(seed);
+  if (older_.empty() || rng.below(2) == 0) {
+    older_ = files_below(store_);
+    older_promised_ = terms.promised;
+    return {};
+  }
+  const auto disturbance = static_cast<Disturbance>(rng.below(kDisturbanceCount));
+  const DisturbedFiles files(disturbance, store_, foreign_, older_, rng);
+  const Files begun_with = files_below(store_);
+  LifeTerms life = terms;
+  life.last_step = std::min(kSteps, static_cast<std::uint64_t>(std::max<std::int64_t>(terms.promised, 0)) + 2);
+  if (disturbance == Disturbance::older) life.promised = std::min(terms.promised, older_promised_);
+  // Without any file of a rank, a store that was only begun is begun anew.
+  if (disturbance == Disturbance::missing && terms.promised == 0) life.promised = -1;
+  if (disturbance == Disturbance::foreign) {  // its manifest may name any step; the tiles are not that step's
+    life.promised = -1;
+    life.begun = kSteps;
+  }
+  const SharedWitness witness;
+  const LifeEnd end = live_with(disturbance, life, *witness);
+  const auto index = static_cast<std::size_t>(disturbance);
+  ++tally.disturbances[index];
+  const auto wrong = [&](const std::string& what) {
+    return fmt::format("after {} ({} promised, {} begun): {}", files.text(), terms.promised, terms.begun, what);
+  };
+  if (end == LifeEnd::finished) {
+    if (disturbance == Disturbance::foreign && witness->restored < terms.promised) return wrong("it was trained from");
+    terms.promised = std::max(life.promised, witness->committed.load());
+    terms.begun = std::max(terms.begun, witness->stepped.load());
+    return {};
+  }
+  const bool may_be_refused = is_of_files(disturbance) || disturbance == Disturbance::second;
+  if (!witness->refused || !may_be_refused) return wrong(witness->text.data());
+  ++tally.refusals[index];
+  if (disturbance != Disturbance::older) terms.promised = std::max(terms.promised, witness->committed.load());
+  terms.begun = std::max(terms.begun, witness->stepped.load());
+  if (disturbance == Disturbance::second) return {};
+  // What is wrong inside a file can show when it is read; all else is seen before anything is changed.
+  const bool late = disturbance == Disturbance::foreign || disturbance == Disturbance::older;
+  const bool restored = witness->restored >= 0;
+  if (restored && !late) return wrong(fmt::format("refused too late: {}", witness->text.data()));
+  if (terms.promised >= 0 && !restored && !late && files_below(store_) != begun_with)
+    return wrong(fmt::format("files were changed, and then: {}", witness->text.data()));
+  files.undo();
+  return {};
+}
+
 std::string Campaign::prepare() {
+  if (setup_.disturbed) {
+    if (std::string problem = prepare_foreign(); !problem.empty()) return problem;
+  }
   remove_files();
   const SharedWitness whole, resumed;
   if (live({}, 0, *whole) != LifeEnd::finished) return whole->text.data();
@@ -187,6 +309,7 @@ std::vector<std::int64_t> Campaign::newest_of(int group) const {
 
 std::string Campaign::run(std::uint64_t seed, CrashTally& tally) {
   remove_files();
+  older_.clear();
   ++tally.runs;
   Life life;
   bool restore_before = false;
@@ -231,6 +354,10 @@ std::string Campaign::run(std::uint64_t seed, CrashTally& tally) {
       life.terms.promised = mirrored;
       ++tally.lost_stores;
     }
+    if (setup_.disturbed) {
+      const std::string problem = disturb(random_bits(seed, 400 + i), life.terms, tally);
+      if (!problem.empty()) return where() + problem;
+    }
   }
   return fmt::format("{}, seed {}: the run did not come to its end", setup_.name(), seed);
 }
@@ -252,6 +379,11 @@ std::string table(const CrashTally& tally, std::uint64_t seed) {
   row_if_any("left ranks with different commits", tally.manifests_differed);
   row_if_any("left groups with different commits", tally.groups_differed);
   row_if_any("whose store was lost thereafter", tally.lost_stores);
+  for (std::size_t i = 0; i < kDisturbanceCount; ++i) {
+    const std::string name = name_of(static_cast<Disturbance>(i));
+    row_if_any("then, " + name, tally.disturbances[i]);
+    row_if_any("  of these, refused by hoist", tally.refusals[i]);
+  }
   row_if_any("left an old store and a new one", tally.two_stores);
   return text;
 }

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "disturbance.hpp"
 #include "kill_switch.hpp"
 #include "rank_life.hpp"
 
@@ -27,6 +28,7 @@ struct CrashSetup {
   double pinned_fraction = 0;  // of the optimizer's states
   int groups = 1;              // sharding groups of so many ranks each, with a store each
   bool mirrored = false;       // commits are copied to a mirror, and after some kills the store is lost
+  bool disturbed = false;      // after each kill the next life begins in trouble (disturbance.hpp)
   int rank_count() const { return groups * ranks; }
   std::string name() const;
 };
@@ -35,6 +37,8 @@ struct CrashSetup {
 std::vector<CrashSetup> all_crash_setups();
 // With a mirror: parameters on NVMe and in memory, every update mode, one rank and two, and two sharding groups.
 std::vector<CrashSetup> mirror_crash_setups();
+// With disturbances: parameters on NVMe and in memory, every update mode, one rank and two, and two sharding groups.
+std::vector<CrashSetup> disturbed_crash_setups();
 // Two sharding groups, of one rank and of two, in every update mode.
 std::vector<CrashSetup> group_crash_setups();
 
@@ -42,13 +46,16 @@ struct CrashTally {
   std::array<std::uint64_t, kPhaseCount> hits{};
   std::uint64_t chained_restores = 0;  // restores killed right after a killed restore
   std::uint64_t from_outside = 0;
-  std::uint64_t manifests_differed = 0;  // kills that left ranks with different newest commits
-  std::uint64_t groups_differed = 0;     // likewise, groups
-  std::uint64_t lost_stores = 0;         // kills after which the store was removed
-  std::uint64_t two_stores = 0;          // kills that left the old store and a new one
+  std::uint64_t manifests_differed = 0;                         // kills that left ranks with different newest commits
+  std::uint64_t groups_differed = 0;                            // likewise, groups
+  std::uint64_t lost_stores = 0;                                // kills after which the store was removed
+  std::uint64_t two_stores = 0;                                 // kills that left the old store and a new one
+  std::array<std::uint64_t, kDisturbanceCount> disturbances{};  // lives that began in trouble
+  std::array<std::uint64_t, kDisturbanceCount> refusals{};      // of them, those that hoist refused
   std::uint64_t runs = 0;
   std::uint64_t missed = 0;  // planned moments that a life did not come to
   std::uint64_t kills() const;
+  std::uint64_t troubles() const;  // all disturbances
   void add(const CrashTally& other);
 };
 
@@ -70,6 +77,9 @@ class Campaign {
   };
 
   void remove_files() const;
+  std::string prepare_foreign();
+  std::string disturb(std::uint64_t seed, LifeTerms& terms, CrashTally& tally);
+  LifeEnd live_with(Disturbance disturbance, const LifeTerms& terms, Witness& witness) const;
   LifeEnd live(const Life& life, std::uint64_t seed, Witness& witness) const;
   std::string train(const Life& life, KillSwitch& kills) const;
   std::vector<KillPlan> plans(std::uint64_t seed) const;
@@ -80,6 +90,8 @@ class Campaign {
   const std::string directory_;
   std::string store_, mirror_;
   std::string expected_;
+  Files foreign_, older_;
+  std::int64_t older_promised_ = -1;                 // the newest step that was reported durable then
   std::array<std::uint64_t, kPhaseCount> events_{};  // of an undisturbed run; restore: of one restore
 };
 

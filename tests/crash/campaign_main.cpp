@@ -2,12 +2,13 @@
 // The long form of the kill tests, and a table of the kills.
 //
 //   hoist_crash_campaign [--kills N] [--hits N] [--reshard-kills N] [--group-kills N] [--mirror-kills N]
-//                        [--mpi-kills N] [--seed N] [--directory DIR]
+//                        [--troubles N] [--mpi-kills N] [--seed N] [--directory DIR]
 //
 // First N kills (1000) of whole processes, at least so many --hits (50) in each phase; then N (300) while the state is
 // dealt out to another number of ranks; then N (300) of jobs of two sharding groups, and a third as many while these
 // change their number of ranks; then N (300) with a mirror, after a tenth of which at least the store is lost; then N
-// (100) of one rank of an MPI job. Ends with 1 and the seed as soon as anything is wrong.
+// (300) lives that begin in trouble, with other kinds of files, signals, forks or rivals; then N (100) kills of one
+// rank of an MPI job. Ends with 1 and the seed as soon as anything is wrong.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -24,8 +25,8 @@ namespace hoist::test {
 namespace {
 
 struct Arguments {
-  std::uint64_t kills = 1000, hits = 50, reshard_kills = 300, group_kills = 300, mirror_kills = 300, mpi_kills = 100,
-                seed = 1;
+  std::uint64_t kills = 1000, hits = 50, reshard_kills = 300, group_kills = 300, mirror_kills = 300, troubles = 300,
+                mpi_kills = 100, seed = 1;
   std::string directory = ".";
 };
 
@@ -126,6 +127,16 @@ bool kill_with_a_mirror(const Arguments& arguments, const std::string& directory
                                     });
 }
 
+bool begin_in_trouble(const Arguments& arguments, const std::string& directory) {
+  std::vector<Campaign> campaigns;
+  for (const CrashSetup& setup : disturbed_crash_setups()) campaigns.emplace_back(setup, directory);
+  CrashTally tally;
+  return prepared(campaigns) && run_until(
+                                    campaigns, arguments.seed, tally,
+                                    [&](Campaign& campaign, std::uint64_t seed) { return campaign.run(seed, tally); },
+                                    [&] { return tally.troubles() >= arguments.troubles; });
+}
+
 bool kill_mpi_ranks(const Arguments& arguments, const std::string& directory) {
   constexpr std::uint64_t kKillsOfARun = 8;
   if (arguments.mpi_kills == 0) return true;
@@ -150,7 +161,7 @@ int run(const Arguments& arguments) {
                     (arguments.reshard_kills == 0 || kill_while_resharding(arguments, path)) &&
                     (arguments.group_kills == 0 || kill_groups(arguments, path)) &&
                     (arguments.mirror_kills == 0 || kill_with_a_mirror(arguments, path)) &&
-                    kill_mpi_ranks(arguments, path);
+                    (arguments.troubles == 0 || begin_in_trouble(arguments, path)) && kill_mpi_ranks(arguments, path);
   return good ? 0 : 1;
 }
 
@@ -171,6 +182,7 @@ int main(int count, char** words) {
     if (key == "--reshard-kills") arguments.reshard_kills = value;
     if (key == "--group-kills") arguments.group_kills = value;
     if (key == "--mirror-kills") arguments.mirror_kills = value;
+    if (key == "--troubles") arguments.troubles = value;
     if (key == "--mpi-kills") arguments.mpi_kills = value;
     if (key == "--seed") arguments.seed = value;
   }

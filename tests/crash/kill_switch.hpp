@@ -51,6 +51,7 @@ struct Witness {
   std::atomic<std::int64_t> ended_ns{0};   // when it came to its end or to an error
   std::atomic<std::int64_t> process{0};    // its id, once it runs
   std::atomic<bool> failed{false};         // ended with an error
+  std::atomic<bool> refused{false};        // that hoist threw
   std::array<char, 1500> text{};           // digests at the end, or the error
 };
 

@@ -39,11 +39,16 @@ TEST_P(Kills, InEveryPhaseEndInTheSameBits) {
   if (GetParam().mirrored) {
     EXPECT_GE(tally.lost_stores, 1u);
   }
+  if (GetParam().disturbed) {
+    EXPECT_GE(tally.troubles(), 5u);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Setups, Kills, testing::ValuesIn(all_crash_setups()),
                          [](const auto& c) { return c.param.name(); });
 INSTANTIATE_TEST_SUITE_P(Mirrored, Kills, testing::ValuesIn(mirror_crash_setups()),
+                         [](const auto& c) { return c.param.name(); });
+INSTANTIATE_TEST_SUITE_P(Disturbed, Kills, testing::ValuesIn(disturbed_crash_setups()),
                          [](const auto& c) { return c.param.name(); });
 INSTANTIATE_TEST_SUITE_P(Groups, Kills, testing::ValuesIn(group_crash_setups()),
                          [](const auto& c) { return c.param.name(); });

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -15,6 +16,7 @@
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/clock.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/tests/support/forked.hpp>
 #include <hoist/tests/zero/toy_ranks.hpp>
 
 namespace hoist::test {
@@ -39,8 +41,8 @@ void follow(ToyModel& model, WatchedRank& rank) {
 std::uint64_t come_to_life(ToyModel& model, WatchedRank& rank, const LifeTerms& terms) {
   Witness& witness = rank.kills.witness();
   if (!model.find_commit()) {
-    if (terms.promised >= 0) throw Error(fmt::format("step {} was durable and nothing is there", terms.promised));
     model.initialize();
+    if (terms.promised >= 0) throw WrongLife(fmt::format("step {} was durable and nothing was there", terms.promised));
     raise_to(witness.committed, 0);
     return 0;
   }
@@ -49,12 +51,26 @@ std::uint64_t come_to_life(ToyModel& model, WatchedRank& rank, const LifeTerms& 
   const RestoreReport report = model.restore();
   const auto step = static_cast<std::int64_t>(report.step);
   if (step < terms.promised || step > terms.begun)
-    throw Error(fmt::format("step {} came back, where {} was durable and {} begun", step, terms.promised, terms.begun));
+    throw WrongLife(
+        fmt::format("step {} came back, where {} was durable and {} begun", step, terms.promised, terms.begun));
   if (step_in(report.caller_state) != report.step)
-    throw Error(fmt::format("the caller state of step {} is step {}'s", report.step, step_in(report.caller_state)));
+    throw WrongLife(fmt::format("the caller state of step {} is step {}'s", report.step, step_in(report.caller_state)));
   witness.restored = step;
   witness.restoring = false;
   return report.step;
+}
+
+// The child must neither do anything to the store nor hang at its end.
+void use_in_a_fork(Engine& engine) {
+  const int code = exit_code_of_fork([&]() -> int {
+    try {
+      engine.settle();
+    } catch (const UsageError&) {
+      std::exit(kExitFinished);
+    }
+    return kExitFailed;
+  });
+  if (code != kExitFinished) throw WrongLife(fmt::format("a forked child ended with {}", code));
 }
 
 }  // namespace
@@ -125,6 +141,7 @@ std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, Wat
   Engine& engine = model.engine();
   raise_to(witness.stepped, static_cast<std::int64_t>(found));
   for (std::uint64_t step = found + 1; step <= terms.last_step; ++step) {
+    if (terms.forks) use_in_a_fork(engine);
     rank.stage = Stage::forward;
     model.pass(step);
     rank.stage = Stage::stepping;
@@ -146,34 +163,61 @@ std::string train_rank(const ToySetup& setup, const Runtime::Groups& groups, Wat
   return fmt::format("{} {} {}", digests.master, digests.moment1, digests.moment2);
 }
 
-LifeEnd live_in_child(const std::function<std::string()>& life, Witness& witness,
-                      std::optional<std::chrono::microseconds> kill_after) {
-  const pid_t process = ::fork();
-  if (process == 0) {
-    int status = kExitFinished;
-    try {
-      say(witness, life());
-    } catch (const std::exception& error) {
-      say(witness, error.what());
-      status = kExitFailed;
-    }
-    ::_exit(status);
+ChildLife::ChildLife(const std::function<std::string()>& life, Witness& witness)
+    : witness_(witness), process_(::fork()) {
+  if (process_ != 0) return;
+  int status = kExitFinished;
+  try {
+    say(witness, life());
+  } catch (const std::exception& error) {
+    witness.refused = dynamic_cast<const Error*>(&error) != nullptr;
+    say(witness, error.what());
+    status = kExitFailed;
   }
-  if (process < 0) {
-    say(witness, fmt::format("fork: errno {}", errno));
+  ::_exit(status);
+}
+
+ChildLife::~ChildLife() {
+  if (process_ < 0 || has_ended()) return;
+  send(SIGKILL);
+  wait(true);
+}
+
+void ChildLife::send(int signal) const {
+  if (process_ > 0) ::kill(process_, signal);
+}
+
+bool ChildLife::has_ended() {
+  int status = 0;
+  if (!status_ && ::waitpid(process_, &status, WNOHANG) != 0) status_ = status;
+  return status_.has_value();
+}
+
+LifeEnd ChildLife::wait(bool killed) {
+  if (process_ < 0) {
+    say(witness_, "there was no process for it");
     return LifeEnd::failed;
   }
+  int status = 0;
+  if (!status_) {
+    ::waitpid(process_, &status, 0);
+    status_ = status;
+  }
+  status = *status_;
+  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && (witness_.killed_itself || killed)) return LifeEnd::killed;
+  if (WIFEXITED(status) && WEXITSTATUS(status) == kExitFinished) return LifeEnd::finished;
+  if (WIFSIGNALED(status)) say(witness_, fmt::format("died of signal {}", WTERMSIG(status)));
+  return LifeEnd::failed;
+}
+
+LifeEnd live_in_child(const std::function<std::string()>& life, Witness& witness,
+                      std::optional<std::chrono::microseconds> kill_after) {
+  ChildLife child(life, witness);
   if (kill_after) {
     std::this_thread::sleep_for(*kill_after);
-    ::kill(process, SIGKILL);
+    child.send(SIGKILL);
   }
-  int status = 0;
-  ::waitpid(process, &status, 0);
-  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && (witness.killed_itself || kill_after))
-    return LifeEnd::killed;
-  if (WIFEXITED(status) && WEXITSTATUS(status) == kExitFinished) return LifeEnd::finished;
-  if (WIFSIGNALED(status)) say(witness, fmt::format("died of signal {}", WTERMSIG(status)));
-  return LifeEnd::failed;
+  return child.wait(kill_after.has_value());
 }
 
 }  // namespace hoist::test

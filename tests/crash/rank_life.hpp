@@ -6,7 +6,7 @@
 // than the last that was begun, and with that commit's caller state.
 //
 // Threading  train_rank() on each rank's own thread.
-// Errors     What is wrong with what was found is an Error.
+// Errors     What is wrong with what was found is a WrongLife; what hoist throws passes through.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,10 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <stdexcept>
 #include <string>
+
+#include <sys/types.h>
 
 #include <hoist/tests/zero/toy_model.hpp>
 
@@ -25,6 +28,11 @@ namespace hoist::test {
 
 inline constexpr int kExitFinished = 0, kExitFailed = 3;
 
+class WrongLife : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // What a life is to find, and where it ends.
 struct LifeTerms {
   std::int64_t promised = -1;  // the newest step that was reported durable
@@ -32,6 +40,7 @@ struct LifeTerms {
   std::uint64_t last_step = 60;
   bool equal_gradients = false;  // the number of ranks makes no difference
   std::uint64_t seed = 1;        // of the model: another one for each sharding group
+  bool forks = false;            // a child before each step, which uses the engine and exits
 };
 
 const ToyShape& crash_shape();
@@ -56,8 +65,26 @@ std::string train_job(int groups, int ranks,
 std::string store_of_group(const std::string& store, int groups, int group);
 
 enum class LifeEnd : std::uint8_t { killed, finished, failed };
-// Runs `life` in a process of its own, which ends with the word that it returns, or its error, in the witness. With
-// `kill_after`, this process kills it after that time.
+
+// A life in a process of its own, which ends with the word that it returns, or its error, in the witness.
+class ChildLife {
+ public:
+  ChildLife(const std::function<std::string()>& life, Witness& witness);
+  ~ChildLife();
+  ChildLife(const ChildLife&) = delete;
+  ChildLife& operator=(const ChildLife&) = delete;
+  void send(int signal) const;
+  bool has_ended();
+  // `killed`: it was sent SIGKILL.
+  LifeEnd wait(bool killed = false);
+
+ private:
+  Witness& witness_;
+  pid_t process_ = -1;
+  std::optional<int> status_;
+};
+
+// With `kill_after`, this process kills it after that time.
 LifeEnd live_in_child(const std::function<std::string()>& life, Witness& witness,
                       std::optional<std::chrono::microseconds> kill_after);
 

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/crash/disturbance.hpp - what people, copies and other programs do to a store between two lives of a training,
+// or to its process.
+//
+// Threading  One thread.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <hoist/core/rng.hpp>
+
+namespace hoist::test {
+
+enum class Disturbance : std::uint8_t {
+  // Of one file, or of all files of one rank:
+  missing,  // they have another name for a while
+  foreign,  // they are those of another run of the same model
+  longer,   // something was written after their end
+  older,    // they are copies from an earlier moment; or all files of the store are
+  // Of all files:
+  clocks,  // they seem to be from the past and the future, as of hosts whose clocks differ
+  // While the process runs:
+  forks,    // it forks a child, which uses the engine, in vain, and exits
+  signals,  // it is interrupted by signals that mean nothing to it, thousands of times a second
+  second,   // another one is started at the same time
+};
+inline constexpr std::size_t kDisturbanceCount = 8;
+const char* name_of(Disturbance disturbance);
+inline bool is_of_files(Disturbance disturbance) { return disturbance <= Disturbance::older; }
+
+// What is in all files below a directory, by their paths from there; without the text of the lock's holder, which
+// nothing depends on.
+using Files = std::map<std::string, std::string>;
+Files files_below(const std::string& directory);
+
+// Does it to the files of a store.
+class DisturbedFiles {
+ public:
+  // `foreign`: those of another run; `older`: of this one.
+  DisturbedFiles(Disturbance disturbance, const std::string& store, const Files& foreign, const Files& older, Rng& rng);
+  // Puts the right files back, and leaves the others as they are now; after older files, all files as they were: ranks
+  // may have gone back to a step that one of them seemed to be at.
+  void undo() const;
+  // For people.
+  const std::string& text() const { return text_; }
+
+ private:
+  void write(const std::string& path, const std::optional<std::string>& content);
+
+  const std::string store_;
+  std::map<std::string, std::optional<std::string>> before_;  // nothing: there was no such file
+  std::string text_;
+};
+
+}  // namespace hoist::test
