@@ -5,10 +5,10 @@
     bench/mirror_cost.py --gpt build/release/bin/hoist-gpt --path /local_nvme [--mirror /network] [--rate 50MB] [--pairs N]
         [--steps N]
 
-A pair is one run each, in alternating order; its ratio is that of the mean times of steps 3 to N, with the mirror over without.
+A pair is one run each, in alternating order; its ratio is that of the mean times of steps 6 to N, with the mirror over without. (By then
+each place of the store has been written once; the first time takes longer, and a mirror has one place more.)
 After every second pair two runs without it are compared: the control. Copies follow each other without a pause, so at any
-step one is under way. The lag is how many steps the mirror was behind, at the end of each step. The last step is copied
-beyond the last one that is timed.
+step one is under way. The lag is how many steps the mirror was behind, at the end of each step.
 """
 import argparse
 import json
@@ -17,6 +17,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import time
 
 from update_modes import CELLS, CONFIG, interval
 
@@ -38,12 +39,21 @@ def run(args, cell, directory, mirrored):
         json.dump(config, file)
     if os.path.exists(metrics):
         os.remove(metrics)
-    subprocess.run([args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps), *CELLS[cell]],
-                   check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with open(metrics) as file:
-        steps = [json.loads(line) for line in file]
+    program = subprocess.Popen([args.gpt, "--config", config_path, "--text", args.text, "--steps", str(args.steps + 1),
+                                *CELLS[cell]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lines = []
+    while len(lines) < args.steps:
+        if program.poll() is not None:
+            raise SystemExit(f"{args.gpt} ended with {program.returncode} after {len(lines)} steps")
+        time.sleep(0.1)
+        if os.path.exists(metrics):
+            with open(metrics) as file:
+                lines = file.read().splitlines()
+    program.kill()  # without the copy of its last step, which nothing is timed by
+    program.wait()
+    steps = [json.loads(line) for line in lines[:args.steps]]
     lags = [step["step"] - step["mirrored_step"] for step in steps if step["mirrored_step"] is not None]
-    return statistics.fmean(step["seconds"] for step in steps[2:]), lags
+    return statistics.fmean(step["seconds"] for step in steps[5:]), lags
 
 
 def main():
@@ -55,7 +65,7 @@ def main():
     parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3", help="what to learn")
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS))
     parser.add_argument("--pairs", type=int, default=31)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hoist-mirror-cost-", dir=args.path) as directory:
         for cell in args.cells:
