@@ -5,8 +5,8 @@
     bench/mirror_cost.py --gpt build/release/bin/hoist-gpt --path /local_nvme [--mirror /network] [--rate 50MB] [--pairs N]
         [--steps N]
 
-A pair is one run each, in alternating order; its ratio is that of the mean times of steps 6 to N, with the mirror over without. (By then
-each place of the store has been written once; the first time takes longer, and a mirror has one place more.)
+A pair is one run each, in alternating order; its ratio is that of the mean times of steps 6 to N, with the mirror over without.
+(By then each place of the store has been written once; the first time takes longer, and a mirror has one place more.)
 After every second pair two runs without it are compared: the control. Copies follow each other without a pause, so at any
 step one is under way. The lag is how many steps the mirror was behind, at the end of each step.
 """

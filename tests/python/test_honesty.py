@@ -270,3 +270,73 @@ def test_autocast_around_the_whole_run_keeps_no_old_weights(settings):
             return engine.digest()
 
     assert trained("run", around_run=True) == trained("forward", around_run=False)
+
+
+def _inputs(count):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
+
+
+def _loss(engine, inputs):
+    return engine(inputs).pow(2).mean()
+
+
+def _in_steps_of_4(settings, name, train_micro_batch):
+    """The state after two steps; `train_micro_batch(engine, inputs, is_last)` trains one of four."""
+    config = settings(gradient_accumulation_steps=4)
+    for part in config["zero_optimization"].values():
+        if isinstance(part, dict):
+            part["nvme_path"] += "-" + name
+    torch.manual_seed(0)
+    with hoist.torch.wrap(Stack("tensor", layers=2), config) as engine:
+        for index, inputs in enumerate(_inputs(8)):
+            train_micro_batch(engine, inputs, index % 4 == 3)
+        assert engine.step_count == 2
+        return engine.digest()
+
+
+def test_a_loop_that_divides_its_losses_is_refused(settings, caplog):
+    """PyTorch's usual loop divides the loss, and steps after the last micro-batch: the step would divide once more."""
+    def usual(engine, inputs, is_last):
+        (_loss(engine, inputs) / 4).backward()
+        if is_last:
+            engine.step()
+
+    def divided(engine, inputs, is_last):
+        engine.backward(_loss(engine, inputs) * 0.25)
+        if is_last:
+            engine.step()
+
+    for name, loop in (("usual", usual), ("divided", divided)):
+        with pytest.raises(hoist.UsageError, match="mean of 4 micro-batches.*scale_wrt_gas=False"):
+            _in_steps_of_4(settings, name, loop)
+    with caplog.at_level(logging.WARNING, logger="hoist"):  # division may be what the program means
+        caplog.clear()
+        _in_steps_of_4(settings, "twice", lambda engine, inputs, _: (
+            engine.backward(_loss(engine, inputs) / 4), engine.step()))
+    assert len([r for r in caplog.records if "divided it by 4" in r.getMessage()]) == 1
+
+
+def test_loops_that_divide_as_they_must_are_all_the_same(settings, caplog):
+    def own_backward(engine, inputs, _):
+        _loss(engine, inputs).backward()
+        engine.step()
+
+    def undivided(engine, inputs, is_last):
+        engine.backward(_loss(engine, inputs))
+        if is_last:
+            engine.step()
+
+    def own_division(engine, inputs, is_last):
+        engine.backward(_loss(engine, inputs) / 4, scale_wrt_gas=False)
+        if is_last:
+            engine.step()
+
+    def as_for_deepspeed(engine, inputs, _):
+        engine.backward(_loss(engine, inputs))
+        engine.step()
+
+    expected = _in_steps_of_4(settings, "deepspeed", as_for_deepspeed)
+    for name, loop in (("own", own_backward), ("undivided", undivided), ("sum", own_division)):
+        assert _in_steps_of_4(settings, name, loop) == expected, name
+    assert "divided it by" not in caplog.text

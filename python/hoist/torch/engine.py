@@ -203,6 +203,8 @@ class Engine:
         if not allreduce_gradients:
             raise _hoist.UsageError("backward(allreduce_gradients=False): gradients of all ranks are always summed here")
         divided = scale_wrt_gas or self._passes.micro_batches == 1
+        if divided:
+            self._passes.note_division(loss)
         self._passes.backward(loss if divided else loss * self._passes.micro_batches, retain_graph)
         return loss
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,6 +34,18 @@ def text_of(error: BaseException | None) -> str:
     return "" if error is None else "".join(traceback.format_exception_only(error)).strip()
 
 
+def _is_divided(loss: torch.Tensor, by: int) -> bool:
+    """Whether a division by this number is the last thing that made the loss."""
+    node = loss.grad_fn
+    kind = "" if node is None else node.name()
+    if kind not in ("DivBackward0", "MulBackward0"):
+        return False
+    other = getattr(node, "_saved_other", None)
+    if other is None or other.numel() != 1 or other.requires_grad or other.is_meta:
+        return False
+    return math.isclose(float(other), by if kind == "DivBackward0" else 1 / by, rel_tol=1e-6)
+
+
 class Passes:
     """`require_life` raises where the engine has no state yet; called before a pass begins."""
 
@@ -52,6 +65,10 @@ class Passes:
         self.micro_batches = micro_batches
         self.micro_batch = 0
         self.due = False  # as many backward passes are done as make a step
+        self._step_was_called = False  # since the last backward pass
+        self._may_be_divided = False  # a loss of this step, by the number of its micro-batches; nobody would see it
+        self._is_called = False  # backward() of the engine is under way
+        self._says_divided = True
         self.left_by = ""  # what ended the last pass before its time
         self.calls: list[ModuleHook] = []  # under way, innermost last
         self.turns = Turns(unit_manager.require_process)
@@ -102,6 +119,12 @@ class Passes:
                 raise _hoist.UsageError(
                     f"{self.micro_batches} backward pass{'es' if self.micro_batches > 1 else ''} make a step, and "
                     "they are done: call step() (gradient_accumulation_steps in the configuration asks for more)")
+            if self._may_be_divided and self.micro_batch > 0 and not self._step_was_called:
+                raise _hoist.UsageError(
+                    f"a step takes the mean of {self.micro_batches} micro-batches (gradient_accumulation_steps), and this loop "
+                    f"looks as if it divided its losses by {self.micro_batches} itself. Call backward() on undivided losses and "
+                    "engine.step() after each of them, as for DeepSpeed; or engine.backward(loss, scale_wrt_gas=False), which "
+                    "takes the sum")
             self._unit_manager.begin(kind, self.micro_batch, self.micro_batches)
         else:
             self._unit_manager.begin(kind)
@@ -166,10 +189,22 @@ class Passes:
         self._is_scaled = True
         return loss.float() * self._unit_manager.loss_scale() if self._scales_losses else loss
 
+    def note_division(self, loss: torch.Tensor) -> None:
+        """Losses are not to be divided: the step takes the mean."""
+        if self.micro_batches == 1 or not _is_divided(loss, self.micro_batches):
+            return
+        self._may_be_divided = True
+        if self._says_divided:
+            self._says_divided = False
+            _log.warning("the loss looks as if the program had divided it by %d, and the step takes the mean of that many "
+                         "micro-batches: leave the division out, or call engine.backward(loss, scale_wrt_gas=False), which "
+                         "takes the sum", self.micro_batches)
+
     def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
         first = "backward" not in self._watched
         watch = Watch(self._parameters.unit_at, self._unit_manager.is_up, self._use_unannounced_in_backward) if first else None
         scaled = self.scale(loss)
+        self._is_called = True
         try:
             with watch if watch is not None else contextlib.nullcontext():
                 scaled.backward(retain_graph=retain_graph)
@@ -178,6 +213,8 @@ class Passes:
             self._unit_manager.discard()
             self._backward_seen = False
             raise
+        finally:
+            self._is_called = False
         self._watched.add("backward")
         if self._unit_manager.current_pass == _hoist.Pass.train:  # a loss that no part of the model has made
             self._backward_seen = True
@@ -192,12 +229,13 @@ class Passes:
             raise _hoist.UsageError("a loss that the loss scale of fp16 is missing from: use engine.backward(loss), or "
                                     "engine.scale(loss).backward()")
         self._backward_seen = True
+        self._may_be_divided |= not self._is_called
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         if not self._backward_seen or self._unit_manager.current_pass != _hoist.Pass.train:
             return
-        self._backward_seen = self._is_scaled = False
+        self._backward_seen = self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
         self.micro_batch += 1
         self.due = self.micro_batch == self.micro_batches
@@ -215,6 +253,7 @@ class Passes:
         """Whether a step is to be made. `at_boundary`: also of fewer micro-batches than usual, as at the end of the data;
         the rest counts as zeros, as in DeepSpeed. Errors: UsageError without any backward pass, or one that did not end."""
         unit_manager = self._unit_manager
+        self._step_was_called = True
         if unit_manager.current_pass == _hoist.Pass.train:
             if self._backward_seen or unit_manager.has_gradients():
                 unit_manager.discard()
@@ -257,5 +296,5 @@ class Passes:
 
     def forget(self) -> None:
         """The next pass is the first one of a step."""
-        self.due = self._backward_seen = self._is_scaled = False
+        self.due = self._backward_seen = self._is_scaled = self._may_be_divided = False
         self.micro_batch = 0
