@@ -340,3 +340,59 @@ def test_loops_that_divide_as_they_must_are_all_the_same(settings, caplog):
     for name, loop in (("own", own_backward), ("undivided", undivided), ("sum", own_division)):
         assert _in_steps_of_4(settings, name, loop) == expected, name
     assert "divided it by" not in caplog.text
+
+
+def test_only_learning_rates_change_during_a_run(settings):
+    """A schedule of PyTorch's may change betas in the groups that it shares with the engine."""
+    model = Stack("tensor", layers=2)
+    client = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(client, max_lr=1e-2, total_steps=20)
+    with pytest.raises(hoist.UsageError, match="OneCycleLR with cycle_momentum=True.*cycle_momentum=False"):
+        hoist.torch.initialize(model=model, optimizer=client, lr_scheduler=schedule, config=settings())
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=client, config=settings())  # the program steps the schedule
+    with engine:
+        engine.backward(_loss(engine, _inputs(1)[0]))
+        engine.step()
+        schedule.step()
+        with pytest.raises(hoist.UsageError, match="'betas' of parameter group 0 was changed from"):
+            engine.backward(_loss(engine, _inputs(1)[0]))
+            engine.step()
+        engine.zero_grad()
+    model = Stack("tensor", layers=2)
+    client = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(client, max_lr=1e-2, total_steps=20, cycle_momentum=False)
+    config = settings()
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] += "-2"
+    config["zero_optimization"]["offload_param"]["nvme_path"] += "-2"
+    engine, *_ = hoist.torch.initialize(model=model, optimizer=client, lr_scheduler=schedule, config=config)
+    with engine:
+        for _ in range(3):
+            engine.backward(_loss(engine, _inputs(1)[0]))
+            engine.step()
+            engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        assert engine.get_lr() != [1e-3]
+        engine.optimizer.param_groups[0]["weight_decay"] = 0
+        engine.backward(_loss(engine, _inputs(1)[0]))
+        with pytest.raises(hoist.UsageError, match="'weight_decay' of parameter group 0 was changed from 0.01 to 0"):
+            engine.step()
+
+
+def test_what_no_pass_uses_has_a_gradient_of_zeros(settings):
+    """As docs/pytorch.md says, and unlike torch.optim: weight decay goes on."""
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x):
+            return self.blocks[2](self.blocks[0](x))
+
+    torch.manual_seed(0)
+    model = Gated()
+    unused = model.blocks[1].weight.detach().clone()
+    with hoist.torch.wrap(model, settings()) as engine:
+        for inputs in _inputs(2):
+            engine.backward(_loss(engine, inputs))
+            assert engine.step().applied
+        weights = engine.state_dict()
+    assert torch.allclose(weights["blocks.1.weight"], unused * (1 - 1e-3 * 0.1) ** 2, rtol=1e-6, atol=0)

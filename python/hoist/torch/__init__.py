@@ -28,7 +28,7 @@ from hoist import _hoist
 from hoist.torch import distributed
 from hoist.torch.engine import Engine
 from hoist.torch.initial import Initialize
-from hoist.torch.optimizer import Optimizer
+from hoist.torch.optimizer import Optimizer, refuse_schedule
 from hoist.torch.units import units_of
 
 __all__ = ["Engine", "Optimizer", "initialize", "load_config", "units_of", "wrap"]
@@ -82,6 +82,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     """
     if model is None:
         raise _hoist.UsageError("initialize() needs model=...")
+    refuse_schedule(lr_scheduler)
     if mpu is not None or mesh_param is not None:
         raise _hoist.UsageError("model and sequence parallelism are not known here: mpu and mesh_param must be None")
     config = config if config is not None else config_params

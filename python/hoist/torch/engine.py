@@ -25,7 +25,7 @@ from hoist.optim import options_of
 from hoist.torch import checkpoints, distributed, initial, program_state
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
-from hoist.torch.optimizer import Optimizer
+from hoist.torch.optimizer import Optimizer, refuse_schedule
 from hoist.torch.parameters import Parameters
 from hoist.torch.passes import Passes, text_of
 from hoist.torch.turns import takes_turn
@@ -43,6 +43,7 @@ class Engine:
                  initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
                  scheduler: Any = None, load_later: bool = False):
         self._refuse_wrapped(model, optimizer)
+        refuse_schedule(scheduler)
         self.module = model
         self.config = config = config.copy()  # what is settled here is not for the next engine
         self._last_report: _hoist.StepReport | None = None
@@ -227,6 +228,7 @@ class Engine:
         self._step_applied = False
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
+        self.optimizer.refuse_changes()
         if self._push_all_rates or not self.config.has_schedule:
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True))
@@ -269,6 +271,7 @@ class Engine:
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
+        refuse_schedule(scheduler)
         self._lr_scheduler = scheduler
         self._continue_schedule()
 
