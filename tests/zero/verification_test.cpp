@@ -164,8 +164,9 @@ TEST_P(VerificationTest, TheRanksInSightAreRead) {
   EXPECT_TRUE(others[0].is_sound()) << others[0].not_done;
   EXPECT_LT(others[0].bytes, all[0].bytes);
   damage(2);
-  for (const CorruptionError& error : verify()[0].damage) EXPECT_THAT(error.where.path, HasSubstr("rank-00002.data"));
-  EXPECT_FALSE(verify()[0].damage.empty());
+  const auto damaged = verify();
+  EXPECT_FALSE(damaged[0].damage.empty());
+  for (const CorruptionError& error : damaged[0].damage) EXPECT_THAT(error.where.path, HasSubstr("rank-00002.data"));
 }
 
 // A training can begin while its store is being read.
