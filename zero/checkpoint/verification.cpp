@@ -133,22 +133,21 @@ class Verifier {
   // Opens part `p` of the commit as it is on disk now. While training goes on, its place in the manifest may be written
   // over between the look at it and the reading of it.
   void open(std::size_t p) {
-    for (;;) {
-      const Part part = look()[p];
-      const bool tried = std::exchange(part_, part).commit == part.commit && !reader_;
+    reader_.reset();
+    for (std::optional<CommitHeader> failed;;) {
+      part_ = look()[p];
       try {
-        reader_.reset();
-        reader_ = std::make_unique<StoreReader>(groups_[part.group].directory, part.rank, records_[part.group],
-                                                part.commit, io_, StoreReader::Lock::none);
+        reader_ = std::make_unique<StoreReader>(groups_[part_.group].directory, part_.rank, records_[part_.group],
+                                                part_.commit, io_, StoreReader::Lock::none);
         return;
       } catch (const StoreError&) {
-        if (tried) throw;
+        if (failed == part_.commit) throw;
+        failed = part_.commit;
       }
     }
   }
 
   void verify_part(std::size_t p, std::uint64_t total, Verification& result) {
-    reader_.reset();
     open(p);
     detail::for_each_piece(records_[part_.group], [&](const detail::RecordPiece& piece) {
       std::vector<CorruptionError> wrong = check(piece);
