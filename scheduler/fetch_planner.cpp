@@ -4,12 +4,24 @@
 
 namespace hoist::scheduler {
 
+namespace {
+
+std::vector<ItemRoom> rooms_of(const std::vector<ItemShape>& items) {
+  std::vector<ItemRoom> rooms;
+  for (const ItemShape& item : items) rooms.push_back(item.room);
+  return rooms;
+}
+
+}  // namespace
+
 FetchPlanner::FetchPlanner(FetchPlannerOptions options)
-    : options_(std::move(options)), table_(options_.items, options_.slot_count), last_use_(options_.items.size(), 0) {}
+    : options_(std::move(options)),
+      places_(rooms_of(options_.items), options_.room_bytes),
+      residency_(options_.items) {}
 
 PlanInputs FetchPlanner::inputs() const {
   return {.items = options_.items,
-          .slot_count = options_.slot_count,
+          .room_bytes = options_.room_bytes,
           .prefetch_elements = options_.prefetch_elements,
           .live_elements_max = options_.live_elements_max,
           .reuse_distance_elements = options_.reuse_distance_elements};
@@ -17,7 +29,8 @@ PlanInputs FetchPlanner::inputs() const {
 
 std::span<const Fetch> FetchPlanner::begin(std::size_t kind) {
   HOIST_ASSERT(kind < kPassKinds);
-  table_.clear_slotted();
+  places_.reset();
+  residency_.clear();
   trace_.clear();
   kind_ = kind;
   following_ = plans_[kind].has_value();
@@ -28,16 +41,20 @@ std::span<const Fetch> FetchPlanner::begin(std::size_t kind) {
 }
 
 void FetchPlanner::apply(std::span<const Fetch> fetches) {
-  for (const Fetch& fetch : fetches) {
-    if (fetch.slot == kOwnMemory) continue;
-    if (table_.resident(fetch.item))
-      table_.evict(fetch.item);  // the plan had released it; only the memory still held it
-    table_.place(fetch.item, fetch.slot);
-  }
+  for (const Fetch& fetch : fetches)
+    if (!has_own_memory(fetch.item)) residency_.place(fetch.item, fetch.place);
 }
 
-std::span<const Fetch> FetchPlanner::gather(Item item) { return access({AccessKind::gather, item}); }
-std::span<const Fetch> FetchPlanner::release(Item item) { return access({AccessKind::release, item}); }
+std::optional<std::span<const Fetch>> FetchPlanner::gather(Item item) {
+  if (!has_own_memory(item) && !places_.pinned(item) && !places_.pin(item)) return std::nullopt;
+  return access({AccessKind::gather, item});
+}
+
+std::span<const Fetch> FetchPlanner::release(Item item) {
+  if (!has_own_memory(item)) places_.unpin(item);
+  return access({AccessKind::release, item});
+}
+
 std::span<const Fetch> FetchPlanner::finish(Item item) { return access({AccessKind::finish, item}); }
 
 std::span<const Fetch> FetchPlanner::access(Access access) {
@@ -46,54 +63,30 @@ std::span<const Fetch> FetchPlanner::access(Access access) {
     const Plan& plan = *plans_[kind_];
     following_ = position < plan.trace.size() && plan.trace[position] == access;
   }
-  if (!following_) return serve_on_demand(access);
-
   trace_.push_back(access);
-  last_use_[access.item] = position;
-  const bool slotted = options_.items[access.item].slotted;
-  if (access.kind == AccessKind::release && slotted && table_.resident(access.item)) table_.unpin(access.item);
+  if (!following_) return serve_on_demand(access);
   const auto fetches = plans_[kind_]->fetches_at(position + 1);
   apply(fetches);
-  if (access.kind == AccessKind::gather && slotted) table_.pin(access.item);
   return fetches;
 }
 
-// Without a plan the future is unknown: fetch the requested item into an empty slot, or into the one whose occupant has
-// been idle longest.
+// Without a plan the future is unknown: an item is fetched when it is needed, and lies there until another one is
+// fetched into its place.
 std::span<const Fetch> FetchPlanner::serve_on_demand(Access access) {
   issued_.clear();
-  const bool slotted = options_.items[access.item].slotted;
-  if (access.kind == AccessKind::gather) {
-    if (!slotted) {
-      issued_.push_back({access.item, kOwnMemory});
-    } else if (!table_.resident(access.item)) {
-      Slot best = kNoSlot;
-      for (Slot slot = 0; slot < table_.slot_count(); ++slot) {
-        const Item occupant = table_.occupant(slot);
-        if (occupant == SlotTable::kEmpty) {
-          best = slot;
-          break;
-        }
-        if (table_.pinned(occupant)) continue;
-        if (best == kNoSlot || last_use_[occupant] < last_use_[table_.occupant(best)]) best = slot;
-      }
-      issued_.push_back({access.item, best});
-      if (best == kNoSlot) return issued_;
-      table_.place(access.item, best);
-    }
-    if (slotted) table_.pin(access.item);
-  } else if (access.kind == AccessKind::release && slotted && table_.resident(access.item)) {
-    table_.unpin(access.item);
+  if (access.kind != AccessKind::gather) return issued_;
+  const Item item = access.item;
+  if (has_own_memory(item)) {
+    issued_.push_back({item, {}});
+  } else if (!residency_.holds(item, places_.of(item))) {
+    issued_.push_back({item, places_.of(item)});
+    residency_.place(item, places_.of(item));
   }
-  last_use_[access.item] = trace_.size();
-  trace_.push_back(access);
   return issued_;
 }
 
 void FetchPlanner::end(bool complete) {
-  for (Item item = 0; item < options_.items.size(); ++item) {
-    if (table_.pinned(item)) table_.unpin(item);
-  }
+  places_.reset();
   if (!complete || trace_.empty()) return;
   const bool as_planned = plans_[kind_] && plans_[kind_]->trace == trace_;
   if (!as_planned) plans_[kind_] = plan(trace_, inputs());

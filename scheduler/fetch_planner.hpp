@@ -5,7 +5,7 @@
 // Every decision is a function of the calls made so far, so all ranks decide alike.
 //
 // Threading  One thread at a time: the program's.
-// Errors     None of its own; a gather that finds every slot pinned gets kNoSlot.
+// Errors     None of its own; gather() says that there is no room.
 // Main path  begin(kind) -> gather/release/finish, each returning the fetches to issue now -> end().
 #pragma once
 
@@ -16,12 +16,11 @@
 
 namespace hoist::scheduler {
 
-inline constexpr Slot kNoSlot = 0xFFFFFFFEu;
 inline constexpr std::size_t kPassKinds = 3;
 
 struct FetchPlannerOptions {
   std::vector<ItemShape> items;
-  std::uint32_t slot_count = 0;
+  std::uint64_t room_bytes = 0;
   std::uint64_t prefetch_elements = 0;
   std::uint64_t live_elements_max = 0;
   std::uint64_t reuse_distance_elements = 0;
@@ -30,12 +29,14 @@ struct FetchPlannerOptions {
 class FetchPlanner {
  public:
   explicit FetchPlanner(FetchPlannerOptions options);
+  FetchPlanner(const FetchPlanner&) = delete;
+  FetchPlanner& operator=(const FetchPlanner&) = delete;
 
-  // Starts a pass of a kind (0 .. kPassKinds - 1). Slots are empty at this point.
+  // Starts a pass of a kind (0 .. kPassKinds - 1). The gather memory is empty at this point.
   std::span<const Fetch> begin(std::size_t kind);
-  // The returned fetches are issued before anything else; valid until the next call. If the item needs a slot and every
-  // slot is pinned, the single returned fetch names kNoSlot, and the access did not happen.
-  std::span<const Fetch> gather(Item item);
+  // The returned fetches are issued before anything else; valid until the next call. Empty optional: pinned items leave
+  // no room for this one, and the access did not happen.
+  std::optional<std::span<const Fetch>> gather(Item item);
   std::span<const Fetch> release(Item item);
   std::span<const Fetch> finish(Item item);
   // Ends the pass. A complete pass (not abandoned by an exception) that was recorded becomes the plan of its kind.
@@ -47,6 +48,8 @@ class FetchPlanner {
   // All fetches that the plan of a kind of pass would issue, in order; empty before the first was recorded.
   std::vector<Item> planned_fetches(std::size_t kind) const;
   bool following() const { return following_; }
+  // Whether the gather memory holds all items at once.
+  bool all_fit() const { return places_.all_fit(); }
   const AccessTrace& trace() const { return trace_; }  // of the current pass, or of the last one
   // Fetches of each item in one pass of this kind, by its plan; empty before the first was recorded.
   std::vector<std::uint32_t> fetch_counts(std::size_t kind) const;
@@ -54,17 +57,18 @@ class FetchPlanner {
  private:
   std::span<const Fetch> access(Access access);
   std::span<const Fetch> serve_on_demand(Access access);
+  bool has_own_memory(Item item) const { return options_.items[item].has_own_memory(); }
   PlanInputs inputs() const;
   void apply(std::span<const Fetch> fetches);
 
   FetchPlannerOptions options_;
-  SlotTable table_;
+  Places places_;
+  Residency residency_;
   std::array<std::optional<Plan>, kPassKinds> plans_;
   std::size_t kind_ = 0;
   bool following_ = false;
   AccessTrace trace_;
-  std::vector<std::size_t> last_use_;  // by item: position of its last access
-  std::vector<Fetch> issued_;          // storage for the answer to a fetch on demand
+  std::vector<Fetch> issued_;  // storage for the answer to a fetch on demand
 };
 
 }  // namespace hoist::scheduler

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 #include <hoist/core/assert.hpp>
@@ -16,46 +17,56 @@ std::uint64_t trace_hash(std::span<const Access> trace) {
   return hash;
 }
 
-SlotTable::SlotTable(std::span<const ItemShape> items, std::uint32_t slot_count)
-    : items_(items.begin(), items.end()),
-      occupants_(slot_count, kEmpty),
-      slot_of_(items.size(), kEmpty),
-      pinned_(items.size(), false) {}
+std::vector<Item> Residency::within(const Place& range) const {
+  std::vector<Item> items;
+  auto at = ranges_.upper_bound(range.begin);
+  if (at != ranges_.begin() && places_[std::prev(at)->second]->overlaps(range)) --at;
+  for (; at != ranges_.end() && at->first < range.end(); ++at) items.push_back(at->second);
+  return items;
+}
 
-void SlotTable::place(Item item, Slot slot) {
-  HOIST_ASSERT(items_[item].slotted && !resident(item), "item {}", item);
-  if (occupants_[slot] != kEmpty) evict(occupants_[slot]);
-  occupants_[slot] = item;
-  slot_of_[item] = slot;
+void Residency::place(Item item, const Place& place) {
+  if (holds(item)) evict(item);
+  for (const Item other : within(place)) evict(other);
+  places_[item] = place;
+  ranges_.emplace(place.begin, item);
   live_elements_ += items_[item].elements;
 }
 
-void SlotTable::evict(Item item) {
-  HOIST_ASSERT(resident(item) && !pinned_[item], "item {}", item);
-  occupants_[slot_of_[item]] = kEmpty;
-  slot_of_[item] = kEmpty;
+void Residency::evict(Item item) {
+  HOIST_ASSERT(holds(item), "item {}", item);
+  ranges_.erase(places_[item]->begin);
+  places_[item].reset();
   live_elements_ -= items_[item].elements;
 }
 
-void SlotTable::clear_slotted() {
-  for (const Item item : std::vector<Item>(occupants_)) {
-    if (item != kEmpty) evict(item);
-  }
+void Residency::clear() {
+  while (!ranges_.empty()) evict(ranges_.begin()->second);
 }
 
 namespace {
 
 constexpr std::size_t kNever = std::numeric_limits<std::size_t>::max();
 
+std::vector<ItemRoom> rooms_of(std::span<const ItemShape> items) {
+  std::vector<ItemRoom> rooms;
+  for (const ItemShape& item : items) rooms.push_back(item.room);
+  return rooms;
+}
+
 class Planner {
  public:
   Planner(const AccessTrace& trace, const PlanInputs& inputs)
-      : inputs_(inputs), table_(inputs.items, inputs.slot_count), fetched_own_(inputs.items.size(), false) {
+      : inputs_(inputs),
+        residency_(inputs.items),
+        pinned_(inputs.items.size(), false),
+        fetched_own_(inputs.items.size(), false) {
     plan_.trace = trace;
     gathers_of_.resize(inputs.items.size());
     for (std::size_t i = 0; i < trace.size(); ++i) {
       if (trace[i].kind == AccessKind::gather) gathers_of_[trace[i].item].push_back(i);
     }
+    find_places();
   }
 
   Plan run() {
@@ -64,7 +75,7 @@ class Planner {
     for (std::size_t i = 0; i < plan_.trace.size(); ++i) {
       begin_point();
       const Access access = plan_.trace[i];
-      if (access.kind == AccessKind::gather) gather(access.item, i);
+      if (access.kind == AccessKind::gather) gather(i);
       if (access.kind == AccessKind::release) release(access.item, i);
       prefetch(i + 1);
     }
@@ -75,6 +86,23 @@ class Planner {
  private:
   void begin_point() { plan_.first.push_back(plan_.fetches.size()); }
 
+  // Where each gather of the trace will find its item: that depends on what is pinned, not on what is fetched when.
+  void find_places() {
+    Places places(rooms_of(inputs_.items), inputs_.room_bytes);
+    place_at_.resize(plan_.trace.size());
+    for (std::size_t i = 0; i < plan_.trace.size(); ++i) {
+      const Access access = plan_.trace[i];
+      if (has_own_memory(access.item)) continue;
+      if (access.kind == AccessKind::gather) {
+        const bool has_room = places.pin(access.item);
+        HOIST_ASSERT(has_room, "no room for item {} at access {}", access.item, i);
+        place_at_[i] = places.of(access.item);
+      } else if (access.kind == AccessKind::release && places.pinned(access.item)) {
+        places.unpin(access.item);
+      }
+    }
+  }
+
   // First gather of `item` at or after position `from`.
   std::size_t next_use(Item item, std::size_t from) const {
     const auto& uses = gathers_of_[item];
@@ -82,49 +110,32 @@ class Planner {
     return use == uses.end() ? kNever : *use;
   }
 
-  bool slotted(Item item) const { return inputs_.items[item].slotted; }
-  bool bound(Item item) const { return inputs_.items[item].bound; }
-  bool present(Item item) const { return slotted(item) ? table_.resident(item) : fetched_own_[item]; }
+  bool has_own_memory(Item item) const { return inputs_.items[item].has_own_memory(); }
+  // Whether the gather at a position finds its item without a further fetch.
+  bool is_present(std::size_t use) const {
+    const Item item = plan_.trace[use].item;
+    return has_own_memory(item) ? fetched_own_[item] : residency_.holds(item, place_at_[use]);
+  }
 
-  void fetch(Item item, Slot slot) {
-    if (slotted(item)) {
-      table_.place(item, slot);
-    } else if (!bound(item)) {
+  void fetch(std::size_t use) {
+    const Item item = plan_.trace[use].item;
+    if (has_own_memory(item)) {
       fetched_own_[item] = true;
+    } else {
+      residency_.place(item, place_at_[use]);
     }
-    plan_.fetches.push_back({item, slotted(item) ? slot : kOwnMemory});
+    plan_.fetches.push_back({item, place_at_[use]});
   }
 
-  // A slot for an item used at `use`: an empty one, else that of the unpinned occupant used last, when that is later.
-  Slot slot_for(std::size_t use, std::size_t now) const {
-    Slot best = kOwnMemory;
-    std::size_t best_use = use;
-    for (Slot slot = 0; slot < table_.slot_count(); ++slot) {
-      const Item occupant = table_.occupant(slot);
-      if (occupant == SlotTable::kEmpty) return slot;
-      if (table_.pinned(occupant)) continue;
-      const std::size_t occupant_use = next_use(occupant, now);
-      if (occupant_use > best_use) {
-        best = slot;
-        best_use = occupant_use;
-      }
-    }
-    return best;
-  }
-
-  void gather(Item item, std::size_t position) {
-    if (!present(item)) {
-      const Slot slot = slotted(item) ? slot_for(position, position) : kOwnMemory;
-      HOIST_ASSERT(!slotted(item) || slot != kOwnMemory, "no slot for item {} at access {}", item, position);
-      fetch(item, slot);
-    }
-    if (slotted(item)) table_.pin(item);
+  void gather(std::size_t position) {
+    const Item item = plan_.trace[position].item;
+    if (!is_present(position)) fetch(position);
+    pinned_[item] = true;
   }
 
   void release(Item item, std::size_t position) {
-    if (!slotted(item) || !table_.resident(item)) return;
-    table_.unpin(item);
-    if (!reused_soon(item, position)) table_.evict(item);
+    pinned_[item] = false;
+    if (residency_.holds(item) && !reused_soon(item, position)) residency_.evict(item);
   }
 
   bool reused_soon(Item item, std::size_t position) const {
@@ -137,27 +148,38 @@ class Planner {
     return elements < inputs_.reuse_distance_elements;
   }
 
-  // Fetches what comes next, in order of use, while the limits and the slots allow.
+  // Whether nothing that lies in the place of the gather at `use` is needed before it.
+  bool is_free_until(std::size_t use, std::size_t now) const {
+    const Item item = plan_.trace[use].item;
+    if (pinned_[item] || (residency_.holds(item) && next_use(item, now) != use)) return false;  // it moves, but not yet
+    return std::ranges::all_of(residency_.within(place_at_[use]), [&](Item other) {
+      return other == item || (!pinned_[other] && next_use(other, now) > use);
+    });
+  }
+
+  // Fetches what comes next, in order of use, while the limits and the places allow.
   void prefetch(std::size_t from) {
     std::uint64_t ahead = 0;
     for (std::size_t i = from; i < plan_.trace.size() && ahead < inputs_.prefetch_elements; ++i) {
       if (plan_.trace[i].kind != AccessKind::gather) continue;
-      const Item item = plan_.trace[i].item;
-      const std::uint64_t elements = inputs_.items[item].elements;
+      const std::uint64_t elements = inputs_.items[plan_.trace[i].item].elements;
       ahead += elements;
       if (ahead > inputs_.prefetch_elements) return;
-      if (present(item) || bound(item)) continue;
-      if (slotted(item) && table_.live_elements() + elements > inputs_.live_elements_max) return;
-      const Slot slot = slotted(item) ? slot_for(i, from) : kOwnMemory;
-      if (slotted(item) && slot == kOwnMemory) return;
-      fetch(item, slot);
+      if (is_present(i)) continue;
+      if (!has_own_memory(plan_.trace[i].item)) {
+        if (residency_.live_elements() + elements > inputs_.live_elements_max) return;
+        if (!is_free_until(i, from)) return;
+      }
+      fetch(i);
     }
   }
 
   const PlanInputs& inputs_;
-  SlotTable table_;
+  Residency residency_;
+  std::vector<bool> pinned_;
   std::vector<bool> fetched_own_;
   std::vector<std::vector<std::size_t>> gathers_of_;
+  std::vector<Place> place_at_;  // of the gather at each position
   Plan plan_;
 };
 

@@ -2,25 +2,21 @@
 // scheduler/plan.hpp - plans the fetches of a pass from a recorded one. Start here. Pure.
 //
 // Training repeats its accesses. The first pass of a kind is recorded as an AccessTrace; plan() then decides, for every
-// point of the pass, which items (units) to fetch there and into which slot of device memory, so that an item is in
-// transit before it is requested. Equal inputs give equal plans on every rank, and fetches are issued at points of the
-// program, never by timing: the order of collectives is the same everywhere.
-//
-// Source: eviction by furthest next use is Belady, "A study of replacement algorithms", IBM Systems Journal 1966.
+// point of the pass, which items (units) to fetch there, so that an item is in transit before it is requested. Where an
+// item lies is decided by places.hpp. Equal inputs give equal plans on every rank, and fetches are issued at points of
+// the program, never by timing: the order of collectives is the same everywhere.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <optional>
 #include <span>
 #include <vector>
 
-namespace hoist::scheduler {
+#include <hoist/scheduler/places.hpp>
 
-// Index of something that is fetched whole.
-using Item = std::uint32_t;
-// Index of a piece of device memory that can hold any slotted item; kOwnMemory for items that have their own.
-using Slot = std::uint32_t;
-inline constexpr Slot kOwnMemory = 0xFFFFFFFFu;
+namespace hoist::scheduler {
 
 enum class AccessKind : std::uint8_t {
   gather,   // the first pin on an item begins
@@ -41,13 +37,14 @@ std::uint64_t trace_hash(std::span<const Access> trace);
 
 struct ItemShape {
   std::uint64_t elements = 0;
-  bool slotted = true;  // false: has memory of its own, and stays valid there once fetched
-  bool bound = false;   // its memory comes with every gather (not slotted): fetched then, never early, and never kept
+  ItemRoom room{};  // of 0 bytes: the item has memory of its own, and stays valid there once fetched
+
+  bool has_own_memory() const { return room.bytes == 0; }
 };
 
 struct PlanInputs {
   std::span<const ItemShape> items;
-  std::uint32_t slot_count = 0;
+  std::uint64_t room_bytes = 0;         // the gather memory
   std::uint64_t prefetch_elements = 0;  // fetched ahead at most; 0: nothing is prefetched
   std::uint64_t live_elements_max = 0;  // resident at once at most, unless a single gather needs more
   std::uint64_t reuse_distance_elements =
@@ -56,7 +53,7 @@ struct PlanInputs {
 
 struct Fetch {
   Item item;
-  Slot slot;
+  Place place;  // of 0 bytes: the item's own memory
   friend bool operator==(const Fetch&, const Fetch&) = default;
 };
 
@@ -72,36 +69,30 @@ struct Plan {
   }
 };
 
-// The content of the slots at a point of a pass, and the rules for changing it; used by plan() and by the FetchPlanner,
-// so that both see the same residency.
-class SlotTable {
+// What the gather memory contains at a point of a pass; used by plan() and by the FetchPlanner, so that both see the same.
+class Residency {
  public:
-  SlotTable(std::span<const ItemShape> items, std::uint32_t slot_count);
+  explicit Residency(std::span<const ItemShape> items) : items_(items), places_(items.size()) {}
 
-  static constexpr Item kEmpty = 0xFFFFFFFFu;
-  Item occupant(Slot slot) const { return occupants_[slot]; }
-  bool resident(Item item) const { return slot_of_[item] != kEmpty; }
-  Slot slot_of(Item item) const { return slot_of_[item]; }
-  bool pinned(Item item) const { return pinned_[item]; }
-  std::uint32_t slot_count() const { return static_cast<std::uint32_t>(occupants_.size()); }
+  bool holds(Item item) const { return places_[item].has_value(); }
+  bool holds(Item item, const Place& place) const { return places_[item] == place; }
   std::uint64_t live_elements() const { return live_elements_; }
-
-  void place(Item item, Slot slot);  // replaces the slot's occupant, which must not be pinned
+  // Items that lie in a range, in the order of their addresses.
+  std::vector<Item> within(const Place& range) const;
+  // Takes the item in, and evicts what lies there.
+  void place(Item item, const Place& place);
   void evict(Item item);
-  void pin(Item item) { pinned_[item] = true; }
-  void unpin(Item item) { pinned_[item] = false; }
-  void clear_slotted();  // nothing pinned; items with their own memory stay
+  void clear();
 
  private:
-  std::vector<ItemShape> items_;
-  std::vector<Item> occupants_;
-  std::vector<Slot> slot_of_;
-  std::vector<bool> pinned_;
+  std::span<const ItemShape> items_;
+  std::vector<std::optional<Place>> places_;
+  std::map<std::uint64_t, Item> ranges_;  // by where they begin
   std::uint64_t live_elements_ = 0;
 };
 
-// Pre: in the trace, gather and release of an item alternate, and at no point are more slotted items pinned than there
-// are slots (the recorded pass ran, so this holds).
+// Pre: in the trace, gather and release of an item alternate; every gather found room when the pass was recorded, and
+// so it does in Places of the same items and bytes.
 Plan plan(const AccessTrace& trace, const PlanInputs& inputs);
 
 }  // namespace hoist::scheduler

@@ -16,7 +16,7 @@ void detail::refuse_capture(StreamRef stream, std::string_view call) {
   throw UsageError(fmt::format(
       "{} on stream '{}', which is being captured into a CUDA graph: a replay would neither fetch anything "
       "nor wait for what is fetched. End the capture before the call; capture only kernels between gather() "
-      "and release(), of units whose memory stays where it is (a Binding, or ZeRO stage 2)",
+      "and release(), of units whose memory stays where it is (UnitOptions::stable_address, or ZeRO stage 2)",
       call, stream->name()));
 }
 
@@ -228,6 +228,8 @@ MirrorReport Engine::mirror() const {
   return mirror ? MirrorReport{.step = mirror->step(), .copied_bytes = mirror->copied_bytes()} : MirrorReport{};
 }
 std::vector<std::string> Engine::describe() const { return core_->describe(); }
+
+bool Engine::keeps_gathered() const { return core_->gatherer->all_fit(); }
 
 StepBytes Engine::formula_bytes() const {
   auto fetches = core_->gatherer->planner().fetch_counts(static_cast<std::size_t>(Pass::train));

@@ -133,6 +133,8 @@ class Engine {
   StepBytes formula_bytes() const;
   // Of what Ledger counts on Link::wire: what went within this rank's group (EngineOptions::secondary_shard_ranks).
   std::uint64_t wire_bytes_in_group() const;
+  // Whether device memory holds all units at once: what was gathered in a pass then stays there until it ends.
+  bool keeps_gathered() const;
   // One line per choice made: tiers, io backend, buffers, update mode. For reports.
   std::vector<std::string> describe() const;
 
@@ -141,8 +143,7 @@ class Engine {
   InOneProcess<detail::EngineCore> core_;
 };
 
-// Where each parameter of a model lies in its unit's gathered memory, by ParameterId::index: what a Binding needs to
-// know before an engine gathers into it.
+// Where each parameter of a model lies in its unit's gathered memory, by ParameterId::index.
 std::vector<ParameterPlace> gathered_layout(const EngineOptions& options, const Model& model, int world_size);
 
 // BudgetError, naming the smallest budget that works, unless the device can hold `program_bytes` of the program's

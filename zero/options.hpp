@@ -102,8 +102,8 @@ struct MirrorOptions {
 
 struct EngineOptions {
   // ZeRO stage. 3: every unit's weights are gathered for their use and let go of. Below: they stay on the device,
-  // whole, and are gathered once after each step (units with a Binding for each use, as at stage 3). Gradients and
-  // optimizer states are partitioned in either case, also at 0 and 1, where DeepSpeed keeps more of them than needed.
+  // whole, and are gathered once after each step. Gradients and optimizer states are partitioned in either case, also
+  // at 0 and 1, where DeepSpeed keeps more of them than needed.
   // The result is the same, bit by bit; it may change between runs.
   int stage = 3;
   Placement parameters = Placement::device;

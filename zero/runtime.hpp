@@ -56,6 +56,8 @@ class Runtime {
 
   const RuntimeOptions& options() const { return options_; }
   platform::Device& device() { return *parts_->device; }
+  // For memory that outlives the runtime: the device goes with its last owner.
+  std::shared_ptr<platform::Device> shared_device() { return parts_->device; }
   // For a program's own activations and workspaces: same arena, same budget. Allocate before the engine is
   // made; the engine then uses what is left for gathered weights.
   tiers::DeviceArena& device_arena() { return *parts_->arena; }
@@ -85,7 +87,7 @@ class Runtime {
     Ledger ledger;
     tiers::Budget device_budget;
     tiers::Budget pinned_budget;
-    std::unique_ptr<platform::Device> device;
+    std::shared_ptr<platform::Device> device;
     std::unique_ptr<tiers::DeviceArena> arena;
     tiers::DeviceBlock comm_scratch;
     std::unique_ptr<comm::Communicator> communicator;

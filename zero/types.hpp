@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -48,23 +49,14 @@ struct ParameterSpec {
   bool counts_in_norm = true;  // false for a replica that another rank already counts
 };
 
-// Of the largest element a parameter has.
-inline constexpr std::size_t kBindingAlignment = 4;
-
-// Who owns the memory a unit is gathered into. Default: the engine's device arena.
-struct Binding {
-  // Called only on the thread inside gather(); the memory holds `bytes`, is aligned to kBindingAlignment and stays
-  // valid until unbind.
-  std::function<std::byte*(UnitId, std::uint64_t bytes, StreamRef)> bind;
-  // When the last lease ends, or its pass or engine before that. What is enqueued on the stream then may reuse the
-  // memory. Must not throw.
-  std::function<void(UnitId, StreamRef)> unbind;
-  explicit operator bool() const { return static_cast<bool>(bind); }
-};
-
 struct UnitOptions {
-  Binding binding{};
-  bool stable_address = false;  // every gather of this unit yields the same address
+  // Every gather of this unit yields the same address: it has device memory of its own.
+  bool stable_address = false;
+  // Every gather of this unit in one pass yields the same address. Views of its weights that the program keeps from one
+  // gather to the next then stay right. If the memory is held by another lease, gather() refuses instead of moving it.
+  bool stable_in_pass = false;
+  // Units that are gathered whenever this one is. They never take turns with it in device memory.
+  std::vector<UnitId> beside{};
 };
 
 enum class Pass : std::uint8_t { train, evaluate, generate };
@@ -84,7 +76,7 @@ enum class State : std::uint8_t { master, moment1, moment2, gradient };
 struct ParameterPlace {
   UnitId unit{};
   std::uint64_t offset_bytes = 0;
-  std::uint64_t unit_bytes = 0;  // of the whole unit, as Binding::bind is told
+  std::uint64_t unit_bytes = 0;  // of the whole unit
 };
 
 // Writes the initial fp32 values of elements [first_element, first_element + out.size()) of a parameter, flattened

@@ -9,6 +9,7 @@ NB_MODULE(_hoist, module) {
   hoist::python::bind_errors(module);
   hoist::python::bind_config(module);
   hoist::python::bind_engine(module);
+  hoist::python::bind_host_stream(module);
   hoist::python::bind_unit_manager(module);
   hoist::python::bind_aio(module);
   hoist::python::bind_optim(module);

@@ -6,40 +6,25 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <nanobind/ndarray.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
 #include <hoist/core/units.hpp>
 
+#include "host_stream.hpp"
+
 namespace hoist::python {
-namespace {
-
-// A little more than the unit's window will have.
-std::uint64_t window_bytes_about(const ManagedUnit& unit, int world_size) {
-  std::uint64_t bytes = 0;
-  for (const ParameterSpec& spec : unit.parameters) {
-    std::uint64_t elements = 1;
-    for (const std::int64_t extent : spec.shape) elements *= static_cast<std::uint64_t>(extent);
-    bytes += round_up(elements * dtype_bytes(spec.dtype), 256);
-  }
-  return bytes + static_cast<std::uint64_t>(world_size) * 64 * kKiB;
-}
-
-}  // namespace
 
 UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(options)) {
-  if (options_.runtime.device != platform::DeviceKind::host) {
-    throw UsageError(
-        "PyTorch's weights are gathered into CPU memory by this version: set \"hoist\": {\"device\": \"host\"}. "
-        "Binding gathered memory to CUDA storages has to be tested on a card first");
-  }
   if (options_.engine.micro_batch_order == MicroBatchOrder::vertical) {
     throw ConfigError("hoist.micro_batch_order",
                       "autograd takes a micro-batch through the whole model before the next one; use \"horizontal\"");
   }
   declare_model();
-  divide_memory();
+  take_memory();
   open_runtime();
-  make_windows();
+  lay_out_units();
 }
 
 UnitManager::~UnitManager() { end_engine(); }
@@ -58,6 +43,7 @@ void UnitManager::close() {
     }
   }
   end_engine();
+  unbind();
   if (failure) std::rethrow_exception(failure);
 }
 
@@ -65,6 +51,7 @@ void UnitManager::abandon(const std::string& why) noexcept {
   if (!is_open() || !process_.is_this()) return;
   if (pass_) discard();
   end_engine(&why);
+  unbind();
 }
 
 void UnitManager::initialize(const Initializer& initializer) {
@@ -72,6 +59,7 @@ void UnitManager::initialize(const Initializer& initializer) {
   const std::lock_guard lock(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
   engine_ = Engine::create(runtime(), options_.engine, model_, initializer);
+  keeps_all_up_ = engine_->keeps_gathered();
 }
 
 RestoreReport UnitManager::restore(const std::string& from) {
@@ -86,11 +74,13 @@ RestoreReport UnitManager::restore(const std::string& from) {
       }
     }
     end_engine();
+    unbind();
     open_runtime();
   }
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
   engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
+  keeps_all_up_ = engine_->keeps_gathered();
   return *engine_->restored();
 }
 
@@ -105,18 +95,31 @@ void UnitManager::end_engine(const std::string* why_for_others) noexcept {
   if (!runtime_ || !process_.is_this()) return;
   pass_.reset();
   collecting_ = {};
-  adding_ = {};
+  adding_.clear();
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
   if (engine_) engine_->discard();  // ends leases
   for (Unit& unit : units_) unit.lease.reset();
   scope_.reset();
-  stream_ = {nullptr, kEngine};
+  weights_stream_ = {nullptr, kEngine};
+  gradients_stream_ = {nullptr, kEngine};
   engine_.reset();  // the step that was decided is carried out, and committed with the others
   if (why_for_others != nullptr) runtime_->communicator().abort(*why_for_others);
+  program_streams_.clear();
+  borrowed_streams_.clear();
   runtime_.reset();
-  for (const Unit& unit : units_) {
-    if (unit.window->is_open()) windows_->close(*unit.window);  // its gather failed; nothing writes to it any more
+}
+
+// The memory is given back as soon as no tensor of the program's is over it.
+void UnitManager::unbind() noexcept {
+  for (Unit& unit : units_) {
+    unit.memory = nullptr;
+    unit.is_shown = false;
+  }
+  try {
+    if (torch_.unbind.is_valid()) torch_.unbind();
+  } catch (const std::exception& error) {
+    log_warning("the model's tensors keep the engine's memory: {}", error.what());
   }
 }
 
@@ -125,41 +128,21 @@ int UnitManager::world_size_at_start() const {
   return options_.runtime.communicator == CommunicatorKind::self ? 1 : std::max(1, comm::mpi_size_of_launch());
 }
 
-// Gradient buffers get what they need, two if the largest window still fits beside them; windows get the rest.
-void UnitManager::divide_memory() {
-  RuntimeOptions& runtime = options_.runtime;
-  const int world = world_size_at_start();
-  const std::uint64_t budget = runtime.device_memory_bytes;
-  const Prediction prediction = predict(runtime, options_.engine, model_, world);
-  std::uint64_t largest = 0;
-  for (const ManagedUnit& unit : options_.units) largest = std::max(largest, window_bytes_about(unit, world));
-  std::uint64_t arena = prediction.device.bytes;
-  if (arena + largest > budget) arena = prediction.device.least_bytes;
-  if (arena + largest > budget) {
-    throw BudgetError({.tier = "device",
-                       .have_bytes = budget,
-                       .need_bytes = round_up(arena + largest, kBlockAlignment),
-                       .key = "hoist.device_memory",
-                       .detail = "the largest unit's weights, one unit's gradient and states placed there"});
-  }
-  runtime.device_memory_bytes = round_up(std::max(arena, kBlockAlignment), kBlockAlignment);
-  window_budget_ = round_down(budget - arena, kBlockAlignment);
+// The host device's memory is written when it is taken: no more of it than the engine will use.
+void UnitManager::take_memory() {
+  device_budget_bytes_ = options_.runtime.device_memory_bytes;
+  const Prediction prediction = predict(options_.runtime, options_.engine, model_, world_size_at_start());
+  const std::uint64_t used = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
+  options_.runtime.device_memory_bytes = std::min(device_budget_bytes_, used);
 }
 
 void UnitManager::declare_model() {
   for (const GroupOptions& group : options_.groups) model_.add_group(group);
-  const Binding binding{.bind =
-                            [this](UnitId id, std::uint64_t, StreamRef) {
-                              windows_->open(*units_[id.index].window);
-                              return units_[id.index].window->data();
-                            },
-                        // The stream waits for whatever still reads the window: a secondary shard that is made of it.
-                        .unbind =
-                            [this](UnitId id, StreamRef stream) {
-                              stream->synchronize();
-                              windows_->close(*units_[id.index].window);
-                            }};
-  for (const ManagedUnit& unit : options_.units) model_.add_unit(unit.name, unit.parameters, {.binding = binding});
+  for (const ManagedUnit& unit : options_.units) {
+    UnitOptions options{.stable_in_pass = true};
+    for (const std::uint32_t other : unit.beside) options.beside.push_back(UnitId{other});
+    model_.add_unit(unit.name, unit.parameters, options);
+  }
 }
 
 void UnitManager::open_runtime() {
@@ -172,19 +155,14 @@ void UnitManager::open_runtime() {
   } else {
     runtime_ = std::make_unique<Runtime>(options_.runtime);
   }
-  stream_ = {runtime_->device().create_stream("torch"), kEngine};
+  weights_stream_ = {runtime_->device().create_stream("torch weights"), kEngine};
+  gradients_stream_ = {runtime_->device().create_stream("torch gradients"), kEngine};
 }
 
-// Once: parameters keep their addresses for good.
-void UnitManager::make_windows() {
+void UnitManager::lay_out_units() {
   places_ = gathered_layout(options_.engine, model_, runtime_->world_size());
-  std::uint64_t total = 0;
-  for (const ModelUnit& unit : model_.units()) total += place(unit.parameters.front()).unit_bytes;
-  windows_ = std::make_unique<Windows>(window_budget_, total);
   for (std::uint32_t u = 0; u < model_.units().size(); ++u) {
-    const ModelUnit& declared = model_.units()[u];
-    Unit& unit = units_.emplace_back(
-        Unit{.id = UnitId{u}, .window = windows_->make(place(declared.parameters.front()).unit_bytes)});
+    Unit& unit = units_.emplace_back(Unit{.id = UnitId{u}});
     unit.shared = options_.units[u].shared;
     for (const ParameterSpec& spec : options_.units[u].parameters) {
       unit.trainable += spec.trainable ? 1 : 0;
@@ -204,45 +182,99 @@ void UnitManager::know_types(nb::object fp32, nb::object bf16, nb::object fp16) 
 
 void UnitManager::load(Unit& unit) {
   if (!is_open()) throw UsageError("the engine was closed, and the model's weights with it");
-  unit.last_use = ++clock_;
   if (unit.lease) return;
+  while (true) {
+    try {
+      gather(unit);
+      break;
+    } catch (const BudgetError&) {
+      if (!give_way()) throw;
+    }
+  }
+  unit.loaded_at = ++clock_;
+  show(unit);
+}
+
+void UnitManager::gather(Unit& unit) {
   Engine& live = engine();
-  make_room(unit);
+  const platform::StreamRef stream = stream_of_weights();
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
-  unit.lease.emplace(live.gather(unit.id, *stream_));
-  stream_->synchronize();  // PyTorch computes on this thread, not on the stream
+  unit.lease.emplace(live.gather(unit.id, stream));
+  if (computes_on_host()) stream->synchronize();
+}
+
+platform::StreamRef UnitManager::current_stream() {
+  const nb::object current = torch_.current_stream();
+  platform::Stream* stream = nullptr;
+  if (HostStream* host = nullptr; nb::try_cast(current, host)) {
+    stream = &host->stream();
+  } else {
+    const auto native = nb::cast<std::uintptr_t>(current);
+    const auto [found, is_new] = borrowed_streams_.try_emplace(native, nullptr, kEngine);
+    if (is_new) found->second = {runtime().device().borrow_stream(reinterpret_cast<void*>(native), "torch"), kEngine};
+    stream = &*found->second;
+  }
+  program_streams_.insert(stream);
+  return *stream;
+}
+
+platform::StreamRef UnitManager::stream_of_weights() {
+  return computes_on_host() ? platform::StreamRef(*weights_stream_) : current_stream();
+}
+
+platform::StreamRef UnitManager::stream_of_gradients() {
+  return computes_on_host() ? platform::StreamRef(*gradients_stream_) : current_stream();
+}
+
+// In the first step a unit may turn out to be needed in the backward pass while others are that share its place. One that
+// is held until its last gradient comes has mostly been read by then, and gives way: the one that was loaded first. If it
+// is read after all, it is brought up again, or PyTorch refuses the access. From the next pass on, the two lie apart.
+bool UnitManager::give_way() {
+  if (!learning_) return false;
+  Unit* first = nullptr;
+  for (Unit& unit : units_)
+    if (unit.lease && unit.in_backward && (first == nullptr || unit.loaded_at < first->loaded_at)) first = &unit;
+  if (first == nullptr) return false;
+  unload(*first);
+  return true;
 }
 
 void UnitManager::unload(Unit& unit) {
   if (!unit.lease) return;
+  hide(unit);
+  const platform::StreamRef stream = stream_of_weights();
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
   Lease lease = std::move(*unit.lease);
   unit.lease.reset();
-  lease.release(*stream_);
+  lease.release(stream);
 }
 
-// What was used longest ago goes first: of the units that a forward pass has left behind, the backward pass needs that
-// one last.
-void UnitManager::make_room(const Unit& wanted) {
-  while (!windows_->fits(wanted.window->bytes())) {
-    Unit* oldest = nullptr;
-    for (Unit& unit : units_) {
-      if (unit.lease && unit.holds == 0 && (oldest == nullptr || unit.last_use < oldest->last_use)) oldest = &unit;
-    }
-    if (oldest == nullptr) {
-      const std::uint64_t have = options_.runtime.device_memory_bytes + window_budget_;
-      const std::uint64_t missing = windows_->open_bytes() + wanted.window->bytes() - window_budget_;
-      throw BudgetError({.tier = "device",
-                         .have_bytes = have,
-                         .need_bytes = have + missing,
-                         .key = "hoist.device_memory",
-                         .detail = fmt::format("the weights of unit '{}' beside those of the units in use",
-                                               model_.units()[wanted.id.index].name)});
-    }
-    unload(*oldest);
-    ++evictions_;
+// Opens the unit's tensors; they are made anew if the unit has moved.
+void UnitManager::show(Unit& unit) {
+  const ParameterId first = model_.units()[unit.id.index].parameters.front();
+  auto* memory = static_cast<std::byte*>(unit.lease->view(first).data) - place(first).offset_bytes;
+  if (memory != unit.memory) {
+    // Tensors of the program's may live longer than the engine, and keep the device's memory.
+    auto* owner = new std::shared_ptr<platform::Device>(runtime().shared_device());
+    const nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<platform::Device>*>(p); });
+    const std::size_t bytes = place(first).unit_bytes;
+    const nb::ndarray<std::uint8_t, nb::ndim<1>> array(memory, {bytes}, capsule, {}, nb::dtype<std::uint8_t>(),
+                                                       torch_.dlpack_device_type, torch_.dlpack_device_id);
+    torch_.bind(unit.id.index, array);
+    unit.memory = memory;
+  }
+  torch_.open(unit.id.index);
+  unit.is_shown = true;
+}
+
+void UnitManager::hide(Unit& unit) noexcept {
+  if (!std::exchange(unit.is_shown, false)) return;
+  try {
+    torch_.close(unit.id.index);
+  } catch (const std::exception& error) {
+    log_warning("unit '{}' can still be read: {}", model_.units()[unit.id.index].name, error.what());
   }
 }
 
@@ -263,6 +295,7 @@ void UnitManager::leave(std::uint32_t index) {
   if (unit.entered == 0) return;
   --unit.entered;
   --unit.holds;
+  if (unit.holds == 0 && !keeps_all_up_) unload(unit);
 }
 
 // --- passes ----------------------------------------------------------------------------------------------------------
@@ -277,7 +310,6 @@ void UnitManager::begin(Pass pass, PassOptions options) {
     scope_.emplace(live.begin(pass, options));
   }
   pass_ = pass;
-  evictions_ = 0;
 }
 
 void UnitManager::forget_pass() {
@@ -298,15 +330,25 @@ void UnitManager::end() {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
     scope_.reset();
-    stream_->synchronize();
   }
-  collecting_ = {};
-  adding_ = {};
+  await_gradients();
   forget_pass();
+}
+
+// On the host, until all are added up. A stream's are kept until later.
+void UnitManager::await_gradients() {
+  if (!collecting_.tensors.empty()) adding_.push_back(std::exchange(collecting_, {}));
+  if (computes_on_host()) {
+    const nb::gil_scoped_release release;
+    const std::lock_guard lock(engine_mutex());
+    gradients_stream_->synchronize();
+  }
+  while (!adding_.empty() && (computes_on_host() || adding_.front().added.reached())) adding_.pop_front();
 }
 
 void UnitManager::discard() {
   if (!engine_ || !process_.is_this()) return;
+  for (Unit& unit : units_) hide(unit);
   {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
@@ -314,12 +356,13 @@ void UnitManager::discard() {
     engine_->discard();
     scope_.reset();
     try {
-      stream_->synchronize();
+      if (computes_on_host()) gradients_stream_->synchronize();
+      for (platform::Stream* stream : program_streams_) stream->synchronize();
     } catch (...) {  // whatever ended the pass is on its way already
     }
   }
   collecting_ = {};
-  adding_ = {};
+  adding_.clear();
   forget_pass();
 }
 
@@ -378,10 +421,12 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
   if (!nb::cast<bool>(gradient.attr("is_contiguous")())) gradient = gradient.attr("contiguous")();
   const auto address = nb::cast<std::uintptr_t>(gradient.attr("data_ptr")());
   const TensorView view{reinterpret_cast<void*>(address), type_of_gradient(gradient, parameter), spec.shape, 0};
+  const platform::StreamRef stream = stream_of_gradients();
   {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
-    engine_->accumulate(parameter, view, *stream_);
+    engine_->accumulate(parameter, view, stream);
+    collecting_.added = stream->record();
   }
   collecting_.tensors.push_back(std::move(gradient));
   ++arrived_count_;
@@ -393,14 +438,15 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
 }
 
 void UnitManager::finish(Unit& unit) {
+  const platform::StreamRef stream = stream_of_gradients();
   {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
-    engine_->finish(unit.id, *stream_);
-    collecting_.added = stream_->record();
-    adding_.added.wait();
+    engine_->finish(unit.id, stream);
+    if (computes_on_host() && !adding_.empty()) adding_.back().added.wait();
   }
-  adding_ = std::exchange(collecting_, {});
+  while (!adding_.empty() && adding_.front().added.reached()) adding_.pop_front();
+  if (!collecting_.tensors.empty()) adding_.push_back(std::exchange(collecting_, {}));
   unit.finished = true;
 }
 
@@ -410,6 +456,7 @@ void UnitManager::end_backward() {
     if (unit.trainable > 0 && !unit.finished) finish(unit);
   }
   end();
+  learning_ = false;
 }
 
 }  // namespace hoist::python

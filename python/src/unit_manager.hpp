@@ -2,24 +2,29 @@
 // python/src/unit_manager.hpp - the units of a PyTorch module, brought up and down as its hooks say. Start here.
 //
 // The hooks say "unit 3 is entered", "is left", "its backward pass begins", "this gradient is there"; this class turns
-// that into gather, release, accumulate and finish of an Engine. A unit that was left stays up for as long as no other
-// needs its room: the last layers of the forward pass are the first ones of the backward pass.
+// that into gather, release, accumulate and finish of an Engine, which fetches each unit ahead of its next use. A unit has
+// one address in a pass, so views that autograd saved in the forward pass are right in the backward pass.
 //
 // When a unit's last gradient has arrived, nothing uses its weights any more: whatever multiplies with a weight also
 // makes its gradient. Frozen weights give no such sign; for units that have some, the hooks say when the gradient of
 // the unit's input is there.
 //
+// Streams    PyTorch computes on the calling thread (CPU tensors: hooks wait for weights), or on its current CUDA stream,
+//            which is asked for at each hook: that stream waits for weights, and the host does not.
 // Threading  One thread at a time, with the GIL held; it is released wherever the engine may wait.
-// Memory     hoist.device_memory is divided: gradient buffers (and states placed there) in the device's arena, the rest
-//            is room for windows. A gradient tensor is kept until it was added up, of two units at most.
+// Memory     Of hoist.device_memory, as much as the engine uses. A gradient tensor is kept until it was added up; on the
+//            host, of two units at most.
 // Errors     Those of the Engine.
 // Main path  begin -> enter/leave... -> backward -> arrived... (finish) -> end_backward -> step.
 #pragma once
 
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -32,8 +37,6 @@
 #include <hoist/zero/engine.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-#include "window.hpp"
-
 namespace hoist::python {
 
 namespace nb = nanobind;
@@ -43,6 +46,20 @@ struct ManagedUnit {
   std::vector<ParameterSpec> parameters;
   // Parameters of it are used by other modules too, so that gradients may come at any time of the backward pass.
   bool shared = false;
+  std::vector<std::uint32_t> beside{};  // earlier units that are up whenever this one is
+};
+
+// PyTorch's side. The callables may be called wherever a hook is.
+struct TorchSide {
+  nb::object bind;    // (unit, DLPack array of bytes): the unit's memory is there from now on
+  nb::object open;    // (unit): the unit is up
+  nb::object close;   // (unit): it is not, until it is opened again
+  nb::object unbind;  // (): no unit has memory any more
+  // () -> the calling thread's current stream: a cudaStream_t as an integer, or a HostStream. None: PyTorch computes on the
+  // calling thread.
+  nb::object current_stream;
+  std::int32_t dlpack_device_type = 0;  // of the units' memory
+  std::int32_t dlpack_device_id = 0;
 };
 
 struct UnitManagerOptions {
@@ -57,14 +74,14 @@ struct UnitManagerOptions {
 
 class UnitManager {
  public:
-  // Errors: BudgetError when not even the largest unit fits; UsageError for a device that is no CPU memory.
+  // Errors: those of a Runtime.
   explicit UnitManager(UnitManagerOptions options);
   ~UnitManager();
   UnitManager(const UnitManager&) = delete;
   UnitManager& operator=(const UnitManager&) = delete;
 
-  // Carries out the last step, and ends: the store is free for others. Windows stay, and show NaN. Does nothing in a
-  // process that was forked later, as the destructor: other calls are UsageErrors there.
+  // Carries out the last step, and ends: the store is free for others, and no tensor has memory any more. Does nothing in
+  // a process that was forked later, as the destructor: other calls are UsageErrors there.
   void close();
   // The same for a program that cannot go on, while other ranks may wait for it: once the step that was decided has
   // been carried out, they stop with a CommError that names this rank and `why`.
@@ -98,22 +115,24 @@ class UnitManager {
     require_process();
     return mutex_;
   }
-  std::shared_ptr<Window> window(std::uint32_t unit) const { return units_[unit].window; }
-  const Windows& windows() const { return *windows_; }
+  std::uint64_t device_budget_bytes() const { return device_budget_bytes_; }  // as configured
 
   // --- a pass
   void begin(Pass pass, PassOptions options);
   void end();  // every unit goes down
   void discard();
   std::optional<Pass> pass() const { return pass_; }
-  // Whether every unit that was up in this pass still is: nothing would be gained by ending it.
-  bool all_still_up() const { return evictions_ == 0; }
+  // Whether a unit that was up in this pass stays there: nothing would be gained by ending it.
+  bool keeps_all_up() const { return keeps_all_up_; }
 
   void enter(std::uint32_t unit);
   void leave(std::uint32_t unit);
   // Gradients of the unit may come at any time of the backward pass from now on.
   void share(std::uint32_t unit) { units_[unit].shared = true; }
   bool is_up(std::uint32_t unit) const { return units_[unit].lease.has_value(); }
+  // Someone needs the unit up, whether it is or had to give way.
+  bool is_held(std::uint32_t unit) const { return units_[unit].holds > 0; }
+  void bring_back(std::uint32_t unit) { load(units_[unit]); }
 
   // --- the backward pass
   void backward(std::uint32_t unit);          // the gradient of its output is there
@@ -130,14 +149,17 @@ class UnitManager {
 
   // torch.float32, torch.bfloat16 and torch.float16, to tell gradients' types by.
   void know_types(nb::object fp32, nb::object bf16, nb::object fp16);
+  void connect(TorchSide torch) { torch_ = std::move(torch); }
 
  private:
   struct Unit {
     UnitId id{};
-    std::shared_ptr<Window> window;
     std::optional<Lease> lease;
+    std::byte* memory = nullptr;  // where PyTorch looks for its weights
+    bool is_shown = false;
     int holds = 0;  // who needs it up now
     int entered = 0;
+    std::uint64_t loaded_at = 0;
     bool in_backward = false;
     bool has_frozen = false;
     bool shared = false;
@@ -146,22 +168,31 @@ class UnitManager {
     unsigned arrived = 0;
     unsigned calls = 0;  // in the pass, that will have a backward pass
     unsigned calls_done = 0;
-    std::uint64_t last_use = 0;
   };
   struct PendingGradients {
     std::vector<nb::object> tensors;
     platform::StreamEvent added;
   };
 
-  void divide_memory();
   void declare_model();
+  void take_memory();
   void open_runtime();
-  void make_windows();
+  void lay_out_units();
   int world_size_at_start() const;
   void hold(Unit& unit);
   void load(Unit& unit);
+  void gather(Unit& unit);
+  bool give_way();
   void unload(Unit& unit);
-  void make_room(const Unit& unit);
+  // Streams that PyTorch's work is ordered by, on the calling thread.
+  platform::StreamRef stream_of_weights();
+  platform::StreamRef stream_of_gradients();
+  platform::StreamRef current_stream();
+  bool computes_on_host() const { return torch_.current_stream.is_none(); }
+  void await_gradients();
+  void show(Unit& unit);
+  void hide(Unit& unit) noexcept;
+  void unbind() noexcept;
   void finish(Unit& unit);
   void end_use(Unit& unit);
   void forget_pass();
@@ -174,21 +205,26 @@ class UnitManager {
   UnitManagerOptions options_;
   Model model_;
   std::vector<ParameterPlace> places_;  // by parameter
-  std::uint64_t window_budget_ = 0;
+  std::uint64_t device_budget_bytes_ = 0;
   std::mutex mutex_;  // of the engine, for Python threads; taken without the GIL
-  std::unique_ptr<Windows> windows_;
   std::vector<Unit> units_;
   std::vector<bool> has_arrived_;  // by parameter
   std::unique_ptr<Runtime> runtime_;
-  InOneProcess<platform::Stream> stream_{nullptr, kEngine};
-  std::optional<Engine> engine_;  // before the windows it gathers into
+  // For PyTorch on the host; apart from each other, so that who waits for weights does not wait for gradients.
+  InOneProcess<platform::Stream> weights_stream_{nullptr, kEngine};
+  InOneProcess<platform::Stream> gradients_stream_{nullptr, kEngine};
+  std::map<std::uintptr_t, InOneProcess<platform::Stream>> borrowed_streams_;  // PyTorch's, by cudaStream_t
+  std::set<platform::Stream*> program_streams_;                                // all that PyTorch computed on
+  std::optional<Engine> engine_;
   std::optional<PassScope> scope_;
   std::optional<Pass> pass_;
+  bool keeps_all_up_ = false;
+  bool learning_ = true;
   std::uint64_t clock_ = 0;
-  std::uint64_t evictions_ = 0;
+  TorchSide torch_;
   std::uint64_t arrived_count_ = 0;
-  PendingGradients collecting_;  // of the unit whose gradients are coming in
-  PendingGradients adding_;      // of the one before
+  PendingGradients collecting_;          // of the unit whose gradients are coming in
+  std::deque<PendingGradients> adding_;  // of those before, oldest first
   nb::object fp32_, bf16_, fp16_;
 };
 

@@ -188,8 +188,7 @@ std::vector<std::string> export_model(UnitManager& unit_manager, const std::stri
   return writer->files();
 }
 
-// --- statistics
-// -------------------------------------------------------------------------------------------------------
+// --- statistics ------------------------------------------------------------------------------------------------------
 
 nb::dict statistics(UnitManager& unit_manager) {
   Runtime& runtime = unit_manager.runtime();
@@ -209,8 +208,7 @@ nb::dict statistics(UnitManager& unit_manager) {
     entry["peak_bytes"] = peak;
     return entry;
   };
-  tiers["device"] = tier(runtime.device_budget().limit_bytes() + unit_manager.windows().budget_bytes(),
-                         runtime.device_budget().peak_bytes() + unit_manager.windows().peak_bytes());
+  tiers["device"] = tier(unit_manager.device_budget_bytes(), runtime.device_budget().peak_bytes());
   tiers["pinned"] = tier(runtime.pinned_budget().limit_bytes(), runtime.pinned_budget().peak_bytes());
   result["links"] = links;
   result["wire_in_group"] = unit_manager.engine().wire_bytes_in_group();
@@ -259,10 +257,11 @@ void bind_unit_manager(nb::module_& module) {
   nb::class_<ManagedUnit>(module, "ManagedUnit", "What is used together: a layer.")
       .def(
           "__init__",
-          [](ManagedUnit* self, std::string name, std::vector<ParameterSpec> parameters, bool shared) {
-            new (self) ManagedUnit{std::move(name), std::move(parameters), shared};
+          [](ManagedUnit* self, std::string name, std::vector<ParameterSpec> parameters, bool shared,
+             std::vector<std::uint32_t> beside) {
+            new (self) ManagedUnit{std::move(name), std::move(parameters), shared, std::move(beside)};
           },
-          "name"_a, "parameters"_a, "shared"_a = false);
+          "name"_a, "parameters"_a, "shared"_a = false, "beside"_a = std::vector<std::uint32_t>());
 
   nb::class_<UnitManager>(module, "UnitManager", nb::is_weak_referenceable(),
                           "The units of a PyTorch module, brought up and down as its hooks say.")
@@ -285,15 +284,15 @@ void bind_unit_manager(nb::module_& module) {
           },
           "config"_a, "groups"_a, "units"_a, "make_channel"_a = nb::none(), "world_size"_a = 0)
       .def(
-          "memory",
-          [](UnitManager& unit_manager, std::uint32_t unit) {
-            const auto window = unit_manager.window(unit);
-            auto* owner = new std::shared_ptr<Window>(window);
-            const nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Window>*>(p); });
-            const std::size_t bytes = window->bytes();
-            return nb::ndarray<nb::device::cpu, std::uint8_t, nb::shape<-1>>(window->data(), {bytes}, capsule);
+          "connect",
+          [](UnitManager& unit_manager, nb::object bind, nb::object open, nb::object close, nb::object unbind,
+             nb::object current_stream, std::int32_t dlpack_device_type, std::int32_t dlpack_device_id) {
+            unit_manager.connect({std::move(bind), std::move(open), std::move(close), std::move(unbind),
+                                  std::move(current_stream), dlpack_device_type, dlpack_device_id});
           },
-          "unit"_a, "The unit's window, as bytes: where its weights appear while it is up.")
+          "bind"_a, "open"_a, "close"_a, "unbind"_a, "current_stream"_a.none(), "dlpack_device_type"_a, "dlpack_device_id"_a,
+          "PyTorch's side: bind(unit, memory), open(unit), close(unit) and unbind() are called from now on, and "
+          "current_stream() wherever work is ordered by a stream of PyTorch's; None: PyTorch computes on the calling thread.")
       .def("close", &UnitManager::close)
       .def(
           "abandon", [](UnitManager& unit_manager, const std::string& why) { unit_manager.abandon(why); }, "why"_a,
@@ -306,7 +305,7 @@ void bind_unit_manager(nb::module_& module) {
             const ParameterPlace& place = unit_manager.place(id);
             return nb::make_tuple(id.index, place.unit.index, place.offset_bytes);
           },
-          "name"_a, "(parameter, unit, offset in the unit's window in bytes)")
+          "name"_a, "(parameter, unit, offset in the unit's memory in bytes)")
       .def("initialize", &initialize, "unit_values"_a)
       .def("initialize_from", &initialize_from, "path"_a, "names"_a, "allow_unused"_a = false)
       .def("find_commit",
@@ -341,9 +340,11 @@ void bind_unit_manager(nb::module_& module) {
       .def("end", &UnitManager::end)
       .def("discard", &UnitManager::discard)
       .def_prop_ro("current_pass", &UnitManager::pass)
-      .def("all_still_up", &UnitManager::all_still_up)
+      .def("keeps_all_up", &UnitManager::keeps_all_up)
       .def("has_gradients", &UnitManager::has_gradients)
       .def("is_up", &UnitManager::is_up, "unit"_a)
+      .def("is_held", &UnitManager::is_held, "unit"_a)
+      .def("bring_back", &UnitManager::bring_back, "unit"_a)
       .def("enter", &UnitManager::enter, "unit"_a)
       .def("leave", &UnitManager::leave, "unit"_a)
       .def("share", &UnitManager::share, "unit"_a)
@@ -423,6 +424,9 @@ void bind_unit_manager(nb::module_& module) {
           },
           "name"_a, "caller_state"_a, "mirror"_a = false)
       .def("export", &export_model, "directory"_a, "dtype"_a, "shard_bytes_max"_a)
+      .def_prop_ro(
+          "device_ordinal", [](UnitManager& unit_manager) { return unit_manager.runtime().options().device_ordinal; },
+          "Which GPU.")
       .def_prop_ro("rank", [](UnitManager& unit_manager) { return unit_manager.runtime().rank(); })
       .def_prop_ro("world_size", [](UnitManager& unit_manager) { return unit_manager.runtime().world_size(); })
       .def_prop_ro("step_count", [](UnitManager& unit_manager) { return unit_manager.engine().step_count(); })

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
+import os
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch)")
 hoist_torch = pytest.importorskip("hoist.torch", reason="the module _hoist is not built (HOIST_WITH_PYTHON)")
+
+if os.environ.get("HOIST_TEST_ACCELERATOR"):  # tests/python/accelerator: models and batches on a device of their own
+    import accelerator
+
+    accelerator.use()
 
 
 @pytest.fixture
@@ -22,6 +28,7 @@ def settings(tmp_path):
             "hoist": {"device_memory": "240KiB", "pinned_memory": "32MiB"},
         }
         config.update(copy.deepcopy(changes))
+        config["zero_optimization"].setdefault("stage3_param_persistence_threshold", 0)  # all of a tiny model would stay up
         return config
 
     return make

@@ -91,3 +91,12 @@ def batches(count, seed=1, batch=4, length=CONTEXT):
 
 def loss_of(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def has_values(parameter):
+    """Whether a parameter's unit is up. What PyTorch can refuse to read, it must; else it is NaN."""
+    try:
+        return not parameter.isnan().all()
+    except RuntimeError as error:
+        assert "are not loaded" in str(error)
+        return False

@@ -13,14 +13,14 @@ from torch import nn
 
 import hoist
 import hoist.torch
-from models import VOCABULARY, Gpt, batches, loss_of
+from models import VOCABULARY, Gpt, batches, has_values, loss_of
 from training import make, train
 
 
 def assert_same(a, b):
     assert set(a) == set(b)
     for name in a:
-        assert torch.equal(a[name], b[name]), name
+        assert torch.equal(a[name].cpu(), b[name].cpu()), name
 
 
 def test_a_run_goes_on_where_it_ended(settings, tmp_path):
@@ -105,7 +105,7 @@ def test_state_dicts_have_pytorchs_names_and_values(settings):
         given = third.state_dict()
         result = model.load_state_dict(given)
         assert not result.missing_keys and not result.unexpected_keys and list(given) == list(third.state_dict())
-        assert all(p.isnan().all() for p in model.parameters())  # no copies in windows that are closed
+        assert not any(has_values(p) for p in model.parameters())  # no copies outside of every budget
         assert_same(engine.state_dict(), third.state_dict())
         part = {"head.weight": torch.ones(VOCABULARY, 32), "another": torch.zeros(1)}
         result = model.load_state_dict(part, strict=False)  # tied: by its other name
@@ -147,7 +147,7 @@ def test_a_model_on_the_meta_device_is_initialized_one_unit_at_a_time(settings, 
     held = []
 
     def initialize(module):
-        held.append(sum(p.numel() for p in model.parameters() if not p.isnan().any()))
+        held.append(sum(p.numel() for p in model.parameters() if has_values(p)))
         for parameter in module.parameters(recurse=False):
             nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
 

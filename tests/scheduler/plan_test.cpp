@@ -28,20 +28,37 @@ AccessTrace layers_forward_and_back(Item layers) {
   return trace;
 }
 
-// A trace in which at most `pins` slotted items are pinned at once.
-AccessTrace random_trace(Rng& rng, Item items, std::size_t pins, std::size_t length) {
+// Item i has `elements[i]` elements of a byte each.
+std::vector<ItemShape> shapes_of(const std::vector<std::uint64_t>& elements) {
+  std::vector<ItemShape> shapes;
+  for (const std::uint64_t count : elements) shapes.push_back({.elements = count, .room = {.bytes = count}});
+  return shapes;
+}
+
+std::vector<ItemShape> equal_shapes(Item items, std::uint64_t elements) {
+  return shapes_of(std::vector<std::uint64_t>(items, elements));
+}
+
+// A trace that can be carried out, as the recorded pass of a program.
+AccessTrace random_trace(Rng& rng, const PlanInputs& inputs, std::size_t length) {
+  std::vector<ItemRoom> rooms;
+  for (const ItemShape& item : inputs.items) rooms.push_back(item.room);
+  Places places(rooms, inputs.room_bytes);
   AccessTrace trace;
   std::vector<Item> pinned;
   while (trace.size() < length || !pinned.empty()) {
-    const bool release = !pinned.empty() && (pinned.size() >= pins || trace.size() >= length || rng.below(2) == 0);
+    const bool release = !pinned.empty() && (trace.size() >= length || rng.below(2) == 0);
     if (release) {
       const std::size_t at = rng.below(pinned.size());
-      trace.push_back({AccessKind::release, pinned[at]});
+      const Item item = pinned[at];
+      trace.push_back({AccessKind::release, item});
+      if (!inputs.items[item].has_own_memory()) places.unpin(item);
       pinned.erase(pinned.begin() + static_cast<std::ptrdiff_t>(at));
       continue;
     }
-    const Item item = static_cast<Item>(rng.below(items));
-    if (std::find(pinned.begin(), pinned.end(), item) != pinned.end()) continue;
+    const Item item = static_cast<Item>(rng.below(inputs.items.size()));
+    if (std::ranges::find(pinned, item) != pinned.end()) continue;
+    if (!inputs.items[item].has_own_memory() && !places.pin(item)) continue;
     trace.push_back({AccessKind::gather, item});
     pinned.push_back(item);
   }
@@ -50,63 +67,55 @@ AccessTrace random_trace(Rng& rng, Item items, std::size_t pins, std::size_t len
 
 // What a plan promises, found out by doing what it says.
 void replay(const Plan& plan, const PlanInputs& inputs, const std::string& where) {
-  std::map<Slot, Item> slots;
+  std::map<Item, Place> resident;
   std::set<Item> own, pinned;
-  std::size_t bound_fetched = 0;  // the point of the last fetch into bound memory
-  const auto resident = [&](Item item) {
-    return inputs.items[item].slotted
-               ? std::any_of(slots.begin(), slots.end(), [&](const auto& s) { return s.second == item; })
-               : own.contains(item);
-  };
   for (std::size_t point = 0; point <= plan.trace.size(); ++point) {
     if (point > 0 && plan.trace[point - 1].kind == AccessKind::release) pinned.erase(plan.trace[point - 1].item);
     for (const Fetch& fetch : plan.fetches_at(point)) {
-      if (inputs.items[fetch.item].bound) {
-        ASSERT_EQ(fetch.slot, kOwnMemory) << where;
-        ASSERT_TRUE(point > 0 && plan.trace[point - 1] == (Access{AccessKind::gather, fetch.item}))
-            << where << ": fetched at another point than its gather";
-        bound_fetched = point;
-        continue;
-      }
-      if (!inputs.items[fetch.item].slotted) {
-        ASSERT_EQ(fetch.slot, kOwnMemory) << where;
+      if (inputs.items[fetch.item].has_own_memory()) {
+        ASSERT_EQ(fetch.place, Place{}) << where;
         ASSERT_TRUE(own.insert(fetch.item).second) << where << ": fetched twice into its own memory";
         continue;
       }
-      ASSERT_LT(fetch.slot, inputs.slot_count) << where;
-      ASSERT_FALSE(slots.contains(fetch.slot) && pinned.contains(slots[fetch.slot]))
-          << where << ": a pinned item is overwritten at " << point;
+      ASSERT_EQ(fetch.place.bytes, inputs.items[fetch.item].room.bytes) << where;
+      ASSERT_LE(fetch.place.end(), inputs.room_bytes) << where;
       ASSERT_FALSE(pinned.contains(fetch.item)) << where << ": a pinned item moves";
-      std::erase_if(slots, [&](const auto& s) { return s.second == fetch.item; });  // the plan had given it up
-      slots[fetch.slot] = fetch.item;
+      for (const auto& [item, place] : std::map<Item, Place>(resident)) {
+        if (!place.overlaps(fetch.place)) continue;
+        ASSERT_FALSE(pinned.contains(item)) << where << ": a pinned item is overwritten at " << point;
+        resident.erase(item);
+      }
+      resident[fetch.item] = fetch.place;
     }
     if (point == 0 || plan.trace[point - 1].kind != AccessKind::gather) continue;
     const Item item = plan.trace[point - 1].item;
-    if (inputs.items[item].bound) {
-      ASSERT_EQ(bound_fetched, point) << where << ": bound memory was left empty";
-      continue;
-    }
-    ASSERT_TRUE(resident(item)) << where << ": item " << item << " is not there at access " << point - 1;
-    if (inputs.items[item].slotted) pinned.insert(item);
+    const bool there = inputs.items[item].has_own_memory() ? own.contains(item) : resident.contains(item);
+    ASSERT_TRUE(there) << where << ": item " << item << " is not there at access " << point - 1;
+    if (!inputs.items[item].has_own_memory()) pinned.insert(item);
   }
 }
 
 TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
-  for (std::uint64_t seed = 1; seed <= 300; ++seed) {
+  for (std::uint64_t seed = 1; seed <= 1000; ++seed) {
     Rng rng(seed);
     const Item items = 1 + static_cast<Item>(rng.below(9));
-    const std::uint32_t slots = 1 + static_cast<std::uint32_t>(rng.below(4));
     std::vector<ItemShape> shapes;
     for (Item i = 0; i < items; ++i) {
-      const bool slotted = rng.below(5) != 0;
-      shapes.push_back({1 + rng.below(100), slotted, !slotted && rng.below(2) == 0});
+      ItemShape& shape = shapes.emplace_back();
+      shape.elements = 1 + rng.below(100);
+      if (rng.below(5) == 0) continue;
+      shape.room.bytes = shape.elements;
+      shape.room.stable_in_pass = rng.below(2) == 0;
+      if (i > 0 && rng.below(4) == 0) shape.room.beside = {static_cast<Item>(rng.below(i))};
     }
+    std::vector<ItemRoom> rooms;
+    for (const ItemShape& shape : shapes) rooms.push_back(shape.room);
     const PlanInputs inputs{.items = shapes,
-                            .slot_count = slots,
+                            .room_bytes = least_room_bytes(rooms) + rng.below(200),
                             .prefetch_elements = rng.below(3) == 0 ? 0 : rng.below(500),
                             .live_elements_max = rng.below(2) == 0 ? kNoLimit : rng.below(300),
                             .reuse_distance_elements = rng.below(2) == 0 ? kNoLimit : rng.below(300)};
-    const AccessTrace trace = random_trace(rng, items, std::min<std::size_t>(slots, items), 60);
+    const AccessTrace trace = random_trace(rng, inputs, 60);
     const std::string where = "seed " + std::to_string(seed);
     const Plan made = plan(trace, inputs);
     replay(made, inputs, where);
@@ -117,10 +126,10 @@ TEST(Plan, EveryGatherFindsItsItemOnRandomTraces) {
   }
 }
 
-TEST(Plan, WithTwoSlotsTheNextLayerIsOnItsWayWhileOneIsUsed) {
-  const std::vector<ItemShape> shapes(6, ItemShape{100});
+TEST(Plan, WithRoomForTwoTheNextLayerIsOnItsWayWhileOneIsUsed) {
+  const std::vector<ItemShape> shapes = equal_shapes(6, 100);
   const Plan made = plan(layers_forward_and_back(6), {.items = shapes,
-                                                      .slot_count = 2,
+                                                      .room_bytes = 200,
                                                       .prefetch_elements = 100,
                                                       .live_elements_max = kNoLimit,
                                                       .reuse_distance_elements = kNoLimit});
@@ -134,9 +143,9 @@ TEST(Plan, WithTwoSlotsTheNextLayerIsOnItsWayWhileOneIsUsed) {
 }
 
 TEST(Plan, TheLastLayerIsKeptForTheWayBackUnlessReuseIsForbidden) {
-  const std::vector<ItemShape> shapes(5, ItemShape{10});
+  const std::vector<ItemShape> shapes = equal_shapes(5, 10);
   PlanInputs inputs{.items = shapes,
-                    .slot_count = 2,
+                    .room_bytes = 20,
                     .prefetch_elements = 10,
                     .live_elements_max = kNoLimit,
                     .reuse_distance_elements = kNoLimit};
@@ -146,43 +155,43 @@ TEST(Plan, TheLastLayerIsKeptForTheWayBackUnlessReuseIsForbidden) {
   inputs.reuse_distance_elements = 0;
   EXPECT_EQ(plan(trace, inputs).fetches.size(), 10u);  // every use fetches
   inputs.reuse_distance_elements = kNoLimit;
-  inputs.slot_count = 5;
+  inputs.room_bytes = 50;
   EXPECT_EQ(plan(trace, inputs).fetches.size(), 5u);  // everything stays
 }
 
-// Belady: with k slots and no prefetch, a forward and backward scan over n layers fetches n on the way up and n - k on
-// the way back.
-TEST(Plan, EvictsWhatIsUsedFurthestInTheFuture) {
+// With room for k layers and no prefetch, a forward and backward scan over n layers fetches n on the way up and n - k on
+// the way back: as few as with any choice of what to evict.
+TEST(Plan, KeepsTheLastLayersForTheWayBack) {
   for (Item layers = 2; layers <= 8; ++layers) {
-    const std::vector<ItemShape> shapes(layers, ItemShape{10});
-    for (std::uint32_t slots = 1; slots <= layers; ++slots) {
+    const std::vector<ItemShape> shapes = equal_shapes(layers, 10);
+    for (std::uint64_t at_once = 1; at_once <= layers; ++at_once) {
       const Plan made = plan(layers_forward_and_back(layers), {.items = shapes,
-                                                               .slot_count = slots,
+                                                               .room_bytes = 10 * at_once,
                                                                .prefetch_elements = 0,
                                                                .live_elements_max = kNoLimit,
                                                                .reuse_distance_elements = kNoLimit});
-      EXPECT_EQ(made.fetches.size(), layers + (layers - slots)) << layers << " layers, " << slots << " slots";
+      EXPECT_EQ(made.fetches.size(), layers + (layers - at_once)) << layers << " layers, " << at_once << " at once";
     }
   }
 }
 
 TEST(Plan, PrefetchStaysWithinItsLimits) {
-  const std::vector<ItemShape> shapes(8, ItemShape{100});
+  const std::vector<ItemShape> shapes = equal_shapes(8, 100);
   const AccessTrace trace = layers_forward_and_back(8);
   const Plan none = plan(trace, {.items = shapes,
-                                 .slot_count = 4,
+                                 .room_bytes = 400,
                                  .prefetch_elements = 0,
                                  .live_elements_max = kNoLimit,
                                  .reuse_distance_elements = 0});
   EXPECT_TRUE(none.fetches_at(0).empty());
   const Plan two = plan(trace, {.items = shapes,
-                                .slot_count = 4,
+                                .room_bytes = 400,
                                 .prefetch_elements = 200,
                                 .live_elements_max = kNoLimit,
                                 .reuse_distance_elements = 0});
   EXPECT_EQ(two.fetches_at(0).size(), 2u);
   const Plan live = plan(trace, {.items = shapes,
-                                 .slot_count = 4,
+                                 .room_bytes = 400,
                                  .prefetch_elements = 400,
                                  .live_elements_max = 300,
                                  .reuse_distance_elements = 0});

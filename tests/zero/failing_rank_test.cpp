@@ -207,7 +207,7 @@ TEST_P(FailingProgram, AKernelThatThrowsIsToldInItsWords) {
 TEST_P(FailingProgram, ARefusedBudgetThatEndsTheProgramIsTold) {
   ToySetup setup = toy_setup(Placement::pinned, Placement::pinned);
   setup.runtime.comm_scratch_bytes = 64 * kKiB;
-  setup.runtime.device_memory_bytes = 340 * kKiB;  // two of the three units fit
+  setup.runtime.device_memory_bytes = 260 * kKiB;  // two of the three units fit
   const auto hold_everything = [&](ToyModel& model) {
     const PassScope scope = model.engine().begin(Pass::train);
     std::vector<Lease> leases;

@@ -129,42 +129,6 @@ TEST(Lifetime, GradientsWaitForTheStepThroughEvaluations) {
   EXPECT_EQ(f.digests(), trained(3));
 }
 
-TEST(Lifetime, BoundMemoryIsGivenBackWhateverEndsFirst) {
-  Runtime runtime(in_memory().runtime);
-  std::vector<std::byte> memory(1 << 16);
-  int bound = 0;
-  bool refuse = true;
-  const Binding binding{.bind = [&](UnitId, std::uint64_t, StreamRef) -> std::byte* {
-                          if (refuse) return nullptr;
-                          ++bound;
-                          return memory.data();
-                        },
-                        .unbind = [&](UnitId, StreamRef) { --bound; }};
-  Model model;
-  const UnitId owner = model.add_unit("bound", {{.name = "w", .shape = {1000}}}, {.binding = binding});
-  const UnitId user = model.add_unit("user", {{.name = "p", .shape = {1000}}});
-  model.tie(user, model.parameter("w"));
-  std::optional<Engine> engine =
-      Engine::create(runtime, in_memory().engine, model,
-                     [](ParameterId, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 1.0f); });
-  const auto stream = runtime.device().create_stream("s");
-  Lease late;
-  {
-    const PassScope scope = engine->begin(Pass::evaluate);
-    for (const UnitId unit : {owner, user}) EXPECT_THROW((void)engine->gather(unit, *stream), UsageError);
-    refuse = false;
-    late = engine->gather(user, *stream);
-    EXPECT_EQ(late.view(engine->parameter("w")).data, memory.data());
-    EXPECT_EQ(bound, 1);
-  }
-  EXPECT_EQ(bound, 0);  // with the pass
-  const PassScope scope = engine->begin(Pass::evaluate);
-  late = engine->gather(owner, *stream);
-  EXPECT_EQ(bound, 1);
-  engine.reset();
-  EXPECT_EQ(bound, 0);  // with the engine
-}
-
 // --- starting --------------------------------------------------------------------------------------------------------
 
 std::uint64_t held_bytes(Runtime& runtime) {

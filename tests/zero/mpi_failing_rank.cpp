@@ -79,7 +79,7 @@ int main(int argc, char** argv) {
   setup.runtime.comm_timeout = kTimeout;
   if (mode == "budget") {  // two of the four units fit
     setup.runtime.comm_scratch_bytes = 64 * kKiB;
-    setup.runtime.device_memory_bytes = 640 * kKiB;
+    setup.runtime.device_memory_bytes = 480 * kKiB;
   }
   const auto faults = std::make_shared<Faults>(1);
   setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };

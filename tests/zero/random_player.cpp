@@ -71,25 +71,10 @@ void Player::add_unit(std::size_t index) {
   const UnitPlan& plan = program_.units[index];
   Unit& unit = units_[index];
   UnitOptions options{.stable_address = plan.stable_address};
-  if (plan.bound) options.binding = binding(unit);
+  if (plan.beside) options.beside = {units_[*plan.beside].id};
   unit.id = model_.add_unit("unit" + std::to_string(index), plan.parameters, options);
   for (const ParameterSpec& spec : plan.parameters) unit.parameters.push_back(model_.parameter(spec.name));
   if (plan.tied_to) model_.tie(unit.id, units_[*plan.tied_to].parameters.front());
-}
-
-// The same memory each time, overwritten as soon as it may be. What is enqueued on one stream is in the way on another.
-Binding Player::binding(Unit& unit) const {
-  return {.bind =
-              [&unit](UnitId, std::uint64_t bytes, StreamRef stream) {
-                if (unit.unbound_on != nullptr && unit.unbound_on != &*stream) unit.unbound_on->synchronize();
-                unit.memory.resize(bytes);
-                return unit.memory.data();
-              },
-          .unbind =
-              [&unit](UnitId, StreamRef stream) {
-                unit.unbound_on = &*stream;
-                stream->fill(unit.memory.data(), 0xFF, unit.memory.size());
-              }};
 }
 
 // --- from session to session -----------------------------------------------------------------------------------------

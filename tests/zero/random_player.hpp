@@ -46,14 +46,11 @@ class Player {
   struct Unit {
     UnitId id;
     std::vector<ParameterId> parameters;
-    std::vector<std::byte> memory;  // of a bound unit
-    platform::Stream* unbound_on = nullptr;
   };
 
   void allocate_scratch();
   void describe();
   void add_unit(std::size_t index);
-  Binding binding(Unit& unit) const;
   void begin_anew();
   void go_on();
   void restore(const std::string& from);

@@ -99,7 +99,7 @@ ParameterSpec random_parameter(Rng& rng, std::string name, DType short_type, std
 }
 
 UnitPlan random_unit(Rng& rng, std::size_t index, DType short_type, std::size_t group_count) {
-  UnitPlan unit{.stable_address = one_in(rng, 6), .bound = one_in(rng, 6)};
+  UnitPlan unit{.stable_address = one_in(rng, 6)};
   const bool frozen = index > 0 && one_in(rng, 6);
   const std::size_t count = 1 + rng.below(4);
   for (std::size_t p = 0; p < count; ++p) {
@@ -107,6 +107,7 @@ UnitPlan random_unit(Rng& rng, std::size_t index, DType short_type, std::size_t 
     unit.parameters.back().trainable = !frozen && (index == 0 || !one_in(rng, 8));
   }
   if (index > 0 && one_in(rng, 4)) unit.tied_to = rng.below(index);
+  if (index > 0 && one_in(rng, 6)) unit.beside = rng.below(index);
   return unit;
 }
 
@@ -391,7 +392,7 @@ std::string describe(const UnitPlan& unit) {
     text += fmt::format("{}{}[{}]{} g{}", text.empty() ? "" : ", ", dtype_name(spec.dtype), fmt::join(spec.shape, ","),
                         spec.trainable ? "" : " frozen", spec.group.index);
   if (unit.stable_address) text += ", stable";
-  if (unit.bound) text += ", bound";
+  if (unit.beside) text += fmt::format(", beside {}", *unit.beside);
   if (unit.tied_to) text += fmt::format(", tied to {}", *unit.tied_to);
   return text;
 }

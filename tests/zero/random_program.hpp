@@ -17,8 +17,8 @@ namespace hoist::test {
 
 struct UnitPlan {
   std::vector<ParameterSpec> parameters;  // the first one may be tied to
-  bool stable_address = false, bound = false;
-  std::optional<std::size_t> tied_to;
+  bool stable_address = false;
+  std::optional<std::size_t> tied_to, beside;
 
   bool is_trainable() const;
 };

@@ -268,7 +268,7 @@ TEST(Ranks, WithMoreDeviceMemoryDoAsTheOneWithLeast) {
   setup.engine.persistence_elements = 0;
   setup.engine.prefetch_elements = 200000;
   const Digests reference = train_on(3, setup, shape, 4)[0].digests;
-  std::vector<std::uint64_t> gather_slots(3);
+  std::vector<std::uint64_t> gather_bytes(3);
   std::vector<Digests> digests(3);
   on_ranks(3, [&](int rank, const Runtime::MakeCommunicator& join) {
     ToySetup own = setup;
@@ -276,13 +276,13 @@ TEST(Ranks, WithMoreDeviceMemoryDoAsTheOneWithLeast) {
     own.runtime.device_memory_bytes = rank == 1 ? 640 * kKiB : 16 * kMiB;
     Runtime runtime(own.runtime, join);
     ToyModel model(runtime, own.engine, shape);
-    gather_slots[static_cast<std::size_t>(rank)] = predict(own.runtime, own.engine, model.model(), 3).gather_slots;
+    gather_bytes[static_cast<std::size_t>(rank)] = predict(own.runtime, own.engine, model.model(), 3).gather_bytes;
     model.initialize();
     model.train(1, 4);
     model.engine().settle();
     digests[static_cast<std::size_t>(rank)] = digests_of(model);
   });
-  ASSERT_LT(gather_slots[1], gather_slots[0]);
+  ASSERT_LT(gather_bytes[1], gather_bytes[0]);
   for (const Digests& each : digests) EXPECT_EQ(each, reference);
 }
 

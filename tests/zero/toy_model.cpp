@@ -38,7 +38,7 @@ Model describe(const ToyShape& shape) {
         {.name = name + ".norm", .shape = {shape.norm}, .dtype = DType::fp32, .group = no_decay}};
     if (shape.frozen && u == 1)
       specs.push_back({.name = name + ".frozen", .shape = {3, 1000}, .dtype = shape.dtype, .trainable = false});
-    last = model.add_unit(name, specs, {.binding = shape.binding});
+    last = model.add_unit(name, specs, shape.unit_options);
   }
   if (shape.tied && shape.matrices.size() > 1) model.tie(last, model.parameter("unit0.matrix"));
   return model;

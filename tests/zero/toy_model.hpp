@@ -25,7 +25,7 @@ struct ToyShape {
   bool tied = true;    // the last unit also uses unit 0's matrix
   // Of the vectors; of the matrices: EngineOptions::optimizer_defaults.
   GroupOptions vectors{.learning_rate = 2e-2, .weight_decay = 0};
-  Binding binding{};          // of every unit
+  UnitOptions unit_options{};  // of every unit
   DType dtype = DType::bf16;  // of the matrices
 };
 

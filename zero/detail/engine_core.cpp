@@ -226,13 +226,13 @@ void EngineCore::make_parts(const StoreDirectory& directory, StoreUse use) {
       metrics = std::make_unique<StepMetrics>(options.metrics_path, runtime.ledger());
     lay_out(directory, use, run, first_commit_is_useless);
   });
-  // Which units are gathered when follows from the number of slots, and is the same on every rank.
-  const std::uint64_t mine = memory->gather_slots().size();
-  const std::uint64_t slots = ranks.smallest(mine);
-  if (slots < mine)
-    log_info("rank {} has device memory to gather {} units at once and uses {}: a rank with less has no more",
-             runtime.rank(), mine, slots);
-  ranks.all_together("start its streams and threads", [&] { start(slots); });
+  // Which units are gathered when follows from the gather memory, and is the same on every rank.
+  const std::uint64_t mine = memory->gather_memory().size();
+  const std::uint64_t common = ranks.smallest(mine);
+  if (common < mine)
+    log_info("rank {} has {} of device memory for gathered units and uses {}: a rank with less has no more",
+             runtime.rank(), format_bytes(mine), format_bytes(common));
+  ranks.all_together("start its streams and threads", [&] { start(common); });
   checkpoints = std::make_unique<Checkpointer>(options, ranks, store.get(), store ? ranks.job().duplicate() : nullptr,
                                                *state_access, *updates);
   pass = std::make_unique<PassState>(options, table, ranks, *gatherer, *gradients);
@@ -283,7 +283,7 @@ void EngineCore::lay_out(const StoreDirectory& directory, StoreUse use, std::uin
   store = tiers::Store::create(wanted, drives->engines());
 }
 
-void EngineCore::start(std::uint64_t gather_slots) {
+void EngineCore::start(std::uint64_t gather_bytes) {
   streams.up = runtime.device().create_stream("up");
   streams.down = runtime.device().create_stream("down");
   streams.comm = runtime.device().create_stream("comm");
@@ -296,7 +296,7 @@ void EngineCore::start(std::uint64_t gather_slots) {
         *store, table, records, memory->staging_buffers(), [this](UnitId unit) { return newest_weights_written(unit); },
         [this](UnitId unit, std::byte* target) { return updates->deliver(unit, target); });
   }
-  gatherer = std::make_unique<Gatherer>(runtime, options, table, *memory, gather_slots, *executor, streams,
+  gatherer = std::make_unique<Gatherer>(runtime, options, table, *memory, gather_bytes, *executor, streams,
                                         weight_reader.get(), *updates, *notifier, gathering_group.get());
   gradients = std::make_unique<Gradients>(runtime, table, *memory, *executor, streams, *updates, *notifier);
   state_access =

@@ -1,33 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include <hoist/core/units.hpp>
+#include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/memory/device_buffers.hpp>
 
 namespace hoist::detail {
 
-DeviceBufferChooser::DeviceBufferChooser(const UnitRegions& regions) : regions_(regions) {
-  const auto arena_bytes = [](std::uint64_t bytes) {
-    TierLayout layout(MemoryTier::device);
-    layout.add(bytes);
-    return layout.bytes();
-  };
-  const UnitTable& table = regions.table();
-  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
-    const Unit& unit = table.units()[u];
-    if (!unit.owns_tied) gradient_bytes_ = std::max(gradient_bytes_, arena_bytes(unit.gradient_buffer_bytes()));
-    std::uint64_t pinned_slots = 0;
-    if (regions.unit(UnitId{u}).uses_slot) {
-      ++slots_max_;
-      ++pinned_slots;
-      slot_bytes_ = std::max(slot_bytes_, arena_bytes(unit.gathered_bytes));
-    }
-    for (const UnitId owner : unit.tied) pinned_slots += regions.unit(owner).uses_slot ? 1u : 0u;
-    slots_min_ = std::max(slots_min_, pinned_slots);
+namespace {
+
+std::uint64_t arena_bytes(std::uint64_t bytes) {
+  TierLayout layout(MemoryTier::device);
+  layout.add(bytes);
+  return layout.bytes();
+}
+
+}  // namespace
+
+std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
+  const std::vector<Unit>& units = regions.table().units();
+  std::vector<scheduler::ItemRoom> rooms(units.size());
+  const auto shares = [&](UnitId id) { return regions.unit(id).shares_gather_memory; };
+  for (std::uint32_t u = 0; u < units.size(); ++u) {
+    if (!shares(UnitId{u})) continue;
+    rooms[u].bytes = arena_bytes(units[u].gathered_bytes);
+    rooms[u].stable_in_pass = units[u].options.stable_in_pass;
+    for (const auto& beside : {units[u].tied, units[u].options.beside})
+      for (const UnitId other : beside)
+        if (other.index != u && shares(other)) rooms[u].beside.push_back(other.index);
   }
+  return rooms;
+}
+
+DeviceBufferChooser::DeviceBufferChooser(const UnitRegions& regions) : regions_(regions) {
+  for (const Unit& unit : regions.table().units())
+    if (!unit.owns_tied) gradient_bytes_ = std::max(gradient_bytes_, arena_bytes(unit.gradient_buffer_bytes()));
+  const std::vector<scheduler::ItemRoom> rooms = gather_rooms(regions);
+  gather_least_bytes_ = scheduler::least_room_bytes(rooms);
+  gather_most_bytes_ = scheduler::most_room_bytes(rooms);
+  for (const scheduler::ItemRoom& room : rooms) largest_unit_bytes_ = std::max(largest_unit_bytes_, room.bytes);
 }
 
 DeviceBuffers DeviceBufferChooser::least() const {
-  return {.gradient_count = gradient_bytes_ != 0 ? 1u : 0u, .slot_count = slots_min_};
+  return {.gradient_count = gradient_bytes_ != 0 ? 1u : 0u, .gather_bytes = gather_least_bytes_};
 }
 
 std::uint64_t DeviceBufferChooser::bytes(const DeviceBuffers& buffers) const {
@@ -36,17 +51,18 @@ std::uint64_t DeviceBufferChooser::bytes(const DeviceBuffers& buffers) const {
   return layout.bytes();
 }
 
-// A second gradient buffer lets one layer's gradient travel down while the next layer's is made; more gather slots let
+// A second gradient buffer lets one layer's gradient travel down while the next layer's is made; more gather memory lets
 // weights come up earlier and stay longer.
 DeviceBuffers DeviceBufferChooser::choose(std::uint64_t free_bytes) const {
   const std::uint64_t least_bytes = bytes(least());
   std::uint64_t left = std::max(free_bytes, least_bytes) - regions_.layout(MemoryTier::device).bytes();
   DeviceBuffers buffers;
   if (gradient_bytes_ != 0) {
-    buffers.gradient_count = left >= (slots_min_ + 1) * slot_bytes_ + 2 * gradient_bytes_ ? 2 : 1;
+    const std::uint64_t two_units = std::min(gather_least_bytes_ + largest_unit_bytes_, gather_most_bytes_);
+    buffers.gradient_count = left >= two_units + 2 * gradient_bytes_ ? 2 : 1;
     left -= buffers.gradient_count * gradient_bytes_;
   }
-  if (slot_bytes_ != 0) buffers.slot_count = std::min(left / slot_bytes_, slots_max_);
+  buffers.gather_bytes = std::min(round_down(left, tiers::DeviceArena::kAlignment), gather_most_bytes_);
   return buffers;
 }
 

@@ -6,14 +6,16 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
+#include <hoist/scheduler/places.hpp>
 #include <hoist/zero/memory/unit_regions.hpp>
 
 namespace hoist::detail {
 
 struct DeviceBuffers {
   std::uint64_t gradient_count = 0;
-  std::uint64_t slot_count = 0;
+  std::uint64_t gather_bytes = 0;  // what gathered units share
 };
 
 class DeviceBufferChooser {
@@ -29,16 +31,19 @@ class DeviceBufferChooser {
   template <typename Visit>
   void for_each(const DeviceBuffers& buffers, const Visit& visit) const {
     for (std::uint64_t i = 0; i < buffers.gradient_count; ++i) visit(MemoryRole::gradient_buffer, gradient_bytes_);
-    for (std::uint64_t i = 0; i < buffers.slot_count; ++i) visit(MemoryRole::gather_slot, slot_bytes_);
+    if (buffers.gather_bytes > 0) visit(MemoryRole::gather_memory, buffers.gather_bytes);
   }
 
  private:
   const UnitRegions& regions_;
-  std::uint64_t slot_bytes_ = 0;      // the largest gathered unit that uses a slot; 0: none does
   std::uint64_t gradient_bytes_ = 0;  // the largest gradient, and its sums in fp32 if those are on the device
-  std::uint64_t slots_max_ = 0;       // units that compete for slots
-  std::uint64_t slots_min_ = 0;       // the most that one gather() pins: the unit's own and its tied owners'
+  std::uint64_t gather_least_bytes_ = 0;
+  std::uint64_t gather_most_bytes_ = 0;  // all units at once
+  std::uint64_t largest_unit_bytes_ = 0;
 };
+
+// What each unit needs of the gather memory, by unit.
+std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions);
 
 // The device memory that an engine needs at least, beside the program's own blocks.
 std::uint64_t least_device_bytes(const EngineOptions& options, const UnitTable& table, DeviceAccess access);

@@ -114,9 +114,9 @@ Memory::SubGroupMemory Memory::place(const SubGroup& sub_group, std::byte* buffe
 
 std::string Memory::describe() const {
   return fmt::format(
-      "device: {} gather slots of {}, {} gradient buffers of {}; pinned: {} update buffers of {} ({} parameters each), "
+      "device: {} for gathered units, {} gradient buffers of {}; pinned: {} update buffers of {} ({} parameters each), "
       "{} staging buffers of {}",
-      gather_slots().size(), format_bytes(plan_.buffer_bytes(MemoryRole::gather_slot)), gradient_buffers().size(),
+      format_bytes(gather_memory().size()), gradient_buffers().size(),
       format_bytes(plan_.buffer_bytes(MemoryRole::gradient_buffer)), update_buffers().size(),
       format_bytes(plan_.buffer_bytes(MemoryRole::update_buffer)),
       plan_.pinned_buffers().sub_group_tiles * tiers::kTileElements, staging_buffers().size(),

@@ -47,7 +47,7 @@ class Memory {
   bool device_only(UnitId unit) const { return placement(unit).device_only; }
   bool has_device_only() const { return plan_.units().has_device_only(); }  // some units, or all
 
-  const Buffers& gather_slots() const { return buffers(MemoryRole::gather_slot); }
+  std::span<std::byte> gather_memory() const { return buffer(MemoryRole::gather_memory); }
   const Buffers& gradient_buffers() const { return buffers(MemoryRole::gradient_buffer); }
   const Buffers& update_buffers() const { return buffers(MemoryRole::update_buffer); }
   const Buffers& staging_buffers() const { return buffers(MemoryRole::staging_buffer); }

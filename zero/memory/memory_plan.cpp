@@ -35,16 +35,14 @@ std::uint64_t MemoryPlan::buffer_bytes(MemoryRole role) const {
 }
 
 scheduler::FetchPlannerOptions fetch_planner_options(const EngineOptions& options, const UnitRegions& units,
-                                                     std::uint64_t gather_slots) {
-  scheduler::FetchPlannerOptions result{.slot_count = static_cast<std::uint32_t>(gather_slots),
+                                                     std::uint64_t gather_bytes) {
+  scheduler::FetchPlannerOptions result{.room_bytes = gather_bytes,
                                         .prefetch_elements = options.prefetch_elements,
                                         .live_elements_max = options.live_elements_max,
                                         .reuse_distance_elements = options.reuse_distance_elements};
-  const std::vector<Unit>& descriptions = units.table().units();
-  for (std::uint32_t u = 0; u < descriptions.size(); ++u)
-    result.items.push_back({.elements = descriptions[u].elements,
-                            .slotted = units.unit(UnitId{u}).uses_slot,
-                            .bound = static_cast<bool>(descriptions[u].options.binding)});
+  std::vector<scheduler::ItemRoom> rooms = gather_rooms(units);
+  for (std::size_t u = 0; u < rooms.size(); ++u)
+    result.items.push_back({.elements = units.table().units()[u].elements, .room = std::move(rooms[u])});
   return result;
 }
 

@@ -47,8 +47,8 @@ class MemoryPlan {
   std::array<std::uint64_t, kMemoryTierCount> bytes_{};
 };
 
-// What the planner of fetches plans with if there are so many gather slots.
+// What the planner of fetches plans with if there is so much gather memory.
 scheduler::FetchPlannerOptions fetch_planner_options(const EngineOptions& options, const UnitRegions& units,
-                                                     std::uint64_t gather_slots);
+                                                     std::uint64_t gather_bytes);
 
 }  // namespace hoist::detail

@@ -35,7 +35,6 @@ int gathering_group(const EngineOptions& options, int world_size) {
 namespace {
 
 bool stays_gathered(const EngineOptions& options, const UnitTable& table, const Unit& unit) {
-  if (unit.options.binding) return false;
   // Below stage 3 weights are not partitioned: gathered once after each step, they stay.
   const bool whole = options.stage < 3 || table.world_size() == 1;
   const bool resident = options.parameters == Placement::device && whole;
@@ -108,7 +107,7 @@ void UnitRegions::place(UnitId id, const EngineOptions& options) {
   UnitPlacement& placement = units_[id.index];
   const bool on_device = options.parameters == Placement::device;
   placement.stays_gathered = stays_gathered(options, table_, unit);
-  placement.uses_slot = !placement.stays_gathered && !unit.options.binding;
+  placement.shares_gather_memory = !placement.stays_gathered;
   const bool has_device_shard = on_device && !(table_.world_size() == 1 && placement.stays_gathered);
   const bool weights_on_device = on_device && placement.state_on_device;
   if (weights_resident_) {

@@ -47,12 +47,12 @@ enum class MemoryRole : std::uint8_t {
   gradient,         // this rank's shards
   secondary_shard,  // what this rank keeps of the gathered unit for its group (EngineOptions::secondary_shard_ranks)
   device_shard,     // host layout, on the device: gathers start from it without crossing a link
-  gathered,         // gathered layout: the unit never competes for a gather slot
+  gathered,         // gathered layout: the unit does not share the gather memory
   tied_gradient,    // gradient layout: held from the first use by a tied unit to the owner's finish()
   // Of the engine.
   device_results,  // what the device leaves for the host: a sum of squares a chunk, then a word for a unit whose update
                    // may not be committed
-  gather_slot,
+  gather_memory,    // gathered units, in places that they share
   gradient_buffer,  // one unit's gradient
   gradient_ring,    // gradients that wait for their unit's update
   update_buffer,    // one sub-group's records
@@ -108,7 +108,7 @@ struct UnitPlacement {
   bool state_on_device = false;         // and the gradient
   bool device_only = false;
   bool stays_gathered = false;
-  bool uses_slot = false;
+  bool shares_gather_memory = false;
   std::uint32_t state_tiles = 0;  // the first ones, whose state is in memory
 
   const MemoryRegion& region(MemoryRole role) const { return regions[static_cast<std::size_t>(role)]; }

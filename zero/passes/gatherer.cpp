@@ -6,6 +6,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
 #include <hoist/zero/passes/gatherer.hpp>
 #include <hoist/zero/passes/waits.hpp>
 
@@ -15,7 +16,7 @@ using platform::CopyKind;
 using platform::StreamEvent;
 
 Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-                   std::uint64_t slot_count, scheduler::Executor& executor, Streams& streams,
+                   std::uint64_t gather_bytes, scheduler::Executor& executor, Streams& streams,
                    WeightReader* weight_reader, UpdateQueue& updates, AbortNotifier& abort_notifier,
                    comm::Communicator* group)
     : runtime_(runtime),
@@ -28,9 +29,8 @@ Gatherer::Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTab
       updates_(updates),
       abort_notifier_(abort_notifier),
       group_(group),
-      planner_(fetch_planner_options(options, memory.plan().units(), slot_count)),
-      states_(table.units().size()),
-      slots_(slot_count) {}
+      planner_(fetch_planner_options(options, memory.plan().units(), gather_bytes)),
+      states_(table.units().size()) {}
 
 void Gatherer::begin_pass(std::size_t kind, bool last) {
   training_ = kind == static_cast<std::size_t>(Pass::train);
@@ -91,57 +91,49 @@ void Gatherer::direct(Access access) {
 
 void Gatherer::issue(std::span<const scheduler::Fetch> fetches) {
   for (const scheduler::Fetch& f : fetches) {
-    if (f.slot == scheduler::kNoSlot) no_slot(UnitId{f.item});
-    if (f.slot != scheduler::kOwnMemory) {
-      fetch_into_slot(UnitId{f.item}, f.slot);
-      continue;
-    }
+    const UnitId unit{f.item};
     UnitState& state = states_[f.item];
-    if (state.bound != nullptr) {
-      fetch(UnitId{f.item}, state.bound, {std::exchange(state.bound_free, {})}, nullptr);
+    if (f.place.bytes > 0) {
+      FormerUse former = vacate(f.place);
+      state.place = f.place;
+      fetch(unit, memory_.gather_memory().data() + f.place.begin, std::move(former));
       continue;
     }
-    std::byte* own = memory_.unit(UnitId{f.item}).gathered;
+    std::byte* own = memory_.unit(unit).gathered;
     if (own == nullptr || state.valid_in_own_memory) continue;
     state.valid_in_own_memory = true;
-    fetch(UnitId{f.item}, own, std::exchange(state.uses, {}), state.transfer);
+    FormerUse former{.leases = std::exchange(state.uses, {})};
+    if (state.transfer) former.transfers.push_back(state.transfer);
+    fetch(unit, own, std::move(former));
   }
 }
 
-// The slot is free once every lease of its former occupants has ended on the device, and the last transfer into it.
-void Gatherer::fetch_into_slot(UnitId unit, scheduler::Slot index) {
-  UnitState& state = states_[unit.index];
-  if (state.slot != scheduler::kNoSlot) vacate(state);
-  SlotState& slot = slots_[index];
-  if (slot.occupant != scheduler::SlotTable::kEmpty) vacate(states_[slot.occupant]);
-  slot.occupant = unit.index;
-  state.slot = index;
-  fetch(unit, memory_.gather_slots()[index].data(), std::exchange(slot.uses, {}),
-        std::exchange(slot.transfer, nullptr));
+// A range is free once every lease of the units that lay there has ended on the device, and the last transfer of each.
+// A unit that was vacated is not asked again: the wait for it is enqueued on the stream of all later fetches.
+Gatherer::FormerUse Gatherer::vacate(const scheduler::Place& place) {
+  FormerUse former;
+  for (UnitState& state : states_) {
+    if (!state.place || !state.place->overlaps(place)) continue;
+    former.leases.insert(former.leases.end(), state.uses.begin(), state.uses.end());
+    if (state.transfer) former.transfers.push_back(std::move(state.transfer));
+    state.uses.clear();
+    state.transfer = nullptr;
+    state.place.reset();
+  }
+  return former;
 }
 
-// What the unit still does with its slot becomes the slot's own affair.
-void Gatherer::vacate(UnitState& state) {
-  SlotState& slot = slots_[state.slot];
-  slot.uses.insert(slot.uses.end(), state.uses.begin(), state.uses.end());
-  slot.transfer = std::move(state.transfer);
-  slot.occupant = scheduler::SlotTable::kEmpty;
-  state.uses.clear();
-  state.transfer = nullptr;
-  state.slot = scheduler::kNoSlot;
-}
-
-void Gatherer::fetch(UnitId unit, std::byte* target, std::vector<StreamEvent> after, std::shared_ptr<Transfer> former) {
+void Gatherer::fetch(UnitId unit, std::byte* target, FormerUse former) {
   auto transfer = std::make_shared<Transfer>();
   transfer->target = target;
   transfer->source = choose_source(unit);
   states_[unit.index].transfer = transfer;
-  transfer->submitted = executor_.enqueue([this, unit, transfer, after = std::move(after), former = std::move(former)] {
+  transfer->submitted = executor_.enqueue([this, unit, transfer, former = std::move(former)] {
     try {
-      for (const StreamEvent& event : after) streams_.up->wait(event, WaitCause::none);
-      if (former) {
-        streams_.up->wait(former->gathered, WaitCause::none);
-        streams_.up->wait(former->kept, WaitCause::none);
+      for (const StreamEvent& event : former.leases) streams_.up->wait(event, WaitCause::none);
+      for (const std::shared_ptr<Transfer>& last : former.transfers) {
+        streams_.up->wait(last->gathered, WaitCause::none);
+        streams_.up->wait(last->kept, WaitCause::none);
       }
       submit(unit, *transfer);
     } catch (...) {
@@ -284,61 +276,15 @@ void Gatherer::gather(UnitId unit, StreamRef stream) {
 
 void Gatherer::pin(UnitId unit, StreamRef stream) {
   UnitState& state = states_[unit.index];
-  if (state.pins.empty()) state.bound = bind(unit, stream);  // first: it may refuse, and then nothing has happened
-  try {
-    if (state.pins.empty()) {
-      if (state.bound != nullptr) state.bound_free = stream->record();
-      direct([&] { return planner_.gather(unit.index); });
-    }
-    await(state, stream);
-    state.pins.push_back(&*stream);
-  } catch (...) {
-    if (state.pins.empty()) abandon_binding(unit, stream);
-    throw;
+  if (state.pins.empty()) {
+    direct([&] {
+      const auto fetches = planner_.gather(unit.index);
+      if (!fetches) no_room(unit);
+      return *fetches;
+    });
   }
-}
-
-// Memory of the embedder's for a unit that has a binding, else null.
-std::byte* Gatherer::bind(UnitId unit, StreamRef stream) const {
-  const Unit& description = table_.unit(unit);
-  const Binding& binding = description.options.binding;
-  if (!binding) return nullptr;
-  std::byte* bound = binding.bind(unit, description.gathered_bytes, stream);
-  if (bound == nullptr) throw UsageError(fmt::format("the binding of unit '{}' returned no memory", description.name));
-  if (reinterpret_cast<std::uintptr_t>(bound) % kBindingAlignment != 0) {
-    if (binding.unbind) binding.unbind(unit, stream);
-    throw UsageError(fmt::format("the binding of unit '{}' returned memory at {}, which is not aligned to {} bytes",
-                                 description.name, static_cast<const void*>(bound), kBindingAlignment));
-  }
-  return bound;
-}
-
-// What the embedder enqueues on `stream` after this may overwrite the memory: nothing writes to it or reads from it by
-// then.
-void Gatherer::unbind(UnitId unit, StreamRef stream) {
-  UnitState& state = states_[unit.index];
-  if (state.bound == nullptr) return;
-  stream->wait(state.transfer->gathered, WaitCause::none);
-  stream->wait(state.transfer->kept, WaitCause::none);
-  for (const StreamEvent& event : state.uses) stream->wait(event, WaitCause::none);
-  give_back(unit, stream);
-}
-
-void Gatherer::give_back(UnitId unit, StreamRef stream) {
-  states_[unit.index].bound = nullptr;
-  if (const auto& unbind = table_.unit(unit).options.binding.unbind) unbind(unit, stream);
-}
-
-// Of a unit that could not be gathered: it is never leased, so nothing else gives its memory back.
-void Gatherer::abandon_binding(UnitId unit, StreamRef stream) {
-  UnitState& state = states_[unit.index];
-  if (state.bound == nullptr) return;
-  try {
-    if (state.transfer) state.transfer->submitted.wait();
-    unbind(unit, stream);
-  } catch (...) {  // there is an error already
-    give_back(unit, stream);
-  }
+  await(state, stream);
+  state.pins.push_back(&*stream);
 }
 
 // The host waits only until the fetch is submitted (for weights on NVMe: until they were read); the device then waits
@@ -363,7 +309,6 @@ void Gatherer::unpin(UnitId unit, StreamRef gathered_on, StreamRef stream) {
   state.uses.push_back(stream->record());
   state.pins.erase(pin);
   if (!state.pins.empty()) return;
-  unbind(unit, stream);
   direct([&] { return planner_.release(unit.index); });
 }
 
@@ -372,9 +317,7 @@ void Gatherer::drop_pins(UnitId unit) {
   UnitState& state = states_[unit.index];
   if (state.pins.empty()) return;
   for (platform::Stream* stream : state.pins) state.uses.push_back(stream->record());
-  const StreamRef last = *state.pins.back();
   state.pins.clear();
-  unbind(unit, last);
 }
 
 void Gatherer::finish(UnitId unit) {
@@ -390,9 +333,6 @@ void Gatherer::quiesce() const {
   for (const UnitState& state : states_) {
     for (const StreamEvent& event : state.uses) event.wait();
   }
-  for (const SlotState& slot : slots_) {
-    for (const StreamEvent& event : slot.uses) event.wait();
-  }
 }
 
 void Gatherer::invalidate() {
@@ -404,18 +344,15 @@ void Gatherer::invalidate() {
   if (weight_reader_ != nullptr) weight_reader_->invalidate();
 }
 
-void Gatherer::no_slot(UnitId unit) const {
+void Gatherer::no_room(UnitId unit) const {
   std::string holders;
-  std::uint64_t slot_bytes = 0;
-  for (std::uint32_t u = 0; u < table_.units().size(); ++u) {
-    slot_bytes = std::max(slot_bytes, table_.units()[u].gathered_bytes);
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u)
     if (!states_[u].pins.empty()) holders += (holders.empty() ? "'" : ", '") + table_.units()[u].name + "'";
-  }
   const tiers::Budget& budget = runtime_.device_budget();
   throw BudgetError(
       {.tier = budget.tier(),
        .have_bytes = budget.limit_bytes(),
-       .need_bytes = budget.limit_bytes() + slot_bytes,
+       .need_bytes = budget.limit_bytes() + round_up(table_.unit(unit).gathered_bytes, kBlockAlignment),
        .key = budget.key(),
        .detail = fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders)});
 }

@@ -3,12 +3,13 @@
 //
 // Threading  The program's thread calls everything; fetches run on the executor, copies on the `up` stream, all-gathers
 //            on the communication stream.
-// Errors     gather() throws what a fetch failed with; BudgetError when every slot is pinned.
+// Errors     gather() throws what a fetch failed with; BudgetError when pinned units leave no room.
 // Main path  gather -> FetchPlanner -> fetch (executor): [weight_reader] -> copy -> all-gather -> the caller's stream
 // waits.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <hoist/scheduler/executor.hpp>
@@ -33,9 +34,9 @@ struct Streams {
 
 class Gatherer {
  public:
-  // `slot_count`: of the memory's gather slots, how many there are on every rank.
+  // `gather_bytes`: as much of the gather memory as there is on every rank.
   Gatherer(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-           std::uint64_t slot_count, scheduler::Executor& executor, Streams& streams, WeightReader* weight_reader,
+           std::uint64_t gather_bytes, scheduler::Executor& executor, Streams& streams, WeightReader* weight_reader,
            UpdateQueue& updates, AbortNotifier& abort_notifier, comm::Communicator* group);
 
   // `last`: the weights may change after this pass.
@@ -60,6 +61,8 @@ class Gatherer {
   void stage_for(std::size_t kind);
 
   const scheduler::FetchPlanner& planner() const { return planner_; }
+  // Whether units that were gathered stay until the weights change.
+  bool all_fit() const { return planner_.all_fit(); }
 
  private:
   // Where a fetch comes from: this rank's shard and all others', or the secondary shards of its group.
@@ -81,19 +84,11 @@ class Gatherer {
     std::vector<platform::Stream*> pins;      // of every live lease, the stream it was gathered on
     std::shared_ptr<Transfer> transfer;       // of the weights that are, or will be, at transfer->target
     std::vector<platform::StreamEvent> uses;  // ends of leases since that transfer, not reached when last looked at
-    scheduler::Slot slot = scheduler::kNoSlot;
+    std::optional<scheduler::Place> place;    // in the gather memory, of that transfer
     bool valid_in_own_memory = false;
     bool secondary_current = false;    // the fetches issued so far leave the present weights' secondary shard
     platform::StreamEvent secondary;   // where it is there; executor only
     bool shard_current = false;        // device_shard holds the present weights; executor only
-    std::byte* bound = nullptr;        // memory of the embedder's
-    platform::StreamEvent bound_free;  // when it may be written to
-  };
-
-  struct SlotState {
-    std::uint32_t occupant = scheduler::SlotTable::kEmpty;
-    std::vector<platform::StreamEvent> uses;  // ends of leases of former occupants
-    std::shared_ptr<Transfer> transfer;       // of the last former occupant
   };
 
   template <typename Access>
@@ -103,10 +98,13 @@ class Gatherer {
   // secondary shard.
   std::vector<UnitId> staged_in_order(std::vector<UnitId> order, bool keeps) const;
   void issue(std::span<const scheduler::Fetch> fetches);
-  void fetch_into_slot(UnitId unit, scheduler::Slot slot);
-  void vacate(UnitState& state);
-  void fetch(UnitId unit, std::byte* target, std::vector<platform::StreamEvent> after,
-             std::shared_ptr<Transfer> former);
+  // What must have ended before something is fetched into a range.
+  struct FormerUse {
+    std::vector<platform::StreamEvent> leases;
+    std::vector<std::shared_ptr<Transfer>> transfers;
+  };
+  FormerUse vacate(const scheduler::Place& place);
+  void fetch(UnitId unit, std::byte* target, FormerUse former);
   void submit(UnitId unit, Transfer& transfer);
   void copy_up(UnitId unit, std::byte* target);
   bool is_fetched_again(UnitId unit) const;
@@ -122,12 +120,8 @@ class Gatherer {
   void pin(UnitId unit, StreamRef stream);
   void unpin(UnitId unit, StreamRef gathered_on, StreamRef stream);
   void drop_pins(UnitId unit);
-  std::byte* bind(UnitId unit, StreamRef stream) const;
-  void unbind(UnitId unit, StreamRef stream);
-  void give_back(UnitId unit, StreamRef stream);
-  void abandon_binding(UnitId unit, StreamRef stream);
   void await(UnitState& state, StreamRef stream);
-  [[noreturn]] void no_slot(UnitId unit) const;
+  [[noreturn]] void no_room(UnitId unit) const;
 
   Runtime& runtime_;
   const EngineOptions& options_;
@@ -144,7 +138,6 @@ class Gatherer {
   std::vector<std::uint32_t> planned_fetches_;  // of each unit in it; empty while it is recorded
   scheduler::FetchPlanner planner_;
   std::vector<UnitState> states_;
-  std::vector<SlotState> slots_;
 };
 
 }  // namespace hoist::detail

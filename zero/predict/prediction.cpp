@@ -48,10 +48,10 @@ scheduler::AccessTrace plain_pass(const detail::UnitTable& table) {
 std::vector<std::uint32_t> fetches_of(const EngineOptions& engine, const detail::MemoryPlan& memory) {
   const detail::UnitTable& table = memory.units().table();
   const scheduler::FetchPlannerOptions options =
-      detail::fetch_planner_options(engine, memory.units(), memory.device_buffers().slot_count);
+      detail::fetch_planner_options(engine, memory.units(), memory.device_buffers().gather_bytes);
   const scheduler::Plan plan =
       scheduler::plan(plain_pass(table), {.items = options.items,
-                                          .slot_count = options.slot_count,
+                                          .room_bytes = options.room_bytes,
                                           .prefetch_elements = options.prefetch_elements,
                                           .live_elements_max = options.live_elements_max,
                                           .reuse_distance_elements = options.reuse_distance_elements});
@@ -73,7 +73,7 @@ std::uint64_t other_device_bytes(const RuntimeOptions& runtime, const ProgramMem
 
 void describe_memory(const detail::MemoryPlan& plan, Prediction& out) {
   const detail::PinnedBuffers& pinned = plan.pinned_buffers();
-  out.gather_slots = plan.device_buffers().slot_count;
+  out.gather_bytes = plan.device_buffers().gather_bytes;
   out.gradient_buffers = plan.device_buffers().gradient_count;
   out.staging_buffers = pinned.staging_count;
   out.update_buffers = pinned.update_count;

@@ -57,7 +57,7 @@ struct Prediction {
   // The smallest larger one, in hundredths, that fits the device's budget; empty where this one does, or none does.
   std::optional<double> fitting_offload_ratio{};
 
-  std::uint64_t gather_slots = 0;
+  std::uint64_t gather_bytes = 0;  // device memory that gathered units share
   std::uint64_t gradient_buffers = 0;
   unsigned staging_buffers = 0;
   unsigned update_buffers = 0;

@@ -46,7 +46,7 @@ def load_config(config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config)
 def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config, *,
          groups: ParamsT | None = None, unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | None = None,
          initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
-         load_later: bool = False, scheduler: Any = None) -> Engine:
+         load_later: bool = False, scheduler: Any = None, device: torch.device | str | None = None) -> Engine:
     """Moves a model's parameters and optimizer states to where the configuration wants them.
 
     groups         parameter groups as torch.optim takes them; settings they lack are the configuration's
@@ -58,10 +58,12 @@ def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any]
     resume         continue from the newest commit of the store, if there is one
     load_later     where the store holds a run, do not refuse it but wait for restore() or load_checkpoint()
     scheduler      stepped after every step that was applied
+    device         where the model computes, if that is neither the CPU nor the CUDA device that the configuration names: an
+                   accelerator (PrivateUse1) whose memory the CPU shares, with "hoist": {"device": "host"}
     """
     return Engine(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
                   initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
-                  scheduler=scheduler)
+                  scheduler=scheduler, device=device)
 
 
 def initialize(args: Any = None, model: torch.nn.Module | None = None,
@@ -73,6 +75,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
                config_params: str | os.PathLike[str] | dict[str, Any] | None = None, *,
                unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | None = None,
                initialize: Initialize | None = None, seed: int = 0, resume: bool = False, load_later: bool = True,
+               device: torch.device | str | None = None,
                ) -> tuple[Engine, Optimizer, torch.utils.data.DataLoader[Any] | None, Any]:
     """What deepspeed.initialize takes and returns: (engine, optimizer, dataloader, scheduler).
 
@@ -109,7 +112,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         if not groups or not isinstance(groups[0], dict):
             groups = None  # plain parameters: the configuration's settings
     engine = Engine(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
-                    optimizer=kind, seed=seed, resume=resume, load_later=load_later)
+                    optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device)
     if client_groups is not None:
         engine.optimizer.adopt(client_groups)
     scheduler = lr_scheduler

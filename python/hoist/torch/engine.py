@@ -2,7 +2,7 @@
 """A PyTorch module whose parameters, gradients and optimizer states are lifted by hoist.
 
 Hooks on the modules say when weights are needed; gradients leave as soon as autograd has them. Between its uses a
-parameter shows NaN: what is up, and when, is decided in passes.py and in the extension, not by the model.
+parameter cannot be read: what is up, and when, is decided in passes.py and in the extension, not by the model.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.optim.optimizer import ParamsT
 from hoist import _hoist
 from hoist.optim import options_of
 from hoist.torch import checkpoints, distributed, initial, program_state
+from hoist.torch.devices import device_of
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer, refuse_schedule
@@ -41,7 +42,7 @@ class Engine:
     def __init__(self, model: nn.Module, config: _hoist.Config, *, groups: ParamsT | None = None,
                  unit_classes: Iterable[type[nn.Module]] = (), weights: str | None = None,
                  initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
-                 scheduler: Any = None, load_later: bool = False):
+                 scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None):
         self._refuse_wrapped(model, optimizer)
         refuse_schedule(scheduler)
         self.module = model
@@ -68,7 +69,8 @@ class Engine:
             raise _hoist.UsageError("the model has no parameters")
         self._cut = cut
         dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16 if self.fp16_enabled() else None
-        self._parameters = Parameters(model, cut, dtype, self._between_passes)
+        self.device = device_of(config, device)
+        self._parameters = Parameters(model, cut, dtype, self.device, self._between_passes)
         param_groups, group_of = self._groups(groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
         units = self._parameters.declare(group_of)
@@ -84,12 +86,13 @@ class Engine:
         self._training = settled
 
         self._passes = Passes(self._unit_manager, cut, self._parameters, micro_batches, config.scales_losses, self._require_life)
-        sources = self._parameters.move(self._unit_manager)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", self._unit_manager.device_ordinal)
+        sources = self._parameters.move(self._unit_manager, self.device)
         initial.materialize_buffers(model, initialize)
-        if dtype is not None:
-            self._parameters.cast_buffers()
         self._bring_to_life(sources, weights, initialize, seed, resume, load_later)
         del sources
+        self._parameters.place_buffers()
         self._parameters.note_versions()
 
         users = dict(cut.users)

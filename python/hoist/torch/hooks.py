@@ -13,7 +13,7 @@ from hoist import _hoist
 from hoist.torch.graphs import outside_of_graphs
 from hoist.torch.passes import Passes
 from hoist.torch.turns import FORWARD
-from hoist.torch.units import tensors_in
+from hoist.torch.units import reads_weights_in_backward, tensors_in
 
 
 class ModuleHook:
@@ -28,6 +28,7 @@ class ModuleHook:
         self.units = list(units)
         self.entered: list[list[int]] = []  # of calls under way, innermost last
         self.is_root = is_root
+        self.reads_in_backward = reads_weights_in_backward(module)
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
@@ -68,7 +69,7 @@ class ModuleHook:
                 passes.keep_up(entered, type(module).__name__)
             for unit in entered if nodes else ():
                 unit_manager.backward_of_call(unit)
-                if unit in passes.without_backward:
+                if not self.reads_in_backward:
                     continue
                 hook = unit_manager.backward_hook(unit)
                 for node in nodes:

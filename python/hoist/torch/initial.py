@@ -51,7 +51,7 @@ class InitialValues:
         unit = self._units[index]
         built = {p: self._sources[id(p)] for p in unit.parameters.values() if id(p) in self._sources}
         values = built if len(built) == len(unit.parameters) else self._make(index, unit) | built
-        self._alive = [v.detach().contiguous() for v in values.values()]
+        self._alive = [v.detach().to("cpu").contiguous() for v in values.values()]
         return {
             self._places[id(p)]: (v.data_ptr(), DTYPES[v.dtype], v.numel())
             for p, v in zip(values, self._alive, strict=True)
@@ -71,16 +71,17 @@ class InitialValues:
 
 @contextlib.contextmanager
 def _own_memory(parameters: Iterable[nn.Parameter], values: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Gives parameters memory outside of their windows, which are closed; with copies of the values that they have, by id."""
-    windows = {p: p.data for p in parameters}
+    """Gives parameters memory of their own for a while; with copies of the values that they have, by id."""
+    before = {p: p.data for p in parameters}
     try:
-        for parameter, window in windows.items():
+        for parameter, data in before.items():
             known = values.get(id(parameter))
-            parameter.data = torch.empty_like(window) if known is None else known.to(window.dtype, copy=True)
+            parameter.data = (torch.empty(data.shape, dtype=data.dtype, device="cpu") if known is None
+                              else known.to("cpu", data.dtype, copy=True))
         yield
     finally:
-        for parameter, window in windows.items():
-            parameter.data = window
+        for parameter, data in before.items():
+            parameter.data = data
 
 
 def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's parameters as the engine has them: declared once, moved over their units' windows, and from then on read and
+"""A model's parameters as the engine has them: declared once, moved into their units' memory, and from then on read and
 written by the names that PyTorch gives them."""
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from torch import nn
 
 from hoist import _hoist
 from hoist.torch import initial
+from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
 
 
 class Parameters:
     """Pre: `between_passes` ends a pass under way, or says why it cannot; called before anything is read or written."""
 
-    def __init__(self, module: nn.Module, cut: Model, dtype: torch.dtype | None, between_passes: Callable[[], None]):
+    def __init__(self, module: nn.Module, cut: Model, dtype: torch.dtype | None, device: torch.device,
+                 between_passes: Callable[[], None]):
         self._module = module
         self._cut = cut
         self._dtype = dtype  # of all weights, where the configuration says so
@@ -29,7 +31,8 @@ class Parameters:
         self._shape: dict[str, torch.Size] = {}
         self._type: dict[str, torch.dtype] = {}
         self.places: dict[int, int] = {}  # id of a parameter -> its number in the engine
-        self.unit_at: dict[int, int] = {}  # address of a unit's window -> unit
+        self._device = device
+        self.tensors: UnitTensors  # from move() on
         self.trainable: list[nn.Parameter] = []
         self._all: list[nn.Parameter] = []  # in the order of _number
         self._versions: list[int] = []  # of all, which every change in place counts up
@@ -38,20 +41,20 @@ class Parameters:
 
     def declare(self, group_of: dict[int, int]) -> list[_hoist.ManagedUnit]:
         units = []
-        for unit in self._cut.units:
+        for unit, beside in zip(self._cut.units, self._cut.used_together(), strict=True):
             specs = [
                 _hoist.ParameterSpec(
                     name, list(p.shape), initial.DTYPES[self._type_of(name, p)], p.requires_grad,
                     _hoist.GroupId(group_of.get(id(p), -1) + 1))
                 for name, p in unit.parameters.items()
             ]
-            units.append(_hoist.ManagedUnit(unit.name, specs, unit.shared))
+            units.append(_hoist.ManagedUnit(unit.name, specs, unit.shared, beside))
         return units
 
     def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        if parameter.device.type not in ("cpu", "meta"):
-            raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}: wrap the model before it is moved; "
-                                    "hoist brings weights to where they are used")
+        if parameter.device.type not in ("cpu", "meta", self._device.type):
+            raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}, and this engine computes on "
+                                    f"{self._device.type}: set \"hoist\": {{\"device\": ...}}, or wrap the model on the CPU")
         dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
         if dtype not in initial.DTYPES:
             raise _hoist.UsageError(f"parameter '{name}' is {dtype}; float32, bfloat16 and float16 are trained here")
@@ -60,23 +63,23 @@ class Parameters:
                                     "{\"enabled\": true}, or build the model in float32")
         return dtype
 
-    def move(self, unit_manager: _hoist.UnitManager) -> dict[int, torch.Tensor]:
-        """Makes every parameter a tensor over its unit's window. Returns what they were built with, by id."""
+    def move(self, unit_manager: _hoist.UnitManager, device: torch.device) -> dict[int, torch.Tensor]:
+        """Gives every parameter to the engine, and its memory back. Returns what they were built with, by id."""
         self._unit_manager = unit_manager
+        self._device = device
+        self.tensors = UnitTensors([unit.name for unit in self._cut.units], device)
         sources: dict[int, torch.Tensor] = {}
         for index, unit in enumerate(self._cut.units):
-            memory = torch.from_dlpack(unit_manager.memory(index))
-            self.unit_at[memory.data_ptr()] = index
             for name, parameter in list(unit.parameters.items()):
                 number, self._unit[name], offset = unit_manager.place(name)
                 dtype = self._type_of(name, parameter)
-                count = parameter.numel() * dtype.itemsize
-                view = memory[offset:offset + count].view(dtype).view(parameter.shape)
+                absent = self.tensors.absent(index, parameter.shape, dtype)
                 if parameter.is_meta:
-                    parameter = self._replace(unit, name, parameter, view)
+                    parameter = self._replace(unit, name, parameter, absent)
                 else:
                     sources[id(parameter)] = parameter.data
-                    parameter.data = view
+                    parameter.data = absent
+                self.tensors.add(index, parameter, offset)
                 self.places[id(parameter)] = self._number[name] = number
                 self._all.append(parameter)
                 self._shape[name] = parameter.shape
@@ -84,11 +87,12 @@ class Parameters:
                 if parameter.requires_grad:
                     self.trainable.append(parameter)
                     parameter.register_post_accumulate_grad_hook(unit_manager.gradient_hook(number))
+        self.tensors.connect(unit_manager)
         return sources
 
-    def _replace(self, unit: Unit, name: str, meta: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+    def _replace(self, unit: Unit, name: str, meta: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
         """A parameter on the meta device cannot be given memory; its place in every module can."""
-        parameter = nn.Parameter(view, requires_grad=meta.requires_grad)
+        parameter = nn.Parameter(values, requires_grad=meta.requires_grad)
         for module in self._module.modules():
             for key, value in module._parameters.items():
                 if value is meta:
@@ -118,11 +122,13 @@ class Parameters:
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
-    def cast_buffers(self) -> None:
+    def place_buffers(self) -> None:
+        """Where the weights are, in their type if the configuration says one."""
         for module in self._module.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(self._dtype)
+                if buffer is not None:
+                    dtype = self._dtype if self._dtype is not None and buffer.is_floating_point() else buffer.dtype
+                    module._buffers[name] = buffer.to(self._device, dtype)
 
     def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self._module.named_modules():
@@ -148,7 +154,7 @@ class Parameters:
     def read(self, name: str, state: _hoist.State = _hoist.State.master) -> torch.Tensor:
         self._between_passes()
         name = self.own_name(name)
-        out = torch.empty(self._shape[name].numel())
+        out = torch.empty(self._shape[name].numel(), device="cpu")
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
         self._unit_manager.read(self._number[name], state, 0, array)
         return out.view(self._shape[name])
@@ -158,7 +164,7 @@ class Parameters:
         name = self.own_name(name)
         if values.shape != self._shape[name]:
             raise _hoist.UsageError(f"'{name}' is {tuple(self._shape[name])}, the values are {tuple(values.shape)}")
-        array: Any = values.detach().float().contiguous().view(-1)  # as in read()
+        array: Any = values.detach().to("cpu", torch.float32).contiguous().view(-1)  # as in read()
         self._unit_manager.write(self._number[name], state, 0, array)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -191,14 +197,14 @@ class Parameters:
         return self._unit_manager.export(directory, initial.DTYPES[dtype], shard_bytes_max)
 
     def keep_state_dicts_true(self) -> None:
-        """`model.state_dict()`, as save_pretrained and others call it, would show NaN."""
+        """`model.state_dict()`, as save_pretrained and others call it, would have no values."""
         def fill(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: Any) -> None:
             for name in list(self._number) + list(self._cut.aliases):
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = _as_type(self.read(name), self._type[self.own_name(name)])
 
-        # PyTorch would go on to copy the values into windows that are closed: memory outside of every budget, and no NaN
-        # any more. What was written is taken out of its (own) dictionary, and is not missing for that.
+        # PyTorch would go on to copy the values into parameters whose units are not up. So what was written is taken out of
+        # its (own) dictionary, and is not missing for that.
         written: set[str] = set()
 
         def load(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:

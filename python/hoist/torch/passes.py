@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hoist import _hoist
-from hoist.torch.turns import FORWARD, Turns
-from hoist.torch.units import Model, reads_weights_in_backward
+from hoist.torch.turns import BACKWARD, FORWARD, Turns
+from hoist.torch.units import Model
 from hoist.torch.watch import Watch
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ class Passes:
         self.left_by = ""  # what ended the last pass before its time
         self.calls: list[ModuleHook] = []  # under way, innermost last
         self.turns = Turns(unit_manager.require_process)
-        self.without_backward = {i for i, unit in enumerate(cut.units) if not reads_weights_in_backward(unit)}
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ class Passes:
         kind = unit_manager.current_pass
         if kind not in self._watched and not torch.compiler.is_compiling():
             watch: contextlib.AbstractContextManager[object] = Watch(
-                self._parameters.unit_at, unit_manager.is_up, self._use_unannounced)
+                self._parameters.tensors.unit_of, unit_manager.is_up, self._use_unannounced)
             self._watch = watch
             watch.__enter__()
 
@@ -154,11 +153,14 @@ class Passes:
             if unit_manager.current_pass is not None:
                 self.left_by = text_of(sys.exc_info()[1])
                 unit_manager.discard()
-        elif unit_manager.current_pass == _hoist.Pass.evaluate and not unit_manager.all_still_up():
+        elif unit_manager.current_pass == _hoist.Pass.evaluate and not unit_manager.keeps_all_up():
             unit_manager.end()
 
     def _use_unannounced(self, unit: int) -> None:
         """An operator uses weights that no hook has brought up."""
+        if self._unit_manager.is_held(unit):
+            self._unit_manager.bring_back(unit)
+            return
         self._unit_manager.share(unit)
         name = self._cut.units[unit].name
         if self.calls:
@@ -202,7 +204,9 @@ class Passes:
 
     def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
         first = "backward" not in self._watched
-        watch = Watch(self._parameters.unit_at, self._unit_manager.is_up, self._use_unannounced_in_backward) if first else None
+        watch = None
+        if first:
+            watch = Watch(self._parameters.tensors.unit_of, self._unit_manager.is_up, self._use_unannounced_in_backward)
         scaled = self.scale(loss)
         self._is_called = True
         try:
@@ -221,7 +225,7 @@ class Passes:
             self._backward_ends()
 
     def backward_begins(self, *_: object) -> None:
-        self.turns.require("backward()")
+        self.turns.require(BACKWARD)
         if self._backward_seen:
             return
         if self._scales_losses and not self._is_scaled:
@@ -241,6 +245,9 @@ class Passes:
         self.due = self.micro_batch == self.micro_batches
 
     def _use_unannounced_in_backward(self, unit: int) -> None:
+        if self._unit_manager.is_held(unit):
+            self._unit_manager.bring_back(unit)
+            return
         self._unit_manager.share(unit)
         self._unit_manager.enter(unit)
         self._always_up.append(unit)

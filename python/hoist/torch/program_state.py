@@ -68,7 +68,7 @@ def fill_buffers(saved: dict[str, list[Any]], buffers: dict[str, torch.Tensor]) 
 
 
 def _text_of(buffer: torch.Tensor) -> list[Any]:
-    raw = buffer.detach().contiguous().view(-1).view(torch.uint8)
+    raw = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [str(buffer.dtype), list(buffer.shape), base64.b64encode(raw.numpy().tobytes()).decode()]
 
 

@@ -146,6 +146,9 @@ class Trainer(transformers.Trainer):
             client = super().create_optimizer(model)
         self.engine, self.optimizer, _, schedule = hoist.torch.initialize(
             model=self.model, optimizer=client, config=config, **self._hoist_options)
+        if self.engine.device.type != self.args.device.type:
+            raise _hoist.UsageError(f"TrainingArguments' device is {self.args.device}, and hoist's is {self.engine.device}: pass "
+                                    "use_cpu=True, or set \"hoist\": {\"device\": \"cuda\"}")
         if config.has_schedule:
             self.lr_scheduler = schedule
         if self.args.torch_compile:  # only now: graphs end at the hooks

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from hoist import _hoist
 
 if TYPE_CHECKING:
@@ -17,44 +19,53 @@ if TYPE_CHECKING:
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-FORWARD = "forward()"
+FORWARD, BACKWARD = "forward()", "backward()"
 
 
 class Turns:
     """Who has the turn: the calls under way, all of one thread, outermost first.
 
-    `require_process` raises in a process that was forked from the engine's.
+    On an accelerator autograd runs a backward pass, hooks included, on a thread of its own while the thread that began it
+    waits: it has the turn of that thread. `require_process` raises in a process that was forked from the engine's.
     """
 
     def __init__(self, require_process: Callable[[], None]) -> None:
         self._require_process = require_process
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # of what follows
         self._thread: threading.Thread | None = None
         self._calls: list[str] = []
         self._interrupted = ""
 
     @property
     def is_free_or_mine(self) -> bool:
-        return not self._calls or self._thread is threading.current_thread()
+        return not self._calls or self._thread is threading.current_thread() or self._is_in_its_backward_pass
+
+    @property
+    def _is_in_its_backward_pass(self) -> bool:
+        return BACKWARD in self._calls and torch._C._current_graph_task_id() != -1
 
     def begin(self, call: str) -> None:
         """Errors: UsageError while another thread has the turn, after a call that was interrupted, and in a forked process."""
         self._require_process()
         if self._interrupted:
             raise _hoist.UsageError(f"{call} after {self._interrupted}: it is unknown what that call has done. {_REMEDY}")
-        if not self._lock.acquire(blocking=False):
-            self._refuse_concurrent(call)
-        if self._calls and self._calls[-1] == FORWARD:  # its end was never seen
-            self._lock.release()
-            self.interrupt(f"{FORWARD} was interrupted")
-            raise _hoist.UsageError(f"{call} in the middle of {FORWARD}, or after {FORWARD} was interrupted. {_REMEDY}")
-        self._thread = threading.current_thread()
-        self._calls.append(call)
+        with self._lock:
+            may_begin = self.is_free_or_mine
+            in_forward = self._calls[-1:] == [FORWARD]  # its end was never seen
+            if may_begin and not in_forward:
+                if not self._calls:
+                    self._thread = threading.current_thread()
+                self._calls.append(call)
+                return
+        if not may_begin:
+            return self._refuse_concurrent(call)
+        self.interrupt(f"{FORWARD} was interrupted")
+        raise _hoist.UsageError(f"{call} in the middle of {FORWARD}, or after {FORWARD} was interrupted. {_REMEDY}")
 
     def end(self) -> None:
-        if self._calls:
-            self._calls.pop()
-            self._lock.release()
+        with self._lock:
+            if self._calls:
+                self._calls.pop()
 
     def require(self, call: str) -> None:
         """Errors: UsageError while another thread has the turn, and in a forked process."""
@@ -67,7 +78,7 @@ class Turns:
 
     def forget(self) -> None:
         """For an engine that begins again, or ends."""
-        self._lock, self._thread, self._calls, self._interrupted = threading.RLock(), None, [], ""
+        self._lock, self._thread, self._calls, self._interrupted = threading.Lock(), None, [], ""
 
     @contextlib.contextmanager
     def of(self, call: str) -> Iterator[None]:

@@ -38,6 +38,18 @@ class Model:
     users: list[tuple[nn.Module, list[int]]]
     aliases: dict[str, str]  # other names of shared parameters -> the first one
 
+    def used_together(self) -> list[list[int]]:
+        """For each unit the earlier ones that are always up when it is: a call needs its module's units, and those of every
+        module that contains it."""
+        together: list[set[int]] = [set() for _ in self.units]
+        units_of_module = {id(module): units for module, units in self.users}
+        for module, units in self.users:
+            inside = {unit for inner in module.modules() for unit in units_of_module.get(id(inner), ())}
+            for outer in units:
+                for inner in inside - {outer}:
+                    together[max(outer, inner)].add(min(outer, inner))
+        return [sorted(units) for units in together]
+
 
 def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model:
     """Cuts a model into units; modules of `classes` are units whatever they contain."""
@@ -90,9 +102,9 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def reads_weights_in_backward(unit: Unit) -> bool:
-    """False where the gradient can be made without the weights: embeddings."""
-    return not (isinstance(unit.module, nn.Embedding) and unit.module.max_norm is None)
+def reads_weights_in_backward(module: nn.Module) -> bool:
+    """False if the backward pass of the module's calls does without its weights: embeddings."""
+    return not (isinstance(module, nn.Embedding) and module.max_norm is None)
 
 
 _WITHOUT_TENSORS = (str, bytes, int, float, complex, type, type(None), nn.Module, torch.dtype, torch.device)

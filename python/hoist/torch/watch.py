@@ -2,7 +2,7 @@
 """Finds uses of weights that no hook announces, in the first pass of each kind.
 
 A model may use a parameter outside of the module that holds it: `F.linear(x, self.embedding.weight)`. Nothing calls the
-holder then, and its weights would not be up. So the first passes run under a dispatch mode that sees the memory of every
+holder then, and its weights would not be up. So the first passes run under a dispatch mode that sees the storage of every
 operator's tensors; what it finds is brought up there and then, and known from then on.
 """
 
@@ -21,9 +21,10 @@ from hoist.torch.graphs import outside_of_graphs
 class Watch(TorchDispatchMode):
     """Calls `missing(unit)` before an operator gets a tensor of a unit that is not up."""
 
-    def __init__(self, unit_at: dict[int, int], is_up: Callable[[int], bool], missing: Callable[[int], None]):
+    def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
+                 missing: Callable[[int], None]):
         TorchDispatchMode.__init__(self)
-        self._unit_at = unit_at  # address of a unit's memory -> unit
+        self._unit_of = unit_of
         self._is_up = is_up
         self._missing = missing
 
@@ -34,13 +35,15 @@ class Watch(TorchDispatchMode):
     @outside_of_graphs
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        for value in tree_leaves((args, kwargs)):
-            if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
-                continue
-            try:
-                unit = self._unit_at.get(value.untyped_storage().data_ptr())
-            except (RuntimeError, NotImplementedError):  # tensors without memory
-                continue
-            if unit is not None and not self._is_up(unit):
+        units = [unit for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
+                 and (unit := self._unit_shown_by(value)) is not None]
+        for unit in units:
+            if not self._is_up(unit):
                 self._missing(unit)
         return func(*args, **kwargs)
+
+    def _unit_shown_by(self, tensor: torch.Tensor) -> int | None:
+        try:
+            return self._unit_of(tensor)
+        except (RuntimeError, NotImplementedError):  # tensors without memory
+            return None

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model computes, and how its streams and memory are named to the extension.
+
+Three kinds: CPU tensors, whose operators run on the calling thread; CUDA, whose operators run on PyTorch's current stream; and
+an accelerator (PrivateUse1) whose memory is the CPU's. The operators of the last run on the calling thread, or on the stream that
+hoist_stream() of its module returns (_hoist.HostStream).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hoist import _hoist
+
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_EXTENSION = 1, 2, 12
+
+
+def device_of(config: _hoist.Config, wanted: torch.device | str | None) -> torch.device:
+    """Without an index. Errors: UsageError for a device that the configuration's does not go with."""
+    of_config = torch.device("cuda" if config.device == "cuda" else "cpu")
+    if of_config.type == "cuda" and not torch.cuda.is_available():
+        raise _hoist.UsageError('"hoist": {"device": "cuda"}, and this PyTorch finds no CUDA device: install PyTorch with CUDA, '
+                                'or set the device to "host"')
+    if wanted is None:
+        return of_config
+    device = torch.device(wanted)
+    shares_memory = device.type == torch._C._get_privateuse1_backend_name() and of_config.type == "cpu"
+    if device.type != of_config.type and not shares_memory:
+        raise _hoist.UsageError(f"wrap(device='{device}'), and the configuration's device is {of_config.type}: set \"hoist\": "
+                                "{\"device\": \"cuda\" or \"host\"}")
+    return device
+
+
+def current_stream_of(device: torch.device) -> Callable[[], Any] | None:
+    """None: operators run on the calling thread."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.current_stream(device).cuda_stream
+    return getattr(getattr(torch, device.type, None), "hoist_stream", None)
+
+
+def dlpack_device_of(device: torch.device) -> tuple[int, int]:
+    kinds = {"cpu": _DLPACK_CPU, "cuda": _DLPACK_CUDA}
+    return kinds.get(device.type, _DLPACK_EXTENSION), device.index or 0

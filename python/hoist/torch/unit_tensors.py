@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters as tensors over hoist's device memory, readable only while their unit is up.
+
+Each unit has a place in that memory, which other units use at other times. So its tensors are made once, and views of them
+that autograd saves stay right; but outside of the unit's uses they must not be read. PyTorch 2.13 and newer refuse every
+access to a storage that is marked, through views as well, with a message that names the unit. In older versions a parameter
+without its memory is NaN.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hoist import _hoist
+from hoist.torch.devices import current_stream_of, dlpack_device_of
+
+_mark: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_unmark: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+CAN_REFUSE = _mark is not None and _unmark is not None
+
+
+class _Unit:
+    def __init__(self, name: str, device: torch.device):
+        self.refusal = (f"the weights of unit '{name}' are not loaded: hoist brings them up for the forward and backward passes "
+                        "of their module. engine.read(name) and engine.gathered(names) give them at other times")
+        self.parameters: list[tuple[nn.Parameter, int]] = []  # with the offset in the unit's memory, in bytes
+        self.absent: list[torch.Tensor] = []  # what each parameter is while the unit has no memory
+        self.views: list[torch.Tensor] = []  # what it is over the unit's memory
+        self.storage: torch.UntypedStorage | None = None  # of that memory
+        # All bits set: NaN in every type. A storage of its own tells the unit's parameters from others.
+        self.nan = torch.full((2,), -1, dtype=torch.int16).to(device)
+        self.mark(self.nan.untyped_storage())
+
+    def mark(self, storage: torch.UntypedStorage) -> None:
+        if CAN_REFUSE:
+            _mark(storage._cdata, self.refusal)
+
+    def show(self, tensors: list[torch.Tensor]) -> None:
+        for (parameter, _), tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+
+class UnitTensors:
+    """The UnitManager calls bind, open, close and unbind."""
+
+    def __init__(self, names: list[str], device: torch.device):
+        self._device = device
+        self._units = [_Unit(name, device) for name in names]
+        self._unit_of = {unit.nan.untyped_storage()._cdata: index for index, unit in enumerate(self._units)}
+
+    def connect(self, unit_manager: _hoist.UnitManager) -> None:
+        me = weakref.ref(self)  # hooks of the parameters own the UnitManager, which must not own the parameters
+
+        def calling(method: Callable[..., None]) -> Callable[..., None]:
+            def call(*args: Any) -> None:
+                alive = me()
+                if alive is not None:
+                    method(alive, *args)
+            return call
+
+        methods = (calling(method) for method in (UnitTensors.bind, UnitTensors.open, UnitTensors.close, UnitTensors.unbind))
+        unit_manager.connect(*methods, current_stream_of(self._device), *dlpack_device_of(self._device))
+
+    def absent(self, index: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """What a parameter is before its unit has memory."""
+        return self._units[index].nan.view(dtype)[:1].expand(shape.numel()).view(shape)
+
+    def add(self, index: int, parameter: nn.Parameter, offset: int) -> None:
+        """Pre: `parameter.data` is what absent() made."""
+        unit = self._units[index]
+        unit.parameters.append((parameter, offset))
+        unit.absent.append(parameter.data)
+
+    def unit_of(self, tensor: torch.Tensor) -> int | None:
+        """The unit whose memory a tensor shows, if any."""
+        return self._unit_of.get(tensor.untyped_storage()._cdata)
+
+    def bind(self, index: int, memory: Any) -> None:
+        unit = self._units[index]
+        data = torch.from_dlpack(memory)
+        if unit.storage is not None:
+            del self._unit_of[unit.storage._cdata]
+        unit.storage = data.untyped_storage()
+        self._unit_of[unit.storage._cdata] = index
+        unit.views = []
+        for (_, offset), absent in zip(unit.parameters, unit.absent, strict=True):
+            part = data[offset:offset + absent.numel() * absent.element_size()]
+            unit.views.append(part.view(absent.dtype).view(absent.shape))
+        if CAN_REFUSE:
+            unit.show(unit.views)
+
+    def open(self, index: int) -> None:
+        unit = self._units[index]
+        assert unit.storage is not None
+        if CAN_REFUSE:
+            _unmark(unit.storage._cdata)
+        else:
+            unit.show(unit.views)
+
+    def close(self, index: int) -> None:
+        unit = self._units[index]
+        assert unit.storage is not None
+        if CAN_REFUSE:
+            unit.mark(unit.storage)
+        else:
+            unit.show(unit.absent)
+
+    def unbind(self) -> None:
+        for unit in self._units:
+            if unit.storage is None:
+                continue
+            unit.mark(unit.storage)  # for views that the program has
+            del self._unit_of[unit.storage._cdata]
+            unit.storage = None
+            unit.views = []
+            unit.show(unit.absent)

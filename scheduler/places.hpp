@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// scheduler/places.hpp - where each item lies in the gather memory, which is smaller than all items together. Pure.
+//
+// Every item has a home: one range of the gather memory, the same in every pass, so that its address never changes.
+// Items whose homes overlap take turns. An item leaves its home only if a pinned item is in the way when it is needed,
+// and returns with the next pass. Equal calls give equal places on every rank.
+//
+// Threading  One thread at a time.
+// Errors     None of its own: pin() says that there is no room.
+// Main path  choose_homes -> Places; in a pass: pin, of, unpin; then reset.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <vector>
+
+namespace hoist::scheduler {
+
+// Index of something that is fetched whole: a unit.
+using Item = std::uint32_t;
+
+// A range of the gather memory, in bytes.
+struct Place {
+  std::uint64_t begin = 0;
+  std::uint64_t bytes = 0;
+
+  std::uint64_t end() const { return begin + bytes; }
+  bool overlaps(const Place& other) const { return begin < other.end() && other.begin < end(); }
+  friend bool operator==(const Place&, const Place&) = default;
+};
+
+// What an item needs of the gather memory.
+struct ItemRoom {
+  std::uint64_t bytes = 0;         // 0: none, it has memory of its own
+  std::vector<Item> beside{};      // items that are pinned while this one is: their homes never overlap its
+  bool stable_in_pass = false;     // once fetched, it does not move before the next pass
+};
+
+// The least gather memory in which every item can be pinned together with those it stands beside.
+std::uint64_t least_room_bytes(std::span<const ItemRoom> items);
+// All of them at once.
+std::uint64_t most_room_bytes(std::span<const ItemRoom> items);
+// One home for each item, such that items that follow each other in the list overlap as late as possible: they are
+// expected to be used in this order, or in the reverse one. Pre: total_bytes >= least_room_bytes(items).
+std::vector<Place> choose_homes(std::span<const ItemRoom> items, std::uint64_t total_bytes);
+
+// The places of a pass.
+class Places {
+ public:
+  // Pre: as choose_homes().
+  Places(std::vector<ItemRoom> items, std::uint64_t total_bytes);
+
+  // A pass begins: every item is at home, and none is pinned.
+  void reset();
+  const Place& of(Item item) const { return places_[item]; }
+  bool pinned(Item item) const { return pinned_[item]; }
+  // Pins the item at its place, after moving it if a pinned item overlaps it. Returns false if there is no room for it,
+  // or it may not move any more; nothing has changed then. Pre: it needs room and is not pinned.
+  bool pin(Item item);
+  void unpin(Item item);
+  // Whether no two homes overlap: every item stays once it was fetched.
+  bool all_fit() const { return all_fit_; }
+
+ private:
+  bool is_free(const Place& place) const;
+  bool move(Item item);
+
+  std::vector<ItemRoom> items_;
+  std::uint64_t total_bytes_;
+  std::vector<Place> homes_;
+  bool all_fit_ = true;
+  std::vector<Place> places_;
+  std::vector<bool> pinned_;
+  std::vector<bool> used_;                      // in this pass
+  std::map<std::uint64_t, Item> pinned_ranges_;  // by where they begin
+};
+
+}  // namespace hoist::scheduler

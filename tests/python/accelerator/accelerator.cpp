@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+// A PyTorch device for tests: CPU memory, and operators that run later, on a stream of hoist's host device.
+//
+// As on a GPU, an operator returns before it has run, and autograd runs the backward pass on a thread of its own. The stream
+// delays its work at random. Memory is filled with NaN when it is taken and when it is freed, and freed in the stream's
+// order. So a missing wait in hoist shows in a result.
+//
+// Each operator is inferred on meta tensors, which gives the outputs, and enqueued as the CPU's operator on tensors over the
+// same memory. What cannot be inferred (results that depend on data) runs at once, after the stream has caught up.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+
+namespace {
+
+constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
+
+// --- the stream ------------------------------------------------------------------------------------------------------
+
+struct StreamFunctions {
+  void* stream = nullptr;
+  void (*launch)(void* stream, void (*run)(void* work), void* work) = nullptr;
+  void (*synchronize)(void* stream) = nullptr;
+};
+StreamFunctions functions;
+std::mutex error_mutex;
+std::exception_ptr error;  // the first of an operator, for the next call that waits
+
+void enqueue(std::function<void()> work) {
+  auto* owned = new std::function<void()>(std::move(work));
+  functions.launch(
+      functions.stream,
+      [](void* p) {
+        const std::unique_ptr<std::function<void()>> task(static_cast<std::function<void()>*>(p));
+        try {
+          (*task)();
+        } catch (...) {
+          const std::lock_guard lock(error_mutex);
+          if (!error) error = std::current_exception();
+        }
+      },
+      owned);
+}
+
+void synchronize() {
+  if (PyGILState_Check() != 0) {
+    const pybind11::gil_scoped_release release;  // an operator's last tensor may need it
+    functions.synchronize(functions.stream);
+  } else {
+    functions.synchronize(functions.stream);
+  }
+  const std::lock_guard lock(error_mutex);
+  if (error) std::rethrow_exception(std::exchange(error, nullptr));
+}
+
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+struct Block {
+  void* data;
+  std::size_t bytes;
+};
+
+void free_later(void* context) {
+  const Block block = *std::unique_ptr<Block>(static_cast<Block*>(context));
+  enqueue([block] {
+    std::memset(block.data, 0xFF, block.bytes);
+    std::free(block.data);
+  });
+}
+
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t bytes) override {
+    const c10::Device device(kType, 0);
+    if (bytes == 0) return {nullptr, device};
+    void* data = std::malloc(bytes);
+    std::memset(data, 0xFF, bytes);
+    return {data, new Block{data, bytes}, &free_later, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* target, const void* source, std::size_t bytes) const override {
+    std::memcpy(target, source, bytes);
+  }
+};
+Allocator allocator;
+REGISTER_ALLOCATOR(kType, &allocator);
+
+// --- the device ------------------------------------------------------------------------------------------------------
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
+  c10::Device getDevice() const override { return {kType, 0}; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  bool queryStream(const c10::Stream&) const override { return false; }
+  void synchronizeStream(const c10::Stream&) const override { synchronize(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize(); }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
+    synchronize();
+    at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
+  }
+};
+[[maybe_unused]] const bool registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return true;
+}();
+
+// --- operators -------------------------------------------------------------------------------------------------------
+
+bool is_here(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
+
+// A CPU tensor over the same memory, which it keeps.
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  if (!is_here(tensor)) return tensor;
+  const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
+  if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [keep = tensor](void*) {}, options);
+}
+
+at::Tensor on_meta(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+}
+
+at::Tensor like_meta(const at::Tensor& meta) {
+  return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(c10::Device(kType, 0)));
+}
+
+// The same value with `change` done to each of its tensors.
+template <typename Change>
+c10::IValue with_tensors(const c10::IValue& value, const Change& change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(change(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList().vec())
+      list.push_back(tensor ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
+    return list;
+  }
+  if (value.isDevice() && value.toDevice().type() == kType) return change.device();
+  return value;
+}
+
+struct ToCpu {
+  at::Tensor operator()(const at::Tensor& tensor) const { return on_cpu(tensor); }
+  c10::IValue device() const { return c10::Device(at::kCPU); }
+};
+struct ToMeta {
+  at::Tensor operator()(const at::Tensor& tensor) const { return on_meta(tensor); }
+  c10::IValue device() const { return c10::Device(at::kMeta); }
+};
+
+template <typename Change>
+torch::jit::Stack changed(const torch::jit::Stack& arguments, const Change& change) {
+  torch::jit::Stack result;
+  for (const c10::IValue& value : arguments) result.push_back(with_tensors(value, change));
+  return result;
+}
+
+// The argument that a result is, of an operator that writes to its arguments; -1: it is new.
+int aliased_argument(const c10::FunctionSchema& schema, std::size_t result) {
+  const c10::AliasInfo* info = schema.returns()[result].alias_info();
+  if (info == nullptr) return -1;
+  for (std::size_t a = 0; a < schema.arguments().size(); ++a) {
+    const c10::AliasInfo* other = schema.arguments()[a].alias_info();
+    if (other != nullptr && other->beforeSets() == info->beforeSets()) return static_cast<int>(a);
+  }
+  return -1;
+}
+
+// Copies what the CPU's operator made into the tensors that stand for it.
+void copy_results(const torch::jit::Stack& made, const torch::jit::Stack& wanted, const std::vector<int>& aliases) {
+  for (std::size_t r = 0; r < wanted.size(); ++r) {
+    if (aliases[r] >= 0) continue;
+    if (wanted[r].isTensor()) {
+      if (wanted[r].toTensor().defined()) on_cpu(wanted[r].toTensor()).copy_(made[r].toTensor());
+    } else if (wanted[r].isTensorList()) {
+      const auto from = made[r].toTensorVector(), to = wanted[r].toTensorVector();
+      for (std::size_t i = 0; i < to.size(); ++i) on_cpu(to[i]).copy_(from[i]);
+    }
+  }
+}
+
+std::optional<torch::jit::Stack> infer(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  torch::jit::Stack stack = changed(arguments, ToMeta{});
+  try {
+    op.callBoxed(&stack);
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+  for (const c10::IValue& value : stack)
+    if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
+  return stack;
+}
+
+// Tensors that are written to, and were given without their size.
+void resize_outputs(const torch::jit::Stack& inferred, const torch::jit::Stack& arguments,
+                    const std::vector<int>& aliases) {
+  for (std::size_t r = 0; r < inferred.size(); ++r) {
+    if (aliases[r] < 0 || !inferred[r].isTensor()) continue;
+    const at::Tensor target = arguments[static_cast<std::size_t>(aliases[r])].toTensor();
+    if (target.sizes() != inferred[r].toTensor().sizes()) target.resize_(inferred[r].toTensor().sizes());
+  }
+}
+
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const std::size_t count = schema.arguments().size();
+  const torch::jit::Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+  torch::jit::drop(*stack, count);
+  std::vector<int> aliases;
+  for (std::size_t r = 0; r < schema.returns().size(); ++r) aliases.push_back(aliased_argument(schema, r));
+
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  std::optional<torch::jit::Stack> inferred = infer(op, arguments);
+  if (inferred) resize_outputs(*inferred, arguments, aliases);
+  torch::jit::Stack work = changed(arguments, ToCpu{});
+  const bool later = inferred.has_value();
+  if (!later) {
+    synchronize();
+    op.callBoxed(&work);
+    inferred = work;
+  }
+  torch::jit::Stack results;
+  for (std::size_t r = 0; r < inferred->size(); ++r) {
+    if (aliases[r] >= 0) {
+      results.push_back(arguments[static_cast<std::size_t>(aliases[r])]);
+      continue;
+    }
+    struct Make {
+      at::Tensor operator()(const at::Tensor& t) const { return t.defined() ? like_meta(t) : t; }
+      c10::IValue device() const { return {}; }
+    };
+    results.push_back(with_tensors((*inferred)[r], Make{}));
+  }
+  if (later) {
+    enqueue([op, work = std::move(work), results, aliases]() mutable {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op.callBoxed(&work);
+      copy_results(work, results, aliases);
+    });
+  } else {
+    copy_results(work, results, aliases);
+  }
+  for (c10::IValue& result : results) stack->push_back(std::move(result));
+}
+
+at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const auto options = at::TensorOptions().dtype(c10::dtype_or_default(dtype)).device(at::kMeta);
+  const at::Tensor meta = at::empty(C10_AS_INTARRAYREF_SLOW(size), options, format);
+  return like_meta(meta);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+  if (!is_here(target)) {
+    synchronize();
+    target.copy_(on_cpu(source));
+    return target;
+  }
+  // Pageable memory may change after the call.
+  const at::Tensor from = is_here(source) ? on_cpu(source) : source.clone();
+  enqueue([from, to = on_cpu(target)] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    to.copy_(from);
+  });
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  if (target.sizes() != source.sizes()) target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+at::Scalar local_scalar(const at::Tensor& tensor) {
+  synchronize();
+  return on_cpu(tensor).item();
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("_copy_from", TORCH_FN(copy_from));
+  m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
+  m.impl("_local_scalar_dense", TORCH_FN(local_scalar));
+  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+  m.impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
+  m.impl("set_.source_Storage_storage_offset", TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t, at::IntArrayRef, at::IntArrayRef)>(at::native::set_storage_cpu_)));
+  m.impl("resize_", [](const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) -> const at::Tensor& {
+    synchronize();
+    at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), size, std::nullopt);
+    return self;
+  });
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("start", [](std::uintptr_t stream, std::uintptr_t launch, std::uintptr_t wait) {
+    functions.stream = reinterpret_cast<void*>(stream);
+    functions.launch = reinterpret_cast<decltype(functions.launch)>(launch);
+    functions.synchronize = reinterpret_cast<decltype(functions.synchronize)>(wait);
+  });
+  m.def("synchronize", [] { synchronize(); });
+}
