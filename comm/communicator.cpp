@@ -46,4 +46,13 @@ std::unique_ptr<Communicator> make_nccl(std::span<const std::byte>, int, int, st
 std::unique_ptr<Communicator> make_nccl_at(const std::string&, int, int, const CommunicatorOptions&) { refuse_nccl(); }
 #endif
 
+std::unique_ptr<Communicator> make_nccl_over(std::unique_ptr<Communicator> control,
+                                             const CommunicatorOptions& options) {
+  std::vector<std::byte> id(128);
+  if (control->rank() == 0) id = nccl_unique_id();
+  control->broadcast_host(id, 0);
+  const int rank = control->rank(), size = control->size();
+  return make_nccl(id, rank, size, std::move(control), options);
+}
+
 }  // namespace hoist::comm

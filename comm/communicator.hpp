@@ -146,6 +146,9 @@ int mpi_size_of_launch();
 std::vector<std::byte> nccl_unique_id();
 std::unique_ptr<Communicator> make_nccl(std::span<const std::byte> id, int rank, int size,
                                         std::unique_ptr<Communicator> control, const CommunicatorOptions& options = {});
+// [collective] The same, over the ranks of `control`, through which the id is passed.
+std::unique_ptr<Communicator> make_nccl_over(std::unique_ptr<Communicator> control,
+                                             const CommunicatorOptions& options = {});
 // Over NCCL alone, without MPI: ranks find each other at `endpoint` ("host:port") by NCCL's own bootstrap
 // (NCCL_COMM_ID; set while this runs, unless the environment has one, which then wins). Rank 0 listens there. The
 // control plane is NCCL too, over 64 KiB of pinned host memory. Not yet run on GPUs.

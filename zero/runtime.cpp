@@ -34,12 +34,7 @@ bool is_alone(const RuntimeOptions& options, const comm::Launch& launch) {
 
 std::unique_ptr<comm::Communicator> join_mpi(const RuntimeOptions& options, const comm::CommunicatorOptions& comm) {
   if (options.device == platform::DeviceKind::host) return comm::make_mpi(comm);
-  auto control = comm::make_mpi({.timeout = comm.timeout});
-  std::vector<std::byte> id(128);
-  if (control->rank() == 0) id = comm::nccl_unique_id();
-  control->broadcast_host(id, 0);
-  const int rank = control->rank(), size = control->size();
-  return comm::make_nccl(id, rank, size, std::move(control), comm);
+  return comm::make_nccl_over(comm::make_mpi({.timeout = comm.timeout}), comm);
 }
 
 std::unique_ptr<comm::Communicator> join_torchrun(const RuntimeOptions& options, const comm::Launch& launch,

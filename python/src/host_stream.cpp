@@ -9,10 +9,8 @@
 
 namespace hoist::python {
 
-HostStream::HostStream(std::uint64_t chaos_seed)
-    : device_(platform::Device::create({.kind = platform::DeviceKind::host,
-                                        .memory_bytes = kBlockAlignment,
-                                        .host = {.chaos_seed = chaos_seed}})),
+HostStream::HostStream()
+    : device_(platform::Device::create({.kind = platform::DeviceKind::host, .memory_bytes = kBlockAlignment})),
       stream_(device_->create_stream("torch")) {}
 
 void HostStream::launch(void* stream, void (*run)(void*), void* work) {
@@ -23,10 +21,9 @@ void HostStream::synchronize(void* stream) { static_cast<platform::Stream*>(stre
 
 void bind_host_stream(nanobind::module_& module) {
   namespace nb = nanobind;
-  using namespace nb::literals;
   nb::class_<HostStream>(module, "HostStream",
                          "A stream of the host device, for PyTorch backends that compute in CPU memory (tests).")
-      .def(nb::init<std::uint64_t>(), "chaos_seed"_a = 0)
+      .def(nb::init<>())
       .def(
           "functions",
           [](HostStream& self) {

@@ -16,8 +16,7 @@ namespace hoist::python {
 
 class HostStream {
  public:
-  // `chaos_seed` other than 0: the stream delays its work at random.
-  explicit HostStream(std::uint64_t chaos_seed);
+  HostStream();
 
   platform::Stream& stream() { return *stream_; }
   // What a backend in C calls, with this stream's address first.

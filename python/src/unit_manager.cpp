@@ -150,7 +150,11 @@ void UnitManager::open_runtime() {
   if (options_.make_channel) {
     runtime_ = std::make_unique<Runtime>(options_.runtime, [this](const comm::CommunicatorOptions& comm) {
       const std::shared_ptr<comm::Transport> control = options_.make_channel();
-      return comm::make_over("torch.distributed", control->duplicate(), control, comm);
+      const auto over_channel = [&](const comm::CommunicatorOptions& options) {
+        return comm::make_over("torch.distributed", control->duplicate(), control, options);
+      };
+      if (options_.runtime.device == platform::DeviceKind::host) return over_channel(comm);
+      return comm::make_nccl_over(over_channel({.timeout = comm.timeout}), comm);
     });
   } else {
     runtime_ = std::make_unique<Runtime>(options_.runtime);

@@ -21,8 +21,8 @@ def use():
     extension = torch.utils.cpp_extension.load(
         "hoist_test_accelerator", [str(pathlib.Path(__file__).with_name("accelerator.cpp"))],
         extra_cflags=["-O1", "-std=c++20"], build_directory=folder)
-    stream = _hoist.HostStream(int(os.environ.get("HOIST_ACCELERATOR_CHAOS", "1")))
-    extension.start(*stream.functions())
+    stream = _hoist.HostStream()
+    extension.start(*stream.functions(), int(os.environ.get("HOIST_ACCELERATOR_SEED", "1")))
     module = types.ModuleType(f"torch.{NAME}")
     module.hoist_stream = lambda: stream
     module.synchronize = extension.synchronize
@@ -32,6 +32,7 @@ def use():
     module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()

@@ -7,6 +7,7 @@
 //
 // Each operator is inferred on meta tensors, which gives the outputs, and enqueued as the CPU's operator on tensors over the
 // same memory. What cannot be inferred (results that depend on data) runs at once, after the stream has caught up.
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +15,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <random>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -42,12 +45,19 @@ StreamFunctions functions;
 std::mutex error_mutex;
 std::exception_ptr error;  // the first of an operator, for the next call that waits
 
+std::mt19937_64 delays;  // of the stream's thread
+
+void delay_at_times() {
+  if (delays() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(delays() % 1000));
+}
+
 void enqueue(std::function<void()> work) {
   auto* owned = new std::function<void()>(std::move(work));
   functions.launch(
       functions.stream,
       [](void* p) {
         const std::unique_ptr<std::function<void()>> task(static_cast<std::function<void()>*>(p));
+        delay_at_times();
         try {
           (*task)();
         } catch (...) {
@@ -340,7 +350,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("start", [](std::uintptr_t stream, std::uintptr_t launch, std::uintptr_t wait) {
+  m.def("start", [](std::uintptr_t stream, std::uintptr_t launch, std::uintptr_t wait, std::uint64_t seed) {
+    delays.seed(seed);
     functions.stream = reinterpret_cast<void*>(stream);
     functions.launch = reinterpret_cast<decltype(functions.launch)>(launch);
     functions.synchronize = reinterpret_cast<decltype(functions.synchronize)>(wait);

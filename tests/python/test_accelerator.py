@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on an accelerator whose operators run later (tests/python/accelerator): every placement ends in the same bits, and
+losses are those of CPU tensors.
+
+Longer: with HOIST_TEST_ACCELERATOR=1 in the environment, any file of these tests runs on that device.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch.utils.cpp_extension
+
+from hoist.torch.unit_tensors import CAN_REFUSE
+
+HERE = pathlib.Path(__file__).parent
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import hoist.torch
+if sys.argv[2] == "slate":
+    import accelerator
+    accelerator.use()
+import torch
+from models import has_values
+from training import digests, make, train
+for config in json.loads(sys.argv[3]):
+    with hoist.torch.wrap(make(recompute=json.loads(sys.argv[4])), config) as engine:
+        losses = train(engine, 4, micro_batches=config["gradient_accumulation_steps"])
+        assert engine.device.type == sys.argv[2]
+        assert {p.device.type for p in engine.module.parameters()} == {sys.argv[2]}
+        assert not any(has_values(p) for p in engine.module.parameters())
+        with engine.gathered(["head.weight"]), torch.no_grad():
+            total = engine.module.head.weight.sum().item()
+        assert abs(total - engine.read("head.weight").sum().item()) < 1e-3
+        print(json.dumps([losses, digests(engine)]))
+"""
+
+
+def trained(device, recompute, configs):
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(HERE), device, json.dumps(configs), json.dumps(recompute)],
+                           capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[[")]
+
+
+@pytest.mark.skipif(not CAN_REFUSE, reason="memory of a unit that is down can be read: PyTorch is older than 2.13")
+@pytest.mark.skipif(not torch.utils.cpp_extension.is_ninja_available(), reason="ninja builds the accelerator")
+@pytest.mark.parametrize("recompute, micro_batches", [(None, 1), ("non-reentrant", 2), ("reentrant", 1)])
+def test_an_accelerator_ends_in_the_same_bits_in_every_placement(settings, recompute, micro_batches):
+    drive = settings(gradient_accumulation_steps=micro_batches)
+    host = settings(gradient_accumulation_steps=micro_batches)
+    roomy = settings(gradient_accumulation_steps=micro_batches, hoist={"device_memory": "8MiB", "pinned_memory": "32MiB"})
+    for config in (host, roomy):
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part] = {"device": "cpu"}
+    (losses, bits), *others = trained("slate", recompute, [drive, host, roomy])
+    assert [each[1] for each in others] == [bits, bits]
+    drive["zero_optimization"] = host["zero_optimization"]
+    (on_cpu, _), = trained("cpu", recompute, [drive])
+    assert losses == pytest.approx(on_cpu, rel=1e-5)  # of attention there are several kernels on a CPU
