@@ -32,9 +32,9 @@ struct Place {
 
 // What an item needs of the gather memory.
 struct ItemRoom {
-  std::uint64_t bytes = 0;         // 0: none, it has memory of its own
-  std::vector<Item> beside{};      // items that are pinned while this one is: their homes never overlap its
-  bool stable_in_pass = false;     // once fetched, it does not move before the next pass
+  std::uint64_t bytes = 0;      // 0: none, it has memory of its own
+  std::vector<Item> beside{};   // items that are pinned while this one is: their homes never overlap its
+  bool stable_in_pass = false;  // once fetched, it does not move before the next pass
 };
 
 // The least gather memory in which every item can be pinned together with those it stands beside.
@@ -72,7 +72,7 @@ class Places {
   bool all_fit_ = true;
   std::vector<Place> places_;
   std::vector<bool> pinned_;
-  std::vector<bool> used_;                      // in this pass
+  std::vector<bool> used_;                       // in this pass
   std::map<std::uint64_t, Item> pinned_ranges_;  // by where they begin
 };
 

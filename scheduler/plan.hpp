@@ -69,7 +69,7 @@ struct Plan {
   }
 };
 
-// What the gather memory contains at a point of a pass; used by plan() and by the FetchPlanner, so that both see the same.
+// What the gather memory contains at a point of a pass, for plan() and for the FetchPlanner.
 class Residency {
  public:
   explicit Residency(std::span<const ItemShape> items) : items_(items), places_(items.size()) {}

@@ -58,8 +58,7 @@ void bind_config(nb::module_& module) {
       .def_ro("notes", &Config::notes)
       .def_prop_ro("origin", &Config::origin)
       .def_prop_ro(
-          "device",
-          [](const Config& c) { return c.runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"; },
+          "device", [](const Config& c) { return c.runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"; },
           "Where weights are gathered.")
       .def_prop_rw(
           "micro_batches_max", [](const Config& c) { return c.engine.micro_batches_max; },

@@ -231,9 +231,10 @@ platform::StreamRef UnitManager::stream_of_gradients() {
   return computes_on_host() ? platform::StreamRef(*gradients_stream_) : current_stream();
 }
 
-// In the first step a unit may turn out to be needed in the backward pass while others are that share its place. One that
-// is held until its last gradient comes has mostly been read by then, and gives way: the one that was loaded first. If it
-// is read after all, it is brought up again, or PyTorch refuses the access. From the next pass on, the two lie apart.
+// In the first step a unit may turn out to be needed in the backward pass while others are that share its place. One
+// that is held until its last gradient comes has mostly been read by then, and gives way: the one that was loaded
+// first. If it is read after all, it is brought up again, or PyTorch refuses the access. From the next pass on, the two
+// lie apart.
 bool UnitManager::give_way() {
   if (!learning_) return false;
   Unit* first = nullptr;
@@ -262,7 +263,8 @@ void UnitManager::show(Unit& unit) {
   if (memory != unit.memory) {
     // Tensors of the program's may live longer than the engine, and keep the device's memory.
     auto* owner = new std::shared_ptr<platform::Device>(runtime().shared_device());
-    const nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<platform::Device>*>(p); });
+    const nb::capsule capsule(owner,
+                              [](void* p) noexcept { delete static_cast<std::shared_ptr<platform::Device>*>(p); });
     const std::size_t bytes = place(first).unit_bytes;
     const nb::ndarray<std::uint8_t, nb::ndim<1>> array(memory, {bytes}, capsule, {}, nb::dtype<std::uint8_t>(),
                                                        torch_.dlpack_device_type, torch_.dlpack_device_id);

@@ -2,18 +2,18 @@
 // python/src/unit_manager.hpp - the units of a PyTorch module, brought up and down as its hooks say. Start here.
 //
 // The hooks say "unit 3 is entered", "is left", "its backward pass begins", "this gradient is there"; this class turns
-// that into gather, release, accumulate and finish of an Engine, which fetches each unit ahead of its next use. A unit has
-// one address in a pass, so views that autograd saved in the forward pass are right in the backward pass.
+// that into gather, release, accumulate and finish of an Engine, which fetches each unit ahead of its next use. A unit
+// has one address in a pass, so views that autograd saved in the forward pass are right in the backward pass.
 //
 // When a unit's last gradient has arrived, nothing uses its weights any more: whatever multiplies with a weight also
 // makes its gradient. Frozen weights give no such sign; for units that have some, the hooks say when the gradient of
 // the unit's input is there.
 //
-// Streams    PyTorch computes on the calling thread (CPU tensors: hooks wait for weights), or on its current CUDA stream,
-//            which is asked for at each hook: that stream waits for weights, and the host does not.
+// Streams    CPU tensors: PyTorch computes on the calling thread, and hooks wait for weights. CUDA: it computes on its
+//            current stream, which each hook asks for; that stream waits for weights, and the host does not.
 // Threading  One thread at a time, with the GIL held; it is released wherever the engine may wait.
-// Memory     Of hoist.device_memory, as much as the engine uses. A gradient tensor is kept until it was added up; on the
-//            host, of two units at most.
+// Memory     Of hoist.device_memory, as much as the engine uses. A gradient tensor is kept until it was added up:
+//            of two units at most, if PyTorch computes on the calling thread.
 // Errors     Those of the Engine.
 // Main path  begin -> enter/leave... -> backward -> arrived... (finish) -> end_backward -> step.
 #pragma once
@@ -55,8 +55,8 @@ struct TorchSide {
   nb::object open;    // (unit): the unit is up
   nb::object close;   // (unit): it is not, until it is opened again
   nb::object unbind;  // (): no unit has memory any more
-  // () -> the calling thread's current stream: a cudaStream_t as an integer, or a HostStream. None: PyTorch computes on the
-  // calling thread.
+  // () -> the calling thread's current stream: a cudaStream_t as an integer, or a HostStream. None: PyTorch computes on
+  // the calling thread.
   nb::object current_stream;
   std::int32_t dlpack_device_type = 0;  // of the units' memory
   std::int32_t dlpack_device_id = 0;
@@ -80,8 +80,8 @@ class UnitManager {
   UnitManager(const UnitManager&) = delete;
   UnitManager& operator=(const UnitManager&) = delete;
 
-  // Carries out the last step, and ends: the store is free for others, and no tensor has memory any more. Does nothing in
-  // a process that was forked later, as the destructor: other calls are UsageErrors there.
+  // Carries out the last step, and ends: the store is free for others, and no tensor has memory any more. Does nothing
+  // in a process that was forked later, as the destructor: other calls are UsageErrors there.
   void close();
   // The same for a program that cannot go on, while other ranks may wait for it: once the step that was decided has
   // been carried out, they stop with a CommError that names this rank and `why`.

@@ -290,9 +290,11 @@ void bind_unit_manager(nb::module_& module) {
             unit_manager.connect({std::move(bind), std::move(open), std::move(close), std::move(unbind),
                                   std::move(current_stream), dlpack_device_type, dlpack_device_id});
           },
-          "bind"_a, "open"_a, "close"_a, "unbind"_a, "current_stream"_a.none(), "dlpack_device_type"_a, "dlpack_device_id"_a,
+          "bind"_a, "open"_a, "close"_a, "unbind"_a, "current_stream"_a.none(), "dlpack_device_type"_a,
+          "dlpack_device_id"_a,
           "PyTorch's side: bind(unit, memory), open(unit), close(unit) and unbind() are called from now on, and "
-          "current_stream() wherever work is ordered by a stream of PyTorch's; None: PyTorch computes on the calling thread.")
+          "current_stream() wherever work is ordered by a stream of PyTorch's; None: PyTorch computes on the calling "
+          "thread.")
       .def("close", &UnitManager::close)
       .def(
           "abandon", [](UnitManager& unit_manager, const std::string& why) { unit_manager.abandon(why); }, "why"_a,

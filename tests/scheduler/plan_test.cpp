@@ -159,8 +159,8 @@ TEST(Plan, TheLastLayerIsKeptForTheWayBackUnlessReuseIsForbidden) {
   EXPECT_EQ(plan(trace, inputs).fetches.size(), 5u);  // everything stays
 }
 
-// With room for k layers and no prefetch, a forward and backward scan over n layers fetches n on the way up and n - k on
-// the way back: as few as with any choice of what to evict.
+// With room for k layers and no prefetch, a forward and backward scan over n layers fetches n on the way up and n - k
+// on the way back: as few as with any choice of what to evict.
 TEST(Plan, KeepsTheLastLayersForTheWayBack) {
   for (Item layers = 2; layers <= 8; ++layers) {
     const std::vector<ItemShape> shapes = equal_shapes(layers, 10);

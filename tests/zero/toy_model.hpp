@@ -26,7 +26,7 @@ struct ToyShape {
   // Of the vectors; of the matrices: EngineOptions::optimizer_defaults.
   GroupOptions vectors{.learning_rate = 2e-2, .weight_decay = 0};
   UnitOptions unit_options{};  // of every unit
-  DType dtype = DType::bf16;  // of the matrices
+  DType dtype = DType::bf16;   // of the matrices
 };
 
 struct ToySetup {

@@ -51,8 +51,8 @@ std::uint64_t DeviceBufferChooser::bytes(const DeviceBuffers& buffers) const {
   return layout.bytes();
 }
 
-// A second gradient buffer lets one layer's gradient travel down while the next layer's is made; more gather memory lets
-// weights come up earlier and stay longer.
+// A second gradient buffer lets one layer's gradient travel down while the next layer's is made; more gather memory
+// lets weights come up earlier and stay longer.
 DeviceBuffers DeviceBufferChooser::choose(std::uint64_t free_bytes) const {
   const std::uint64_t least_bytes = bytes(least());
   std::uint64_t left = std::max(free_bytes, least_bytes) - regions_.layout(MemoryTier::device).bytes();

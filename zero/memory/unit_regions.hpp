@@ -52,7 +52,7 @@ enum class MemoryRole : std::uint8_t {
   // Of the engine.
   device_results,  // what the device leaves for the host: a sum of squares a chunk, then a word for a unit whose update
                    // may not be committed
-  gather_memory,    // gathered units, in places that they share
+  gather_memory,   // gathered units, in places that they share
   gradient_buffer,  // one unit's gradient
   gradient_ring,    // gradients that wait for their unit's update
   update_buffer,    // one sub-group's records

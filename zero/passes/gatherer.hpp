@@ -86,9 +86,9 @@ class Gatherer {
     std::vector<platform::StreamEvent> uses;  // ends of leases since that transfer, not reached when last looked at
     std::optional<scheduler::Place> place;    // in the gather memory, of that transfer
     bool valid_in_own_memory = false;
-    bool secondary_current = false;    // the fetches issued so far leave the present weights' secondary shard
-    platform::StreamEvent secondary;   // where it is there; executor only
-    bool shard_current = false;        // device_shard holds the present weights; executor only
+    bool secondary_current = false;   // the fetches issued so far leave the present weights' secondary shard
+    platform::StreamEvent secondary;  // where it is there; executor only
+    bool shard_current = false;       // device_shard holds the present weights; executor only
   };
 
   template <typename Access>

@@ -63,8 +63,9 @@ class UnitTensors:
                     method(alive, *args)
             return call
 
-        methods = (calling(method) for method in (UnitTensors.bind, UnitTensors.open, UnitTensors.close, UnitTensors.unbind))
-        unit_manager.connect(*methods, current_stream_of(self._device), *dlpack_device_of(self._device))
+        device_type, device_id = dlpack_device_of(self._device)
+        unit_manager.connect(calling(UnitTensors.bind), calling(UnitTensors.open), calling(UnitTensors.close),
+                             calling(UnitTensors.unbind), current_stream_of(self._device), device_type, device_id)
 
     def absent(self, index: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """What a parameter is before its unit has memory."""

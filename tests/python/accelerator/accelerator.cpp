@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A PyTorch device for tests: CPU memory, and operators that run later, on a stream of hoist's host device.
 //
-// As on a GPU, an operator returns before it has run, and autograd runs the backward pass on a thread of its own. The stream
-// delays its work at random. Memory is filled with NaN when it is taken and when it is freed, and freed in the stream's
-// order. So a missing wait in hoist shows in a result.
+// As on a GPU, an operator returns before it has run, and autograd runs the backward pass on a thread of its own. The
+// stream delays its work at random. Memory is filled with NaN when it is taken and when it is freed, and freed in the
+// stream's order. So a missing wait in hoist shows in a result.
 //
-// Each operator is inferred on meta tensors, which gives the outputs, and enqueued as the CPU's operator on tensors over the
-// same memory. What cannot be inferred (results that depend on data) runs at once, after the stream has caught up.
+// Each operator is inferred on meta tensors, which gives the outputs, and enqueued as the CPU's operator on tensors
+// over the same memory. What cannot be inferred (results that depend on data) runs at once, after the stream has caught
+// up.
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -154,7 +155,8 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   if (!is_here(tensor)) return tensor;
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [keep = tensor](void*) {}, options);
+  return at::from_blob(
+      tensor.data_ptr(), tensor.sizes(), tensor.strides(), [keep = tensor](void*) {}, options);
 }
 
 at::Tensor on_meta(const at::Tensor& tensor) {
@@ -337,12 +339,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
-  m.impl("set_.source_Storage_storage_offset", TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t, at::IntArrayRef, at::IntArrayRef)>(at::native::set_storage_cpu_)));
-  m.impl("resize_", [](const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) -> const at::Tensor& {
-    synchronize();
-    at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), size, std::nullopt);
-    return self;
-  });
+  m.impl("set_.source_Storage_storage_offset",
+         TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t, at::IntArrayRef, at::IntArrayRef)>(
+             at::native::set_storage_cpu_)));
+  m.impl("resize_",
+         [](const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) -> const at::Tensor& {
+           synchronize();
+           at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), size, std::nullopt);
+           return self;
+         });
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
