@@ -57,7 +57,7 @@ struct Arguments {
 
 RuntimeOptions runtime_options(const Arguments& arguments) {
   const auto layer_bytes = static_cast<std::uint64_t>(arguments.elements) * 2;
-  RuntimeOptions options;
+  RuntimeOptions options{.device = platform::DeviceKind::host};
   options.device_memory_bytes = 6 * layer_bytes + 8 * kMiB;
   options.pinned_memory_bytes = (arguments.layers + 6) * layer_bytes + 96 * kMiB;
   options.communicator = CommunicatorKind::self;

@@ -99,7 +99,7 @@ class Program {
 
  private:
   static RuntimeOptions runtime_options(const Arguments& arguments) {
-    RuntimeOptions options;
+    RuntimeOptions options{.device = platform::DeviceKind::host};
     options.device_memory_bytes = 8 * arguments.parameters + 64 * kMiB;
     options.pinned_memory_bytes = 20 * arguments.parameters + 128 * kMiB;
     options.communicator = CommunicatorKind::self;

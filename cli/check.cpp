@@ -20,13 +20,16 @@ namespace {
 struct CheckArguments {
   std::string config;
   std::string json;
-  int world_size = 0;  // 0: not given
+  int world_size = 0;   // 0: not given
+  int local_ranks = 0;  // 0: all of them
+  std::string device_memory, pinned_memory;
   ModelArguments model;
+  bool all_settings = false;
   bool print_keys = false;
   bool print_schema = false;
 };
 
-void add_prediction(const CheckArguments& arguments, CheckReport& report) {
+void add_prediction(const CheckArguments& arguments, const Machine& machine, CheckReport& report) {
   if (!arguments.model.given()) return;
   const NamedModel model = read_model(arguments.model, report.config.engine.weights_dtype.value_or(DType::bf16));
   report.model = model.name;
@@ -34,31 +37,50 @@ void add_prediction(const CheckArguments& arguments, CheckReport& report) {
   EngineOptions engine = report.config.engine;
   engine.micro_batches_max = static_cast<unsigned>(report.training.gradient_accumulation_steps.value_or(1));
   const int ranks = std::max(1, report.world_size);
-  report.prediction = predict(report.config.runtime, engine, model.model, ranks, model.program);
+  report.prediction = predict(report.runtime, engine, model.model, ranks, model.program);
+  report.fit = machine_fit(*report.prediction, report.runtime, engine, machine);
   if (engine.optimizer == Placement::nvme && report.prediction->pinned.fits())
     report.pinned_fraction_max =
-        largest_pinned_fraction(report.config.runtime, engine, model.model, ranks, model.program);
+        largest_pinned_fraction(report.runtime, engine, model.model, ranks, model.program);
 }
 
 // Problems for which every engine would refuse the options, for any model.
-void check_engine(const Config& config, const CheckArguments& arguments) {
+void check_engine(const Config& config, const RuntimeOptions& runtime, const CheckArguments& arguments) {
   try {
-    hoist::check(config.engine, config.runtime, std::max(1, arguments.world_size));
+    hoist::check(config.engine, runtime, std::max(1, arguments.world_size));
   } catch (const ConfigError& error) {
     const std::string sentence = error.what();  // the key, a colon, the problem
     throw ConfigProblems(arguments.config, {{.key = error.key, .problem = sentence.substr(error.key.size() + 2)}});
   }
 }
 
+RuntimeOptions runtime_options(const Config& config, const CheckArguments& arguments) {
+  RuntimeOptions runtime = config.runtime;
+  runtime.local_ranks = arguments.local_ranks > 0 ? arguments.local_ranks : std::max(1, arguments.world_size);
+  if (!arguments.device_memory.empty())
+    runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
+  if (!arguments.pinned_memory.empty())
+    runtime.pinned_memory_bytes = bytes_of("--pinned-memory", arguments.pinned_memory);
+  return runtime;
+}
+
 int check_config(const CheckArguments& arguments) {
   const Config config = Config::load(arguments.config);
-  check_engine(config, arguments);
-  CheckReport report{.config = config, .training = config.training, .world_size = arguments.world_size};
+  const RuntimeOptions given = runtime_options(config, arguments);
+  const Machine machine = this_machine(given);
+  const ChosenOptions chosen = choose(given, machine);
+  check_engine(config, chosen.runtime, arguments);
+  CheckReport report{.config = config,
+                     .training = config.training,
+                     .world_size = arguments.world_size,
+                     .runtime = chosen.runtime,
+                     .choices = chosen.choices,
+                     .all_settings = arguments.all_settings};
   if (arguments.world_size > 0) report.training = config.check_world_size(arguments.world_size);
-  add_prediction(arguments, report);
+  add_prediction(arguments, machine, report);
   say("{}", accepted_text(report));
   write_json(arguments.json, accepted_json(report));
-  return kOk;
+  return report.prediction && !report.fit.fits() ? kBadInput : kOk;
 }
 
 int bad_check_input(const std::string& sentence) {
@@ -101,16 +123,22 @@ Command add_check(CLI::App& app) {
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file");
   command->add_option("--world,--world-size", arguments->world_size, "Check for this many ranks")
       ->check(CLI::Range(1, 1 << 24));
+  command->add_option("--local-ranks", arguments->local_ranks, "Of these, on this machine; default: all of them")
+      ->check(CLI::Range(1, 1 << 16));
+  command->add_option("--device-memory", arguments->device_memory, "Budget of each rank, instead of the file's (80GiB)");
+  command->add_option("--pinned-memory", arguments->pinned_memory, "Budget of each rank, instead of the file's (200GiB)");
   auto* parameters = command->add_option("--parameters", arguments->model.parameters,
                                          "Show what each tier must hold for this many parameters (7e9, 350M)");
   command->add_option("--units", arguments->model.units, "The same for the units in this JSON file")
       ->excludes(parameters);
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
+  command->add_flag("--all", arguments->all_settings, "Print every setting in effect");
   command->add_flag("--print-keys", arguments->print_keys, "Print the reference of all keys (Markdown) and stop");
   command->add_flag("--print-schema", arguments->print_schema, "Print the JSON Schema for editors and stop");
   command->footer(
       "A units file: {\"units\": [{\"name\": \"layer.0\", \"parameters\": 7077888}], \"program_device_bytes\": 0, "
       "\"program_pinned_bytes\": 0, \"dtype\": \"bf16\"}\n"
+      "Exit code 2: refused, or too large for this machine.\n"
       "Example: hoist check offload.json --world 8 --parameters 7e9");
   return {command, [arguments] { return check(*arguments); }};
 }

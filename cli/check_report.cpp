@@ -82,10 +82,17 @@ std::string placement_text(const EngineOptions& engine) {
   return "\nplacement\n" + columns(rows);
 }
 
-std::string budget_text(const RuntimeOptions& runtime) {
-  return "\nbudgets of each rank\n" +
-         columns({{"device", format_bytes(runtime.device_memory_bytes), "hoist.device_memory"},
-                  {"pinned", format_bytes(runtime.pinned_memory_bytes), "hoist.pinned_memory"}});
+std::string budget_text(const CheckReport& report) {
+  const RuntimeOptions& runtime = report.runtime;
+  const std::string together = runtime.host_memory_bytes == 0 ? "" : ", together with the other";
+  std::string text =
+      "\nbudgets of each rank\n" +
+      columns({{"device", format_bytes(runtime.device_memory_bytes), "hoist.device_memory" + together},
+               {"pinned", format_bytes(runtime.pinned_memory_bytes), "hoist.pinned_memory" + together}});
+  if (!report.choices.empty()) text += "\nchosen for this machine\n";
+  for (const auto& [key, value, reason] : report.choices)
+    text += fmt::format("  {}: {}, because {}\n", key, value, reason);
+  return text;
 }
 
 std::vector<std::string> tier_row(const char* name, const Prediction::Tier& tier, const char* key) {
@@ -222,7 +229,8 @@ Json device_state_json(const Prediction& prediction) {
 std::string accepted_text(const CheckReport& report) {
   const Config& config = report.config;
   std::string text = fmt::format("{}: accepted\n", config.origin());
-  text += placement_text(config.engine) + budget_text(config.runtime) + prediction_text(report) + settings_text(config);
+  text += placement_text(config.engine) + budget_text(report) + prediction_text(report);
+  text += report.all_settings ? settings_text(config) : "\nAdd --all to see every setting in effect.\n";
   const TrainingOptions& training = report.training;
   if (report.world_size > 0 && training.train_batch_size) {
     text +=
@@ -231,7 +239,11 @@ std::string accepted_text(const CheckReport& report) {
   }
   for (const std::string& note : config.notes) text += fmt::format("\nnote: {}\n", note);
   for (const std::string& warning : config.warnings) text += fmt::format("\nwarning: {}\n", warning);
-  return text;
+  if (!report.prediction) return text;
+  text += fit_text(report.fit);
+  if (!report.fit.fits()) return text;
+  return text + fmt::format("\nthe same on every machine, in the file:\n  \"hoist\": {}\n",
+                            section_to_paste(*report.prediction, report.runtime).dump());
 }
 
 Json accepted_json(const CheckReport& report) {
@@ -239,11 +251,19 @@ Json accepted_json(const CheckReport& report) {
   const auto count = [](const std::optional<std::uint64_t>& value) { return value ? Json(*value) : Json(nullptr); };
   Json json{{"config", config.origin()}, {"accepted", true}};
   json["placement"] = placement_json(config.engine);
-  json["budgets"] = {{"device", config.runtime.device_memory_bytes}, {"pinned", config.runtime.pinned_memory_bytes}};
+  json["budgets"] = {{"device", report.runtime.device_memory_bytes},
+                     {"pinned", report.runtime.pinned_memory_bytes},
+                     {"host", report.runtime.host_memory_bytes}};
+  json["device"] = report.runtime.device == platform::DeviceKind::cuda ? "cuda" : "host";
+  json["choices"] = Json::array();
+  for (const auto& [key, value, reason] : report.choices)
+    json["choices"].push_back({{"key", key}, {"value", value}, {"reason", reason}});
   json["training"] = {{"train_batch_size", count(report.training.train_batch_size)},
                       {"train_micro_batch_size_per_gpu", count(report.training.train_micro_batch_size_per_gpu)},
                       {"gradient_accumulation_steps", count(report.training.gradient_accumulation_steps)}};
   json["prediction"] = report.prediction ? prediction_json(report) : Json(nullptr);
+  json["machine"] = report.prediction ? fit_json(report.fit) : Json(nullptr);
+  json["section"] = report.prediction && report.fit.fits() ? section_to_paste(*report.prediction, report.runtime) : Json(nullptr);
   json["settings"] = Json::array();
   for (const ConfigSetting& setting : config.settings()) json["settings"].push_back(setting_json(setting));
   json["notes"] = config.notes;

@@ -8,7 +8,10 @@
 #include <nlohmann/json.hpp>
 
 #include <hoist/config/config.hpp>
+#include <hoist/zero/machine.hpp>
 #include <hoist/zero/predict/prediction.hpp>
+
+#include "machine_fit.hpp"
 
 namespace hoist::cli {
 
@@ -17,11 +20,15 @@ struct CheckReport {
   const Config& config;
   TrainingOptions training;
   int world_size = 0;                      // 0: not given
+  RuntimeOptions runtime{};                // what this machine makes of the configuration's
+  std::vector<MachineChoice> choices{};
   std::optional<Prediction> prediction{};  // of one rank; empty: no model given
+  MachineFit fit{};                        // if there is a prediction
   // The fraction that the pinned budget allows, if optimizer state is on NVMe.
   std::optional<double> pinned_fraction_max{};
   std::string model;  // the source of its shape
   std::uint64_t program_pinned_bytes = 0;
+  bool all_settings = false;
 };
 
 // Whether a prediction counts pinned memory of the program's own.

@@ -11,6 +11,7 @@
 #include <hoist/config/config.hpp>
 #include <hoist/config/setting.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/zero/machine.hpp>
 
 #include "commands.hpp"
 #include "output.hpp"
@@ -42,11 +43,6 @@ struct PlanArguments {
   std::string json;
 };
 
-std::uint64_t bytes_of(const char* option, const std::string& text) {
-  if (const auto bytes = parse_bytes(text)) return *bytes;
-  throw UsageError(fmt::format("{} {} is not a number of bytes; write 80GiB or 1.4PB", option, text));
-}
-
 // The configuration, or hoist's defaults for a GPU, with the given budgets.
 Config base_of(const PlanArguments& arguments) {
   Config config = arguments.config.empty() ? Config::parse("{}", "defaults") : Config::load(arguments.config);
@@ -59,6 +55,8 @@ Config base_of(const PlanArguments& arguments) {
     runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
   if (!arguments.pinned_memory.empty())
     runtime.pinned_memory_bytes = bytes_of("--pinned-memory", arguments.pinned_memory);
+  runtime.local_ranks = arguments.world_size;
+  runtime = choose_for_this_machine(runtime).runtime;
   return config;
 }
 

@@ -221,4 +221,9 @@ std::optional<std::uint64_t> parse_count(std::string_view text) {
   return static_cast<std::uint64_t>(std::llround(number));
 }
 
+std::uint64_t bytes_of(const char* option, const std::string& text) {
+  if (const auto bytes = parse_bytes(text)) return *bytes;
+  throw UsageError(fmt::format("{} {} is not a number of bytes; write 80GiB or 1.4PB", option, text));
+}
+
 }  // namespace hoist::cli

@@ -37,4 +37,7 @@ NamedModel read_model(const ModelArguments& arguments, DType dtype);
 // "350000000", "3.5e8", "350M", "7B" -> a count; nullopt if it is not a count. K, M, B and T are powers of a thousand.
 std::optional<std::uint64_t> parse_count(std::string_view text);
 
+// A number of bytes that was given to `option`. Errors: UsageError.
+std::uint64_t bytes_of(const char* option, const std::string& text);
+
 }  // namespace hoist::cli

@@ -25,11 +25,20 @@ std::optional<int> number(const char* text) {
 // A launcher's variable names.
 struct Names {
   Launcher launcher;
-  const char *size, *rank, *local_rank;
+  const char *size, *rank, *local_rank, *local_size;
 };
-constexpr Names kMpi[] = {{Launcher::mpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"},
-                          {Launcher::mpi, "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"},
-                          {Launcher::mpi, "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"}};
+constexpr Names kMpi[] = {
+    {Launcher::mpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    {Launcher::mpi, "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    {Launcher::mpi, "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
+     "MV2_COMM_WORLD_LOCAL_SIZE"}};
+
+// At least 1, at most all.
+int local_size(const char* announced, int size) {
+  const int count = number(announced).value_or(size);
+  return count >= 1 && count <= size ? count : size;
+}
 
 std::optional<Launch> by_names(const Environment& environment, const Names& names) {
   const int size = number(environment(names.size)).value_or(0);
@@ -38,6 +47,7 @@ std::optional<Launch> by_names(const Environment& environment, const Names& name
                 .rank = number(environment(names.rank)).value_or(0),
                 .size = size,
                 .local_rank = number(environment(names.local_rank)).value_or(-1),
+                .local_size = local_size(environment(names.local_size), size),
                 .master_address = {}};
 }
 
@@ -45,7 +55,7 @@ std::optional<Launch> by_names(const Environment& environment, const Names& name
 std::optional<Launch> by_slurm(const Environment& environment) {
   if (environment("SLURM_STEP_ID") == nullptr || environment("SLURM_PROCID") == nullptr) return std::nullopt;
   for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
-    if (auto launch = by_names(environment, {Launcher::slurm, size, "SLURM_PROCID", "SLURM_LOCALID"})) return launch;
+    if (auto launch = by_names(environment, {Launcher::slurm, size, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"})) return launch;
   }
   return std::nullopt;
 }
@@ -67,6 +77,7 @@ std::optional<Launch> by_torchrun(const Environment& environment) {
                 .rank = *rank,
                 .size = *size,
                 .local_rank = number(environment("LOCAL_RANK")).value_or(-1),
+                .local_size = local_size(environment("LOCAL_WORLD_SIZE"), *size),
                 .master_address = {}};
   if (const char* const address = environment("MASTER_ADDR")) launch.master_address = address;
   if (const char* const port = environment("MASTER_PORT")) {

@@ -26,6 +26,7 @@ struct Launch {
   int rank = 0;
   int size = 1;
   int local_rank = -1;  // among the processes of this machine; -1: not announced
+  int local_size = 1;   // processes of this machine; where that is not announced, all of them
   // torchrun's meeting point: MASTER_ADDR, MASTER_PORT. Empty and 0 if not announced.
   std::string master_address;
   int master_port = 0;

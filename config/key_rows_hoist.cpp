@@ -15,9 +15,9 @@ std::vector<KeyRow> memory_rows() {
   return {
       {.path = "hoist.device",
        .type = ValueType::choice,
-       .default_value = "\"host\"",
        .choices = {"host", "cuda"},
-       .meaning = "host: a device made of CPU memory, for machines without a GPU; cuda: a GPU.",
+       .meaning = "host: a device made of CPU memory, for machines without a GPU; cuda: a GPU. Default, and auto: cuda "
+                  "if there is a GPU.",
        .apply =
            [](Draft& d, const Value& v) {
              d.runtime.device = as_text(v) == "cuda" ? platform::DeviceKind::cuda : platform::DeviceKind::host;
@@ -30,16 +30,17 @@ std::vector<KeyRow> memory_rows() {
        .apply = [](Draft& d, const Value& v) { d.runtime.device_ordinal = static_cast<int>(as_count(v)); }},
       {.path = "hoist.device_memory",
        .type = ValueType::bytes,
-       .default_value = "\"1GiB\"",
        .range = {.min = 4096},
-       .meaning = "Hard budget of device memory, activations in hoist's arena included; rounded down to 4 KiB.",
+       .meaning = "Hard budget of device memory, activations in hoist's arena included; rounded down to 4 KiB. Default, "
+                  "and auto: what is free, less a tenth of all (at least 1 GiB, at most 32 GiB); with device host, "
+                  "together with pinned_memory. hoist check prints it.",
        .apply = [](Draft& d,
                    const Value& v) { d.runtime.device_memory_bytes = round_down(as_count(v), kBlockAlignment); }},
       {.path = "hoist.pinned_memory",
        .type = ValueType::bytes,
-       .default_value = "\"1GiB\"",
        .range = {.min = 4096},
-       .meaning = "Hard budget of pinned host memory per rank; rounded down to 4 KiB.",
+       .meaning = "Hard budget of pinned host memory per rank; rounded down to 4 KiB. Default, and auto: what is free, "
+                  "less a tenth of all (at least 1 GiB, at most 32 GiB), divided by the ranks of the machine.",
        .apply = [](Draft& d,
                    const Value& v) { d.runtime.pinned_memory_bytes = round_down(as_count(v), kBlockAlignment); }},
       {.path = "hoist.huge_pages",
@@ -214,7 +215,8 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::integer,
        .default_value = "0",
        .range = {.max = 4096},
-       .meaning = "Threads of the CPU optimizer. 0: every CPU the process may use.",
+       .meaning = "Threads of the CPU optimizer. 0: every CPU the process may use, or its part of them if several ranks share the "
+                  "machine.",
        .apply = [](Draft& d, const Value& v) { d.runtime.update_threads = as_unsigned(v); }},
       {.path = "hoist.io_engine",
        .type = ValueType::choice,

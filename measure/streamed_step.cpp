@@ -40,7 +40,7 @@ class Directory {
 };
 
 RuntimeOptions runtime_options(const StreamedStepOptions& options) {
-  RuntimeOptions runtime;
+  RuntimeOptions runtime{.device = platform::DeviceKind::host};
   const std::uint64_t unit_bytes = 2 * divide_up(options.parameters, kUnits);
   runtime.device_memory_bytes = round_up(8 * unit_bytes + 16 * kMiB, kMiB);
   runtime.pinned_memory_bytes = options.pinned_bytes;

@@ -11,6 +11,7 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/detail/cuda_stream.hpp>
+#include <hoist/platform/free_memory.hpp>
 
 namespace hoist::platform {
 
@@ -114,15 +115,12 @@ class CudaDevice final : public Device {
  private:
   void take_memory() {
     if (options_.memory_bytes == 0) return;
-    std::size_t free_bytes = 0;
-    std::size_t total_bytes = 0;
-    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     void* block = nullptr;
     const cudaError_t code = cudaMalloc(&block, options_.memory_bytes);
     if (code == cudaErrorMemoryAllocation) {
       static_cast<void>(cudaGetLastError());
       throw BudgetError::machine({.tier = "device",
-                                  .have_bytes = free_bytes,
+                                  .have_bytes = cuda_memory(options_.ordinal).free_bytes,
                                   .need_bytes = options_.memory_bytes,
                                   .key = "the device memory budget",
                                   .detail = fmt::format("the configured budget on {}", description())});
@@ -156,5 +154,14 @@ std::unique_ptr<Device> create_cuda_device(const DeviceOptions& options) {
 }
 
 }  // namespace detail
+
+MemorySize cuda_memory(int ordinal) {
+  detail::expect_card(ordinal);
+  const CurrentCard card(ordinal);
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+  cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  return {total_bytes, free_bytes};
+}
 
 }  // namespace hoist::platform

@@ -5,8 +5,21 @@
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/device.hpp>
+#include <hoist/platform/free_memory.hpp>
 
 namespace hoist::platform {
+
+#ifndef HOIST_HAVE_CUDA
+namespace {
+
+DeviceError no_cuda(const char* doing) {
+  return DeviceError(doing, 0, "this build has no CUDA support",
+                     "configure with the CUDA Toolkit installed (HOIST_WITH_CUDA=ON says what is missing), or choose "
+                     "the host device");
+}
+
+}  // namespace
+#endif
 
 std::unique_ptr<Device> Device::create(const DeviceOptions& options) {
   if (options.memory_bytes % kBlockAlignment != 0) {
@@ -18,9 +31,7 @@ std::unique_ptr<Device> Device::create(const DeviceOptions& options) {
 #ifdef HOIST_HAVE_CUDA
   return detail::create_cuda_device(options);
 #else
-  throw DeviceError("opening a CUDA device", 0, "this build has no CUDA support",
-                    "configure with the CUDA Toolkit installed (HOIST_WITH_CUDA=ON says what is missing), or choose "
-                    "the host device");
+  throw no_cuda("opening a CUDA device");
 #endif
 }
 
@@ -29,6 +40,8 @@ int cuda_device_count(std::string* why) {
   if (why != nullptr) *why = "this build has no CUDA support";
   return 0;
 }
+
+MemorySize cuda_memory(int) { throw no_cuda("asking for a GPU's memory"); }
 #endif
 
 }  // namespace hoist::platform

@@ -5,8 +5,9 @@
 // without a GPU and for every test. The host device is a tool for correctness; its times are never quoted as GPU speed.
 //
 // Threading  Any thread.
-// Memory     The whole budget is one block, taken at construction; tiers::DeviceArena allocates pieces of it. A device
-//            outlives its streams; an event may outlive both.
+// Memory     The whole budget is one block; tiers::DeviceArena allocates pieces of it. A GPU's is taken at construction;
+//            the host device's is reserved there, and taken with the first use of each piece. A device outlives its
+//            streams; an event may outlive both.
 // Errors     DeviceError names the call, the code and the remedy; a budget that the GPU cannot provide is a
 //            BudgetError.
 #pragma once
@@ -22,8 +23,8 @@ namespace hoist::platform {
 enum class DeviceKind : std::uint8_t { host, cuda };
 
 struct HostDeviceOptions {
-  // Writes NaN over memory at the start and when it is released, so that a use before the first write or after
-  // release shows in results. Under the address sanitizer a use after release is reported at once.
+  // Writes NaN over memory when it is acquired first and when it is released, so that a use before the first write or
+  // after release shows in results. Under the address sanitizer a use after release is reported at once.
   bool poison = true;
   // Delays streams at random, by this seed, so that a missing wait fails a test. 0 is off.
   std::uint64_t chaos_seed = 0;
@@ -54,7 +55,7 @@ class Device {
   virtual std::span<std::byte> memory() = 0;
   virtual bool host_accessible() const = 0;
   // `bytes` were returned to the arena: the host device poisons them. Nothing may be in flight on them, and nothing may
-  // touch them until acquired() is called for them.
+  // touch them until acquired() is called for them. Errors of acquired(): BudgetError if the machine lacks the memory.
   virtual void released(std::span<std::byte> bytes) = 0;
   virtual void acquired(std::span<std::byte> bytes) = 0;
   virtual std::unique_ptr<Stream> create_stream(std::string name) = 0;

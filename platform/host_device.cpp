@@ -36,6 +36,7 @@ MappingOptions mapping_options(const DeviceOptions& options) {
   return {.bytes = options.memory_bytes,
           .largest_pages = PageKind::huge_transparent,
           .touch_threads = std::clamp(std::thread::hardware_concurrency(), 1u, 8u),
+          .touch = false,
           .tier = "device",
           .key = "the device memory budget"};
 }
@@ -43,7 +44,6 @@ MappingOptions mapping_options(const DeviceOptions& options) {
 class HostDevice final : public Device {
  public:
   explicit HostDevice(const DeviceOptions& options) : options_(options), mapping_(mapping_options(options)) {
-    if (options_.host.poison) poison(memory());
     if (!options_.host.host_accessible) guard(memory());
   }
 
@@ -75,6 +75,11 @@ class HostDevice final : public Device {
   void acquired(std::span<std::byte> bytes) override {
     expect_inside(bytes);
     HOIST_ALLOW(bytes.data(), bytes.size());
+    const GuardedAccess access;
+    const std::lock_guard lock(mutex_);
+    const auto end = static_cast<std::uint64_t>(bytes.data() + bytes.size() - memory().data());
+    const std::span<std::byte> fresh = mapping_.commit_up_to(end);
+    if (options_.host.poison) poison(fresh);
   }
 
   std::unique_ptr<Stream> create_stream(std::string name) override {

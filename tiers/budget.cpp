@@ -11,8 +11,8 @@
 
 namespace hoist::tiers {
 
-Budget::Budget(std::string tier, std::string key, std::uint64_t limit_bytes)
-    : tier_(std::move(tier)), key_(std::move(key)), limit_bytes_(limit_bytes) {}
+Budget::Budget(std::string tier, std::string key, std::uint64_t limit_bytes, Budget* common)
+    : tier_(std::move(tier)), key_(std::move(key)), limit_bytes_(limit_bytes), common_(common) {}
 
 Budget::~Budget() { HOIST_ASSERT(held_bytes_ == 0, "{} bytes of the {} budget outlive it", held_bytes_, tier_); }
 
@@ -27,9 +27,16 @@ Budget::Hold Budget::take(std::uint64_t bytes, const std::string& what) {
                        .key = key_,
                        .detail = what + beside});
   }
+  Hold in_common = common_ != nullptr ? common_->take(bytes, what) : Hold();
+  in_common.budget_ = nullptr;  // give_back() tells it
   held_bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, held_bytes_);
   return {this, bytes};
+}
+
+std::uint64_t Budget::free_bytes() const {
+  const std::uint64_t own = limit_bytes_ - held_bytes();
+  return common_ == nullptr ? own : std::min(own, common_->free_bytes());
 }
 
 std::uint64_t Budget::held_bytes() const {
@@ -46,6 +53,7 @@ void Budget::give_back(std::uint64_t bytes) noexcept {
   std::lock_guard lock(mutex_);
   HOIST_ASSERT(bytes <= held_bytes_, "{} bytes released, {} held", bytes, held_bytes_);
   held_bytes_ -= bytes;
+  if (common_ != nullptr) common_->give_back(bytes);
 }
 
 Budget::Hold::Hold(Hold&& other) noexcept

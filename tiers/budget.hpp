@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/budget.hpp - counts the held bytes of a tier, never more than its budget.
+// tiers/budget.hpp - counts the held bytes of a tier, never more than its budget. Two tiers in the same memory may have a
+// common budget beside their own.
 //
 // Threading  Any thread.
 // Errors     take() throws BudgetError naming the configuration key to raise.
@@ -13,8 +14,9 @@ namespace hoist::tiers {
 
 class Budget {
  public:
-  // `tier` is "device", "pinned" or "nvme"; `key` the configuration key that sets it.
-  Budget(std::string tier, std::string key, std::uint64_t limit_bytes);
+  // `tier` is "device", "pinned" or "nvme"; `key` the configuration key that sets it. Bytes of it are also held in
+  // `common`, which outlives it.
+  Budget(std::string tier, std::string key, std::uint64_t limit_bytes, Budget* common = nullptr);
   ~Budget();
   Budget(const Budget&) = delete;
   Budget& operator=(const Budget&) = delete;
@@ -39,6 +41,8 @@ class Budget {
   const std::string& tier() const { return tier_; }
   const std::string& key() const { return key_; }
   std::uint64_t limit_bytes() const { return limit_bytes_; }
+  const Budget* common() const { return common_; }
+  std::uint64_t free_bytes() const;  // also of the common one
   std::uint64_t held_bytes() const;
   std::uint64_t peak_bytes() const;
 
@@ -47,6 +51,7 @@ class Budget {
   const std::string tier_;
   const std::string key_;
   const std::uint64_t limit_bytes_;
+  Budget* const common_;
   mutable std::mutex mutex_;
   std::uint64_t held_bytes_ = 0;
   std::uint64_t peak_bytes_ = 0;

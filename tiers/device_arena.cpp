@@ -48,11 +48,11 @@ DeviceBlock DeviceArena::allocate(std::uint64_t bytes, const std::string& what) 
   if (hole == holes_.end()) throw no_hole(bytes, what);
   Budget::Hold hold = budget_.take(rounded, what);
   const auto [offset, hole_bytes] = *hole;
+  const std::span<std::byte> piece = device_.memory().subspan(offset, rounded);
+  device_.acquired(piece);
   holes_.erase(hole);
   if (hole_bytes > rounded) holes_.emplace(offset + rounded, hole_bytes - rounded);
   ++blocks_alive_;
-  const std::span<std::byte> piece = device_.memory().subspan(offset, rounded);
-  device_.acquired(piece);
   return {this, piece.first(bytes), std::move(hold)};
 }
 

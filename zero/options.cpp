@@ -37,7 +37,7 @@ void check(const optim::OptimizerOptions& group, const EngineOptions& options, c
 }
 
 void check(const RuntimeOptions& options) {
-  refuse_beyond(platform::DeviceKind::cuda, options.device, "hoist.device");
+  if (options.device) refuse_beyond(platform::DeviceKind::cuda, *options.device, "hoist.device");
   refuse_beyond(aio::BackendKind::null, options.aio_backend, "hoist.io_engine");
   refuse_beyond(CommunicatorKind::mpi, options.communicator, "hoist.communicator");
 }

@@ -36,13 +36,19 @@ enum class CommunicatorKind : std::uint8_t {
 };
 
 struct RuntimeOptions {
-  platform::DeviceKind device = platform::DeviceKind::host;
+  // Empty, and budgets of 0: what this machine has (zero/machine.hpp).
+  std::optional<platform::DeviceKind> device{};
   int device_ordinal = -1;  // -1: the launcher's local rank, modulo the devices in sight; 0 without a launcher
   platform::HostDeviceOptions host_device{};
   // Makes the device instead of Device::create. For tests.
   std::function<std::unique_ptr<platform::Device>(const platform::DeviceOptions&)> make_device{};
-  std::uint64_t device_memory_bytes = kGiB;  // hard budget; key "hoist.device_memory"
-  std::uint64_t pinned_memory_bytes = kGiB;  // hard budget; key "hoist.pinned_memory"
+  std::uint64_t device_memory_bytes = 0;  // hard budget; key "hoist.device_memory"
+  std::uint64_t pinned_memory_bytes = 0;  // hard budget; key "hoist.pinned_memory"
+  // On the host device: hard budget of both together. 0: none. Set where both are chosen for this machine.
+  std::uint64_t host_memory_bytes = 0;
+  // How much of a GPU's budget is taken at the start: what is not is PyTorch's, for example. 0: all.
+  std::uint64_t device_arena_bytes = 0;
+  int local_ranks = 0;  // processes that share this machine; 0: as many as the launcher says
   bool huge_pages = true;
 
   // NVMe transfers (the DeepSpeed section "aio").
@@ -59,7 +65,7 @@ struct RuntimeOptions {
   // one file per rank, written when the runtime ends. Empty: none. Key "hoist.trace".
   std::string trace_path;
 
-  unsigned update_threads = 0;  // of the CPU optimizer; 0: every CPU the process may use
+  unsigned update_threads = 0;  // of the CPU optimizer; 0: every CPU the process may use, or its part of them
   CommunicatorKind communicator = CommunicatorKind::automatic;
   // Device memory in which reductions are staged; used when there are several ranks.
   std::uint64_t comm_scratch_bytes = 4 * kMiB;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <filesystem>
+#include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -10,6 +13,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
+#include <hoist/zero/machine.hpp>
 #include <hoist/zero/runtime.hpp>
 
 namespace hoist {
@@ -18,6 +22,7 @@ namespace {
 
 constexpr const char* kDeviceKey = "hoist.device_memory";
 constexpr const char* kPinnedKey = "hoist.pinned_memory";
+constexpr const char* kHostKeys = "hoist.device_memory and hoist.pinned_memory";
 
 // The launch that the options have hoist take part in.
 comm::Launch launch_of(const RuntimeOptions& options) {
@@ -64,21 +69,29 @@ std::unique_ptr<comm::Communicator> join_launch(const RuntimeOptions& options, c
 // More than any machine has processors; each takes memory before it is known that it has nothing to do.
 constexpr unsigned kUpdateThreadsMax = 4096;
 
-RuntimeOptions with_device(RuntimeOptions options) {
+ChosenOptions chosen(const RuntimeOptions& options) {
   check(options);
   if (options.update_threads > kUpdateThreadsMax)
     throw ConfigError("hoist.update_threads", fmt::format("{} is more than {}; 0 is one for each processor",
                                                           options.update_threads, kUpdateThreadsMax));
-  if (options.device_ordinal >= 0) return options;
-  const int local_rank = options.communicator == CommunicatorKind::self ? 0 : comm::launch_of_process().local_rank;
-  const int devices = options.device == platform::DeviceKind::host ? 0 : platform::cuda_device_count();
-  options.device_ordinal = local_rank > 0 && devices > 0 ? local_rank % devices : 0;
-  return options;
+  return choose_for_this_machine(options);
+}
+
+// Once in a process, however many runtimes it has.
+void say_choices(const std::vector<MachineChoice>& choices) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  const std::lock_guard lock(mutex);
+  for (const auto& [key, value, reason] : choices)
+    if (said.insert(key).second) log_info("{}: {}, because {}", key, value, reason);
 }
 
 std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Ledger& ledger) {
-  const platform::DeviceOptions device{.kind = options.device,
-                                       .memory_bytes = round_down(options.device_memory_bytes, kBlockAlignment),
+  const std::uint64_t arena_bytes = options.device_arena_bytes == 0
+                                        ? options.device_memory_bytes
+                                        : std::min(options.device_arena_bytes, options.device_memory_bytes);
+  const platform::DeviceOptions device{.kind = *options.device,
+                                       .memory_bytes = round_down(arena_bytes, kBlockAlignment),
                                        .ordinal = options.device_ordinal,
                                        .host = options.host_device,
                                        .ledger = &ledger};
@@ -99,17 +112,21 @@ Runtime::Runtime(const RuntimeOptions& options, const MakeCommunicator& join)
 Runtime::Runtime(const RuntimeOptions& options, const Groups& groups) : Runtime(options, groups, /*alone=*/false) {}
 
 Runtime::Runtime(const RuntimeOptions& options, const Groups& groups, bool alone)
-    : options_(with_device(options)), parts_(std::make_unique<Parts>(options_), "the runtime") {
+    : Runtime(chosen(options), groups, alone) {}
+
+Runtime::Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone)
+    : options_(chosen.runtime), parts_(std::make_unique<Parts>(options_), "the runtime") {
   Parts& parts = *parts_;
   parts.ledger.trace_to(parts.trace.get());
   // Only several ranks stage reductions, but how many there are is known after joining.
-  if (!alone) parts.comm_scratch = parts.arena->allocate(options.comm_scratch_bytes, "staging of collectives");
+  if (!alone) parts.comm_scratch = parts.arena->allocate(options_.comm_scratch_bytes, "staging of collectives");
   comm::CommunicatorOptions comm{.scratch = parts.comm_scratch.bytes(),
                                  .ledger = &parts.ledger,
-                                 .timeout = options.comm_timeout,
+                                 .timeout = options_.comm_timeout,
                                  .device_ordinal = options_.device_ordinal};
   parts.communicator = groups.sharding(comm);
   if (world_size() == 1) parts.comm_scratch = {};
+  if (rank() == 0) say_choices(chosen.choices);
   if (parts.trace) Trace::check(trace_file());  // now, not when the run is over
   if (!groups.norm) return;
   comm.scratch = {};
@@ -124,8 +141,9 @@ Runtime::~Runtime() { write_trace(); }
 
 Runtime::Parts::Parts(const RuntimeOptions& options)
     : trace(options.trace_path.empty() ? nullptr : std::make_unique<Trace>()),
-      device_budget("device", kDeviceKey, options.device_memory_bytes),
-      pinned_budget("pinned", kPinnedKey, options.pinned_memory_bytes),
+      host_budget(options.host_memory_bytes == 0 ? nullptr : std::make_unique<tiers::Budget>("host", kHostKeys, options.host_memory_bytes)),
+      device_budget("device", kDeviceKey, options.device_memory_bytes, host_budget.get()),
+      pinned_budget("pinned", kPinnedKey, options.pinned_memory_bytes, host_budget.get()),
       device(make_device(options, ledger)),
       arena(std::make_unique<tiers::DeviceArena>(*device, device_budget)),
       update_pool(std::make_unique<optim::UpdatePool>(optim::UpdatePoolOptions{.threads = options.update_threads})) {}

@@ -2,7 +2,7 @@
 // zero/runtime.hpp - what a process owns once: device, budgets, communicator, update threads, the ledger.
 //
 // Threading  Any thread. Several engines may share one runtime.
-// Memory     The device's budget is taken at construction; pinned memory when an engine is laid out. A runtime outlives
+// Memory     A GPU's budget is taken at construction; pinned memory, and the host device's, when an engine is laid out. A runtime outlives
 //            its engines, and the streams and device blocks that a program has of it: ending it before them is a bug
 //            that ends the process. In a process that was forked later, its destructor and the engines' do nothing.
 // Errors     UsageError from calls in a process that was forked later (the counters below stay readable there).
@@ -21,6 +21,8 @@
 #include <hoist/zero/options.hpp>
 
 namespace hoist {
+
+struct ChosenOptions;
 
 namespace comm {
 class Communicator;
@@ -54,6 +56,7 @@ class Runtime {
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
+  // With what was chosen for this machine where they left the choice.
   const RuntimeOptions& options() const { return options_; }
   platform::Device& device() { return *parts_->device; }
   // For memory that outlives the runtime: the device goes with its last owner.
@@ -74,6 +77,7 @@ class Runtime {
 
  private:
   Runtime(const RuntimeOptions& options, const Groups& groups, bool alone);
+  Runtime(const ChosenOptions& chosen, const Groups& groups, bool alone);
 
   const comm::Communicator& job_ranks() const;  // of the norm group, once it is joined
   std::string trace_file() const;
@@ -85,6 +89,7 @@ class Runtime {
     ~Parts();
     std::unique_ptr<Trace> trace;
     Ledger ledger;
+    std::unique_ptr<tiers::Budget> host_budget;  // null: the two have no common limit
     tiers::Budget device_budget;
     tiers::Budget pinned_budget;
     std::shared_ptr<platform::Device> device;

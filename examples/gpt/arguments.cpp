@@ -115,7 +115,7 @@ void check_shape(const Arguments& a) {
 
 RuntimeOptions runtime_options(const Arguments& a, const Config& config) {
   RuntimeOptions options = config.runtime;
-  options.device = a.device.value_or(options.device);
+  if (a.device) options.device = a.device;
   return options;
 }
 
@@ -171,9 +171,9 @@ void settle_learning_rate(const Arguments& a, const Config& config, Settled& set
 
 Settled settle(const Arguments& a, const Config& config, int world_size) {
   Settled settled;
-  if (a.device && *a.device != config.runtime.device) {
+  if (a.device && config.runtime.device && a.device != config.runtime.device) {
     settled.notes.push_back(fmt::format("--device {} wins over hoist.device {} of {}", device_name(*a.device),
-                                        device_name(config.runtime.device), config.origin()));
+                                        device_name(*config.runtime.device), config.origin()));
   }
   // Batch sizes of the file that do not go with so many ranks matter only where none is given on the command line.
   const TrainingOptions file = a.batch ? config.training : config.check_world_size(world_size);

@@ -21,6 +21,7 @@
 #include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/mapping.hpp>
+#include <hoist/platform/free_memory.hpp>
 
 #ifndef MAP_HUGE_2MB
 #define MAP_HUGE_2MB (21 << 26)
@@ -132,22 +133,37 @@ bool has_transparent_pages(const std::byte* address, std::uint64_t bytes) {
 
 }  // namespace
 
-Mapping::Mapping(const MappingOptions& options) : bytes_(options.bytes) {
+Mapping::Mapping(const MappingOptions& options) : options_(options), bytes_(options.bytes) {
   if (bytes_ == 0) return;
   if (options.largest_pages == PageKind::huge_reserved && try_map(PageKind::huge_reserved, options)) return;
   // Reserved pages are already set apart; the kinds below compete for the rest.
-  const std::uint64_t available = available_memory_bytes();
-  if (bytes_ <= available) {
+  const std::uint64_t available = host_memory().free_bytes;
+  if (!options.touch || bytes_ <= available) {
     if (options.largest_pages != PageKind::normal && try_map(PageKind::huge_transparent, options)) return;
     if (try_map(PageKind::normal, options)) return;
   }
+  refuse(bytes_, available);
+}
+
+void Mapping::refuse(std::uint64_t bytes, std::uint64_t available) const {
   const std::string refusal =
       failure_ == 0 ? "" : fmt::format(" (mmap: {}; see ulimit -v)", std::generic_category().message(failure_));
-  throw BudgetError::machine({.tier = options.tier,
-                              .have_bytes = std::min(available, bytes_),
-                              .need_bytes = bytes_,
-                              .key = options.key,
+  throw BudgetError::machine({.tier = options_.tier,
+                              .have_bytes = std::min(available, bytes),
+                              .need_bytes = bytes,
+                              .key = options_.key,
                               .detail = "the configured budget" + refusal});
+}
+
+std::span<std::byte> Mapping::commit_up_to(std::uint64_t end) {
+  if (end <= committed_bytes_) return {};
+  const std::span<std::byte> fresh = bytes().subspan(committed_bytes_, end - committed_bytes_);
+  const std::uint64_t available = host_memory().free_bytes;
+  if (fresh.size() > available) refuse(fresh.size(), available);
+  failure_ = touch(fresh, PageKind::normal, options_.touch_threads);
+  if (failure_ != 0) refuse(fresh.size(), available);
+  committed_bytes_ = end;
+  return fresh;
 }
 
 bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
@@ -168,11 +184,12 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
   // A fork would copy every page that a device or a ring has pinned, and children do not need them.
   ::madvise(data_, mapped_bytes_, MADV_DONTFORK);
   if (options.numa_node >= 0) bind_to_node(whole, options.numa_node);
-  failure_ = touch(whole, kind, options.touch_threads);
+  failure_ = options.touch ? touch(whole, kind, options.touch_threads) : 0;
   if (failure_ != 0) {
     unmap();
     return false;
   }
+  committed_bytes_ = options.touch ? bytes_ : 0;
   page_kind_ = kind;
   return true;
 }
@@ -190,9 +207,11 @@ void Mapping::unmap() noexcept {
 Mapping::~Mapping() { unmap(); }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
+    : options_(other.options_),
+      data_(std::exchange(other.data_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
       mapped_bytes_(std::exchange(other.mapped_bytes_, 0)),
+      committed_bytes_(other.committed_bytes_),
       page_kind_(other.page_kind_) {}
 
 }  // namespace hoist::platform::detail

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // platform/detail/mapping.hpp - anonymous memory from the kernel, on the largest available pages.
 //
-// Memory     Mapped, bound and touched at construction; unmapped at destruction.
+// Memory     Mapped and bound at construction, and touched there or by commit_up_to(); unmapped at destruction.
 // Errors     BudgetError if the machine lacks the memory; a refused NUMA binding is a warning.
 #pragma once
 
@@ -19,6 +19,7 @@ struct MappingOptions {
   PageKind largest_pages = PageKind::huge_transparent;  // the first kind tried; falls back towards `normal`
   int numa_node = -1;                                   // negative: not bound
   unsigned touch_threads = 1;
+  bool touch = true;  // false: commit_up_to() does
   // For the BudgetError: "device" or "pinned", and the setting to lower.
   std::string tier;
   std::string key;
@@ -33,6 +34,9 @@ class Mapping {
   Mapping(const Mapping&) = delete;
 
   std::span<std::byte> bytes() const { return {data_, static_cast<std::size_t>(bytes_)}; }
+  // Touches the first `end` bytes, as far as they have not been. Returns those that are new.
+  // Errors: BudgetError if the machine lacks the memory.
+  std::span<std::byte> commit_up_to(std::uint64_t end);
   // The page kind that backs it now. Cost: with transparent huge pages, a walk through /proc/self/smaps.
   PageKind page_kind() const;
 
@@ -40,16 +44,15 @@ class Mapping {
   // False, and nothing is mapped, if the kernel has no pages of this kind.
   bool try_map(PageKind kind, const MappingOptions& options);
   void unmap() noexcept;
+  [[noreturn]] void refuse(std::uint64_t bytes, std::uint64_t available) const;
 
+  MappingOptions options_;
   std::byte* data_ = nullptr;
   std::uint64_t bytes_ = 0;                // asked for
   std::uint64_t mapped_bytes_ = 0;         // rounded up to whole pages
+  std::uint64_t committed_bytes_ = 0;      // from the start
   PageKind page_kind_ = PageKind::normal;  // as requested; the kernel may give fewer transparent huge pages
   int failure_ = 0;                        // errno of the last refusal
 };
-
-// Memory that is available without swapping or a kill: the kernel's estimate, limited by the memory control groups of
-// this process.
-std::uint64_t available_memory_bytes();
 
 }  // namespace hoist::platform::detail

@@ -36,6 +36,8 @@ nb::object setting(const Config& config, const std::string& path) {
 }  // namespace
 
 void bind_config(nb::module_& module) {
+  module.def("cuda_device_count", [] { return platform::cuda_device_count(); },
+             "GPUs that this build can use; 0 also without CUDA support.");
   module.def(
       "plain_json", [](const std::string& text) { return config::plain_json(text); }, "text"_a,
       "The text with spaces instead of comments and of commas too many.");
@@ -57,9 +59,16 @@ void bind_config(nb::module_& module) {
       .def_ro("warnings", &Config::warnings)
       .def_ro("notes", &Config::notes)
       .def_prop_ro("origin", &Config::origin)
-      .def_prop_ro(
-          "device", [](const Config& c) { return c.runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"; },
-          "Where weights are gathered.")
+      .def_prop_rw(
+          "device",
+          [](const Config& c) -> std::optional<std::string> {
+            if (!c.runtime.device) return std::nullopt;
+            return *c.runtime.device == platform::DeviceKind::cuda ? "cuda" : "host";
+          },
+          [](Config& c, const std::string& device) {
+            c.runtime.device = device == "cuda" ? platform::DeviceKind::cuda : platform::DeviceKind::host;
+          },
+          "Where weights are gathered: \"cuda\" or \"host\"; None where this machine decides.")
       .def_prop_rw(
           "micro_batches_max", [](const Config& c) { return c.engine.micro_batches_max; },
           [](Config& c, unsigned count) { c.engine.micro_batches_max = count; },
@@ -73,10 +82,12 @@ void bind_config(nb::module_& module) {
           "Whether losses are to be multiplied by a loss scale (section fp16).")
       .def_prop_rw(
           "device_memory", [](const Config& c) { return c.runtime.device_memory_bytes; },
-          [](Config& c, std::uint64_t bytes) { c.runtime.device_memory_bytes = bytes; }, "Bytes.")
+          [](Config& c, std::uint64_t bytes) { c.runtime.device_memory_bytes = bytes; },
+          "Bytes; 0: as this machine allows.")
       .def_prop_rw(
           "pinned_memory", [](const Config& c) { return c.runtime.pinned_memory_bytes; },
-          [](Config& c, std::uint64_t bytes) { c.runtime.pinned_memory_bytes = bytes; }, "Bytes.")
+          [](Config& c, std::uint64_t bytes) { c.runtime.pinned_memory_bytes = bytes; },
+          "Bytes; 0: as this machine allows.")
       .def_prop_rw(
           "keep_steps", [](const Config& c) { return c.engine.keep_steps; },
           [](Config& c, unsigned count) { c.engine.keep_steps = count; }, "Steps that stay under a name.")

@@ -44,12 +44,18 @@ void wait_for(const Completion& completion) {
 
 std::vector<std::size_t> shape_of(const TensorView& view) { return {view.shape.begin(), view.shape.end()}; }
 
+// Arrays of Python are in CPU memory: the host device, unless the configuration names another.
+RuntimeOptions on_host(RuntimeOptions options) {
+  if (!options.device) options.device = platform::DeviceKind::host;
+  return options;
+}
+
 // An engine with the runtime and the stream it works on.
 class PyEngine {
  public:
   // `make`: Engine::create or Engine::restore.
   PyEngine(const Config& config, const std::function<Engine(Runtime&, const EngineOptions&)>& make)
-      : runtime_(config.runtime),
+      : runtime_(on_host(config.runtime)),
         engine_(make(runtime_, config.engine)),
         stream_(runtime_.device().create_stream("python"), "the engine") {}
   ~PyEngine() {
@@ -227,14 +233,14 @@ void bind_engine(nb::module_& module) {
       .def_static(
           "find_commit",
           [](const Config& config) {
-            Runtime runtime(config.runtime);
+            Runtime runtime(on_host(config.runtime));
             return Engine::find_commit(runtime, config.engine);
           },
           "config"_a, no_gil)
       .def_static(
           "find_kept",
           [](const Config& config) {
-            Runtime runtime(config.runtime);
+            Runtime runtime(on_host(config.runtime));
             std::vector<std::pair<std::string, std::uint64_t>> kept;
             for (const KeptStep& step : Engine::find_kept(runtime, config.engine))
               kept.emplace_back(step.name, step.step);

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 
+#include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/units.hpp>
@@ -128,12 +129,14 @@ int UnitManager::world_size_at_start() const {
   return options_.runtime.communicator == CommunicatorKind::self ? 1 : std::max(1, comm::mpi_size_of_launch());
 }
 
-// The host device's memory is written when it is taken: no more of it than the engine will use.
+// Of a GPU, no more than the engine will use: the rest is PyTorch's.
 void UnitManager::take_memory() {
-  device_budget_bytes_ = options_.runtime.device_memory_bytes;
-  const Prediction prediction = predict(options_.runtime, options_.engine, model_, world_size_at_start());
-  const std::uint64_t used = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
-  options_.runtime.device_memory_bytes = std::min(device_budget_bytes_, used);
+  RuntimeOptions& runtime = options_.runtime;
+  const comm::Launch launch = comm::launch_of_process();
+  if (options_.make_channel && launch.size == 1) runtime.local_ranks = options_.world_size;
+  if (runtime.device != platform::DeviceKind::cuda) return;
+  const Prediction prediction = predict(runtime, options_.engine, model_, world_size_at_start());
+  runtime.device_arena_bytes = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
 }
 
 void UnitManager::declare_model() {
@@ -153,7 +156,7 @@ void UnitManager::open_runtime() {
       const auto over_channel = [&](const comm::CommunicatorOptions& options) {
         return comm::make_over("torch.distributed", control->duplicate(), control, options);
       };
-      if (options_.runtime.device == platform::DeviceKind::host) return over_channel(comm);
+      if (options_.runtime.device != platform::DeviceKind::cuda) return over_channel(comm);
       return comm::make_nccl_over(over_channel({.timeout = comm.timeout}), comm);
     });
   } else {

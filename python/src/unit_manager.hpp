@@ -115,7 +115,6 @@ class UnitManager {
     require_process();
     return mutex_;
   }
-  std::uint64_t device_budget_bytes() const { return device_budget_bytes_; }  // as configured
 
   // --- a pass
   void begin(Pass pass, PassOptions options);
@@ -205,7 +204,6 @@ class UnitManager {
   UnitManagerOptions options_;
   Model model_;
   std::vector<ParameterPlace> places_;  // by parameter
-  std::uint64_t device_budget_bytes_ = 0;
   std::mutex mutex_;  // of the engine, for Python threads; taken without the GIL
   std::vector<Unit> units_;
   std::vector<bool> has_arrived_;  // by parameter

@@ -208,7 +208,7 @@ nb::dict statistics(UnitManager& unit_manager) {
     entry["peak_bytes"] = peak;
     return entry;
   };
-  tiers["device"] = tier(unit_manager.device_budget_bytes(), runtime.device_budget().peak_bytes());
+  tiers["device"] = tier(runtime.device_budget().limit_bytes(), runtime.device_budget().peak_bytes());
   tiers["pinned"] = tier(runtime.pinned_budget().limit_bytes(), runtime.pinned_budget().peak_bytes());
   result["links"] = links;
   result["wire_in_group"] = unit_manager.engine().wire_bytes_in_group();

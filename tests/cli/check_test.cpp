@@ -35,7 +35,6 @@ TEST_F(Check, SaysWhatEachTierMustHold) {
   EXPECT_GE(prediction["nvme"]["bytes"], 36000000);
   EXPECT_LT(prediction["nvme"]["bytes"], 60000000);
   EXPECT_GT(prediction["least_nvme_seconds"], 0.0);
-  EXPECT_EQ(run("check good.json --parameters 7e9").exit_code, 0) << "what does not fit is said, and accepted";
   EXPECT_THAT(run("check good.json --parameters 7B").output, HasSubstr("7000000000 parameters"));
 }
 
@@ -85,7 +84,7 @@ TEST_F(Check, SaysWhatOfTheStateIsOnTheDeviceAndWhichShareFits) {
                                         "ratio": )") +
                             ratio + R"(}}, "hoist": {"device_memory": ")" + device_memory + "\"}}");
     const auto result = run("check ratio.json --parameters 100M --json report.json");
-    EXPECT_EQ(result.exit_code, 0) << result.errors;
+    EXPECT_EQ(result.exit_code, json_of("report.json")["machine"]["fits"] == true ? 0 : 2) << result.errors;
     return result.output;
   };
   const std::string divided = check("0.25", "4GiB");
@@ -105,6 +104,57 @@ TEST_F(Check, SaysWhatOfTheStateIsOnTheDeviceAndWhichShareFits) {
   prediction = json_of("report.json")["prediction"];
   EXPECT_EQ(prediction["device"]["fits"], true);
   EXPECT_EQ(prediction["fitting_offload_ratio"], nullptr);
+}
+
+TEST_F(Check, EndsWithWhetherTheModelFitsThisMachine) {
+  write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},
+                                                "offload_param": {"device": "cpu"}}})");
+  const auto fits = run("check plain.json --parameters 1e6 --json report.json");
+  EXPECT_EQ(fits.exit_code, 0) << fits.errors;
+  EXPECT_THAT(fits.output, HasSubstr("fits this machine"));
+  auto report = json_of("report.json");
+  EXPECT_EQ(report["machine"]["fits"], true);
+  EXPECT_EQ(report["machine"]["limiting"], nullptr);
+  EXPECT_THAT(report["choices"].dump(), HasSubstr("hoist.device"));
+
+  // What it says to paste is what it would use, and fits, too.
+  nlohmann::json pasted = nlohmann::json::parse(R"({"zero_optimization": {"stage": 3,
+      "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}})");
+  pasted["hoist"] = report["section"];
+  write("pasted.json", pasted.dump());
+  const auto again = run("check pasted.json --parameters 1e6 --json pasted-report.json");
+  EXPECT_EQ(again.exit_code, 0) << again.output << again.errors;
+  EXPECT_EQ(json_of("pasted-report.json")["choices"].size(), 0u);
+  EXPECT_EQ(json_of("pasted-report.json")["prediction"]["pinned"]["bytes"], report["prediction"]["pinned"]["bytes"]);
+
+  const auto too_large = run("check plain.json --parameters 1e12 --world 2 --json report.json");
+  EXPECT_EQ(too_large.exit_code, 2);
+  EXPECT_THAT(too_large.output, HasSubstr("2 ranks on this machine hold together"));
+  EXPECT_THAT(too_large.output, HasSubstr("DOES NOT FIT this machine"));
+  EXPECT_THAT(too_large.output, HasSubstr("offload_optimizer with device \"nvme\" needs less"));
+  report = json_of("report.json");
+  EXPECT_EQ(report["accepted"], true);
+  EXPECT_EQ(report["machine"]["fits"], false);
+  EXPECT_EQ(report["section"], nullptr);
+}
+
+TEST_F(Check, BudgetsOfTheCommandLineWin) {
+  write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+                          "hoist": {"device": "host", "pinned_memory": "1TiB"}})");
+  const auto result =
+      run("check plain.json --parameters 100M --device-memory 1GiB --pinned-memory 64MiB --json report.json");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.output, HasSubstr("hoist.pinned_memory is 64.0 MiB: raise it"));
+  EXPECT_EQ(json_of("report.json")["budgets"]["pinned"], 64 << 20);
+}
+
+TEST_F(Check, WithoutAGpuACudaConfigurationDoesNotFit) {
+  write("gpu.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+                        "hoist": {"device": "cuda"}})");
+  const auto result = run("check gpu.json --parameters 1e6 --json report.json");
+  if (json_of("report.json")["machine"]["fits"] == true) GTEST_SKIP() << "there is a GPU";
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.output, HasSubstr("there is no GPU"));
 }
 
 TEST_F(Check, RefusesWhatEveryEngineWould) {

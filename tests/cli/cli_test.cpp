@@ -52,7 +52,7 @@ TEST_F(Cli, BadCommandLinesAreBadInput) {
 
 TEST_F(Cli, CheckSaysWhatAConfigurationWillDo) {
   write("good.json", kGood);
-  const auto result = run("check good.json --world-size 4 --json report.json");
+  const auto result = run("check good.json --world-size 4 --all --json report.json");
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_THAT(result.output, HasSubstr("good.json: accepted"));
   EXPECT_THAT(result.output, HasSubstr("/local_nvme/hoist"));

@@ -28,7 +28,7 @@ Variables joined(Variables all, const Variables& more) {
 
 // As these launchers set them, for one process of several.
 const Variables kOpenMpi = {
-    {"OMPI_COMM_WORLD_SIZE", "8"}, {"OMPI_COMM_WORLD_RANK", "5"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}};
+    {"OMPI_COMM_WORLD_SIZE", "8"}, {"OMPI_COMM_WORLD_RANK", "5"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}};
 const Variables kHydra = {{"PMI_SIZE", "6"}, {"PMI_RANK", "4"}, {"MPI_LOCALRANKID", "0"}};
 const Variables kMvapich = {
     {"MV2_COMM_WORLD_SIZE", "3"}, {"MV2_COMM_WORLD_RANK", "2"}, {"MV2_COMM_WORLD_LOCAL_RANK", "2"}};
@@ -57,6 +57,17 @@ TEST_P(LaunchTest, IsRead) {
   EXPECT_EQ(launch.rank, c.rank);
   EXPECT_EQ(launch.size, c.size);
   EXPECT_EQ(launch.local_rank, c.local_rank);
+}
+
+TEST(Launch, ProcessesOfAMachine) {
+  EXPECT_EQ(launch_in({}).local_size, 1);
+  EXPECT_EQ(launch_in(kOpenMpi).local_size, 4);
+  EXPECT_EQ(launch_in(kTorchrun).local_size, 4) << "not announced: all";
+  Variables torchrun = kTorchrun;
+  torchrun["LOCAL_WORLD_SIZE"] = "2";
+  EXPECT_EQ(launch_in(torchrun).local_size, 2);
+  torchrun["LOCAL_WORLD_SIZE"] = "9";  // of 4
+  EXPECT_EQ(launch_in(torchrun).local_size, 4);
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -119,6 +119,7 @@ TEST(Options, BareNamesAreTheSameKeys) {
 TEST(Options, HoistSection) {
   const Config config = sample("hoist_section");
   RuntimeOptions expected;
+  expected.device = platform::DeviceKind::host;
   expected.device_ordinal = 0;
   expected.device_memory_bytes = 8 * kGiB;
   expected.pinned_memory_bytes = 499'998'720;  // 5e8 rounded down to 4 KiB

@@ -124,7 +124,9 @@ TEST(Settle, TheCommandLineWinsAndSaysSoOnce) {
                                          "--learning-rate 0.5 wins over optimizer.params.lr 0.25 of f.json"));
   EXPECT_THAT(settle({.batch = 6, .learning_rate = 0.25}, config, 1).notes, IsEmpty());
   EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::host}, config, 1).notes, IsEmpty());
-  EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::cuda}, config, 1).notes,
+  EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::cuda}, config, 1).notes, IsEmpty());
+  const Config on_host = Config::parse(R"({"hoist": {"device": "host"}})", "f.json");
+  EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::cuda}, on_host, 1).notes,
               ElementsAre("--device cuda wins over hoist.device host of f.json"));
   EXPECT_EQ(runtime_options({.device = platform::DeviceKind::cuda}, config).device, platform::DeviceKind::cuda);
 }

@@ -20,7 +20,10 @@ namespace {
 constexpr std::uint64_t kSeed = 4;
 
 RuntimeOptions small_runtime() {
-  return {.device_memory_bytes = 8 * kMiB, .pinned_memory_bytes = 64 * kMiB, .communicator = CommunicatorKind::self};
+  return {.device = platform::DeviceKind::host,
+          .device_memory_bytes = 8 * kMiB,
+          .pinned_memory_bytes = 64 * kMiB,
+          .communicator = CommunicatorKind::self};
 }
 
 EngineOptions in_memory() {

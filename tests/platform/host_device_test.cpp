@@ -103,6 +103,7 @@ TEST(HostDevice, FreshAndReleasedMemoryIsNaN) {
     EXPECT_TRUE(std::isnan(to_float(bf16{half}))) << "bf16 " << index;
     EXPECT_TRUE(std::isnan(fp16_to_float(half))) << "fp16 " << index;
   };
+  device->acquired(device->memory());
   expect_nan(0);
   expect_nan(device->memory().size() / sizeof(float) - 1);
   std::memset(device->memory().data(), 0, device->memory().size());

@@ -8,7 +8,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
-#include <hoist/platform/detail/mapping.hpp>
+#include <hoist/platform/free_memory.hpp>
 #include <hoist/platform/host_memory.hpp>
 
 namespace hoist::platform {
@@ -116,7 +116,7 @@ TEST(HostMemory, SlicesCoverEverythingOnce) {
 }
 
 TEST(AvailableMemory, IsPlausible) {
-  const std::uint64_t available = detail::available_memory_bytes();
+  const std::uint64_t available = host_memory().free_bytes;
   EXPECT_GT(available, kMiB);
   EXPECT_LT(available, std::uint64_t{1} << 46);
 }

@@ -29,6 +29,31 @@ TEST(Budget, HoldsUntilDestroyed) {
   EXPECT_EQ(budget.peak_bytes(), 1000u);
 }
 
+TEST(Budget, TwoTiersMayHaveACommonBudget) {
+  Budget common("host", "both keys", 1000);
+  {
+    Budget device("device", "hoist.device_memory", 1000, &common);
+    Budget pinned("pinned", "hoist.pinned_memory", 700, &common);
+    Budget::Hold weights = device.take(400, "weights");
+    EXPECT_EQ(pinned.free_bytes(), 600u);
+    const Budget::Hold states = pinned.take(600, "states");
+    EXPECT_EQ(common.held_bytes(), 1000u);
+    try {
+      static_cast<void>(device.take(1, "one more"));
+      FAIL() << "1001 of 1000 bytes were held";
+    } catch (const BudgetError& error) {
+      EXPECT_EQ(error.need.tier, "host");
+      EXPECT_EQ(error.need.need_bytes, 1001u);
+    }
+    EXPECT_EQ(device.held_bytes(), 400u) << "a refusal holds nothing";
+    weights = {};
+    EXPECT_EQ(common.held_bytes(), 600u);
+    EXPECT_EQ(pinned.free_bytes(), 100u) << "its own limit";
+  }
+  EXPECT_EQ(common.held_bytes(), 0u);
+  EXPECT_EQ(common.peak_bytes(), 1000u);
+}
+
 TEST(Budget, RefusalSaysWhatWouldWork) {
   Budget budget("pinned", "hoist.pinned_budget", 1000);
   const Budget::Hold first = budget.take(600, "buffers");

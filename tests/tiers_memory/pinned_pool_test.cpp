@@ -7,7 +7,7 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/core/units.hpp>
-#include <hoist/platform/detail/mapping.hpp>
+#include <hoist/platform/free_memory.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 
 namespace hoist::tiers {
@@ -64,7 +64,7 @@ TEST(PinnedPool, PiecesLieWithinOneSlice) {
   PinnedPlan plan;
   const std::vector<std::uint64_t> requests{700 * kMiB, 330 * kMiB, 10 * kMiB};
   for (const std::uint64_t bytes : requests) plan.add(bytes);
-  if (platform::detail::available_memory_bytes() < 2 * plan.bytes()) GTEST_SKIP() << "too little memory is free";
+  if (platform::host_memory().free_bytes < 2 * plan.bytes()) GTEST_SKIP() << "too little memory is free";
   Budget budget("pinned", "key", 2 * kGiB);
   PinnedPool pool(budget, {.bytes = plan.bytes(), .touch_threads = 2});
   ASSERT_EQ(pool.memory().slices().size(), 2u);

@@ -107,7 +107,7 @@ INSTANTIATE_TEST_SUITE_P(Modes, LeastBudget, testing::Values(UpdateMode::automat
 // Gradient, weights and state, by hand.
 TEST(Prediction, CountsWhatAnUpdateReadsAndWrites) {
   const auto bytes_of = [](DType dtype, Placement optimizer, double ratio, bool accessible) {
-    RuntimeOptions runtime;
+    RuntimeOptions runtime{.device = platform::DeviceKind::host, .device_memory_bytes = kGiB, .pinned_memory_bytes = kGiB};
     runtime.host_device.host_accessible = accessible;
     EngineOptions engine{.optimizer = optimizer, .optimizer_offload_ratio = ratio};
     engine.gradient_clipping = 0;
@@ -127,7 +127,8 @@ TEST(Prediction, CountsWhatAnUpdateReadsAndWrites) {
 
 TEST(Prediction, LeavesRoomForWhatTheProgramPins) {
   const Model model = uniform_model(1'000'000'000, 20);
-  RuntimeOptions runtime{.pinned_memory_bytes = 12 * kGiB};
+  RuntimeOptions runtime{
+      .device = platform::DeviceKind::host, .device_memory_bytes = kGiB, .pinned_memory_bytes = 12 * kGiB};
   const EngineOptions engine{.parameters = Placement::nvme,
                              .optimizer = Placement::nvme,
                              .optimizer_pinned_fraction = std::nullopt,

@@ -30,7 +30,7 @@ struct ToyShape {
 };
 
 struct ToySetup {
-  RuntimeOptions runtime;
+  RuntimeOptions runtime{.device = platform::DeviceKind::host};
   EngineOptions engine;
 };
 // A loss scale that overflows fp16 gradients in the toy model's first steps and, every few steps, once more.

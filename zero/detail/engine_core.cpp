@@ -254,10 +254,8 @@ void EngineCore::make_parts(const StoreDirectory& directory, StoreUse use) {
 }
 
 double EngineCore::affordable_pinned_fraction(std::uint64_t store_memory_bytes) const {
-  const tiers::Budget& budget = runtime.pinned_budget();
-  const std::uint64_t taken = budget.held_bytes() + store_memory_bytes;
-  return largest_pinned_fraction(options, table, device_access(runtime.options()),
-                                 budget.limit_bytes() > taken ? budget.limit_bytes() - taken : 0);
+  const MachineFacts facts = machine_facts(runtime, store_memory_bytes);
+  return largest_pinned_fraction(options, table, facts.device_access, free_for_pinned(options, table, facts));
 }
 
 void EngineCore::lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit) {

@@ -15,6 +15,20 @@ std::uint64_t arena_bytes(std::uint64_t bytes) {
   return layout.bytes();
 }
 
+// Of so many elements of the model, gathered.
+std::uint64_t bytes_of_elements(const std::vector<Unit>& units, std::uint64_t count) {
+  std::uint64_t elements = 0;
+  std::uint64_t bytes = 0;
+  for (const Unit& unit : units) {
+    elements += unit.elements;
+    bytes += unit.gathered_bytes;
+  }
+  if (count >= elements) return bytes;
+  return round_up(static_cast<std::uint64_t>(static_cast<double>(bytes) / static_cast<double>(elements) *
+                                             static_cast<double>(count)),
+                  tiers::DeviceArena::kAlignment);
+}
+
 }  // namespace
 
 std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
@@ -32,13 +46,16 @@ std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
   return rooms;
 }
 
-DeviceBufferChooser::DeviceBufferChooser(const UnitRegions& regions) : regions_(regions) {
+DeviceBufferChooser::DeviceBufferChooser(const EngineOptions& options, const UnitRegions& regions)
+    : regions_(regions) {
   for (const Unit& unit : regions.table().units())
     if (!unit.owns_tied) gradient_bytes_ = std::max(gradient_bytes_, arena_bytes(unit.gradient_buffer_bytes()));
   const std::vector<scheduler::ItemRoom> rooms = gather_rooms(regions);
   gather_least_bytes_ = scheduler::least_room_bytes(rooms);
-  gather_most_bytes_ = scheduler::most_room_bytes(rooms);
   for (const scheduler::ItemRoom& room : rooms) largest_unit_bytes_ = std::max(largest_unit_bytes_, room.bytes);
+  const std::uint64_t live_bytes = bytes_of_elements(regions.table().units(), options.live_elements_max);
+  gather_most_bytes_ = std::min(scheduler::most_room_bytes(rooms),
+                                std::max(gather_least_bytes_ + largest_unit_bytes_, live_bytes));
 }
 
 DeviceBuffers DeviceBufferChooser::least() const {
@@ -68,7 +85,7 @@ DeviceBuffers DeviceBufferChooser::choose(std::uint64_t free_bytes) const {
 
 std::uint64_t least_device_bytes(const EngineOptions& options, const UnitTable& table, DeviceAccess access) {
   const UnitRegions regions(options, table, access);
-  const DeviceBufferChooser chooser(regions);
+  const DeviceBufferChooser chooser(options, regions);
   return chooser.bytes(chooser.least());
 }
 

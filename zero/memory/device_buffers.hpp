@@ -20,7 +20,7 @@ struct DeviceBuffers {
 
 class DeviceBufferChooser {
  public:
-  explicit DeviceBufferChooser(const UnitRegions& regions);
+  DeviceBufferChooser(const EngineOptions& options, const UnitRegions& regions);
 
   // The least that trains: what a single gather() pins at most, and one unit's gradient.
   DeviceBuffers least() const;
@@ -38,7 +38,7 @@ class DeviceBufferChooser {
   const UnitRegions& regions_;
   std::uint64_t gradient_bytes_ = 0;  // the largest gradient, and its sums in fp32 if those are on the device
   std::uint64_t gather_least_bytes_ = 0;
-  std::uint64_t gather_most_bytes_ = 0;  // all units at once
+  std::uint64_t gather_most_bytes_ = 0;  // all units at once, as far as live_elements_max goes
   std::uint64_t largest_unit_bytes_ = 0;
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <limits>
 #include <thread>
 
 #include <fmt/format.h>
@@ -12,17 +13,25 @@ namespace hoist::detail {
 
 namespace {
 
+constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
+
 // What a budget has left beside what is held and the store's tables.
 std::uint64_t free_bytes(const tiers::Budget& budget, std::uint64_t store_memory_bytes) {
-  const std::uint64_t taken = budget.held_bytes() + store_memory_bytes;
-  return budget.limit_bytes() > taken ? budget.limit_bytes() - taken : 0;
+  return budget.free_bytes() > store_memory_bytes ? budget.free_bytes() - store_memory_bytes : 0;
 }
 
-MachineFacts facts_of(Runtime& runtime, std::uint64_t store_memory_bytes) {
+}  // namespace
+
+MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes) {
   return {.device_access = device_access(runtime.options()),
           .free_device_bytes = runtime.device_arena().largest_hole_bytes(),
-          .free_pinned_bytes = free_bytes(runtime.pinned_budget(), store_memory_bytes)};
+          .free_pinned_bytes = free_bytes(runtime.pinned_budget(), store_memory_bytes),
+          .free_host_bytes = runtime.pinned_budget().common() == nullptr
+                                 ? kUnlimited
+                                 : free_bytes(*runtime.pinned_budget().common(), store_memory_bytes)};
 }
+
+namespace {
 
 // By role, those of one unit; NVMe's regions have no pointers.
 constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{
@@ -38,7 +47,7 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
   const DeviceAccess access = device_access(runtime.options());
   const std::uint64_t program = round_up(program_bytes, tiers::DeviceArena::kAlignment);
   const std::uint64_t least = program + least_device_bytes(options, table, access);
-  const std::uint64_t available = runtime.device_arena().largest_hole_bytes();
+  const std::uint64_t available = std::min(runtime.device_arena().largest_hole_bytes(), budget.free_bytes());
   if (least <= available) return;
   const auto ratio = fitting_offload_ratio(options, table, access, available > program ? available - program : 0);
   throw BudgetError(
@@ -55,8 +64,9 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
     : runtime_(runtime),
       table_(table),
       hands_gradients_on_(detail::hands_gradients_on(options)),
-      plan_(options, table, facts_of(runtime, store_memory_bytes)),
+      plan_(options, table, machine_facts(runtime, store_memory_bytes)),
       units_(table.units().size()) {
+  require_host_memory(store_memory_bytes);
   require_device_memory(runtime, options, table, 0);
   require_pinned_memory(options, store_memory_bytes);
   device_block_ = runtime.device_arena().allocate(plan_.bytes(MemoryTier::device), "the engine's units and buffers");
@@ -68,6 +78,22 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
                                .touch_threads = std::max(1u, std::thread::hardware_concurrency())});
   point_to_regions();
   sub_groups_ = plan_.units().sub_groups(plan_.pinned_buffers().sub_group_tiles);
+}
+
+void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
+  const tiers::Budget* const common = runtime_.pinned_budget().common();
+  if (common == nullptr) return;
+  const std::uint64_t device_bytes = plan_.bytes(MemoryTier::device);
+  const std::uint64_t pinned_bytes = plan_.bytes(MemoryTier::pinned);
+  if (device_bytes + pinned_bytes <= free_bytes(*common, store_memory_bytes)) return;
+  throw BudgetError({.tier = common->tier(),
+                     .have_bytes = common->limit_bytes(),
+                     .need_bytes = round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes,
+                                            kBlockAlignment),
+                     .key = common->key(),
+                     .detail = fmt::format("{} on the host device, and {} of gradients, states kept in memory and the "
+                                           "smallest transfer buffers",
+                                           format_bytes(device_bytes), format_bytes(pinned_bytes))});
 }
 
 void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t store_memory_bytes) const {

@@ -30,6 +30,9 @@ struct UnitMemory {
   std::byte* tied_gradient = nullptr;
 };
 
+// What is free now beside the store's tables.
+MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes);
+
 // Throws BudgetError unless the device has room for what the engine needs at least and `program_bytes` more.
 void require_device_memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
                            std::uint64_t program_bytes);
@@ -78,6 +81,7 @@ class Memory {
   std::span<std::byte> buffer(MemoryRole role) const {  // the only one, or none
     return buffers(role).empty() ? std::span<std::byte>() : buffers(role).front();
   }
+  void require_host_memory(std::uint64_t store_memory_bytes) const;  // where one budget is for both tiers
   void require_pinned_memory(const EngineOptions& options, std::uint64_t free_bytes) const;
   void point_to_regions();
 

@@ -5,6 +5,12 @@
 
 namespace hoist::detail {
 
+namespace {
+
+std::uint64_t beside(std::uint64_t all, std::uint64_t taken) { return all > taken ? all - taken : 0; }
+
+}  // namespace
+
 MemoryPlan::MemoryPlan(const EngineOptions& options, const UnitTable& table, const MachineFacts& facts)
     : units_(options, table, facts.device_access) {
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
@@ -20,11 +26,13 @@ MemoryPlan::MemoryPlan(const EngineOptions& options, const UnitTable& table, con
     });
     bytes_[static_cast<std::size_t>(tier)] = layout.bytes();
   };
-  const DeviceBufferChooser device(units_);
-  device_buffers_ = device.choose(facts.free_device_bytes);
-  add_buffers(MemoryTier::device, device, device_buffers_);
+  const DeviceBufferChooser device(options, units_);
   const PinnedBufferChooser pinned(options, units_);
-  pinned_buffers_ = pinned.choose(facts.free_pinned_bytes);
+  const std::uint64_t pinned_least = pinned.bytes(pinned.choose(0));
+  device_buffers_ = device.choose(std::min(facts.free_device_bytes, beside(facts.free_host_bytes, pinned_least)));
+  add_buffers(MemoryTier::device, device, device_buffers_);
+  const std::uint64_t device_bytes = bytes(MemoryTier::device);
+  pinned_buffers_ = pinned.choose(std::min(facts.free_pinned_bytes, beside(facts.free_host_bytes, device_bytes)));
   add_buffers(MemoryTier::pinned, pinned, pinned_buffers_);
   bytes_[static_cast<std::size_t>(MemoryTier::nvme)] = units_.layout(MemoryTier::nvme).bytes();
 }
@@ -32,6 +40,12 @@ MemoryPlan::MemoryPlan(const EngineOptions& options, const UnitTable& table, con
 std::uint64_t MemoryPlan::buffer_bytes(MemoryRole role) const {
   const auto first = std::ranges::find(regions_, role, &MemoryRegion::role);
   return first == regions_.end() ? 0 : first->bytes;
+}
+
+std::uint64_t free_for_pinned(EngineOptions options, const UnitTable& table, const MachineFacts& facts) {
+  options.optimizer_pinned_fraction = options.optimizer_pinned_fraction.value_or(0);
+  const MemoryPlan plan(options, table, facts);
+  return std::min(facts.free_pinned_bytes, beside(facts.free_host_bytes, plan.bytes(MemoryTier::device)));
 }
 
 scheduler::FetchPlannerOptions fetch_planner_options(const EngineOptions& options, const UnitRegions& units,

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -22,6 +23,8 @@ struct MachineFacts {
   DeviceAccess device_access;
   std::uint64_t free_device_bytes;  // in one piece; 0: plan the least
   std::uint64_t free_pinned_bytes;  // beside the store's tables; 0: plan the least
+  // Of both together, where they are the same memory.
+  std::uint64_t free_host_bytes = std::numeric_limits<std::uint64_t>::max();
 };
 
 class MemoryPlan {
@@ -46,6 +49,9 @@ class MemoryPlan {
   std::vector<MemoryRegion> regions_;
   std::array<std::uint64_t, kMemoryTierCount> bytes_{};
 };
+
+// What pinned memory can have beside the device's part, where they are the same memory.
+std::uint64_t free_for_pinned(EngineOptions options, const UnitTable& table, const MachineFacts& facts);
 
 // What the planner of fetches plans with if there is so much gather memory.
 scheduler::FetchPlannerOptions fetch_planner_options(const EngineOptions& options, const UnitRegions& units,

@@ -4,6 +4,7 @@
 #include <hoist/core/norm_order.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
+#include <hoist/zero/machine.hpp>
 #include <hoist/zero/memory/unit_regions.hpp>
 
 namespace hoist::detail {
@@ -18,7 +19,7 @@ std::uint64_t TierLayout::add(std::uint64_t bytes) {
 }
 
 DeviceAccess device_access(const RuntimeOptions& runtime) {
-  const bool readable = runtime.device == platform::DeviceKind::host && runtime.host_device.host_accessible;
+  const bool readable = device_kind(runtime) == platform::DeviceKind::host && runtime.host_device.host_accessible;
   return readable ? DeviceAccess::cpu_and_device : DeviceAccess::device_only;
 }
 

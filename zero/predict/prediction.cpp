@@ -10,6 +10,7 @@
 #include <hoist/zero/checkpoint/store_options.hpp>
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
+#include <hoist/zero/machine.hpp>
 #include <hoist/zero/memory/memory_plan.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 #include <hoist/zero/predict/step_bytes.hpp>
@@ -71,6 +72,16 @@ std::uint64_t other_device_bytes(const RuntimeOptions& runtime, const ProgramMem
   return rounded(program.device_bytes) + (world_size > 1 ? rounded(runtime.comm_scratch_bytes) : 0);
 }
 
+detail::MachineFacts facts_of(const RuntimeOptions& runtime, std::uint64_t other_device, std::uint64_t other_pinned) {
+  detail::MachineFacts facts{
+      .device_access = detail::device_access(runtime),
+      .free_device_bytes = beside(round_down(runtime.device_memory_bytes, kBlockAlignment), other_device),
+      .free_pinned_bytes = beside(runtime.pinned_memory_bytes, other_pinned)};
+  if (runtime.host_memory_bytes != 0)
+    facts.free_host_bytes = beside(runtime.host_memory_bytes, other_device + other_pinned);
+  return facts;
+}
+
 void describe_memory(const detail::MemoryPlan& plan, Prediction& out) {
   const detail::PinnedBuffers& pinned = plan.pinned_buffers();
   out.gather_bytes = plan.device_buffers().gather_bytes;
@@ -98,8 +109,9 @@ std::uint64_t update_bytes(const detail::Unit& unit) {
 
 }  // namespace
 
-Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, const Model& model, int world_size,
+Prediction predict(const RuntimeOptions& given, const EngineOptions& options, const Model& model, int world_size,
                    const ProgramMemory& program) {
+  const RuntimeOptions runtime = choose_for_this_machine(given).runtime;
   const detail::UnitTable table = table_of(options, model, world_size);
   const detail::DeviceAccess access = detail::device_access(runtime);
   const tiers::Store::Cost store = detail::store_cost(options, table, detail::RecordMap(table), /*rank=*/0);
@@ -108,14 +120,15 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   Prediction out;
   out.device.budget_bytes = round_down(runtime.device_memory_bytes, kBlockAlignment);
   out.pinned.budget_bytes = runtime.pinned_memory_bytes;
-  const std::uint64_t free_device = beside(out.device.budget_bytes, other_device);
-  const std::uint64_t free_pinned = beside(out.pinned.budget_bytes, other_pinned);
+  out.host_budget_bytes = runtime.host_memory_bytes;
+  const detail::MachineFacts facts = facts_of(runtime, other_device, other_pinned);
   EngineOptions engine = options;
   if (!engine.optimizer_pinned_fraction)
-    engine.optimizer_pinned_fraction = detail::largest_pinned_fraction(engine, table, access, free_pinned);
+    engine.optimizer_pinned_fraction =
+        detail::largest_pinned_fraction(engine, table, access, detail::free_for_pinned(engine, table, facts));
 
   const detail::MemoryPlan least(engine, table, {access, 0, 0});
-  const detail::MemoryPlan plan(engine, table, {access, free_device, free_pinned});
+  const detail::MemoryPlan plan(engine, table, facts);
   using detail::MemoryTier;
   out.parameter_count = model.parameter_count();
   out.device.least_bytes = other_device + least.bytes(MemoryTier::device);
@@ -123,7 +136,7 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   out.pinned.least_bytes = other_pinned + least.bytes(MemoryTier::pinned);
   out.pinned.bytes = other_pinned + plan.bytes(MemoryTier::pinned);
   if (!out.device.fits() && out.device.budget_bytes > other_device)
-    out.fitting_offload_ratio = detail::fitting_offload_ratio(engine, table, access, free_device);
+    out.fitting_offload_ratio = detail::fitting_offload_ratio(engine, table, access, facts.free_device_bytes);
   out.nvme_bytes = store.disk_bytes;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;
   describe_memory(plan, out);
@@ -141,13 +154,16 @@ Prediction predict(const RuntimeOptions& runtime, const EngineOptions& options, 
   return out;
 }
 
-double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model,
+double largest_pinned_fraction(const RuntimeOptions& given, const EngineOptions& engine, const Model& model,
                                int world_size, const ProgramMemory& program) {
+  const RuntimeOptions runtime = choose_for_this_machine(given).runtime;
   const detail::UnitTable table = table_of(engine, model, world_size);
   const std::uint64_t other_bytes =
       detail::store_cost(engine, table, detail::RecordMap(table), /*rank=*/0).memory_bytes + program.pinned_bytes;
-  const double most = detail::largest_pinned_fraction(engine, table, detail::device_access(runtime),
-                                                      beside(runtime.pinned_memory_bytes, other_bytes));
+  const detail::MachineFacts facts =
+      facts_of(runtime, other_device_bytes(runtime, program, world_size), other_bytes);
+  const double most = detail::largest_pinned_fraction(engine, table, facts.device_access,
+                                                      detail::free_for_pinned(engine, table, facts));
   return std::max(most, engine.optimizer_pinned_fraction.value_or(0));
 }
 

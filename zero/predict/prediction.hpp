@@ -4,7 +4,7 @@
 // The same arithmetic lays out the engine itself, so predicted and real bytes are equal for the same model; the fetches
 // of a step are those of a plain pass (every unit once forward, once backward), planned like a recorded one.
 //
-// Threading  Pure functions.
+// Threading  Pure functions, but for what runtime options leave to this machine (zero/machine.hpp).
 // Errors     UsageError for a model without units. Too small a budget is not an error here: see fits().
 #pragma once
 
@@ -35,6 +35,11 @@ struct Prediction {
   };
   Tier device;
   Tier pinned;
+  std::uint64_t host_budget_bytes = 0;        // of both together, on the host device; 0: there is none
+  bool fits() const {
+    const bool together = host_budget_bytes == 0 || device.least_bytes + pinned.least_bytes <= host_budget_bytes;
+    return together && device.fits() && pinned.fits();
+  }
   std::uint64_t nvme_bytes = 0;               // reserved in the store's directories
   StepBytes step;                             // per training step
   StepPhases phases;                          // the same, by what it is for

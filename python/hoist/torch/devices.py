@@ -8,6 +8,7 @@ hoist_stream() of its module returns (_hoist.HostStream).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,15 @@ from hoist import _hoist
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_EXTENSION = 1, 2, 12
 
 
+_log = logging.getLogger("hoist")
+
+
 def device_of(config: _hoist.Config, wanted: torch.device | str | None) -> torch.device:
-    """Without an index. Errors: UsageError for a device that the configuration's does not go with."""
+    """Without an index. Where the configuration leaves it open, the GPU if there is one, and the configuration then says so.
+    Errors: UsageError for a device that the configuration's does not go with.
+    """
+    if config.device is None:
+        config.device = "host" if wanted is not None and torch.device(wanted).type != "cuda" else _device_of_machine()
     of_config = torch.device("cuda" if config.device == "cuda" else "cpu")
     if of_config.type == "cuda" and not torch.cuda.is_available():
         raise _hoist.UsageError('"hoist": {"device": "cuda"}, and this PyTorch finds no CUDA device: install PyTorch with CUDA, '
@@ -32,6 +40,14 @@ def device_of(config: _hoist.Config, wanted: torch.device | str | None) -> torch
         raise _hoist.UsageError(f"wrap(device='{device}'), and the configuration's device is {of_config.type}: set \"hoist\": "
                                 "{\"device\": \"cuda\" or \"host\"}")
     return device
+
+
+def _device_of_machine() -> str:
+    ours, pytorchs = _hoist.cuda_device_count() > 0, torch.cuda.is_available()
+    if ours != pytorchs:
+        _log.warning("training on the CPU: %s finds the GPU, and %s does not", *(("PyTorch", "this build of hoist") if pytorchs
+                                                                             else ("hoist", "this build of PyTorch")))
+    return "cuda" if ours and pytorchs else "host"
 
 
 def current_stream_of(device: torch.device) -> Callable[[], Any] | None:

@@ -17,7 +17,8 @@ void require(bool holds) {
 
 // What was accepted must be usable.
 void use(const hoist::Config& config) {
-  require(config.runtime.device_memory_bytes >= 4096 && config.runtime.pinned_memory_bytes >= 4096);
+  for (const std::uint64_t budget : {config.runtime.device_memory_bytes, config.runtime.pinned_memory_bytes})
+    require(budget == 0 || budget >= 4096);  // 0: as this machine allows
   require(config.engine.update_buffer_count >= 3 && config.engine.sub_group_elements >= 1);
   check(config.engine.learning_rate_schedule);
   for (const std::uint64_t step : {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{1000}, ~std::uint64_t{0}}) {

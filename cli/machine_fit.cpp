@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "machine_fit.hpp"
+
+#include <algorithm>
+#include <filesystem>
+
+#include <fmt/format.h>
+
+#include <hoist/core/units.hpp>
+
+#include "output.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+namespace fs = std::filesystem;
+
+// Of the file system that a directory is, or would be, on.
+std::uint64_t free_space(fs::path directory) {
+  std::error_code error;
+  while (!fs::exists(directory, error) && directory.has_relative_path()) directory = directory.parent_path();
+  const fs::space_info space = fs::space(directory.empty() ? "." : directory, error);
+  return error ? 0 : space.available;
+}
+
+bool has_files(const fs::path& directory) {
+  std::error_code error;
+  return fs::exists(directory, error) && !fs::is_empty(directory, error);
+}
+
+std::string placement_remedy(const EngineOptions& engine) {
+  if (engine.optimizer == Placement::device) return "offload_optimizer with device \"cpu\" or \"nvme\" needs less";
+  if (engine.optimizer == Placement::pinned) return "offload_optimizer with device \"nvme\" needs less";
+  if (engine.parameters == Placement::pinned) return "offload_param with device \"nvme\" needs less";
+  return "more ranks on more machines need less each";
+}
+
+void add_budget_problem(const char* key, const Prediction::Tier& tier, MachineFit& fit) {
+  if (tier.fits()) return;
+  fit.problems.push_back(fmt::format("a rank needs {}, and {} is {}: raise it", format_bytes(tier.least_bytes), key,
+                                     format_bytes(tier.budget_bytes)));
+}
+
+}  // namespace
+
+MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const EngineOptions& engine,
+                       const Machine& machine) {
+  MachineFit fit{.ranks = machine.processes};
+  const auto ranks = static_cast<std::uint64_t>(machine.processes);
+  const bool on_gpu = runtime.device == platform::DeviceKind::cuda;
+  const std::uint64_t device_part = on_gpu ? 0 : 1;
+  if (on_gpu && machine.gpu_count == 0) fit.problems.emplace_back("hoist.device is \"cuda\", and there is no GPU");
+  if (on_gpu && machine.gpu.total_bytes > 0) {
+    const std::uint64_t per_gpu = divide_up(ranks, static_cast<std::uint64_t>(std::max(machine.gpu_count, 1)));
+    fit.memories.push_back({"memory of a GPU", per_gpu * p.device.least_bytes, per_gpu * p.device.bytes,
+                            machine.gpu.free_bytes, placement_remedy(engine)});
+  }
+  fit.memories.push_back({"host memory", ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
+                          ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
+                          placement_remedy(engine)});
+  if (p.nvme_bytes > 0 && !has_files(engine.store_directory)) {
+    std::uint64_t free = free_space(engine.store_directory);
+    for (const std::string& directory : engine.stripe_directories) free += free_space(directory);
+    fit.memories.push_back({"NVMe at " + engine.store_directory, ranks * p.nvme_bytes, ranks * p.nvme_bytes, free,
+                            "name a larger drive, or several, in nvme_path"});
+  }
+  for (const MachineFit::Memory& memory : fit.memories) {
+    if (memory.fits()) continue;
+    fit.problems.push_back(fmt::format("{}: {} needed, {} free; {}", memory.name, format_bytes(memory.least_bytes),
+                                       format_bytes(memory.free_bytes), memory.remedy));
+  }
+  if (!fit.problems.empty()) return fit;
+  add_budget_problem("hoist.device_memory", p.device, fit);
+  add_budget_problem("hoist.pinned_memory", p.pinned, fit);
+  if (fit.problems.empty() && !p.fits()) {
+    fit.problems.push_back(fmt::format(
+        "host memory: {} needed by a rank, {} left beside the reserve; {}",
+        format_bytes(p.device.least_bytes + p.pinned.least_bytes), format_bytes(p.host_budget_bytes),
+        placement_remedy(engine)));
+  }
+  return fit;
+}
+
+std::string fit_text(const MachineFit& fit) {
+  std::string text = fmt::format("\n{} on this machine hold{}\n",
+                                 fit.ranks == 1 ? "one rank" : fmt::format("{} ranks", fit.ranks),
+                                 fit.ranks == 1 ? "s" : " together");
+  std::vector<std::vector<std::string>> rows;
+  for (const MachineFit::Memory& memory : fit.memories)
+    rows.push_back({memory.name, format_bytes(memory.bytes), fmt::format("of {} free", format_bytes(memory.free_bytes))});
+  text += columns(rows);
+  if (fit.fits()) return text + "\nfits this machine\n";
+  text += "\nDOES NOT FIT this machine\n";
+  for (const std::string& problem : fit.problems) text += fmt::format("  {}\n", problem);
+  return text;
+}
+
+Json fit_json(const MachineFit& fit) {
+  Json json{{"fits", fit.fits()}, {"ranks", fit.ranks}, {"problems", fit.problems}, {"memories", Json::array()}};
+  for (const MachineFit::Memory& memory : fit.memories) {
+    json["memories"].push_back({{"name", memory.name},
+                                {"least_bytes", memory.least_bytes},
+                                {"bytes", memory.bytes},
+                                {"free_bytes", memory.free_bytes},
+                                {"fits", memory.fits()}});
+  }
+  json["limiting"] = nullptr;
+  for (const MachineFit::Memory& memory : fit.memories)
+    if (!memory.fits() && json["limiting"].is_null()) json["limiting"] = memory.name;
+  return json;
+}
+
+Json section_to_paste(const Prediction& p, const RuntimeOptions& runtime) {
+  const auto mebibytes = [](std::uint64_t bytes) { return fmt::format("{}MiB", divide_up(bytes, kMiB)); };
+  return {{"device", runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"},
+          {"device_memory", mebibytes(p.device.bytes)},
+          {"pinned_memory", mebibytes(p.pinned.bytes)}};
+}
+
+}  // namespace hoist::cli

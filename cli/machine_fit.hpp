@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/machine_fit.hpp - whether what a prediction asks for is there, on this machine.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <hoist/zero/machine.hpp>
+#include <hoist/zero/predict/prediction.hpp>
+
+namespace hoist::cli {
+
+// All ranks of the machine together.
+struct MachineFit {
+  struct Memory {
+    std::string name;  // "host memory", "GPU memory", "NVMe in /data/hoist"
+    std::uint64_t least_bytes = 0;
+    std::uint64_t bytes = 0;  // what will be held; the least where that does not fit
+    std::uint64_t free_bytes = 0;
+    std::string remedy;  // part of a sentence
+    bool fits() const { return least_bytes <= free_bytes; }
+  };
+  int ranks = 1;
+  std::vector<Memory> memories;
+  std::vector<std::string> problems;  // sentences, the limiting memory first; none: it fits
+  bool fits() const { return problems.empty(); }
+};
+
+// `runtime`: as chosen for `machine`. Where the engine's store has files already, they have their space.
+MachineFit machine_fit(const Prediction& prediction, const RuntimeOptions& runtime, const EngineOptions& engine,
+                       const Machine& machine);
+
+std::string fit_text(const MachineFit& fit);
+nlohmann::ordered_json fit_json(const MachineFit& fit);
+// A section "hoist" that fixes what this run would use.
+nlohmann::ordered_json section_to_paste(const Prediction& prediction, const RuntimeOptions& runtime);
+
+}  // namespace hoist::cli

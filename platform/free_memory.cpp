@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// The machine's memory. mmap() promises more than there is, and whoever believes it is killed by the kernel in the middle
+// of the first touch.
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <sstream>
+
+#include <sys/resource.h>
+
+#include <hoist/platform/free_memory.hpp>
+
+namespace hoist::platform {
+
+namespace {
+
+constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
+
+// The number after `name` in a file of "name value" lines.
+std::optional<std::uint64_t> named_value(const std::filesystem::path& path, const std::string& name) {
+  std::ifstream file(path);
+  std::string line;
+  while (std::getline(file, line)) {
+    std::istringstream words(line);
+    std::string word;
+    std::uint64_t value = 0;
+    if (words >> word >> value && word == name) return value;
+  }
+  return std::nullopt;
+}
+
+std::optional<std::uint64_t> single_value(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  std::uint64_t value = 0;
+  if (file >> value) return value;
+  return std::nullopt;  // missing, or "max"
+}
+
+struct GroupFiles {
+  const char* limit;
+  const char* usage;
+  const char* reclaimable;  // line of memory.stat: page cache that is dropped first, so it does not count as used
+};
+
+MemorySize smaller(const MemorySize& a, const MemorySize& b) {
+  return {std::min(a.total_bytes, b.total_bytes), std::min(a.free_bytes, b.free_bytes)};
+}
+
+constexpr MemorySize kNoLimit{kUnlimited, kUnlimited};
+
+MemorySize of_group(const std::filesystem::path& group, const GroupFiles& files) {
+  const auto limit = single_value(group / files.limit);
+  const auto usage = single_value(group / files.usage);
+  if (!limit || !usage) return kNoLimit;
+  const std::uint64_t cache = named_value(group / "memory.stat", files.reclaimable).value_or(0);
+  const std::uint64_t used = *usage > cache ? *usage - cache : 0;
+  return {*limit, *limit > used ? *limit - used : 0};
+}
+
+// The smallest of any group from `path` up to the root of the hierarchy. Inside a container the path may name invisible
+// groups; the visible ones still apply.
+MemorySize of_hierarchy(const std::filesystem::path& mount, const std::string& path, const GroupFiles& files) {
+  MemorySize size = of_group(mount, files);
+  for (std::filesystem::path group(path); group.has_relative_path(); group = group.parent_path())
+    size = smaller(size, of_group(mount / group.relative_path(), files));
+  return size;
+}
+
+MemorySize of_control_groups() {
+  MemorySize size = kNoLimit;
+  std::ifstream file("/proc/self/cgroup");
+  std::string line;
+  while (std::getline(file, line)) {  // "hierarchy:controllers:path"
+    const std::size_t first = line.find(':');
+    const std::size_t second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::string path = line.substr(second + 1);
+    if (controllers.empty()) {
+      size =
+          smaller(size, of_hierarchy("/sys/fs/cgroup", path, {"memory.max", "memory.current", "inactive_file"}));
+    } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
+      size = smaller(size, of_hierarchy("/sys/fs/cgroup/memory", path,
+                                        {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}));
+    }
+  }
+  return size;
+}
+
+MemorySize of_address_space() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kNoLimit;
+  const std::uint64_t used = named_value("/proc/self/status", "VmSize:").value_or(0) * 1024;
+  return {limit.rlim_cur, limit.rlim_cur > used ? limit.rlim_cur - used : 0};
+}
+
+}  // namespace
+
+MemorySize host_memory() {
+  const auto of_machine = [](const char* name) {
+    const auto kib = named_value("/proc/meminfo", name);
+    return kib ? *kib * 1024 : kUnlimited;
+  };
+  const MemorySize machine{of_machine("MemTotal:"), of_machine("MemAvailable:")};
+  return smaller(smaller(machine, of_control_groups()), of_address_space());
+}
+
+}  // namespace hoist::platform

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// platform/free_memory.hpp - how much memory the machine and its GPUs have, and how much of it is free.
+//
+// Threading  Any thread.
+// Errors     DeviceError for a GPU that does not answer.
+#pragma once
+
+#include <cstdint>
+
+namespace hoist::platform {
+
+struct MemorySize {
+  std::uint64_t total_bytes = 0;
+  std::uint64_t free_bytes = 0;
+};
+
+// What this process may have of the machine's memory: within its memory control groups and its address space (ulimit
+// -v). Free is what it can take without swapping or a kill, by the kernel's estimate.
+MemorySize host_memory();
+
+// Of a CUDA device. Takes a context on it. Without CUDA support: a DeviceError.
+MemorySize cuda_memory(int ordinal);
+
+}  // namespace hoist::platform

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a runtime takes of a machine where its options leave the choice.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/machine.hpp>
+#include <hoist/zero/predict/prediction.hpp>
+
+#include "toy_program.hpp"
+
+namespace hoist::test {
+namespace {
+
+using platform::DeviceKind;
+using ::testing::HasSubstr;
+
+constexpr std::uint64_t kReserve = 6 * kGiB + 410 * kMiB;  // a tenth of 64 GiB, rounded up
+
+Machine workstation() {
+  return {.host = {.total_bytes = 64 * kGiB, .free_bytes = 60 * kGiB}, .cpu_count = 16, .allowed_cpu_count = 16};
+}
+
+Machine with_gpu() {
+  Machine machine = workstation();
+  machine.gpu_count = 2;
+  machine.gpu_ordinal = 1;
+  machine.gpu = {.total_bytes = 80 * kGiB, .free_bytes = 79 * kGiB};
+  return machine;
+}
+
+TEST(MachineChoice, TheGpuIfThereIsOne) {
+  EXPECT_EQ(choose({}, workstation()).runtime.device, DeviceKind::host);
+  EXPECT_EQ(choose({}, with_gpu()).runtime.device, DeviceKind::cuda);
+  EXPECT_EQ(choose({}, with_gpu()).runtime.device_ordinal, 1);
+  EXPECT_EQ(choose({.device = DeviceKind::host}, with_gpu()).runtime.device, DeviceKind::host);
+}
+
+TEST(MachineChoice, OfTheGpuAndOfTheHostWhatIsFreeLessTheReserve) {
+  const RuntimeOptions chosen = choose({}, with_gpu()).runtime;
+  EXPECT_EQ(chosen.device_memory_bytes, 70 * kGiB);  // 79 less 8, in steps of 2.5
+  EXPECT_EQ(chosen.pinned_memory_bytes, 52 * kGiB);  // 60 less 6.4, in steps of 2
+  EXPECT_LE(chosen.pinned_memory_bytes, 60 * kGiB - kReserve);
+  EXPECT_EQ(chosen.host_memory_bytes, 0u) << "two memories";
+}
+
+TEST(MachineChoice, OnTheHostDeviceBothBudgetsAreOneMemory) {
+  const RuntimeOptions chosen = choose({}, workstation()).runtime;
+  EXPECT_EQ(chosen.host_memory_bytes, 52 * kGiB);
+  EXPECT_EQ(chosen.device_memory_bytes, 52 * kGiB);
+  EXPECT_EQ(chosen.pinned_memory_bytes, 52 * kGiB);
+}
+
+TEST(MachineChoice, ANumberThatIsGivenStays) {
+  const ChosenOptions both =
+      choose({.device_memory_bytes = kGiB, .pinned_memory_bytes = 100 * kGiB, .update_threads = 3}, workstation());
+  EXPECT_EQ(both.runtime.device_memory_bytes, kGiB);
+  EXPECT_EQ(both.runtime.pinned_memory_bytes, 100 * kGiB);
+  EXPECT_EQ(both.runtime.host_memory_bytes, 0u);
+  EXPECT_EQ(both.runtime.update_threads, 3u);
+  ASSERT_EQ(both.choices.size(), 1u);
+  EXPECT_EQ(both.choices[0].key, "hoist.device");
+
+  const RuntimeOptions one = choose({.device_memory_bytes = 2 * kGiB}, workstation()).runtime;
+  EXPECT_EQ(one.device_memory_bytes, 2 * kGiB);
+  EXPECT_EQ(one.pinned_memory_bytes, 50 * kGiB);
+  const RuntimeOptions other = choose({.pinned_memory_bytes = 40 * kGiB}, workstation()).runtime;
+  EXPECT_EQ(other.device_memory_bytes, 12 * kGiB);
+}
+
+TEST(MachineChoice, ProcessesOfAMachineDivideItsMemoryAndItsProcessors) {
+  Machine machine = workstation();
+  machine.processes = 4;
+  const RuntimeOptions chosen = choose({}, machine).runtime;
+  EXPECT_EQ(chosen.pinned_memory_bytes, 13 * kGiB);
+  EXPECT_EQ(chosen.update_threads, 4u);
+  machine.allowed_cpu_count = 4;  // the launcher bound them
+  EXPECT_EQ(choose({}, machine).runtime.update_threads, 0u) << "all that the process may use";
+}
+
+TEST(MachineChoice, IsTheSameFromRunToRun) {
+  Machine machine = workstation();
+  const std::uint64_t first = choose({}, machine).runtime.pinned_memory_bytes;
+  machine.host.free_bytes -= 700 * kMiB;  // a browser
+  EXPECT_EQ(choose({}, machine).runtime.pinned_memory_bytes, first);
+}
+
+TEST(MachineChoice, SaysWhy) {
+  Machine machine = workstation();
+  machine.processes = 4;
+  const ChosenOptions chosen = choose({}, machine);
+  ASSERT_EQ(chosen.choices.size(), 3u);
+  EXPECT_EQ(chosen.choices[0].key, "hoist.device");
+  EXPECT_EQ(chosen.choices[0].value, "\"host\"");
+  EXPECT_EQ(chosen.choices[1].value, "\"13312MiB\" together");
+  EXPECT_THAT(chosen.choices[1].reason, HasSubstr("60.0 GiB of 64.0 GiB"));
+  EXPECT_THAT(chosen.choices[1].reason, HasSubstr("4 processes divide the rest"));
+  EXPECT_EQ(chosen.choices[2].key, "hoist.update_threads");
+}
+
+TEST(MachineChoice, NothingFreeIsABudgetThatIsRefusedNotAnError) {
+  Machine machine = workstation();
+  machine.host.free_bytes = kGiB;
+  EXPECT_EQ(choose({}, machine).runtime.pinned_memory_bytes, kMiB);
+}
+
+// --- one budget for both memories ---------------------------------------------------------------------------------
+
+ToySetup with_host_memory(std::uint64_t bytes, const std::string& directory) {
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
+  setup.runtime.device_memory_bytes = setup.runtime.pinned_memory_bytes = setup.runtime.host_memory_bytes = bytes;
+  return setup;
+}
+
+TEST(HostBudget, IsHardAndItsRefusalNamesTheSmallestThatWorks) {
+  const auto refusal = [](std::uint64_t bytes) -> std::optional<BudgetError::Need> {
+    const TempDirectory directory;
+    const ToySetup setup = with_host_memory(bytes, directory / "store");
+    ToyTraining toy(setup);
+    try {
+      toy.model.initialize();
+    } catch (const BudgetError& error) {
+      return error.need;
+    }
+    toy.model.train(1, 2);
+    EXPECT_LE(toy.runtime.device_budget().held_bytes() + toy.runtime.pinned_budget().held_bytes(), bytes);
+    EXPECT_LE(toy.runtime.pinned_budget().common()->peak_bytes(), bytes);
+    return {};
+  };
+  const std::uint64_t too_little = 256 * kKiB;
+  const auto need = refusal(too_little);
+  ASSERT_TRUE(need);
+  EXPECT_EQ(need->tier, "host");
+  EXPECT_EQ(need->have_bytes, too_little);
+  EXPECT_FALSE(refusal(need->need_bytes));
+  EXPECT_TRUE(refusal(need->need_bytes - kBlockAlignment));
+}
+
+TEST(HostBudget, IsPredicted) {
+  const TempDirectory directory;
+  for (const std::uint64_t bytes : {4 * kMiB, 32 * kMiB, kGiB}) {
+    const ToySetup setup = with_host_memory(bytes, directory / std::to_string(bytes));
+    ToyTraining toy(setup);
+    const Prediction prediction = predict(setup.runtime, setup.engine, toy.model.model(), 1);
+    ASSERT_TRUE(prediction.fits()) << bytes;
+    EXPECT_LE(prediction.device.bytes + prediction.pinned.bytes, bytes);
+    toy.model.initialize();
+    EXPECT_EQ(toy.runtime.device_budget().held_bytes(), prediction.device.bytes) << bytes;
+    EXPECT_EQ(toy.runtime.pinned_budget().held_bytes(), prediction.pinned.bytes) << bytes;
+  }
+}
+
+TEST(HostBudget, PlacementAndBudgetsChangeNoBit) {
+  const TempDirectory directory;
+  const auto digest = [](const ToySetup& setup) {
+    ToyProgram toy(setup);
+    toy.model.train(1, 3);
+    return state_digest(toy.engine(), State::master);
+  };
+  const std::string expected = digest(toy_setup(Placement::device, Placement::device, ""));
+  ToySetup open = toy_setup(Placement::nvme, Placement::nvme, directory / "open");
+  open.runtime.device_memory_bytes = open.runtime.pinned_memory_bytes = 0;
+  EXPECT_EQ(digest(open), expected);
+  ToySetup as_much_as_fits = toy_setup(Placement::nvme, Placement::nvme, directory / "fraction");
+  as_much_as_fits.runtime.device_memory_bytes = as_much_as_fits.runtime.pinned_memory_bytes = 0;
+  as_much_as_fits.engine.optimizer_pinned_fraction.reset();
+  EXPECT_EQ(digest(as_much_as_fits), expected);
+}
+
+}  // namespace
+}  // namespace hoist::test

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/launch.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/zero/machine.hpp>
+
+namespace hoist {
+
+namespace {
+
+using platform::DeviceKind;
+using platform::MemorySize;
+
+constexpr std::uint64_t kReserveLeast = kGiB;
+constexpr std::uint64_t kReserveMost = 32 * kGiB;
+constexpr std::uint64_t kUnknownBytes = std::uint64_t{1} << 60;
+
+// Memory of which each of `shares` processes gets the same part.
+struct Allowance {
+  std::uint64_t bytes = 0;
+  std::string reason;
+};
+
+Allowance allowance(const MemorySize& memory, int shares, const char* what) {
+  const std::uint64_t reserve =
+      std::min(std::clamp(memory.total_bytes / 10, kReserveLeast, kReserveMost), memory.total_bytes / 2);
+  const std::uint64_t step = std::max(round_down(memory.total_bytes / 32, kBlockAlignment), kBlockAlignment);
+  const std::uint64_t usable = memory.free_bytes > reserve ? round_down(memory.free_bytes - reserve, step) : 0;
+  // Never nothing: what does not fit is then refused with the numbers.
+  const std::uint64_t share = std::max(round_down(usable / static_cast<unsigned>(shares), kBlockAlignment), kMiB);
+  std::string reason = fmt::format("{} of {} {} are free, and {} stay so", format_bytes(memory.free_bytes),
+                                   format_bytes(memory.total_bytes), what, format_bytes(reserve));
+  if (shares > 1) reason += fmt::format("; {} processes divide the rest", shares);
+  return {share, std::move(reason)};
+}
+
+std::string bytes_value(std::uint64_t bytes) { return fmt::format("\"{}MiB\"", bytes / kMiB); }
+
+unsigned allowed_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof(set), &set) != 0) return 0;
+  return static_cast<unsigned>(CPU_COUNT(&set));
+}
+
+class Chooser {
+ public:
+  Chooser(const RuntimeOptions& options, const Machine& machine) : out_{options, {}}, machine_(machine) {}
+
+  ChosenOptions run() && {
+    device();
+    *out_.runtime.device == DeviceKind::cuda ? memory_of_gpu() : memory_of_host();
+    update_threads();
+    return std::move(out_);
+  }
+
+ private:
+  void say(const char* key, std::string value, std::string reason) {
+    out_.choices.push_back({key, std::move(value), std::move(reason)});
+  }
+
+  void device() {
+    RuntimeOptions& runtime = out_.runtime;
+    if (runtime.device_ordinal < 0) runtime.device_ordinal = machine_.gpu_ordinal;
+    if (runtime.device) return;
+    runtime.device = machine_.gpu_count > 0 ? DeviceKind::cuda : DeviceKind::host;
+    if (machine_.gpu_count > 0) {
+      say("hoist.device", "\"cuda\"",
+          machine_.gpu_count == 1 ? "there is a GPU" : fmt::format("there are {} GPUs", machine_.gpu_count));
+    } else {
+      say("hoist.device", "\"host\"", "there is no GPU");
+    }
+  }
+
+  void memory_of_gpu() {
+    RuntimeOptions& runtime = out_.runtime;
+    if (runtime.device_memory_bytes == 0 && machine_.gpu_count == 0) {
+      runtime.device_memory_bytes = kUnknownBytes;  // for predictions; opening the device is refused
+    } else if (runtime.device_memory_bytes == 0) {
+      const Allowance gpu = allowance(machine_.gpu, 1, "of GPU memory");
+      runtime.device_memory_bytes = gpu.bytes;
+      say("hoist.device_memory", bytes_value(gpu.bytes), gpu.reason);
+    }
+    if (runtime.pinned_memory_bytes == 0) {
+      const Allowance host = allowance(machine_.host, machine_.processes, "of host memory");
+      runtime.pinned_memory_bytes = host.bytes;
+      say("hoist.pinned_memory", bytes_value(host.bytes), host.reason);
+    }
+  }
+
+  void memory_of_host() {
+    RuntimeOptions& runtime = out_.runtime;
+    const bool both = runtime.device_memory_bytes == 0 && runtime.pinned_memory_bytes == 0;
+    if (runtime.device_memory_bytes != 0 && runtime.pinned_memory_bytes != 0) return;
+    const Allowance host = allowance(machine_.host, machine_.processes, "of host memory");
+    if (both) {
+      runtime.device_memory_bytes = runtime.pinned_memory_bytes = runtime.host_memory_bytes = host.bytes;
+      say("hoist.device_memory and hoist.pinned_memory", bytes_value(host.bytes) + " together", host.reason);
+      return;
+    }
+    const bool device_given = runtime.device_memory_bytes != 0;
+    const std::uint64_t given = device_given ? runtime.device_memory_bytes : runtime.pinned_memory_bytes;
+    const std::uint64_t rest = std::max(host.bytes > given ? round_down(host.bytes - given, kBlockAlignment) : 0, kMiB);
+    (device_given ? runtime.pinned_memory_bytes : runtime.device_memory_bytes) = rest;
+    say(device_given ? "hoist.pinned_memory" : "hoist.device_memory", bytes_value(rest),
+        fmt::format("{}; {} are for {}", host.reason, format_bytes(given),
+                    device_given ? "hoist.device_memory" : "hoist.pinned_memory"));
+  }
+
+  void update_threads() {
+    RuntimeOptions& runtime = out_.runtime;
+    if (runtime.update_threads != 0) return;
+    // A launcher that binds each process to processors of its own has divided them.
+    if (machine_.processes == 1 || machine_.allowed_cpu_count < machine_.cpu_count) return;
+    runtime.update_threads = std::max(machine_.cpu_count / static_cast<unsigned>(machine_.processes), 1u);
+    say("hoist.update_threads", fmt::to_string(runtime.update_threads),
+        fmt::format("{} processes divide {} CPUs", machine_.processes, machine_.cpu_count));
+  }
+
+  ChosenOptions out_;
+  const Machine& machine_;
+};
+
+}  // namespace
+
+Machine this_machine(const RuntimeOptions& options) {
+  const comm::Launch launch = comm::launch_of_process();
+  Machine machine{.host = platform::host_memory(),
+                  .processes = options.local_ranks > 0 ? options.local_ranks : launch.local_size,
+                  .cpu_count = static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN))),
+                  .allowed_cpu_count = std::max(allowed_cpus(), 1u)};
+  if (options.device == DeviceKind::host) return machine;
+  machine.gpu_count = platform::cuda_device_count();
+  if (machine.gpu_count == 0) return machine;
+  const int local_rank = options.communicator == CommunicatorKind::self ? 0 : std::max(launch.local_rank, 0);
+  machine.gpu_ordinal = options.device_ordinal >= 0 ? options.device_ordinal : local_rank % machine.gpu_count;
+  if (options.device_memory_bytes == 0) machine.gpu = platform::cuda_memory(machine.gpu_ordinal);
+  return machine;
+}
+
+DeviceKind device_kind(const RuntimeOptions& options) {
+  if (options.device) return *options.device;
+  return platform::cuda_device_count() > 0 ? DeviceKind::cuda : DeviceKind::host;
+}
+
+ChosenOptions choose(const RuntimeOptions& options, const Machine& machine) { return Chooser(options, machine).run(); }
+
+ChosenOptions choose_for_this_machine(const RuntimeOptions& options) { return choose(options, this_machine(options)); }
+
+}  // namespace hoist

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/machine.hpp - what this machine has, and what a Runtime takes of it where its options leave the choice.
+//
+// Device         The GPU if there is one, else the host device.
+// Memory         What is free less a reserve for the program and others: a tenth of all, at least 1 GiB and at most 32.
+//                Rounded down to a 32nd of all, so that it is the same from run to run. The processes of a machine
+//                divide its host memory. On the host device, device memory is host memory, too: one budget for both.
+//                A budget is a limit, not what an engine takes.
+// Update threads Every CPU that the process may use; where it may use all, the processes of a machine divide them.
+//
+// Threading  Any thread.
+// Errors     DeviceError for a GPU that does not answer; CommError for a launcher's wrong variables.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <hoist/platform/free_memory.hpp>
+#include <hoist/zero/options.hpp>
+
+namespace hoist {
+
+struct Machine {
+  int gpu_count = 0;
+  int gpu_ordinal = 0;             // which one is this process's
+  platform::MemorySize gpu{};      // its memory
+  platform::MemorySize host{};     // within the limits of the process
+  int processes = 1;               // of this job, on this machine
+  unsigned cpu_count = 1;          // of the machine
+  unsigned allowed_cpu_count = 1;  // that this process may run on
+};
+
+// As a process with these options sees it. Looks for GPUs only if `options` may mean one.
+Machine this_machine(const RuntimeOptions& options);
+
+// Of these options on this machine.
+platform::DeviceKind device_kind(const RuntimeOptions& options);
+
+struct MachineChoice {
+  std::string key;
+  std::string value;   // as in a configuration file
+  std::string reason;  // part of a sentence
+};
+
+struct ChosenOptions {
+  RuntimeOptions runtime;              // device, ordinal and budgets are set
+  std::vector<MachineChoice> choices;  // what was; without those that need no reason
+};
+
+// Pure. A number that is given stays.
+ChosenOptions choose(const RuntimeOptions& options, const Machine& machine);
+ChosenOptions choose_for_this_machine(const RuntimeOptions& options);
+
+}  // namespace hoist
