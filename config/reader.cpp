@@ -76,8 +76,15 @@ class Reader {
   }
 
   void unknown_key(std::string_view section_path, const JsonMember& member, const std::string& shown) {
+    if (member.key.starts_with('_')) return note_comment(member, shown);
     if (is_full()) return;
     problem(shown, std::string(kUnknownKey) + suggestion(section_path, member.key), member.key_offset);
+  }
+
+  // A key that begins with _ is somebody's comment.
+  void note_comment(const JsonMember& member, const std::string& shown) {
+    refuse_duplicates(member.value, shown);
+    result_.hints.push_back(shown);
   }
 
   void read_member(const KeyRow& row, const JsonMember& member, const std::string& shown) {
@@ -138,6 +145,8 @@ class Reader {
       result_.hints.push_back(shown);
     } else if (asks_for_something(row, node)) {
       problem(shown, "refused: " + std::string(row.note), member.key_offset);
+    } else if (row.neutral != "enabled" && !node.members.empty()) {
+      result_.hints.push_back(shown);  // members that mean something to another program
     }
   }
 

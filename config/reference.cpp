@@ -17,7 +17,7 @@ check --print-keys` prints this page from the table that the parser uses; do not
 --print-schema` prints the schema for editors from the same table (`docs/hoist.schema.json`, installed as
 `share/hoist/hoist.schema.json`; a file may name it under `"$schema"`).
 
-- An unknown key is an error, anywhere. So is a key given twice.
+- An unknown key is an error, anywhere, unless it begins with `_`, as comments do. So is a key given twice.
 - Comments (`#` or `//` to the end of the line, `/* */`) and a comma after the last member are accepted, as in
   DeepSpeed.
 - A key that changes results is **implemented** or **refused** with the reason. A refused key is still accepted at its

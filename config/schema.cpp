@@ -139,6 +139,7 @@ Json section_schema(const KeyRow& row) {
   Json schema{{"description", row.meaning},
               {"type", row.nullable ? Json{"object", "null"} : Json("object")},
               {"additionalProperties", false},
+              {"patternProperties", {{"^_", true}}},
               {"properties", properties_of(row.path)}};
   return schema;
 }
@@ -164,6 +165,7 @@ std::string schema_json() {
        "from the table the parser uses. Only `hoist check` knows the rules between keys."},
       {"type", "object"},
       {"additionalProperties", false},
+      {"patternProperties", {{"^_", true}}},
       {"properties", properties_of("")}};
   return schema.dump(1) + "\n";
 }

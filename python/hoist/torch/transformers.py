@@ -144,8 +144,9 @@ class Trainer(transformers.Trainer):
         client = self.optimizer
         if client is None and "optimizer" not in filled:
             client = super().create_optimizer(model)
+        options = {"device": self.args.device.type} if config.device is None else {}
         self.engine, self.optimizer, _, schedule = hoist.torch.initialize(
-            model=self.model, optimizer=client, config=config, **self._hoist_options)
+            model=self.model, optimizer=client, config=config, **options | self._hoist_options)
         if self.engine.device.type != self.args.device.type:
             raise _hoist.UsageError(f"TrainingArguments' device is {self.args.device}, and hoist's is {self.engine.device}: pass "
                                     "use_cpu=True, or set \"hoist\": {\"device\": \"cuda\"}")
