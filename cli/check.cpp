@@ -7,6 +7,7 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/config/reference.hpp>
+#include <hoist/interchange/safetensors.hpp>
 
 #include "check_report.hpp"
 #include "commands.hpp"
@@ -107,9 +108,11 @@ int check(const CheckArguments& arguments) {
     return bad_check_input(fmt::format("{}: {}", arguments.model.units, error.what()));
   } catch (const UsageError& error) {
     return bad_check_input(error.what());
+  } catch (const interchange::SafetensorsError& error) {
+    return bad_check_input(error.what());
   } catch (const IoError& error) {
     // A file that cannot be read is bad input; a report that cannot be written is a failure.
-    if (error.where.path != arguments.config && error.where.path != arguments.model.units) throw;
+    if (error.where.path != arguments.config && !arguments.model.is_about(error.where.path)) throw;
     return bad_check_input(error.what());
   }
 }
@@ -127,10 +130,7 @@ Command add_check(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 16));
   command->add_option("--device-memory", arguments->device_memory, "Budget of each rank, instead of the file's (80GiB)");
   command->add_option("--pinned-memory", arguments->pinned_memory, "Budget of each rank, instead of the file's (200GiB)");
-  auto* parameters = command->add_option("--parameters", arguments->model.parameters,
-                                         "Show what each tier must hold for this many parameters (7e9, 350M)");
-  command->add_option("--units", arguments->model.units, "The same for the units in this JSON file")
-      ->excludes(parameters);
+  add_model_options(*command, arguments->model);
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->add_flag("--all", arguments->all_settings, "Print every setting in effect");
   command->add_flag("--print-keys", arguments->print_keys, "Print the reference of all keys (Markdown) and stop");

@@ -112,7 +112,7 @@ std::optional<double> least_nvme_seconds(const Prediction& prediction, const Mea
 }
 
 std::string prediction_text(const CheckReport& report) {
-  if (!report.prediction) return "\nAdd --parameters N or --units FILE to see what each tier must hold.\n";
+  if (!report.prediction) return "\nAdd --parameters N, --units FILE or --model DIR to see what each tier must hold.\n";
   const Prediction& p = *report.prediction;
   std::string text = fmt::format("\n{} parameters ({}) on {} rank{}; each holds\n", p.parameter_count, report.model,
                                  std::max(1, report.world_size), report.world_size > 1 ? "s" : "");
@@ -142,6 +142,42 @@ std::string prediction_text(const CheckReport& report) {
         "  at least {:.3g} s a step for the drives at their measured speed, if this rank has them alone\n", *seconds);
   }
   return text;
+}
+
+std::string fit_text(const MachineFit& fit) {
+  std::string text = fmt::format("\n{} on this machine hold{}\n",
+                                 fit.ranks == 1 ? "one rank" : fmt::format("{} ranks", fit.ranks),
+                                 fit.ranks == 1 ? "s" : " together");
+  std::vector<std::vector<std::string>> rows;
+  for (const MachineFit::Memory& memory : fit.memories)
+    rows.push_back({memory.name, format_bytes(memory.bytes), fmt::format("of {} free", format_bytes(memory.free_bytes))});
+  text += columns(rows);
+  if (fit.fits()) return text + "\nfits this machine\n";
+  text += "\nDOES NOT FIT this machine\n";
+  for (const std::string& problem : fit.problems) text += fmt::format("  {}\n", problem);
+  return text;
+}
+
+Json fit_json(const MachineFit& fit) {
+  Json json{{"fits", fit.fits()}, {"ranks", fit.ranks}, {"problems", fit.problems}, {"memories", Json::array()}};
+  for (const MachineFit::Memory& memory : fit.memories) {
+    json["memories"].push_back({{"name", memory.name},
+                                {"least_bytes", memory.least_bytes},
+                                {"bytes", memory.bytes},
+                                {"free_bytes", memory.free_bytes},
+                                {"fits", memory.fits()}});
+  }
+  json["limiting"] = nullptr;
+  for (const MachineFit::Memory& memory : fit.memories)
+    if (!memory.fits() && json["limiting"].is_null()) json["limiting"] = memory.name;
+  return json;
+}
+
+Json section_to_paste(const Prediction& p, const RuntimeOptions& runtime) {
+  const auto mebibytes = [](std::uint64_t bytes) { return fmt::format("{}MiB", divide_up(bytes, kMiB)); };
+  return {{"device", runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"},
+          {"device_memory", mebibytes(p.device.bytes)},
+          {"pinned_memory", mebibytes(p.pinned.bytes)}};
 }
 
 std::string settings_text(const Config& config) {

@@ -9,9 +9,8 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/zero/machine.hpp>
+#include <hoist/zero/predict/machine_fit.hpp>
 #include <hoist/zero/predict/prediction.hpp>
-
-#include "machine_fit.hpp"
 
 namespace hoist::cli {
 

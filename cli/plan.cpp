@@ -11,6 +11,7 @@
 #include <hoist/config/config.hpp>
 #include <hoist/config/setting.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/interchange/safetensors.hpp>
 #include <hoist/zero/machine.hpp>
 
 #include "commands.hpp"
@@ -143,7 +144,7 @@ int bad_plan_input(const std::string& sentence) {
 }
 
 int plan(const PlanArguments& arguments) {
-  if (!arguments.model.given()) return bad_plan_input("how large a model? --parameters 7e9, or --units FILE");
+  if (!arguments.model.given()) return bad_plan_input("how large a model? --parameters 7e9, --units FILE or --model DIR");
   if ((arguments.tokens > 0) != (arguments.tflops > 0))
     return bad_plan_input("--tokens and --tflops belong together: they determine how long a step computes");
   if (arguments.tokens > 0 && arguments.compute_seconds > 0)
@@ -161,8 +162,10 @@ int plan(const PlanArguments& arguments) {
     return bad_plan_input(fmt::format("{}: {}", arguments.model.units, error.what()));
   } catch (const UsageError& error) {
     return bad_plan_input(error.what());
+  } catch (const interchange::SafetensorsError& error) {
+    return bad_plan_input(error.what());
   } catch (const IoError& error) {
-    if (error.where.path != arguments.config && error.where.path != arguments.model.units) throw;
+    if (error.where.path != arguments.config && !arguments.model.is_about(error.where.path)) throw;
     return bad_plan_input(error.what());
   }
 }
@@ -183,10 +186,7 @@ Command add_plan(CLI::App& app) {
       "POSITIVE");
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file (hoist's defaults, without budgets)");
   command->add_option("--world,--world-size", arguments->world_size, "Ranks (1)")->check(CLI::Range(1, 1 << 24));
-  auto* parameters =
-      command->add_option("--parameters", arguments->model.parameters, "Parameters of the model (7e9, 350M)");
-  command->add_option("--units", arguments->model.units, "The units of the model, as for hoist check")
-      ->excludes(parameters);
+  add_model_options(*command, arguments->model);
   command->add_option("--device-memory", arguments->device_memory, "Memory of a device for hoist, such as 70GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory, "Host memory of a rank for hoist");
   const auto speed = [&](const char* name, double& value, const char* what) {

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "units_file.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <map>
 #include <set>
 
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include <hoist/config/plain_json.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/interchange/safetensors_reader.hpp>
 
 #include "replace_file.hpp"
 
@@ -193,8 +197,61 @@ NamedModel read_units(const std::string& path) {
   return named;
 }
 
+namespace {
+
+bool is_trained(interchange::TensorType type) {
+  using interchange::TensorType;
+  return type == TensorType::f32 || type == TensorType::bf16 || type == TensorType::f16;
+}
+
+// "model.layers.12.mlp.up.weight" -> "model.layers.12"; without a number, "lm_head.weight" -> "lm_head".
+std::string unit_of_tensor(std::string_view name) {
+  std::size_t end = 0;
+  for (std::size_t begin = 0; begin < name.size(); begin = end + 1) {
+    end = std::min(name.find('.', begin), name.size());
+    const std::string_view part = name.substr(begin, end - begin);
+    const bool number = !part.empty() && part.find_first_not_of("0123456789") == std::string_view::npos;
+    if (number) return std::string(name.substr(0, end));
+  }
+  return std::string(name.substr(0, std::min(name.rfind('.'), name.size())));
+}
+
+}  // namespace
+
+NamedModel read_weights(const std::string& path, DType dtype) {
+  const interchange::SafetensorsModel weights(path);
+  std::vector<std::string> order;
+  std::map<std::string, std::vector<ParameterSpec>> units;
+  for (const auto& file : weights.files()) {
+    for (const interchange::TensorInfo& tensor : file->header().tensors) {
+      if (!is_trained(tensor.type) || tensor.bytes() == 0) continue;
+      const std::string name = unit_of_tensor(tensor.name);
+      auto [unit, is_new] = units.try_emplace(name);
+      if (is_new) order.push_back(name);
+      unit->second.push_back(
+          {.name = tensor.name, .shape = {tensor.shape.begin(), tensor.shape.end()}, .dtype = dtype});
+    }
+  }
+  if (order.empty()) throw UsageError(fmt::format("{} has no weights of bf16, fp16 or fp32", path));
+  NamedModel named;
+  for (const std::string& name : order) named.model.add_unit(name, units[name]);
+  named.name = fmt::format("{} units of {}", order.size(), path);
+  return named;
+}
+
+void add_model_options(CLI::App& command, ModelArguments& arguments) {
+  CLI::Option* const parameters =
+      command.add_option("--parameters", arguments.parameters, "The model's number of parameters (7e9, 350M)");
+  CLI::Option* const units = command.add_option("--units", arguments.units, "Or its units, in this JSON file");
+  CLI::Option* const weights = command.add_option(
+      "--model", arguments.weights, "Or its weights: a .safetensors file, an index, or a directory with one of them");
+  units->excludes(parameters);
+  weights->excludes(parameters)->excludes(units);
+}
+
 NamedModel read_model(const ModelArguments& arguments, DType dtype) {
   if (!arguments.units.empty()) return read_units(arguments.units);
+  if (!arguments.weights.empty()) return read_weights(arguments.weights, dtype);
   const auto count = parse_count(arguments.parameters);
   if (!count)
     throw UsageError(fmt::format("--parameters {} is not a count from 1 to {:g}; write 350000000, 3.5e8 or 350M",

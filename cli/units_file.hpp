@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/units_file.hpp - the shape of a model, for predictions: from a file, or from a number of parameters.
+// cli/units_file.hpp - the shape of a model, for predictions: from a file, a model's weights, or a number of parameters.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,10 @@
 #include <string_view>
 
 #include <hoist/zero/predict/prediction.hpp>
+
+namespace CLI {
+class App;
+}
 
 namespace hoist::cli {
 
@@ -24,13 +28,25 @@ struct NamedModel {
 // should be.
 NamedModel read_units(const std::string& path);
 
-// A command's arguments about a model: one of the two is given.
+// From the headers of a model's weights: a .safetensors file, an index or a directory. A layer is a unit (all tensors
+// whose names begin alike up to the first number), and so is what every other module has. Errors: IoError, SafetensorsError; UsageError if
+// there are none.
+NamedModel read_weights(const std::string& path, DType dtype);
+
+// A command's arguments about a model: one of them is given.
 struct ModelArguments {
   std::string parameters;
   std::string units;
+  std::string weights;
 
-  bool given() const { return !parameters.empty() || !units.empty(); }
+  bool given() const { return !parameters.empty() || !units.empty() || !weights.empty(); }
+  // Whether an error is about the file that was given.
+  bool is_about(const std::string& path) const {
+    return (!units.empty() && path == units) || (!weights.empty() && path.starts_with(weights));
+  }
 };
+// Adds --parameters, --units and --model to a command.
+void add_model_options(CLI::App& command, ModelArguments& arguments);
 // If only a size is given, makes equal units of `dtype`. Errors: as of read_units; UsageError for an impossible size.
 NamedModel read_model(const ModelArguments& arguments, DType dtype);
 

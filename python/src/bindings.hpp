@@ -11,6 +11,7 @@ void bind_config(nanobind::module_& module);
 void bind_engine(nanobind::module_& module);  // Runtime, Engine, Lease, and their words
 void bind_host_stream(nanobind::module_& module);
 void bind_unit_manager(nanobind::module_& module);  // what hoist.torch is built on
+void bind_estimate(nanobind::module_& module);
 void bind_aio(nanobind::module_& module);
 void bind_optim(nanobind::module_& module);
 void bind_stored(nanobind::module_& module);

@@ -11,6 +11,7 @@ NB_MODULE(_hoist, module) {
   hoist::python::bind_engine(module);
   hoist::python::bind_host_stream(module);
   hoist::python::bind_unit_manager(module);
+  hoist::python::bind_estimate(module);
   hoist::python::bind_aio(module);
   hoist::python::bind_optim(module);
   hoist::python::bind_stored(module);

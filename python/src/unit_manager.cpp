@@ -17,12 +17,23 @@
 
 namespace hoist::python {
 
+Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups) {
+  Model model;
+  for (const GroupOptions& group : groups) model.add_group(group);
+  for (const ManagedUnit& unit : units) {
+    UnitOptions options{.stable_in_pass = true};
+    for (const std::uint32_t other : unit.beside) options.beside.push_back(UnitId{other});
+    model.add_unit(unit.name, unit.parameters, options);
+  }
+  return model;
+}
+
 UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(options)) {
   if (options_.engine.micro_batch_order == MicroBatchOrder::vertical) {
     throw ConfigError("hoist.micro_batch_order",
                       "autograd takes a micro-batch through the whole model before the next one; use \"horizontal\"");
   }
-  declare_model();
+  model_ = model_of(options_.units, options_.groups);
   take_memory();
   open_runtime();
   lay_out_units();
@@ -137,15 +148,6 @@ void UnitManager::take_memory() {
   if (runtime.device != platform::DeviceKind::cuda) return;
   const Prediction prediction = predict(runtime, options_.engine, model_, world_size_at_start());
   runtime.device_arena_bytes = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
-}
-
-void UnitManager::declare_model() {
-  for (const GroupOptions& group : options_.groups) model_.add_group(group);
-  for (const ManagedUnit& unit : options_.units) {
-    UnitOptions options{.stable_in_pass = true};
-    for (const std::uint32_t other : unit.beside) options.beside.push_back(UnitId{other});
-    model_.add_unit(unit.name, unit.parameters, options);
-  }
 }
 
 void UnitManager::open_runtime() {

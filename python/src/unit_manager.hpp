@@ -49,6 +49,9 @@ struct ManagedUnit {
   std::vector<std::uint32_t> beside{};  // earlier units that are up whenever this one is
 };
 
+// The units as a model of the engine's.
+Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups);
+
 // PyTorch's side. The callables may be called wherever a hook is.
 struct TorchSide {
   nb::object bind;    // (unit, DLPack array of bytes): the unit's memory is there from now on
@@ -173,7 +176,6 @@ class UnitManager {
     platform::StreamEvent added;
   };
 
-  void declare_model();
   void take_memory();
   void open_runtime();
   void lay_out_units();

@@ -5,6 +5,8 @@
 
 #include <gmock/gmock.h>
 
+#include <hoist/core/units.hpp>
+
 #include "program.hpp"
 
 namespace hoist {
@@ -155,6 +157,26 @@ TEST_F(Check, WithoutAGpuACudaConfigurationDoesNotFit) {
   if (json_of("report.json")["machine"]["fits"] == true) GTEST_SKIP() << "there is a GPU";
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.output, HasSubstr("there is no GPU"));
+}
+
+TEST_F(Check, ReadsAModelFromTheHeadersOfItsWeights) {
+  write("plain.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})");
+  std::string header = R"({"model.embed_tokens.weight":{"dtype":"BF16","shape":[64,32],"data_offsets":[0,4096]},)"
+                       R"("model.layers.0.up.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[4096,6144]},)"
+                       R"("model.layers.0.down.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[6144,8192]},)"
+                       R"("model.layers.1.up.weight":{"dtype":"BF16","shape":[32,32],"data_offsets":[8192,10240]},)"
+                       R"("positions":{"dtype":"I64","shape":[8],"data_offsets":[10240,10304]}})";
+  header.resize(round_up(header.size(), 8), ' ');
+  const std::uint64_t length = header.size();
+  std::string file(reinterpret_cast<const char*>(&length), sizeof length);
+  write("model.safetensors", file + header + std::string(10304, '\0'));
+  const auto result = run("check plain.json --model model.safetensors --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, HasSubstr("5120 parameters (3 units of model.safetensors)"));
+  EXPECT_EQ(run("plan --model model.safetensors").exit_code, 0);
+  EXPECT_EQ(run("check plain.json --model missing.safetensors").exit_code, 2);
+  EXPECT_EQ(run("check plain.json --model plain.json").exit_code, 2);
+  EXPECT_EQ(run("check plain.json --model model.safetensors --parameters 5").exit_code, 2);
 }
 
 TEST_F(Check, RefusesWhatEveryEngineWould) {

@@ -27,11 +27,12 @@ from torch.optim.optimizer import ParamsT
 from hoist import _hoist
 from hoist.torch import distributed
 from hoist.torch.engine import Engine
+from hoist.torch.estimates import Estimate, estimate_units, model_of
 from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer, refuse_schedule
 from hoist.torch.units import units_of
 
-__all__ = ["Engine", "Optimizer", "initialize", "load_config", "units_of", "wrap"]
+__all__ = ["Engine", "Estimate", "Optimizer", "estimate", "initialize", "load_config", "units_of", "wrap"]
 
 
 def load_config(config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config) -> _hoist.Config:
@@ -64,6 +65,17 @@ def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any]
     return Engine(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
                   initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
                   scheduler=scheduler, device=device)
+
+
+def estimate(model: Any, config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config, *, world_size: int = 1,
+             local_ranks: int | None = None, unit_classes: Iterable[type[torch.nn.Module]] = ()) -> Estimate:
+    """What training a model will take of each memory and move in a step, and whether this machine has it.
+
+    model          a module, which may be on the meta device; a configuration of transformers, or the directory of one
+    world_size     ranks
+    local_ranks    ranks on this machine; by default all of them
+    """
+    return estimate_units(model_of(model), load_config(config), unit_classes, world_size, local_ranks or world_size)
 
 
 def initialize(args: Any = None, model: torch.nn.Module | None = None,

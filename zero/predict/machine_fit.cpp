@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "machine_fit.hpp"
-
 #include <algorithm>
 #include <filesystem>
 
 #include <fmt/format.h>
 
 #include <hoist/core/units.hpp>
+#include <hoist/zero/predict/machine_fit.hpp>
 
-#include "output.hpp"
-
-namespace hoist::cli {
+namespace hoist {
 
 namespace {
 
-using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
 // Of the file system that a directory is, or would be, on.
@@ -83,40 +79,4 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
   return fit;
 }
 
-std::string fit_text(const MachineFit& fit) {
-  std::string text = fmt::format("\n{} on this machine hold{}\n",
-                                 fit.ranks == 1 ? "one rank" : fmt::format("{} ranks", fit.ranks),
-                                 fit.ranks == 1 ? "s" : " together");
-  std::vector<std::vector<std::string>> rows;
-  for (const MachineFit::Memory& memory : fit.memories)
-    rows.push_back({memory.name, format_bytes(memory.bytes), fmt::format("of {} free", format_bytes(memory.free_bytes))});
-  text += columns(rows);
-  if (fit.fits()) return text + "\nfits this machine\n";
-  text += "\nDOES NOT FIT this machine\n";
-  for (const std::string& problem : fit.problems) text += fmt::format("  {}\n", problem);
-  return text;
-}
-
-Json fit_json(const MachineFit& fit) {
-  Json json{{"fits", fit.fits()}, {"ranks", fit.ranks}, {"problems", fit.problems}, {"memories", Json::array()}};
-  for (const MachineFit::Memory& memory : fit.memories) {
-    json["memories"].push_back({{"name", memory.name},
-                                {"least_bytes", memory.least_bytes},
-                                {"bytes", memory.bytes},
-                                {"free_bytes", memory.free_bytes},
-                                {"fits", memory.fits()}});
-  }
-  json["limiting"] = nullptr;
-  for (const MachineFit::Memory& memory : fit.memories)
-    if (!memory.fits() && json["limiting"].is_null()) json["limiting"] = memory.name;
-  return json;
-}
-
-Json section_to_paste(const Prediction& p, const RuntimeOptions& runtime) {
-  const auto mebibytes = [](std::uint64_t bytes) { return fmt::format("{}MiB", divide_up(bytes, kMiB)); };
-  return {{"device", runtime.device == platform::DeviceKind::cuda ? "cuda" : "host"},
-          {"device_memory", mebibytes(p.device.bytes)},
-          {"pinned_memory", mebibytes(p.pinned.bytes)}};
-}
-
-}  // namespace hoist::cli
+}  // namespace hoist

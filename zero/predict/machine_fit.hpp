@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/machine_fit.hpp - whether what a prediction asks for is there, on this machine.
+// zero/predict/machine_fit.hpp - whether a machine has what a prediction asks for.
+//
+// Threading  Any thread. Looks at the file systems of the store's directories.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include <hoist/zero/machine.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
-namespace hoist::cli {
+namespace hoist {
 
 // All ranks of the machine together.
 struct MachineFit {
@@ -32,9 +32,4 @@ struct MachineFit {
 MachineFit machine_fit(const Prediction& prediction, const RuntimeOptions& runtime, const EngineOptions& engine,
                        const Machine& machine);
 
-std::string fit_text(const MachineFit& fit);
-nlohmann::ordered_json fit_json(const MachineFit& fit);
-// A section "hoist" that fixes what this run would use.
-nlohmann::ordered_json section_to_paste(const Prediction& prediction, const RuntimeOptions& runtime);
-
-}  // namespace hoist::cli
+}  // namespace hoist

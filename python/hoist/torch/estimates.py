@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training a model will take, and whether this machine has it, before anything is taken."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hoist import _hoist
+from hoist.torch.devices import device_of
+from hoist.torch.parameters import Parameters
+from hoist.torch.units import units_of
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of all ranks of this machine, in bytes."""
+
+    name: str  # "host memory", "NVMe at /data/hoist"
+    least: int
+    held: int  # the least where that does not fit
+    free: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """str() of it is a report."""
+
+    parameters: int
+    world_size: int
+    device_bytes: int  # of a rank; this and the next two
+    pinned_bytes: int
+    nvme_bytes: int
+    step: _hoist.StepBytes  # bytes that a rank moves in a step
+    fits: bool
+    problems: list[str]  # why it does not fit: sentences, the limiting memory first
+    memories: list[Memory]
+    choices: list[tuple[str, str, str]]  # what the configuration left to this machine: (key, value, reason)
+
+    def __str__(self) -> str:
+        lines = [f"{self.parameters} parameters on {self.world_size} rank{'s' if self.world_size > 1 else ''}; each holds "
+                 f"{_text(self.device_bytes)} of device memory, {_text(self.pinned_bytes)} of pinned memory and "
+                 f"{_text(self.nvme_bytes)} on NVMe"]
+        lines += [f"{key}: {value}, because {reason}" for key, value, reason in self.choices]
+        lines += [f"{m.name}: {_text(m.held)} on this machine, of {_text(m.free)} free" for m in self.memories]
+        lines += self.problems
+        return "\n".join([*lines, "fits this machine" if self.fits else "does not fit this machine"])
+
+
+def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, world_size: int,
+                   local_ranks: int) -> Estimate:
+    """Of a model that may be on the meta device. Changes neither the model nor the configuration."""
+    config = config.copy()
+    cut = units_of(model, unit_classes)
+    if not cut.units:
+        raise _hoist.UsageError("the model has no parameters")
+    of_weights = {"bf16.enabled": torch.bfloat16, "fp16.enabled": torch.float16}
+    dtype = next((dtype for key, dtype in of_weights.items() if config.setting(key) is True), None)
+    units = Parameters(model, cut, dtype, device_of(config, None), lambda: None).declare({})
+    config.micro_batches_max = max(config.micro_batches_max, int(config.training.gradient_accumulation_steps or 1))
+    found = _hoist.estimate(config, units, world_size, local_ranks)
+    memories = [Memory(*memory) for memory in found.pop("memories")]
+    return Estimate(world_size=world_size, memories=memories, **found)
+
+
+def model_of(model: nn.Module | str | os.PathLike[str] | Any) -> nn.Module:
+    """A module: as it is, or made on the meta device by a configuration of transformers, or the directory of one."""
+    if isinstance(model, nn.Module):
+        return model
+    import transformers
+
+    if isinstance(model, (str, os.PathLike)):
+        model = transformers.AutoConfig.from_pretrained(os.fspath(model))
+    names = getattr(model, "architectures", None) or []
+    make = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    with torch.device("meta"):
+        if make is not None:
+            return make(model)
+        try:
+            return transformers.AutoModelForCausalLM.from_config(model)
+        except ValueError:  # not a language model
+            return transformers.AutoModel.from_config(model)
+
+
+def _text(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
