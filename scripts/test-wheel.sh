@@ -16,7 +16,7 @@ trap 'rm -rf "$work"' EXIT
 
 mkdir "$work/source"
 git -C "$root" ls-files -z --cached --others --exclude-standard --deduplicate |
-  (cd "$root" && xargs -0 -I{} sh -c '[ -e "$1" ] && printf "%s\0" "$1"' _ {} | tar --null -T - -c) | tar -x -C "$work/source"
+  (cd "$root" && xargs -0 -I{} sh -c 'if [ -e "$1" ]; then printf "%s\0" "$1"; fi' _ {} | tar --null -T - -c) | tar -x -C "$work/source"
 # PYTHON may belong to an environment itself; the new one is made by what that one was made by.
 base=$("$python" -c 'import sys; print(sys._base_executable)')
 "$base" -m venv "$work/venv"

@@ -6,7 +6,7 @@ import hoist.torch
 import pytest
 import torch
 
-from models import make
+from models import Gpt
 
 
 def plain(**zero):
@@ -15,12 +15,12 @@ def plain(**zero):
 
 
 def test_is_what_the_engine_then_takes(settings):
-    model, config = make(), settings()
+    model, config = Gpt(), settings()
     estimate = hoist.torch.estimate(model, config)
     assert estimate.fits and not estimate.problems
     assert estimate.parameters == sum(p.numel() for p in model.parameters())
     with hoist.torch.wrap(model, config) as engine:
-        tiers = engine.metrics()["tiers"]
+        tiers = engine.statistics()["tiers"]
         assert tiers["pinned"]["peak_bytes"] == estimate.pinned_bytes
         assert tiers["device"]["peak_bytes"] == estimate.device_bytes
 

@@ -362,20 +362,20 @@ def test_plain_backward_and_an_optimizer_of_the_usual_shape(settings):
         assert_equal_within_ulps(engine, reference)
 
 
-class Slow(nn.Module):
-    """Takes long enough for others to come up. Notes how many bytes had come up before its own weights were asked for."""
+class Waiting(nn.Module):
+    """Computes until so many bytes have come up, its own weights included."""
 
     def __init__(self, bytes_up):
         super().__init__()
         self.linear = nn.Linear(64, 64)
         self.bytes_up = bytes_up
-        self.register_forward_pre_hook(self.note)  # before hoist's own
-
-    def note(self, *_):
-        self.before = self.bytes_up()
+        self.wanted = self.seen = 0
 
     def forward(self, x):
-        time.sleep(0.03)
+        gives_up = time.monotonic() + 60
+        while self.bytes_up() < self.wanted and time.monotonic() < gives_up:
+            time.sleep(0.001)
+        self.seen = self.bytes_up()
         return x + self.linear(x)
 
 
@@ -386,15 +386,17 @@ def test_the_next_layer_comes_up_while_one_computes(settings):
     for part in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][part] = {"device": "cpu"}
     torch.manual_seed(0)
-    model = nn.Sequential(*(Slow(bytes_up := lambda: engine.statistics()["links"]["host_to_device"]) for _ in range(6)))
+    model = nn.Sequential(*(Waiting(bytes_up := lambda: engine.statistics()["links"]["host_to_device"]) for _ in range(6)))
     with hoist.torch.wrap(model, config) as engine:
-        layers_up = []
-        for _ in range(3):
+        engine.backward(engine(torch.randn(2, 64)).sum())
+        layer_bytes = model[0].seen
+        assert [layer.seen for layer in model] == [layer_bytes * n for n in range(1, 7)]  # nobody knows yet what comes next
+        engine.step()
+        for _ in range(2):
             start = bytes_up()
+            for number, layer in enumerate(model):
+                layer.wanted = start + layer_bytes * min(number + 2, 6)
             loss = engine(torch.randn(2, 64)).sum()
-            layer_bytes = (bytes_up() - start) / 6
-            layers_up.append([round((layer.before - start) / layer_bytes) for layer in model])
+            assert all(layer.seen >= layer.wanted for layer in model)
             engine.backward(loss)
             engine.step()
-    assert layers_up[0] == [0, 1, 2, 3, 4, 5]  # nobody knows yet what comes next
-    assert layers_up[1][1:] == layers_up[2][1:] == [2, 3, 4, 5, 6]
