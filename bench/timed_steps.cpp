@@ -80,8 +80,8 @@ class Steps {
 
  private:
   static RuntimeOptions runtime_options() {
-    RuntimeOptions options{.device = platform::DeviceKind::host,
-                           .device_memory_bytes = 16 * kMiB, .pinned_memory_bytes = 32 * kMiB};
+    RuntimeOptions options{
+        .device = platform::DeviceKind::host, .device_memory_bytes = 16 * kMiB, .pinned_memory_bytes = 32 * kMiB};
     options.communicator = CommunicatorKind::self;
     options.make_aio_backend = [](const aio::DriveQueueOptions& drive) {
       return std::make_unique<HeldBackend>(aio::make_backend(drive), at_speed(kDriveSpeed));

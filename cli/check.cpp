@@ -41,8 +41,7 @@ void add_prediction(const CheckArguments& arguments, const Machine& machine, Che
   report.prediction = predict(report.runtime, engine, model.model, ranks, model.program);
   report.fit = machine_fit(*report.prediction, report.runtime, engine, machine);
   if (engine.optimizer == Placement::nvme && report.prediction->pinned.fits())
-    report.pinned_fraction_max =
-        largest_pinned_fraction(report.runtime, engine, model.model, ranks, model.program);
+    report.pinned_fraction_max = largest_pinned_fraction(report.runtime, engine, model.model, ranks, model.program);
 }
 
 // Problems for which every engine would refuse the options, for any model.
@@ -128,8 +127,10 @@ Command add_check(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 24));
   command->add_option("--local-ranks", arguments->local_ranks, "Of these, on this machine; default: all of them")
       ->check(CLI::Range(1, 1 << 16));
-  command->add_option("--device-memory", arguments->device_memory, "Budget of each rank, instead of the file's (80GiB)");
-  command->add_option("--pinned-memory", arguments->pinned_memory, "Budget of each rank, instead of the file's (200GiB)");
+  command->add_option("--device-memory", arguments->device_memory,
+                      "Budget of each rank, instead of the file's (80GiB)");
+  command->add_option("--pinned-memory", arguments->pinned_memory,
+                      "Budget of each rank, instead of the file's (200GiB)");
   add_model_options(*command, arguments->model);
   command->add_option("--json", arguments->json, "Write the results as JSON to this file");
   command->add_flag("--all", arguments->all_settings, "Print every setting in effect");

@@ -85,10 +85,9 @@ std::string placement_text(const EngineOptions& engine) {
 std::string budget_text(const CheckReport& report) {
   const RuntimeOptions& runtime = report.runtime;
   const std::string together = runtime.host_memory_bytes == 0 ? "" : ", together with the other";
-  std::string text =
-      "\nbudgets of each rank\n" +
-      columns({{"device", format_bytes(runtime.device_memory_bytes), "hoist.device_memory" + together},
-               {"pinned", format_bytes(runtime.pinned_memory_bytes), "hoist.pinned_memory" + together}});
+  std::string text = "\nbudgets of each rank\n" +
+                     columns({{"device", format_bytes(runtime.device_memory_bytes), "hoist.device_memory" + together},
+                              {"pinned", format_bytes(runtime.pinned_memory_bytes), "hoist.pinned_memory" + together}});
   if (!report.choices.empty()) text += "\nchosen for this machine\n";
   for (const auto& [key, value, reason] : report.choices)
     text += fmt::format("  {}: {}, because {}\n", key, value, reason);
@@ -145,12 +144,13 @@ std::string prediction_text(const CheckReport& report) {
 }
 
 std::string fit_text(const MachineFit& fit) {
-  std::string text = fmt::format("\n{} on this machine hold{}\n",
-                                 fit.ranks == 1 ? "one rank" : fmt::format("{} ranks", fit.ranks),
-                                 fit.ranks == 1 ? "s" : " together");
+  std::string text =
+      fmt::format("\n{} on this machine hold{}\n", fit.ranks == 1 ? "one rank" : fmt::format("{} ranks", fit.ranks),
+                  fit.ranks == 1 ? "s" : " together");
   std::vector<std::vector<std::string>> rows;
   for (const MachineFit::Memory& memory : fit.memories)
-    rows.push_back({memory.name, format_bytes(memory.bytes), fmt::format("of {} free", format_bytes(memory.free_bytes))});
+    rows.push_back(
+        {memory.name, format_bytes(memory.bytes), fmt::format("of {} free", format_bytes(memory.free_bytes))});
   text += columns(rows);
   if (fit.fits()) return text + "\nfits this machine\n";
   text += "\nDOES NOT FIT this machine\n";
@@ -299,7 +299,8 @@ Json accepted_json(const CheckReport& report) {
                       {"gradient_accumulation_steps", count(report.training.gradient_accumulation_steps)}};
   json["prediction"] = report.prediction ? prediction_json(report) : Json(nullptr);
   json["machine"] = report.prediction ? fit_json(report.fit) : Json(nullptr);
-  json["section"] = report.prediction && report.fit.fits() ? section_to_paste(*report.prediction, report.runtime) : Json(nullptr);
+  json["section"] =
+      report.prediction && report.fit.fits() ? section_to_paste(*report.prediction, report.runtime) : Json(nullptr);
   json["settings"] = Json::array();
   for (const ConfigSetting& setting : config.settings()) json["settings"].push_back(setting_json(setting));
   json["notes"] = config.notes;

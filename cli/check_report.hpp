@@ -18,8 +18,8 @@ namespace hoist::cli {
 struct CheckReport {
   const Config& config;
   TrainingOptions training;
-  int world_size = 0;                      // 0: not given
-  RuntimeOptions runtime{};                // what this machine makes of the configuration's
+  int world_size = 0;        // 0: not given
+  RuntimeOptions runtime{};  // what this machine makes of the configuration's
   std::vector<MachineChoice> choices{};
   std::optional<Prediction> prediction{};  // of one rank; empty: no model given
   MachineFit fit{};                        // if there is a prediction

@@ -144,7 +144,8 @@ int bad_plan_input(const std::string& sentence) {
 }
 
 int plan(const PlanArguments& arguments) {
-  if (!arguments.model.given()) return bad_plan_input("how large a model? --parameters 7e9, --units FILE or --model DIR");
+  if (!arguments.model.given())
+    return bad_plan_input("how large a model? --parameters 7e9, --units FILE or --model DIR");
   if ((arguments.tokens > 0) != (arguments.tflops > 0))
     return bad_plan_input("--tokens and --tflops belong together: they determine how long a step computes");
   if (arguments.tokens > 0 && arguments.compute_seconds > 0)

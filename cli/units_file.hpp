@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/units_file.hpp - the shape of a model, for predictions: from a file, a model's weights, or a number of parameters.
+// cli/units_file.hpp - the shape of a model, for predictions: from a file, a model's weights, or a number of
+// parameters.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,8 @@ struct NamedModel {
 NamedModel read_units(const std::string& path);
 
 // From the headers of a model's weights: a .safetensors file, an index or a directory. A layer is a unit (all tensors
-// whose names begin alike up to the first number), and so is what every other module has. Errors: IoError, SafetensorsError; UsageError if
-// there are none.
+// whose names begin alike up to the first number), and so is what every other module has. Errors: IoError,
+// SafetensorsError; UsageError if there are none.
 NamedModel read_weights(const std::string& path, DType dtype);
 
 // A command's arguments about a model: one of them is given.

@@ -27,12 +27,11 @@ struct Names {
   Launcher launcher;
   const char *size, *rank, *local_rank, *local_size;
 };
-constexpr Names kMpi[] = {
-    {Launcher::mpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE"},
-    {Launcher::mpi, "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
-    {Launcher::mpi, "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
-     "MV2_COMM_WORLD_LOCAL_SIZE"}};
+constexpr Names kMpi[] = {{Launcher::mpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+                           "OMPI_COMM_WORLD_LOCAL_SIZE"},
+                          {Launcher::mpi, "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+                          {Launcher::mpi, "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
+                           "MV2_COMM_WORLD_LOCAL_SIZE"}};
 
 // At least 1, at most all.
 int local_size(const char* announced, int size) {
@@ -55,7 +54,9 @@ std::optional<Launch> by_names(const Environment& environment, const Names& name
 std::optional<Launch> by_slurm(const Environment& environment) {
   if (environment("SLURM_STEP_ID") == nullptr || environment("SLURM_PROCID") == nullptr) return std::nullopt;
   for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
-    if (auto launch = by_names(environment, {Launcher::slurm, size, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"})) return launch;
+    if (auto launch =
+            by_names(environment, {Launcher::slurm, size, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"}))
+      return launch;
   }
   return std::nullopt;
 }

@@ -31,9 +31,10 @@ std::vector<KeyRow> memory_rows() {
       {.path = "hoist.device_memory",
        .type = ValueType::bytes,
        .range = {.min = 4096},
-       .meaning = "Hard budget of device memory, activations in hoist's arena included; rounded down to 4 KiB. Default, "
-                  "and auto: what is free, less a tenth of all (at least 1 GiB, at most 32 GiB); with device host, "
-                  "together with pinned_memory. hoist check prints it.",
+       .meaning =
+           "Hard budget of device memory, activations in hoist's arena included; rounded down to 4 KiB. Default, "
+           "and auto: what is free, less a tenth of all (at least 1 GiB, at most 32 GiB); with device host, "
+           "together with pinned_memory. hoist check prints it.",
        .apply = [](Draft& d,
                    const Value& v) { d.runtime.device_memory_bytes = round_down(as_count(v), kBlockAlignment); }},
       {.path = "hoist.pinned_memory",
@@ -215,7 +216,8 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::integer,
        .default_value = "0",
        .range = {.max = 4096},
-       .meaning = "Threads of the CPU optimizer. 0: every CPU the process may use, or its part of them if several ranks share the "
+       .meaning = "Threads of the CPU optimizer. 0: every CPU the process may use, or its part of them if several "
+                  "ranks share the "
                   "machine.",
        .apply = [](Draft& d, const Value& v) { d.runtime.update_threads = as_unsigned(v); }},
       {.path = "hoist.io_engine",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The machine's memory. mmap() promises more than there is, and whoever believes it is killed by the kernel in the middle
-// of the first touch.
+// The machine's memory. mmap() promises more than there is, and whoever believes it is killed by the kernel in the
+// middle of the first touch.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -79,8 +79,7 @@ MemorySize of_control_groups() {
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const std::string path = line.substr(second + 1);
     if (controllers.empty()) {
-      size =
-          smaller(size, of_hierarchy("/sys/fs/cgroup", path, {"memory.max", "memory.current", "inactive_file"}));
+      size = smaller(size, of_hierarchy("/sys/fs/cgroup", path, {"memory.max", "memory.current", "inactive_file"}));
     } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
       size = smaller(size, of_hierarchy("/sys/fs/cgroup/memory", path,
                                         {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}));

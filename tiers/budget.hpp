@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiers/budget.hpp - counts the held bytes of a tier, never more than its budget. Two tiers in the same memory may have a
-// common budget beside their own.
+// tiers/budget.hpp - counts the held bytes of a tier, never more than its budget. Two tiers in the same memory may have
+// a common budget beside their own.
 //
 // Threading  Any thread.
 // Errors     take() throws BudgetError naming the configuration key to raise.

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include <fmt/format.h>
 #include <sched.h>
 #include <unistd.h>
-
-#include <fmt/format.h>
 
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/units.hpp>

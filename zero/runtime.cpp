@@ -141,7 +141,9 @@ Runtime::~Runtime() { write_trace(); }
 
 Runtime::Parts::Parts(const RuntimeOptions& options)
     : trace(options.trace_path.empty() ? nullptr : std::make_unique<Trace>()),
-      host_budget(options.host_memory_bytes == 0 ? nullptr : std::make_unique<tiers::Budget>("host", kHostKeys, options.host_memory_bytes)),
+      host_budget(options.host_memory_bytes == 0
+                      ? nullptr
+                      : std::make_unique<tiers::Budget>("host", kHostKeys, options.host_memory_bytes)),
       device_budget("device", kDeviceKey, options.device_memory_bytes, host_budget.get()),
       pinned_budget("pinned", kPinnedKey, options.pinned_memory_bytes, host_budget.get()),
       device(make_device(options, ledger)),

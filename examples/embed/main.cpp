@@ -161,7 +161,8 @@ Matrix samples(std::uint64_t seed) {
 
 int train(const std::string& store) {
   Runtime runtime({.device = platform::DeviceKind::host,  // this program computes on the CPU
-                   .device_memory_bytes = 4 * kMiB, .pinned_memory_bytes = 32 * kMiB});
+                   .device_memory_bytes = 4 * kMiB,
+                   .pinned_memory_bytes = 32 * kMiB});
   const EngineOptions options{.parameters = Placement::nvme,
                               .optimizer = Placement::nvme,
                               .store_directory = store,

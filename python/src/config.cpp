@@ -36,8 +36,9 @@ nb::object setting(const Config& config, const std::string& path) {
 }  // namespace
 
 void bind_config(nb::module_& module) {
-  module.def("cuda_device_count", [] { return platform::cuda_device_count(); },
-             "GPUs that this build can use; 0 also without CUDA support.");
+  module.def(
+      "cuda_device_count", [] { return platform::cuda_device_count(); },
+      "GPUs that this build can use; 0 also without CUDA support.");
   module.def(
       "plain_json", [](const std::string& text) { return config::plain_json(text); }, "text"_a,
       "The text with spaces instead of comments and of commas too many.");

@@ -206,7 +206,7 @@ class UnitManager {
   UnitManagerOptions options_;
   Model model_;
   std::vector<ParameterPlace> places_;  // by parameter
-  std::mutex mutex_;  // of the engine, for Python threads; taken without the GIL
+  std::mutex mutex_;                    // of the engine, for Python threads; taken without the GIL
   std::vector<Unit> units_;
   std::vector<bool> has_arrived_;  // by parameter
   std::unique_ptr<Runtime> runtime_;

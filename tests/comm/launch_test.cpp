@@ -27,8 +27,10 @@ Variables joined(Variables all, const Variables& more) {
 }
 
 // As these launchers set them, for one process of several.
-const Variables kOpenMpi = {
-    {"OMPI_COMM_WORLD_SIZE", "8"}, {"OMPI_COMM_WORLD_RANK", "5"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}};
+const Variables kOpenMpi = {{"OMPI_COMM_WORLD_SIZE", "8"},
+                            {"OMPI_COMM_WORLD_RANK", "5"},
+                            {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}};
 const Variables kHydra = {{"PMI_SIZE", "6"}, {"PMI_RANK", "4"}, {"MPI_LOCALRANKID", "0"}};
 const Variables kMvapich = {
     {"MV2_COMM_WORLD_SIZE", "3"}, {"MV2_COMM_WORLD_RANK", "2"}, {"MV2_COMM_WORLD_LOCAL_RANK", "2"}};

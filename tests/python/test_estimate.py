@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """hoist.torch.estimate(): what an engine would take, without one."""
 
-import hoist
-import hoist.torch
 import pytest
 import torch
 
+import hoist
+import hoist.torch
 from models import Gpt
 
 

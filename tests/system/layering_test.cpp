@@ -23,8 +23,8 @@ const std::vector<std::set<std::string>> kRows{
 // options, model, leases and the runtime may be included by every module of zero/, engine.hpp by none of them.
 const std::vector<std::set<std::string>> kZeroRows{
     {"layout"}, {"ranks", "memory"}, {"update"}, {"passes"}, {"checkpoint"}, {"step"}, {"predict"}, {"detail"}};
-const std::set<std::string> kZeroVocabulary{"types.hpp", "options.hpp", "model.hpp", "lease.hpp", "runtime.hpp",
-                                            "machine.hpp"};
+const std::set<std::string> kZeroVocabulary{"types.hpp", "options.hpp", "model.hpp",
+                                            "lease.hpp", "runtime.hpp", "machine.hpp"};
 // Headers of options that are declared in a higher row than they are used from.
 const std::set<std::string> kZeroOptions{"update/learning_rate.hpp", "update/loss_scale.hpp"};
 // platform is hardware's door; the optimizers need none of it.

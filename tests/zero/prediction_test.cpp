@@ -107,7 +107,8 @@ INSTANTIATE_TEST_SUITE_P(Modes, LeastBudget, testing::Values(UpdateMode::automat
 // Gradient, weights and state, by hand.
 TEST(Prediction, CountsWhatAnUpdateReadsAndWrites) {
   const auto bytes_of = [](DType dtype, Placement optimizer, double ratio, bool accessible) {
-    RuntimeOptions runtime{.device = platform::DeviceKind::host, .device_memory_bytes = kGiB, .pinned_memory_bytes = kGiB};
+    RuntimeOptions runtime{
+        .device = platform::DeviceKind::host, .device_memory_bytes = kGiB, .pinned_memory_bytes = kGiB};
     runtime.host_device.host_accessible = accessible;
     EngineOptions engine{.optimizer = optimizer, .optimizer_offload_ratio = ratio};
     engine.gradient_clipping = 0;

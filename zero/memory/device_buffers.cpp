@@ -46,16 +46,15 @@ std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
   return rooms;
 }
 
-DeviceBufferChooser::DeviceBufferChooser(const EngineOptions& options, const UnitRegions& regions)
-    : regions_(regions) {
+DeviceBufferChooser::DeviceBufferChooser(const EngineOptions& options, const UnitRegions& regions) : regions_(regions) {
   for (const Unit& unit : regions.table().units())
     if (!unit.owns_tied) gradient_bytes_ = std::max(gradient_bytes_, arena_bytes(unit.gradient_buffer_bytes()));
   const std::vector<scheduler::ItemRoom> rooms = gather_rooms(regions);
   gather_least_bytes_ = scheduler::least_room_bytes(rooms);
   for (const scheduler::ItemRoom& room : rooms) largest_unit_bytes_ = std::max(largest_unit_bytes_, room.bytes);
   const std::uint64_t live_bytes = bytes_of_elements(regions.table().units(), options.live_elements_max);
-  gather_most_bytes_ = std::min(scheduler::most_room_bytes(rooms),
-                                std::max(gather_least_bytes_ + largest_unit_bytes_, live_bytes));
+  gather_most_bytes_ =
+      std::min(scheduler::most_room_bytes(rooms), std::max(gather_least_bytes_ + largest_unit_bytes_, live_bytes));
 }
 
 DeviceBuffers DeviceBufferChooser::least() const {

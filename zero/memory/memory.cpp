@@ -86,14 +86,14 @@ void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   const std::uint64_t device_bytes = plan_.bytes(MemoryTier::device);
   const std::uint64_t pinned_bytes = plan_.bytes(MemoryTier::pinned);
   if (device_bytes + pinned_bytes <= free_bytes(*common, store_memory_bytes)) return;
-  throw BudgetError({.tier = common->tier(),
-                     .have_bytes = common->limit_bytes(),
-                     .need_bytes = round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes,
-                                            kBlockAlignment),
-                     .key = common->key(),
-                     .detail = fmt::format("{} on the host device, and {} of gradients, states kept in memory and the "
-                                           "smallest transfer buffers",
-                                           format_bytes(device_bytes), format_bytes(pinned_bytes))});
+  throw BudgetError(
+      {.tier = common->tier(),
+       .have_bytes = common->limit_bytes(),
+       .need_bytes = round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
+       .key = common->key(),
+       .detail = fmt::format("{} on the host device, and {} of gradients, states kept in memory and the "
+                             "smallest transfer buffers",
+                             format_bytes(device_bytes), format_bytes(pinned_bytes))});
 }
 
 void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t store_memory_bytes) const {

@@ -71,10 +71,9 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
   add_budget_problem("hoist.device_memory", p.device, fit);
   add_budget_problem("hoist.pinned_memory", p.pinned, fit);
   if (fit.problems.empty() && !p.fits()) {
-    fit.problems.push_back(fmt::format(
-        "host memory: {} needed by a rank, {} left beside the reserve; {}",
-        format_bytes(p.device.least_bytes + p.pinned.least_bytes), format_bytes(p.host_budget_bytes),
-        placement_remedy(engine)));
+    fit.problems.push_back(fmt::format("host memory: {} needed by a rank, {} left beside the reserve; {}",
+                                       format_bytes(p.device.least_bytes + p.pinned.least_bytes),
+                                       format_bytes(p.host_budget_bytes), placement_remedy(engine)));
   }
   return fit;
 }

@@ -160,8 +160,7 @@ double largest_pinned_fraction(const RuntimeOptions& given, const EngineOptions&
   const detail::UnitTable table = table_of(engine, model, world_size);
   const std::uint64_t other_bytes =
       detail::store_cost(engine, table, detail::RecordMap(table), /*rank=*/0).memory_bytes + program.pinned_bytes;
-  const detail::MachineFacts facts =
-      facts_of(runtime, other_device_bytes(runtime, program, world_size), other_bytes);
+  const detail::MachineFacts facts = facts_of(runtime, other_device_bytes(runtime, program, world_size), other_bytes);
   const double most = detail::largest_pinned_fraction(engine, table, facts.device_access,
                                                       detail::free_for_pinned(engine, table, facts));
   return std::max(most, engine.optimizer_pinned_fraction.value_or(0));

@@ -35,7 +35,7 @@ struct Prediction {
   };
   Tier device;
   Tier pinned;
-  std::uint64_t host_budget_bytes = 0;        // of both together, on the host device; 0: there is none
+  std::uint64_t host_budget_bytes = 0;  // of both together, on the host device; 0: there is none
   bool fits() const {
     const bool together = host_budget_bytes == 0 || device.least_bytes + pinned.least_bytes <= host_budget_bytes;
     return together && device.fits() && pinned.fits();

@@ -71,19 +71,22 @@ def model_of(model: nn.Module | str | os.PathLike[str] | Any) -> nn.Module:
     """A module: as it is, or made on the meta device by a configuration of transformers, or the directory of one."""
     if isinstance(model, nn.Module):
         return model
-    import transformers
+    import transformers  # only where it is needed
 
     if isinstance(model, (str, os.PathLike)):
         model = transformers.AutoConfig.from_pretrained(os.fspath(model))
     names = getattr(model, "architectures", None) or []
     make = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    made: nn.Module
     with torch.device("meta"):
         if make is not None:
-            return make(model)
-        try:
-            return transformers.AutoModelForCausalLM.from_config(model)
-        except ValueError:  # not a language model
-            return transformers.AutoModel.from_config(model)
+            made = make(model)
+        else:
+            try:
+                made = transformers.AutoModelForCausalLM.from_config(model)
+            except ValueError:  # not a language model
+                made = transformers.AutoModel.from_config(model)
+    return made
 
 
 def _text(count: int) -> str:
