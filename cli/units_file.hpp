@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/units_file.hpp - the shape of a model, for predictions: from a file, a model's weights, or a number of
-// parameters.
+// cli/units_file.hpp - the shape of a model, for predictions: from a file, from weights, or a number of parameters.
 #pragma once
 
 #include <cstdint>

@@ -6,9 +6,8 @@
 //
 // Threading  Any thread.
 // Memory     The whole budget is one block; tiers::DeviceArena allocates pieces of it. A GPU's is taken at
-// construction;
-//            the host device's is reserved there, and taken with the first use of each piece. A device outlives its
-//            streams; an event may outlive both.
+//            construction; the host device's is reserved there, and taken with the first use of each piece. A device
+//            outlives its streams; an event may outlive both.
 // Errors     DeviceError names the call, the code and the remedy; a budget that the GPU cannot provide is a
 //            BudgetError.
 #pragma once

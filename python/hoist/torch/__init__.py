@@ -59,8 +59,8 @@ def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any]
     resume         continue from the newest commit of the store, if there is one
     load_later     where the store holds a run, do not refuse it but wait for restore() or load_checkpoint()
     scheduler      stepped after every step that was applied
-    device         where the model computes, if that is neither the CPU nor the CUDA device that the configuration names: an
-                   accelerator (PrivateUse1) whose memory the CPU shares, with "hoist": {"device": "host"}
+    device         where the model computes, "cpu" or "cuda", if the configuration does not say; or an accelerator (PrivateUse1)
+                   whose memory the CPU shares
     """
     return Engine(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
                   initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
