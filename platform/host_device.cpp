@@ -50,7 +50,7 @@ class HostDevice final : public Device {
   ~HostDevice() override {
     HOIST_ASSERT(streams_alive_ == 0, "{} streams outlive their device: they end before their Runtime",
                  streams_alive_.load());
-    HOIST_ALLOW(memory().data(), memory().size());
+    HOIST_ALLOW(mapping_.committed().data(), mapping_.committed().size());
   }
 
   DeviceKind kind() const override { return DeviceKind::host; }

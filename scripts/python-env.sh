@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 packages=(
-  nanobind pytest numpy torch transformers accelerate peft
+  nanobind pytest numpy torch transformers accelerate peft trl
   'clang-format==14.*' 'ruff==0.17.*' 'mypy==2.4.*' # other versions format or judge the tree differently
 )
 venv=$PWD/build/venv

@@ -37,6 +37,7 @@ class Mapping {
   // Touches the first `end` bytes, as far as they have not been. Returns those that are new.
   // Errors: BudgetError if the machine lacks the memory.
   std::span<std::byte> commit_up_to(std::uint64_t end);
+  std::span<std::byte> committed() const { return bytes().first(committed_bytes_); }
   // The page kind that backs it now. Cost: with transparent huge pages, a walk through /proc/self/smaps.
   PageKind page_kind() const;
 

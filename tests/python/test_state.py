@@ -136,7 +136,7 @@ def test_export_and_stream_in(settings, tmp_path):
         config["zero_optimization"][part]["nvme_path"] = str(tmp_path / "second")
     with torch.device("meta"):
         model = Gpt()
-    with hoist.torch.wrap(model, config, weights=str(tmp_path / "weights")) as engine:
+    with hoist.torch.wrap(model, config, weights=tmp_path / "weights") as engine:
         ours = engine.state_dict()
         assert torch.equal(ours.pop("head.weight"), ours["token.weight"])
         assert_same(ours, expected)

@@ -45,9 +45,10 @@ def load_config(config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config)
 
 
 def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config, *,
-         groups: ParamsT | None = None, unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | None = None,
-         initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
-         load_later: bool = False, scheduler: Any = None, device: torch.device | str | None = None) -> Engine:
+         groups: ParamsT | None = None, unit_classes: Iterable[type[torch.nn.Module]] = (),
+         weights: str | os.PathLike[str] | None = None, initialize: Initialize | None = None, optimizer: str | None = None,
+         seed: int = 0, resume: bool = False, load_later: bool = False, scheduler: Any = None,
+         device: torch.device | str | None = None) -> Engine:
     """Moves a model's parameters and optimizer states to where the configuration wants them.
 
     groups         parameter groups as torch.optim takes them; settings they lack are the configuration's
@@ -85,7 +86,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
                dist_init_required: bool | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
                config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config | None = None, mesh_param: Any = None,
                config_params: str | os.PathLike[str] | dict[str, Any] | None = None, *,
-               unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | None = None,
+               unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | os.PathLike[str] | None = None,
                initialize: Initialize | None = None, seed: int = 0, resume: bool = False, load_later: bool = True,
                device: torch.device | str | None = None,
                ) -> tuple[Engine, Optimizer, torch.utils.data.DataLoader[Any] | None, Any]:

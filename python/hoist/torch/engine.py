@@ -40,7 +40,8 @@ class Engine:
     """What `wrap` and `initialize` return: the model, and its training state on three tiers."""
 
     def __init__(self, model: nn.Module, config: _hoist.Config, *, groups: ParamsT | None = None,
-                 unit_classes: Iterable[type[nn.Module]] = (), weights: str | None = None,
+                 unit_classes: Iterable[type[nn.Module]] = (),
+                 weights: str | os.PathLike[str] | None = None,
                  initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
                  scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None):
         self._refuse_wrapped(model, optimizer)
@@ -90,7 +91,7 @@ class Engine:
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         sources = self._parameters.move(self._unit_manager, self.device)
         initial.materialize_buffers(model, initialize)
-        self._bring_to_life(sources, weights, initialize, seed, resume, load_later)
+        self._bring_to_life(sources, None if weights is None else os.fspath(weights), initialize, seed, resume, load_later)
         del sources
         self._parameters.place_buffers()
         self._parameters.note_versions()
@@ -413,15 +414,16 @@ class Engine:
         return step
 
     @takes_turn
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None,
-                        save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
+    def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | None = None,
+                        client_state: dict[str, Any] | None = None, save_latest: bool = True,
+                        exclude_frozen_parameters: bool = False) -> bool:
         """[C] As DeepSpeed's: keeps this step in the store under the tag, and writes the client state below `save_dir`.
         Frozen parameters are in the store anyway, once for all steps."""
         checkpoints.save(self, os.fspath(save_dir), tag, client_state or {}, save_latest)
         return True
 
     @takes_turn
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, load_module_strict: bool = True,
+    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False,
                         custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any] | None]:
@@ -478,9 +480,10 @@ class Engine:
         self._parameters.load_state_dict(state, strict)
 
     @takes_turn
-    def export(self, directory: str, dtype: torch.dtype = torch.float32, shard_bytes_max: int = 5_000_000_000) -> list[str]:
+    def export(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.float32,
+               shard_bytes_max: int = 5_000_000_000) -> list[str]:
         """Writes the present weights as safetensors, without holding them in memory. Returns the files."""
-        return self._parameters.export(directory, dtype, shard_bytes_max)
+        return self._parameters.export(os.fspath(directory), dtype, shard_bytes_max)
 
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str] | None = None) -> Iterator[None]:
