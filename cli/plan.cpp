@@ -113,6 +113,33 @@ std::string refusal_of(const EngineOptions& engine, const RuntimeOptions& runtim
   }
 }
 
+std::uint64_t divided(std::uint64_t bytes, bool by_ranks, int ranks) {
+  return by_ranks ? divide_up(bytes, static_cast<std::uint64_t>(ranks)) : bytes;
+}
+
+// The stages with and without offload: what people know of ZeRO's papers, and what hoist makes of them.
+std::vector<ZeroRow> zero_table(const Config& config, const Model& model, const ProgramMemory& program, int ranks) {
+  const std::uint64_t count = model.parameter_count();
+  std::vector<ZeroRow> table;
+  for (int stage = 0; stage <= 3; ++stage) {
+    const std::uint64_t moments = divided(8 * count, stage >= 1, ranks);
+    const std::uint64_t gradients = divided(4 * count, stage >= 2, ranks);
+    const std::uint64_t weights = divided(4 * count, stage >= 3, ranks);
+    table.push_back({stage, "none", weights + gradients + moments, "textbook"});
+    table.push_back({stage, "optimizer", divided(2 * count, stage >= 3, ranks), "textbook"});
+    for (const char* offload : {"none", "optimizer", "all"}) {
+      const std::string_view name = offload;
+      if (name == "all" && stage < 3) continue;
+      EngineOptions engine = placed(config, name == "all" ? Placement::pinned : Placement::device,
+                                    name == "none" ? Placement::device : Placement::pinned);
+      engine.stage = stage;
+      table.push_back(
+          {stage, offload, predict(config.runtime, engine, model, ranks, program).device.least_bytes, "hoist"});
+    }
+  }
+  return table;
+}
+
 PlanReport plan_of(const PlanArguments& arguments) {
   const Config config = base_of(arguments);
   const NamedModel model = read_model(arguments.model, config.engine.weights_dtype.value_or(DType::bf16));
@@ -135,6 +162,7 @@ PlanReport plan_of(const PlanArguments& arguments) {
       report.rows.push_back(std::move(row));
     }
   }
+  report.zero_table = zero_table(config, model.model, model.program, arguments.world_size);
   return report;
 }
 

@@ -84,10 +84,17 @@ std::vector<std::string> not_counted(const PlanRow& row, const StepSpeeds& speed
 
 std::uint64_t shortfall(const Prediction::Tier& tier) { return tier.fits() ? 0 : tier.least_bytes - tier.budget_bytes; }
 
+// Of a memory that both tiers are in.
+std::uint64_t host_shortfall(const Prediction& p) {
+  const std::uint64_t least = p.device.least_bytes + p.pinned.least_bytes;
+  return p.host_budget_bytes == 0 || least <= p.host_budget_bytes ? 0 : least - p.host_budget_bytes;
+}
+
 // The placement that lacks least, and what it needs.
 std::string nothing_fits_text(const PlanReport& report) {
   const auto lacks = [](const PlanRow& row) {
-    return shortfall(row.prediction.device) + shortfall(row.prediction.pinned);
+    const Prediction& p = row.prediction;
+    return std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p));
   };
   const PlanRow* closest = nullptr;
   for (const PlanRow& row : report.rows)
@@ -99,6 +106,11 @@ std::string nothing_fits_text(const PlanReport& report) {
   };
   need(closest->prediction.device, "--device-memory");
   need(closest->prediction.pinned, "--pinned-memory");
+  if (needs.empty()) {
+    const Prediction& p = closest->prediction;
+    needs.push_back(
+        fmt::format("{} of host memory for a rank", format_bytes(p.device.least_bytes + p.pinned.least_bytes)));
+  }
   return fmt::format("\nnothing fits: {} is closest, with {} at least; or take more ranks\n", placement_of(*closest),
                      fmt::join(needs, " and "));
 }
@@ -154,6 +166,35 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
           {"drive_life_days",
            wears && report.endurance_bytes > 0 ? Json(report.endurance_bytes / *written) : Json(nullptr)},
           {"not_counted", not_counted(row, report.speeds)}};
+}
+
+// The fastest placement that fits, in a program's words.
+Json best_json(const PlanRow& best) {
+  const Prediction& p = best.prediction;
+  const StepTime& time = best.time;
+  const bool timed = time.expected_seconds > 0;
+  const auto link = [&](Resource resource, std::uint64_t bytes) {
+    return Json{{"name", resource_name(resource)},
+                {"bytes", bytes},
+                {"busy_share", timed ? Json(time.busy(resource) / time.expected_seconds) : Json(nullptr)}};
+  };
+  return {
+      {"per_rank", {{"device_bytes", p.device.bytes}, {"pinned_bytes", p.pinned.bytes}, {"nvme_bytes", p.nvme_bytes}}},
+      {"step_seconds", timed ? Json(time.expected_seconds) : Json(nullptr)},
+      {"lower_bound_seconds", timed ? Json(time.least_seconds) : Json(nullptr)},
+      {"limiting_link", timed ? Json(resource_name(time.limit)) : Json(nullptr)},
+      {"links",
+       {link(Resource::nvme, p.step.nvme_read + p.step.nvme_write),
+        link(Resource::host_to_device, p.step.host_to_device), link(Resource::device_to_host, p.step.device_to_host),
+        link(Resource::wire, p.step.wire)}}};
+}
+
+Json nothing_fits_json() {
+  return {{"per_rank", nullptr},
+          {"step_seconds", nullptr},
+          {"lower_bound_seconds", nullptr},
+          {"limiting_link", nullptr},
+          {"links", Json::array()}};
 }
 
 }  // namespace
@@ -214,6 +255,12 @@ Json plan_json(const PlanReport& report) {
   for (const PlanRow& row : report.rows) json["rows"].push_back(row_json(report, row));
   const PlanRow* const best = report.best();
   json["best"] = best == nullptr ? Json(nullptr) : Json(best - report.rows.data());
+  json.update(best == nullptr ? nothing_fits_json() : best_json(*best));
+  json["zero_table"] = Json::array();
+  for (const ZeroRow& row : report.zero_table) {
+    json["zero_table"].push_back(
+        {{"stage", row.stage}, {"offload", row.offload}, {"bytes_per_gpu", row.bytes_per_gpu}, {"scheme", row.scheme}});
+  }
   return json;
 }
 

@@ -19,7 +19,17 @@ struct PlanRow {
   bool configured = false;  // the configuration's own placement
   std::string refusal;      // why an engine would refuse these options with any budget; empty: it would not
 
-  bool fits() const { return refusal.empty() && prediction.device.fits() && prediction.pinned.fits(); }
+  bool fits() const { return refusal.empty() && prediction.fits(); }
+};
+
+// Device memory that a ZeRO stage needs at least, on one of the ranks.
+struct ZeroRow {
+  int stage = 0;
+  const char* offload = "none";  // "none", "optimizer" (to host memory or NVMe), "all"
+  std::uint64_t bytes_per_gpu = 0;
+  // "textbook": fp32 weights, gradients and two moments, 16 bytes a parameter, without buffers; with the optimizer
+  // offloaded 16-bit weights alone. "hoist": predicted, with the smallest buffers.
+  const char* scheme = "hoist";
 };
 
 struct PlanReport {
@@ -31,6 +41,7 @@ struct PlanReport {
   bool has_pinned_budget = false;
   double endurance_bytes = 0;  // bytes that may be written to a rank's drives in their life; 0: not given
   std::vector<PlanRow> rows;
+  std::vector<ZeroRow> zero_table;
 
   // The row with the shortest expected step among those that fit; among equal ones, that with the fewest bytes on NVMe.
   const PlanRow* best() const;

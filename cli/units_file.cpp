@@ -270,7 +270,8 @@ std::optional<std::uint64_t> parse_count(std::string_view text) {
   constexpr std::string_view kSuffixes = "KMBT";
   if (suffix.size() > 1) return std::nullopt;
   if (suffix.size() == 1) {
-    const std::size_t power = kSuffixes.find(suffix.front());
+    const std::size_t power =
+        kSuffixes.find(static_cast<char>(std::toupper(static_cast<unsigned char>(suffix.front()))));
     if (power == std::string_view::npos) return std::nullopt;
     number *= std::pow(1000.0, static_cast<double>(power) + 1);
   }

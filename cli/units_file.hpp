@@ -50,7 +50,7 @@ void add_model_options(CLI::App& command, ModelArguments& arguments);
 // If only a size is given, makes equal units of `dtype`. Errors: as of read_units; UsageError for an impossible size.
 NamedModel read_model(const ModelArguments& arguments, DType dtype);
 
-// "350000000", "3.5e8", "350M", "7B" -> a count; nullopt if it is not a count. K, M, B and T are powers of a thousand.
+// "350000000", "3.5e8", "350M", "7b" -> a count; nullopt if it is not a count. K, M, B and T are powers of a thousand.
 std::optional<std::uint64_t> parse_count(std::string_view text);
 
 // A number of bytes that was given to `option`. Errors: UsageError.

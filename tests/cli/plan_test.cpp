@@ -51,6 +51,54 @@ TEST_F(Plan, FindsTheFastestPlaceThatFits) {
   EXPECT_THAT(result.output, Not(HasSubstr("no speed was given")));
 }
 
+TEST_F(Plan, TheReportHasTheFastestPlaceInAProgramsWords) {
+  ASSERT_EQ(
+      run("plan --parameters 7b --device-memory 24GiB --pinned-memory 120GiB --json plan.json" + std::string(kSpeeds))
+          .exit_code,
+      0);
+  const auto report = json_of("plan.json");
+  const auto best = report["rows"][report["best"].get<std::size_t>()];
+  EXPECT_EQ(report["parameters"], 7'000'000'000);
+  EXPECT_EQ(report["per_rank"]["pinned_bytes"], best["pinned"]["bytes"]);
+  EXPECT_EQ(report["step_seconds"], best["seconds"]["expected"]);
+  EXPECT_EQ(report["lower_bound_seconds"], best["seconds"]["least"]);
+  EXPECT_LE(report["lower_bound_seconds"], report["step_seconds"]);
+  EXPECT_EQ(report["limiting_link"], best["limit"]);
+  ASSERT_EQ(report["links"].size(), 4u);
+  EXPECT_EQ(report["links"][1]["name"], "host_to_device");
+  EXPECT_EQ(report["links"][1]["bytes"], best["step"]["host_to_device"]);
+  EXPECT_GT(report["links"][1]["busy_share"], 0.0);
+
+  ASSERT_EQ(run("plan --parameters 1e15 --device-memory 1GiB --pinned-memory 1GiB --json nothing.json").exit_code, 2)
+      << "more than any model has";
+  ASSERT_EQ(run("plan --parameters 1e12 --device-memory 1GiB --pinned-memory 1GiB --json nothing.json").exit_code, 0);
+  EXPECT_EQ(json_of("nothing.json")["per_rank"], nullptr);
+  EXPECT_EQ(json_of("nothing.json")["links"].size(), 0u);
+}
+
+// The figures of ZeRO's papers, and hoist's beside them.
+TEST_F(Plan, TabulatesTheStages) {
+  ASSERT_EQ(run("plan --parameters 7e9 --world 8 --json plan.json").exit_code, 0);
+  const auto report = json_of("plan.json");
+  const auto gigabytes = [&](const nlohmann::json& table, int stage, const char* offload, const char* scheme) {
+    for (const auto& row : table)
+      if (row["stage"] == stage && row["offload"] == offload && row["scheme"] == scheme)
+        return row["bytes_per_gpu"].get<double>() / 1e9;
+    ADD_FAILURE() << "no row of stage " << stage << ", " << offload << ", " << scheme;
+    return 0.0;
+  };
+  const double expected[] = {112, 63, 38.5, 14};
+  for (int stage = 0; stage <= 3; ++stage) {
+    EXPECT_NEAR(gigabytes(report["zero_table"], stage, "none", "textbook"), expected[stage], 1e-6);
+    // hoist divides gradients and states at every stage, and weights have 16 bits.
+    EXPECT_LT(gigabytes(report["zero_table"], stage, "none", "hoist"), expected[std::max(stage, 2)] + 2);
+    EXPECT_LE(gigabytes(report["zero_table"], stage, "optimizer", "hoist"), 16);
+  }
+  EXPECT_LT(gigabytes(report["zero_table"], 3, "all", "hoist"), 2);
+  ASSERT_EQ(run("plan --parameters 70e9 --world 8 --json large.json").exit_code, 0);
+  EXPECT_NEAR(gigabytes(json_of("large.json")["zero_table"], 3, "optimizer", "textbook"), 17.5, 1e-6);
+}
+
 TEST_F(Plan, NamesTheLinkThatLimitsAndHowLongDrivesLast) {
   const auto result =
       run("plan --parameters 7e9 --device-memory 8GiB --pinned-memory 24GiB --endurance 1.4PB "
