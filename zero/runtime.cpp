@@ -100,9 +100,10 @@ std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Led
 
 }  // namespace
 
+// Joins with the options as chosen for this machine, which are there before it is called.
 Runtime::Runtime(const RuntimeOptions& options)
     : Runtime(options,
-              Groups{.sharding = [&](const comm::CommunicatorOptions& comm) { return join_launch(options, comm); },
+              Groups{.sharding = [this](const comm::CommunicatorOptions& comm) { return join_launch(options_, comm); },
                      .norm = {}},
               is_alone(options, launch_of(options))) {}
 

@@ -92,7 +92,7 @@ TEST_F(Plan, TabulatesTheStages) {
     EXPECT_NEAR(gigabytes(report["zero_table"], stage, "none", "textbook"), expected[stage], 1e-6);
     // hoist divides gradients and states at every stage, and weights have 16 bits.
     EXPECT_LT(gigabytes(report["zero_table"], stage, "none", "hoist"), expected[std::max(stage, 2)] + 2);
-    EXPECT_LE(gigabytes(report["zero_table"], stage, "optimizer", "hoist"), 16);
+    EXPECT_LT(gigabytes(report["zero_table"], stage, "optimizer", "hoist"), 17) << "14 and a unit's gradients";
   }
   EXPECT_LT(gigabytes(report["zero_table"], 3, "all", "hoist"), 2);
   ASSERT_EQ(run("plan --parameters 70e9 --world 8 --json large.json").exit_code, 0);
