@@ -125,7 +125,7 @@ Command add_check(CLI::App& app) {
   command->add_option("CONFIG", arguments->config, "A DeepSpeed JSON file");
   command->add_option("--world,--world-size", arguments->world_size, "Check for this many ranks")
       ->check(CLI::Range(1, 1 << 24));
-  command->add_option("--local-ranks", arguments->local_ranks, "Of these, on this machine; default: all of them")
+  command->add_option("--local-ranks", arguments->local_ranks, "Ranks on this machine (default: all ranks)")
       ->check(CLI::Range(1, 1 << 16));
   command->add_option("--device-memory", arguments->device_memory,
                       "Budget of each rank, instead of the file's (80GiB)");

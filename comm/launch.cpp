@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <optional>
@@ -33,10 +34,19 @@ constexpr Names kMpi[] = {{Launcher::mpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WOR
                           {Launcher::mpi, "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
                            "MV2_COMM_WORLD_LOCAL_SIZE"}};
 
-// At least 1, at most all.
+// A number, or srun's list of numbers: "4(x2),3" are two machines with 4 processes each and one with 3. Which of them
+// this one is, it does not say: the largest counts. All, where nothing is announced.
 int local_size(const char* announced, int size) {
-  const int count = number(announced).value_or(size);
-  return count >= 1 && count <= size ? count : size;
+  if (announced == nullptr) return size;
+  int most = 0;
+  const std::string_view list(announced);
+  for (std::size_t begin = 0; begin < list.size();) {
+    const std::size_t end = std::min(list.find(',', begin), list.size());
+    const std::string count(list.substr(begin, std::min(list.find('(', begin), end) - begin));
+    most = std::max(most, number(count.c_str()).value_or(size));
+    begin = end + 1;
+  }
+  return most >= 1 && most <= size ? most : size;
 }
 
 std::optional<Launch> by_names(const Environment& environment, const Names& names) {
@@ -54,8 +64,8 @@ std::optional<Launch> by_names(const Environment& environment, const Names& name
 std::optional<Launch> by_slurm(const Environment& environment) {
   if (environment("SLURM_STEP_ID") == nullptr || environment("SLURM_PROCID") == nullptr) return std::nullopt;
   for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
-    if (auto launch =
-            by_names(environment, {Launcher::slurm, size, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"}))
+    if (auto launch = by_names(environment,
+                               {Launcher::slurm, size, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"}))
       return launch;
   }
   return std::nullopt;

@@ -139,7 +139,9 @@ std::vector<KeyRow> gather_rows() {
        .aliases = {"max_live_parameters"},
        .type = ValueType::integer,
        .default_value = "1000000000",
-       .meaning = "Elements that may be gathered at once by prefetching; the hard limit is hoist.device_memory.",
+       .meaning = "Elements that are gathered at once at most: the memory for gathered weights is not larger, unless "
+                  "two units need "
+                  "more. The hard limit is hoist.device_memory.",
        .apply = [](Draft& d, const Value& v) { d.engine.live_elements_max = as_count(v); }},
       {.path = "zero_optimization.stage3_max_reuse_distance",
        .aliases = {"max_reuse_distance"},

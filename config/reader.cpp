@@ -81,7 +81,7 @@ class Reader {
     problem(shown, std::string(kUnknownKey) + suggestion(section_path, member.key), member.key_offset);
   }
 
-  // A key that begins with _ is somebody's comment.
+  // People write comments under keys that begin with _.
   void note_comment(const JsonMember& member, const std::string& shown) {
     refuse_duplicates(member.value, shown);
     result_.hints.push_back(shown);

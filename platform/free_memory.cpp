@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The machine's memory. mmap() promises more than there is, and whoever believes it is killed by the kernel in the
-// middle of the first touch.
+// Reads /proc and the control groups. mmap() alone does not tell: it also gives addresses for which there is no memory,
+// and the kernel then kills the process when it touches them.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -88,14 +88,14 @@ MemorySize of_control_groups() {
   return size;
 }
 
-MemorySize of_address_space() {
+}  // namespace
+
+MemorySize address_space() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kNoLimit;
   const std::uint64_t used = named_value("/proc/self/status", "VmSize:").value_or(0) * 1024;
   return {limit.rlim_cur, limit.rlim_cur > used ? limit.rlim_cur - used : 0};
 }
-
-}  // namespace
 
 MemorySize host_memory() {
   const auto of_machine = [](const char* name) {
@@ -103,7 +103,7 @@ MemorySize host_memory() {
     return kib ? *kib * 1024 : kUnlimited;
   };
   const MemorySize machine{of_machine("MemTotal:"), of_machine("MemAvailable:")};
-  return smaller(smaller(machine, of_control_groups()), of_address_space());
+  return smaller(machine, of_control_groups());
 }
 
 }  // namespace hoist::platform

@@ -14,9 +14,12 @@ struct MemorySize {
   std::uint64_t free_bytes = 0;
 };
 
-// What this process may have of the machine's memory: within its memory control groups and its address space (ulimit
-// -v). Free is what it can take without swapping or a kill, by the kernel's estimate.
+// What this process may have of the machine's memory, within its memory control groups. Free is what it can take
+// without swapping or a kill, by the kernel's estimate.
 MemorySize host_memory();
+
+// Addresses that this process may map (ulimit -v); the largest numbers if there is no limit.
+MemorySize address_space();
 
 // Of a CUDA device. Takes a context on it. Without CUDA support: a DeviceError.
 MemorySize cuda_memory(int ordinal);

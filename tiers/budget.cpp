@@ -28,7 +28,7 @@ Budget::Hold Budget::take(std::uint64_t bytes, const std::string& what) {
                        .detail = what + beside});
   }
   Hold in_common = common_ != nullptr ? common_->take(bytes, what) : Hold();
-  in_common.budget_ = nullptr;  // give_back() tells it
+  in_common.budget_ = nullptr;  // give_back() gives these bytes back, too
   held_bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, held_bytes_);
   return {this, bytes};

@@ -18,7 +18,7 @@ using platform::MemorySize;
 
 constexpr std::uint64_t kReserveLeast = kGiB;
 constexpr std::uint64_t kReserveMost = 32 * kGiB;
-constexpr std::uint64_t kUnknownBytes = std::uint64_t{1} << 60;
+constexpr std::uint64_t kUnlimitedBytes = std::uint64_t{1} << 50;
 
 // Memory of which each of `shares` processes gets the same part.
 struct Allowance {
@@ -31,7 +31,7 @@ Allowance allowance(const MemorySize& memory, int shares, const char* what) {
       std::min(std::clamp(memory.total_bytes / 10, kReserveLeast, kReserveMost), memory.total_bytes / 2);
   const std::uint64_t step = std::max(round_down(memory.total_bytes / 32, kBlockAlignment), kBlockAlignment);
   const std::uint64_t usable = memory.free_bytes > reserve ? round_down(memory.free_bytes - reserve, step) : 0;
-  // Never nothing: what does not fit is then refused with the numbers.
+  // At least 1 MiB, because 0 means that the budget is still to be chosen. An engine that needs more is refused.
   const std::uint64_t share = std::max(round_down(usable / static_cast<unsigned>(shares), kBlockAlignment), kMiB);
   std::string reason = fmt::format("{} of {} {} are free, and {} stay so", format_bytes(memory.free_bytes),
                                    format_bytes(memory.total_bytes), what, format_bytes(reserve));
@@ -80,7 +80,8 @@ class Chooser {
   void memory_of_gpu() {
     RuntimeOptions& runtime = out_.runtime;
     if (runtime.device_memory_bytes == 0 && machine_.gpu_count == 0) {
-      runtime.device_memory_bytes = kUnknownBytes;  // for predictions; opening the device is refused
+      runtime.device_memory_bytes = kUnlimitedBytes;  // for predictions; opening the device is refused
+      say("hoist.device_memory", "unlimited", "there is no GPU here");
     } else if (runtime.device_memory_bytes == 0) {
       const Allowance gpu = allowance(machine_.gpu, 1, "of GPU memory");
       runtime.device_memory_bytes = gpu.bytes;
@@ -128,9 +129,21 @@ class Chooser {
 
 }  // namespace
 
+namespace {
+
+// The host device reserves addresses for its whole budget, and pinned memory is mapped beside it: an address space that
+// is limited must have room for both.
+MemorySize mappable_twice(const MemorySize& memory) {
+  const MemorySize addresses = platform::address_space();
+  return {std::min(memory.total_bytes, addresses.total_bytes / 2),
+          std::min(memory.free_bytes, addresses.free_bytes / 2)};
+}
+
+}  // namespace
+
 Machine this_machine(const RuntimeOptions& options) {
   const comm::Launch launch = comm::launch_of_process();
-  Machine machine{.host = platform::host_memory(),
+  Machine machine{.host = mappable_twice(platform::host_memory()),
                   .processes = options.local_ranks > 0 ? options.local_ranks : launch.local_size,
                   .cpu_count = static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN))),
                   .allowed_cpu_count = std::max(allowed_cpus(), 1u)};
@@ -139,7 +152,7 @@ Machine this_machine(const RuntimeOptions& options) {
   if (machine.gpu_count == 0) return machine;
   const int local_rank = options.communicator == CommunicatorKind::self ? 0 : std::max(launch.local_rank, 0);
   machine.gpu_ordinal = options.device_ordinal >= 0 ? options.device_ordinal : local_rank % machine.gpu_count;
-  if (options.device_memory_bytes == 0) machine.gpu = platform::cuda_memory(machine.gpu_ordinal);
+  machine.gpu = platform::cuda_memory(machine.gpu_ordinal);
   return machine;
 }
 

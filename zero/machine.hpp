@@ -2,10 +2,11 @@
 // zero/machine.hpp - what this machine has, and what a Runtime takes of it where its options leave the choice.
 //
 // Device         The GPU if there is one, else the host device.
-// Memory         What is free less a reserve for the program and others: a tenth of all, at least 1 GiB and at most 32.
-//                Rounded down to a 32nd of all, so that it is the same from run to run. The processes of a machine
-//                divide its host memory. On the host device, device memory is host memory, too: one budget for both.
-//                A budget is a limit, not what an engine takes.
+// Memory         The free memory less a reserve for the program and for others. The reserve is a tenth of the total, at
+//                least 1 GiB and at most 32 GiB. The result is rounded down to a multiple of a 32nd of the total, so
+//                that it is the same from run to run. The processes of a machine divide its host memory. On the host
+//                device, device memory is host memory, and one budget limits both. A budget is a limit, not what an
+//                engine takes.
 // Update threads Every CPU that the process may use; where it may use all, the processes of a machine divide them.
 //
 // Threading  Any thread.

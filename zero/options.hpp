@@ -46,7 +46,7 @@ struct RuntimeOptions {
   std::uint64_t pinned_memory_bytes = 0;  // hard budget; key "hoist.pinned_memory"
   // On the host device: hard budget of both together. 0: none. Set where both are chosen for this machine.
   std::uint64_t host_memory_bytes = 0;
-  // How much of a GPU's budget is taken at the start: what is not is PyTorch's, for example. 0: all.
+  // Bytes of a GPU's budget that are taken at the start. The rest stays free, for PyTorch for example. 0: all of it.
   std::uint64_t device_arena_bytes = 0;
   int local_ranks = 0;  // processes that share this machine; 0: as many as the launcher says
   bool huge_pages = true;

@@ -100,7 +100,7 @@ std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Led
 
 }  // namespace
 
-// Joins with the options as chosen for this machine, which are there before it is called.
+// options_ is set, with what was chosen for this machine, before the group is joined.
 Runtime::Runtime(const RuntimeOptions& options)
     : Runtime(options,
               Groups{.sharding = [this](const comm::CommunicatorOptions& comm) { return join_launch(options_, comm); },

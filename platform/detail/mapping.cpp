@@ -142,26 +142,27 @@ Mapping::Mapping(const MappingOptions& options) : options_(options), bytes_(opti
     if (options.largest_pages != PageKind::normal && try_map(PageKind::huge_transparent, options)) return;
     if (try_map(PageKind::normal, options)) return;
   }
-  refuse(bytes_, available);
+  refuse(bytes_, available, "the configured budget");
 }
 
-void Mapping::refuse(std::uint64_t bytes, std::uint64_t available) const {
+void Mapping::refuse(std::uint64_t bytes, std::uint64_t available, const char* what) const {
   const std::string refusal =
       failure_ == 0 ? "" : fmt::format(" (mmap: {}; see ulimit -v)", std::generic_category().message(failure_));
   throw BudgetError::machine({.tier = options_.tier,
                               .have_bytes = std::min(available, bytes),
                               .need_bytes = bytes,
                               .key = options_.key,
-                              .detail = "the configured budget" + refusal});
+                              .detail = what + refusal});
 }
 
 std::span<std::byte> Mapping::commit_up_to(std::uint64_t end) {
   if (end <= committed_bytes_) return {};
   const std::span<std::byte> fresh = bytes().subspan(committed_bytes_, end - committed_bytes_);
   const std::uint64_t available = host_memory().free_bytes;
-  if (fresh.size() > available) refuse(fresh.size(), available);
+  constexpr const char* kWhat = "what is taken of the budget now";
+  if (fresh.size() > available) refuse(fresh.size(), available, kWhat);
   failure_ = touch(fresh, PageKind::normal, options_.touch_threads);
-  if (failure_ != 0) refuse(fresh.size(), available);
+  if (failure_ != 0) refuse(fresh.size(), available, kWhat);
   committed_bytes_ = end;
   return fresh;
 }

@@ -45,7 +45,7 @@ class Mapping {
   // False, and nothing is mapped, if the kernel has no pages of this kind.
   bool try_map(PageKind kind, const MappingOptions& options);
   void unmap() noexcept;
-  [[noreturn]] void refuse(std::uint64_t bytes, std::uint64_t available) const;
+  [[noreturn]] void refuse(std::uint64_t bytes, std::uint64_t available, const char* what) const;
 
   MappingOptions options_;
   std::byte* data_ = nullptr;

@@ -7,6 +7,7 @@
 #include <hoist/config/config.hpp>
 #include <hoist/config/plain_json.hpp>
 #include <hoist/config/setting.hpp>
+#include <hoist/core/units.hpp>
 
 #include "bindings.hpp"
 
@@ -36,6 +37,8 @@ nb::object setting(const Config& config, const std::string& path) {
 }  // namespace
 
 void bind_config(nb::module_& module) {
+  module.def(
+      "format_bytes", [](std::uint64_t bytes) { return format_bytes(bytes); }, "bytes"_a, "For people: \"1.5 GiB\".");
   module.def(
       "cuda_device_count", [] { return platform::cuda_device_count(); },
       "GPUs that this build can use; 0 also without CUDA support.");

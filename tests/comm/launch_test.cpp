@@ -68,6 +68,12 @@ TEST(Launch, ProcessesOfAMachine) {
   Variables torchrun = kTorchrun;
   torchrun["LOCAL_WORLD_SIZE"] = "2";
   EXPECT_EQ(launch_in(torchrun).local_size, 2);
+  Variables srun = kSrun;
+  EXPECT_EQ(launch_in(srun).local_size, 12);
+  for (const auto& [list, most] : {std::pair("4(x3)", 4), std::pair("3,5(x1),4", 5), std::pair("many", 12)}) {
+    srun["SLURM_STEP_TASKS_PER_NODE"] = list;
+    EXPECT_EQ(launch_in(srun).local_size, most) << list;
+  }
   torchrun["LOCAL_WORLD_SIZE"] = "9";  // of 4
   EXPECT_EQ(launch_in(torchrun).local_size, 4);
 }

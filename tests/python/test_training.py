@@ -390,7 +390,7 @@ def test_the_next_layer_comes_up_while_one_computes(settings):
     with hoist.torch.wrap(model, config) as engine:
         engine.backward(engine(torch.randn(2, 64)).sum())
         layer_bytes = model[0].seen
-        assert [layer.seen for layer in model] == [layer_bytes * n for n in range(1, 7)]  # nobody knows yet what comes next
+        assert [layer.seen for layer in model] == [layer_bytes * n for n in range(1, 7)]  # nothing is planned yet
         engine.step()
         for _ in range(2):
             start = bytes_up()

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a runtime takes of a machine where its options leave the choice.
+#include <cstdlib>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/zero/machine.hpp>
@@ -165,6 +168,27 @@ TEST(HostBudget, PlacementAndBudgetsChangeNoBit) {
   as_much_as_fits.runtime.device_memory_bytes = as_much_as_fits.runtime.pinned_memory_bytes = 0;
   as_much_as_fits.engine.optimizer_pinned_fraction.reset();
   EXPECT_EQ(digest(as_much_as_fits), expected);
+}
+
+// A process under `ulimit -v`: reserved addresses count, and pinned memory is mapped beside them.
+TEST(HostBudget, AnAddressSpaceThatIsLimitedHoldsBothMemories) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers need terabytes of addresses";
+#endif
+  const TempDirectory directory;
+  const auto train = [&] {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_AS, &limit);
+    limit.rlim_cur = 4 * kGiB;
+    ::setrlimit(RLIMIT_AS, &limit);
+    ToySetup open = toy_setup(Placement::nvme, Placement::nvme, directory / "store");
+    open.runtime.device_memory_bytes = open.runtime.pinned_memory_bytes = 0;
+    ToyProgram toy(open);
+    toy.model.train(1, 2);
+    return toy.runtime.options().host_memory_bytes < 2 * kGiB ? 0 : 1;
+  };
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(std::exit(train()), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ from hoist.torch.devices import device_of
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer, refuse_schedule
-from hoist.torch.parameters import Parameters
+from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.passes import Passes, text_of
 from hoist.torch.turns import takes_turn
 from hoist.torch.units import units_of
@@ -69,9 +69,8 @@ class Engine:
         if not cut.units:
             raise _hoist.UsageError("the model has no parameters")
         self._cut = cut
-        dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16 if self.fp16_enabled() else None
         self.device = device_of(config, device)
-        self._parameters = Parameters(model, cut, dtype, self.device, self._between_passes)
+        self._parameters = Parameters(model, cut, dtype_of(config), self.device, self._between_passes)
         param_groups, group_of = self._groups(groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
         units = self._parameters.declare(group_of)

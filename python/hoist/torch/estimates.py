@@ -12,7 +12,7 @@ from torch import nn
 
 from hoist import _hoist
 from hoist.torch.devices import device_of
-from hoist.torch.parameters import Parameters
+from hoist.torch.parameters import Parameters, dtype_of
 from hoist.torch.units import units_of
 
 
@@ -42,11 +42,12 @@ class Estimate:
     choices: list[tuple[str, str, str]]  # what the configuration left to this machine: (key, value, reason)
 
     def __str__(self) -> str:
+        text = _hoist.format_bytes
         lines = [f"{self.parameters} parameters on {self.world_size} rank{'s' if self.world_size > 1 else ''}; each holds "
-                 f"{_text(self.device_bytes)} of device memory, {_text(self.pinned_bytes)} of pinned memory and "
-                 f"{_text(self.nvme_bytes)} on NVMe"]
+                 f"{text(self.device_bytes)} of device memory, {text(self.pinned_bytes)} of pinned memory and "
+                 f"{text(self.nvme_bytes)} on NVMe"]
         lines += [f"{key}: {value}, because {reason}" for key, value, reason in self.choices]
-        lines += [f"{m.name}: {_text(m.held)} on this machine, of {_text(m.free)} free" for m in self.memories]
+        lines += [f"{m.name}: {text(m.held)} on this machine, of {text(m.free)} free" for m in self.memories]
         lines += self.problems
         return "\n".join([*lines, "fits this machine" if self.fits else "does not fit this machine"])
 
@@ -58,9 +59,7 @@ def estimate_units(model: nn.Module, config: _hoist.Config, unit_classes: Any, w
     cut = units_of(model, unit_classes)
     if not cut.units:
         raise _hoist.UsageError("the model has no parameters")
-    of_weights = {"bf16.enabled": torch.bfloat16, "fp16.enabled": torch.float16}
-    dtype = next((dtype for key, dtype in of_weights.items() if config.setting(key) is True), None)
-    units = Parameters(model, cut, dtype, device_of(config, None), lambda: None).declare({})
+    units = Parameters(model, cut, dtype_of(config), device_of(config, None), lambda: None).declare({})
     config.micro_batches_max = max(config.micro_batches_max, int(config.training.gradient_accumulation_steps or 1))
     found = _hoist.estimate(config, units, world_size, local_ranks)
     memories = [Memory(*memory) for memory in found.pop("memories")]
@@ -87,12 +86,3 @@ def model_of(model: nn.Module | str | os.PathLike[str] | Any) -> nn.Module:
             except ValueError:  # not a language model
                 made = transformers.AutoModel.from_config(model)
     return made
-
-
-def _text(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

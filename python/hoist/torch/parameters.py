@@ -16,6 +16,12 @@ from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
 
 
+def dtype_of(config: _hoist.Config) -> torch.dtype | None:
+    """Of all weights, where the configuration says so."""
+    types = {"bf16.enabled": torch.bfloat16, "fp16.enabled": torch.float16}
+    return next((dtype for key, dtype in types.items() if config.setting(key) is True), None)
+
+
 class Parameters:
     """Pre: `between_passes` ends a pass under way, or says why it cannot; called before anything is read or written."""
 
