@@ -1,22 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench/bench_kernels.cpp - the loops that every gradient and weight passes: pack and unpack, reduce, norm; Google
-// Benchmark, one thread each.
+// bench/bench_kernels.cpp - the loops that every gradient and weight passes: pack and unpack, reduce, norm, and the
+// checksum of stored bytes, on each instruction set; Google Benchmark, one thread each.
 //
 //   bench_kernels [--benchmark_filter=REGEX] [--benchmark_format=json]
 //
 // `copy` is memcpy over as much memory, read and written: the limit the others stand beside. bytes_per_second counts
 // what a kernel reads and writes. Sizes are a shard in the second-level cache, and one far beyond the last.
 #include <cstring>
+#include <span>
+#include <string>
 #include <vector>
 
 #include <benchmark/benchmark.h>
 
 #include <hoist/comm/host_collectives.hpp>
+#include <hoist/core/checksum.hpp>
+#include <hoist/core/digest.hpp>
 #include <hoist/core/dtype.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/optim_cpu/accumulate.hpp>
 #include <hoist/optim_cpu/norm.hpp>
+#include <hoist/optim_cpu/update.hpp>
 
 namespace {
 
@@ -118,6 +123,41 @@ void accumulate(benchmark::State& state) {
   moved(state, 10);
 }
 
+void tile_checksum_on(benchmark::State& state, const std::string& instruction_set) {
+  const std::vector<bf16> tile = halves(state.range(0));
+  optim::force_instruction_set(instruction_set);
+  for (auto _ : state)
+    benchmark::DoNotOptimize(tile_checksum({.tile = 1}, std::as_bytes(std::span(tile.data(), tile.size()))));
+  optim::force_instruction_set("");
+  moved(state, 2);
+}
+
+// What is read is verified, then copied on.
+void verified_copy(benchmark::State& state) {
+  const std::vector<bf16> from = halves(state.range(0));
+  std::vector<bf16> to(from.size());
+  constexpr std::size_t kTile = 64 << 10;  // elements
+  for (auto _ : state) {
+    for (std::size_t i = 0; i < from.size(); i += kTile) {
+      benchmark::DoNotOptimize(tile_checksum({.tile = 1}, std::as_bytes(std::span(from.data() + i, kTile))));
+      std::memcpy(to.data() + i, from.data() + i, kTile * sizeof(bf16));
+    }
+    benchmark::ClobberMemory();
+  }
+  moved(state, 4);
+}
+
+// XXH3, as the distribution builds it: for comparison.
+void digest(benchmark::State& state) {
+  const std::vector<bf16> tile = halves(state.range(0));
+  for (auto _ : state) {
+    Digest digest;
+    digest.update(std::as_bytes(std::span(tile.data(), tile.size())));
+    benchmark::DoNotOptimize(digest.value());
+  }
+  moved(state, 2);
+}
+
 void sizes(benchmark::internal::Benchmark* bench) { bench->Arg(kSmall)->Arg(kLarge); }
 void sizes_and_ranks(benchmark::internal::Benchmark* bench) {
   for (const std::int64_t ranks : {2, 4, 8}) bench->Args({kSmall, ranks})->Args({kLarge / ranks, ranks});
@@ -131,7 +171,16 @@ BENCHMARK(reduce<DType::fp32>)->Apply(sizes_and_ranks);
 BENCHMARK(norm<DType::bf16>)->Apply(sizes);
 BENCHMARK(norm<DType::fp32>)->Apply(sizes);
 BENCHMARK(accumulate)->Apply(sizes);
+BENCHMARK(verified_copy)->Apply(sizes);
+BENCHMARK(digest)->Apply(sizes);
 
 }  // namespace
 
-BENCHMARK_MAIN();
+int main(int argc, char** argv) {
+  for (const std::string& name : optim::supported_instruction_sets())
+    sizes(benchmark::RegisterBenchmark(("tile_checksum/" + name).c_str(), tile_checksum_on, name));
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+  return 0;
+}

@@ -24,7 +24,7 @@ hoist_need(nlohmann_json_FOUND nlohmann-json3-dev)
 
 find_package(PkgConfig QUIET)
 hoist_need(PkgConfig_FOUND pkg-config)
-foreach(part "LIBURING liburing" "HWLOC hwloc" "HWY libhwy" "ISAL libisal" "XXHASH libxxhash")
+foreach(part "LIBURING liburing" "HWLOC hwloc" "HWY libhwy" "XXHASH libxxhash")
   separate_arguments(part)
   list(POP_FRONT part prefix module)
   if(PkgConfig_FOUND)

@@ -1,8 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// core/checksum.hpp - CRC-64 of a tile, with the tile's identity mixed in.
+// core/checksum.hpp - 64-bit checksums of stored bytes, with the identity of a tile mixed in.
 //
-// A tile's checksum starts from its identity, so that the right bytes in the wrong place (a stale, misdirected or
-// swapped block) fail exactly like a flipped bit. CRC-64 (ECMA-182, reflected) from ISA-L.
+// The bytes run through eight lanes of 16 bytes, each of which takes one AES round for each 16 bytes: one instruction,
+// or two on ARM. docs/format.md has the definition, and docs/decisions/0034-checksums.md what was measured. A round is
+// a bijection of its lane, so that a change within 16 bytes always leaves another lane behind; eight lanes become 64
+// bits at the end. It guards against damage, not against an adversary: there is no key.
+//
+// A tile's checksum depends on its identity, so that the right bytes in the wrong place (a stale, misdirected or
+// swapped block) fail exactly like a flipped bit.
+//
+// Threading  Pure functions; any thread.
+// Memory     No allocation; no alignment is needed.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +29,10 @@ struct TileIdentity {
   std::uint64_t generation;
 };
 
+// The same on every processor.
 std::uint64_t tile_checksum(const TileIdentity& identity, std::span<const std::byte> bytes);
 
-// CRC-64 of plain bytes (manifest, superblock).
-std::uint64_t checksum(std::span<const std::byte> bytes, std::uint64_t seed = 0);
+// Of bytes without an identity (manifest, superblock): tile_checksum() with an identity of zeros.
+std::uint64_t checksum(std::span<const std::byte> bytes);
 
 }  // namespace hoist

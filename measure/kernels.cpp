@@ -184,14 +184,14 @@ class State {
     const StreamArrays a = part(first, count);
     std::uint64_t sum = 0;
     const auto add = [&](const void* array, std::size_t width) {
-      if (array != nullptr) sum = hoist::checksum({static_cast<const std::byte*>(array), count * width}, sum);
+      if (array != nullptr) sum ^= hoist::checksum({static_cast<const std::byte*>(array), count * width});
     };
     add(a.master[0], a.is_split() ? 2 : 4);
     add(a.master[1], a.remainder_bytes);
     add(a.weight, 2);
     for (unsigned i = 0; i < a.moment_count; ++i) add(a.moments[i], a.moment_bytes);
     for (const std::uint8_t* scales : a.scales)
-      if (scales != nullptr) sum = hoist::checksum(std::as_bytes(std::span(scales, count / kMomentBlock)), sum);
+      if (scales != nullptr) sum ^= hoist::checksum(std::as_bytes(std::span(scales, count / kMomentBlock)));
     return sum;
   }
 

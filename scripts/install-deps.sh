@@ -10,7 +10,7 @@ set -euo pipefail
 
 debian=(
   build-essential cmake ninja-build pkg-config git
-  liburing-dev libhwloc-dev libtbb-dev libhwy-dev libisal-dev libxxhash-dev
+  liburing-dev libhwloc-dev libtbb-dev libhwy-dev libxxhash-dev
   libfmt-dev libspdlog-dev nlohmann-json3-dev libcli11-dev
   libopenmpi-dev openmpi-bin
   libopenblas-pthread-dev
@@ -19,7 +19,7 @@ debian=(
 )
 fedora=( # in the same order
   gcc-c++ make cmake ninja-build pkgconf-pkg-config git
-  liburing-devel hwloc-devel tbb-devel highway-devel isa-l-devel xxhash-devel
+  liburing-devel hwloc-devel tbb-devel highway-devel xxhash-devel
   fmt-devel spdlog-devel json-devel cli11-devel
   openmpi-devel # its programs and its MPI are found after `module load mpi`
   openblas-devel

@@ -66,9 +66,10 @@ bool has_magic(std::span<const std::byte> bytes, const char (&magic)[8]) {
 // The checksum guards the version too, but which bytes it covers is the version's own business: an unknown version is
 // reported as such, whatever the checksum says.
 std::string wrong_version(std::uint32_t version) {
-  if (version >= kStoreFormatVersion && version <= kKeepingStoreFormatVersion) return {};
-  return fmt::format("it is of format version {}, and this program reads versions {} to {}", version,
-                     kStoreFormatVersion, kKeepingStoreFormatVersion);
+  if (version == kStoreFormatVersion) return {};
+  const char* const how = version == 0 || version > kStoreFormatVersion ? "" : ", whose checksums were others,";
+  return fmt::format("it is of format version {}{} and this program reads version {}", version, how,
+                     kStoreFormatVersion);
 }
 
 std::string wrong_checksum(std::span<const std::byte> covered, std::uint64_t recorded) {
@@ -93,7 +94,7 @@ void encode_superblock(const Superblock& s, std::span<std::byte> target) {
   HOIST_ASSERT(target.size() == s.superblock_bytes(), "{} bytes for {}", target.size(), s.superblock_bytes());
   std::fill(target.begin(), target.end(), std::byte{0});
   std::memcpy(target.data(), kSuperblockMagic, kMagicBytes);
-  put(target, super::version, s.version());
+  put(target, super::version, kStoreFormatVersion);
   put(target, super::durability, s.durability);
   put(target, super::store_number, s.store_number);
   put(target, super::rank, s.rank);
@@ -155,13 +156,13 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
     problem = fmt::format("its layout text of {} bytes does not fit its superblock of {}", layout_bytes, bytes.size());
     return std::nullopt;
   }
-  const auto stripes_bytes = get<std::uint64_t>(bytes, super::stripes_bytes);  // 0 in version 1
+  const auto stripes_bytes = get<std::uint64_t>(bytes, super::stripes_bytes);
   if (stripes_bytes > bytes.size() - kSuperblockHeaderBytes - layout_bytes) {
     problem =
         fmt::format("its list of drives of {} bytes does not fit its superblock of {}", stripes_bytes, bytes.size());
     return std::nullopt;
   }
-  s.kept_steps_max = get<std::uint32_t>(bytes, super::kept_steps_max);  // 0 before version 3
+  s.kept_steps_max = get<std::uint32_t>(bytes, super::kept_steps_max);
   const char* const text = reinterpret_cast<const char*>(bytes.data()) + kSuperblockHeaderBytes;
   s.layout.assign(text, layout_bytes);
   s.stripes.assign(text + layout_bytes, stripes_bytes);
@@ -238,7 +239,7 @@ std::uint64_t SlotImage::seal(const SlotHeader& header) {
   const auto padding = image_.subspan(used_bytes, written_bytes - used_bytes);
   std::fill(padding.begin(), padding.end(), std::byte{0});
   std::memcpy(image_.data(), kSlotMagic, kMagicBytes);
-  put(image_, slot::version, superblock_.version());
+  put(image_, slot::version, kStoreFormatVersion);
   put(image_, slot::incarnation, header.incarnation);
   put(image_, slot::store_number, superblock_.store_number);
   put(image_, slot::step, header.step);

@@ -20,9 +20,7 @@
 
 namespace hoist::tiers {
 
-inline constexpr std::uint32_t kStoreFormatVersion = 1;         // data on one drive
-inline constexpr std::uint32_t kStripedStoreFormatVersion = 2;  // the same, with a description of the drives
-inline constexpr std::uint32_t kKeepingStoreFormatVersion = 3;  // with named checkpoints, on any number of drives
+inline constexpr std::uint32_t kStoreFormatVersion = 4;  // versions 1 to 3 had other checksums
 inline constexpr std::uint64_t kSuperblockHeaderBytes = 128;
 inline constexpr std::uint64_t kSlotHeaderBytes = 128;
 inline constexpr std::uint64_t kRecordEntryBytes = 40;
@@ -51,10 +49,6 @@ struct Superblock {
   std::string stripes;
   std::uint32_t kept_steps_max = 0;
 
-  std::uint32_t version() const {
-    if (kept_steps_max > 0) return kKeepingStoreFormatVersion;
-    return stripes.empty() ? kStoreFormatVersion : kStripedStoreFormatVersion;
-  }
   // One slot more than kept steps, so that a new one is whole before an old one goes.
   std::uint32_t slot_count() const { return kSlotCount + (kept_steps_max > 0 ? kept_steps_max + 1 : 0); }
   // Positions, all multiples of 4 KiB.
@@ -70,7 +64,7 @@ struct Superblock {
 void encode_superblock(const Superblock& superblock, std::span<std::byte> target);
 
 // Bytes of the file that have to be read to decode the superblock whose first 4 KiB are `head`; nothing when the head
-// is no superblock, and then `problem` says why. A later format version is such a problem.
+// is no superblock, and then `problem` says why. Another format version is such a problem.
 std::optional<std::uint64_t> superblock_length(std::span<const std::byte> head, std::uint64_t file_bytes,
                                                std::string& problem);
 // `bytes` is as long as superblock_length() said.

@@ -494,7 +494,7 @@ HWY_INLINE void update_step(const UpdateCoefficients& c, const Tile& tile, std::
     load_moments<kMoments, Moment::second>(tile.moment2, tile.scale2, i, even.moment2, odd.moment2);
   apply<kFormula>(c, even);
   apply<kFormula>(c, odd);
-  WordPair random;
+  WordPair random{hn::Zero(Words()), hn::Zero(Words())};
   if constexpr (kRoundsAtRandom<kMoments, Tile>) random = rounding_words(tile.rounding, i);
   put_masters(even.master, odd.master, random, tile, i, largest);
   if constexpr (has_moment1(kFormula)) {

@@ -88,8 +88,10 @@ template <class Tile>
 inline constexpr std::uint32_t kMasterLimitOf =
     std::is_same_v<Tile, Fp16Tile> ? kFp16MasterLimitBits : kMasterLimitBits;
 
-// A parameter's numbers, a vector of each; moments that the formula does not have stay unset.
+// A parameter's numbers, a vector of each; moments that the formula does not have stay unset. The constructor is written
+// out because GCC compiles an implicit one for the baseline, which cannot make ARM's vectors.
 struct Numbers {
+  HWY_INLINE Numbers() {}  // NOLINT(modernize-use-equals-default)
   FloatVector gradient, master, moment1, moment2;
 };
 

@@ -39,9 +39,9 @@ const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
     {std::regex("liburing.*"), {"aio"}},
     {std::regex("libaio.*"), {"measure"}},
     {std::regex("hwloc.*"), {"platform"}},
-    {std::regex("hwy/.*"), {"optim_cpu", "measure"}},
+    {std::regex("hwy/.*"), {"core", "optim_cpu", "measure"}},
     {std::regex("nlohmann/.*"), {"config", "interchange", "cli", "examples", "bench", "measure"}},
-    {std::regex("isa-l/.*|xxhash.*"), {"core"}},
+    {std::regex("xxhash.*"), {"core"}},
     {std::regex("spdlog/.*"), {"core"}}};  // core/log.hpp makes every line printable
 
 std::size_t row_of(const std::string& room) {

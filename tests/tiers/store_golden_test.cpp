@@ -52,7 +52,7 @@ class StoreGoldenTest : public ::testing::Test {
     const auto store = Store::create(options_, *engine);
     run_step(*store, options_, 0, all_records(options_));
     run_step(*store, options_, 1, {0});
-    std::ifstream file(std::string(HOIST_TIERS_GOLDEN) + "/manifest-v1.hex");
+    std::ifstream file(std::string(HOIST_TIERS_GOLDEN) + "/manifest-v4.hex");
     golden_.assign(std::istreambuf_iterator<char>(file), {});
   }
   std::string path() const { return options_.directory + "/rank-00001.manifest"; }
@@ -66,11 +66,11 @@ TEST_F(StoreGoldenTest, AManifestIsWrittenAsItAlwaysWas) {
   const std::string actual = as_hex(read_file(path()));
   if (actual == golden_) return;
   std::ofstream("manifest-actual.hex") << actual;
-  FAIL() << "the bytes differ from tests/tiers/golden/manifest-v1.hex; what is written now is in manifest-actual.hex "
+  FAIL() << "the bytes differ from tests/tiers/golden/manifest-v4.hex; what is written now is in manifest-actual.hex "
             "beside this test. A changed format needs a new version number and its own golden file.";
 }
 
-TEST_F(StoreGoldenTest, AManifestOfVersion1IsRead) {
+TEST_F(StoreGoldenTest, TheManifestOfThatFileIsRead) {
   ASSERT_FALSE(golden_.empty());
   write_file(path(), from_hex(golden_));
   Writers writers(options_.records.size(), 0);

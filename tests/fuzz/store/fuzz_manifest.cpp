@@ -2,7 +2,7 @@
 // libFuzzer: a manifest from anywhere is a summary of a store or a StoreError; never anything else. Sizes, offsets and
 // the model's description are taken from files only after they were checked.
 //
-// The first byte of an input says what is repaired before it is read, since no fuzzer guesses a CRC: bit 0 the
+// The first byte of an input says what is repaired before it is read, since no fuzzer guesses a checksum: bit 0 the
 // superblock's checksum, bit 1 those of the slots, bit 2 the length of the file.
 #include <algorithm>
 #include <cstdint>
