@@ -20,8 +20,46 @@ namespace hoist::optim::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
+// x86 processors with AVX2 convert fp16 in one instruction, with the bits of the integers below for all but NaN: it
+// rounds to nearest even and keeps denormals, whatever the thread's mode.
+#undef HOIST_CONVERTS_FP16
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3
+#define HOIST_CONVERTS_FP16 1
+#else
+#define HOIST_CONVERTS_FP16 0
+#endif
+
+#if HOIST_CONVERTS_FP16
+
+template <class D>
+using Fp16Of = hn::Rebind<hwy::float16_t, D>;
+template <class D>
+using BitsOfFp16Of = hn::Rebind<std::uint16_t, D>;
+
+template <class D>
+HWY_INLINE hn::Vec<D> load_fp16(D d, const std::uint16_t* elements) {
+  return hn::PromoteTo(d, hn::BitCast(Fp16Of<D>(), hn::LoadU(BitsOfFp16Of<D>(), elements)));
+}
+template <class D>
+HWY_INLINE void store_fp16(D d, hn::Vec<D> value, std::uint16_t* elements) {
+  (void)d;
+  hn::StoreU(hn::BitCast(BitsOfFp16Of<D>(), hn::DemoteTo(Fp16Of<D>(), value)), BitsOfFp16Of<D>(), elements);
+}
+// The floats of Lanes(d) bit patterns, one in the low half of each lane, whose upper half is zero.
+template <class D, class U32 = hn::Vec<hn::RebindToUnsigned<D>>>
+HWY_INLINE hn::Vec<D> floats_of_fp16(D d, U32 bits) {
+  return hn::PromoteTo(d, hn::BitCast(Fp16Of<D>(), hn::TruncateTo(BitsOfFp16Of<D>(), bits)));
+}
+// The other way round.
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp16_of_floats(D, hn::Vec<D> value) {
+  return hn::PromoteTo(hn::RebindToUnsigned<D>(), hn::BitCast(BitsOfFp16Of<D>(), hn::DemoteTo(Fp16Of<D>(), value)));
+}
+
+#else
+
 // The floats of Lanes(d) fp16 bit patterns, one in the low half of each lane. In integers rather than by the
-// hardware's conversion, which some targets lack and others quiet signalling NaNs with; exact for every pattern.
+// hardware's conversion, which some targets lack; exact for every pattern.
 template <class D, class U32 = hn::Vec<hn::RebindToUnsigned<D>>>
 HWY_INLINE hn::Vec<D> floats_of_fp16(D d, U32 bits) {
   const hn::RebindToUnsigned<D> du;
@@ -39,7 +77,7 @@ HWY_INLINE hn::Vec<D> floats_of_fp16(D d, U32 bits) {
   return hn::BitCast(d, hn::Or(hn::IfThenElse(is_special, special, finite), sign));
 }
 
-// float_to_fp16 of every lane: bit patterns in the low halves. Not the hardware's conversion, for the same reasons.
+// float_to_fp16 of every lane: bit patterns in the low halves.
 template <class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp16_of_floats(D d, hn::Vec<D> value) {
   const hn::RebindToUnsigned<D> du;
@@ -61,20 +99,31 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp16_of_floats(D d, hn::Vec<D> value
   return hn::Or(hn::BitCast(du, hn::IfThenElse(is_nan, hn::Set(di, 0x7E00), number)), sign);
 }
 
+template <class D>
+HWY_INLINE hn::Vec<D> load_fp16(D d, const std::uint16_t* elements) {
+  return floats_of_fp16(d,
+                        hn::PromoteTo(hn::RebindToUnsigned<D>(), hn::LoadU(hn::Rebind<std::uint16_t, D>(), elements)));
+}
+template <class D>
+HWY_INLINE void store_fp16(D d, hn::Vec<D> value, std::uint16_t* elements) {
+  const hn::Rebind<std::uint16_t, D> d16;
+  hn::StoreU(hn::TruncateTo(d16, fp16_of_floats(d, value)), d16, elements);
+}
+
+#endif  // HOIST_CONVERTS_FP16
+
 // Elements [first, first + Lanes(d)) of an array of `kDtype`, aligned to its element.
 template <DType kDtype, class D>
 HWY_INLINE hn::Vec<D> load_floats(D d, const void* elements, std::size_t first) {
   if constexpr (kDtype == DType::fp32) {
     return hn::LoadU(d, static_cast<const float*>(elements) + first);
+  } else if constexpr (kDtype == DType::fp16) {
+    return load_fp16(d, static_cast<const std::uint16_t*>(elements) + first);
   } else {
     const hn::RebindToUnsigned<D> du;
     const hn::Rebind<std::uint16_t, D> d16;
     const auto bits = hn::PromoteTo(du, hn::LoadU(d16, static_cast<const std::uint16_t*>(elements) + first));
-    if constexpr (kDtype == DType::bf16) {
-      return hn::BitCast(d, hn::ShiftLeft<16>(bits));
-    } else {
-      return floats_of_fp16(d, bits);
-    }
+    return hn::BitCast(d, hn::ShiftLeft<16>(bits));
   }
 }
 

@@ -66,9 +66,8 @@ HWY_INLINE void store_master(FloatVector master, const WholeTile& tile, std::siz
 
 HWY_INLINE FloatVector load_master(const Fp16Tile& tile, std::size_t i) { return hn::LoadU(Floats(), tile.master + i); }
 HWY_INLINE void store_master(FloatVector master, const Fp16Tile& tile, std::size_t i) {
-  const hn::Rebind<std::uint16_t, Floats> halves;
   hn::StoreU(master, Floats(), tile.master + i);
-  hn::StoreU(hn::TruncateTo(halves, fp16_of_floats(Floats(), master)), halves, tile.weight + i);
+  store_fp16(Floats(), master, tile.weight + i);
 }
 
 // Zero where the magnitude is below the smallest normal number; NaN stays.
@@ -88,8 +87,8 @@ template <class Tile>
 inline constexpr std::uint32_t kMasterLimitOf =
     std::is_same_v<Tile, Fp16Tile> ? kFp16MasterLimitBits : kMasterLimitBits;
 
-// A parameter's numbers, a vector of each; moments that the formula does not have stay unset. The constructor is written
-// out because GCC compiles an implicit one for the baseline, which cannot make ARM's vectors.
+// A parameter's numbers, a vector of each; moments that the formula does not have stay unset. The constructor is
+// written out because GCC compiles an implicit one for the baseline, which cannot make ARM's vectors.
 struct Numbers {
   HWY_INLINE Numbers() {}  // NOLINT(modernize-use-equals-default)
   FloatVector gradient, master, moment1, moment2;
