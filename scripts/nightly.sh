@@ -25,5 +25,6 @@ part "slow tests" ctest --test-dir build/dev --label-regex slow --output-on-fail
 part "power cuts" env HOIST_CRASH_SEEDS=2 build/dev/bin/crash_power_test
 part "address sanitizer" scripts/sanitize.sh asan
 part "thread sanitizer" scripts/sanitize.sh tsan
+part "64-bit ARM under qemu" scripts/arm64.sh
 part fuzzers scripts/fuzz.sh 300
 exit "$failed"
