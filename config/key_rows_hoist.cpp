@@ -220,6 +220,12 @@ std::vector<KeyRow> engine_rows() {
                   "ranks share the "
                   "machine.",
        .apply = [](Draft& d, const Value& v) { d.runtime.update_threads = as_unsigned(v); }},
+      {.path = "hoist.numa_placement",
+       .type = ValueType::boolean,
+       .default_value = "true",
+       .meaning = "Whether pinned memory and update threads are on the NUMA node of the GPU, or divided among the "
+                  "processes of a machine.",
+       .apply = [](Draft& d, const Value& v) { d.runtime.numa_placement = as_bool(v); }},
       {.path = "hoist.io_engine",
        .type = ValueType::choice,
        .default_value = "\"auto\"",

@@ -200,7 +200,8 @@ const char* pattern_name(Pattern pattern) {
   return "";
 }
 
-BlockBuffers::BlockBuffers(std::uint64_t bytes, int numa_node) : memory_({.bytes = bytes, .numa_node = numa_node}) {
+BlockBuffers::BlockBuffers(std::uint64_t bytes, int numa_node)
+    : memory_({.bytes = bytes, .numa_nodes = numa_node < 0 ? std::vector<int>{} : std::vector<int>{numa_node}}) {
   fill_random(memory_.bytes(), kBufferSeed);
 }
 

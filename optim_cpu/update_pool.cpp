@@ -3,9 +3,9 @@
 #include <array>
 #include <atomic>
 #include <exception>
-#include <iterator>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include <fmt/format.h>
 #include <tbb/global_control.h>
@@ -78,27 +78,6 @@ class WorkerBinding final : public tbb::task_scheduler_observer {
   const detail::Processors processors_;
 };
 
-detail::Processors intersection(const detail::Processors& a, const detail::Processors& b) {
-  detail::Processors both;
-  std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(both));
-  return both;
-}
-
-// The processors for the workers; empty if the options do not specify them.
-detail::Processors chosen_processors(const UpdatePoolOptions& options) {
-  if (!options.processors.empty()) {
-    detail::Processors sorted = options.processors;
-    std::sort(sorted.begin(), sorted.end());
-    return sorted;
-  }
-  if (options.numa_node < 0) return {};
-  const auto node = detail::node_processors(options.numa_node);
-  if (!node) throw UsageError(fmt::format("this machine has no NUMA node {}", options.numa_node));
-  if (node->empty()) throw UsageError(fmt::format("NUMA node {} has no processors", options.numa_node));
-  const detail::Processors allowed = intersection(*node, detail::current_processors());
-  return allowed.empty() ? *node : allowed;
-}
-
 // Tries the binding on a separate thread, so that a refusal is an error here and not ignored in a worker.
 void check_processors(const detail::Processors& processors) {
   bool accepted = false;
@@ -162,29 +141,38 @@ std::optional<tbb::global_control> allowance_for(unsigned threads) {
 }  // namespace
 
 struct UpdatePool::Arena {
-  Arena(unsigned thread_count, const detail::Processors& processors)
-      : threads(thread_count), allowance(allowance_for(thread_count)), arena(static_cast<int>(thread_count)) {
+  Arena(unsigned thread_count, detail::Processors bound_to)
+      : threads(thread_count),
+        processors(std::move(bound_to)),
+        allowance(allowance_for(thread_count)),
+        arena(static_cast<int>(thread_count)) {
     arena.initialize();
     if (!processors.empty()) placement.emplace(arena, processors);
   }
 
   const unsigned threads;
+  const detail::Processors processors;
   std::optional<tbb::global_control> allowance;
   tbb::task_arena arena;
   std::optional<WorkerBinding> placement;
 };
 
 UpdatePool::UpdatePool(const UpdatePoolOptions& options) {
-  const detail::Processors processors = chosen_processors(options);
+  detail::Processors processors = options.processors;
+  std::ranges::sort(processors);
   if (!processors.empty()) check_processors(processors);
   const std::size_t available = processors.empty() ? detail::current_processors().size() : processors.size();
-  arena_ =
-      std::make_unique<Arena>(options.threads != 0 ? options.threads : static_cast<unsigned>(available), processors);
+  arena_ = std::make_unique<Arena>(options.threads != 0 ? options.threads : static_cast<unsigned>(available),
+                                   std::move(processors));
 }
 
 UpdatePool::~UpdatePool() = default;
 
 unsigned UpdatePool::threads() const { return arena_->threads; }
+
+void UpdatePool::bind_caller() const {
+  if (!arena_->processors.empty()) detail::bind_current_thread(arena_->processors);
+}
 
 void UpdatePool::run(std::size_t count, const std::function<void(std::size_t)>& work) {
   if (count == 0) return;

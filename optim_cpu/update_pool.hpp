@@ -17,24 +17,22 @@ struct UpdatePoolOptions {
   // 0: as many as the processors below. A larger number works too, also if oneTBB alone would see fewer (in a program
   // that binds its main thread, as OMP_PROC_BIND does), unless the program itself set a lower tbb::global_control.
   unsigned threads = 0;
-  // Negative: anywhere. Otherwise the workers run on those of the node's processors that the constructing thread may
-  // use, or on all of them if it is bound elsewhere. Without NUMA information from the kernel only node 0 exists, and
-  // it has all processors.
-  int numa_node = -1;
-  // The processors of the workers; empty: those of `numa_node`, or of the constructing thread. For a program whose
-  // threads are bound more narrowly than its workers should be.
+  // The processors of the workers, OS numbers; empty: those of the constructing thread.
   std::vector<int> processors;
 };
 
 class UpdatePool {
  public:
-  // Errors: UsageError if the node does not exist or the workers may not run on the requested processors.
+  // Errors: UsageError if the workers may not run on the requested processors.
   explicit UpdatePool(const UpdatePoolOptions& options = {});
   ~UpdatePool();
   UpdatePool(const UpdatePool&) = delete;
   UpdatePool& operator=(const UpdatePool&) = delete;
 
   unsigned threads() const;
+  // Binds the calling thread to the processors of the workers. For threads that only call run(); a refusal changes
+  // nothing.
+  void bind_caller() const;
   // work(i) for every i in [0, count), in any order, in parallel. Each thread begins with its own contiguous span,
   // always the same for the same count, so that tiles tend to stay in its caches; then it helps the others.
   void run(std::size_t count, const std::function<void(std::size_t)>& work);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <vector>
 
@@ -25,6 +26,13 @@ int cuda_device_count(std::string* why) {
   }
   if (count == 0 && why != nullptr) *why = "the driver lists no GPU";
   return count;
+}
+
+std::string cuda_bus_id(int ordinal) {
+  std::array<char, 32> id{};
+  if (cudaDeviceGetPCIBusId(id.data(), static_cast<int>(id.size()), ordinal) == cudaSuccess) return id.data();
+  static_cast<void>(cudaGetLastError());
+  return {};
 }
 
 namespace detail {

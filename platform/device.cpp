@@ -41,6 +41,8 @@ int cuda_device_count(std::string* why) {
   return 0;
 }
 
+std::string cuda_bus_id(int) { return {}; }
+
 MemorySize cuda_memory(int) { throw no_cuda("asking for a GPU's memory"); }
 #endif
 

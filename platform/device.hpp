@@ -15,6 +15,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <hoist/platform/stream.hpp>
 
@@ -38,7 +39,8 @@ struct DeviceOptions {
   std::uint64_t memory_bytes = 0;  // the budget; a multiple of 4 KiB
   int ordinal = 0;                 // which GPU
   HostDeviceOptions host{};
-  Ledger* ledger = nullptr;  // counts copies if given; must outlive the device
+  std::vector<int> numa_nodes{};  // of the host device's memory, as HostMemoryOptions has them
+  Ledger* ledger = nullptr;       // counts copies if given; must outlive the device
 };
 
 class Device {
@@ -73,5 +75,7 @@ class Device {
 // Number of CUDA devices that the driver offers; 0 without CUDA support, driver or GPU. `why` (optional) receives the
 // reason.
 int cuda_device_count(std::string* why = nullptr);
+// The PCI address of a CUDA device, "0000:17:00.0"; empty if the driver does not say, or without CUDA support.
+std::string cuda_bus_id(int ordinal);
 
 }  // namespace hoist::platform

@@ -7,8 +7,12 @@
 #include <limits>
 #include <optional>
 #include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <hoist/platform/free_memory.hpp>
 
@@ -68,8 +72,9 @@ MemorySize of_hierarchy(const std::filesystem::path& mount, const std::string& p
   return size;
 }
 
-MemorySize of_control_groups() {
-  MemorySize size = kNoLimit;
+// The control groups of this process that know of `controller`: is_v2, and the path below the controller's mount.
+std::vector<std::pair<bool, std::string>> control_groups(const std::string& controller) {
+  std::vector<std::pair<bool, std::string>> groups;
   std::ifstream file("/proc/self/cgroup");
   std::string line;
   while (std::getline(file, line)) {  // "hierarchy:controllers:path"
@@ -77,15 +82,37 @@ MemorySize of_control_groups() {
     const std::size_t second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
-    const std::string path = line.substr(second + 1);
-    if (controllers.empty()) {
-      size = smaller(size, of_hierarchy("/sys/fs/cgroup", path, {"memory.max", "memory.current", "inactive_file"}));
-    } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
-      size = smaller(size, of_hierarchy("/sys/fs/cgroup/memory", path,
-                                        {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}));
-    }
+    if (controllers.empty() || ("," + controllers + ",").find("," + controller + ",") != std::string::npos)
+      groups.emplace_back(controllers.empty(), line.substr(second + 1));
+  }
+  return groups;
+}
+
+MemorySize of_control_groups() {
+  MemorySize size = kNoLimit;
+  for (const auto& [is_v2, path] : control_groups("memory")) {
+    const GroupFiles files = is_v2
+                                 ? GroupFiles{"memory.max", "memory.current", "inactive_file"}
+                                 : GroupFiles{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
+    size = smaller(size, of_hierarchy(is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory", path, files));
   }
   return size;
+}
+
+// How many processors "0-3,8" names; 0 if it is not such a list.
+unsigned count_of_list(const std::string& list) {
+  unsigned count = 0;
+  std::istringstream ranges(list);
+  for (std::string range; std::getline(ranges, range, ',');) {
+    std::istringstream numbers(range);
+    unsigned first = 0;
+    if (!(numbers >> first)) return 0;
+    unsigned last = first;
+    if (numbers.get() == '-' && !(numbers >> last)) return 0;
+    if (last < first) return 0;
+    count += last - first + 1;
+  }
+  return count;
 }
 
 }  // namespace
@@ -104,6 +131,22 @@ MemorySize host_memory() {
   };
   const MemorySize machine{of_machine("MemTotal:"), of_machine("MemAvailable:")};
   return smaller(machine, of_control_groups());
+}
+
+unsigned processor_count() {
+  namespace fs = std::filesystem;
+  for (const auto& [is_v2, path] : control_groups("cpuset")) {
+    const fs::path mount = is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpuset";
+    const char* const name = is_v2 ? "cpuset.cpus.effective" : "cpuset.effective_cpus";
+    for (fs::path group = fs::path(path).relative_path();; group = group.parent_path()) {
+      std::ifstream file(mount / group / name);
+      std::string list;
+      if (std::getline(file, list))
+        if (const unsigned count = count_of_list(list); count > 0) return count;
+      if (group.empty()) break;
+    }
+  }
+  return static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
 }  // namespace hoist::platform

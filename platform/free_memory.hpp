@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/free_memory.hpp - how much memory the machine and its GPUs have, and how much of it is free.
+// platform/free_memory.hpp - how much memory the machine and its GPUs have, how much of it is free, and how many
+// processors there are.
 //
 // Threading  Any thread.
 // Errors     DeviceError for a GPU that does not answer.
@@ -20,6 +21,9 @@ MemorySize host_memory();
 
 // Addresses that this process may map (ulimit -v); the largest numbers if there is no limit.
 MemorySize address_space();
+
+// Processors of the machine, within the control groups of this process. A launcher may have bound the process to fewer.
+unsigned processor_count();
 
 // Of a CUDA device. Takes a context on it. Without CUDA support: a DeviceError.
 MemorySize cuda_memory(int ordinal);

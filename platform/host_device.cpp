@@ -35,6 +35,7 @@ constexpr int kNaNByte = 0xFF;  // all bits set is a NaN in bf16, fp16, fp32 and
 MappingOptions mapping_options(const DeviceOptions& options) {
   return {.bytes = options.memory_bytes,
           .largest_pages = PageKind::huge_transparent,
+          .numa_nodes = options.numa_nodes,
           .touch_threads = std::clamp(std::thread::hardware_concurrency(), 1u, 8u),
           .touch = false,
           .tier = "device",

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <hoist/platform/detail/mapping.hpp>
 #include <hoist/platform/host_memory.hpp>
 
@@ -10,7 +13,7 @@ HostMemory::HostMemory(const HostMemoryOptions& options)
     : mapping_(std::make_unique<detail::Mapping>(
           detail::MappingOptions{.bytes = options.bytes,
                                  .largest_pages = options.huge_pages ? PageKind::huge_reserved : PageKind::normal,
-                                 .numa_node = options.numa_node,
+                                 .numa_nodes = options.numa_nodes,
                                  .touch_threads = options.touch_threads,
                                  .tier = "pinned",
                                  .key = "the pinned memory budget"})) {}
@@ -21,6 +24,21 @@ HostMemory::HostMemory(HostMemory&&) noexcept = default;
 std::span<std::byte> HostMemory::bytes() const { return mapping_ ? mapping_->bytes() : std::span<std::byte>(); }
 
 PageKind HostMemory::page_kind() const { return mapping_ ? mapping_->page_kind() : PageKind::normal; }
+
+std::vector<int> nodes_of_pages(std::span<const std::byte> bytes, std::size_t count) {
+  const auto page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t pages = std::min(bytes.size() / page_bytes, count);
+  std::vector<void*> addresses;
+  for (std::size_t i = 0; i < pages; ++i) {
+    const std::size_t page = i * (bytes.size() / page_bytes) / pages;
+    addresses.push_back(const_cast<std::byte*>(bytes.data()) + page * page_bytes);
+  }
+  std::vector<int> nodes(pages, -1);
+  // Without nodes to move them to, it only reports.
+  if (::syscall(SYS_move_pages, 0, pages, addresses.data(), nullptr, nodes.data(), 0) != 0) return {};
+  std::erase_if(nodes, [](int node) { return node < 0; });
+  return nodes;
+}
 
 std::vector<std::span<std::byte>> HostMemory::slices(std::uint64_t slice_bytes) const {
   std::vector<std::span<std::byte>> result;

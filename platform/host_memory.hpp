@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// platform/host_memory.hpp - one large block of host memory for transfers: huge pages, one NUMA node, touched in
+// platform/host_memory.hpp - one large block of host memory for transfers: huge pages, chosen NUMA nodes, touched in
 // parallel.
 //
 // With 4 KiB pages a 1 MiB transfer is 256 segments, more than many drives take in one request, so it is split; with
@@ -9,7 +9,7 @@
 // Threading  Construction uses several threads; afterwards the object is constant.
 // Memory     Allocated once, returned at destruction. A forked child does not have it: a fork would copy every page
 //            that a device or a ring has pinned. 0 bytes give an empty block.
-// Errors     BudgetError if the machine lacks the memory; a refused NUMA binding is a warning, not an error.
+// Errors     BudgetError if the machine lacks the memory; a NUMA node that does not exist is a warning, not an error.
 #pragma once
 
 #include <cstddef>
@@ -27,9 +27,11 @@ class Mapping;
 enum class PageKind : std::uint8_t { huge_reserved, huge_transparent, normal };
 
 struct HostMemoryOptions {
-  std::uint64_t bytes = 0;     // rounded up to whole pages of the kind obtained
-  bool huge_pages = true;      // false: ordinary pages, for tests
-  int numa_node = -1;          // negative: wherever the touching threads run
+  std::uint64_t bytes = 0;  // rounded up to whole pages of the kind obtained
+  bool huge_pages = true;   // false: ordinary pages, for tests
+  // NUMA nodes, OS numbers. One: from it as long as it has memory, then from others. Several: in turn from each. None:
+  // wherever the touching threads run.
+  std::vector<int> numa_nodes{};
   unsigned touch_threads = 1;  // threads of the parallel first touch
 };
 
@@ -51,5 +53,9 @@ class HostMemory {
  private:
   std::unique_ptr<detail::Mapping> mapping_;  // null once moved from
 };
+
+// The NUMA nodes, OS numbers, of up to `count` pages that are spread evenly over touched memory. Empty if the kernel
+// does not say.
+std::vector<int> nodes_of_pages(std::span<const std::byte> bytes, std::size_t count);
 
 }  // namespace hoist::platform

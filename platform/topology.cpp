@@ -48,13 +48,22 @@ Hwloc load(const std::string* description) {
 
 std::vector<Topology::Node> read_nodes(hwloc_topology_t topology) {
   std::vector<Topology::Node> nodes;
+  const bool has_cores = hwloc_get_nbobjs_by_type(topology, HWLOC_OBJ_CORE) > 0;
   for (hwloc_obj_t object = nullptr;
        (object = hwloc_get_next_obj_by_type(topology, HWLOC_OBJ_NUMANODE, object)) != nullptr;) {
     Topology::Node node{.os_index = static_cast<int>(object->os_index),
                         .memory_bytes = object->attr->numanode.local_memory,
-                        .cpus = {}};
+                        .cpus = {},
+                        .cores = {}};
+    for (hwloc_obj_t core = nullptr; (core = hwloc_get_next_obj_inside_cpuset_by_type(
+                                          topology, object->cpuset, HWLOC_OBJ_CORE, core)) != nullptr;) {
+      auto& cpus = node.cores.emplace_back();
+      for (int cpu = hwloc_bitmap_first(core->cpuset); cpu >= 0; cpu = hwloc_bitmap_next(core->cpuset, cpu))
+        cpus.push_back(cpu);
+    }
     for (int cpu = hwloc_bitmap_first(object->cpuset); cpu >= 0; cpu = hwloc_bitmap_next(object->cpuset, cpu)) {
       node.cpus.push_back(cpu);
+      if (!has_cores) node.cores.push_back({cpu});  // some virtual machines describe none
     }
     nodes.push_back(std::move(node));
   }

@@ -24,7 +24,8 @@ class Topology {
   struct Node {
     int os_index = 0;
     std::uint64_t memory_bytes = 0;
-    std::vector<int> cpus;  // logical processors, OS numbering
+    std::vector<int> cpus;                // logical processors, OS numbering
+    std::vector<std::vector<int>> cores;  // the same, by physical core
   };
   const std::vector<Node>& nodes() const { return nodes_; }
   unsigned core_count() const { return core_count_; }  // physical cores

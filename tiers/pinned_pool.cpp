@@ -42,7 +42,7 @@ PinnedPool::PinnedPool(Budget& budget, const PinnedPoolOptions& options)
     : hold_(budget.take(options.bytes, "the pinned pool")),
       memory_({.bytes = options.bytes,
                .huge_pages = options.huge_pages,
-               .numa_node = options.numa_node,
+               .numa_nodes = options.numa_nodes,
                .touch_threads = options.touch_threads}) {}
 
 std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& what) {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <hoist/platform/host_memory.hpp>
 #include <hoist/tiers/budget.hpp>
@@ -22,7 +23,7 @@ namespace hoist::tiers {
 struct PinnedPoolOptions {
   std::uint64_t bytes = 0;  // what all carve() calls together will need: PinnedPlan::bytes(). 0: an empty pool
   bool huge_pages = true;
-  int numa_node = -1;
+  std::vector<int> numa_nodes{};  // as platform::HostMemoryOptions has them
   unsigned touch_threads = 1;
 };
 

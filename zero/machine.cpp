@@ -2,11 +2,12 @@
 #include <algorithm>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/units.hpp>
+#include <hoist/platform/numa_placement.hpp>
 #include <hoist/zero/machine.hpp>
 
 namespace hoist {
@@ -15,6 +16,7 @@ namespace {
 
 using platform::DeviceKind;
 using platform::MemorySize;
+using platform::NumaPlace;
 
 constexpr std::uint64_t kReserveLeast = kGiB;
 constexpr std::uint64_t kReserveMost = 32 * kGiB;
@@ -39,6 +41,19 @@ Allowance allowance(const MemorySize& memory, int shares, const char* what) {
   return {share, std::move(reason)};
 }
 
+// "0-3, 8"
+std::string list_of(const std::vector<int>& ascending) {
+  std::vector<std::string> runs;
+  for (std::size_t i = 0; i < ascending.size();) {
+    std::size_t end = i + 1;
+    while (end < ascending.size() && ascending[end] == ascending[end - 1] + 1) ++end;
+    runs.push_back(end == i + 1 ? fmt::to_string(ascending[i])
+                                : fmt::format("{}-{}", ascending[i], ascending[end - 1]));
+    i = end;
+  }
+  return fmt::format("{}", fmt::join(runs, ", "));
+}
+
 std::string bytes_value(std::uint64_t bytes) { return fmt::format("\"{}MiB\"", bytes / kMiB); }
 
 unsigned allowed_cpus() {
@@ -55,6 +70,7 @@ class Chooser {
   ChosenOptions run() && {
     device();
     *out_.runtime.device == DeviceKind::cuda ? memory_of_gpu() : memory_of_host();
+    numa();
     update_threads();
     return std::move(out_);
   }
@@ -113,11 +129,47 @@ class Chooser {
                     device_given ? "hoist.device_memory" : "hoist.pinned_memory"));
   }
 
+  // A launcher that binds each process to processors of its own has divided them.
+  bool is_bound() const { return machine_.allowed_cpu_count < machine_.cpu_count; }
+
+  void numa() {
+    RuntimeOptions& runtime = out_.runtime;
+    if (!runtime.numa_placement || machine_.nodes.empty()) return;
+    const bool unknown = machine_.processes > 1 && machine_.local_rank < 0;
+    if (unknown || machine_.local_rank >= machine_.processes) return;
+    NumaPlace place = is_bound() ? platform::place_bound_process(machine_.nodes)
+                                 : platform::place_processes(
+                                       machine_.nodes, machine_.gpu_nodes,
+                                       machine_.processes)[static_cast<std::size_t>(std::max(machine_.local_rank, 0))];
+    if (runtime.memory_nodes.empty() && !place.memory_nodes.empty()) {
+      runtime.memory_nodes = std::move(place.memory_nodes);
+      say("NUMA nodes of pinned memory", fmt::format("{}", fmt::join(runtime.memory_nodes, ", ")), reason_of_nodes());
+    }
+    if (runtime.update_cpus.empty() && !place.cpus.empty()) {
+      runtime.update_cpus = std::move(place.cpus);
+      say("CPUs of update threads", list_of(runtime.update_cpus),
+          fmt::format("{} processes divide the cores of their NUMA nodes", machine_.processes));
+    }
+  }
+
+  std::string reason_of_nodes() const {
+    if (is_bound()) return "this process is bound to processors there";
+    const auto ordinal = static_cast<std::size_t>(std::max(out_.runtime.device_ordinal, 0));
+    const bool known = *out_.runtime.device == DeviceKind::cuda && ordinal < machine_.gpu_nodes.size() &&
+                       machine_.gpu_nodes[ordinal].has_value();
+    if (known) return fmt::format("GPU {} is on node {}", ordinal, *machine_.gpu_nodes[ordinal]);
+    return machine_.processes == 1 ? "its update threads run on all of them"
+                                   : fmt::format("{} processes divide the nodes", machine_.processes);
+  }
+
   void update_threads() {
     RuntimeOptions& runtime = out_.runtime;
     if (runtime.update_threads != 0) return;
-    // A launcher that binds each process to processors of its own has divided them.
-    if (machine_.processes == 1 || machine_.allowed_cpu_count < machine_.cpu_count) return;
+    if (!runtime.update_cpus.empty()) {
+      runtime.update_threads = static_cast<unsigned>(runtime.update_cpus.size());
+      return;
+    }
+    if (machine_.processes == 1 || is_bound()) return;
     runtime.update_threads = std::max(machine_.cpu_count / static_cast<unsigned>(machine_.processes), 1u);
     say("hoist.update_threads", fmt::to_string(runtime.update_threads),
         fmt::format("{} processes divide {} CPUs", machine_.processes, machine_.cpu_count));
@@ -145,11 +197,20 @@ Machine this_machine(const RuntimeOptions& options) {
   const comm::Launch launch = comm::launch_of_process();
   Machine machine{.host = mappable_twice(platform::host_memory()),
                   .processes = options.local_ranks > 0 ? options.local_ranks : launch.local_size,
-                  .cpu_count = static_cast<unsigned>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN))),
+                  .local_rank = launch.local_rank,
+                  .cpu_count = platform::processor_count(),
                   .allowed_cpu_count = std::max(allowed_cpus(), 1u)};
+  // Reading the topology takes milliseconds: only where there is something to choose.
+  std::optional<platform::Topology> topology;
+  if (options.numa_placement && (machine.processes > 1 || platform::may_have_several_nodes())) {
+    topology = platform::Topology::detect();
+    machine.nodes = topology->nodes();
+  }
   if (options.device == DeviceKind::host) return machine;
   machine.gpu_count = platform::cuda_device_count();
   if (machine.gpu_count == 0) return machine;
+  for (int gpu = 0; topology && gpu < machine.gpu_count; ++gpu)
+    machine.gpu_nodes.push_back(topology->node_of_pci(platform::cuda_bus_id(gpu)));
   const int local_rank = options.communicator == CommunicatorKind::self ? 0 : std::max(launch.local_rank, 0);
   machine.gpu_ordinal = options.device_ordinal >= 0 ? options.device_ordinal : local_rank % machine.gpu_count;
   machine.gpu = platform::cuda_memory(machine.gpu_ordinal);

@@ -7,16 +7,21 @@
 //                that it is the same from run to run. The processes of a machine divide its host memory. On the host
 //                device, device memory is host memory, and one budget limits both. A budget is a limit, not what an
 //                engine takes.
-// Update threads Every CPU that the process may use; where it may use all, the processes of a machine divide them.
+// NUMA           Pinned memory and update threads of a process are on its own nodes and processors
+//                (platform/numa_placement.hpp), unless RuntimeOptions::numa_placement is false. A launcher that has
+//                bound the process has chosen its processors.
+// Update threads As many as the process has processors by this rule.
 //
 // Threading  Any thread.
 // Errors     DeviceError for a GPU that does not answer; CommError for a launcher's wrong variables.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/topology.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist {
@@ -27,8 +32,12 @@ struct Machine {
   platform::MemorySize gpu{};      // its memory
   platform::MemorySize host{};     // within the limits of the process
   int processes = 1;               // of this job, on this machine
-  unsigned cpu_count = 1;          // of the machine
+  int local_rank = -1;             // which of them this is; -1: unknown
+  unsigned cpu_count = 1;          // of the machine, within the control groups of the process
   unsigned allowed_cpu_count = 1;  // that this process may run on
+  // Empty: nothing is placed. With the processors that this process may use.
+  std::vector<platform::Topology::Node> nodes{};
+  std::vector<std::optional<int>> gpu_nodes{};  // of each GPU
 };
 
 // As a process with these options sees it. Looks for GPUs only if `options` may mean one.

@@ -50,6 +50,11 @@ struct RuntimeOptions {
   std::uint64_t device_arena_bytes = 0;
   int local_ranks = 0;  // processes that share this machine; 0: as many as the launcher says
   bool huge_pages = true;
+  // Whether pinned memory and update threads are placed by NUMA node and divided among the processes of a machine, as
+  // zero/machine.hpp says. Key "hoist.numa_placement".
+  bool numa_placement = true;
+  std::vector<int> memory_nodes{};  // NUMA nodes of pinned memory, OS numbers; several: in turn. Empty: chosen
+  std::vector<int> update_cpus{};   // processors of update threads, OS numbers. Empty: chosen
 
   // NVMe transfers (the DeepSpeed section "aio").
   aio::BackendKind aio_backend = aio::BackendKind::automatic;

@@ -94,6 +94,7 @@ std::unique_ptr<platform::Device> make_device(const RuntimeOptions& options, Led
                                        .memory_bytes = round_down(arena_bytes, kBlockAlignment),
                                        .ordinal = options.device_ordinal,
                                        .host = options.host_device,
+                                       .numa_nodes = options.memory_nodes,
                                        .ledger = &ledger};
   return options.make_device ? options.make_device(device) : platform::Device::create(device);
 }
@@ -149,7 +150,8 @@ Runtime::Parts::Parts(const RuntimeOptions& options)
       pinned_budget("pinned", kPinnedKey, options.pinned_memory_bytes, host_budget.get()),
       device(make_device(options, ledger)),
       arena(std::make_unique<tiers::DeviceArena>(*device, device_budget)),
-      update_pool(std::make_unique<optim::UpdatePool>(optim::UpdatePoolOptions{.threads = options.update_threads})) {}
+      update_pool(std::make_unique<optim::UpdatePool>(
+          optim::UpdatePoolOptions{.threads = options.update_threads, .processors = options.update_cpus})) {}
 
 Runtime::Parts::~Parts() = default;
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include <fmt/ranges.h>
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -60,20 +61,35 @@ std::byte* map_aligned(std::uint64_t bytes, std::uint64_t alignment) {
   return start + head;
 }
 
-void bind_to_node(std::span<std::byte> bytes, int node) {
-  constexpr std::size_t kWordBits = 8 * sizeof(unsigned long);
-  std::array<unsigned long, 1024 / kWordBits> mask{};
-  const auto bit = static_cast<std::size_t>(node);
+// Pages that are touched from now on come from these nodes, while they have any; nothing is refused for lack of them.
+void prefer_nodes(std::span<std::byte> bytes, const std::vector<int>& nodes) {
+  constexpr std::size_t kNodesMax = 1024, kWordBits = 8 * sizeof(unsigned long);
+  std::array<unsigned long, kNodesMax / kWordBits> mask{};
   long result = -1;
   errno = EINVAL;
-  if (bit < 1024) {
-    mask[bit / kWordBits] = 1ul << (bit % kWordBits);
-    result = ::syscall(SYS_mbind, bytes.data(), bytes.size(), MPOL_BIND, mask.data(), 1024ul, 0u);
+  if (std::ranges::all_of(nodes, [](int node) { return node >= 0 && static_cast<std::size_t>(node) < kNodesMax; })) {
+    for (const int node : nodes) {
+      const auto bit = static_cast<std::size_t>(node);
+      mask[bit / kWordBits] |= 1ul << bit % kWordBits;
+    }
+    const int mode = nodes.size() == 1 ? MPOL_PREFERRED : MPOL_INTERLEAVE;
+    result = ::syscall(SYS_mbind, bytes.data(), bytes.size(), mode, mask.data(), kNodesMax, 0u);
   }
   if (result != 0) {
-    log_warning("memory of {} could not be bound to NUMA node {} ({}); it is placed where the touching threads run",
-                format_bytes(bytes.size()), node, std::strerror(errno));
+    log_warning("memory of {} could not be placed on NUMA node {} ({}); it is placed where the touching threads run",
+                format_bytes(bytes.size()), fmt::join(nodes, ", "), std::strerror(errno));
   }
+}
+
+// Says where it came from instead, if a node was short of memory.
+void report_other_nodes(std::span<const std::byte> bytes, const std::vector<int>& nodes) {
+  const std::vector<int> found = nodes_of_pages(bytes, 256);
+  const auto elsewhere =
+      std::ranges::count_if(found, [&](int node) { return std::ranges::find(nodes, node) == nodes.end(); });
+  if (elsewhere == 0) return;
+  log_warning("about {} % of a block of {} came from other NUMA nodes than {}, which has too little free memory",
+              100 * static_cast<std::size_t>(elsewhere) / found.size(), format_bytes(bytes.size()),
+              fmt::join(nodes, ", "));
 }
 
 // Faults the pages of one part in. 0, or the errno. MADV_POPULATE_WRITE reports a shortage (of reserved huge pages on
@@ -184,7 +200,7 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
   if (kind == PageKind::normal) ::madvise(data_, mapped_bytes_, MADV_NOHUGEPAGE);
   // A fork would copy every page that a device or a ring has pinned, and children do not need them.
   ::madvise(data_, mapped_bytes_, MADV_DONTFORK);
-  if (options.numa_node >= 0) bind_to_node(whole, options.numa_node);
+  if (!options.numa_nodes.empty()) prefer_nodes(whole, options.numa_nodes);
   failure_ = options.touch ? touch(whole, kind, options.touch_threads) : 0;
   if (failure_ != 0) {
     unmap();
@@ -192,6 +208,7 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
   }
   committed_bytes_ = options.touch ? bytes_ : 0;
   page_kind_ = kind;
+  if (options.touch && !options.numa_nodes.empty()) report_other_nodes(bytes(), options.numa_nodes);
   return true;
 }
 

@@ -2,13 +2,14 @@
 // platform/detail/mapping.hpp - anonymous memory from the kernel, on the largest available pages.
 //
 // Memory     Mapped and bound at construction, and touched there or by commit_up_to(); unmapped at destruction.
-// Errors     BudgetError if the machine lacks the memory; a refused NUMA binding is a warning.
+// Errors     BudgetError if the machine lacks the memory; a NUMA node that does not exist is a warning.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <hoist/platform/host_memory.hpp>
 
@@ -17,7 +18,7 @@ namespace hoist::platform::detail {
 struct MappingOptions {
   std::uint64_t bytes = 0;
   PageKind largest_pages = PageKind::huge_transparent;  // the first kind tried; falls back towards `normal`
-  int numa_node = -1;                                   // negative: not bound
+  std::vector<int> numa_nodes{};                        // as HostMemoryOptions::numa_nodes
   unsigned touch_threads = 1;
   bool touch = true;  // false: commit_up_to() does
   // For the BudgetError: "device" or "pinned", and the setting to lower.

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
 #include <chrono>
-#include <filesystem>
-#include <fstream>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -132,13 +130,20 @@ TEST(UpdatePool, MayBeCalledFromItsOwnItems) {
   EXPECT_EQ(sum.load(), 20);
 }
 
-TEST(UpdatePool, NumaNode) {
-  UpdatePool pool({.threads = 2, .numa_node = 0});
-  std::atomic<int> sum{0};
-  pool.run(10, [&](std::size_t) { sum.fetch_add(1); });
-  EXPECT_EQ(sum.load(), 10);
-  EXPECT_THROW(UpdatePool({.numa_node = 4095}), UsageError);
-  EXPECT_THROW(UpdatePool({.processors = {16383}}), UsageError);
+TEST(UpdatePool, ProcessorsThatNobodyHasAreRefused) { EXPECT_THROW(UpdatePool({.processors = {16383}}), UsageError); }
+
+TEST(UpdatePool, ACallerMayJoinItsWorkers) {
+  const auto all = detail::current_processors();
+  const UpdatePool bound({.threads = 1, .processors = {all.back()}}), anywhere({.threads = 1});
+  detail::Processors before, after;
+  std::thread([&] {
+    anywhere.bind_caller();
+    before = detail::current_processors();
+    bound.bind_caller();
+    after = detail::current_processors();
+  }).join();
+  EXPECT_EQ(before, all);
+  EXPECT_EQ(after, detail::Processors{all.back()});
 }
 
 // The whole update, tiled over the pool: thread count never changes a bit.
@@ -170,26 +175,6 @@ TEST(UpdatePool, ThreadCountNeverChangesTheResult) {
   };
   const Tile expected = train(1);
   for (const unsigned threads : {2u, 4u}) EXPECT_TRUE(train(threads).same_state(expected)) << threads << " threads";
-}
-
-TEST(Processors, ListsAreReadAsTheKernelWritesThem) {
-  using detail::parse_processor_list;
-  EXPECT_EQ(parse_processor_list("0-3,8\n"), (detail::Processors{0, 1, 2, 3, 8}));
-  EXPECT_EQ(parse_processor_list("5"), (detail::Processors{5}));
-  for (const char* bad : {"", "\n", "a", "1-", "3-1", "1,,2", "-1", "0-99999999", "1;2"}) {
-    EXPECT_TRUE(parse_processor_list(bad).empty()) << '"' << bad << '"';
-  }
-}
-
-TEST(Processors, NodesComeFromTheKernelsTree) {
-  const auto root = std::filesystem::path(::testing::TempDir()) / "hoist-nodes";
-  std::filesystem::create_directories(root / "node1");
-  std::ofstream(root / "node1" / "cpulist") << "2-3\n";
-  EXPECT_EQ(detail::node_processors(1, root), (detail::Processors{2, 3}));
-  EXPECT_EQ(detail::node_processors(0, root), std::nullopt);
-  std::filesystem::remove_all(root);
-  EXPECT_EQ(detail::node_processors(0, root), detail::current_processors());
-  EXPECT_EQ(detail::node_processors(1, root), std::nullopt);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include "fake_cuda_runtime.hpp"
 
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -161,6 +162,11 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* wanted) {
     std::swap(mode, *wanted);
     return cudaSuccess;
   });
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char* id, int bytes, int) {
+  std::snprintf(id, static_cast<std::size_t>(bytes), "0000:17:00.0");
+  return cudaSuccess;
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
+#include <sstream>
 #include <utility>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/free_memory.hpp>
 #include <hoist/platform/host_memory.hpp>
+#include <hoist/platform/topology.hpp>
 
 namespace hoist::platform {
 namespace {
@@ -80,12 +84,45 @@ TEST(HostMemory, MovesItsBytes) {
   EXPECT_TRUE(first.slices().empty());
 }
 
-// A node that exists, and one that does not: binding is a wish, and its refusal a warning.
-TEST(HostMemory, BindsToANodeWhereItCan) {
-  for (const int node : {0, 900}) {
-    const HostMemory memory({.bytes = 4 * kMiB, .numa_node = node, .touch_threads = 2});
-    EXPECT_TRUE(all_zero_and_writable(memory.bytes())) << "node " << node;
+// A node that exists, and ones that do not: a node is a wish, and its refusal a warning.
+TEST(HostMemory, ComesFromItsNodesWhereItCan) {
+  for (const std::vector<int>& nodes : {std::vector{0}, std::vector{900}, std::vector{0, 901}, std::vector{-3}}) {
+    const HostMemory memory({.bytes = 4 * kMiB, .numa_nodes = nodes, .touch_threads = 2});
+    EXPECT_TRUE(all_zero_and_writable(memory.bytes())) << "node " << nodes.front();
   }
+}
+
+// The policy of the mapping that holds `address`, as the kernel prints it.
+std::string memory_policy(const void* address) {
+  std::ifstream maps("/proc/self/numa_maps");
+  std::string policy;
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream words(line);
+    std::uint64_t begin = 0;
+    std::string text;
+    words >> std::hex >> begin >> text;
+    if (begin <= reinterpret_cast<std::uintptr_t>(address)) policy = text;
+  }
+  return policy;
+}
+
+TEST(HostMemory, EveryPageIsOnTheNodeThatWasAskedFor) {
+  if (!std::filesystem::exists("/proc/self/numa_maps")) GTEST_SKIP() << "the kernel knows no NUMA nodes";
+  const std::vector<Topology::Node> nodes = Topology::detect().nodes();
+  for (const Topology::Node& node : nodes) {
+    for (const bool huge : {false, true}) {
+      const HostMemory memory({.bytes = 4 * kMiB, .huge_pages = huge, .numa_nodes = {node.os_index}});
+      EXPECT_EQ(memory_policy(memory.bytes().data()), fmt::format("prefer:{}", node.os_index));
+      const std::vector<int> found = nodes_of_pages(memory.bytes(), 64);
+      EXPECT_EQ(found, std::vector<int>(64, node.os_index));
+    }
+  }
+  if (nodes.size() < 2) return;  // emulated machines have several: docs/decisions/0035
+  const HostMemory memory(
+      {.bytes = 4 * kMiB, .huge_pages = false, .numa_nodes = {nodes[0].os_index, nodes[1].os_index}});
+  const std::vector<int> found = nodes_of_pages(memory.bytes(), 64);
+  EXPECT_EQ(std::ranges::count(found, nodes[0].os_index), 32);
+  EXPECT_EQ(std::ranges::count(found, nodes[1].os_index), 32);
 }
 
 TEST(HostMemory, RefusesWhatTheMachineLacks) {

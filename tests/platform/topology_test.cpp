@@ -39,6 +39,7 @@ TEST(Topology, Synthetic) {
   std::vector<int> second(8);
   std::iota(second.begin(), second.end(), 8);
   EXPECT_EQ(topology.nodes()[1].cpus, second);
+  EXPECT_EQ(topology.nodes()[1].cores, (std::vector<std::vector<int>>{{8, 9}, {10, 11}, {12, 13}, {14, 15}}));
   EXPECT_EQ(topology.node_of_path("/"), std::nullopt);
   EXPECT_EQ(topology.node_of_pci("0000:00:00.0"), std::nullopt);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a runtime takes of a machine where its options leave the choice.
+#include <algorithm>
 #include <cstdlib>
 
 #include <gmock/gmock.h>
@@ -79,6 +80,58 @@ TEST(MachineChoice, ProcessesOfAMachineDivideItsMemoryAndItsProcessors) {
   EXPECT_EQ(chosen.update_threads, 4u);
   machine.allowed_cpu_count = 4;  // the launcher bound them
   EXPECT_EQ(choose({}, machine).runtime.update_threads, 0u) << "all that the process may use";
+}
+
+Machine server(int processes, int local_rank) {
+  Machine machine = with_gpu();
+  machine.processes = processes;
+  machine.local_rank = local_rank;
+  machine.nodes = platform::Topology::synthetic("numa:2 core:4 pu:2").nodes();
+  machine.gpu_ordinal = local_rank % 2;
+  machine.gpu_nodes = {1, 0};
+  return machine;
+}
+
+TEST(MachineChoice, MemoryAndUpdateThreadsAreBesideTheGpu) {
+  const ChosenOptions chosen = choose({}, server(2, 0));
+  EXPECT_EQ(chosen.runtime.memory_nodes, std::vector<int>{1});
+  EXPECT_EQ(chosen.runtime.update_cpus, (std::vector<int>{8, 9, 10, 11, 12, 13, 14, 15}));
+  EXPECT_EQ(chosen.runtime.update_threads, 8u);
+  EXPECT_EQ(choose({}, server(2, 1)).runtime.memory_nodes, std::vector<int>{0});
+  const auto nodes = std::ranges::find(chosen.choices, "NUMA nodes of pinned memory", &MachineChoice::key);
+  ASSERT_NE(nodes, chosen.choices.end());
+  EXPECT_EQ(nodes->value, "1");
+  EXPECT_EQ(nodes->reason, "GPU 0 is on node 1");
+  const auto cpus = std::ranges::find(chosen.choices, "CPUs of update threads", &MachineChoice::key);
+  ASSERT_NE(cpus, chosen.choices.end());
+  EXPECT_EQ(cpus->value, "8-15");
+}
+
+TEST(MachineChoice, OneProcessTakesMemoryFromAllNodesInTurn) {
+  const RuntimeOptions chosen = choose({}, server(1, -1)).runtime;
+  EXPECT_EQ(chosen.memory_nodes, (std::vector<int>{1, 0}));
+  EXPECT_TRUE(chosen.update_cpus.empty());
+  EXPECT_EQ(chosen.update_threads, 0u);
+}
+
+TEST(MachineChoice, PlacementIsLeftToTheLauncherAndToTheProgram) {
+  Machine bound = server(2, 0);
+  bound.allowed_cpu_count = 8;
+  bound.nodes[1].cpus.clear();  // as hwloc shows it
+  EXPECT_EQ(choose({}, bound).runtime.memory_nodes, std::vector<int>{0});
+  EXPECT_TRUE(choose({}, bound).runtime.update_cpus.empty());
+
+  const RuntimeOptions off = choose({.numa_placement = false}, server(2, 0)).runtime;
+  EXPECT_TRUE(off.memory_nodes.empty());
+  EXPECT_TRUE(off.update_cpus.empty());
+  EXPECT_EQ(off.update_threads, 8u) << "processes divide the processors all the same";
+
+  const RuntimeOptions own = choose({.memory_nodes = {0}, .update_cpus = {3}}, server(2, 0)).runtime;
+  EXPECT_EQ(own.memory_nodes, std::vector<int>{0});
+  EXPECT_EQ(own.update_cpus, std::vector<int>{3});
+  EXPECT_EQ(own.update_threads, 1u);
+
+  EXPECT_TRUE(choose({}, server(2, -1)).runtime.memory_nodes.empty()) << "nobody said which process this is";
 }
 
 TEST(MachineChoice, IsTheSameFromRunToRun) {

@@ -75,6 +75,7 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
       runtime.pinned_budget(),
       tiers::PinnedPoolOptions{.bytes = plan_.bytes(MemoryTier::pinned),
                                .huge_pages = runtime.options().huge_pages,
+                               .numa_nodes = runtime.options().memory_nodes,
                                .touch_threads = std::max(1u, std::thread::hardware_concurrency())});
   point_to_regions();
   sub_groups_ = plan_.units().sub_groups(plan_.pinned_buffers().sub_group_tiles);

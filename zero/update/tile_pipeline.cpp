@@ -35,6 +35,8 @@ TilePipeline::TilePipeline(Runtime& runtime, const UnitTable& table, const Memor
 
 TilePipeline::~TilePipeline() { abandon(ahead_); }
 
+void TilePipeline::bind_thread() const { runtime_.update_pool().bind_caller(); }
+
 std::span<const Tile> TilePipeline::tiles(const SubGroup& sub_group) const {
   return table_.unit(sub_group.unit).trainable.tiles().subspan(sub_group.first_tile, sub_group.tile_count);
 }

@@ -72,6 +72,9 @@ class TilePipeline {
   // was read instead of reading it; any other walk drops it. What fails here, or while it is read, fails in that run.
   void read_ahead(const WalkOptions& walk, std::span<const UnitId> units) noexcept;
 
+  // Binds the calling thread, which does nothing else, to the processors that tiles are updated on.
+  void bind_thread() const;
+
   // Time spent computing in runs in the background.
   Nanoseconds busy() const { return Nanoseconds(busy_ns_.load(std::memory_order_relaxed)); }
 

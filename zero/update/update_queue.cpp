@@ -186,6 +186,7 @@ void UpdateQueue::enqueue_rest() {
 }
 
 void UpdateQueue::run() {
+  pipeline_.bind_thread();
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return step_ || ahead_ || stopping_; });
