@@ -48,8 +48,8 @@ constexpr AesState aes_round(const AesState& state, const AesState& key) {
     for (std::size_t row = 0; row < 4; ++row) a[row] = kAesSbox[state[4 * ((column + row) % 4) + row]];
     const auto all = static_cast<std::uint8_t>(a[0] ^ a[1] ^ a[2] ^ a[3]);
     for (std::size_t row = 0; row < 4; ++row) {
-      const auto mixed = static_cast<std::uint8_t>(
-          a[row] ^ all ^ times_x(static_cast<std::uint8_t>(a[row] ^ a[(row + 1) % 4])));
+      const auto mixed =
+          static_cast<std::uint8_t>(a[row] ^ all ^ times_x(static_cast<std::uint8_t>(a[row] ^ a[(row + 1) % 4])));
       result[4 * column + row] = static_cast<std::uint8_t>(mixed ^ key[4 * column + row]);
     }
   }

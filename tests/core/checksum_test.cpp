@@ -260,9 +260,10 @@ TEST(TileChecksum, TheChecksumsOfSimilarTilesAreAsGoodAsRandom) {
     return tile_checksum({i / 4096, 0, 0, 0, 0, 0}, std::span<const std::byte>(zeros).first(i % 4096));
   });
   expect_random("identities", [&](std::uint64_t i) {
-    return tile_checksum({7, static_cast<std::uint32_t>(i % 64), static_cast<std::uint32_t>(i / 64 % 64),
-                          static_cast<std::uint32_t>(i / 4096 % 2), static_cast<std::uint32_t>(i / 8192 % 4), i / 32768},
-                         {});
+    return tile_checksum(
+        {7, static_cast<std::uint32_t>(i % 64), static_cast<std::uint32_t>(i / 64 % 64),
+         static_cast<std::uint32_t>(i / 4096 % 2), static_cast<std::uint32_t>(i / 8192 % 4), i / 32768},
+        {});
   });
 }
 
