@@ -27,10 +27,12 @@ PageKind HostMemory::page_kind() const { return mapping_ ? mapping_->page_kind()
 
 std::vector<int> nodes_of_pages(std::span<const std::byte> bytes, std::size_t count) {
   const auto page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  const std::size_t pages = std::min(bytes.size() / page_bytes, count);
+  const std::size_t all = bytes.size() / page_bytes, pages = std::min(all, count);
   std::vector<void*> addresses;
   for (std::size_t i = 0; i < pages; ++i) {
-    const std::size_t page = i * (bytes.size() / page_bytes) / pages;
+    // Anywhere in its part of the block, as pages may alternate between nodes.
+    const std::size_t begin = i * all / pages, end = (i + 1) * all / pages;
+    const std::size_t page = begin + i * 7919 % (end - begin);
     addresses.push_back(const_cast<std::byte*>(bytes.data()) + page * page_bytes);
   }
   std::vector<int> nodes(pages, -1);

@@ -166,7 +166,7 @@ Finding node(const Machine& machine, unsigned major, unsigned minor) {
     finding.found = fmt::format("unknown: {}", error.what());
   }
   if (!node) return finding;
-  finding.found = fmt::format("{}: the I/O thread and buffers go there", *node);
+  finding.found = fmt::format("{}: its I/O thread runs there", *node);
   finding.data["node"] = *node;
   std::vector<int> elsewhere;
   for (const PciGpu& card : find_cards(machine)) {

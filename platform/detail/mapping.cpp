@@ -62,7 +62,8 @@ std::byte* map_aligned(std::uint64_t bytes, std::uint64_t alignment) {
 }
 
 // Pages that are touched from now on come from these nodes, while they have any; nothing is refused for lack of them.
-void prefer_nodes(std::span<std::byte> bytes, const std::vector<int>& nodes) {
+// False if there are no such nodes.
+bool prefer_nodes(std::span<std::byte> bytes, const std::vector<int>& nodes) {
   constexpr std::size_t kNodesMax = 1024, kWordBits = 8 * sizeof(unsigned long);
   std::array<unsigned long, kNodesMax / kWordBits> mask{};
   long result = -1;
@@ -79,6 +80,7 @@ void prefer_nodes(std::span<std::byte> bytes, const std::vector<int>& nodes) {
     log_warning("memory of {} could not be placed on NUMA node {} ({}); it is placed where the touching threads run",
                 format_bytes(bytes.size()), fmt::join(nodes, ", "), std::strerror(errno));
   }
+  return result == 0;
 }
 
 // Says where it came from instead, if a node was short of memory.
@@ -200,7 +202,7 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
   if (kind == PageKind::normal) ::madvise(data_, mapped_bytes_, MADV_NOHUGEPAGE);
   // A fork would copy every page that a device or a ring has pinned, and children do not need them.
   ::madvise(data_, mapped_bytes_, MADV_DONTFORK);
-  if (!options.numa_nodes.empty()) prefer_nodes(whole, options.numa_nodes);
+  const bool placed = !options.numa_nodes.empty() && prefer_nodes(whole, options.numa_nodes);
   failure_ = options.touch ? touch(whole, kind, options.touch_threads) : 0;
   if (failure_ != 0) {
     unmap();
@@ -208,7 +210,7 @@ bool Mapping::try_map(PageKind kind, const MappingOptions& options) {
   }
   committed_bytes_ = options.touch ? bytes_ : 0;
   page_kind_ = kind;
-  if (options.touch && !options.numa_nodes.empty()) report_other_nodes(bytes(), options.numa_nodes);
+  if (options.touch && placed) report_other_nodes(bytes(), options.numa_nodes);
   return true;
 }
 

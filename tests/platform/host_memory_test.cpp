@@ -120,9 +120,9 @@ TEST(HostMemory, EveryPageIsOnTheNodeThatWasAskedFor) {
   if (nodes.size() < 2) return;  // emulated machines have several: docs/decisions/0035
   const HostMemory memory(
       {.bytes = 4 * kMiB, .huge_pages = false, .numa_nodes = {nodes[0].os_index, nodes[1].os_index}});
-  const std::vector<int> found = nodes_of_pages(memory.bytes(), 64);
-  EXPECT_EQ(std::ranges::count(found, nodes[0].os_index), 32);
-  EXPECT_EQ(std::ranges::count(found, nodes[1].os_index), 32);
+  const std::vector<int> found = nodes_of_pages(memory.bytes(), 1024);
+  EXPECT_EQ(std::ranges::count(found, nodes[0].os_index), 512);
+  EXPECT_EQ(std::ranges::count(found, nodes[1].os_index), 512);
 }
 
 TEST(HostMemory, RefusesWhatTheMachineLacks) {
