@@ -2,15 +2,12 @@
 // platform/numa_placement.hpp - which NUMA nodes and processors each of a machine's processes uses.
 //
 // Home     Each process has a home, the node of its GPU. Where GPUs are absent or their nodes unknown, the processes
-// are
-//          spread over the nodes in their order. A node without processors (a GPU's own memory, for example) is
-//          nobody's home.
+//          are spread over the nodes in order. A node without processors (a GPU's own memory, for example) is nobody's
+//          home.
 // Memory   From the home. A node that is nobody's home goes to the process with the fewest nodes, the nearest home
-//          first; a process with several nodes takes its pages from them in turn, so that all their memory works for
-//          it.
-// CPUs     Whole cores. Processes that share a node divide its cores evenly; two share a core only where there are
-// fewer
-//          cores than processes.
+//          first; a process with several nodes takes its pages from them in turn, so that it has the bandwidth of all.
+// CPUs     Whole cores. Processes that share a home divide its cores evenly; two share a core only where there are
+//          fewer cores than processes.
 //
 // Every process of a machine computes the places of all, and comes to the same.
 //

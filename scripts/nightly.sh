@@ -26,5 +26,6 @@ part "power cuts" env HOIST_CRASH_SEEDS=2 build/dev/bin/crash_power_test
 part "address sanitizer" scripts/sanitize.sh asan
 part "thread sanitizer" scripts/sanitize.sh tsan
 part "64-bit ARM under qemu" scripts/arm64.sh
+part "two NUMA nodes under qemu" scripts/emulated-numa.sh dev
 part fuzzers scripts/fuzz.sh 300
 exit "$failed"
