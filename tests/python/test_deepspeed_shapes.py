@@ -194,6 +194,11 @@ def test_memory_of_the_process_is_bounded(tmp_path):
         def resident():
             for line in open("/proc/self/status"):
                 if line.startswith("VmHWM"): return int(line.split()[1]) * 1024
+        tokens = torch.randint(0, 512, (1, 16))
+        small = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=6,
+            num_key_value_heads=6, dtype=torch.bfloat16))  # PyTorch loads its kernels, before memory is looked at
+        small(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
                 vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
@@ -213,7 +218,6 @@ def test_memory_of_the_process_is_bounded(tmp_path):
             "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme,
                                   "sub_group_size": 131072},
             "hoist": {"device_memory": "16MiB", "pinned_memory": "56MiB"}}, initialize=initialize)
-        tokens = torch.randint(0, 512, (1, 16))
         for _ in range(4):
             output = engine(input_ids=tokens, labels=tokens, use_cache=False)
             engine.backward(output.loss)
@@ -230,6 +234,6 @@ def test_memory_of_the_process_is_bounded(tmp_path):
     state = 12 * result["parameters"]
     assert state > 150e6
     budgets = 72 * 2**20
-    slack = 48 * 2**20  # activations, PyTorch's kernels and threads, this engine's code
+    slack = 48 * 2**20  # activations, PyTorch's threads, this engine's code
     assert result["grown"] < budgets + slack, result
     assert budgets + slack < state
