@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // platform/numa_placement.hpp - which NUMA nodes and processors each of a machine's processes uses.
 //
-// Home     Each process has a home, the node of its GPU. Where GPUs are absent or their nodes unknown, the processes
-//          are spread over the nodes in order. A node without processors (a GPU's own memory, for example) is nobody's
-//          home.
-// Memory   From the home. A node that is nobody's home goes to the process with the fewest nodes, the nearest home
-//          first; a process with several nodes takes its pages from them in turn, so that it has the bandwidth of all.
-// CPUs     Whole cores. Processes that share a home divide its cores evenly; two share a core only where there are
-//          fewer cores than processes.
+// Home     Each process has a home node: that of its GPU. Without GPUs, or where their nodes are unknown, the processes
+//          are spread over the nodes in order. A node without processors, such as a GPU's own memory, is never a home
+//          node.
+// Memory   From the home node. Each remaining node goes to the process with the fewest nodes; among several such
+//          processes, to the one with the nearest home node. A process with several nodes takes its pages from them in
+//          turn, to have the bandwidth of all.
+// CPUs     Whole cores. Processes with the same home node divide its cores evenly. Two share a core only where there
+//          are fewer cores than processes.
 //
 // Every process of a machine computes the places of all, and comes to the same.
 //
@@ -23,7 +24,7 @@
 namespace hoist::platform {
 
 struct NumaPlace {
-  std::vector<int> memory_nodes;  // OS numbers, the home first. Empty: there is only one node
+  std::vector<int> memory_nodes;  // OS numbers, the home node first. Empty: there is only one node
   std::vector<int> cpus;          // OS numbers, ascending. Empty: all that the process may use
 
   friend bool operator==(const NumaPlace&, const NumaPlace&) = default;

@@ -3,7 +3,7 @@
 # Cross-compiles for 64-bit ARM (preset arm64) and runs tests under qemu's user mode: the kernels must give the bits that
 # they give on x86. Installs what it needs, as root on Debian or a relative.
 #
-#   scripts/arm64.sh [--short]      --short: the kernels and what is below them, as in continuous integration
+#   scripts/arm64.sh [--short]      --short: the kernels and what is below them
 #
 # Left out: tests that end a process or start one (qemu runs no second program of the other architecture), and those that
 # limit the address space or read the kernel's accounting of a process, which here are qemu's own.

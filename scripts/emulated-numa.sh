@@ -16,7 +16,7 @@ kernels=(/boot/vmlinuz-*-cloud-amd64)
 
 # An initial file system with the programs, their libraries, and a first process that runs them.
 root=$(mktemp -d)
-trap 'rm -rf "$root"' EXIT
+trap 'rm -rf "$root" "$root.initrd" "$root.log"' EXIT
 mkdir -p "$root"/{bin,proc,sys,tmp,dev}
 cp /bin/busybox "$root/bin/"
 for program in platform_test zero_test hoist; do
@@ -43,11 +43,10 @@ poweroff -f
 INIT
 chmod +x "$root/init"
 (cd "$root" && find . | cpio --quiet --create --format=newc | gzip -1) >"$root.initrd"
-trap 'rm -rf "$root" "$root.initrd"' EXIT
 
 # A virtual machine often offers a KVM that does not work: KVM=1 tries it.
 acceleration=$([ "${KVM:-0}" = 1 ] && echo kvm || echo tcg)
-qemu-system-x86_64 -machine "q35,accel=$acceleration" -cpu max,arch-capabilities=off -smp 4 -m 2G -nographic -no-reboot \
+timeout 900 qemu-system-x86_64 -machine "q35,accel=$acceleration" -cpu max,arch-capabilities=off -smp 4 -m 2G -nographic -no-reboot \
   -object memory-backend-ram,size=1G,id=m0 -object memory-backend-ram,size=1G,id=m1 \
   -numa node,nodeid=0,cpus=0-1,memdev=m0 -numa node,nodeid=1,cpus=2-3,memdev=m1 \
   -kernel "${kernels[-1]}" -initrd "$root.initrd" -append "console=ttyS0 quiet panic=-1" | tee "$root.log"

@@ -117,7 +117,7 @@ TEST(HostMemory, EveryPageIsOnTheNodeThatWasAskedFor) {
       EXPECT_EQ(found, std::vector<int>(64, node.os_index));
     }
   }
-  if (nodes.size() < 2) return;  // emulated machines have several: docs/decisions/0035
+  if (nodes.size() < 2) return;  // scripts/emulated-numa.sh has two
   const HostMemory memory(
       {.bytes = 4 * kMiB, .huge_pages = false, .numa_nodes = {nodes[0].os_index, nodes[1].os_index}});
   const std::vector<int> found = nodes_of_pages(memory.bytes(), 1024);

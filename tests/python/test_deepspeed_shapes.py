@@ -234,6 +234,6 @@ def test_memory_of_the_process_is_bounded(tmp_path):
     state = 12 * result["parameters"]
     assert state > 150e6
     budgets = 72 * 2**20
-    slack = 48 * 2**20  # activations, PyTorch's threads, this engine's code
+    slack = 44 * 2**20  # activations, PyTorch's threads, this engine's code
     assert result["grown"] < budgets + slack, result
     assert budgets + slack < state
