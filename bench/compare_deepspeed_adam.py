@@ -17,6 +17,8 @@ import statistics
 import sys
 import time
 
+from median_interval import interval
+
 try:
     import torch
 except ImportError as error:
@@ -154,19 +156,6 @@ def check(shim, steps):
 
 
 # ---- how fast ------------------------------------------------------------------------------------------------------
-
-def interval(values):
-    """95 % interval of the median from order statistics."""
-    values = sorted(values)
-    n, tail, probability, out = len(values), 0.0, 0.5**len(values), 0
-    for below in range(n // 2):
-        tail += probability
-        if tail > 0.025:
-            break
-        out = below
-        probability *= (n - below) / (below + 1)
-    return values[out], values[n - 1 - out]
-
 
 def seconds(call):
     begin = time.perf_counter()

@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 
+from median_interval import text_of
+
 BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 32
 SKIPPED = 77
 
@@ -64,23 +66,6 @@ class Hoist:
         subprocess.run(self.command + ["--op", op, "--json", self.report], check=True, stdout=subprocess.DEVNULL)
         with open(self.report) as file:
             return json.load(file)["gb_per_s"] * 1e9
-
-
-def median_interval(values):
-    """95 %, from order statistics, as measure/statistics.cpp has it."""
-    values, count = sorted(values), len(values)
-    probability, tail, left_out = 0.5 ** count, 0.0, 0
-    for below in range(count // 2):
-        tail += probability
-        if tail > 0.025:
-            break
-        left_out = below
-        probability *= (count - below) / (below + 1)
-    return values[left_out], values[count - 1 - left_out]
-
-
-def text_of(ratios):
-    return "{:.3f} [{:.3f}, {:.3f}]".format(statistics.median(ratios), *median_interval(ratios))
 
 
 def main():

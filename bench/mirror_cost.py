@@ -19,7 +19,8 @@ import subprocess
 import tempfile
 import time
 
-from update_modes import CELLS, CONFIG, interval
+from median_interval import interval
+from update_modes import CELLS, CONFIG
 
 
 def run(args, cell, directory, mirrored):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 
-from update_modes import interval
+from median_interval import interval
 
 SETTINGS = {"divided": {}, "shared": {"numa_placement": False, "update_threads": os.cpu_count()}}
 

@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 
+from median_interval import interval
+
 CELLS = {"drive": ["--batch", "1", "--context", "16"], "compute": ["--batch", "16", "--context", "64"]}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -47,19 +49,6 @@ def run(args, cell, mode, directory):
     with open(report) as file:
         result = json.load(file)
     return statistics.fmean(step["seconds"] for step in result["steps"][2:]), result["digest"]
-
-
-def interval(ratios):
-    """Holds the true median with at least 95 % confidence: order statistics of the binomial distribution."""
-    ordered, n = sorted(ratios), len(ratios)
-    probability, tail, below = 0.5 ** n, 0.0, 0
-    for k in range(n // 2):
-        tail += probability
-        if tail > 0.025:
-            break
-        below = k + 1
-        probability *= (n - k) / (k + 1)
-    return ordered[max(0, below - 1)], ordered[min(n - 1, n - below)]
 
 
 def measure(args, cell, directory):

@@ -5,12 +5,18 @@
 
 Both read ds_config.json; the key "hoist" is taken out for DeepSpeed, which does not know it. Every run is a process of its
 own and begins with an empty directory. The first two steps of a run are left out: buffers are made, the order of layers is
-learnt. OpenMP's threads wait asleep in both (OMP_WAIT_POLICY=PASSIVE, unless the caller has set it): awake, they take the
+learnt. PyTorch with the same model in memory is the measure of both:
+
+    overhead       a step's time less the model's own: forward and backward in memory
+    practicality   a step in memory, with torch.optim.AdamW over fp32 masters, divided by a step with offloading; 1 is ideal
+
+OpenMP's threads wait asleep in both (OMP_WAIT_POLICY=PASSIVE, unless the caller has set it): awake, they take the
 processors from whoever moves data. Every pair also has a second run of hoist, whose ratio to the first is the control, and
 a program that moves the bytes of hoist's step and computes nothing (drive.py). At the end a run of each is killed after a
 step, and started again.
 
     --keep-activations      without torch.utils.checkpoint
+    --bf16-products         for processors that have them (train.py)
     --hoist '{"moments_dtype": "bf16"}'      over what stands under "hoist" in the file
 """
 
@@ -26,6 +32,9 @@ import subprocess
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))
+from median_interval import text_of  # noqa: E402
+
 WARM_UP = 2
 
 
@@ -41,8 +50,9 @@ def run(engine: str, arguments, directory: str, *extra: str, kill_after: int | N
     command = [sys.executable, os.path.join(HERE, "train.py"), "--engine", engine, "--config", path,
                "--steps", str(arguments.steps), "--layers", str(arguments.layers), "--width", str(arguments.width),
                "--batch", str(arguments.batch), *extra]
-    if arguments.keep_activations:
-        command.append("--keep-activations")
+    for option in ("keep_activations", "bf16_products"):
+        if getattr(arguments, option):
+            command.append("--" + option.replace("_", "-"))
     head, steps = {}, []
     environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     with open(directory + ".log", "w+") as log, \
@@ -91,15 +101,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--keep-activations", action="store_true")
+    parser.add_argument("--bf16-products", action="store_true")
     parser.add_argument("--hoist", default="{}")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    result: dict = {"engines": {}, "losses": {}, "ratios": {"deepspeed": [], "control": []}, "drive": []}
+    result: dict = {"engines": {}, "losses": {}, "ratios": {"deepspeed": [], "control": []}, "drive": [],
+                    "overhead": [], "practicality": {"hoist": [], "deepspeed": []}}
     seen: dict[str, dict[str, list[float]]] = {}
     parameters = 0
     for pair in range(arguments.pairs):
         seconds: dict[str, float] = {}
-        for name in ("hoist", "deepspeed", "control") if pair % 2 == 0 else ("control", "deepspeed", "hoist"):
+        order = ("hoist", "deepspeed", "control", "reference")
+        for name in order if pair % 2 == 0 else reversed(order):
             engine = "hoist" if name == "control" else name
             directory = fresh(os.path.join(arguments.directory, "compare-" + engine))
             head, steps, error = run(engine, arguments, directory)
@@ -109,16 +122,24 @@ def main() -> None:
             seconds[name] = statistics.median(step["seconds"] for step in steps[WARM_UP:])
             if name == "control":
                 continue
+            result["losses"][engine] = [step["loss"] for step in steps]
+            if name == "reference":
+                seconds["model"] = statistics.median(step["model_seconds"] for step in steps[WARM_UP:])
+                continue
             parameters = head["parameters"]
             into = seen.setdefault(engine, {"seconds": [], "read": [], "written": [], "peak_rss": []})
             for key in into:
                 into[key] += [step[key] for step in steps[WARM_UP:]] if key != "peak_rss" else [steps[-1][key]]
-            result["losses"][engine] = [step["loss"] for step in steps]
             if engine == "hoist":
                 result["drive"] += drive_alone(arguments, steps)
         for name, ratios in result["ratios"].items():
             if name in seconds and "hoist" in seconds:
                 ratios.append(seconds["hoist"] / seconds[name])
+        if {"hoist", "deepspeed", "model"} <= set(seconds):
+            over = {name: seconds[name] - seconds["model"] for name in ("hoist", "deepspeed")}
+            result["overhead"].append(over)
+            for name, values in result["practicality"].items():
+                values.append(seconds["reference"] / seconds[name])
     for engine, values in seen.items():
         result["engines"][engine] = {key: summary(v) for key, v in values.items()}
     for engine in seen:
@@ -128,8 +149,6 @@ def main() -> None:
         result["engines"][engine]["killed"] = {
             "after": before[-1]["step"], "continues_from": head.get("first"), "error": error,
             "loss_at_end": after[-1]["loss"] if after else None}
-    _, steps, _ = run("reference", arguments, fresh(os.path.join(arguments.directory, "compare-reference")))
-    result["losses"]["reference"] = [step["loss"] for step in steps]
     for engine in ("hoist", "deepspeed", "reference"):
         for suffix in ("", ".json", ".log"):
             path = os.path.join(arguments.directory, "compare-" + engine) + suffix
@@ -160,7 +179,14 @@ def print_table(result: dict) -> None:
     row("time of a step", "seconds", 1, "s")
     for name, ratios in result["ratios"].items():
         about = "hoist / DeepSpeed" if name == "deepspeed" else "hoist / hoist, the control"
-        print(f"| its ratio, pair by pair: {about} | | | {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) |")
+        print(f"| its ratio, pair by pair: {about} | | | {text_of(ratios)} |")
+    if result["overhead"]:
+        ours_over, theirs_over = ([over[name] for over in result["overhead"]] for name in ("hoist", "deepspeed"))
+        ratios = [a / b for a, b in zip(ours_over, theirs_over, strict=True)]
+        print(f"| overhead | {statistics.median(ours_over):.2f} s ({min(ours_over):.2f}-{max(ours_over):.2f}) | "
+              f"{statistics.median(theirs_over):.2f} s ({min(theirs_over):.2f}-{max(theirs_over):.2f}) | "
+              f"pairs {text_of(ratios)} |")
+        print("| practicality | " + " | ".join(text_of(result["practicality"][name]) for name in ("hoist", "deepspeed")) + " | |")
     drive = summary(result["drive"])
     print(f"| the drive alone, for hoist's bytes | {drive['median']:.2f} s ({drive['min']:.2f}-{drive['max']:.2f}) | | |")
     row("NVMe read a step, per parameter", "read", result["parameters"], "B")

@@ -59,7 +59,7 @@ def main() -> None:
         engine.step()
         if step in (0, 7):
             row(f"step {step + 1}")
-    for name, tier in engine.books()["tiers"].items():
+    for name, tier in engine.statistics()["tiers"].items():
         print(f"{name} memory: {tier['peak_bytes'] / 2**20:.0f} of {tier['budget_bytes'] / 2**20:.0f} MiB")
     engine.close()
     shutil.rmtree(store)

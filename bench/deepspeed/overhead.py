@@ -49,14 +49,15 @@ class EngineAlone:
     """The wrapped model's units, gathered in its order, with gradients of ones."""
 
     def __init__(self, units):
-        self.engine = _hoist.Engine(_hoist.Config.parse(json.dumps(CONFIG), "config"))
+        model = _hoist.Model()
         self.units = []
         for unit in units:
             specs = [_hoist.ParameterSpec(name, list(p.shape), _hoist.DType.fp32) for name, p in unit.parameters.items()]
-            number = self.engine.add_unit(unit.name, specs)
-            gradients = [(self.engine.parameter(name), torch.ones(p.shape).numpy()) for name, p in unit.parameters.items()]
+            number = model.add_unit(unit.name, specs)
+            gradients = [(model.parameter(name), torch.ones(p.shape).numpy()) for name, p in unit.parameters.items()]
             self.units.append((number, gradients))
-        self.engine.initialize(lambda parameter, first, out: out.fill(0.01))
+        self.engine = _hoist.Engine.create(_hoist.Config.parse(json.dumps(CONFIG), "config"), model,
+                                           lambda parameter, first, out: out.fill(0.01))
 
     def step(self):
         engine = self.engine

@@ -3,7 +3,11 @@
 
 The reference is what both are to compute: bf16 weights, fp32 masters in memory, torch.optim.AdamW.
 
-Prints one line of JSON for every step, as it ends. Bytes are the kernel's accounting (/proc/self/io: what reached the
+The products of linear layers are fp32, of weights rounded to bf16: processors without bf16 instructions take so long for
+bf16 products that nothing else could be seen. --bf16-products multiplies in bf16.
+
+Prints one line of JSON for every step, as it ends. "model_seconds" is what forward and backward took, of the reference
+the model's own time. Bytes are the kernel's accounting (/proc/self/io: what reached the
 block layer), memory is the peak of the resident set.
 """
 
@@ -22,18 +26,25 @@ SINGLE = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE":
 VOCABULARY = 256
 
 
-def build(layers: int, width: int, context: int, recompute: bool = True):
+def build(layers: int, width: int, context: int, recompute: bool = True, bf16_products: bool = False):
     import torch
     import torch.nn.functional as F
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
+    class Linear(nn.Linear):
+        def forward(self, x):
+            if bf16_products:
+                return super().forward(x)
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
             self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
+            self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
         def forward(self, x):
             batch, length, _ = x.shape
@@ -47,7 +58,7 @@ def build(layers: int, width: int, context: int, recompute: bool = True):
             super().__init__()
             self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
             self.blocks = nn.ModuleList(Block() for _ in range(layers))
-            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+            self.norm, self.head = nn.LayerNorm(width), Linear(width, VOCABULARY, bias=False)
 
         def forward(self, tokens):
             x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
@@ -129,11 +140,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--keep-activations", action="store_true")
+    parser.add_argument("--bf16-products", action="store_true")
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     import torch.nn.functional as F
 
-    model = build(arguments.layers, arguments.width, arguments.context, not arguments.keep_activations)
+    model = build(arguments.layers, arguments.width, arguments.context, not arguments.keep_activations, arguments.bf16_products)
     parameters = sum(p.numel() for p in model.parameters())
     with open(arguments.config) as file:
         config = json.load(file)
@@ -160,10 +172,11 @@ def main() -> None:
         logits = engine(inputs)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         engine.backward(loss)
+        model_seconds = time.perf_counter() - begin
         engine.step()
         seconds = time.perf_counter() - begin
         now = accounting()
-        print(json.dumps({"step": step + 1, "loss": loss.item(), "seconds": seconds,
+        print(json.dumps({"step": step + 1, "loss": loss.item(), "seconds": seconds, "model_seconds": model_seconds,
                           "read": now["read_bytes"] - before["read_bytes"],
                           "written": now["write_bytes"] - before["write_bytes"], "peak_rss": now["peak_rss"]}),
               flush=True)
