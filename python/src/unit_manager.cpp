@@ -41,7 +41,14 @@ UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(option
 
 UnitManager::~UnitManager() { end_engine(); }
 
+void UnitManager::require_awake() const {
+  if (runtime_) return;
+  throw UsageError(is_asleep() ? "the engine sleeps, and its memory was given back: call wake() first"
+                               : "the engine was closed, and the model's weights with it");
+}
+
 void UnitManager::close() {
+  asleep_at_.reset();
   if (!is_open() || !process_.is_this()) return;
   if (pass_) discard();
   std::exception_ptr failure;
@@ -60,7 +67,7 @@ void UnitManager::close() {
 }
 
 void UnitManager::abandon(const std::string& why) noexcept {
-  if (!is_open() || !process_.is_this()) return;
+  if (!runtime_ || !process_.is_this()) return;
   if (pass_) discard();
   end_engine(&why);
   unbind();
@@ -76,7 +83,10 @@ void UnitManager::initialize(const Initializer& initializer) {
 
 RestoreReport UnitManager::restore(const std::string& from) {
   if (pass_) discard();
-  if (engine_) {
+  if (is_asleep()) {
+    open_runtime();
+    asleep_at_.reset();
+  } else if (engine_) {
     {
       const nb::gil_scoped_release release;
       const std::lock_guard lock(engine_mutex());
@@ -94,6 +104,40 @@ RestoreReport UnitManager::restore(const std::string& from) {
   engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
   keeps_all_up_ = engine_->keeps_gathered();
   return *engine_->restored();
+}
+
+void UnitManager::sleep(std::span<const std::byte> caller_state) {
+  const std::uint64_t step = engine().step_count();
+  {
+    const nb::gil_scoped_release release;
+    const std::lock_guard lock(engine_mutex());
+    engine_->save("", caller_state).wait();
+  }
+  end_engine();
+  unbind();
+  asleep_at_ = step;
+}
+
+void UnitManager::wake() {
+  if (!is_asleep()) {
+    require_awake();
+    throw UsageError("wake() belongs after sleep()");
+  }
+  const std::uint64_t step = *asleep_at_;
+  try {
+    const RestoreReport report = restore("");
+    if (report.step != step) {
+      throw StoreError(
+          fmt::format("the engine fell asleep at step {}, and the store is at step {}: another run has changed "
+                      "it; restore() goes on from there",
+                      step, report.step));
+    }
+  } catch (...) {
+    end_engine();
+    unbind();
+    asleep_at_ = step;
+    throw;
+  }
 }
 
 std::optional<std::uint64_t> UnitManager::find_commit() { return Engine::find_commit(runtime(), options_.engine); }
@@ -190,7 +234,7 @@ void UnitManager::know_types(nb::object fp32, nb::object bf16, nb::object fp16) 
 // --- up and down -----------------------------------------------------------------------------------------------------
 
 void UnitManager::load(Unit& unit) {
-  if (!is_open()) throw UsageError("the engine was closed, and the model's weights with it");
+  require_awake();
   if (unit.lease) return;
   while (true) {
     try {
@@ -313,7 +357,7 @@ void UnitManager::leave(std::uint32_t index) {
 
 void UnitManager::begin(Pass pass, PassOptions options) {
   if (pass_) throw UsageError("a pass is already under way");
-  if (!is_open()) throw UsageError("the engine was closed, and the model's weights with it");
+  require_awake();
   {
     Engine& live = engine();
     const nb::gil_scoped_release release;

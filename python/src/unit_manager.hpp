@@ -25,6 +25,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -94,16 +95,24 @@ class UnitManager {
   // kept step; whatever made the old one fail is left behind with it.
   void initialize(const Initializer& initializer);
   RestoreReport restore(const std::string& from);
+  // [C] Commits the present state, with `caller_state`, and gives back memory, threads and the store; restore() or
+  // wake() makes them anew. Until then other calls are UsageErrors. Pre: as of Engine::save(). Errors: those of it, and
+  // nothing has changed then.
+  void sleep(std::span<const std::byte> caller_state);
+  // [C] Goes on where sleep() ended. Errors: those of restore(), among them that memory is lacking, and StoreError
+  // where the store is no longer at the step of sleep(): it sleeps on then.
+  void wake();
+  bool is_asleep() const { return asleep_at_.has_value(); }
   // [C] What the stores hold. Changes nothing.
   std::optional<std::uint64_t> find_commit();
   std::vector<KeptStep> find_kept();
   bool is_alive() const { return engine_.has_value(); }
-  bool is_open() const { return runtime_ != nullptr; }
+  bool is_open() const { return runtime_ != nullptr || is_asleep(); }
 
   const Model& model() const { return model_; }
   const ParameterPlace& place(ParameterId parameter) const { return places_[parameter.index]; }
   Runtime& runtime() {
-    if (!runtime_) throw UsageError("the engine was closed");
+    require_awake();
     return *runtime_;
   }
   Engine& engine() {
@@ -176,6 +185,8 @@ class UnitManager {
     platform::StreamEvent added;
   };
 
+  // Errors: UsageError.
+  void require_awake() const;
   void take_memory();
   void open_runtime();
   void lay_out_units();
@@ -216,6 +227,7 @@ class UnitManager {
   std::map<std::uintptr_t, InOneProcess<platform::Stream>> borrowed_streams_;  // PyTorch's, by cudaStream_t
   std::set<platform::Stream*> program_streams_;                                // all that PyTorch computed on
   std::optional<Engine> engine_;
+  std::optional<std::uint64_t> asleep_at_;  // the step that was committed then
   std::optional<PassScope> scope_;
   std::optional<Pass> pass_;
   bool keeps_all_up_ = false;

@@ -330,6 +330,11 @@ void bind_unit_manager(nb::module_& module) {
             return std::make_pair(report.step, nb::bytes(state, report.caller_state.size()));
           },
           "from_"_a = "", "Continues from the newest commit, or from a kept step: (step, caller_state).")
+      .def(
+          "sleep", [](UnitManager& unit_manager, const nb::bytes& state) { unit_manager.sleep(bytes_of(state)); },
+          "caller_state"_a, "Commits, and gives back memory, threads and the store.")
+      .def("wake", &UnitManager::wake, "Goes on where sleep() ended.")
+      .def_prop_ro("is_asleep", &UnitManager::is_asleep)
       .def("require_process", &UnitManager::require_process, "Errors: UsageError in a process that was forked later.")
       .def_prop_ro("is_alive", &UnitManager::is_alive)
       .def_prop_ro("is_open", &UnitManager::is_open, "Not closed yet.")

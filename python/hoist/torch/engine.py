@@ -101,7 +101,7 @@ class Engine:
                         for module, units in users.items()]
         self._parameters.keep_state_dicts_true()
         self.optimizer = Optimizer(self, param_groups)
-        self._push_all_rates = groups is not None
+        self._takes_rates = groups is not None or not config.has_schedule  # the groups' rates, not the configuration's
         self._continue_schedule()
         for module in model.modules():
             _engine_of[module] = weakref.ref(self)
@@ -232,7 +232,7 @@ class Engine:
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
         self.optimizer.refuse_changes()
-        if self._push_all_rates or not self.config.has_schedule:
+        if self._takes_rates:
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True))
         self._passes.forget()
@@ -413,6 +413,30 @@ class Engine:
         return step
 
     @takes_turn
+    def sleep(self) -> None:
+        """[C] Commits the present state, and gives back all memory (device, pinned, huge pages), threads and the store, for
+        instance while another program generates on the same GPU. Until wake() the engine cannot be used.
+
+        Belongs between step() and the next pass. It needs a store that commits: "hoist": {"checkpoint_path": ...} where no
+        state is on NVMe.
+        """
+        self._between_passes()
+        self._unit_manager.sleep(self._commit_state(schedule_lags=False))
+
+    @takes_turn
+    def wake(self) -> None:
+        """[C] Takes memory again and goes on where sleep() ended, bit by bit. After an error, such as that memory is lacking,
+        the engine sleeps on, and wake() may be called again."""
+        self._unit_manager.wake()
+        self._passes.forget()
+        self._parameters.changed()
+        self.optimizer.tell_rates_again()
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._unit_manager.is_asleep
+
+    @takes_turn
     def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | None = None,
                         client_state: dict[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False) -> bool:
@@ -446,7 +470,7 @@ class Engine:
         self._unit_manager.settle()
 
     def _require_life(self) -> None:
-        if not self._unit_manager.is_alive and self._unit_manager.is_open:
+        if not self._unit_manager.is_alive and self._unit_manager.is_open and not self.is_asleep:
             raise _hoist.StoreError(
                 f"{self.config.store_directory} holds a run already: load_checkpoint() or restore() continues it, as "
                 "resume=True does from the start; to begin anew, choose another directory or remove it")
@@ -517,7 +541,7 @@ class Engine:
         self._unit_manager.close()
 
     def _abandon(self, why: str) -> None:
-        if self._unit_manager.is_open and self.world_size > 1:
+        if self._unit_manager.is_open and not self.is_asleep and self.world_size > 1:
             self._unit_manager.abandon(why)
 
     def __enter__(self) -> Engine:
@@ -566,7 +590,7 @@ def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager], passes: weakre
         return
     why = getattr(passes(), "left_by", "") or text_of(getattr(sys, "last_value", None))
     try:
-        if why and alive.is_open and alive.world_size > 1:
+        if why and alive.is_open and not alive.is_asleep and alive.world_size > 1:
             alive.abandon(why)
         alive.close()
     except _hoist.Error as error:

@@ -53,6 +53,12 @@ class Optimizer(torch.optim.Optimizer):
         """A new engine has the configuration's rates, and is told all of these with its first step."""
         self._rates = [None] * len(self.param_groups)
 
+    def tell_rates_again(self) -> None:
+        """A new engine that goes on where the last one ended is told what that one was."""
+        for index, rate in enumerate(self._rates):
+            if rate is not None and self._engine._takes_rates:
+                self._engine._set_rate(index, rate)
+
     def refuse_changes(self) -> None:
         """Errors: UsageError where the program, or a schedule of it, has changed more than learning rates."""
         for index, (group, settled) in enumerate(zip(self.param_groups, self._settled, strict=False)):
