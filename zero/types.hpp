@@ -55,6 +55,9 @@ struct UnitOptions {
   // Every gather of this unit in one pass yields the same address. Views of its weights that the program keeps from one
   // gather to the next then stay right. If the memory is held by another lease, gather() refuses instead of moving it.
   bool stable_in_pass = false;
+  // The unit's gradient may begin before, and end after, those of other units: it has device memory of its own for it.
+  // A unit that owns a tied parameter has that anyway.
+  bool own_gradient_memory = false;
   // Units that are gathered whenever this one is. They never take turns with it in device memory.
   std::vector<UnitId> beside{};
 };

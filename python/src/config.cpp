@@ -84,6 +84,9 @@ void bind_config(nb::module_& module) {
           "scales_losses",
           [](const Config& c) { return c.engine.loss_scale.dynamic || c.engine.loss_scale.scale != 1; },
           "Whether losses are to be multiplied by a loss scale (section fp16).")
+      .def_prop_ro(
+          "is_vertical", [](const Config& c) { return c.engine.micro_batch_order == MicroBatchOrder::vertical; },
+          "Whether one pass holds all micro-batches of a step.")
       .def_prop_rw(
           "device_memory", [](const Config& c) { return c.runtime.device_memory_bytes; },
           [](Config& c, std::uint64_t bytes) { c.runtime.device_memory_bytes = bytes; },

@@ -17,11 +17,13 @@
 
 namespace hoist::python {
 
-Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups) {
+Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups, MicroBatchOrder order) {
   Model model;
   for (const GroupOptions& group : groups) model.add_group(group);
   for (const ManagedUnit& unit : units) {
-    UnitOptions options{.stable_in_pass = true};
+    // In horizontal order autograd adds up a shared parameter's gradients by itself.
+    UnitOptions options{.stable_in_pass = true,
+                        .own_gradient_memory = unit.shared && order == MicroBatchOrder::vertical};
     for (const std::uint32_t other : unit.beside) options.beside.push_back(UnitId{other});
     model.add_unit(unit.name, unit.parameters, options);
   }
@@ -29,11 +31,7 @@ Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOpt
 }
 
 UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(options)) {
-  if (options_.engine.micro_batch_order == MicroBatchOrder::vertical) {
-    throw ConfigError("hoist.micro_batch_order",
-                      "autograd takes a micro-batch through the whole model before the next one; use \"horizontal\"");
-  }
-  model_ = model_of(options_.units, options_.groups);
+  model_ = model_of(options_.units, options_.groups, options_.engine.micro_batch_order);
   take_memory();
   open_runtime();
   lay_out_units();
@@ -438,6 +436,7 @@ void UnitManager::backward_of_call(std::uint32_t index) {
 void UnitManager::input_arrived(std::uint32_t index, bool last) {
   Unit& unit = units_[index];
   ++unit.calls_done;
+  if (is_vertical()) return;
   end_use(unit);
   // What has not come by now had no part in the result. Of a unit that was called twice only the last call knows.
   if (last && !unit.shared && !unit.finished && unit.arrived > 0 && unit.calls_done >= unit.calls) finish(unit);
@@ -477,17 +476,24 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
   const auto address = nb::cast<std::uintptr_t>(gradient.attr("data_ptr")());
   const TensorView view{reinterpret_cast<void*>(address), type_of_gradient(gradient, parameter), spec.shape, 0};
   const platform::StreamRef stream = stream_of_gradients();
-  {
+  try {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
     engine_->accumulate(parameter, view, stream);
     collecting_.added = stream->record();
+  } catch (const BudgetError&) {
+    if (!is_vertical()) throw;
+    throw UsageError(fmt::format(
+        "in vertical order a gradient of '{}' arrived in the backward pass of other layers: a tensor of its "
+        "layer, kept in an attribute perhaps, leads to the loss beside what forward() returns. Return it from "
+        "forward(), or use horizontal order",
+        spec.name));
   }
   collecting_.tensors.push_back(std::move(gradient));
   ++arrived_count_;
   if (has_arrived_[parameter.index]) return;
   has_arrived_[parameter.index] = true;
-  if (++unit.arrived < unit.trainable || unit.shared) return;
+  if (++unit.arrived < unit.trainable || unit.shared || is_vertical()) return;
   finish(unit);
   if (!unit.has_frozen) end_use(unit);
 }
@@ -498,11 +504,24 @@ void UnitManager::finish(Unit& unit) {
     const nb::gil_scoped_release release;
     const std::lock_guard lock(engine_mutex());
     engine_->finish(unit.id, stream);
-    if (computes_on_host() && !adding_.empty()) adding_.back().added.wait();
+  }
+  end_part();
+  unit.finished = true;
+}
+
+void UnitManager::end_part() {
+  if (computes_on_host() && !adding_.empty()) {
+    const nb::gil_scoped_release release;
+    adding_.back().added.wait();
   }
   while (!adding_.empty() && adding_.front().added.reached()) adding_.pop_front();
   if (!collecting_.tensors.empty()) adding_.push_back(std::exchange(collecting_, {}));
-  unit.finished = true;
+}
+
+void UnitManager::end_unit(std::uint32_t index, bool is_complete) {
+  Unit& unit = units_[index];
+  end_use(unit);
+  if (is_complete && !unit.shared && !unit.finished && unit.arrived > 0) finish(unit);
 }
 
 void UnitManager::end_backward() {

@@ -51,7 +51,7 @@ struct ManagedUnit {
 };
 
 // The units as a model of the engine's.
-Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups);
+Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups, MicroBatchOrder order);
 
 // PyTorch's side. The callables may be called wherever a hook is.
 struct TorchSide {
@@ -154,7 +154,12 @@ class UnitManager {
   void input_arrived(std::uint32_t unit, bool last);
   // Takes the `grad` of a parameter's tensor, and sets it to None.
   void arrived(ParameterId parameter, nb::handle tensor);
-  // Finishes all units, and ends the pass: one micro-batch is done.
+  // In vertical order, where calls and gradients do not tell when a unit is done: a part of one micro-batch's backward
+  // pass is; and all micro-batches' backward passes of one round of the unit's calls are. `is_complete`: no further
+  // call of the unit has a backward pass to come.
+  void end_part();
+  void end_unit(std::uint32_t unit, bool is_complete);
+  // Finishes all units, and ends the pass: one micro-batch is done, or, in vertical order, all of a step.
   void end_backward();
   bool has_gradients() const { return arrived_count_ > 0; }
 
@@ -201,6 +206,7 @@ class UnitManager {
   platform::StreamRef stream_of_gradients();
   platform::StreamRef current_stream();
   bool computes_on_host() const { return torch_.current_stream.is_none(); }
+  bool is_vertical() const { return options_.engine.micro_batch_order == MicroBatchOrder::vertical; }
   void await_gradients();
   void show(Unit& unit);
   void hide(Unit& unit) noexcept;

@@ -356,6 +356,9 @@ void bind_unit_manager(nb::module_& module) {
       .def("leave", &UnitManager::leave, "unit"_a)
       .def("share", &UnitManager::share, "unit"_a)
       .def("backward_of_call", &UnitManager::backward_of_call, "unit"_a)
+      .def("end_part", &UnitManager::end_part, "Vertical order: a part of one micro-batch's backward pass is done.")
+      .def("end_unit", &UnitManager::end_unit, "unit"_a, "is_complete"_a,
+           "Vertical order: the unit's calls of a round have had their backward passes, of all micro-batches.")
       .def("end_backward", &UnitManager::end_backward)
       .def(
           "gradient_hook",

@@ -48,11 +48,16 @@ def trained(device, recompute, configs):
 
 @pytest.mark.skipif(not CAN_REFUSE, reason="memory of a unit that is down can be read: PyTorch is older than 2.13")
 @pytest.mark.skipif(not torch.utils.cpp_extension.is_ninja_available(), reason="ninja builds the accelerator")
-@pytest.mark.parametrize("recompute, micro_batches", [(None, 1), ("non-reentrant", 2), ("reentrant", 1)])
-def test_an_accelerator_ends_in_the_same_bits_in_every_placement(settings, recompute, micro_batches):
+@pytest.mark.parametrize("recompute, micro_batches, order", [(None, 1, "horizontal"), ("non-reentrant", 2, "horizontal"),
+                                                             ("reentrant", 1, "horizontal"), ("non-reentrant", 4, "vertical")])
+def test_an_accelerator_ends_in_the_same_bits_in_every_placement(settings, recompute, micro_batches, order):
     drive = settings(gradient_accumulation_steps=micro_batches)
     host = settings(gradient_accumulation_steps=micro_batches)
     roomy = settings(gradient_accumulation_steps=micro_batches, hoist={"device_memory": "8MiB", "pinned_memory": "32MiB"})
+    for config in (drive, host, roomy):
+        config["hoist"]["micro_batch_order"] = order
+        if order == "vertical" and config is not roomy:  # gradients are fp32 sums there
+            config["hoist"]["device_memory"] = "400KiB"
     for config in (host, roomy):
         for part in ("offload_param", "offload_optimizer"):
             config["zero_optimization"][part] = {"device": "cpu"}

@@ -464,6 +464,10 @@ def test_what_contradicts_the_arguments_is_refused(tmp_path):
         trainer_of(arguments(tmp_path / "out", bf16_full_eval=True), ds_config(tmp_path / "nvme"))
     with pytest.raises(hoist.UsageError, match="micro-batches"):
         trainer_of(arguments(tmp_path / "out", auto_find_batch_size=True), ds_config(tmp_path / "nvme"))
+    with pytest.raises(hoist.UsageError, match="micro_batch_order"):
+        vertical = ds_config(tmp_path / "nvme")
+        vertical.setdefault("hoist", {})["micro_batch_order"] = "vertical"
+        trainer_of(arguments(tmp_path / "out"), vertical).train()
     assert not (tmp_path / "nvme").exists()
 
 

@@ -15,8 +15,12 @@ def make(seed=0, **options):
 
 
 def train(engine, steps, first=0, micro_batches=1):
-    """Steps `first` to `first + steps` of one sequence of batches; the loss of each micro-batch."""
+    """Steps `first` to `first + steps` of one sequence of batches; the loss of each micro-batch, or in vertical order the mean of
+    each step."""
     losses = []
+    if engine.config.is_vertical:
+        data = iter(list(batches((first + steps) * micro_batches))[first * micro_batches:])
+        return [engine.train_batch(data, lambda batch: loss_of(engine(batch[0]), batch[1])).item() for _ in range(steps)]
     for index, (inputs, targets) in enumerate(batches((first + steps) * micro_batches)):
         if index < first * micro_batches:
             continue

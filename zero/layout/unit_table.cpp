@@ -33,14 +33,17 @@ UnitTable::UnitTable(Model model, const StateOf& state_of, int world_size, Gradi
       const UnitId owner_unit = model_.unit_of(owner);
       std::vector<UnitId>& tied = units_[u].tied;
       if (std::ranges::find(tied, owner_unit) == tied.end()) tied.push_back(owner_unit);
-      units_[owner_unit.index].owns_tied = true;
+      units_[owner_unit.index].has_own_gradient_memory = true;
     }
   }
 }
 
 Unit UnitTable::make_unit(UnitId id, const StateOf& state_of) {
   const ModelUnit& declared = model_.units()[id.index];
-  Unit unit{.name = declared.name, .options = declared.options, .parameters = declared.parameters};
+  Unit unit{.name = declared.name,
+            .options = declared.options,
+            .parameters = declared.parameters,
+            .has_own_gradient_memory = declared.options.own_gradient_memory};
   // Segments in order of first appearance, trainable ones before frozen ones.
   for (const bool trainable : {true, false}) {
     for (const ParameterId parameter : unit.parameters) {

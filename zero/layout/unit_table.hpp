@@ -61,8 +61,8 @@ struct Unit {
   UnitOptions options;
   std::vector<Segment> segments;
   std::vector<ParameterId> parameters;
-  std::vector<UnitId> tied;  // owners of parameters this unit also uses
-  bool owns_tied = false;    // another unit uses a parameter of this one
+  std::vector<UnitId> tied;              // owners of parameters this unit also uses
+  bool has_own_gradient_memory = false;  // between other units' gradients, too: as of a tied parameter's owner
   tiers::RecordLayout trainable{std::span<const tiers::RecordSegment>{}};
   tiers::RecordLayout frozen{std::span<const tiers::RecordSegment>{}};
   std::uint64_t elements = 0;

@@ -48,7 +48,8 @@ std::vector<scheduler::ItemRoom> gather_rooms(const UnitRegions& regions) {
 
 DeviceBufferChooser::DeviceBufferChooser(const EngineOptions& options, const UnitRegions& regions) : regions_(regions) {
   for (const Unit& unit : regions.table().units())
-    if (!unit.owns_tied) gradient_bytes_ = std::max(gradient_bytes_, arena_bytes(unit.gradient_buffer_bytes()));
+    if (!unit.has_own_gradient_memory)
+      gradient_bytes_ = std::max(gradient_bytes_, arena_bytes(unit.gradient_buffer_bytes()));
   const std::vector<scheduler::ItemRoom> rooms = gather_rooms(regions);
   gather_least_bytes_ = scheduler::least_room_bytes(rooms);
   for (const scheduler::ItemRoom& room : rooms) largest_unit_bytes_ = std::max(largest_unit_bytes_, room.bytes);

@@ -37,7 +37,7 @@ namespace {
 constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{
     &UnitMemory::weights,  &UnitMemory::state,           nullptr,
     &UnitMemory::gradient, &UnitMemory::secondary_shard, &UnitMemory::device_shard,
-    &UnitMemory::gathered, &UnitMemory::tied_gradient};
+    &UnitMemory::gathered, &UnitMemory::own_gradient};
 
 }  // namespace
 

@@ -27,7 +27,7 @@ struct UnitMemory {
   std::byte* secondary_shard = nullptr;
   std::byte* device_shard = nullptr;
   std::byte* gathered = nullptr;
-  std::byte* tied_gradient = nullptr;
+  std::byte* own_gradient = nullptr;
 };
 
 // What is free now beside the store's tables.

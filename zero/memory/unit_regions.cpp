@@ -125,7 +125,7 @@ void UnitRegions::place(UnitId id, const EngineOptions& options) {
   if (!weights_on_device)
     add(id, MemoryRole::weights, weights_resident_ ? MemoryTier::pinned : MemoryTier::nvme, unit.host_bytes());
   if (placement.stays_gathered) add(id, MemoryRole::gathered, MemoryTier::device, unit.gathered_bytes);
-  if (unit.owns_tied) add(id, MemoryRole::tied_gradient, MemoryTier::device, unit.gradient_buffer_bytes());
+  if (unit.has_own_gradient_memory) add(id, MemoryRole::own_gradient, MemoryTier::device, unit.gradient_buffer_bytes());
   if (has_device_shard) add(id, MemoryRole::device_shard, MemoryTier::device, unit.host_bytes());
   add(id, MemoryRole::secondary_shard, on_device ? MemoryTier::device : MemoryTier::pinned, secondary_bytes);
   add(id, MemoryRole::state, tier, state_bytes);

@@ -48,7 +48,7 @@ enum class MemoryRole : std::uint8_t {
   secondary_shard,  // what this rank keeps of the gathered unit for its group (EngineOptions::secondary_shard_ranks)
   device_shard,     // host layout, on the device: gathers start from it without crossing a link
   gathered,         // gathered layout: the unit does not share the gather memory
-  tied_gradient,    // gradient layout: held from the first use by a tied unit to the owner's finish()
+  own_gradient,     // gradient layout: of units that are not finished before other units' gradients begin
   // Of the engine.
   device_results,  // what the device leaves for the host: a sum of squares a chunk, then a word for a unit whose update
                    // may not be committed

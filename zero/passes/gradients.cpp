@@ -28,7 +28,7 @@ Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& mem
       states_(table.units().size()),
       own_(table.units().size()) {
   for (const std::span<std::byte> bytes : memory.gradient_buffers()) shared_.push_back({.data = bytes.data()});
-  for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.unit(UnitId{u}).tied_gradient;
+  for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.unit(UnitId{u}).own_gradient;
   if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
   for (std::uint32_t u = 0; u < own_.size(); ++u) shards_.push_back(memory.unit(UnitId{u}).gradient);
   if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());

@@ -8,8 +8,9 @@ hoist_stream() of its module returns (_hoist.HostStream).
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +56,26 @@ def current_stream_of(device: torch.device) -> Callable[[], Any] | None:
     if device.type == "cuda":
         return lambda: torch.cuda.current_stream(device).cuda_stream
     return getattr(getattr(torch, device.type, None), "hoist_stream", None)
+
+
+def carried_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """What PyTorch keeps for each thread, of the calling thread, for another one to work under: autocast, and the current
+    stream of a GPU. Other state of a thread (a mode of the program's own, a default device) is not carried over."""
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
+    caches = torch.is_autocast_cache_enabled()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def carried() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
+            yield
+
+    return carried
 
 
 def dlpack_device_of(device: torch.device) -> tuple[int, int]:

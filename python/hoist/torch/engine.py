@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
 from hoist.optim import options_of
-from hoist.torch import checkpoints, distributed, initial, program_state
+from hoist.torch import checkpoints, distributed, initial, program_state, vertical
 from hoist.torch.devices import device_of
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
@@ -33,6 +34,7 @@ from hoist.torch.turns import takes_turn
 from hoist.torch.units import units_of
 
 _log = logging.getLogger("hoist")
+_Batch = TypeVar("_Batch")
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
@@ -85,7 +87,8 @@ class Engine:
         settled = config.check_world_size(self._unit_manager.world_size)
         self._training = settled
 
-        self._passes = Passes(self._unit_manager, cut, self._parameters, micro_batches, config.scales_losses, self._require_life)
+        self._passes = Passes(self._unit_manager, cut, self._parameters, micro_batches, config.scales_losses, config.is_vertical,
+                              self._require_life)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         sources = self._parameters.move(self._unit_manager, self.device)
@@ -215,6 +218,31 @@ class Engine:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """As DeepSpeed's: for a program that calls backward() itself, its loss times the loss scale of fp16."""
         return self._passes.scale(loss)
+
+    @takes_turn
+    def train_batch(self, micro_batches: Iterable[_Batch], loss_of: Callable[[_Batch], torch.Tensor]) -> torch.Tensor:
+        """A whole step: `loss_of(micro_batch)` computes the loss of each of gradient_accumulation_steps micro-batches with this
+        engine's model; then backward passes and step(). Returns the mean of the losses.
+
+        In vertical order ("hoist": {"micro_batch_order": "vertical"}) each layer works through all micro-batches before the
+        next layer does: weights are loaded and gradients leave once a step. The activations of all micro-batches are in
+        memory at once. `loss_of` is then called in a thread for each micro-batch, one of which runs at a time; random numbers
+        are drawn in that order. Without that setting, the micro-batches follow each other as in a loop of backward() and
+        step(). Micro-batches beyond those of a step are not taken from an iterator.
+        """
+        count = self._passes.micro_batches
+        taken = list(itertools.islice(micro_batches, count))
+        if len(taken) < count:
+            raise _hoist.UsageError(f"train_batch() got {len(taken)} micro-batches; a step has {count} "
+                                    "(gradient_accumulation_steps)")
+        if not torch.is_grad_enabled():
+            raise _hoist.UsageError("train_batch() under torch.no_grad()")
+        if self.config.is_vertical:
+            losses = vertical.train(self._passes, self._unit_manager, self.device, taken, loss_of)
+        else:
+            losses = [self.backward(loss_of(batch)).detach() for batch in taken]
+        self.step()
+        return torch.stack([loss.float().reshape(()) for loss in losses]).mean()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ class ModuleHook:
         self.passes = passes
         self.unit_manager = unit_manager
         self.units = list(units)
-        self.entered: list[list[int]] = []  # of calls under way, innermost last
         self.is_root = is_root
         self.reads_in_backward = reads_weights_in_backward(module)
         module.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -36,11 +35,16 @@ class ModuleHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passes, unit_manager = self.passes, self.unit_manager
         passes.turns.require(FORWARD)
-        if not passes.calls or self.is_root:
-            passes.enter_outermost()
-        passes.calls.append(self)
+        if passes.forward_of_all is not None:
+            if self.units and not self.is_root:
+                passes.forward_of_all.reaches(self.units)
+        else:
+            if passes.without_history:
+                passes.refuse_reentrant(self.units)
+            if not passes.calls or self.is_root:
+                passes.enter_outermost()
         entered: list[int] = []
-        self.entered.append(entered)
+        passes.calls.append((self, entered))
         for unit in self.units:
             unit_manager.enter(unit)
             entered.append(unit)
@@ -53,14 +57,16 @@ class ModuleHook:
                 return
 
     @outside_of_graphs
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         passes, unit_manager = self.passes, self.unit_manager
         if not passes.calls or not passes.turns.is_free_or_mine:
-            return  # this call was refused
-        if passes.calls[-1] is self:
-            passes.calls.pop()
-        outermost = not passes.calls
-        entered = self.entered.pop() if self.entered else []
+            return None  # this call was refused
+        forward_of_all = passes.forward_of_all
+        entered: list[int] = []
+        if passes.calls[-1][0] is self:
+            entered = passes.calls.pop()[1]
+        outermost = not passes.calls and forward_of_all is None
+        replaced = None
         failed = output is None and sys.exc_info()[0] is not None
         if torch.is_grad_enabled() and not failed:
             tensors = list(tensors_in(output))
@@ -77,9 +83,15 @@ class ModuleHook:
             if outermost:
                 for node in nodes:
                     node.register_prehook(passes.backward_begins)
+            if forward_of_all is not None and entered and not self.is_root:
+                replaced = forward_of_all.cut(entered, output)
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()  # copies of these weights, which the step will change, beyond every budget
+        if forward_of_all is not None:
+            forward_of_all.leave(entered)
+            return replaced
         for unit in entered:
             unit_manager.leave(unit)
         if outermost:
             passes.leave_outermost(failed)
+        return None

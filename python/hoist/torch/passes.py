@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from hoist.torch.watch import Watch
 if TYPE_CHECKING:
     from hoist.torch.hooks import ModuleHook
     from hoist.torch.parameters import Parameters
+    from hoist.torch.vertical import Forward
 
 _log = logging.getLogger("hoist")
 
@@ -50,12 +51,13 @@ class Passes:
     """`require_life` raises where the engine has no state yet; called before a pass begins."""
 
     def __init__(self, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters, micro_batches: int,
-                 scales_losses: bool, require_life: Callable[[], None]):
+                 scales_losses: bool, is_vertical: bool, require_life: Callable[[], None]):
         self._unit_manager = unit_manager
         self._cut = cut
         self._parameters = parameters
         self._require_life = require_life
         self._scales_losses = scales_losses
+        self._is_vertical = is_vertical
         self._is_scaled = False  # the loss whose backward pass comes next
         self._backward_seen = False
         self._watched: set[Any] = set()  # kinds of passes that have been looked at for uses that no hook announces
@@ -70,7 +72,9 @@ class Passes:
         self._is_called = False  # backward() of the engine is under way
         self._says_divided = True
         self.left_by = ""  # what ended the last pass before its time
-        self.calls: list[ModuleHook] = []  # under way, innermost last
+        self.calls: list[tuple[ModuleHook, list[int]]] = []  # under way, innermost last, and the units that each entered
+        self.forward_of_all: Forward | None = None  # under way, in vertical order
+        self.without_history: set[int] = set()  # units that it called under torch.no_grad(), during the backward pass
         self.turns = Turns(unit_manager.require_process)
 
     # --- calls -------------------------------------------------------------------------------------------------------
@@ -101,12 +105,9 @@ class Passes:
                 return
         if unit_manager.current_pass is None:
             self.begin(_hoist.Pass.train if training else _hoist.Pass.evaluate)
-        kind = unit_manager.current_pass
-        if kind not in self._watched and not torch.compiler.is_compiling():
-            watch: contextlib.AbstractContextManager[object] = Watch(
-                self._parameters.tensors.unit_of, unit_manager.is_up, self._use_unannounced)
-            self._watch = watch
-            watch.__enter__()
+        if unit_manager.current_pass not in self._watched and not torch.compiler.is_compiling():
+            self._watch = self._watched_by(self._use_unannounced)
+            self._watch.__enter__()
 
     def begin(self, kind: _hoist.Pass) -> None:
         self._require_life()
@@ -114,6 +115,10 @@ class Passes:
         self._is_scaled = False
         self.left_by = ""
         if kind == _hoist.Pass.train:
+            if self._is_vertical and self.forward_of_all is None:
+                raise _hoist.UsageError(
+                    'in vertical order ("hoist": {"micro_batch_order": "vertical"}) all micro-batches of a step pass through '
+                    "each layer together: call engine.train_batch(micro_batches, loss_of)")
             if self.due:
                 raise _hoist.UsageError(
                     f"{self.micro_batches} backward pass{'es' if self.micro_batches > 1 else ''} make a step, and "
@@ -156,6 +161,10 @@ class Passes:
         elif unit_manager.current_pass == _hoist.Pass.evaluate and not unit_manager.keeps_all_up():
             unit_manager.end()
 
+    def _watched_by(self, missing: Callable[[int], None]) -> contextlib.AbstractContextManager[object]:
+        """Until its end, `missing` is told of units that operators use and nothing has brought up."""
+        return Watch(self._parameters.tensors.unit_of, self._unit_manager.is_up, missing)
+
     def _use_unannounced(self, unit: int) -> None:
         """An operator uses weights that no hook has brought up."""
         if self._unit_manager.is_held(unit):
@@ -164,9 +173,9 @@ class Passes:
         self._unit_manager.share(unit)
         name = self._cut.units[unit].name
         if self.calls:
-            hook = self.calls[-1]
+            hook, entered = self.calls[-1]
             hook.units.append(unit)
-            hook.entered[-1].append(unit)
+            entered.append(unit)
             _log.info("unit '%s' is also used in %s", name, "the model's own forward()" if hook.is_root else "another module")
         else:
             self._always_up.append(unit)
@@ -203,14 +212,10 @@ class Passes:
                          "takes the sum", self.micro_batches)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
-        first = "backward" not in self._watched
-        watch = None
-        if first:
-            watch = Watch(self._parameters.tensors.unit_of, self._unit_manager.is_up, self._use_unannounced_in_backward)
         scaled = self.scale(loss)
         self._is_called = True
         try:
-            with watch if watch is not None else contextlib.nullcontext():
+            with self._watch_of_backward():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException as error:
             self.left_by = text_of(error)
@@ -219,10 +224,18 @@ class Passes:
             raise
         finally:
             self._is_called = False
-        self._watched.add("backward")
         if self._unit_manager.current_pass == _hoist.Pass.train:  # a loss that no part of the model has made
             self._backward_seen = True
             self._backward_ends()
+
+    @contextlib.contextmanager
+    def _watch_of_backward(self) -> Iterator[None]:
+        if "backward" in self._watched:
+            yield
+            return
+        with self._watched_by(self._use_unannounced_in_backward):
+            yield
+        self._watched.add("backward")
 
     def backward_begins(self, *_: object) -> None:
         self.turns.require(BACKWARD)
@@ -253,6 +266,51 @@ class Passes:
         self._always_up.append(unit)
         _log.warning("unit '%s' is used by a backward pass that its output does not lead to: it stays up through whole "
                      "passes", self._cut.units[unit].name)
+
+    # --- vertical order ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def of_all_micro_batches(self) -> Iterator[None]:
+        """The one training pass of a step in vertical order. An error drops its gradients."""
+        if self._unit_manager.current_pass is not None:
+            self._unit_manager.end()  # an evaluation
+        self.begin(_hoist.Pass.train)
+        try:
+            yield
+        except BaseException as error:
+            self.left_by = text_of(error)
+            self._unit_manager.discard()
+            self.forget()
+            raise
+        self._is_scaled = self._step_was_called = False
+        self._unit_manager.end_backward()
+        self.micro_batch = self.micro_batches
+        self.due = True
+
+    @contextlib.contextmanager
+    def watched_forward(self) -> Iterator[None]:
+        if _hoist.Pass.train in self._watched:
+            yield
+            return
+        with self._watched_by(self._use_unannounced):
+            yield
+        self._watched.add(_hoist.Pass.train)
+
+    @contextlib.contextmanager
+    def backward_of_all(self, without_history: set[int]) -> Iterator[None]:
+        with self.turns.of(BACKWARD), self._watch_of_backward():
+            self._backward_seen = True
+            self.without_history = without_history
+            try:
+                yield
+            finally:
+                self._backward_seen = False
+                self.without_history = set()
+
+    def refuse_reentrant(self, units: list[int]) -> None:
+        if not self.without_history.isdisjoint(units):
+            raise _hoist.UsageError("recomputation with use_reentrant=True has no graph between the layers, so that vertical "
+                                    "order cannot take them one by one: use torch.utils.checkpoint with use_reentrant=False")
 
     # --- between passes ----------------------------------------------------------------------------------------------
 

@@ -129,6 +129,9 @@ class Trainer(transformers.Trainer):
             return self.optimizer
         filled = fill_in(self._hoist_config, self.args, self.state.max_steps)
         config = hoist.torch.load_config(filled)
+        if config.is_vertical:
+            raise _hoist.UsageError('Trainer computes one micro-batch after the other: set "hoist": {"micro_batch_order": '
+                                    '"horizontal"}, or write the loop with engine.train_batch()')
         saves = self.args.save_strategy != "no" and not self.args.save_only_model
         if saves and not config.store_directory:  # all state is in memory: checkpoints go where Trainer's others go
             filled.setdefault("hoist", {})["checkpoint_path"] = self.args.output_dir

@@ -73,6 +73,10 @@ class Turns:
         if not self.is_free_or_mine:
             self._refuse_concurrent(call)
 
+    def take_over(self) -> None:
+        """For another thread that works on the same call while the first one waits for it."""
+        self._thread = threading.current_thread()
+
     def interrupt(self, what: str) -> None:
         self._interrupted = self._interrupted or what
 

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vertical order: each unit works through all micro-batches of a step before the next unit does.
+
+Forward, each micro-batch has a thread, and one thread runs at a time. A thread hands over where its micro-batch reaches
+the next unit, so that a unit is loaded once for all of them. Every unit's output is cut from autograd's graph there: what
+follows sees a tensor without history. Backward, the pieces between the cuts are differentiated from the last one to the
+first, each for all micro-batches, with the gradient that the later pieces left at the cut.
+
+A tensor that leaves a unit beside its output (kept in an attribute, say) is not cut. Its gradient would need the memory of
+that unit's gradients while another unit's are not complete, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import dataclasses
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map
+
+from hoist import _hoist
+from hoist.torch.devices import carried_state
+from hoist.torch.passes import Passes
+
+if TYPE_CHECKING:
+    from hoist.torch.hooks import ModuleHook
+
+_Batch = TypeVar("_Batch")
+
+
+def train(passes: Passes, unit_manager: _hoist.UnitManager, device: torch.device, micro_batches: Sequence[_Batch],
+          loss_of: Callable[[_Batch], torch.Tensor]) -> list[torch.Tensor]:
+    """Forward and backward pass of all micro-batches of a step. Returns their losses, without history."""
+    forward = passes.forward_of_all = Forward(passes, unit_manager, len(micro_batches))
+    try:
+        with passes.of_all_micro_batches():
+            losses = forward.run(micro_batches, loss_of, device)
+            passes.forward_of_all = None
+            detached = [loss.detach() for loss in losses]
+            scaled = [passes.scale(loss) for loss in losses]
+            del losses
+            with passes.backward_of_all(forward.without_history):
+                _differentiate(unit_manager, forward.pieces, scaled, forward.uncut)
+    finally:
+        passes.forward_of_all = None
+    return detached
+
+
+class _Cut(torch.autograd.Function):
+    """A tensor of a piece, as later pieces see it. `graph` only makes autograd record the call."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: torch.Tensor, piece: Piece, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.piece, ctx.index = piece, index
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.piece.add(ctx.index, gradient)
+        return None, None, None, None
+
+
+class Piece:
+    """What one micro-batch computed between two cuts: the outputs of a unit's call, and their gradients so far."""
+
+    def __init__(self, units: Sequence[int]):
+        self.units = list(units)
+        self._outputs: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor | None] = []
+
+    def cut(self, value: Any) -> Any:
+        """The value with every tensor that has a history replaced by one without."""
+        return tree_map(functools.partial(self._cut_leaf, {}), value)
+
+    def _cut_leaf(self, cuts: dict[int, torch.Tensor], leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.grad_fn is None:
+                return leaf
+            if id(leaf) not in cuts:
+                self._outputs.append(leaf)
+                self._gradients.append(None)
+                graph = torch.empty(0, requires_grad=True)
+                cuts[id(leaf)] = _Cut.apply(graph, self, len(self._outputs) - 1, leaf.detach())
+            return cuts[id(leaf)]
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            replaced = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):
+                value = tree_map(functools.partial(self._cut_leaf, cuts), getattr(leaf, field.name))
+                object.__setattr__(replaced, field.name, value)
+            return replaced
+        return leaf
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._outputs
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        before = self._gradients[index]
+        self._gradients[index] = gradient if before is None else before + gradient
+
+    def differentiate(self) -> None:
+        """The graph is freed with this piece's outputs, and not before: other pieces may share a part of it."""
+        both = [(o, g) for o, g in zip(self._outputs, self._gradients, strict=True) if g is not None]
+        self._outputs, self._gradients = [], []
+        if both:
+            outputs, gradients = zip(*both, strict=True)
+            torch.autograd.backward(outputs, gradients, retain_graph=True)
+
+
+class _Stopped(BaseException):
+    """Ends the thread of a micro-batch after another one has failed."""
+
+
+class Forward:
+    """The forward passes of all micro-batches.
+
+    Threading: one thread a micro-batch; all but the one whose turn it is wait in _hand_over().
+    """
+
+    def __init__(self, passes: Passes, unit_manager: _hoist.UnitManager, count: int):
+        self._passes = passes
+        self._unit_manager = unit_manager
+        self.pieces: list[list[Piece]] = [[] for _ in range(count)]  # of each micro-batch, in the order of the calls
+        self.uncut: list[list[int]] = [[] for _ in range(count)]  # units of each that the next piece includes
+        self.without_history: set[int] = set()  # units that were called under torch.no_grad()
+        self._calls: list[list[tuple[ModuleHook, list[int]]]] = [[] for _ in range(count)]
+        self._losses: list[torch.Tensor] = [torch.empty(0)] * count
+        self._held: list[int] = []  # units that the round's first micro-batches have left, and its last one has not
+        self._changed = threading.Condition()
+        self._alive = list(range(count))
+        self._turn = 0
+        self._error: BaseException | None = None
+        self._is_stopped = False
+
+    def run(self, micro_batches: Sequence[_Batch], loss_of: Callable[[_Batch], torch.Tensor], device: torch.device,
+            ) -> list[torch.Tensor]:
+        carried = carried_state(device)
+
+        def run_one(index: int) -> None:
+            try:
+                self._await_turn(index)
+                with carried(), self._passes.watched_forward() if index == 0 else contextlib.nullcontext():
+                    loss = loss_of(micro_batches[index])
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    raise _hoist.UsageError("train_batch(micro_batches, loss_of): loss_of returns the loss of a micro-batch, a "
+                                            "tensor with one element and a history")
+                self._losses[index] = loss
+            except _Stopped:
+                pass
+            except BaseException as error:
+                self._stop(error)
+            finally:
+                self._end(index)
+
+        threads = [threading.Thread(target=contextvars.copy_context().run, args=(run_one, index), daemon=True,
+                                    name=f"micro-batch {index}") for index in range(len(micro_batches))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            self._stop(error)
+            for thread in threads:
+                thread.join()
+        finally:
+            self._passes.turns.take_over()
+            self._passes.calls = []
+        if self._error is not None:
+            raise self._error
+        self._leave_held()
+        losses, self._losses = self._losses, []
+        return losses
+
+    # --- hooks say ---------------------------------------------------------------------------------------------------
+
+    def reaches(self, units: list[int]) -> None:
+        """A micro-batch reaches a call of units: the others catch up first."""
+        if not torch.is_grad_enabled():
+            self.without_history.update(units)
+        self._hand_over()
+
+    def leave(self, units: list[int]) -> None:
+        """A call of a unit has ended. Its weights stay for the micro-batches that come after in this round."""
+        self._held += units
+        if self._turn == self._alive[-1]:
+            self._leave_held()
+
+    def cut(self, units: list[int], output: Any) -> Any:
+        piece = Piece(units)
+        cut = piece.cut(output)
+        uncut = self.uncut[self._turn]
+        if piece.is_empty:
+            uncut += units
+        else:
+            piece.units += uncut
+            uncut.clear()
+            self.pieces[self._turn].append(piece)
+        return cut
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    def _leave_held(self) -> None:
+        held, self._held = self._held, []
+        for unit in held:
+            self._unit_manager.leave(unit)
+
+    def _hand_over(self) -> None:
+        mine = self._turn
+        self._pass_on()
+        self._await_turn(mine)
+
+    def _pass_on(self) -> None:
+        with self._changed:
+            later = [index for index in self._alive if index > self._turn]
+            self._turn = later[0] if later else (self._alive[0] if self._alive else -1)
+            self._changed.notify_all()
+
+    def _await_turn(self, mine: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == mine)
+        self._passes.calls = self._calls[mine]
+        self._passes.turns.take_over()
+        if self._is_stopped:
+            raise _Stopped
+
+    def _end(self, mine: int) -> None:
+        with self._changed:
+            self._alive.remove(mine)
+        self._pass_on()
+
+    def _stop(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._is_stopped = True
+
+
+def _differentiate(unit_manager: _hoist.UnitManager, pieces: list[list[Piece]], losses: list[torch.Tensor],
+                   uncut: list[list[int]]) -> None:
+    """Clears its arguments, so that memory is given back as the backward pass goes on."""
+    to_come = Counter(unit for of_one in pieces for piece in of_one for unit in piece.units)
+    for index in range(len(losses)):
+        losses[index].backward(retain_graph=True)
+        losses[index] = torch.empty(0)
+        unit_manager.end_part()
+    _end_units(unit_manager, {unit for units in uncut for unit in units}, to_come)
+    while any(pieces):
+        units: set[int] = set()
+        for of_one in pieces:
+            if of_one:
+                piece = of_one.pop()
+                piece.differentiate()
+                unit_manager.end_part()
+                units.update(piece.units)
+                to_come.subtract(piece.units)
+        _end_units(unit_manager, units, to_come)
+
+
+def _end_units(unit_manager: _hoist.UnitManager, units: set[int], to_come: Counter[int]) -> None:
+    for unit in units:
+        unit_manager.end_unit(unit, to_come[unit] == 0)
+
