@@ -102,9 +102,9 @@ class _Optimizer(torch.optim.Optimizer):
         for name, is_kept, value in zip(STATE_NAMES[self._kind], options.moments, (0.0, options.initial_accumulator),
                                         strict=True):
             if is_kept:
-                state[name] = torch.full(parameter.shape, value)
+                state[name] = torch.full(parameter.shape, value, device="cpu")
         if parameter.dtype == torch.bfloat16:
-            state["remainder"] = torch.zeros(parameter.shape, dtype=torch.int16)
+            state["remainder"] = torch.zeros(parameter.shape, dtype=torch.int16, device="cpu")
         return state
 
     def _update(self, options: _hoist.OptimizerOptions, step: int, parameters: list[torch.nn.Parameter]) -> None:

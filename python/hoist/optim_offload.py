@@ -401,7 +401,7 @@ class Offloaded:
         if not self._is_divided:
             return self._collect(groups, is_wanted=True)
         if self._consolidated is None:
-            raise _hoist.UsageError("the states are divided among ranks: call consolidate_state_dict(to=RANK) on all of them first, "
+            raise _hoist.UsageError("the states are divided among ranks: call consolidate_state_dict(to=RANK) on all of them first "
                                     "and state_dict() on that rank, before the next step")
         return self._consolidated
 
@@ -455,8 +455,8 @@ class Offloaded:
                                     "have made the same steps")
         steps = {saved.step for saved in states.values()}
         if len(steps) > 1:
-            raise _hoist.UsageError(f"the parameters of the state_dict have made different numbers of steps ({sorted(steps)}): here "
-                                    "all have made the same")
+            raise _hoist.UsageError(f"the parameters of the state_dict have made different numbers of steps ({sorted(steps)}): "
+                                    "here all have made the same")
         return states, steps.pop()
 
     # --- what happened -----------------------------------------------------------------------------------------------
@@ -492,8 +492,8 @@ def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[li
         if shard_over is not None:
             raise _hoist.UsageError("shard_over=... before torch.distributed.init_process_group()")
         if has_store and distributed.launched_size() > 1:
-            raise _hoist.UsageError(f"{distributed.launched_size()} processes were launched, and each would commit alone into one "
-                                    "directory: call torch.distributed.init_process_group() first")
+            raise _hoist.UsageError(f"{distributed.launched_size()} processes were launched, and each would commit alone into "
+                                    "one directory: call torch.distributed.init_process_group() first")
         return [0], [0]
     job = list(range(dist.get_world_size()))
     members = [dist.get_rank()] if shard_over is None else list(dist.get_process_group_ranks(shard_over))
