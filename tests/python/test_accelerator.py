@@ -12,9 +12,9 @@ import sys
 
 import pytest
 import torch.utils.cpp_extension
+from test_optim_offload import Program, place
 
 from hoist.torch.unit_tensors import CAN_REFUSE
-from test_optim_offload import Program, place
 
 HERE = pathlib.Path(__file__).parent
 PROGRAM = """
@@ -78,6 +78,7 @@ for arguments in json.loads(sys.argv[2]):
         bits = program.train(0, 6).bits()
         assert all(p.device.type == "slate" for p in program.parameters)
     print(json.dumps([values.flatten().double().tolist() for values in bits]))
+del program, bits  # the test device does not outlive its tensors
 """
 
 

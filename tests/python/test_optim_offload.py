@@ -9,14 +9,14 @@ import weakref
 
 import pytest
 import torch
+from test_distributed import results, start
+from test_processes import run_program
 from torch import nn
 
 import hoist
 import hoist.optim
 import hoist.optim_offload
 from models import Gpt, batches, loss_of
-from test_distributed import results, start
-from test_processes import run_program
 
 in_memory = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="states in memory are beside CPU tensors")
 BUDGETS = {"pinned_memory": "32MiB", "device_memory": "16MiB"}
