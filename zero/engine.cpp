@@ -215,6 +215,14 @@ void Engine::write(ParameterId parameter, State state, std::uint64_t first_eleme
   core_->run([&] { core_->write(parameter, state, first_element, values); });
 }
 
+void Engine::replace_state(std::uint64_t step, const Initializer& masters, const MomentInitializer& moments) {
+  core_->run([&] { core_->replace_state(step, masters, moments); });
+}
+
+void Engine::change_masters(const Initializer& change) {
+  core_->run([&] { core_->change_masters(change); });
+}
+
 Completion Engine::save(std::string name, std::span<const std::byte> caller_state, const SaveOptions& options) {
   return core_->run([&] { return core_->save(name, caller_state, options); });
 }

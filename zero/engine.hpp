@@ -115,6 +115,13 @@ class Engine {
   // last step that was applied; a sharding group that has nothing to change passes none. Errors: UsageError for
   // State::gradient, for a moment that is not kept, and for a master that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
+  // [J] Replaces the whole state, as if `step` steps had been applied: for state that another program made. Gradients
+  // that wait for step() are dropped. With a store of steps, one commit. Errors: UsageError for fewer steps than were
+  // committed; after any other error, an initializer's included, the engine has failed and the last commit stays.
+  void replace_state(std::uint64_t step, const Initializer& masters, const MomentInitializer& moments);
+  // [J] Changes masters of trainable parameters, in the same way: `change` finds the present values in its `out`, and
+  // replaces those that it wants to.
+  void change_masters(const Initializer& change);
   // [J] Keeps the present state under a name (of 1 to 47 bytes), with `caller_state`, for restore() to go back to: the
   // last EngineOptions::keep_steps of them. A step of the same name is replaced, once this one is durable everywhere.
   // No data moves, and nothing waits: on NVMe the step's own commit is kept; state in memory is written by a thread

@@ -182,6 +182,9 @@ struct EngineOptions {
   std::string metrics_path;
 
   double gradient_clipping = 1.0;  // global norm; 0: none
+  // The program has averaged the gradients over the ranks itself, so that accumulate() gets equal ones on every rank.
+  // Each rank then takes its shard of its own gradients, and nothing is reduced.
+  bool gradients_are_reduced = false;
   // What 16-bit trainable parameters are; empty: as the program declares each. Where it is fp16, some are; where it is
   // fp32, there are none. Set by the keys fp16.enabled and bf16.enabled.
   std::optional<DType> weights_dtype{};

@@ -86,6 +86,10 @@ struct ParameterPlace {
 // row-major. A pure function of its arguments: it is asked for this rank's shard only, in pieces of any size.
 using Initializer = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;
 
+// Likewise values of State::moment1 and State::moment2.
+using MomentInitializer =
+    std::function<void(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out)>;
+
 struct StepOptions {
   // Kept in the commit of this step and given back by restore(): data position, random state, schedules. Worth giving
   // between commits, too: a write() commits the step it finds. At most EngineOptions::caller_state_bytes_max; equal on

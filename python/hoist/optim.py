@@ -1,31 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU optimizers on their own, as torch.optim optimizers over CPU tensors in memory.
+"""hoist's optimizers as torch.optim optimizers, for any training loop.
 
-bf16 parameters are trained with an exact fp32 master: a 16-bit remainder beside each weight, 2 bytes instead of the 4 of
-a copy. `master` gives the fp32 values.
+By default parameters are CPU tensors and the optimizer's states stay beside them in memory. bf16 parameters are trained with
+an exact fp32 master: a 16-bit remainder beside each weight, 2 bytes instead of the 4 of a copy. `master` gives the fp32 values.
+
+With offload="cpu" or "nvme" parameters may be on a GPU. Masters and moments are in pinned memory or on NVMe, whole or divided
+among the ranks of a process group, and are updated by the CPU (optim_offload.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
 
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from hoist.optim_offload import Offloaded, OffloadArguments
+
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]
 
-_DTYPES = {torch.float32: _hoist.DType.fp32, torch.bfloat16: _hoist.DType.bf16, torch.float16: _hoist.DType.fp16}
+DTYPES = {torch.float32: _hoist.DType.fp32, torch.bfloat16: _hoist.DType.bf16, torch.float16: _hoist.DType.fp16}
+
+# The names that torch.optim's states have for the first and the second moment.
+STATE_NAMES = {
+    "AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Adagrad": ("", "sum"), "Lion": ("exp_avg", ""),
+    "SGD": ("momentum_buffer", ""),
+}
 
 
 class _Optimizer(torch.optim.Optimizer):
     _kind: str
 
-    def __init__(self, params: ParamsT, threads: int, settings: dict[str, Any]):
-        self._pool = _hoist.UpdatePool(threads)
+    def __init__(self, params: ParamsT, threads: int, settings: dict[str, Any], arguments: OffloadArguments):
+        self._offloaded: Offloaded | None = None
         super().__init__(params, settings)
+        if arguments.get("offload") is not None:
+            from hoist.optim_offload import Offloaded  # needs hoist.torch
+
+            self._offloaded = Offloaded(self.param_groups, self._kind, threads, **arguments)
+            return
+        for name in arguments:
+            if name != "offload":
+                raise _hoist.UsageError(f'{name}=... is for offloaded states: pass offload="cpu" or offload="nvme"')
+        self._pool = _hoist.UpdatePool(threads)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._offloaded is not None:
+            raise _hoist.UsageError("add_param_group() after the optimizer was made: places of offloaded states are laid out "
+                                    "once. Pass all groups to the constructor, with lr=0 for those that begin later")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._offloaded is not None:
+            raise _hoist.UsageError("an optimizer with offloaded states cannot be copied or pickled: save its state_dict()")
+        return super().__getstate__()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -39,6 +74,9 @@ class _Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._offloaded is not None:
+            self._offloaded.step(self.param_groups)
+            return loss
         for group in self.param_groups:
             options = options_of(group, _hoist.OptimizerOptions.defaults_of(self._kind))
             by_step: dict[int, list[torch.nn.Parameter]] = {}
@@ -57,17 +95,16 @@ class _Optimizer(torch.optim.Optimizer):
             return state
         if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
             raise _hoist.UsageError(f"a parameter is {parameter.dtype} on {parameter.device}; float32 and bfloat16 CPU "
-                                    "tensors are updated here")
+                                    'tensors are updated here, others with offload="cpu" or offload="nvme"')
         if not parameter.is_contiguous():
             raise _hoist.UsageError("a parameter is not dense: its elements do not stand one after the other")
-        first, second = options.moments
         state["step"] = 0
-        if first:
-            state["exp_avg"] = torch.zeros(parameter.shape)
-        if second:
-            state["exp_avg_sq"] = torch.full(parameter.shape, options.initial_accumulator)
+        for name, is_kept, value in zip(STATE_NAMES[self._kind], options.moments, (0.0, options.initial_accumulator),
+                                        strict=True):
+            if is_kept:
+                state[name] = torch.full(parameter.shape, value, device="cpu")
         if parameter.dtype == torch.bfloat16:
-            state["remainder"] = torch.zeros(parameter.shape, dtype=torch.int16)
+            state["remainder"] = torch.zeros(parameter.shape, dtype=torch.int16, device="cpu")
         return state
 
     def _update(self, options: _hoist.OptimizerOptions, step: int, parameters: list[torch.nn.Parameter]) -> None:
@@ -76,36 +113,65 @@ class _Optimizer(torch.optim.Optimizer):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             remainder, first, second = (state[key].data_ptr() if key in state else 0
-                                        for key in ("remainder", "exp_avg", "exp_avg_sq"))
+                                        for key in ("remainder", *STATE_NAMES[self._kind]))
             arrays.append(_hoist.Arrays(parameter.data_ptr(), remainder, first, second, gradient.data_ptr(),
-                                        _DTYPES[parameter.dtype], _DTYPES[gradient.dtype], parameter.numel()))
+                                        DTYPES[parameter.dtype], DTYPES[gradient.dtype], parameter.numel()))
         self._pool.update(options, step, 1.0, arrays)
         torch.autograd.graph.increment_version(parameters)
 
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's. With states that are divided among ranks: after consolidate_state_dict(), on its rank."""
+        packed: dict[str, Any] = super().state_dict()
+        if self._offloaded is not None:
+            packed["state"] = self._offloaded.states(self.param_groups)
+        return packed
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """[C] As ZeroRedundancyOptimizer's: gathers all states on one rank of `shard_over`, in its memory, for state_dict()."""
+        self._require_offload("consolidate_state_dict()").consolidate(self.param_groups, to)
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """[C] Takes what state_dict() gave, also of an optimizer with states elsewhere, or of torch.optim's."""
+        if self._offloaded is not None:
+            return self._offloaded.load(self.param_groups, state_dict)
         super().load_state_dict(state_dict)
         # PyTorch gives every state its parameter's type, which moments and remainders of bf16 parameters have not.
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
-            for key, value in state_dict["state"].get(number, {}).items():
-                self.state[parameter][key] = value.clone() if isinstance(value, torch.Tensor) else value
+            self.state.pop(parameter, None)
+            if not (saved := SavedState.of(self._kind, parameter, state_dict["state"].get(number, {}))):
+                continue
+            group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+            state = self._state_of(parameter, options_of(group, _hoist.OptimizerOptions.defaults_of(self._kind)))
+            state["step"] = saved.step
+            for name, moment in zip(STATE_NAMES[self._kind], saved.moments, strict=True):
+                if name in state and moment is not None:
+                    state[name] = moment.clone()
+            if saved.master is not None and "remainder" in state:
+                rounded = torch.empty_like(parameter)
+                _hoist.split_master(saved.master.data_ptr(), rounded.data_ptr(), state["remainder"].data_ptr(),
+                                    parameter.numel())
+                state["remainder"][rounded != parameter] = 0  # of another weight
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The fp32 value that is trained."""
+        """[C] The fp32 value that is trained."""
+        if self._offloaded is not None:
+            return self._offloaded.read(parameter, _hoist.State.master)
         if parameter.dtype == torch.float32 or parameter not in self.state:
             return parameter.detach().float().clone()
-        values = torch.empty(parameter.shape)
-        _hoist.join_master(parameter.data_ptr(), self.state[parameter]["remainder"].data_ptr(), values.data_ptr(),
-                           parameter.numel())
-        return values
+        return join_master(parameter, self.state[parameter]["remainder"])
 
     def set_master(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """Makes `values` the fp32 master, and its rounding the parameter."""
-        values = values.detach().float().contiguous()
+        """[C] Makes `values` the fp32 master, and its rounding the parameter."""
+        values = values.detach().float().cpu().contiguous()
         if values.shape != parameter.shape:
             raise _hoist.UsageError(f"the parameter is {tuple(parameter.shape)}, the values {tuple(values.shape)}")
+        if self._offloaded is not None:
+            return self._offloaded.write_master(parameter, values)
         if parameter.dtype == torch.float32:
             with torch.no_grad():
                 parameter.copy_(values)
@@ -113,6 +179,119 @@ class _Optimizer(torch.optim.Optimizer):
         group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
         state = self._state_of(parameter, options_of(group, _hoist.OptimizerOptions.defaults_of(self._kind)))
         _hoist.split_master(values.data_ptr(), parameter.data_ptr(), state["remainder"].data_ptr(), parameter.numel())
+
+    # --- offloaded states --------------------------------------------------------------------------------------------
+
+    def _require_offload(self, what: str) -> Offloaded:
+        if self._offloaded is None:
+            raise _hoist.UsageError(f'{what} is for offloaded states: pass offload="cpu" or offload="nvme"')
+        return self._offloaded
+
+    @property
+    def restored(self) -> bool:
+        """Whether states and parameters come from a commit."""
+        return self._require_offload("restored").restored
+
+    @property
+    def step_count(self) -> int:
+        """Steps applied."""
+        return self._require_offload("step_count").step_count
+
+    @property
+    def committed_step(self) -> int | None:
+        """The newest step that is durable."""
+        return self._require_offload("committed_step").committed_step
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing, because a gradient was not finite."""
+        return self._offloaded is not None and self._offloaded.step_was_skipped
+
+    @property
+    def commit_state(self) -> dict[str, Any]:
+        """The program's own part of every commit: anything that JSON can hold."""
+        return self._require_offload("commit_state").program_state
+
+    def save(self, name: str = "") -> _hoist.Completion:
+        """[C] Commits the present state; what it returns is done when that is durable. With keep_steps and a name it is kept."""
+        return self._require_offload("save()").save(self.param_groups, name)
+
+    def kept(self) -> dict[str, int]:
+        """[C] Steps that are kept, by name, oldest first."""
+        return self._require_offload("kept()").kept()
+
+    def restore(self, name: str = "") -> int:
+        """[C] Goes back to a step that was kept, or to the newest commit, parameters and learning rates included. Returns the
+        step. Also after an error that ended the optimizer."""
+        return self._require_offload("restore()").restore(self.param_groups, name)
+
+    def adopt_parameters(self) -> None:
+        """[C] Makes the parameters' present values the masters, where they are not the masters' roundings already. step() does
+        so itself when it sees by their version counters that the program changed parameters in place."""
+        self._require_offload("adopt_parameters()").adopt()
+
+    def settle(self) -> None:
+        """Returns when every commit under way is done."""
+        self._require_offload("settle()").settle()
+
+    def describe(self) -> list[str]:
+        """Where states are, and what was chosen."""
+        return self._require_offload("describe()").describe()
+
+    def close(self) -> None:
+        """Ends commits under way and gives memory and store back. Parameters stay as they are. So does a normal end of the
+        program, or of the last reference."""
+        if self._offloaded is not None:
+            self._offloaded.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._offloaded is not None and error is not None:
+            self._offloaded.abandon(error)
+        self.close()
+
+
+def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """bf16 weights and their remainders, both in CPU memory, as fp32 masters."""
+    values = torch.empty(parameter.shape, device="cpu")
+    _hoist.join_master(parameter.data_ptr(), remainder.data_ptr(), values.data_ptr(), parameter.numel())
+    return values
+
+
+@dataclass
+class SavedState:
+    """What a state_dict() has of one parameter, as fp32 in CPU memory."""
+
+    step: int
+    moments: tuple[torch.Tensor | None, torch.Tensor | None]
+    master: torch.Tensor | None  # None: as the parameter is
+
+    @staticmethod
+    def of(kind: str, parameter: torch.nn.Parameter, saved: dict[str, Any]) -> SavedState | None:
+        """None where nothing was saved. Errors: UsageError for a state of another shape."""
+        if not saved:
+            return None
+
+        def values(key: str, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            value = saved.get(key) if key else None
+            if value is None:
+                return None
+            if value.shape != parameter.shape:
+                raise _hoist.UsageError(f"'{key}' of a parameter of {tuple(parameter.shape)} has the shape "
+                                        f"{tuple(value.shape)} in the state_dict: it is of another model")
+            return torch.as_tensor(value).detach().to("cpu", dtype).contiguous()
+
+        first, second = STATE_NAMES[kind]
+        moments = values(first), values(second)
+        master = values("master")
+        remainder = values("remainder", torch.int16)
+        if master is None and remainder is not None and parameter.dtype == torch.bfloat16:
+            master = join_master(parameter.detach().to("cpu"), remainder)
+        # torch.optim.SGD counts no steps: its momentum begins with the first.
+        step = int(saved["step"]) if "step" in saved else int(any(moment is not None for moment in moments))
+        return SavedState(step, moments, master)
 
 
 # Names in torch.optim's parameter groups -> the engine's.
@@ -137,15 +316,35 @@ def options_of(group: dict[str, Any], defaults: _hoist.OptimizerOptions) -> _hoi
     return options
 
 
+# What a group may have besides its learning rate that changes results. An engine has taken it when it was made.
+_SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad", "maximize", "lr_decay")
+
+
+def settled_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(group[key]) if key == "betas" else group[key] for key in _SETTLED if key in group}
+
+
+def refuse_changes(groups: list[dict[str, Any]], settled: list[dict[str, Any]]) -> None:
+    """Errors: UsageError where the program, or a schedule of it, has changed more than learning rates."""
+    for index, (group, before) in enumerate(zip(groups, settled, strict=False)):
+        now = settled_of(group)
+        for key in _SETTLED:
+            if before.get(key) != now.get(key):
+                raise _hoist.UsageError(
+                    f"'{key}' of parameter group {index} was changed from {before.get(key)} to {now.get(key)}; only learning "
+                    "rates can change during a run (OneCycleLR and CyclicLR need cycle_momentum=False)")
+
+
 class AdamW(_Optimizer):
     """Adam with decoupled weight decay."""
 
     _kind = "AdamW"
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2, bias_correction: bool = True, threads: int = 0):
+                 weight_decay: float = 1e-2, bias_correction: bool = True, threads: int = 0,
+                 **offload: Unpack[OffloadArguments]):
         super().__init__(params, threads, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                                           "bias_correction": bias_correction})
+                                           "bias_correction": bias_correction}, offload)
 
 
 class Adam(AdamW):
@@ -154,17 +353,19 @@ class Adam(AdamW):
     _kind = "Adam"
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, bias_correction: bool = True, threads: int = 0):
-        super().__init__(params, lr, betas, eps, weight_decay, bias_correction, threads)
+                 weight_decay: float = 0.0, bias_correction: bool = True, threads: int = 0,
+                 **offload: Unpack[OffloadArguments]):
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction, threads, **offload)
 
 
 class Adagrad(_Optimizer):
     _kind = "Adagrad"
 
     def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0,
-                 initial_accumulator_value: float = 0.0, eps: float = 1e-10, threads: int = 0):
+                 initial_accumulator_value: float = 0.0, eps: float = 1e-10, threads: int = 0,
+                 **offload: Unpack[OffloadArguments]):
         super().__init__(params, threads, {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay,
-                                           "initial_accumulator_value": initial_accumulator_value, "eps": eps})
+                                           "initial_accumulator_value": initial_accumulator_value, "eps": eps}, offload)
 
 
 class Lion(_Optimizer):
@@ -173,14 +374,15 @@ class Lion(_Optimizer):
     _kind = "Lion"
 
     def __init__(self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
-                 threads: int = 0):
-        super().__init__(params, threads, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+                 threads: int = 0, **offload: Unpack[OffloadArguments]):
+        super().__init__(params, threads, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, offload)
 
 
 class SGD(_Optimizer):
     _kind = "SGD"
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, threads: int = 0):
+                 weight_decay: float = 0.0, nesterov: bool = False, threads: int = 0,
+                 **offload: Unpack[OffloadArguments]):
         super().__init__(params, threads, {"lr": lr, "momentum": momentum, "dampening": dampening,
-                                           "weight_decay": weight_decay, "nesterov": nesterov})
+                                           "weight_decay": weight_decay, "nesterov": nesterov}, offload)

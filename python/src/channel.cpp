@@ -173,4 +173,21 @@ std::shared_ptr<comm::Transport> make_channel(nb::object channel) {
   return std::make_shared<Channel>(std::move(channel));
 }
 
+MakeChannel channel_maker(nb::callable make) {
+  return [make = std::move(make)] {
+    const nb::gil_scoped_acquire acquire;
+    return make_channel(make());
+  };
+}
+
+std::unique_ptr<comm::Communicator> join_over(const MakeChannel& make, platform::DeviceKind device,
+                                              const comm::CommunicatorOptions& options) {
+  const std::shared_ptr<comm::Transport> control = make();
+  const auto over_channel = [&](const comm::CommunicatorOptions& used) {
+    return comm::make_over("torch.distributed", control->duplicate(), control, used);
+  };
+  if (device != platform::DeviceKind::cuda) return over_channel(options);
+  return comm::make_nccl_over(over_channel({.timeout = options.timeout}), options);
+}
+
 }  // namespace hoist::python

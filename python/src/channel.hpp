@@ -11,15 +11,26 @@
 // Errors     CommError with the Python exception's text, rank and operation.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include <nanobind/nanobind.h>
 
+#include <hoist/comm/communicator.hpp>
 #include <hoist/comm/transport.hpp>
+#include <hoist/platform/device.hpp>
 
 namespace hoist::python {
 
 // Pre: the GIL is held.
 std::shared_ptr<comm::Transport> make_channel(nanobind::object channel);
+
+// Makes a channel over all ranks of a group. Takes the GIL.
+using MakeChannel = std::function<std::shared_ptr<comm::Transport>()>;
+MakeChannel channel_maker(nanobind::callable make);
+
+// A communicator over such a channel. On a CUDA device data goes over NCCL.
+std::unique_ptr<comm::Communicator> join_over(const MakeChannel& make, platform::DeviceKind device,
+                                              const comm::CommunicatorOptions& options);
 
 }  // namespace hoist::python

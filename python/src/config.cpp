@@ -88,6 +88,13 @@ void bind_config(nb::module_& module) {
           "is_vertical", [](const Config& c) { return c.engine.micro_batch_order == MicroBatchOrder::vertical; },
           "Whether one pass holds all micro-batches of a step.")
       .def_prop_rw(
+          "gradients_are_reduced", [](const Config& c) { return c.engine.gradients_are_reduced; },
+          [](Config& c, bool reduced) { c.engine.gradients_are_reduced = reduced; },
+          "Whether the program averages gradients over the ranks itself.")
+      .def_prop_rw(
+          "device_ordinal", [](const Config& c) { return c.runtime.device_ordinal; },
+          [](Config& c, int ordinal) { c.runtime.device_ordinal = ordinal; }, "Which GPU; -1: by the local rank.")
+      .def_prop_rw(
           "device_memory", [](const Config& c) { return c.runtime.device_memory_bytes; },
           [](Config& c, std::uint64_t bytes) { c.runtime.device_memory_bytes = bytes; },
           "Bytes; 0: as this machine allows.")

@@ -186,7 +186,7 @@ int UnitManager::world_size_at_start() const {
 void UnitManager::take_memory() {
   RuntimeOptions& runtime = options_.runtime;
   const comm::Launch launch = comm::launch_of_process();
-  if (options_.make_channel && launch.size == 1) runtime.local_ranks = options_.world_size;
+  if (launch.size == 1) runtime.local_ranks = std::max(options_.world_size, options_.job_size);
   if (runtime.device != platform::DeviceKind::cuda) return;
   const Prediction prediction = predict(runtime, options_.engine, model_, world_size_at_start());
   runtime.device_arena_bytes = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
@@ -194,15 +194,21 @@ void UnitManager::take_memory() {
 
 void UnitManager::open_runtime() {
   const nb::gil_scoped_release release;
-  if (options_.make_channel) {
-    runtime_ = std::make_unique<Runtime>(options_.runtime, [this](const comm::CommunicatorOptions& comm) {
-      const std::shared_ptr<comm::Transport> control = options_.make_channel();
-      const auto over_channel = [&](const comm::CommunicatorOptions& options) {
-        return comm::make_over("torch.distributed", control->duplicate(), control, options);
-      };
-      if (options_.runtime.device != platform::DeviceKind::cuda) return over_channel(comm);
-      return comm::make_nccl_over(over_channel({.timeout = comm.timeout}), comm);
-    });
+  const platform::DeviceKind device = options_.runtime.device.value_or(platform::DeviceKind::host);
+  const auto over = [device](const MakeChannel& make) {
+    return [device, &make](const comm::CommunicatorOptions& comm) { return join_over(make, device, comm); };
+  };
+  const auto alone = [](const comm::CommunicatorOptions& comm) { return comm::make_self(comm); };
+  if (options_.make_job_channel) {
+    const Runtime::MakeCommunicator sharding =
+        options_.make_channel ? Runtime::MakeCommunicator(over(options_.make_channel)) : alone;
+    // The job's ranks exchange what they agree on, never weights.
+    const auto norm = [this](const comm::CommunicatorOptions& comm) {
+      return join_over(options_.make_job_channel, platform::DeviceKind::host, {.timeout = comm.timeout});
+    };
+    runtime_ = std::make_unique<Runtime>(options_.runtime, Runtime::Groups{sharding, norm});
+  } else if (options_.make_channel) {
+    runtime_ = std::make_unique<Runtime>(options_.runtime, over(options_.make_channel));
   } else {
     runtime_ = std::make_unique<Runtime>(options_.runtime);
   }

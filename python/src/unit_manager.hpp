@@ -31,12 +31,12 @@
 
 #include <nanobind/nanobind.h>
 
-#include <hoist/comm/communicator.hpp>
-#include <hoist/comm/transport.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/owning_process.hpp>
 #include <hoist/zero/engine.hpp>
 #include <hoist/zero/predict/prediction.hpp>
+
+#include "channel.hpp"
 
 namespace hoist::python {
 
@@ -72,8 +72,11 @@ struct UnitManagerOptions {
   std::vector<GroupOptions> groups{};  // beside group 0, which has the configuration's settings
   std::vector<ManagedUnit> units{};
   // Ranks that the program brings along: makes a channel over all of them. None: those that the configuration names.
-  std::function<std::shared_ptr<comm::Transport>()> make_channel{};
+  MakeChannel make_channel{};
   int world_size = 0;  // of that channel
+  // Over all ranks of the job, where it has several sharding groups (Runtime::Groups).
+  MakeChannel make_job_channel{};
+  int job_size = 0;
 };
 
 class UnitManager {
@@ -163,6 +166,10 @@ class UnitManager {
   void end_backward();
   bool has_gradients() const { return arrived_count_ > 0; }
 
+  // Streams that PyTorch's work is ordered by, on the calling thread. Pre: the GIL is held.
+  platform::StreamRef stream_of_weights();
+  platform::StreamRef stream_of_gradients();
+
   // torch.float32, torch.bfloat16 and torch.float16, to tell gradients' types by.
   void know_types(nb::object fp32, nb::object bf16, nb::object fp16);
   void connect(TorchSide torch) { torch_ = std::move(torch); }
@@ -201,9 +208,6 @@ class UnitManager {
   void gather(Unit& unit);
   bool give_way();
   void unload(Unit& unit);
-  // Streams that PyTorch's work is ordered by, on the calling thread.
-  platform::StreamRef stream_of_weights();
-  platform::StreamRef stream_of_gradients();
   platform::StreamRef current_stream();
   bool computes_on_host() const { return torch_.current_stream.is_none(); }
   bool is_vertical() const { return options_.engine.micro_batch_order == MicroBatchOrder::vertical; }

@@ -22,7 +22,9 @@
 #include "bindings.hpp"
 #include "channel.hpp"
 #include "tensor.hpp"
+#include "tensor_steps.hpp"
 #include "unit_manager.hpp"
+#include "unit_values.hpp"
 
 namespace hoist::python {
 
@@ -39,75 +41,8 @@ std::span<const std::byte> bytes_of(const nb::bytes& state) {
 
 // --- initial values --------------------------------------------------------------------------------------------------
 
-// A dense CPU tensor's memory, and what keeps it alive.
-struct Values {
-  const void* data = nullptr;
-  DType dtype = DType::fp32;
-  std::uint64_t count = 0;
-};
-
-void widen(const Values& values, std::uint64_t first, std::span<float> out) {
-  if (first > values.count || out.size() > values.count - first)
-    throw UsageError("an initial value has fewer elements than its parameter");
-  switch (values.dtype) {
-    case DType::fp32:
-      std::copy_n(static_cast<const float*>(values.data) + first, out.size(), out.begin());
-      return;
-    case DType::bf16:
-      std::transform(static_cast<const bf16*>(values.data) + first,
-                     static_cast<const bf16*>(values.data) + first + out.size(), out.begin(), to_float);
-      return;
-    case DType::fp16:
-      std::transform(static_cast<const std::uint16_t*>(values.data) + first,
-                     static_cast<const std::uint16_t*>(values.data) + first + out.size(), out.begin(), fp16_to_float);
-  }
-}
-
-// Values of one unit at a time: `unit_values(unit)` returns {parameter index: (address, type, count)} of tensors that
-// it keeps alive until it is called for the next unit.
-class UnitValues {
- public:
-  UnitValues(UnitManager& unit_manager, nb::callable unit_values)
-      : unit_manager_(unit_manager), unit_values_(std::move(unit_values)) {}
-
-  void fill(ParameterId parameter, std::uint64_t first, std::span<float> out) {
-    Values values;
-    {
-      const std::lock_guard lock(mutex_);
-      const std::uint32_t unit = unit_manager_.place(parameter).unit.index;
-      if (unit_ != unit) load(unit);
-      const auto found = values_.find(parameter.index);
-      if (found == values_.end())
-        throw UsageError("no initial value for parameter '" + unit_manager_.model().parameters()[parameter.index].name +
-                         "'");
-      values = found->second;
-    }
-    // The pieces of a unit are filled before the next unit is asked for.
-    widen(values, first, out);
-  }
-
- private:
-  void load(std::uint32_t unit) {
-    const nb::gil_scoped_acquire acquire;
-    values_.clear();
-    const auto loaded = nb::cast<nb::dict>(unit_values_(unit));
-    for (const auto [key, value] : loaded) {
-      const auto entry = nb::cast<nb::tuple>(value);
-      values_[nb::cast<std::uint32_t>(key)] = {reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(entry[0])),
-                                               nb::cast<DType>(entry[1]), nb::cast<std::uint64_t>(entry[2])};
-    }
-    unit_ = unit;
-  }
-
-  UnitManager& unit_manager_;
-  nb::callable unit_values_;
-  std::mutex mutex_;
-  std::optional<std::uint32_t> unit_;
-  std::map<std::uint32_t, Values> values_;
-};
-
 void initialize(UnitManager& unit_manager, nb::callable unit_values) {
-  UnitValues values(unit_manager, std::move(unit_values));
+  UnitValues values(unit_manager.model(), std::move(unit_values));
   unit_manager.initialize(
       [&](ParameterId parameter, std::uint64_t first, std::span<float> out) { values.fill(parameter, first, out); });
 }
@@ -268,21 +203,20 @@ void bind_unit_manager(nb::module_& module) {
       .def(
           "__init__",
           [](UnitManager* self, const Config& config, const std::vector<GroupOptions>& groups,
-             const std::vector<ManagedUnit>& units, const std::optional<nb::callable>& make, int world_size) {
+             const std::vector<ManagedUnit>& units, const std::optional<nb::callable>& make, int world_size,
+             const std::optional<nb::callable>& make_job, int job_size) {
             UnitManagerOptions options{.runtime = config.runtime,
                                        .engine = config.engine,
                                        .groups = groups,
                                        .units = units,
-                                       .world_size = world_size};
-            if (make) {
-              options.make_channel = [make = *make] {
-                const nb::gil_scoped_acquire acquire;
-                return make_channel(make());
-              };
-            }
+                                       .world_size = world_size,
+                                       .job_size = job_size};
+            if (make) options.make_channel = channel_maker(*make);
+            if (make_job) options.make_job_channel = channel_maker(*make_job);
             new (self) UnitManager(std::move(options));
           },
-          "config"_a, "groups"_a, "units"_a, "make_channel"_a = nb::none(), "world_size"_a = 0)
+          "config"_a, "groups"_a, "units"_a, "make_channel"_a = nb::none(), "world_size"_a = 0,
+          "make_job_channel"_a = nb::none(), "job_size"_a = 0)
       .def(
           "connect",
           [](UnitManager& unit_manager, nb::object bind, nb::object open, nb::object close, nb::object unbind,
@@ -387,6 +321,20 @@ void bind_unit_manager(nb::module_& module) {
             return unit_manager.engine().step({.caller_state = bytes});
           },
           "caller_state"_a)
+      .def(
+          "step_tensors",
+          [](UnitManager& unit_manager, const std::vector<std::uintptr_t>& gradients, const std::vector<DType>& dtypes,
+             const std::vector<std::uintptr_t>& weights, const nb::bytes& state) {
+            return step_tensors(unit_manager, gradients, dtypes, weights, bytes_of(state));
+          },
+          "gradients"_a, "dtypes"_a, "weights"_a, "caller_state"_a,
+          "A step with gradients in the program's tensors, which leaves the new weights in others: addresses of dense "
+          "tensors on the device, by parameter. A gradient of 0: none, as zeros.")
+      .def("copy_weights", &copy_weights, "weights"_a, "The present weights, into the program's tensors.")
+      .def("change_masters", &change_masters, "unit_values"_a,
+           "Makes each value the master of its element, unless it is the master's rounding already.")
+      .def("replace_state", &replace_state, "step"_a, "unit_masters"_a, "unit_moments1"_a, "unit_moments2"_a,
+           "As initialize(), with moments and the number of steps that they are of.")
       .def("settle",
            [](UnitManager& unit_manager) {
              const nb::gil_scoped_release release;

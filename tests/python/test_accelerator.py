@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch.utils.cpp_extension
+from test_optim_offload import Program, place
 
 from hoist.torch.unit_tensors import CAN_REFUSE
 
@@ -66,3 +67,33 @@ def test_an_accelerator_ends_in_the_same_bits_in_every_placement(settings, recom
     drive["zero_optimization"] = host["zero_optimization"]
     (on_cpu, _), = trained("cpu", recompute, [drive])
     assert losses == pytest.approx(on_cpu, rel=1e-5)  # of attention there are several kernels on a CPU
+
+
+OPTIMIZER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import accelerator, hoist.optim_offload
+accelerator.use()
+import torch
+from test_optim_offload import Program
+hoist.optim_offload._UNIT_ELEMENTS, hoist.optim_offload._PIECE_ELEMENTS = 5000, 3000
+for arguments in json.loads(sys.argv[2]):
+    program = Program("AdamW", torch.bfloat16, torch.device("slate"), **arguments)
+    with program.optimizer:
+        bits = program.train(0, 6).bits()
+        assert all(p.device.type == "slate" for p in program.parameters)
+    print(json.dumps([values.flatten().double().tolist() for values in bits]))
+del program, bits  # the test device does not outlive its tensors
+"""
+
+
+@pytest.mark.skipif(not torch.utils.cpp_extension.is_ninja_available(), reason="ninja builds the accelerator")
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_an_optimizer_with_offloaded_states_ends_in_the_bits_of_the_cpu(tmp_path, monkeypatch, seed):
+    monkeypatch.setenv("HOIST_ACCELERATOR_SEED", seed)
+    places = [place(offload, tmp_path) for offload in ("cpu", "nvme")]
+    ended = subprocess.run([sys.executable, "-c", OPTIMIZER, str(HERE), json.dumps(places)], capture_output=True, text=True,
+                           check=False)
+    assert ended.returncode == 0, ended.stderr
+    expected = [values.flatten().double().tolist() for values in Program("AdamW", torch.bfloat16).train(0, 6).bits()]
+    assert [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[[")] == [expected, expected]

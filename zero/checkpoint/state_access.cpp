@@ -11,10 +11,9 @@ namespace hoist::detail {
 using tiers::Region;
 using tiers::Tile;
 
-// The initial values of shard elements [first, first + values.size()) of a segment; zero between parameters.
+// The initial values of shard elements [first, first + values.size()) of a segment; what is between parameters stays.
 void StateAccess::fill_segment(UnitId id, const Segment& segment, std::uint64_t first, std::span<float> values,
                                const Initializer& initializer) const {
-  std::fill(values.begin(), values.end(), 0.0f);
   const Unit& unit = table_.unit(id);
   const std::uint64_t begin = static_cast<std::uint64_t>(rank_) * segment.shard_elements + first;
   const std::uint64_t end = begin + values.size();
@@ -41,6 +40,7 @@ void StateAccess::fill(const Initializer& initializer, std::span<std::byte> scra
     if (!moments) return;
     for (const State state : {State::moment1, State::moment2}) {
       if (!tile.segment->has(state)) continue;
+      std::ranges::fill(values, 0.0f);
       fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values,
                    [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
                      moments(parameter, state, first, out);
@@ -49,6 +49,15 @@ void StateAccess::fill(const Initializer& initializer, std::span<std::byte> scra
     }
   });
   for (std::uint32_t u = 0; u < table_.units().size(); ++u) fill_frozen(UnitId{u}, initializer, scratch);
+}
+
+void StateAccess::change_masters(const Initializer& change) {
+  pipeline_.walk(walk(), [&](const TileAccess& tile) {
+    std::vector<float> values(tile.tile->elements);
+    for (std::uint64_t i = 0; i < values.size(); ++i) values[i] = load_value(tile, State::master, i);
+    fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values, change);
+    store_values(tile, State::master, 0, values);
+  });
 }
 
 void StateAccess::load() {

@@ -173,9 +173,8 @@ void EngineCore::require_model() const {
                     "multiply its loss by Engine::loss_scale(), or remove the section fp16");
 }
 
-void EngineCore::create(const Initializer& initializer, std::span<const std::byte> program_state) {
-  if (!initializer) throw UsageError("Engine::create() needs an Initializer, which makes the initial values");
-  const Initializer checked = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+Initializer EngineCore::committable(const Initializer& initializer) const {
+  return [this, &initializer](ParameterId parameter, std::uint64_t first, std::span<float> out) {
     initializer(parameter, first, out);
     for (const float value : out) {
       const ParameterSpec& spec = table.spec(parameter);
@@ -186,6 +185,10 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
                                    dtype_name(spec.dtype == DType::fp16 ? DType::fp16 : DType::bf16)));
     }
   };
+}
+
+void EngineCore::create(const Initializer& initializer, std::span<const std::byte> program_state) {
+  if (!initializer) throw UsageError("Engine::create() needs an Initializer, which makes the initial values");
   make([&] {
     ranks.compare_groups(options, [&] { require_model(); });
     ranks.agree_on_model("Engine::create()", table, options, settings.groups());
@@ -197,7 +200,7 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
     try {
       ranks.all_together("make its initial state", [&] {
         checkpoints->open_step(0);
-        state_access->fill(checked, unused_staging_buffer());
+        state_access->fill(committable(initializer), unused_staging_buffer());
       });
       open_mirror();
     } catch (...) {
@@ -296,7 +299,7 @@ void EngineCore::start(std::uint64_t gather_bytes) {
   }
   gatherer = std::make_unique<Gatherer>(runtime, options, table, *memory, gather_bytes, *executor, streams,
                                         weight_reader.get(), *updates, *notifier, gathering_group.get());
-  gradients = std::make_unique<Gradients>(runtime, table, *memory, *executor, streams, *updates, *notifier);
+  gradients = std::make_unique<Gradients>(runtime, options, table, *memory, *executor, streams, *updates, *notifier);
   state_access =
       std::make_unique<StateAccess>(runtime.rank(), options, table, settings.groups(), *record_io, *pipeline);
 }
@@ -563,6 +566,53 @@ void EngineCore::write(ParameterId parameter, State state, std::uint64_t first, 
   if (checkpoints->on_nvme()) checkpoints->commit_open(settings.step_count).wait();
   gatherer->invalidate();
   book_io();
+}
+
+void EngineCore::change_state(const char* call, std::uint64_t step, const std::function<void()>& change) {
+  if (pass->under_way()) throw UsageError(fmt::format("{} belongs between passes, not inside of one", call));
+  stepper->policy().require_undecided(call);
+  if (ranks.job().size() > 1) comm::agree(ranks.job(), step, fmt::format("{} at step {}", call, step));
+  settle_together();
+  const Ledger::Apart apart(runtime.ledger());
+  pass->drop();
+  gatherer->quiesce();
+  checkpoints->state_changed();
+  ranks.together("change its state", [&] {
+    checkpoints->reopen_step(step);
+    try {
+      change();
+    } catch (const UsageError& error) {  // half of the state is another one by now
+      throw Error(error.what());
+    }
+  });
+  settings.step_count = step;
+  if (checkpoints->on_nvme()) checkpoints->commit_open(step).wait();
+  gatherer->invalidate();
+  book_io();
+}
+
+void EngineCore::replace_state(std::uint64_t step, const Initializer& masters, const MomentInitializer& moments) {
+  if (!masters || !moments) throw UsageError("replace_state() needs values of masters and of moments");
+  if (checkpoints->on_nvme() && step < settings.step_count) {
+    throw UsageError(
+        fmt::format("state of step {} cannot follow step {} in one store, whose newest commit would be the older one; "
+                    "restore() goes back to a step that was kept, or use another directory",
+                    step, settings.step_count));
+  }
+  const MomentInitializer checked_moments = [&](ParameterId parameter, State state, std::uint64_t first,
+                                                std::span<float> out) {
+    moments(parameter, state, first, out);
+    for (const float value : out) {
+      if (std::isfinite(value) && (state == State::moment1 || value >= 0)) continue;
+      throw UsageError(fmt::format("{} is no moment of parameter '{}'", value, table.spec(parameter).name));
+    }
+  };
+  change_state("replace_state()", step, [&] { state_access->fill(committable(masters), {}, checked_moments); });
+}
+
+void EngineCore::change_masters(const Initializer& change) {
+  if (!change) throw UsageError("change_masters() needs values");
+  change_state("change_masters()", settings.step_count, [&] { state_access->change_masters(committable(change)); });
 }
 
 Completion EngineCore::save(const std::string& name, std::span<const std::byte> program_state,

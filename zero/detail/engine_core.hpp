@@ -8,6 +8,7 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -56,6 +57,8 @@ class EngineCore {
   void settle();
   void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
   void write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values);
+  void replace_state(std::uint64_t step, const Initializer& masters, const MomentInitializer& moments);
+  void change_masters(const Initializer& change);
   Completion save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options);
 
   bool keeps(ParameterId parameter, State state) const;
@@ -115,6 +118,9 @@ class EngineCore {
   // The same error, which also says what can be done about it.
   CorruptionError with_remedy(const CorruptionError& error) const;
 
+  // [J] Runs `change` on the state within a commit of step `step`.
+  void change_state(const char* call, std::uint64_t step, const std::function<void()>& change);
+  Initializer committable(const Initializer& initializer) const;  // which refuses values that cannot be committed
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
   void check_kept(ParameterId parameter, State state) const;  // UsageError: there is no such state
   void settle_together();  // [C] carries out what is pending; a failure is every rank's

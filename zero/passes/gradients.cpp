@@ -16,9 +16,11 @@ namespace hoist::detail {
 
 using platform::CopyKind;
 
-Gradients::Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-                     Streams& streams, UpdateQueue& updates, AbortNotifier& abort_notifier)
+Gradients::Gradients(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
+                     scheduler::Executor& executor, Streams& streams, UpdateQueue& updates,
+                     AbortNotifier& abort_notifier)
     : runtime_(runtime),
+      reduces_(table.world_size() > 1 && !options.gradients_are_reduced),
       table_(table),
       memory_(memory),
       executor_(executor),
@@ -145,12 +147,11 @@ void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream)
   }
 }
 
-// On the executor. The mean over ranks, and this rank's shard of it brought down.
+// On the executor. Takes the mean over ranks, unless the program has, and brings this rank's shard of it down.
 void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
                        Reduction& reduction) {
   const Unit& unit = table_.unit(id);
-  const int world = table_.world_size();
-  if (world > 1) {
+  if (reduces_) {
     std::vector<comm::ReducePiece> pieces;
     pieces.reserve(unit.segments.size());
     for (const Segment& segment : unit.segments) {
@@ -158,7 +159,7 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
       pieces.push_back({.data = source + segment.gradient_offset,
                         .dtype = segment.dtype,
                         .shard_elements = segment.shard_elements,
-                        .scale = 1.0f / static_cast<float>(world),
+                        .scale = 1.0f / static_cast<float>(table_.world_size()),
                         .what = unit.name});
     }
     streams_.comm->wait(ready, WaitCause::none);

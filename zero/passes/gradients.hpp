@@ -35,8 +35,8 @@ namespace hoist::detail {
 
 class Gradients {
  public:
-  Gradients(Runtime& runtime, const UnitTable& table, const Memory& memory, scheduler::Executor& executor,
-            Streams& streams, UpdateQueue& updates, AbortNotifier& abort_notifier);
+  Gradients(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
+            scheduler::Executor& executor, Streams& streams, UpdateQueue& updates, AbortNotifier& abort_notifier);
 
   // The unit's gradient buffer of this pass, laid out as place() says; zeroed on `stream` when it is the first request.
   // A request on another stream than the one before makes it wait for what that one has to do so far. The stream
@@ -132,6 +132,7 @@ class Gradients {
   Completion hand_on_now(UnitId id);
 
   Runtime& runtime_;
+  const bool reduces_;  // over the ranks
   const UnitTable& table_;
   const Memory& memory_;
   scheduler::Executor& executor_;

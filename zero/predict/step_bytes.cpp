@@ -66,7 +66,7 @@ StepPhases step_phases(const EngineOptions& options, const UnitRegions& units, s
     if (!weights_on_device && in_group > 0) phases.forward.device_to_host += secondary_bytes;
     if (!state_on_device && weights_on_device) phases.forward.host_to_device += weights;  // once after each update
     if (!state_on_device) phases.backward.device_to_host += passes * trainable;
-    phases.backward.wire += others * passes * trainable;
+    if (!options.gradients_are_reduced) phases.backward.wire += others * passes * trainable;
     // Under the next forward, the first fetch takes its weights from the update, which has read, or made, them already.
     const bool shared = updates_under_forward(options) && count > 0;
     if (weights_on_nvme && shared) phases.forward.nvme_read -= made;

@@ -48,8 +48,8 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
                stripe_directories, durability, commit_every, keep_steps, mirror, caller_state_bytes_max, lock_timeout,
                micro_batches_max, micro_batch_order, update_mode, sub_group_elements, update_buffer_count,
                staging_buffer_count, prefetch_elements, live_elements_max, reuse_distance_elements,
-               persistence_elements, secondary_shard_ranks, metrics_path, gradient_clipping, weights_dtype, loss_scale,
-               optimizer_defaults, learning_rate_schedule] = engine;
+               persistence_elements, secondary_shard_ranks, metrics_path, gradient_clipping, gradients_are_reduced,
+               weights_dtype, loss_scale, optimizer_defaults, learning_rate_schedule] = engine;
   // Each rank has its own memory and drives: they decide how much of its shard is where, and how large the pieces are
   // that it moves at a time, which changes neither a bit nor what other ranks do.
   static_cast<void>(optimizer_pinned_fraction), static_cast<void>(stripe_directories), static_cast<void>(lock_timeout);
@@ -83,6 +83,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
           {"zero_optimization.stage3_max_reuse_distance", fmt::to_string(reuse_distance_elements)},
           {"zero_optimization.stage3_param_persistence_threshold", fmt::to_string(persistence_elements)},
           {"zero_optimization.zero_hpz_partition_size", fmt::to_string(secondary_shard_ranks)},
+          {"EngineOptions::gradients_are_reduced", fmt::to_string(gradients_are_reduced)},
           {"fp16.loss_scale", text_of(loss_scale)},
           {"optimizer.params.initial_accumulator_value", fmt::format("{}", fmt::join(accumulators, ", "))},
           {"hoist.comm_scratch", fmt::to_string(runtime.comm_scratch_bytes)}};

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,21 +29,27 @@ import torch.distributed as dist
 
 from hoist import _hoist
 
-# Every rank makes the same engines in the same order, and so gives them the same names.
-_numbers = itertools.count()
+# Every rank of a group makes the same engines over it in the same order, and so gives them the same names.
+_numbers: dict[tuple[int, ...], itertools.count[int]] = {}
 _gave_reasons: list[Ranks] = []
 
 
 class Ranks:
     """Those of one engine: where they find each other, and why they do not go on.
 
+    `members`: their ranks in the job, in the order that the engine counts them in.
+
     Threading: any.
     """
 
-    def __init__(self, timeout: timedelta):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, timeout: timedelta, members: Sequence[int]):
+        self.members = tuple(members)
+        self.rank_of_job = dist.get_rank()
+        self.rank = self.members.index(self.rank_of_job)
         self.timeout = timeout
-        self.store = dist.PrefixStore(f"hoist/{next(_numbers)}", dist.distributed_c10d._get_default_store())
+        name = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]
+        number = next(_numbers.setdefault(self.members, itertools.count()))
+        self.store = dist.PrefixStore(f"hoist/{name}/{number}", dist.distributed_c10d._get_default_store())
         self.failed = False
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -71,7 +78,7 @@ class Ranks:
 
     def lost(self, problem: str) -> str:
         """What a call that failed is to say: another rank's reason, if there is one."""
-        mine = f"rank {self.rank} gave up: {problem}"
+        mine = f"rank {self.rank_of_job} gave up: {problem}"
         why = self.fail(mine)
         return problem if why == mine else why
 
@@ -81,7 +88,7 @@ class Ranks:
 
     def all_have_heard(self) -> bool:
         try:
-            return self.store.add("heard", 0) >= self.size
+            return self.store.add("heard", 0) >= len(self.members)
         except RuntimeError:
             return True  # nobody can any more
 
@@ -116,9 +123,12 @@ class Channel:
     def exchange(self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
         def start(group: Any) -> list[tuple[str, Any]]:
             # Receives first: what comes early then finds its place.
-            work = [(f" (from rank {self._members[rank]})", group.recv([tensor], rank, 0)) for rank, tensor in receives]
-            return work + [(f" (to rank {self._members[rank]})", group.send([tensor], rank, 0)) for rank, tensor in sends]
+            work = [(f" (from rank {self._name_of(rank)})", group.recv([tensor], rank, 0)) for rank, tensor in receives]
+            return work + [(f" (to rank {self._name_of(rank)})", group.send([tensor], rank, 0)) for rank, tensor in sends]
         self._call(start)
+
+    def _name_of(self, rank: int) -> int:
+        return self._ranks.members[self._members[rank]]
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         self._call(lambda group: [("", group.broadcast(tensor, root))])
@@ -137,7 +147,7 @@ class Channel:
         return Channel(self._ranks, f"{self._name}/{self._made}/from-{first}", range(first, first + count))
 
     def abort(self, why: str) -> None:
-        self._ranks.fail(f"rank {self._ranks.rank} failed: {why}")
+        self._ranks.fail(f"rank {self._ranks.rank_of_job} failed: {why}")
 
     def why(self) -> str | None:
         return self._ranks.why()
@@ -182,7 +192,7 @@ def _stay_for_a_moment() -> None:
     """Rank 0's process often holds the store: until the others have read there why it ended."""
     until = time.monotonic() + 3
     for ranks in _gave_reasons:
-        while ranks.rank == 0 and not ranks.all_have_heard() and time.monotonic() < until:
+        while ranks.rank_of_job == 0 and not ranks.all_have_heard() and time.monotonic() < until:
             time.sleep(0.05)
 
 
@@ -208,13 +218,18 @@ def channels_of(config: _hoist.Config) -> tuple[Callable[[], Channel] | None, in
                 'torch.distributed.init_process_group() first, or set "hoist": {"communicator": "self"} and give each '
                 "a store of its own")
         return None, 0
-    size = dist.get_world_size()
+    return channels_over(range(dist.get_world_size()), config)
+
+
+def channels_over(members: Sequence[int], config: _hoist.Config) -> tuple[Callable[[], Channel] | None, int]:
+    """The same over some ranks of the job, this one among them; (None, 0) where it is the only one."""
+    size = len(members)
     if size == 1:
         return None, 0
     timeout = timedelta(seconds=config.comm_timeout_seconds)
 
     def make() -> Channel:
-        ranks = Ranks(timeout)
+        ranks = Ranks(timeout, members)
         try:
             return Channel(ranks, "ranks", range(size))
         except RuntimeError as error:

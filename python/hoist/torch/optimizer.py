@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hoist import _hoist
+from hoist.optim import refuse_changes, settled_of
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
-
-
-# What a group may have besides its learning rate that changes results. The engine has taken it when it was made.
-_SETTLED = ("betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad", "maximize", "lr_decay")
-
-
-def _settled_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(group[key]) if key == "betas" else group[key] for key in _SETTLED if key in group}
 
 
 def refuse_schedule(schedule: Any) -> None:
@@ -37,7 +30,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine = engine
         super().__init__(param_groups, {})
         self._rates: list[float | None] = [group["lr"] for group in self.param_groups]
-        self._settled = [_settled_of(group) for group in self.param_groups]
+        self._settled = [settled_of(group) for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As PyTorch's, undecorated: the decorator imports torch._dynamo (graphs.py says why not)."""
@@ -47,7 +40,7 @@ class Optimizer(torch.optim.Optimizer):
     def adopt(self, param_groups: list[dict[str, Any]]) -> None:
         """Follows the groups of another optimizer, whose schedulers then set the rates here."""
         self.param_groups = param_groups
-        self._settled = [_settled_of(group) for group in param_groups]
+        self._settled = [settled_of(group) for group in param_groups]
 
     def forget_rates(self) -> None:
         """A new engine has the configuration's rates, and is told all of these with its first step."""
@@ -61,13 +54,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def refuse_changes(self) -> None:
         """Errors: UsageError where the program, or a schedule of it, has changed more than learning rates."""
-        for index, (group, settled) in enumerate(zip(self.param_groups, self._settled, strict=False)):
-            for key in _SETTLED:
-                before, now = settled.get(key), _settled_of(group).get(key)
-                if before != now:
-                    raise _hoist.UsageError(
-                        f"'{key}' of parameter group {index} was changed from {before} to {now}; only learning rates can change "
-                        "during a run (OneCycleLR and CyclicLR need cycle_momentum=False)")
+        refuse_changes(self.param_groups, self._settled)
 
     def push_rates(self) -> None:
         for index, group in enumerate(self.param_groups):

@@ -176,7 +176,7 @@ class Parameters:
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         result: dict[str, torch.Tensor] = {}
         for name in self._number:
-            result[name] = _as_type(self.read(name), dtype or self._type[name])
+            result[name] = as_type(self.read(name), dtype or self._type[name])
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
         result.update({n: b.detach().clone() for n, b in self.persistent_buffers()})
@@ -207,7 +207,7 @@ class Parameters:
         def fill(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: Any) -> None:
             for name in list(self._number) + list(self._cut.aliases):
                 if prefix + name in state_dict:
-                    state_dict[prefix + name] = _as_type(self.read(name), self._type[self.own_name(name)])
+                    state_dict[prefix + name] = as_type(self.read(name), self._type[self.own_name(name)])
 
         # PyTorch would go on to copy the values into parameters whose units are not up. So what was written is taken out of
         # its (own) dictionary, and is not missing for that.
@@ -235,7 +235,7 @@ class Parameters:
         self._module.register_load_state_dict_post_hook(loaded)
 
 
-def _as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype != torch.bfloat16:
         return values.to(dtype)
     # The engine's rule, halves away from zero: what the forward pass computes with.

@@ -1,0 +1,515 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer states of any PyTorch program in pinned memory or on NVMe, whole or divided among ranks.
+
+The program keeps its parameters and gradients. A hoist engine has the masters and moments: step() hands it the gradients of
+this rank's part, it updates them on the CPU while they stream, and the new weights of all parts are written into the program's
+parameters. Gradients are expected to be averaged over the ranks already, as DistributedDataParallel does it, and are clipped,
+scaled and accumulated by the program.
+
+The parameters are what counts: where the program has changed one, the master becomes that value, unless it rounds to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hoist import _hoist
+from hoist.optim import DTYPES, STATE_NAMES, SavedState, options_of, refuse_changes, settled_of
+from hoist.torch import distributed
+from hoist.torch.devices import current_stream_of, dlpack_device_of
+from hoist.torch.parameters import as_type
+from hoist.torch.passes import text_of
+
+_log = logging.getLogger("hoist")
+
+# Small parameters move together up to so many elements. A larger one is cut into pieces of _PIECE_ELEMENTS, because the device
+# holds a few of the largest unit. Results do not depend on either.
+_UNIT_ELEMENTS = 8 << 20
+_PIECE_ELEMENTS = 64 << 20
+
+_MOMENTS = (_hoist.State.moment1, _hoist.State.moment2)
+
+
+class OffloadArguments(TypedDict, total=False):
+    """What every optimizer of hoist.optim takes beside its own settings."""
+
+    offload: Literal["cpu", "nvme"] | None  # where masters and moments are; None: beside CPU parameters, in memory
+    # The store: states with "nvme", commits with either. A list: on several drives.
+    directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+    shard_over: dist.ProcessGroup | None  # ranks that divide the states; None: each rank has all of them
+    pinned_memory: int | str | None  # hard budget, in bytes or as "8GiB"; None: as this machine allows
+    device_memory: int | str | None  # the same, for gradients and weights on their way
+    resume: bool  # continue from the newest commit in the directory, if there is one
+    keep_steps: int  # steps that stay under the names that save() gives them
+    commit_every: int | None  # steps from one commit to the next; None: 1 with "nvme", and only save() with "cpu"
+    missing_gradients: Literal["refuse", "zeros"]  # of a parameter whose grad is None, while others have one
+    settings: dict[str, Any]  # further keys of a configuration's section "hoist"
+
+
+@dataclass
+class _Piece:
+    """A parameter, or elements [first, first + count) of a large one, as the engine has it."""
+
+    number: int
+    parameter: nn.Parameter
+    group: int
+    name: str
+    first: int
+    count: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1)[self.first:self.first + self.count]
+
+    def address_in(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr() + self.first * tensor.element_size()
+
+
+class _UnitValues:
+    """Values for the engine, one unit after the other; keeps those of the last one alive."""
+
+    def __init__(self, units: list[list[_Piece]], values_of: Callable[[nn.Parameter], torch.Tensor]):
+        self._units = units
+        self._values_of = values_of
+        self._alive: list[torch.Tensor] = []
+
+    def __call__(self, unit: int) -> dict[int, tuple[int, _hoist.DType, int]]:
+        pieces = self._units[unit]
+        self._alive = [piece.of(self._values_of(piece.parameter).detach()).to("cpu") for piece in pieces]
+        return {piece.number: (values.data_ptr(), DTYPES[values.dtype], values.numel())
+                for piece, values in zip(pieces, self._alive, strict=True)}
+
+
+class Offloaded:
+    """[C] marks calls that all ranks of `shard_over` make alike; with a directory, all ranks of the job."""
+
+    def __init__(self, groups: list[dict[str, Any]], kind: str, threads: int, *, offload: str | None = None,
+                 directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+                 shard_over: dist.ProcessGroup | None = None, pinned_memory: int | str | None = None,
+                 device_memory: int | str | None = None, resume: bool = False, keep_steps: int = 0,
+                 commit_every: int | None = None, missing_gradients: str = "refuse",
+                 settings: dict[str, Any] | None = None):
+        if offload not in ("cpu", "nvme"):
+            raise _hoist.UsageError(f"offload={offload!r}: choose None, \"cpu\" or \"nvme\"")
+        if missing_gradients not in ("refuse", "zeros"):
+            raise _hoist.UsageError(f"missing_gradients={missing_gradients!r}: choose \"refuse\" or \"zeros\"")
+        if directory is None:
+            for name, value in (("resume", resume), ("keep_steps", keep_steps), ("commit_every", commit_every)):
+                if value:
+                    raise _hoist.UsageError(f"{name}={value} needs directory=..., where commits are")
+            if offload == "nvme":
+                raise _hoist.UsageError('offload="nvme" needs directory=..., on the drive')
+        self._kind = kind
+        self._missing_gradients = missing_gradients
+        self._commits_in_memory = commit_every if offload == "cpu" else None
+        self.program_state: dict[str, Any] = {}
+        self.restored = False
+        self.step_was_skipped = False
+        self._consolidated: dict[int, Any] | None = None
+        self._settled = [settled_of(group) for group in groups]
+        self._rates: list[float | None] = [float(group["lr"]) for group in groups]
+        self._cut(groups)
+        self._is_divided = False
+        self._open(groups, offload, directory, shard_over, resume, {
+            **(settings or {}), "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host",
+            "keep_steps": keep_steps,
+            **{key: value for key, value in (("pinned_memory", pinned_memory), ("device_memory", device_memory),
+                                             ("update_threads", threads or None)) if value is not None},
+            **({"durability": {"every": commit_every}} if offload == "nvme" and commit_every else {}),
+        })
+
+    # --- construction ------------------------------------------------------------------------------------------------
+
+    def _cut(self, groups: list[dict[str, Any]]) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._names: list[str] = []
+        self._pieces: list[_Piece] = []
+        self._units: list[list[_Piece]] = []
+        self._without: list[nn.Parameter] = []  # that did not require gradients
+        elements = _UNIT_ELEMENTS
+        number = -1
+        for index, group in enumerate(groups):
+            for place, parameter in enumerate(group["params"]):
+                number += 1
+                name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
+                if not parameter.requires_grad:
+                    self._without.append(parameter)
+                    continue
+                if parameter.numel() == 0:
+                    continue
+                self._refuse_unfit(name, parameter)
+                self._parameters.append(parameter)
+                self._names.append(name)
+                whole = parameter.numel() <= _PIECE_ELEMENTS
+                for first in range(0, parameter.numel(), _PIECE_ELEMENTS):
+                    count = min(_PIECE_ELEMENTS, parameter.numel() - first)
+                    piece_name = name if whole else f"{name}[{first}:{first + count}]"
+                    piece = _Piece(len(self._pieces), parameter, index, piece_name, first, count)
+                    self._pieces.append(piece)
+                    if elements + count > _UNIT_ELEMENTS:
+                        self._units.append([])
+                        elements = 0
+                    self._units[-1].append(piece)
+                    elements += count
+        if not self._pieces:
+            raise _hoist.UsageError("no parameter requires gradients: there is nothing to optimize")
+        self.device = self._parameters[0].device
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter.device != self.device:
+                raise _hoist.UsageError(f"'{name}' is on {parameter.device}, and '{self._names[0]}' on {self.device}: make one "
+                                        "optimizer for the parameters of each device")
+        self._types = [parameter.dtype for parameter in self._parameters]
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def _refuse_unfit(self, name: str, parameter: nn.Parameter) -> None:
+        if type(parameter.data) is not torch.Tensor:
+            raise _hoist.UsageError(f"'{name}' is a {type(parameter.data).__name__}: plain tensors are trained here")
+        if parameter.dtype not in DTYPES:
+            raise _hoist.UsageError(f"'{name}' is {parameter.dtype}; float32, bfloat16 and float16 are trained here")
+        if not parameter.is_contiguous():
+            raise _hoist.UsageError(f"'{name}' is not dense: its elements do not stand one after the other. Call contiguous() on "
+                                    "its data")
+        shares_memory = parameter.device.type in ("cpu", torch._C._get_privateuse1_backend_name())
+        if not shares_memory and parameter.device.type != "cuda":
+            raise _hoist.UsageError(f"'{name}' is on {parameter.device}; parameters on the CPU or on CUDA are trained here")
+
+    def _open(self, groups: list[dict[str, Any]], offload: str, directory: Any, shard_over: dist.ProcessGroup | None,
+              resume: bool, settings: dict[str, Any]) -> None:
+        members, job = _ranks_of(shard_over, has_store=directory is not None)
+        place: dict[str, Any] = {"device": offload}
+        if directory is not None:
+            paths = [os.fspath(d) for d in ([directory] if isinstance(directory, (str, os.PathLike)) else directory)]
+            if len(job) > len(members):  # each group of ranks has a store
+                paths = [os.path.join(path, f"rank-{members[0]}") for path in paths]
+            if offload == "nvme":
+                place["nvme_path"] = paths if len(paths) > 1 else paths[0]
+            elif len(paths) > 1:
+                raise _hoist.UsageError('several directories are for offload="nvme"')
+            else:
+                settings["checkpoint_path"] = paths[0]
+        optimizer: dict[str, Any] = {"type": self._kind}
+        if self._kind == "Adam":
+            optimizer["params"] = {"adam_w_mode": False}
+        largest = max(sum(piece.count for piece in unit) for unit in self._units)
+        config = _hoist.Config.parse(json.dumps({
+            "optimizer": optimizer, "gradient_clipping": 0.0, "hoist": settings,
+            # A few units on their way at a time, and none that stays.
+            "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place,
+                                  "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 2 * largest,
+                                  "stage3_prefetch_bucket_size": largest, "stage3_max_reuse_distance": 0},
+        }), "the optimizer's arguments")
+        for warning in config.warnings:
+            _log.warning("%s", warning)
+        config.gradients_are_reduced = True
+        if self.device.type == "cuda" and self.device.index is not None:
+            config.device_ordinal = self.device.index
+        options = [options_of(group, config.optimizer) for group in groups]
+        self._moments = tuple(zip(_MOMENTS, STATE_NAMES[self._kind], strict=True))
+        self._kept = [[state for state, kept in zip(_MOMENTS, option.moments, strict=True) if kept] for option in options]
+        units = [
+            _hoist.ManagedUnit(f"unit {index}", [
+                _hoist.ParameterSpec(piece.name, list(piece.parameter.shape) if piece.count == piece.parameter.numel()
+                                     else [piece.count], DTYPES[piece.parameter.dtype], True,
+                                     _hoist.GroupId(piece.group + 1))
+                for piece in unit])
+            for index, unit in enumerate(self._units)
+        ]
+        make, size = distributed.channels_over(members, config)
+        make_job, job_size = distributed.channels_over(job, config) if len(job) > len(members) else (None, 0)
+        self._config = config
+        self._is_divided = size > 1
+        self._unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job, job_size)
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
+        self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self.device),
+                                   *dlpack_device_of(self.device))
+        atexit.register(_close_quietly, weakref.ref(self._unit_manager))
+        if resume and self._unit_manager.find_commit() is not None:
+            self.restore(groups, "")
+        else:
+            self._unit_manager.initialize(_UnitValues(self._units, lambda parameter: parameter))
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def step(self, groups: list[dict[str, Any]]) -> None:
+        """[C]"""
+        self._unit_manager.require_process()
+        refuse_changes(groups, self._settled)
+        gradients = self._gradients()
+        if all(gradient is None for gradient in gradients):
+            return
+        if self._versions != [parameter._version for parameter in self._parameters]:
+            self.adopt()
+        self._push_rates(groups)
+        self._consolidated = None
+        of_parameter = {id(p): gradient for p, gradient in zip(self._parameters, gradients, strict=True)}
+        addresses, types = [], []
+        for piece in self._pieces:
+            gradient = of_parameter[id(piece.parameter)]
+            addresses.append(0 if gradient is None else piece.address_in(gradient))
+            types.append(DTYPES[piece.parameter.dtype if gradient is None else gradient.dtype])
+        report = self._unit_manager.step_tensors(addresses, types, self._weights(), self._commit_state(groups))
+        self.step_was_skipped = not report.applied
+        if self.step_was_skipped:
+            _log.warning("a step was skipped: a gradient was not finite, and the parameters stay as they were")
+            return
+        self._note_versions()
+        if self._commits_in_memory and self.step_count % self._commits_in_memory == 0:
+            self.save(groups, "")
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        gradients: list[torch.Tensor | None] = []
+        missing = None
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                missing = missing or name
+            elif gradient.layout != torch.strided or gradient.dtype not in DTYPES:
+                raise _hoist.UsageError(f"the gradient of '{name}' is {gradient.layout} and {gradient.dtype}; dense ones of "
+                                        "float32, bfloat16 or float16 are taken")
+            gradients.append(None if gradient is None else gradient.detach().contiguous())
+        for parameter in self._without:
+            if parameter.grad is not None:
+                raise _hoist.UsageError("a parameter has a gradient that required none when the optimizer was made, and so has "
+                                        "no state: call requires_grad_() before")
+        if missing and self._missing_gradients == "refuse" and any(gradient is not None for gradient in gradients):
+            raise _hoist.UsageError(
+                f"'{missing}' has no gradient, and others have. torch.optim would leave it as it is; here a step is one of all "
+                'parameters. With missing_gradients="zeros" its weight decay and moments go on as with a gradient of zeros; a '
+                "parameter that is never used should not require gradients when the optimizer is made")
+        return gradients
+
+    def _weights(self) -> list[int]:
+        for name, parameter, dtype in zip(self._names, self._parameters, self._types, strict=True):
+            if parameter.device != self.device or parameter.dtype != dtype:
+                raise _hoist.UsageError(f"'{name}' was {dtype} on {self.device} when the optimizer was made, and is "
+                                        f"{parameter.dtype} on {parameter.device}: move the model first")
+            self._refuse_unfit(name, parameter)
+        return [piece.address_in(piece.parameter) for piece in self._pieces]
+
+    def _push_rates(self, groups: list[dict[str, Any]]) -> None:
+        for index, group in enumerate(groups):
+            rate = float(group["lr"])
+            if rate != self._rates[index]:
+                self._unit_manager.set_learning_rate(index + 1, rate)
+                self._rates[index] = rate
+
+    def _note_versions(self) -> None:
+        """After the engine has written the parameters, of which autograd has to know."""
+        torch.autograd.graph.increment_version(self._parameters)
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def adopt(self) -> None:
+        """[C]"""
+        self._unit_manager.require_process()
+        self._weights()
+        self._unit_manager.change_masters(_UnitValues(self._units, lambda parameter: parameter))
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    # --- commits -----------------------------------------------------------------------------------------------------
+
+    def _commit_state(self, groups: list[dict[str, Any]]) -> bytes:
+        rates = [{key: float(group[key]) for key in ("lr", "initial_lr") if key in group} for group in groups]
+        return json.dumps({"program": self.program_state, "groups": rates}).encode()
+
+    def save(self, groups: list[dict[str, Any]], name: str) -> _hoist.Completion:
+        """[C]"""
+        return self._unit_manager.save(name, self._commit_state(groups))
+
+    def restore(self, groups: list[dict[str, Any]], name: str) -> int:
+        """[C]"""
+        step, state = self._unit_manager.restore(name)
+        self._unit_manager.copy_weights(self._weights())
+        self._note_versions()
+        self._consolidated = None
+        saved = json.loads(bytes(state))
+        self.program_state = saved["program"]
+        for group, rates in zip(groups, saved["groups"], strict=True):
+            group.update(rates)
+        self._rates = [None] * len(groups)
+        self.restored = True
+        return step
+
+    def kept(self) -> dict[str, int]:
+        """[C]"""
+        return dict(self._unit_manager.find_kept())
+
+    def settle(self) -> None:
+        self._unit_manager.settle()
+
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    def read(self, parameter: torch.Tensor, state: _hoist.State) -> torch.Tensor:
+        """[C] In fp32, in CPU memory."""
+        values = torch.empty(parameter.numel(), device="cpu")
+        for piece in self._pieces_of(parameter):
+            self._unit_manager.read(piece.number, state, 0, piece.of(values).numpy())
+        return values.view(parameter.shape)
+
+    def write_master(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """[C]"""
+        for piece in self._pieces_of(parameter):
+            self._unit_manager.write(piece.number, _hoist.State.master, 0, piece.of(values).numpy())
+        index = next(i for i, p in enumerate(self._parameters) if p is parameter)
+        with torch.no_grad():
+            parameter.copy_(as_type(values, parameter.dtype))
+        self._versions[index] = parameter._version
+
+    def _pieces_of(self, parameter: torch.Tensor) -> list[_Piece]:
+        pieces = [piece for piece in self._pieces if piece.parameter is parameter]
+        if not pieces:
+            raise _hoist.UsageError("the parameter is not trained by this optimizer")
+        return pieces
+
+    def _collect(self, groups: list[dict[str, Any]], is_wanted: bool) -> dict[int, Any]:
+        """[C] By the number that a parameter has in a state_dict()."""
+        states: dict[int, Any] = {}
+        step = self.step_count
+        trained = {id(parameter) for parameter in self._parameters}
+        numbered = enumerate(p for group in groups for p in group["params"])
+        group_of = {id(piece.parameter): piece.group for piece in self._pieces}
+        for number, parameter in numbered:
+            if id(parameter) not in trained or step == 0:
+                continue
+            state: dict[str, Any] = {"step": torch.tensor(float(step), device="cpu")}
+            for moment, name in self._moments:
+                if moment in self._kept[group_of[id(parameter)]]:
+                    state[name] = self.read(parameter, moment)
+            if parameter.dtype != torch.float32:
+                state["master"] = self.read(parameter, _hoist.State.master)
+            if is_wanted:
+                states[number] = state
+        return states
+
+    def consolidate(self, groups: list[dict[str, Any]], to: int) -> None:
+        """[C]"""
+        is_wanted = self._unit_manager.rank == to
+        states = self._collect(groups, is_wanted)
+        self._consolidated = states if is_wanted else None
+
+    def states(self, groups: list[dict[str, Any]]) -> dict[int, Any]:
+        if not self._is_divided:
+            return self._collect(groups, is_wanted=True)
+        if self._consolidated is None:
+            raise _hoist.UsageError("the states are divided among ranks: call consolidate_state_dict(to=RANK) on all of them first "
+                                    "and state_dict() on that rank, before the next step")
+        return self._consolidated
+
+    def load(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+        """[C]"""
+        self._unit_manager.require_process()
+        saved_groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
+            raise _hoist.UsageError("the state_dict has other parameter groups than this optimizer")
+        refuse_changes([{**group, **{k: v for k, v in saved.items() if k in group}}
+                        for group, saved in zip(groups, saved_groups, strict=True)], self._settled)
+        states, step = self._saved_states(groups, state_dict)
+
+        accumulators = {id(p): group.get("initial_accumulator_value", 0.0) for group in groups for p in group["params"]}
+
+        def moments(index: int) -> Callable[[nn.Parameter], torch.Tensor]:
+            def of(parameter: nn.Parameter) -> torch.Tensor:
+                moment = states[id(parameter)].moments[index] if states else None
+                fresh = accumulators[id(parameter)] if index == 1 else 0.0
+                return torch.full(parameter.shape, fresh, device="cpu") if moment is None else moment
+            return of
+
+        def master(parameter: nn.Parameter) -> torch.Tensor:
+            value = states[id(parameter)].master if states else None
+            return parameter if value is None else value
+
+        self._unit_manager.replace_state(step, *(_UnitValues(self._units, of) for of in (master, moments(0), moments(1))))
+        self._consolidated = None
+        self._versions = [-1] * len(self._parameters)  # the next step takes the parameters as they are then
+        for group, saved in zip(groups, saved_groups, strict=True):
+            group.update({key: saved[key] for key in ("lr", "initial_lr") if key in saved})
+
+    def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
+        """By id of the parameter, and the number of steps that all of them are of. Nothing, and 0, before the first step."""
+        trained = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        states: dict[int, SavedState] = {}
+        lacking = None
+        for number, parameter in zip(numbers, (p for group in groups for p in group["params"]), strict=True):
+            if id(parameter) not in trained:
+                continue
+            saved = SavedState.of(self._kind, parameter, state_dict["state"].get(number, {}))
+            if saved is None:
+                lacking = lacking or trained[id(parameter)]
+            else:
+                states[id(parameter)] = saved
+        if not states:
+            return {}, 0
+        if lacking is not None:
+            raise _hoist.UsageError(f"the state_dict has no state of '{lacking}', which had no gradient yet: here all parameters "
+                                    "have made the same steps")
+        steps = {saved.step for saved in states.values()}
+        if len(steps) > 1:
+            raise _hoist.UsageError(f"the parameters of the state_dict have made different numbers of steps ({sorted(steps)}): "
+                                    "here all have made the same")
+        return states, steps.pop()
+
+    # --- what happened -----------------------------------------------------------------------------------------------
+
+    @property
+    def step_count(self) -> int:
+        return self._unit_manager.step_count
+
+    @property
+    def committed_step(self) -> int | None:
+        return self._unit_manager.committed_step
+
+    def describe(self) -> list[str]:
+        return self._unit_manager.describe()
+
+    def statistics(self) -> dict[str, Any]:
+        return self._unit_manager.statistics()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._unit_manager.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Other ranks, who may wait for this one, stop with a CommError."""
+        if self._unit_manager.is_open and not (isinstance(error, SystemExit) and not error.code):
+            self._unit_manager.abandon(text_of(error))
+
+
+def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[list[int], list[int]]:
+    """The ranks that divide the states, and those whose commits are one: with a store, the job's."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if shard_over is not None:
+            raise _hoist.UsageError("shard_over=... before torch.distributed.init_process_group()")
+        if has_store and distributed.launched_size() > 1:
+            raise _hoist.UsageError(f"{distributed.launched_size()} processes were launched, and each would commit alone into "
+                                    "one directory: call torch.distributed.init_process_group() first")
+        return [0], [0]
+    job = list(range(dist.get_world_size()))
+    members = [dist.get_rank()] if shard_over is None else list(dist.get_process_group_ranks(shard_over))
+    if dist.get_rank() not in members:
+        raise _hoist.UsageError(f"rank {dist.get_rank()} is not in the process group of shard_over")
+    return members, job if has_store else members
+
+
+def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager]) -> None:
+    """At the end of the program: commits under way land. Other ranks are told of an end by an exception."""
+    if (alive := unit_manager()) is None:
+        return
+    why = text_of(getattr(sys, "last_value", None))
+    try:
+        if why and alive.is_open:
+            alive.abandon(why)
+        alive.close()
+    except _hoist.Error as error:
+        _log.error("the last step was not committed: %s", error)

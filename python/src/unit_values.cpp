@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "unit_values.hpp"
+
+#include <algorithm>
+
+#include <hoist/core/error.hpp>
+
+namespace hoist::python {
+
+namespace nb = nanobind;
+
+namespace {
+
+void widen(const Values& values, std::uint64_t first, std::span<float> out) {
+  if (first > values.count || out.size() > values.count - first)
+    throw UsageError("an initial value has fewer elements than its parameter");
+  switch (values.dtype) {
+    case DType::fp32:
+      std::copy_n(static_cast<const float*>(values.data) + first, out.size(), out.begin());
+      return;
+    case DType::bf16:
+      std::transform(static_cast<const bf16*>(values.data) + first,
+                     static_cast<const bf16*>(values.data) + first + out.size(), out.begin(), to_float);
+      return;
+    case DType::fp16:
+      std::transform(static_cast<const std::uint16_t*>(values.data) + first,
+                     static_cast<const std::uint16_t*>(values.data) + first + out.size(), out.begin(), fp16_to_float);
+  }
+}
+
+}  // namespace
+
+void UnitValues::fill(ParameterId parameter, std::uint64_t first, std::span<float> out) {
+  Values values;
+  {
+    const std::lock_guard lock(mutex_);
+    const std::uint32_t unit = model_.unit_of(parameter).index;
+    if (unit_ != unit) load(unit);
+    const auto found = values_.find(parameter.index);
+    if (found == values_.end())
+      throw UsageError("no initial value for parameter '" + model_.parameters()[parameter.index].name + "'");
+    values = found->second;
+  }
+  widen(values, first, out);
+}
+
+void UnitValues::load(std::uint32_t unit) {
+  const nb::gil_scoped_acquire acquire;
+  values_.clear();
+  const auto loaded = nb::cast<nb::dict>(unit_values_(unit));
+  for (const auto [key, value] : loaded) {
+    const auto entry = nb::cast<nb::tuple>(value);
+    values_[nb::cast<std::uint32_t>(key)] = {reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(entry[0])),
+                                             nb::cast<DType>(entry[1]), nb::cast<std::uint64_t>(entry[2])};
+  }
+  unit_ = unit;
+}
+
+}  // namespace hoist::python

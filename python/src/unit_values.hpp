@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// python/src/unit_values.hpp - values of parameters in Python's memory, one unit after the other.
+//
+// Threading  Any thread, without the GIL; the pieces of a unit are filled before the next unit is asked for.
+// Memory     Borrowed: `unit_values(unit)` keeps its tensors alive until it is called for the next unit.
+// Errors     UsageError for a parameter without values, or with too few.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <span>
+
+#include <nanobind/nanobind.h>
+
+#include <hoist/zero/model.hpp>
+
+namespace hoist::python {
+
+// A dense CPU tensor's memory.
+struct Values {
+  const void* data = nullptr;
+  DType dtype = DType::fp32;
+  std::uint64_t count = 0;
+};
+
+class UnitValues {
+ public:
+  // `unit_values(unit)` returns {parameter index: (address, type, count)}. Pre: the GIL is held.
+  UnitValues(const Model& model, nanobind::callable unit_values)
+      : model_(model), unit_values_(std::move(unit_values)) {}
+
+  // Elements [first, first + out.size()), as fp32.
+  void fill(ParameterId parameter, std::uint64_t first, std::span<float> out);
+
+ private:
+  void load(std::uint32_t unit);
+
+  const Model& model_;
+  nanobind::callable unit_values_;
+  std::mutex mutex_;
+  std::optional<std::uint32_t> unit_;
+  std::map<std::uint32_t, Values> values_;
+};
+
+}  // namespace hoist::python

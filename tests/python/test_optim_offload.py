@@ -1,0 +1,631 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hoist.optim with offloaded states: the bits of the optimizers in memory, wherever states are and however they are divided."""
+
+import copy
+import gc
+import json
+import signal
+import weakref
+
+import pytest
+import torch
+from test_distributed import results, start
+from test_processes import run_program
+from torch import nn
+
+import hoist
+import hoist.optim
+import hoist.optim_offload
+from models import Gpt, batches, loss_of
+
+in_memory = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="states in memory are beside CPU tensors")
+BUDGETS = {"pinned_memory": "32MiB", "device_memory": "16MiB"}
+OPTIMIZERS = [
+    ("AdamW", {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+    ("Adam", {"lr": 1e-2, "weight_decay": 0.1}),
+    ("Adagrad", {"lr": 1e-2, "lr_decay": 0.01, "initial_accumulator_value": 0.1}),
+    ("Lion", {"lr": 1e-3, "weight_decay": 0.1}),
+    ("SGD", {"lr": 1e-2}),
+    ("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    """Several units, and parameters in pieces, of models that would be one unit."""
+    monkeypatch.setattr(hoist.optim_offload, "_UNIT_ELEMENTS", 5000)
+    monkeypatch.setattr(hoist.optim_offload, "_PIECE_ELEMENTS", 3000)
+
+
+def place(offload, tmp_path, name="store"):
+    return {"offload": offload, **BUDGETS} | ({"directory": str(tmp_path / name)} if offload == "nvme" else {})
+
+
+def scheduler_of(optimizer, steps_done):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step), last_epoch=steps_done - 1)
+
+
+class Program:
+    """A training loop with gradients from nowhere: two micro-batches a step, clipped, and a schedule for each of two groups."""
+
+    def __init__(self, optimizer, dtype=torch.float32, device=None, first=0, settings=None, **arguments):
+        made = torch.Generator().manual_seed(1)
+        shapes = [(70, 100), (33,), (40, 25), (), (4001,)]
+        self.parameters = [nn.Parameter(torch.randn(shape, generator=made, device="cpu").to(device or "cpu", dtype))
+                           for shape in shapes]
+        groups = [{"params": self.parameters[::2]}, {"params": self.parameters[1::2], "lr": 3e-3}]
+        self.optimizer = getattr(hoist.optim, optimizer)(groups, **(settings or {}), **arguments)
+        self.scheduler = scheduler_of(self.optimizer, first)
+
+    def train(self, first, last):
+        for step in range(first, last):
+            for micro_batch in range(2):
+                made = torch.Generator().manual_seed(2 * step + micro_batch)
+                for parameter in self.parameters:
+                    noise = torch.randn(parameter.shape, generator=made, device="cpu").to(parameter.device, parameter.dtype)
+                    gradient = (noise + 0.1 * parameter.detach()) / 2
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            torch.nn.utils.clip_grad_norm_(self.parameters, 20.0)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def bits(self):
+        """Weights and masters."""
+        return [p.detach().cpu().clone() for p in self.parameters] + [self.optimizer.master(p) for p in self.parameters]
+
+
+def assert_equal(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind, settings", OPTIMIZERS)
+def test_bits_are_those_in_memory(tmp_path, kind, settings, dtype):
+    expected = Program(kind, dtype, settings=settings).train(0, 12).bits()
+    for offload in ("cpu", "nvme"):
+        program = Program(kind, dtype, torch.get_default_device(), settings=settings, **place(offload, tmp_path))
+        with program.optimizer:
+            assert_equal(program.train(0, 12).bits(), expected)
+            assert program.optimizer.step_count == 12
+            offloaded = program.optimizer._offloaded
+            assert len(offloaded._units) > 2 and len(offloaded._pieces) > len(program.parameters)
+
+
+def test_fp16_weights_have_whole_masters(tmp_path):
+    masters = [nn.Parameter(torch.randn(5000, device="cpu")) for _ in range(2)]
+    for master in masters:
+        master.data = master.half().float()
+    weights = [nn.Parameter(master.detach().half().to(torch.get_default_device())) for master in masters]
+    theirs = hoist.optim.AdamW(masters, lr=1e-4)
+    with hoist.optim.AdamW(weights, lr=1e-4, **place("nvme", tmp_path)) as ours:
+        for step in range(10):
+            for weight, master in zip(weights, masters, strict=True):
+                gradient = torch.randn(5000, generator=torch.Generator().manual_seed(step), device="cpu").half()
+                weight.grad, master.grad = gradient.to(weight.device), gradient.float()
+            ours.step()
+            theirs.step()
+        for weight, master in zip(weights, masters, strict=True):
+            assert torch.equal(ours.master(weight), master.detach())
+            assert torch.equal(weight.detach().cpu(), master.detach().half())
+
+
+def gpt(seed=0):
+    torch.manual_seed(seed)
+    return Gpt()
+
+
+def train(model, optimizer, first, last):
+    for index, (inputs, targets) in enumerate(batches(last)):
+        if index >= first:
+            loss_of(model(inputs), targets).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return [p.detach().cpu().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind, settings", [each for each in OPTIMIZERS if each[0] != "Lion"])
+def test_a_model_trains_as_with_pytorchs(kind, settings):
+    ours, theirs = gpt(), gpt()
+    optimizer = getattr(hoist.optim, kind)(ours.parameters(), **settings, offload="cpu", **BUDGETS)
+    expected = train(theirs, getattr(torch.optim, kind)(theirs.parameters(), **settings), 0, 10)
+    for a, b in zip(train(ours, optimizer, 0, 10), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+    optimizer.close()
+
+
+# --- commits -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_killed_run_continues_with_the_same_bits(tmp_path, dtype):
+    expected = Program("AdamW", dtype).train(0, 12).bits()
+    arguments = place("nvme", tmp_path)
+    killed = run_program("""
+        import json, os, sys
+        import hoist.optim, hoist.optim_offload
+        import torch
+        from test_optim_offload import Program
+        hoist.optim_offload._UNIT_ELEMENTS, hoist.optim_offload._PIECE_ELEMENTS = 5000, 3000
+        program = Program("AdamW", getattr(torch, sys.argv[2]), **json.loads(sys.argv[1]))
+        for step in range(9):
+            program.optimizer.commit_state["next"] = step + 1
+            program.train(step, step + 1)
+            if step == 6:
+                program.optimizer.settle()
+        os.kill(os.getpid(), 9)
+    """, json.dumps(arguments), str(dtype).removeprefix("torch."))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with pytest.raises(hoist.StoreError, match="resume|holds"):
+        Program("AdamW", dtype, **arguments)
+    found = hoist.optim.AdamW([{"params": [nn.Parameter(p.detach().clone()) for p in group["params"]]}
+                               for group in Program("AdamW", dtype).optimizer.param_groups], **arguments, resume=True)
+    steps = found.step_count
+    assert found.restored and 7 <= steps <= 9 and found.commit_state == {"next": steps}
+    found.close()
+    program = Program("AdamW", dtype, first=steps, resume=True, **arguments)
+    assert program.optimizer.param_groups[1]["lr"] == pytest.approx(3e-3 / (1 + 0.1 * steps))
+    assert_equal(program.train(steps, 12).bits(), expected)
+    program.optimizer.close()
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_steps_are_kept_by_name(tmp_path, offload):
+    arguments = place(offload, tmp_path) | {"directory": str(tmp_path / "store"), "keep_steps": 1}
+    program = Program("AdamW", torch.bfloat16, torch.get_default_device(), **arguments).train(0, 3)
+    program.optimizer.commit_state["note"] = "three"
+    program.optimizer.save("three").wait()
+    at_three = program.bits()
+    after = program.train(3, 6).bits()
+    assert program.optimizer.kept() == {"three": 3}
+    assert program.optimizer.restore("three") == 3 and program.optimizer.commit_state == {"note": "three"}
+    assert_equal(program.bits(), at_three)
+    program.scheduler = scheduler_of(program.optimizer, 3)
+    assert_equal(program.train(3, 6).bits(), after)
+    program.optimizer.close()
+
+
+def test_states_in_memory_are_committed_as_often_as_asked(tmp_path):
+    arguments = place("cpu", tmp_path) | {"directory": str(tmp_path / "store"), "commit_every": 2}
+    program = Program("AdamW", **arguments).train(0, 4)
+    at_four = program.bits()
+    program.train(4, 5).optimizer.close()
+    program = Program("AdamW", **arguments, resume=True)
+    assert program.optimizer.step_count == 4
+    assert_equal(program.bits(), at_four)
+    program.optimizer.close()
+
+
+# --- state_dict ----------------------------------------------------------------------------------------------------------
+
+def copies_of(program):
+    return [p.detach().clone() for p in program.parameters]
+
+
+@torch.no_grad()
+def copy_weights(program, into):
+    for parameter, value in zip(into.parameters, program.parameters, strict=True):
+        parameter.copy_(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind, settings", OPTIMIZERS)
+def test_a_state_dict_moves_between_all_places(tmp_path, kind, settings, dtype):
+    """From memory to pinned memory, to NVMe, and back, two steps in each; also where the model's weights come later."""
+    expected = Program(kind, dtype, settings=settings).train(0, 8).bits()
+    program = Program(kind, dtype, settings=settings).train(0, 2)
+    for number, offload in enumerate(["cpu", "nvme", None]):
+        arguments = {} if offload is None else place(offload, tmp_path, f"store{number}")
+        following = Program(kind, dtype, settings=settings, **arguments)
+
+        saved = copy.deepcopy(program.optimizer.state_dict())
+        if offload != "nvme":
+            copy_weights(program, following)
+        following.optimizer.load_state_dict(saved)
+        if offload == "nvme":
+            copy_weights(program, following)
+        following.scheduler.load_state_dict(program.scheduler.state_dict())
+        program.optimizer.close()
+        program = following.train(2 + 2 * number, 4 + 2 * number)
+    assert_equal(program.bits(), expected)
+
+
+@pytest.mark.parametrize("kind, settings", [each for each in OPTIMIZERS if each[0] != "Lion"])
+@pytest.mark.parametrize("offload", [pytest.param(None, marks=in_memory), "cpu"])
+def test_a_state_dict_of_pytorchs_is_taken(tmp_path, kind, settings, offload):
+    theirs, ours = gpt(), gpt(1)
+    reference = getattr(torch.optim, kind)(theirs.parameters(), **settings)
+    train(theirs, reference, 0, 4)
+    arguments = {} if offload is None else place(offload, tmp_path)
+    optimizer = getattr(hoist.optim, kind)(ours.parameters(), **settings, **arguments)
+    optimizer.load_state_dict(reference.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    for a, b in zip(train(ours, optimizer, 4, 8), train(theirs, reference, 4, 8), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+    back = getattr(torch.optim, kind)(theirs.parameters(), **settings)
+    back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for a, b in zip(train(ours, optimizer, 8, 10), train(theirs, back, 8, 10), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+    optimizer.close()
+
+
+def test_what_a_state_dict_cannot_bring_is_refused():
+    program = Program("AdamW", offload="cpu", **BUDGETS).train(0, 2)
+    saved = program.optimizer.state_dict()
+    before = program.bits()
+
+    def refused(match, change):
+        changed = copy.deepcopy(saved)
+        change(changed)
+        with pytest.raises(hoist.UsageError, match=match):
+            program.optimizer.load_state_dict(changed)
+
+    refused("different numbers of steps", lambda s: s["state"][1].update(step=torch.tensor(7.0)))
+    refused("no state of 'parameter 0'", lambda s: s["state"].pop(0))
+    refused("has the shape", lambda s: s["state"][0].update(exp_avg=torch.zeros(3)))
+    refused("other parameter groups", lambda s: s["param_groups"].pop())
+    refused("'betas' of parameter group 0", lambda s: s["param_groups"][0].update(betas=(0.5, 0.5)))
+    assert_equal(program.bits(), before)
+    program.optimizer.load_state_dict(saved)
+    assert_equal(program.train(2, 4).bits(), Program("AdamW").train(0, 4).bits())
+    program.optimizer.close()
+
+
+# --- what programs do ----------------------------------------------------------------------------------------------------
+
+def test_parameters_that_the_program_changes_count():
+    """In place between steps, as load_state_dict() of a model or a copy of averaged weights does; values that come back keep the
+    masters that they are the roundings of."""
+    ours = Program("AdamW", torch.bfloat16, torch.get_default_device(), offload="cpu", **BUDGETS)
+    theirs = Program("AdamW", torch.bfloat16)
+    for program in (ours, theirs):
+        program.train(0, 3)
+        kept = copies_of(program)
+        with torch.no_grad():
+            for parameter in program.parameters:  # averaged weights, and back
+                parameter.fill_(1.0)
+            for parameter, value in zip(program.parameters, kept, strict=True):
+                parameter.copy_(value)
+        program.train(3, 5)
+    assert_equal(ours.bits(), theirs.bits())
+    with torch.no_grad():
+        ours.parameters[0].fill_(9.0)  # of which no master is near
+    ours.optimizer.param_groups[0]["lr"] = 0.0
+    ours.train(5, 6)
+    assert torch.equal(ours.optimizer.master(ours.parameters[0]), torch.full((70, 100), 9.0, device="cpu"))
+    ours.parameters[2].data = torch.full((40, 25), 9.0, dtype=torch.bfloat16)  # which no version counts
+    ours.optimizer.adopt_parameters()
+    assert torch.equal(ours.optimizer.master(ours.parameters[2]), torch.full((40, 25), 9.0, device="cpu"))
+    values = torch.randn(70, 100, device="cpu")
+    ours.optimizer.set_master(ours.parameters[0], values)
+    assert torch.equal(ours.optimizer.master(ours.parameters[0]), values)
+    ours.optimizer.close()
+
+
+def test_missing_gradients(tmp_path):
+    program = Program("AdamW", offload="cpu", **BUDGETS)
+    before = program.bits()
+    program.optimizer.step()  # nobody has one: nothing happens, as in torch.optim
+    assert program.optimizer.step_count == 0
+    program.parameters[0].grad = torch.ones_like(program.parameters[0])
+    with pytest.raises(hoist.UsageError, match="'parameter 1' has no gradient|'parameter 3' has no gradient"):
+        program.optimizer.step()
+    assert_equal(program.bits(), before)
+    program.optimizer.close()
+
+    as_zeros = Program("AdamW", offload="cpu", missing_gradients="zeros", **BUDGETS)
+    zeros = Program("AdamW")
+    for each in (as_zeros, zeros):
+        for number, parameter in enumerate(each.parameters):
+            if number == 0 or each is zeros:
+                parameter.grad = torch.full_like(parameter, 1.0 if number == 0 else 0.0)
+        each.optimizer.step()
+    assert_equal(as_zeros.bits(), zeros.bits())
+    as_zeros.optimizer.close()
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    program = Program("AdamW", offload="cpu", **BUDGETS).train(0, 2)
+    before = program.bits()
+    for parameter in program.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    program.parameters[4].grad[4000] = float("nan")
+    program.optimizer.step()
+    assert program.optimizer.step_was_skipped and program.optimizer.step_count == 2
+    assert_equal(program.bits(), before)
+    program.optimizer.close()
+
+
+@in_memory
+def test_a_gradient_scaler_decides_on_steps():
+    steps = []
+    model, reference = gpt(), gpt()
+    with hoist.optim.AdamW(model.parameters(), offload="cpu", **BUDGETS) as optimizer:
+        for each, its in ((model, optimizer), (reference, hoist.optim.AdamW(reference.parameters()))):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+            for inputs, targets in batches(8):
+                scaler.scale(64 * loss_of(each(inputs), targets)).backward()
+                scaler.unscale_(its)
+                torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+                scaler.step(its)
+                scaler.update()
+                its.zero_grad()
+            if each is model:
+                steps.append(its.step_count)
+        assert 0 < steps[0] < 8, "some steps overflow, and some do not"
+        assert_equal([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
+
+
+def test_a_closure_is_called():
+    parameter = nn.Parameter(torch.ones(10))
+    with hoist.optim.SGD([parameter], lr=0.5, offload="cpu", **BUDGETS) as optimizer:
+        def closure():
+            optimizer.zero_grad()
+            loss = parameter.sum()
+            loss.backward()
+            return loss.item()
+        assert optimizer.step(closure) == 10
+    assert torch.equal(parameter.detach().cpu(), torch.full((10,), 0.5, device="cpu"))
+
+
+def test_autograd_sees_that_weights_changed():
+    parameter = nn.Parameter(torch.ones(10))
+    with hoist.optim.SGD([parameter], lr=0.5, offload="cpu", **BUDGETS) as optimizer:
+        kept = (parameter * parameter).sum()
+        parameter.grad = torch.ones(10)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+
+
+# --- refusals, and the end -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments, match", [
+    ({"offload": "disk"}, "choose None"),
+    ({"offload": "nvme"}, "needs directory"),
+    ({"offload": "cpu", "resume": True}, "needs directory"),
+    ({"directory": "somewhere"}, "is for offloaded states"),
+    ({"offload": "cpu", "missing_gradients": "skip"}, "choose \"refuse\""),
+])
+def test_arguments_that_do_not_go_together_are_refused(arguments, match):
+    with pytest.raises(hoist.UsageError, match=match):
+        hoist.optim.AdamW([nn.Parameter(torch.ones(3))], **arguments)
+
+
+def test_parameters_that_cannot_be_trained_are_refused():
+    for parameter, match in [
+        (nn.Parameter(torch.ones(3, dtype=torch.float64)), "float64"),
+        (nn.Parameter(torch.ones(4, 3).t()), "not dense"),
+        (nn.Parameter(torch.ones(3, device="meta")), "on meta"),
+        (nn.Parameter(torch.ones(3), requires_grad=False), "nothing to optimize"),
+    ]:
+        with pytest.raises(hoist.UsageError, match=match):
+            hoist.optim.AdamW([("name", parameter)], offload="cpu", **BUDGETS)
+    with pytest.raises(hoist.ConfigError, match="moments_dtyp"):
+        hoist.optim.AdamW([nn.Parameter(torch.ones(3))], offload="cpu", settings={"moments_dtyp": "bf16"})
+
+
+def test_calls_that_it_does_not_have_are_refused():
+    program = Program("AdamW", offload="cpu", **BUDGETS).train(0, 1)
+    before = program.bits()
+    optimizer = program.optimizer
+    with pytest.raises(hoist.UsageError, match="add_param_group"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(hoist.UsageError, match="copied or pickled"):
+        copy.deepcopy(optimizer)
+    for parameter in program.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    kept = program.parameters[0].data
+    program.parameters[0].data = kept.half()
+    with pytest.raises(hoist.UsageError, match="move the model first"):
+        optimizer.step()
+    program.parameters[0].data = kept
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(hoist.UsageError, match="'weight_decay' of parameter group 0"):
+        optimizer.step()
+    assert_equal(program.bits(), before)
+    optimizer.close()
+    optimizer.param_groups[0]["weight_decay"] = 0.01
+    with pytest.raises(hoist.UsageError, match="closed"):
+        optimizer.step()
+    with pytest.raises(hoist.UsageError, match="is for offloaded states"):
+        hoist.optim.AdamW(program.parameters).save("name")
+
+
+def test_settings_and_budgets_are_the_engines(tmp_path):
+    parameter = nn.Parameter(torch.ones(1_000_000))
+    with pytest.raises(hoist.BudgetError, match=r"hoist\.pinned_memory") as refused:
+        hoist.optim.AdamW([parameter], offload="cpu", pinned_memory="1MiB", device_memory="64MiB")
+    need = refused.value.need_bytes
+    hoist.optim.AdamW([parameter], offload="cpu", pinned_memory=need, device_memory="64MiB").close()
+    with hoist.optim.AdamW([parameter], offload="cpu", pinned_memory=need - 3_000_000, device_memory="64MiB",
+                           settings={"moments_dtype": "bf16"}) as optimizer:
+        assert optimizer._offloaded.statistics()["tiers"]["pinned"]["peak_bytes"] < need - 3_000_000
+
+
+def test_the_last_reference_gives_the_store_back(tmp_path):
+    program = Program("AdamW", **place("nvme", tmp_path)).train(0, 2)
+    bits = program.bits()
+    gone = weakref.ref(program.optimizer)
+    del program
+    gc.collect()
+    assert gone() is None
+    program = Program("AdamW", **place("nvme", tmp_path), resume=True)
+    assert program.optimizer.step_count == 2
+    assert_equal(program.bits(), bits)
+    program.optimizer.close()
+
+
+def test_a_forked_process_is_refused(tmp_path):
+    ended = run_program("""
+        import json, os, sys
+        import hoist
+        import torch
+        from test_optim_offload import Program
+        from test_processes import exit_code_of_fork
+
+        program = Program("AdamW", **json.loads(sys.argv[1])).train(0, 2)
+
+        def in_child():
+            for parameter in program.parameters:
+                parameter.grad = torch.ones_like(parameter)
+            for call in (program.optimizer.step, program.optimizer.state_dict, lambda: program.optimizer.save("")):
+                try:
+                    call()
+                    os._exit(3)
+                except hoist.UsageError as error:
+                    assert "forked" in str(error), error
+            program.optimizer.close()
+
+        assert exit_code_of_fork(in_child) == 0
+        assert program.train(2, 3).optimizer.step_count == 3
+    """, json.dumps(place("nvme", tmp_path)))
+    assert ended.returncode == 0, ended.stderr
+
+
+# --- several processes ---------------------------------------------------------------------------------------------------
+
+RANKS = """
+join()
+import hoist.optim, hoist.optim_offload
+from test_optim_offload import *
+hoist.optim_offload._UNIT_ELEMENTS, hoist.optim_offload._PIECE_ELEMENTS = 5000, 3000
+arguments, group = dict(config["arguments"]), None
+if config["divided"]:
+    arguments["shard_over"] = dist.group.WORLD
+model = gpt().to(getattr(torch, config["dtype"]))
+optimizer = hoist.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **arguments)
+ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+"""
+
+TRAIN = RANKS + """
+train_with_ddp(ddp, optimizer, rank, size, config["first"], config["last"])
+print(json.dumps(ends(model, optimizer)))
+optimizer.close()
+dist.destroy_process_group()
+"""
+
+
+def train_with_ddp(model, optimizer, rank, size, first, last, mean_of=1):
+    """This rank's batch of each step; alone, the mean over several."""
+    for index, (inputs, targets) in enumerate(batches(last * 2)):
+        if index < first * 2 or index % 2 % size != rank:
+            continue
+        (loss_of(model(inputs), targets) / mean_of).backward()
+        if (index + 1) % mean_of == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ends(model, optimizer):
+    """Digests of weights and masters that JSON can hold."""
+    values = [p.detach().float().flatten() for p in model.parameters()]
+    values += [optimizer.master(p).flatten() for p in model.parameters()]
+    return [value.double().sum().item() for value in values] + [value.view(torch.int32).sum().item() for value in values]
+
+
+def on_two_ranks(tmp_path, name, divided, offload="cpu", dtype="float32", first=0, last=8, program=TRAIN, **arguments):
+    config = {"divided": divided, "dtype": dtype, "first": first, "last": last,
+              "arguments": place(offload, tmp_path, name) | arguments}
+    return results(start(program, tmp_path / f"meet-{name}-{first}", config))
+
+
+def alone(last=8):
+    model = gpt()
+    optimizer = hoist.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    train_with_ddp(model, optimizer, 0, 1, 0, last, mean_of=2)
+    return ends(model, optimizer)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("divided", [True, False])
+def test_two_ranks_with_ddp_are_one_process_with_both_batches(tmp_path, offload, divided):
+    """fp32, bit for bit: DDP halves each gradient and adds them, which one process does with halved losses."""
+    assert on_two_ranks(tmp_path, "store", divided, offload) == [alone(), alone()]
+
+
+def test_dividing_bf16_states_changes_no_bit(tmp_path):
+    whole = on_two_ranks(tmp_path, "whole", False, dtype="bfloat16")
+    divided = on_two_ranks(tmp_path, "divided", True, "nvme", dtype="bfloat16")
+    assert whole[0] == whole[1] == divided[0] == divided[1]
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_two_killed_ranks_continue(tmp_path, divided):
+    killed = start(RANKS + """
+train_with_ddp(ddp, optimizer, rank, size, 0, 5)
+optimizer.settle()
+dist.barrier()
+os.kill(os.getpid(), signal.SIGKILL)
+""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("nvme", tmp_path)})
+    assert [process.wait(timeout=240) for process in killed] == [-9, -9]
+    assert on_two_ranks(tmp_path, "store", divided, "nvme", first=5, resume=True) == [alone(), alone()]
+
+
+def test_one_process_continues_what_two_divided(tmp_path):
+    on_two_ranks(tmp_path, "store", True, "nvme", last=5)
+    model = gpt()
+    with hoist.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **place("nvme", tmp_path), resume=True) as optimizer:
+        assert optimizer.step_count == 5
+        train_with_ddp(model, optimizer, 0, 1, 5, 8, mean_of=2)
+        assert ends(model, optimizer) == alone()
+
+
+def test_divided_states_are_consolidated_on_one_rank(tmp_path):
+    ranks = on_two_ranks(tmp_path, "store", True, last=5, program=RANKS + """
+train_with_ddp(ddp, optimizer, rank, size, 0, 5)
+with pytest.raises(hoist.UsageError, match="consolidate_state_dict"):
+    optimizer.state_dict()
+optimizer.consolidate_state_dict(to=1)
+if rank == 1:
+    torch.save([optimizer.state_dict(), model.state_dict()], directory + "/saved")
+else:
+    with pytest.raises(hoist.UsageError, match="consolidate_state_dict"):
+        optimizer.state_dict()
+dist.barrier()
+saved, weights = torch.load(directory + "/saved")
+train_with_ddp(ddp, optimizer, rank, size, 5, 7)
+model.load_state_dict(weights)
+optimizer.load_state_dict(saved)
+assert optimizer.step_count == 5
+train_with_ddp(ddp, optimizer, rank, size, 5, 8)
+print(json.dumps(ends(model, optimizer)))
+optimizer.close()
+""")
+    assert ranks == [alone(), alone()]
+
+
+def test_a_rank_that_fails_is_an_error_on_the_other(tmp_path):
+    failing = start(RANKS + """
+try:
+    with optimizer:
+        train_with_ddp(ddp, optimizer, rank, size, 0, 2)
+        if rank == 1:
+            raise ValueError("out of data")
+        optimizer.consolidate_state_dict()
+except (hoist.CommError, ValueError) as error:
+    print(json.dumps(str(error)), flush=True)
+os._exit(0)
+""", tmp_path / "meet", {"divided": True, "dtype": "float32", "arguments": place("cpu", tmp_path)})
+    first, second = results(failing)
+    assert second == "out of data" and "out of data" in first and "rank 1" in first
+
+
+def test_a_part_of_the_ranks_can_divide(tmp_path):
+    """Two pairs that train alike, each with its own store, stopped and continued."""
+    program = TRAIN.replace('arguments["shard_over"] = dist.group.WORLD', """
+    group = arguments["shard_over"] = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]""").replace(
+        "rank, size, config", "rank % 2, 2, config")
+
+    def on_four_ranks(name, first, last, **arguments):
+        config = {"divided": True, "dtype": "float32", "first": first, "last": last,
+                  "arguments": place("nvme", tmp_path) | arguments}
+        return results(start(program, tmp_path / name, config, size=4))
+
+    on_four_ranks("first", 0, 4)
+    assert (tmp_path / "store" / "rank-0").is_dir() and (tmp_path / "store" / "rank-2").is_dir()
+    assert on_four_ranks("second", 4, 8, resume=True) == [alone()] * 4

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an optimizer needs whose program keeps weights and gradients itself: gradients that are averaged already, and
+// state that comes from elsewhere.
+#include <algorithm>
+#include <map>
+
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+ToySetup reduced(Placement placement, const std::string& directory = "") {
+  ToySetup setup = toy_setup(placement, placement, directory);
+  setup.engine.gradients_are_reduced = true;
+  return setup;
+}
+
+TEST(ReducedGradients, TwoRanksEndInTheBitsOfOneAndSendWeightsOnly) {
+  const TempDirectory directory;
+  constexpr std::uint64_t kSteps = 4;
+  ToySetup alone = toy_setup(Placement::pinned, Placement::pinned);
+  alone.engine.gradient_clipping = 0;  // the norm adds up in the order of shards
+  const Digests reference = train_once(alone, ToyShape{}, kSteps);
+  for (const Placement placement : {Placement::pinned, Placement::nvme}) {
+    ToySetup setup = reduced(placement, placement == Placement::nvme ? directory / "store" : std::string());
+    setup.engine.gradient_clipping = 0;
+    setup.engine.reuse_distance_elements = 0;  // every use fetches, as the formula counts
+    on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
+      Runtime runtime(setup.runtime, join);
+      ToyModel model(runtime, setup.engine);
+      model.equal_gradients = true;
+      model.initialize();
+      model.train(1, 1);  // records the passes
+      model.engine().settle();
+      const std::uint64_t before = runtime.ledger().totals(Link::wire).bytes;
+      model.train(2, kSteps);
+      model.engine().settle();
+      const std::uint64_t sent = runtime.ledger().totals(Link::wire).bytes - before;
+      const double formula = static_cast<double>(model.engine().formula_bytes().wire * (kSteps - 1));
+      EXPECT_NEAR(static_cast<double>(sent), formula, 0.02 * formula);
+      Digests ends = digests_of(model);
+      ends.losses = reference.losses;  // each rank adds its own up
+      EXPECT_EQ(ends, reference);
+    });
+  }
+}
+
+// Everything that a parameter has, by state.
+using StateOfAll = std::map<State, std::vector<std::vector<float>>>;
+
+StateOfAll state_of(ToyModel& model) {
+  StateOfAll all;
+  for (const State state : {State::master, State::moment1, State::moment2}) {
+    for (std::uint32_t p = 0; p < model.model().parameters().size(); ++p) {
+      std::vector<float> values(element_count(model.model().parameters()[p]));
+      if (model.engine().keeps(ParameterId{p}, state)) model.engine().read(ParameterId{p}, state, 0, values);
+      all[state].push_back(std::move(values));
+    }
+  }
+  return all;
+}
+
+void take(const StateOfAll& all, ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
+  std::copy_n(all.at(state)[parameter.index].begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
+}
+
+void replace(ToyModel& model, std::uint64_t step, const StateOfAll& all) {
+  model.engine().replace_state(
+      step, [&](ParameterId p, std::uint64_t first, std::span<float> out) { take(all, p, State::master, first, out); },
+      [&](ParameterId p, State state, std::uint64_t first, std::span<float> out) { take(all, p, state, first, out); });
+}
+
+class GivenState : public testing::TestWithParam<Placement> {
+ protected:
+  ToySetup setup(const std::string& name) const {
+    return toy_setup(GetParam(), GetParam(), GetParam() == Placement::nvme ? directory_ / name : std::string());
+  }
+  const TempDirectory directory_;
+};
+
+// Bias correction needs the number of steps, and a commit needs all of it.
+TEST_P(GivenState, TrainingGoesOnWithItAndCommitsIt) {
+  const ToySetup first = setup("first"), second = setup("second");
+  StateOfAll at_three;
+  Digests reference;
+  {
+    Runtime runtime(first.runtime);
+    ToyModel model(runtime, first.engine);
+    model.initialize();
+    model.train(1, 3);
+    at_three = state_of(model);
+    model.train(4, 5);
+    reference = digests_of(model);
+  }
+  Runtime runtime(second.runtime);
+  ToyModel model(runtime, second.engine, {.seed = 5});
+  model.initialize();
+  model.train(1, 1);
+  replace(model, 3, at_three);
+  EXPECT_EQ(model.engine().step_count(), 3u);
+  if (GetParam() == Placement::nvme) {
+    EXPECT_EQ(model.engine().committed_step(), 3u);
+    model.close();
+    EXPECT_EQ(model.restore().step, 3u);
+  }
+  ToyModel continued(runtime, second.engine);  // makes the gradients of the first program
+  if (GetParam() == Placement::nvme) {
+    model.close();
+    continued.restore();
+  } else {
+    continued.initialize();
+    replace(continued, 3, at_three);
+  }
+  continued.train(4, 5);
+  Digests ends = digests_of(continued);
+  ends.losses = reference.losses;
+  EXPECT_EQ(ends, reference);
+}
+
+TEST_P(GivenState, MastersChangeAloneAndOnlyWhereTheyAreMeantTo) {
+  const ToySetup used = setup("store");
+  Runtime runtime(used.runtime);
+  ToyModel model(runtime, used.engine);
+  model.initialize();
+  model.train(1, 2);
+  StateOfAll expected = state_of(model);
+  const ParameterId changed = model.matrix(2);
+  std::vector<float>& values = expected[State::master][changed.index];
+  for (std::size_t i = 0; i < values.size(); i += 3) values[i] = 0.25f;
+  model.engine().change_masters([&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    if (parameter != changed) return;
+    for (std::size_t i = 0; i < out.size(); ++i)
+      if ((first + i) % 3 == 0) out[i] = 0.25f;
+  });
+  EXPECT_EQ(model.engine().step_count(), 2u);
+  EXPECT_EQ(state_of(model), expected);
+  if (GetParam() == Placement::nvme) {
+    model.restore();
+    EXPECT_EQ(state_of(model), expected);
+  }
+  model.train(3, 3);  // gathers the new weights
+  EXPECT_NE(state_of(model), expected);
+}
+
+TEST_P(GivenState, WhatCannotBeTrainedWithEndsTheEngineAndNotTheStore) {
+  const ToySetup used = setup("store");
+  Runtime runtime(used.runtime);
+  ToyModel model(runtime, used.engine);
+  model.initialize();
+  model.train(1, 2);
+  StateOfAll all = state_of(model);
+  const StateOfAll before = all;
+  if (GetParam() == Placement::nvme) {
+    EXPECT_THROW(replace(model, 1, all), UsageError) << "older than the commit";
+    EXPECT_EQ(state_of(model), before);
+  }
+  all[State::moment2].back().back() = -1;
+  EXPECT_THROW(replace(model, 2, all), Error);
+  EXPECT_THROW(model.train(3, 3), Error);
+  if (GetParam() != Placement::nvme) return;
+  EXPECT_EQ(model.restore().step, 2u);
+  EXPECT_EQ(state_of(model), before);
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, GivenState, testing::Values(Placement::pinned, Placement::nvme));
+
+}  // namespace
+}  // namespace hoist::test
