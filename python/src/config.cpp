@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <filesystem>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -121,6 +123,19 @@ void bind_config(nb::module_& module) {
       .def_prop_ro(
           "joins_launched_ranks", [](const Config& c) { return c.runtime.communicator == CommunicatorKind::automatic; },
           "Whether ranks that the program's launcher started are ranks of the engine (hoist.communicator is \"auto\").")
+      .def(
+          "store_in",
+          [](Config& c, const std::string& name) {
+            const auto below = [&name](std::string& directory) {
+              if (directory.empty()) return;
+              const std::filesystem::path path(directory);
+              directory = path.parent_path() / name / path.filename();
+            };
+            below(c.engine.store_directory);
+            for (std::string& directory : c.engine.stripe_directories) below(directory);
+            below(c.engine.mirror.directory);
+          },
+          "name"_a, "Inserts a directory of this name above those of the store and its mirror.")
       .def_prop_ro("store_directory", [](const Config& c) { return c.engine.store_directory; })
       .def_prop_ro(
           "has_schedule",

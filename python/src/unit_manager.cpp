@@ -158,7 +158,10 @@ void UnitManager::end_engine(const std::string* why_for_others) noexcept {
   weights_stream_ = {nullptr, kEngine};
   gradients_stream_ = {nullptr, kEngine};
   engine_.reset();  // the step that was decided is carried out, and committed with the others
-  if (why_for_others != nullptr) runtime_->communicator().abort(*why_for_others);
+  if (why_for_others != nullptr) {
+    runtime_->communicator().abort(*why_for_others);
+    if (runtime_->has_several_groups()) runtime_->norm_group().abort(*why_for_others);
+  }
   program_streams_.clear();
   borrowed_streams_.clear();
   runtime_.reset();

@@ -48,7 +48,7 @@ def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any]
          groups: ParamsT | None = None, unit_classes: Iterable[type[torch.nn.Module]] = (),
          weights: str | os.PathLike[str] | None = None, initialize: Initialize | None = None, optimizer: str | None = None,
          seed: int = 0, resume: bool = False, load_later: bool = False, scheduler: Any = None,
-         device: torch.device | str | None = None) -> Engine:
+         device: torch.device | str | None = None, mesh: Any = None, tensor_parallel: Any = None) -> Engine:
     """Moves a model's parameters and optimizer states to where the configuration wants them.
 
     groups         parameter groups as torch.optim takes them; settings they lack are the configuration's
@@ -62,10 +62,14 @@ def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any]
     scheduler      stepped after every step that was applied
     device         where the model computes, "cpu" or "cuda", if the configuration does not say; or an accelerator (PrivateUse1)
                    whose memory the CPU shares
+    mesh           the ranks that divide the state, where other ranks hold other parameters: a DeviceMesh of one dimension
+                   (mesh["dp"]) or a process group. The norm, skipped steps and commits are those of all ranks
+    tensor_parallel  the ranks that hold slices of the same parameters. Slices are marked by an attribute of the parameter,
+                   tensor_model_parallel = True (or model_parallel); the norm counts the others once
     """
     return Engine(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
                   initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
-                  scheduler=scheduler, device=device)
+                  scheduler=scheduler, device=device, mesh=mesh, tensor_parallel=tensor_parallel)
 
 
 def estimate(model: Any, config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config, *, world_size: int = 1,
@@ -99,8 +103,8 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
     if model is None:
         raise _hoist.UsageError("initialize() needs model=...")
     refuse_schedule(lr_scheduler)
-    if mpu is not None or mesh_param is not None:
-        raise _hoist.UsageError("model and sequence parallelism are not known here: mpu and mesh_param must be None")
+    if mesh_param is not None:
+        raise _hoist.UsageError("sequence parallelism is not known here: mesh_param must be None")
     config = config if config is not None else config_params
     if config is None:
         config = getattr(args, "deepspeed_config", None)
@@ -125,7 +129,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         if not groups or not isinstance(groups[0], dict):
             groups = None  # plain parameters: the configuration's settings
     engine = Engine(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
-                    optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device)
+                    optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, **_groups_of(mpu))
     if client_groups is not None:
         engine.optimizer.adopt(client_groups)
     scheduler = lr_scheduler
@@ -141,6 +145,14 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
             training_data, batch_size=engine.train_micro_batch_size_per_gpu() or 1, collate_fn=collate_fn,
             sampler=sampler, shuffle=sampler is None)
     return engine, engine.optimizer, loader, scheduler
+
+
+def _groups_of(mpu: Any) -> dict[str, Any]:
+    """The process groups of Megatron's and DeepSpeed's object for model parallelism."""
+    if mpu is None:
+        return {}
+    slices = getattr(mpu, "get_tensor_model_parallel_group", None) or mpu.get_model_parallel_group
+    return {"mesh": mpu.get_data_parallel_group(), "tensor_parallel": slices()}
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:

@@ -42,7 +42,7 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     step = engine.step_count
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder = os.path.join(directory, tag)
-    is_first = engine.rank == 0
+    is_first = engine._is_first_of_job
     if is_first:
         os.makedirs(folder, exist_ok=True)
         _write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))

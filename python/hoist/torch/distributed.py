@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -219,6 +220,63 @@ def channels_of(config: _hoist.Config) -> tuple[Callable[[], Channel] | None, in
                 "a store of its own")
         return None, 0
     return channels_over(range(dist.get_world_size()), config)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingGroup:
+    """The ranks that divide one state between them (data parallel), in a job whose other ranks hold other parameters."""
+
+    members: tuple[int, ...]
+    job_size: int
+    counts_replicas: bool  # in the norm: parameters that tensor-parallel ranks have copies of
+
+    @property
+    def is_whole_job(self) -> bool:
+        return len(self.members) == self.job_size
+
+    @property
+    def name(self) -> str:
+        """Of the directory that the group's store is in."""
+        return f"group-{self.members[0]}"
+
+    def counts(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether this group counts the parameter in the gradient's norm. Slices are marked as Megatron and DeepSpeed do."""
+        is_slice = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
+        return self.counts_replicas or bool(is_slice)
+
+
+def _members_of(group: Any, what: str) -> tuple[int, ...]:
+    if hasattr(group, "mesh_dim_names"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise _hoist.UsageError(f"{what} is a mesh of {group.ndim} dimensions: pass one, such as mesh[\"dp\"]; several that "
+                                    "divide the state together are made one by mesh[\"a\", \"b\"]._flatten()")
+        return tuple(group.mesh.tolist())
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def sharding_group_of(mesh: Any, tensor_parallel: Any) -> ShardingGroup | None:
+    """[C] Of the job. `mesh`: a DeviceMesh of one dimension, or a process group; None: all ranks."""
+    if mesh is None:
+        if tensor_parallel is not None:
+            raise _hoist.UsageError("tensor_parallel=... needs mesh=..., the ranks that divide the state")
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        raise _hoist.UsageError("mesh=... needs torch.distributed.init_process_group() first")
+    members = _members_of(mesh, "mesh")
+    slices = (dist.get_rank(),) if tensor_parallel is None else _members_of(tensor_parallel, "tensor_parallel")
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, members)
+    for rank, theirs in enumerate(everyones):
+        if rank not in theirs or any(everyones[other] != theirs for other in theirs):
+            raise _hoist.UsageError(f"rank {rank} passes the ranks {list(theirs)} as its mesh, and they do not all pass the same")
+    return ShardingGroup(members, dist.get_world_size(), counts_replicas=slices[0] == dist.get_rank())
+
+
+def channels_of_job(group: ShardingGroup | None, config: _hoist.Config) -> tuple[Any, ...]:
+    """(maker, size) of the channels over the ranks that divide the state, and over the whole job if that is more."""
+    if group is None or group.is_whole_job:
+        return channels_of(config)
+    return (*channels_over(group.members, config), *channels_over(range(group.job_size), config))
 
 
 def channels_over(members: Sequence[int], config: _hoist.Config) -> tuple[Callable[[], Channel] | None, int]:

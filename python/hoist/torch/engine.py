@@ -45,7 +45,8 @@ class Engine:
                  unit_classes: Iterable[type[nn.Module]] = (),
                  weights: str | os.PathLike[str] | None = None,
                  initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
-                 scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None):
+                 scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None,
+                 mesh: Any = None, tensor_parallel: Any = None):
         self._refuse_wrapped(model, optimizer)
         refuse_schedule(scheduler)
         self.module = model
@@ -75,14 +76,17 @@ class Engine:
         self._parameters = Parameters(model, cut, dtype_of(config), self.device, self._between_passes)
         param_groups, group_of = self._groups(groups)
         self._optimizer_groups_offset = 0 if groups is None else 1
-        units = self._parameters.declare(group_of)
+        self._sharding = sharding = distributed.sharding_group_of(mesh, tensor_parallel)
+        if sharding is not None and not sharding.is_whole_job:
+            config.store_in(sharding.name)
+        units = self._parameters.declare(group_of) if sharding is None else self._parameters.declare(group_of, sharding.counts)
         defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
         training = config.training
         micro_batches = int(training.gradient_accumulation_steps or 1)
         config.micro_batches_max = max(config.micro_batches_max, micro_batches)
         config.caller_state_bytes_max += program_state.room_for(dict(self._parameters.persistent_buffers()))
-        self._unit_manager = _hoist.UnitManager(config, options, units, *distributed.channels_of(config))
+        self._unit_manager = _hoist.UnitManager(config, options, units, *distributed.channels_of_job(sharding, config))
         self._unit_manager.know_types(torch.float32, torch.bfloat16, torch.float16)
         settled = config.check_world_size(self._unit_manager.world_size)
         self._training = settled
@@ -108,7 +112,8 @@ class Engine:
         self._continue_schedule()
         for module in model.modules():
             _engine_of[module] = weakref.ref(self)
-        atexit.register(_close_quietly, weakref.ref(self._unit_manager), weakref.ref(self._passes))
+        atexit.register(_close_quietly, weakref.ref(self._unit_manager), weakref.ref(self._passes),
+                        self._has_others)
 
     # --- construction ------------------------------------------------------------------------------------------------
 
@@ -364,7 +369,21 @@ class Engine:
 
     @property
     def world_size(self) -> int:
+        """Ranks that divide the state, and whose gradients are averaged."""
         return self._unit_manager.world_size
+
+    @property
+    def _is_part_of_job(self) -> bool:
+        """Whether other ranks hold other parameters (mesh=...)."""
+        return self._sharding is not None and not self._sharding.is_whole_job
+
+    @property
+    def _is_first_of_job(self) -> bool:
+        return self.rank == 0 and (self._sharding is None or self._sharding.members[0] == 0)
+
+    @property
+    def _has_others(self) -> bool:
+        return self.world_size > 1 or self._is_part_of_job
 
     @property
     def global_steps(self) -> int:
@@ -533,8 +552,13 @@ class Engine:
     @takes_turn
     def export(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.float32,
                shard_bytes_max: int = 5_000_000_000) -> list[str]:
-        """Writes the present weights as safetensors, without holding them in memory. Returns the files."""
-        return self._parameters.export(os.fspath(directory), dtype, shard_bytes_max)
+        """[C] Writes the present weights as safetensors, without holding them in memory. Returns the files. In a job of several
+        sharding groups (mesh=...) each writes a directory of its own, group-N, below."""
+        directory = os.fspath(directory)
+        if self._is_part_of_job:
+            assert self._sharding is not None
+            directory = os.path.join(directory, self._sharding.name)
+        return self._parameters.export(directory, dtype, shard_bytes_max)
 
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str] | None = None) -> Iterator[None]:
@@ -569,7 +593,7 @@ class Engine:
         self._unit_manager.close()
 
     def _abandon(self, why: str) -> None:
-        if self._unit_manager.is_open and not self.is_asleep and self.world_size > 1:
+        if self._unit_manager.is_open and not self.is_asleep and self._has_others:
             self._unit_manager.abandon(why)
 
     def __enter__(self) -> Engine:
@@ -611,14 +635,14 @@ def _is_orderly(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and not error.code
 
 
-def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager], passes: weakref.ref[Passes]) -> None:
+def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager], passes: weakref.ref[Passes], has_others: bool) -> None:
     """At the end of the program: what the last step decided is carried out and committed. Other ranks are told of an end by an
     exception: they would wait for this one."""
     if (alive := unit_manager()) is None:
         return
     why = getattr(passes(), "left_by", "") or text_of(getattr(sys, "last_value", None))
     try:
-        if why and alive.is_open and not alive.is_asleep and alive.world_size > 1:
+        if why and alive.is_open and not alive.is_asleep and has_others:
             alive.abandon(why)
         alive.close()
     except _hoist.Error as error:

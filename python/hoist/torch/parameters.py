@@ -45,19 +45,23 @@ class Parameters:
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
 
-    def declare(self, group_of: dict[int, int]) -> list[_hoist.ManagedUnit]:
+    def declare(self, group_of: dict[int, int], counts: Callable[[nn.Parameter], bool] = lambda _: True) -> list[_hoist.ManagedUnit]:
+        """`counts`: whether the gradient's norm counts a parameter on this rank."""
         units = []
         for unit, beside in zip(self._cut.units, self._cut.used_together(), strict=True):
             specs = [
                 _hoist.ParameterSpec(
                     name, list(p.shape), initial.DTYPES[self._type_of(name, p)], p.requires_grad,
-                    _hoist.GroupId(group_of.get(id(p), -1) + 1))
+                    _hoist.GroupId(group_of.get(id(p), -1) + 1), counts(p))
                 for name, p in unit.parameters.items()
             ]
             units.append(_hoist.ManagedUnit(unit.name, specs, unit.shared, beside))
         return units
 
     def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
+            raise _hoist.UsageError(f"parameter '{name}' is a DTensor: hoist divides the state of ordinary tensors. Build each "
+                                    "rank's slice as a tensor of its own, and pass mesh=... and tensor_parallel=...")
         if parameter.device.type not in ("cpu", "meta", self._device.type):
             raise _hoist.UsageError(f"parameter '{name}' is on {parameter.device}, and this engine computes on "
                                     f"{self._device.type}: set \"hoist\": {{\"device\": ...}}, or wrap the model on the CPU")
