@@ -83,7 +83,7 @@ class Training {
       : arguments_(arguments),
         text_(Text::load(arguments.text, arguments.context)),
         config_(Config::load(arguments.config)),
-        runtime_(runtime_options(arguments, config_)),
+        runtime_(runtime_options(config_)),
         settled_(settle(arguments, config_, runtime_.world_size())),
         engine_options_(engine_options(config_, settled_)),
         gpt_(runtime_, engine_options_, gpt_options(arguments, config_, settled_)) {

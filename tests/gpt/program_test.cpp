@@ -18,7 +18,6 @@
 #include <unistd.h>
 
 #include <hoist/interchange/export.hpp>
-#include <hoist/platform/device.hpp>
 #include <hoist/tests/support/temp_directory.hpp>
 #include <hoist/zero/checkpoint/stored_model.hpp>
 
@@ -174,12 +173,10 @@ TEST_F(Program, TheBudgetThatARefusalNamesWorks) {
   }
 }
 
-TEST_F(Program, ADeviceThatIsNotThereIsRefusedWithTheRemedy) {
-  std::string why;
-  if (platform::cuda_device_count(&why) > 0) GTEST_SKIP() << "there is a CUDA card";
-  expect_refused(usual(1, {"--device", "cuda"}), why);
-  expect_refused(usual(1, {"--device", "cuda"}), "host");
-  expect_refused(usual(1, {"--device", "gpu"}), "--device");
+TEST_F(Program, AGpuIsRefusedWithTheRemedy) {
+  write_config("config.json", "nvme", "nvme", {{"device", "cuda"}});
+  expect_refused(usual(1),
+                 "hoist-gpt computes on the CPU; set hoist.device to \"host\", or train on the GPU from PyTorch");
 }
 
 TEST_F(Program, WhatBackwardFindsChangesNoBit) {
