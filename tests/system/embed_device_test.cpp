@@ -36,7 +36,7 @@ TEST(EmbedDevice, ADeviceApartFromTheCpuEndsInTheSameBits) {
   }
 }
 
-TEST(EmbedDevice, CudaAGpuEndsInTheSameBits) {
+TEST(CudaEmbed, AGpuEndsInTheSameBits) {
   std::string why;
   if (platform::cuda_device_count(&why) == 0) GTEST_SKIP() << why;
   expect_same(trained(platform::DeviceKind::cuda, {}), trained(platform::DeviceKind::host, {}));
