@@ -20,8 +20,7 @@ constexpr std::uint64_t kBufferAlignment = 64;  // a cache line
 }  // namespace
 
 Gpt::Gpt(Runtime& runtime, const EngineOptions& engine, const GptOptions& options)
-    : runtime_(runtime),
-      options_(options),
+    : options_(options),
       pool_({.threads = options.threads}),
       losses_(static_cast<std::size_t>(options.held_micro_batches)) {
   if (!runtime.device().host_accessible()) {
@@ -178,14 +177,6 @@ BlockInputsOptions Gpt::input_options() const {
           .held_micro_batches = static_cast<std::size_t>(options_.held_micro_batches),
           .item_bytes = static_cast<std::uint64_t>(rows() * width()) * sizeof(float),
           .offload = options_.activations == ActivationPolicy::offload};
-}
-
-// A parameter of a matrix is in one product forward and in two backward, each a multiplication and an addition; the
-// embedding's rows are looked up, but the tied head multiplies by the tokens'. Attention: two products of context *
-// width forward, half of each below the diagonal, and twice that backward.
-double Gpt::flops_per_token() const {
-  const double d = options_.width, layers = options_.layers, context = options_.context;
-  return 6 * (layers * 12 * d * d + kVocabulary * d) + 3 * layers * 2 * context * d;
 }
 
 Initializer Gpt::initial_values() const {

@@ -82,13 +82,10 @@ class Gpt {
 
   const GptOptions& options() const { return options_; }
   std::uint64_t device_bytes() const { return device_bytes_; }  // of activations and work buffers
-  std::uint64_t activation_bytes() const { return memory_.bytes().size(); }
   // Time kernels have run.
   Nanoseconds compute_time() const { return compute_time_; }
   // Bytes of activations, moved down and up again since construction (ActivationPolicy::offload).
   std::uint64_t offloaded_bytes() const { return offloaded_bytes_; }
-  // Multiplications and additions of a token's products, forward and backward, what is computed twice counted once.
-  double flops_per_token() const;
 
  private:
   class UnitBuilder;
@@ -136,7 +133,6 @@ class Gpt {
   AttentionShape attention_shape() const;
   BlockInputsOptions input_options() const;
 
-  Runtime& runtime_;
   const GptOptions options_;
   Model model_;
   Engine* engine_ = nullptr;

@@ -204,7 +204,6 @@ void Training::introduce() {
   record_.parameters = gpt_.model().parameter_count();
   record_.world_size = runtime_.world_size();
   record_.tokens_per_step = tokens_per_step();
-  record_.flops_per_token = gpt_.flops_per_token();
   say(fmt::format("{} parameters in {} blocks, {} bytes of text, {} x {} bytes a step on {} rank{}, {}",
                   record_.parameters, arguments_.layers, text_.byte_count(), settled_.batch, arguments_.context,
                   record_.world_size, record_.world_size == 1 ? "" : "s", record_.device));
