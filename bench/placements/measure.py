@@ -7,16 +7,17 @@
 The model is trained in bf16 with AdamW over fp32 masters, blocks computed again in the backward pass, and the same tokens
 in each cell:
 
-    memory                in PyTorch's memory, with torch.optim.AdamW: the measure of all others
+    memory, memory-again  in PyTorch's memory, with torch.optim.AdamW: the measure of all others, before and after them
     hoist-...             hoist.torch: everything on the device; the optimizer, or everything, in pinned memory or on NVMe
     deepspeed-pinned, -nvme    ZeRO-3 with offloaded parameters and optimizer, by the same JSON
     fsdp-pinned           FSDP2 with CPUOffloadPolicy
 
 Each cell is a process of its own that trains with all batch sizes in turn. What is not installed is said and left out. Per
-cell and batch size: the median time of a step after the warm-up; the practicality (the time in memory divided by this one;
-1 is ideal); of hoist how busy each link was, what the device waited for, and the digests of masters and moments after the
-last step, which must be the same in all its placements; the peak of device memory (what PyTorch reserved, and hoist's own)
-and of resident host memory.
+cell and batch size: the median time of a step after the warm-up; the practicality (the mean of the two times in memory
+divided by this one; 1 is ideal, and the two in memory are the control); of hoist how busy each link was, what the device
+waited for, and the digests of masters and moments after the last step, which must be the same in all its placements; the
+peak of device memory (what PyTorch reserved, and hoist's own; on the CPU only that) and of resident host memory, with
+hoist's pinned part.
 
 --device cpu runs the same in CPU memory with a small model, and says nothing about a GPU. --smoke is a tiny one there.
 
@@ -30,6 +31,7 @@ import argparse
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,6 +51,7 @@ CELLS = {
     "deepspeed-pinned": ("deepspeed", "cpu", "cpu"),
     "deepspeed-nvme": ("deepspeed", "nvme", "nvme"),
     "fsdp-pinned": ("fsdp", "cpu", "cpu"),
+    "memory-again": ("memory", "none", "none"),
 }
 SHAPES = {
     "cuda": {"layers": 24, "width": 2048, "heads": 16, "context": 2048, "batch": [2, 16, 64], "steps": 12, "warm_up": 4},
@@ -127,10 +130,9 @@ def share(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def row_of(cell: dict, entry: dict, in_memory: dict) -> str:
-    base = in_memory.get(entry["batch"])
+def row_of(cell: dict, entry: dict) -> str:
     columns = [cell["name"], f"{entry['seconds']:.3f} s ({entry['fastest']:.3f}-{entry['slowest']:.3f})",
-               f"{base['seconds'] / entry['seconds']:.2f}" if base else "-"]
+               f"{entry['practicality']:.2f}" if "practicality" in entry else "-"]
     if "links" in entry:
         for link in LINKS:
             columns.append(f"{mib(entry['links'][link]['bytes'])}, {share(entry['links'][link]['busy_share'])}")
@@ -138,31 +140,43 @@ def row_of(cell: dict, entry: dict, in_memory: dict) -> str:
         columns.append(", ".join(waits) or "none")
     else:
         columns += ["-", "-", mib(entry["file_read"]), mib(entry["file_written"]), "-"]
-    columns.append(mib(entry["peak_device_bytes"]) if "peak_device_bytes" in entry else "-")
-    columns.append(mib(entry["peak_host_bytes"]))
+    tiers = entry.get("tiers")
+    device = entry.get("peak_device_bytes", tiers["device"]["peak_bytes"] if tiers else None)
+    columns.append("-" if device is None else mib(device))
+    columns.append(mib(entry["peak_host_bytes"]) + (f" ({mib(tiers['pinned']['peak_bytes'])})" if tiers else ""))
     columns.append(entry["digest"]["master"][:8] if "digest" in entry else "-")
     return "| " + " | ".join(columns) + " |"
 
 
+def compare_with_memory(cells: list[dict]) -> None:
+    """Adds to each entry its practicality, and how far its losses are from those in memory."""
+    in_memory: dict[int, list[dict]] = {}
+    for cell in cells:
+        for entry in cell["batches"]:
+            if cell["engine"] == "memory" and "error" not in entry:
+                in_memory.setdefault(entry["batch"], []).append(entry)
+    for cell in cells:
+        for entry in cell["batches"]:
+            if "error" not in entry and (base := in_memory.get(entry["batch"])):
+                entry["practicality"] = statistics.fmean(run["seconds"] for run in base) / entry["seconds"]
+                entry["loss_difference"] = max(abs(a - b) for a, b in zip(entry["losses"], base[0]["losses"], strict=True))
+
+
 def print_tables(result: dict) -> None:
     cells = result["cells"]
-    in_memory = {entry["batch"]: entry for cell in cells if cell["name"] == "memory" for entry in cell["batches"]
-                 if "error" not in entry}
     for batch in result["batch"]:
         print(f"\n{batch * result['context']} tokens a step\n")
         print("| | step, median (range) | practicality | " + " | ".join(f"{name}: MiB a step, busy" for name in LINKS.values())
-              + " | waiting | device MiB | host MiB | masters |\n|" + "---|" * (6 + len(LINKS) + 1))
+              + " | waiting | device MiB | host MiB (pinned) | masters |\n|" + "---|" * (6 + len(LINKS) + 1))
         for cell in cells:
             for entry in cell["batches"]:
                 if entry["batch"] == batch:
-                    print(f"| {cell['name']} | {entry['error']} |" if "error" in entry else row_of(cell, entry, in_memory))
+                    print(f"| {cell['name']} | {entry['error']} |" if "error" in entry else row_of(cell, entry))
     print()
     for cell in cells:
-        pairs = [(loss, other) for entry in cell["batches"] if "losses" in entry and entry["batch"] in in_memory
-                 for loss, other in zip(entry["losses"], in_memory[entry["batch"]]["losses"], strict=True)]
-        if pairs and cell["name"] != "memory":
-            print(f"{cell['name']}: losses at most {max(abs(a - b) for a, b in pairs):.4f} from those in memory, the last "
-                  f"{pairs[-1][0]:.4f}")
+        differences = [entry["loss_difference"] for entry in cell["batches"] if "loss_difference" in entry]
+        if differences and cell["name"] != "memory":
+            print(f"{cell['name']}: losses at most {max(differences):.4f} from those in memory")
         if "left_out" in cell or "error" in cell:
             print(f"{cell['name']}: {'not run, ' + cell['left_out'] if 'left_out' in cell else 'failed, ' + cell['error']}")
 
@@ -225,6 +239,7 @@ def main() -> int:
     print(f"Llama of {arguments.model}, {known.get('parameters', 0) / 1e6:.1f} M parameters in {arguments.layers} layers of "
           f"width {arguments.width}, {arguments.context} tokens a sequence, on {known.get('device', arguments.device)}; "
           + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    compare_with_memory(result["cells"])
     print_tables(result)
     same = same_bits(result)
     if arguments.json:

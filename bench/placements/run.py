@@ -79,6 +79,9 @@ class Fsdp:
         on_gpu = arguments.device == "cuda"
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=0, world_size=1,
                                              store=torch.distributed.HashStore())
+        for module in model.modules():  # FSDP moves parameters only
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(arguments.device))
         policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
                     "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu)}
         for module in (*blocks, model):
