@@ -69,6 +69,9 @@ def configuration(parameters: str, optimizer: str, arguments, store: str) -> dic
             zero[key] = {"device": place, "pin_memory": on_gpu}
         if place == "nvme":
             zero[key]["nvme_path"] = store
+            zero["sub_group_size"] = 5e7  # DeepSpeed's 1e9 is a pinned buffer of 4 GB, four times
+    if parameters == "nvme":
+        zero["offload_param"]["max_in_cpu"] = 0  # DeepSpeed keeps 1e9 parameters in memory otherwise
     settings = {"device": "cuda" if on_gpu else "host", "device_memory": arguments.device_memory,
                 "pinned_memory": arguments.pinned_memory}
     return {
