@@ -1,36 +1,39 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Everything there is to know about hoist on a GPU, by one command: configures, builds, runs the whole suite and the GPU
-# tests, the latter under compute-sanitizer too, measures copies and hoist-gpt with its state in every place, and prints
-# one report.
+# tests, the latter under compute-sanitizer too, measures copies, and PyTorch training with its state in every place
+# (bench/placements/measure.py), and prints one report.
 #
 #   scripts/gpu-report.sh [--prefix DIR]... [--build DIR] [--out DIR] [--disk DIR] [--jobs N] [--keep-going]
-#                         [--gpt "OPTION..."]
+#                         [--python PROGRAM] [--torch "OPTION..."]
 #
 #   --prefix DIR   distribution packages unpacked there (dpkg --extract PACKAGE.deb DIR), for machines where liburing,
 #                  hwloc, oneTBB, Highway and the rest of scripts/install-deps.sh cannot be installed; several times
 #                  for several trees
 #   --build DIR    default: build/gpu-report
 #   --out DIR      logs and the report; default: BUILD/report
-#   --disk DIR     where hoist-gpt's state lives when it is on a disk; default: the report's folder
-#   --gpt OPTIONS  for bench/gpu_placements.py: the model, budgets, the card's peak (--help lists them)
+#   --disk DIR     on the drive that holds the state when it is on NVMe; default: the report's folder
+#   --python PROGRAM  an interpreter that has PyTorch and nanobind, and DeepSpeed if that shall be measured too;
+#                  default: python3
+#   --torch OPTIONS  for bench/placements/measure.py: model, batch sizes, budgets (--help lists them)
 #   --keep-going   goes on after a step that failed (the report says which)
 #
 # Exit status: 0 all passed; 1 something failed; 2 wrong arguments; 77 there is no GPU, said in one line.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-prefixes=() build=$root/build/gpu-report out='' disk='' gpt=() jobs=$(nproc) keep_going=
+prefixes=() build=$root/build/gpu-report out='' disk='' python=python3 torch=() jobs=$(nproc) keep_going=
 while [ $# -gt 0 ]; do
   case $1 in
     --prefix) prefixes+=("$(cd "${2:?--prefix needs a folder}" && pwd)"); shift 2 ;;
     --build) build=${2:?--build needs a folder}; shift 2 ;;
     --out) out=${2:?--out needs a folder}; shift 2 ;;
     --disk) disk=${2:?--disk needs a folder}; shift 2 ;;
-    --gpt) read -r -a gpt <<<"${2?--gpt needs options}"; shift 2 ;;
+    --python) python=${2:?--python needs a program}; shift 2 ;;
+    --torch) read -r -a torch <<<"${2?--torch needs options}"; shift 2 ;;
     --jobs) jobs=${2:?--jobs needs a number}; shift 2 ;;
     --keep-going) keep_going=yes; shift ;;
-    *) sed -n '3,19p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
+    *) sed -n '3,21p' "${BASH_SOURCE[0]}" | cut -c 3- >&2; exit 2 ;;
   esac
 done
 
@@ -118,12 +121,12 @@ say "|---|---|---|---|"
 generator=()
 if command -v ninja >/dev/null; then generator=(-G Ninja); fi
 step configure cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DHOIST_WITH_CUDA=ON \
-  -DHOIST_WITH_NCCL=AUTO -DHOIST_WARNINGS_AS_ERRORS=OFF
+  -DHOIST_WITH_NCCL=AUTO -DHOIST_WARNINGS_AS_ERRORS=OFF -DPython_EXECUTABLE="$(command -v "$python" || echo "$python")"
 step build cmake --build "$build" --parallel "$jobs"
 
 # The CUDA half of every suite; the same tests run on the host device in "suite".
 gpu_tests='*/cuda:Cuda*:Nccl.*'
-programs=(platform_test tiers_memory_test zero_test comm_test gpt_test)
+programs=(platform_test tiers_memory_test zero_test comm_test embed_device_test)
 step "GPU tests" bash -c 'for program in "${@:2}"; do "$program" --gtest_filter="$1" || exit; done' _ "$gpu_tests" \
   "${programs[@]/#/$build/bin/}"
 # A suite that skipped everything has shown nothing.
@@ -137,7 +140,7 @@ for tool in memcheck racecheck; do
   if [ -n "$sanitizer" ]; then
     # NCCL's own kernels poll memory that others write, so that only ours are looked at for races.
     step "$tool" bash -c 'for program in "${@:4}"; do "$1" --tool "$2" --error-exitcode 9 "$program" --gtest_filter="$3" || exit; done' \
-      _ "$sanitizer" "$tool" '*/cuda:Cuda*' "$build/bin/platform_test" "$build/bin/zero_test" "$build/bin/gpt_test"
+      _ "$sanitizer" "$tool" '*/cuda:Cuda*' "$build/bin/platform_test" "$build/bin/zero_test" "$build/bin/embed_device_test"
   else
     say "| $tool | not run | | compute-sanitizer is not there: install it with the CUDA Toolkit |"
   fi
@@ -151,16 +154,16 @@ say '```'
 say "$(cat "$out/copies.log")"
 say '```'
 
-# Placements of hoist-gpt: time, utilisation, links, waiting and peaks; the largest model of a budget.
+# Placements of a PyTorch program's state: step times, links, waiting and peaks.
 disk=${disk:-$out}
 mkdir -p "$disk"
-if command -v python3 >/dev/null; then
-  step placements python3 "$root/bench/gpu_placements.py" --bin "$build/bin" --path "$disk" --text "$root/LICENSE" --largest \
-    --json "$out/placements.json" "${gpt[@]}"
+export PYTHONPATH=$build/python${PYTHONPATH:+:$PYTHONPATH}
+if lacks=$("$python" -c 'import hoist.torch' 2>&1); then
+  step placements "$python" "$root/bench/placements/measure.py" --directory "$disk" --json "$out/placements.json" "${torch[@]}"
   say ""
-  say "$(cat "$out/placements.log")"
+  say "$(grep -v ' \.\.\.$' "$out/placements.log")"
 else
-  say "| placements | not run | | python3 is not there |"
+  say "| placements | not run | | $python cannot import hoist.torch: $(tail -n 1 <<<"$lacks") |"
 fi
 
 echo "report: $report" >&2

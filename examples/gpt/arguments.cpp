@@ -12,12 +12,6 @@
 
 namespace hoist::gpt {
 
-namespace {
-
-const char* device_name(platform::DeviceKind kind) { return kind == platform::DeviceKind::cuda ? "cuda" : "host"; }
-
-}  // namespace
-
 std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) {
   Arguments a;
   CLI::App app{"Trains a byte-level GPT whose state lives on NVMe, in pinned memory or on the device, as FILE says."};
@@ -64,11 +58,6 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv) 
   app.add_option("--warmup", a.warmup, "Steps over which the learning rate rises to its value")
       ->check(count)
       ->type_name("N");
-  app.add_option("--device", a.device, "Where the model is computed: host or cuda [hoist.device of FILE]")
-      ->transform(CLI::Transformer(std::map<std::string, platform::DeviceKind>{{"host", platform::DeviceKind::host},
-                                                                               {"cuda", platform::DeviceKind::cuda}})
-                      .description(""))
-      ->type_name("D");
   app.add_option(
          "--activations", a.activations,
          "What backward finds of a block: recompute (its input, the rest is computed again), keep (everything), "
@@ -113,9 +102,11 @@ void check_shape(const Arguments& a) {
   if (!a.from.empty() && !a.resume) throw InputError("--from names the step to continue from: it needs --resume");
 }
 
-RuntimeOptions runtime_options(const Arguments& a, const Config& config) {
+RuntimeOptions runtime_options(const Config& config) {
   RuntimeOptions options = config.runtime;
-  if (a.device) options.device = a.device;
+  if (options.device.value_or(platform::DeviceKind::host) != platform::DeviceKind::host)
+    throw InputError(fmt::format("{}: hoist.device is not \"host\": {}", config.origin(), kComputesOnCpu));
+  options.device = platform::DeviceKind::host;
   return options;
 }
 
@@ -171,10 +162,8 @@ void settle_learning_rate(const Arguments& a, const Config& config, Settled& set
 
 Settled settle(const Arguments& a, const Config& config, int world_size) {
   Settled settled;
-  if (a.device && config.runtime.device && a.device != config.runtime.device) {
-    settled.notes.push_back(fmt::format("--device {} wins over hoist.device {} of {}", device_name(*a.device),
-                                        device_name(*config.runtime.device), config.origin()));
-  }
+  if (!config.runtime.device && platform::cuda_device_count() > 0)
+    settled.notes.push_back(fmt::format("the GPU is not used: {}", kComputesOnCpu));
   // Batch sizes of the file that do not go with so many ranks matter only where none is given on the command line.
   const TrainingOptions file = a.batch ? config.training : config.check_world_size(world_size);
   settle_micro_batches(a, config, file, settled);

@@ -35,10 +35,9 @@ struct Arguments {
   std::string report;  // empty: none
   std::string units;   // empty: train; else only describe the model there, for hoist check
   bool resume = false;
-  std::string from;                            // a kept step to resume from; empty: the newest commit
-  std::uint64_t save_every = 0;                // steps; 0: never
-  std::string init;                            // safetensors to begin from; empty: random
-  std::optional<platform::DeviceKind> device;  // else the file's hoist.device
+  std::string from;              // a kept step to resume from; empty: the newest commit
+  std::uint64_t save_every = 0;  // steps; 0: never
+  std::string init;              // safetensors to begin from; empty: random
   ActivationPolicy activations = ActivationPolicy::recompute;
   unsigned threads = 0;                 // of the kernels; 0: every CPU
   std::optional<double> learning_rate;  // else the file's
@@ -51,7 +50,7 @@ std::variant<Arguments, int> parse_arguments(int argc, const char* const* argv);
 // Errors: InputError.
 void check_shape(const Arguments& arguments);
 
-// The device, batch sizes and learning rate in effect: the command line wins over the file, and `notes` says so.
+// The batch sizes and the learning rate in effect: the command line wins over the file, and `notes` says so.
 struct Settled {
   int batch = 8;
   int micro_batches = 1;
@@ -61,7 +60,8 @@ struct Settled {
 };
 // Errors: ConfigProblems, InputError.
 Settled settle(const Arguments& arguments, const Config& config, int world_size);
-// The file's, on the device in effect.
-RuntimeOptions runtime_options(const Arguments& arguments, const Config& config);
+// The file's, on the host device, which is what the kernels compute on.
+// Errors: InputError where the file asks for another device.
+RuntimeOptions runtime_options(const Config& config);
 
 }  // namespace hoist::gpt

@@ -35,11 +35,11 @@ void BlockInputs::begin(std::size_t micro_batches, Return when) {
   return_ = when;
 }
 
-std::byte* BlockInputs::forward_input(std::size_t layer, std::size_t micro_batch) const {
+float* BlockInputs::forward_input(std::size_t layer, std::size_t micro_batch) const {
   return buffers_[item(layer, micro_batch) % buffers_.size()];
 }
 
-std::byte* BlockInputs::output_for(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute) {
+float* BlockInputs::output_for(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute) {
   const std::size_t buffer = item(layer, micro_batch) % buffers_.size();
   compute->wait(std::exchange(leaving_[buffer], {}), WaitCause::host_to_device);
   return buffers_[buffer];
@@ -48,16 +48,18 @@ std::byte* BlockInputs::output_for(std::size_t layer, std::size_t micro_batch, p
 void BlockInputs::leave(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute) {
   if (!offload_ || return_ == Return::never) return;
   const std::size_t index = item(layer, micro_batch);
-  leaving_[index % buffers_.size()] = offload_->offload(index, forward_input(layer, micro_batch), compute);
+  leaving_[index % buffers_.size()] =
+      offload_->offload(index, reinterpret_cast<const std::byte*>(forward_input(layer, micro_batch)), compute);
 }
 
 // Turns alternate between the first two buffers: nothing in the others is needed any more.
 void BlockInputs::fetch(std::size_t turn, platform::StreamRef compute) {
   const std::size_t layer = options_.layers - 1 - turn / micro_batches_;
-  arriving_[turn % 2] = offload_->reload(item(layer, turn % micro_batches_), buffers_[turn % 2], compute);
+  arriving_[turn % 2] =
+      offload_->reload(item(layer, turn % micro_batches_), reinterpret_cast<std::byte*>(buffers_[turn % 2]), compute);
 }
 
-std::byte* BlockInputs::bring(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute) {
+float* BlockInputs::bring(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute) {
   if (!offload_) return forward_input(layer, micro_batch);
   const std::size_t turn = (options_.layers - 1 - layer) * micro_batches_ + micro_batch;
   if (turn == 0) fetch(0, compute);

@@ -32,20 +32,20 @@ class BlockInputs {
 
   // Buffers on the device, each of item_bytes.
   static std::size_t buffer_count(const BlockInputsOptions& options);
-  void use_buffers(std::vector<std::byte*> buffers) { buffers_ = std::move(buffers); }
+  void use_buffers(std::vector<float*> buffers) { buffers_ = std::move(buffers); }
 
   // A pass over so many micro-batches; `comes_back`: a backward pass follows the forward pass.
   enum class Return : std::uint8_t { comes_back, never };
   void begin(std::size_t micro_batches, Return when);
   // Layer `layers` is the head. The buffer that the work enqueued next may write the input of `layer` to.
-  std::byte* output_for(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
+  float* output_for(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
   // At the address from output_for.
-  std::byte* forward_input(std::size_t layer, std::size_t micro_batch) const;
+  float* forward_input(std::size_t layer, std::size_t micro_batch) const;
   // The block was enqueued: its input may go.
   void leave(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
   // The address of the input for the work that is enqueued next. In the order of the backward pass: from the last block
   // to the first, and in each all micro-batches.
-  std::byte* bring(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
+  float* bring(std::size_t layer, std::size_t micro_batch, platform::StreamRef compute);
 
   // Moved down, and moved up, in a pass with a way back.
   std::uint64_t offloaded_bytes(std::size_t micro_batches) const;
@@ -54,7 +54,7 @@ class BlockInputs {
   std::size_t item(std::size_t layer, std::size_t micro_batch) const { return layer * micro_batches_ + micro_batch; }
   void fetch(std::size_t turn, platform::StreamRef compute);
   const BlockInputsOptions options_;
-  std::vector<std::byte*> buffers_;
+  std::vector<float*> buffers_;
   std::optional<tiers::ActivationOffload> offload_;
   std::size_t micro_batches_ = 1;
   Return return_ = Return::comes_back;

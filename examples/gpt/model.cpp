@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/core/units.hpp>
 
@@ -14,21 +15,26 @@ namespace hoist::gpt {
 namespace {
 
 constexpr float kInitialDeviation = 0.02f;
-constexpr std::uint64_t kBufferAlignment = 256;  // what products on a card like best
+constexpr std::uint64_t kBufferAlignment = 64;  // a cache line
 
 }  // namespace
 
 Gpt::Gpt(Runtime& runtime, const EngineOptions& engine, const GptOptions& options)
-    : runtime_(runtime), options_(options) {
+    : options_(options),
+      pool_({.threads = options.threads}),
+      losses_(static_cast<std::size_t>(options.held_micro_batches)) {
+  if (!runtime.device().host_accessible()) {
+    throw UsageError(
+        fmt::format("the CPU cannot read the memory of {}: {}", runtime.device().description(), kComputesOnCpu));
+  }
+  use_own_threads();
+  take_product_memory(pool_.threads());
   stream_ = runtime.device().create_stream("compute");
-  operations_ = options.make_operations ? options.make_operations(runtime, *stream_, operations_options())
-                                        : Operations::create(runtime, *stream_, operations_options());
   declare(engine.optimizer_defaults);
   carve(nullptr, device_bytes_);
   require_device_memory(runtime, engine, model_, device_bytes_);
   memory_ = runtime.device_arena().allocate(device_bytes_, "hoist-gpt's activations and work buffers");
   work_ = std::make_unique<Workspace>(carve(memory_.data(), device_bytes_));
-  operations_->use_workspace(work_->operations);
   inputs_ = std::make_unique<BlockInputs>(runtime, input_options());
   inputs_->use_buffers(work_->inputs);
 }
@@ -112,30 +118,26 @@ Gpt::Block Gpt::declare_block(int layer) {
 // Called once with a null base to learn the bytes, and once to place the buffers.
 Gpt::Workspace Gpt::carve(std::byte* base, std::uint64_t& bytes) const {
   bytes = 0;
-  const auto take_bytes = [&](std::uint64_t count) {
+  const auto floats = [&](Index count) {
     std::byte* at = base == nullptr ? nullptr : base + bytes;
-    bytes += round_up(count, kBufferAlignment);
-    return at;
+    bytes += round_up(static_cast<std::uint64_t>(count) * sizeof(float), kBufferAlignment);
+    return reinterpret_cast<float*>(at);
   };
-  const auto take = [&](Index values) -> void* { return take_bytes(activation_bytes_of(values)); };
-  const auto floats = [&](Index values) {
-    return reinterpret_cast<float*>(take_bytes(static_cast<std::uint64_t>(rows() * values) * sizeof(float)));
-  };
-  const Index d = options_.width;
+  const auto take = [&](Index values_per_row) { return floats(rows() * values_per_row); };
+  const Index d = width(), probabilities = attention_shape().probability_count();
   const auto take_block = [&] {
     return BlockActivations{.qkv = take(3 * d),
-                            .attention = take_bytes(operations_->attention_kept_bytes()),
+                            .probabilities = floats(probabilities),
                             .mixed = take(d),
                             .middle = take(d),
                             .hidden = take(4 * d),
-                            .mean1 = floats(1),
-                            .inverse_dev1 = floats(1),
-                            .mean2 = floats(1),
-                            .inverse_dev2 = floats(1)};
+                            .mean1 = take(1),
+                            .inverse_dev1 = take(1),
+                            .mean2 = take(1),
+                            .inverse_dev2 = take(1)};
   };
   Workspace w;
-  for (std::size_t i = 0; i < BlockInputs::buffer_count(input_options()); ++i)
-    w.inputs.push_back(static_cast<std::byte*>(take(d)));
+  for (std::size_t i = 0; i < BlockInputs::buffer_count(input_options()); ++i) w.inputs.push_back(take(d));
   w.kept.resize(static_cast<std::size_t>(options_.held_micro_batches));
   const auto layers = static_cast<std::size_t>(options_.layers);
   const bool keep = options_.activations == ActivationPolicy::keep;
@@ -148,43 +150,33 @@ Gpt::Workspace Gpt::carve(std::byte* base, std::uint64_t& bytes) const {
   w.normed = take(d);
   w.wide = take(4 * d);
   w.gradient_part = take(d);
-  for (float** vector : {&w.mean, &w.inverse_dev, &w.row_loss}) *vector = floats(1);
-  w.logits = floats(kVocabulary);
-  w.logits_gradient = operations_->activation_dtype() == DType::fp32 ? w.logits : take(kVocabulary);
-  w.attention_scratch = take_bytes(operations_->attention_scratch_bytes());
-  w.operations = take_bytes(operations_->workspace_bytes());
+  for (float** vector : {&w.mean, &w.inverse_dev, &w.row_loss}) *vector = take(1);
+  w.logits = take(kVocabulary);
+  w.attention_scratch = floats(probabilities);
+  w.panel = floats(std::max({4 * d * d, kVocabulary * d, options_.context * d}));
   return w;
 }
 
-std::uint64_t Gpt::activation_bytes_of(Index values_per_row) const {
-  return static_cast<std::uint64_t>(rows() * values_per_row) * dtype_bytes(operations_->activation_dtype());
+void Gpt::enqueue(const char* what, std::function<void()> work) {
+  stream_->launch(what, [this, work = std::move(work)] {
+    const TimePoint begin = Clock::now();
+    work();
+    compute_time_ += Clock::now() - begin;
+  });
 }
 
-OperationsOptions Gpt::operations_options() const {
-  return {.attention = {.batch = options_.batch,
-                        .context = options_.context,
-                        .heads = options_.heads,
-                        .head_width = options_.width / options_.heads},
-          .hidden = 4 * options_.width,
-          .vocabulary = kVocabulary,
-          .held_micro_batches = static_cast<std::size_t>(options_.held_micro_batches),
-          .matrix_dtype = options_.matrix_dtype,
-          .threads = options_.threads};
+AttentionShape Gpt::attention_shape() const {
+  return {.batch = options_.batch,
+          .context = options_.context,
+          .heads = options_.heads,
+          .head_width = options_.width / options_.heads};
 }
 
 BlockInputsOptions Gpt::input_options() const {
   return {.layers = static_cast<std::size_t>(options_.layers),
           .held_micro_batches = static_cast<std::size_t>(options_.held_micro_batches),
-          .item_bytes = activation_bytes_of(options_.width),
+          .item_bytes = static_cast<std::uint64_t>(rows() * width()) * sizeof(float),
           .offload = options_.activations == ActivationPolicy::offload};
-}
-
-// A parameter of a matrix is in one product forward and in two backward, each a multiplication and an addition; the
-// embedding's rows are looked up, but the tied head multiplies by the tokens'. Attention: two products of context *
-// width forward, half of each below the diagonal, and twice that backward.
-double Gpt::flops_per_token() const {
-  const double d = options_.width, layers = options_.layers, context = options_.context;
-  return 6 * (layers * 12 * d * d + kVocabulary * d) + 3 * layers * 2 * context * d;
 }
 
 Initializer Gpt::initial_values() const {

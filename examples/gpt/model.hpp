@@ -5,11 +5,14 @@
 // embedding). Matrices are bf16, or fp16 with a scaled loss, with weight decay, norms and biases fp32 without: two
 // segments, two groups.
 //
+// The kernels run on the CPU, and read gathered weights where they are. So the device must be one whose memory the CPU
+// can read: the host device.
+//
 // Threading  One thread. It only enqueues: kernels run in order on the compute stream, and the host runs ahead.
 // Memory     One block of the device arena, taken at construction. What of a pass is kept for its way back is a choice
 //            (ActivationPolicy); everything else is one block's worth of one micro-batch.
 // Main path  train -> (gather, enqueue per micro-batch, release) per unit -> the same backwards, with gradients and
-//            finish. Mathematics: Operations.
+//            finish. Mathematics: kernels.hpp.
 #pragma once
 
 #include <functional>
@@ -20,10 +23,13 @@
 #include <hoist/zero/engine.hpp>
 
 #include "block_inputs.hpp"
-#include "operations.hpp"
+#include "kernels.hpp"
 #include "text.hpp"
 
 namespace hoist::gpt {
+
+inline constexpr const char* kComputesOnCpu =
+    "hoist-gpt computes on the CPU; set hoist.device to \"host\", or train on the GPU from PyTorch (docs/pytorch.md)";
 
 // The values of a block that are stored for the backward pass. The result is the same, bit by bit.
 enum class ActivationPolicy : std::uint8_t {
@@ -43,8 +49,6 @@ struct GptOptions {
   unsigned threads = 0;              // of the kernels; 0: every CPU the process may use
   DType matrix_dtype = DType::bf16;  // or fp16; fp32 lets a test compare with finite differences
   ActivationPolicy activations = ActivationPolicy::recompute;
-  // Instead of Operations::create. Tests.
-  std::function<std::unique_ptr<Operations>(Runtime&, platform::Stream&, const OperationsOptions&)> make_operations{};
 };
 
 class Gpt {
@@ -52,8 +56,7 @@ class Gpt {
   static constexpr int kVocabulary = 256;
 
   // Declares the model and takes memory for activations. `engine`: the options of the engine that will train it.
-  // Errors: UsageError for a shape that the device's operations cannot compute, BudgetError when activations do not
-  // fit.
+  // Errors: UsageError for a device whose memory the CPU cannot read, BudgetError when activations do not fit.
   Gpt(Runtime& runtime, const EngineOptions& engine, const GptOptions& options);
   ~Gpt();
   Gpt(const Gpt&) = delete;
@@ -79,13 +82,10 @@ class Gpt {
 
   const GptOptions& options() const { return options_; }
   std::uint64_t device_bytes() const { return device_bytes_; }  // of activations and work buffers
-  std::uint64_t activation_bytes() const { return memory_.bytes().size(); }
   // Time kernels have run.
-  Nanoseconds compute_time() const { return operations_->compute_time(); }
+  Nanoseconds compute_time() const { return compute_time_; }
   // Bytes of activations, moved down and up again since construction (ActivationPolicy::offload).
   std::uint64_t offloaded_bytes() const { return offloaded_bytes_; }
-  // Multiplications and additions of a token's products, forward and backward, what is computed twice counted once.
-  double flops_per_token() const;
 
  private:
   class UnitBuilder;
@@ -113,23 +113,26 @@ class Gpt {
   void block_backward(int layer, std::size_t count);
   void head(std::span<const Batch> micro_batches, Pass pass);
 
-  // In Operations::run(): between buffers of the workspace.
-  void compute_to_wide(const void* input, const BlockActivations& block, const BlockWeights& weights);
-  void first_norm(const void* input, const BlockActivations& block, const BlockWeights& weights);
+  // Does `work` on the compute stream and counts its time.
+  void enqueue(const char* what, std::function<void()> work);
+
+  // In enqueued work: between buffers of the workspace.
+  void compute_to_wide(const float* input, const BlockActivations& block, const BlockWeights& weights);
+  void first_norm(const float* input, const BlockActivations& block, const BlockWeights& weights);
   void second_norm(const BlockActivations& block, const BlockWeights& weights);
-  void feed_forward_backward(void* gradient, const BlockActivations& block, const BlockWeights& weights,
+  void feed_forward_backward(float* gradient, const BlockActivations& block, const BlockWeights& weights,
                              const BlockGradients& gradients);
-  void attention_branch_backward(const void* input, void* gradient, const BlockActivations& block,
+  void attention_branch_backward(const float* input, float* gradient, const BlockActivations& block,
                                  const BlockWeights& weights, const BlockGradients& gradients);
-  void head_norm(const void* input, const HeadWeights& weights);
-  void head_backward(const void* input, void* gradient, const HeadWeights& weights, const HeadGradients& gradients);
+  void head_norm(const float* input, const HeadWeights& weights);
+  void head_backward(const float* input, float* gradient, const HeadWeights& weights, const HeadGradients& gradients);
 
   Index rows() const { return static_cast<Index>(options_.batch) * options_.context; }
-  OperationsOptions operations_options() const;
+  Index width() const { return options_.width; }
+  EmbeddingShape embedding_shape() const { return {.batch = options_.batch, .context = options_.context}; }
+  AttentionShape attention_shape() const;
   BlockInputsOptions input_options() const;
-  std::uint64_t activation_bytes_of(Index values_per_row) const;
 
-  Runtime& runtime_;
   const GptOptions options_;
   Model model_;
   Engine* engine_ = nullptr;
@@ -141,7 +144,9 @@ class Gpt {
   std::uint64_t offloaded_bytes_ = 0;
   tiers::DeviceBlock memory_;
   std::unique_ptr<Workspace> work_;
-  std::unique_ptr<Operations> operations_;
+  UpdatePool pool_;
+  std::vector<double> losses_;  // by micro-batch; written by the stream's worker, as is the time
+  Nanoseconds compute_time_{0};
   std::unique_ptr<platform::Stream> stream_;  // its work ends before what it uses
   std::unique_ptr<BlockInputs> inputs_;       // and their copies before the stream that they wait for
 };

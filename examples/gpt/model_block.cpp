@@ -11,13 +11,18 @@ void Gpt::block_forward(int layer, std::size_t count) {
   Lease lease = engine_->gather(block.unit, *stream_);
   const BlockWeights weights(block, lease);
   for (std::size_t m = 0; m < count; ++m) {
-    const void* const input = inputs_->forward_input(index, m);
-    void* const output = inputs_->output_for(index + 1, m, *stream_);
-    operations_->run("block", [this, index, m, weights, input, output] {
+    const float* const input = inputs_->forward_input(index, m);
+    float* const output = inputs_->output_for(index + 1, m, *stream_);
+    enqueue("block", [this, index, m, weights, input, output] {
       const BlockActivations& kept = work_->kept[m].blocks[index];
       compute_to_wide(input, kept, weights);
-      operations_->linear_forward(
-          {.x = work_->wide, .weight = weights.down, .bias = weights.down_bias, .residual = kept.middle, .y = output});
+      linear_forward(pool_, {.rows = rows(),
+                             .x = work_->wide,
+                             .weight = weights.down,
+                             .bias = weights.down_bias,
+                             .residual = kept.middle,
+                             .panel = work_->panel,
+                             .y = output});
     });
     inputs_->leave(index, m, *stream_);
   }
@@ -31,13 +36,13 @@ void Gpt::block_backward(int layer, std::size_t count) {
   const BlockWeights weights(block, lease);
   const BlockGradients gradients(block, engine_->gradients(block.unit, *stream_));
   for (std::size_t m = 0; m < count; ++m) {
-    const void* const input = inputs_->bring(index, m, *stream_);
-    operations_->run("block backward", [this, index, m, weights, gradients, input] {
+    const float* const input = inputs_->bring(index, m, *stream_);
+    enqueue("block backward", [this, index, m, weights, gradients, input] {
       const Kept& kept = work_->kept[m];
       const BlockActivations& activations = kept.blocks[index];
       if (options_.activations == ActivationPolicy::keep) {
         second_norm(activations, weights);
-        operations_->gelu_forward(activations.hidden, work_->wide);
+        gelu_forward(pool_, activations.hidden, rows() * 4 * width(), work_->wide);
       } else {
         compute_to_wide(input, activations, weights);
       }
@@ -50,82 +55,125 @@ void Gpt::block_backward(int layer, std::size_t count) {
 }
 
 // The block up to GELU: everything its backward pass needs, and all but one of the products of its forward pass.
-void Gpt::compute_to_wide(const void* input, const BlockActivations& block, const BlockWeights& weights) {
+void Gpt::compute_to_wide(const float* input, const BlockActivations& block, const BlockWeights& weights) {
   const Workspace& w = *work_;
   first_norm(input, block, weights);
-  operations_->linear_forward({.x = w.normed, .weight = weights.qkv, .bias = weights.qkv_bias, .y = block.qkv});
-  operations_->attention_forward(block.qkv, block.attention, block.mixed);
-  operations_->linear_forward(
-      {.x = block.mixed, .weight = weights.out, .bias = weights.out_bias, .residual = input, .y = block.middle});
+  linear_forward(pool_, {.rows = rows(),
+                         .x = w.normed,
+                         .weight = weights.qkv,
+                         .bias = weights.qkv_bias,
+                         .panel = w.panel,
+                         .y = block.qkv});
+  attention_forward(pool_, attention_shape(), block.qkv, block.probabilities, block.mixed);
+  linear_forward(pool_, {.rows = rows(),
+                         .x = block.mixed,
+                         .weight = weights.out,
+                         .bias = weights.out_bias,
+                         .residual = input,
+                         .panel = w.panel,
+                         .y = block.middle});
   second_norm(block, weights);
-  operations_->linear_forward(
-      {.x = w.normed, .weight = weights.up, .bias = weights.up_bias, .y = block.hidden, .gelu = w.wide});
+  linear_forward(pool_, {.rows = rows(),
+                         .x = w.normed,
+                         .weight = weights.up,
+                         .bias = weights.up_bias,
+                         .panel = w.panel,
+                         .y = block.hidden});
+  gelu_forward(pool_, block.hidden, rows() * 4 * width(), w.wide);
 }
 
-void Gpt::first_norm(const void* input, const BlockActivations& block, const BlockWeights& weights) {
-  operations_->layer_norm_forward({.x = input,
-                                   .weight = weights.norm1_weight,
-                                   .bias = weights.norm1_bias,
-                                   .mean = block.mean1,
-                                   .inverse_dev = block.inverse_dev1,
-                                   .y = work_->normed});
+void Gpt::first_norm(const float* input, const BlockActivations& block, const BlockWeights& weights) {
+  layer_norm_forward(pool_, {.rows = rows(),
+                             .width = width(),
+                             .x = input,
+                             .weight = weights.norm1_weight,
+                             .bias = weights.norm1_bias,
+                             .mean = block.mean1,
+                             .inverse_dev = block.inverse_dev1,
+                             .y = work_->normed});
 }
 
 void Gpt::second_norm(const BlockActivations& block, const BlockWeights& weights) {
-  operations_->layer_norm_forward({.x = block.middle,
-                                   .weight = weights.norm2_weight,
-                                   .bias = weights.norm2_bias,
-                                   .mean = block.mean2,
-                                   .inverse_dev = block.inverse_dev2,
-                                   .y = work_->normed});
+  layer_norm_forward(pool_, {.rows = rows(),
+                             .width = width(),
+                             .x = block.middle,
+                             .weight = weights.norm2_weight,
+                             .bias = weights.norm2_bias,
+                             .mean = block.mean2,
+                             .inverse_dev = block.inverse_dev2,
+                             .y = work_->normed});
 }
 
 // Takes the gradient from the block's output to the stream between attention and feed-forward.
-void Gpt::feed_forward_backward(void* gradient, const BlockActivations& block, const BlockWeights& weights,
+void Gpt::feed_forward_backward(float* gradient, const BlockActivations& block, const BlockWeights& weights,
                                 const BlockGradients& gradients) {
   const Workspace& w = *work_;
-  operations_->linear_backward_weight(
-      {.dy = gradient, .x = w.wide, .gradient = gradients.down, .bias_gradient = gradients.down_bias});
-  operations_->linear_backward_input(gradient, weights.down, w.wide);
-  operations_->gelu_backward(block.hidden, w.wide, w.wide);
-  operations_->linear_backward_weight(
-      {.dy = w.wide, .x = w.normed, .gradient = gradients.up, .bias_gradient = gradients.up_bias});
-  operations_->linear_backward_input(w.wide, weights.up, w.gradient_part);
-  operations_->layer_norm_backward({.dy = w.gradient_part,
-                                    .x = block.middle,
-                                    .weight = weights.norm2_weight,
-                                    .mean = block.mean2,
-                                    .inverse_dev = block.inverse_dev2,
-                                    .dx = gradient,
-                                    .weight_gradient = gradients.norm2_weight,
-                                    .bias_gradient = gradients.norm2_bias});
+  linear_backward_weight(pool_, {.rows = rows(),
+                                 .dy = gradient,
+                                 .x = w.wide,
+                                 .gradient = gradients.down,
+                                 .bias_gradient = gradients.down_bias,
+                                 .panel = w.panel});
+  linear_backward_input(pool_,
+                        {.rows = rows(), .dy = gradient, .weight = weights.down, .panel = w.panel, .dx = w.wide});
+  gelu_backward(pool_, block.hidden, w.wide, rows() * 4 * width(), w.wide);
+  linear_backward_weight(pool_, {.rows = rows(),
+                                 .dy = w.wide,
+                                 .x = w.normed,
+                                 .gradient = gradients.up,
+                                 .bias_gradient = gradients.up_bias,
+                                 .panel = w.panel});
+  linear_backward_input(pool_,
+                        {.rows = rows(), .dy = w.wide, .weight = weights.up, .panel = w.panel, .dx = w.gradient_part});
+  layer_norm_backward(pool_, {.rows = rows(),
+                              .width = width(),
+                              .dy = w.gradient_part,
+                              .x = block.middle,
+                              .weight = weights.norm2_weight,
+                              .mean = block.mean2,
+                              .inverse_dev = block.inverse_dev2,
+                              .dx = gradient,
+                              .weight_gradient = gradients.norm2_weight,
+                              .bias_gradient = gradients.norm2_bias});
 }
 
 // Takes the gradient the rest of the way to the block's input.
-void Gpt::attention_branch_backward(const void* input, void* gradient, const BlockActivations& block,
+void Gpt::attention_branch_backward(const float* input, float* gradient, const BlockActivations& block,
                                     const BlockWeights& weights, const BlockGradients& gradients) {
   const Workspace& w = *work_;
-  operations_->linear_backward_weight(
-      {.dy = gradient, .x = block.mixed, .gradient = gradients.out, .bias_gradient = gradients.out_bias});
-  operations_->linear_backward_input(gradient, weights.out, w.gradient_part);
-  operations_->attention_backward({.qkv = block.qkv,
-                                   .kept = block.attention,
-                                   .y = block.mixed,
-                                   .dy = w.gradient_part,
-                                   .scratch = w.attention_scratch,
-                                   .dqkv = w.wide});
+  linear_backward_weight(pool_, {.rows = rows(),
+                                 .dy = gradient,
+                                 .x = block.mixed,
+                                 .gradient = gradients.out,
+                                 .bias_gradient = gradients.out_bias,
+                                 .panel = w.panel});
+  linear_backward_input(
+      pool_, {.rows = rows(), .dy = gradient, .weight = weights.out, .panel = w.panel, .dx = w.gradient_part});
+  attention_backward(pool_, attention_shape(),
+                     {.qkv = block.qkv,
+                      .probabilities = block.probabilities,
+                      .dy = w.gradient_part,
+                      .scratch = w.attention_scratch,
+                      .dqkv = w.wide});
   first_norm(input, block, weights);  // its output made room for the second norm's
-  operations_->linear_backward_weight(
-      {.dy = w.wide, .x = w.normed, .gradient = gradients.qkv, .bias_gradient = gradients.qkv_bias});
-  operations_->linear_backward_input(w.wide, weights.qkv, w.gradient_part);
-  operations_->layer_norm_backward({.dy = w.gradient_part,
-                                    .x = input,
-                                    .weight = weights.norm1_weight,
-                                    .mean = block.mean1,
-                                    .inverse_dev = block.inverse_dev1,
-                                    .dx = gradient,
-                                    .weight_gradient = gradients.norm1_weight,
-                                    .bias_gradient = gradients.norm1_bias});
+  linear_backward_weight(pool_, {.rows = rows(),
+                                 .dy = w.wide,
+                                 .x = w.normed,
+                                 .gradient = gradients.qkv,
+                                 .bias_gradient = gradients.qkv_bias,
+                                 .panel = w.panel});
+  linear_backward_input(pool_,
+                        {.rows = rows(), .dy = w.wide, .weight = weights.qkv, .panel = w.panel, .dx = w.gradient_part});
+  layer_norm_backward(pool_, {.rows = rows(),
+                              .width = width(),
+                              .dy = w.gradient_part,
+                              .x = input,
+                              .weight = weights.norm1_weight,
+                              .mean = block.mean1,
+                              .inverse_dev = block.inverse_dev1,
+                              .dx = gradient,
+                              .weight_gradient = gradients.norm1_weight,
+                              .bias_gradient = gradients.norm1_bias});
 }
 
 }  // namespace hoist::gpt

@@ -53,12 +53,12 @@ struct Gpt::BlockViews {
 };
 
 struct Gpt::BlockActivations {
-  void* qkv = nullptr;        // [rows, 3 * width]
-  void* attention = nullptr;  // what attention keeps
-  void* mixed = nullptr;      // [rows, width]: attention's output
-  void* middle = nullptr;     // [rows, width]: after attention and its residual
-  void* hidden = nullptr;     // [rows, 4 * width]: before GELU
-  float* mean1 = nullptr;     // [rows], as are the next three
+  float* qkv = nullptr;            // [rows, 3 * width]
+  float* probabilities = nullptr;  // [batch, heads, context, context]
+  float* mixed = nullptr;          // [rows, width]: attention's output
+  float* middle = nullptr;         // [rows, width]: after attention and its residual
+  float* hidden = nullptr;         // [rows, 4 * width]: before GELU
+  float* mean1 = nullptr;          // [rows], as are the next three
   float* inverse_dev1 = nullptr;
   float* mean2 = nullptr;
   float* inverse_dev2 = nullptr;
@@ -66,24 +66,23 @@ struct Gpt::BlockActivations {
 
 struct Gpt::Kept {
   std::vector<BlockActivations> blocks;  // [layers]; computed again: every layer's are the same memory
-  void* gradient = nullptr;              // [rows, width]: of the residual stream
+  float* gradient = nullptr;             // [rows, width]: of the residual stream
   const std::uint8_t* tokens = nullptr;  // that the pass under way begins with
 };
 
 // Sizes are in values per row of activations unless said otherwise.
 struct Gpt::Workspace {
   std::vector<Kept> kept;          // by micro-batch of the pass
-  std::vector<std::byte*> inputs;  // width each: what BlockInputs divides
-  void* normed = nullptr;          // width
-  void* wide = nullptr;            // 4 * width: after GELU; on the way back its gradient, then that of qkv
-  void* gradient_part = nullptr;   // width: of one branch
+  std::vector<float*> inputs;      // width each: what BlockInputs divides
+  float* normed = nullptr;         // width
+  float* wide = nullptr;           // 4 * width: after GELU; on the way back its gradient, then that of qkv
+  float* gradient_part = nullptr;  // width: of one branch
   float* mean = nullptr;           // 1: of the head's norm, as the next one
   float* inverse_dev = nullptr;
-  float* row_loss = nullptr;          // 1
-  float* logits = nullptr;            // kVocabulary
-  void* logits_gradient = nullptr;    // kVocabulary; the logits' memory where activations are fp32
-  void* attention_scratch = nullptr;  // bytes as the operations say
-  std::byte* operations = nullptr;    // theirs
+  float* row_loss = nullptr;           // 1
+  float* logits = nullptr;             // kVocabulary; then their gradient
+  float* attention_scratch = nullptr;  // [batch, heads, context, context]
+  float* panel = nullptr;              // the largest weight matrix, in fp32
 };
 
 }  // namespace hoist::gpt

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/model_pass.cpp - a pass over micro-batches: embedding, blocks and head, and the same backwards.
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
@@ -45,7 +47,7 @@ double Gpt::run(std::span<const Batch> micro_batches, Pass pass, PassOptions opt
   }
   stream_->synchronize();
   double loss = 0;
-  for (std::size_t m = 0; m < count; ++m) loss += operations_->loss(m) / static_cast<double>(count);
+  for (std::size_t m = 0; m < count; ++m) loss += losses_[m] / static_cast<double>(count);
   return loss;
 }
 
@@ -62,12 +64,11 @@ void Gpt::embed(std::span<const Batch> micro_batches) {
   const Matrix token_weight = matrix_of<Matrix>(lease.view(token_embedding_));
   const Matrix position_weight = matrix_of<Matrix>(lease.view(position_embedding_));
   for (std::size_t m = 0; m < micro_batches.size(); ++m) {
-    const std::uint8_t* tokens = operations_->tokens_on_device(Operations::Tokens::inputs, m, micro_batches[m].inputs);
+    const std::uint8_t* tokens = micro_batches[m].inputs.data();
     work_->kept[m].tokens = tokens;
-    void* const x = inputs_->output_for(0, m, *stream_);
-    operations_->run("embed", [this, tokens, token_weight, position_weight, x] {
-      operations_->embedding_forward(
-          {.tokens = tokens, .token_weight = token_weight, .position_weight = position_weight, .x = x});
+    float* const x = inputs_->output_for(0, m, *stream_);
+    enqueue("embed", [this, tokens, token_weight, position_weight, x] {
+      embedding_forward(pool_, embedding_shape(), tokens, token_weight, position_weight, x);
     });
   }
   lease.release(*stream_);
@@ -78,11 +79,9 @@ void Gpt::embed_backward(std::size_t count) {
   const GradientMatrix token_gradient = matrix_of<GradientMatrix>(gradients.view(token_embedding_));
   const GradientMatrix position_gradient = matrix_of<GradientMatrix>(gradients.view(position_embedding_));
   for (std::size_t m = 0; m < count; ++m) {
-    operations_->run("embed backward", [this, m, token_gradient, position_gradient] {
-      operations_->embedding_backward({.tokens = work_->kept[m].tokens,
-                                       .dx = work_->kept[m].gradient,
-                                       .token_gradient = token_gradient,
-                                       .position_gradient = position_gradient});
+    enqueue("embed backward", [this, m, token_gradient, position_gradient] {
+      embedding_backward(pool_, embedding_shape(), work_->kept[m].tokens, work_->kept[m].gradient, token_gradient,
+                         position_gradient, work_->panel);
     });
   }
   engine_->finish(embed_, *stream_);
@@ -115,52 +114,52 @@ void Gpt::head(std::span<const Batch> micro_batches, Pass pass) {
                  matrix_of<GradientMatrix>(tied.view(token_embedding_))};
   }
   for (std::size_t m = 0; m < micro_batches.size(); ++m) {
-    const std::uint8_t* targets =
-        operations_->tokens_on_device(Operations::Tokens::targets, m, micro_batches[m].targets);
-    const void* const input = inputs_->forward_input(static_cast<std::size_t>(options_.layers), m);
-    operations_->run("head", [this, m, targets, input, weights, loss_scale] {
+    const std::uint8_t* targets = micro_batches[m].targets.data();
+    const float* const input = inputs_->forward_input(static_cast<std::size_t>(options_.layers), m);
+    enqueue("head", [this, m, targets, input, weights, loss_scale] {
       const Workspace& w = *work_;
       head_norm(input, weights);
-      operations_->logits_forward(w.normed, weights.tokens, w.logits);
-      operations_->cross_entropy({.micro_batch = m,
-                                  .targets = targets,
-                                  .logits = w.logits,
-                                  .gradient = w.logits_gradient,
-                                  .row_loss = w.row_loss,
-                                  .loss_scale = loss_scale});
+      linear_forward(pool_, {.rows = rows(), .x = w.normed, .weight = weights.tokens, .panel = w.panel, .y = w.logits});
+      losses_[m] = cross_entropy(pool_, rows(), kVocabulary, targets, w.logits, w.row_loss, loss_scale);
     });
     if (pass != Pass::train) continue;
-    operations_->run("head backward", [this, m, input, weights, gradients] {
+    enqueue("head backward", [this, m, input, weights, gradients] {
       head_backward(input, work_->kept[m].gradient, weights, gradients);
     });
   }
-  operations_->fetch_losses();
   lease.release(*stream_);
   if (pass == Pass::train) engine_->finish(head_, *stream_);
 }
 
-void Gpt::head_norm(const void* input, const HeadWeights& weights) {
-  operations_->layer_norm_forward({.x = input,
-                                   .weight = weights.norm_weight,
-                                   .bias = weights.norm_bias,
-                                   .mean = work_->mean,
-                                   .inverse_dev = work_->inverse_dev,
-                                   .y = work_->normed});
+void Gpt::head_norm(const float* input, const HeadWeights& weights) {
+  layer_norm_forward(pool_, {.rows = rows(),
+                             .width = width(),
+                             .x = input,
+                             .weight = weights.norm_weight,
+                             .bias = weights.norm_bias,
+                             .mean = work_->mean,
+                             .inverse_dev = work_->inverse_dev,
+                             .y = work_->normed});
 }
 
-void Gpt::head_backward(const void* input, void* gradient, const HeadWeights& weights, const HeadGradients& gradients) {
+void Gpt::head_backward(const float* input, float* gradient, const HeadWeights& weights,
+                        const HeadGradients& gradients) {
   const Workspace& w = *work_;
-  operations_->linear_backward_weight({.dy = w.logits_gradient, .x = w.normed, .gradient = gradients.tokens});
-  operations_->linear_backward_input(w.logits_gradient, weights.tokens, w.gradient_part);
-  operations_->zero(gradient, rows() * options_.width);  // nothing flows past the head
-  operations_->layer_norm_backward({.dy = w.gradient_part,
-                                    .x = input,
-                                    .weight = weights.norm_weight,
-                                    .mean = w.mean,
-                                    .inverse_dev = w.inverse_dev,
-                                    .dx = gradient,
-                                    .weight_gradient = gradients.norm_weight,
-                                    .bias_gradient = gradients.norm_bias});
+  linear_backward_weight(
+      pool_, {.rows = rows(), .dy = w.logits, .x = w.normed, .gradient = gradients.tokens, .panel = w.panel});
+  linear_backward_input(
+      pool_, {.rows = rows(), .dy = w.logits, .weight = weights.tokens, .panel = w.panel, .dx = w.gradient_part});
+  std::fill_n(gradient, rows() * width(), 0.0f);  // nothing flows past the head
+  layer_norm_backward(pool_, {.rows = rows(),
+                              .width = width(),
+                              .dy = w.gradient_part,
+                              .x = input,
+                              .weight = weights.norm_weight,
+                              .mean = w.mean,
+                              .inverse_dev = w.inverse_dev,
+                              .dx = gradient,
+                              .weight_gradient = gradients.norm_weight,
+                              .bias_gradient = gradients.norm_bias});
 }
 
 }  // namespace hoist::gpt

@@ -215,7 +215,6 @@ std::string report_json(const RunRecord& record) {
       {"compute_seconds", to_seconds(record.compute)},
       {"offloaded_bytes", record.offloaded_bytes},
       {"tokens_per_step", record.tokens_per_step},
-      {"flops_per_token", record.flops_per_token},
       {"communication_to_computation", communication_to_computation(record)},
       {"committed_step", record.committed_step ? Json(*record.committed_step) : Json(nullptr)}};
   return json.dump(2) + "\n";

@@ -54,7 +54,6 @@ struct RunRecord {
   std::array<Ledger::LinkTotals, kLinkCount> links_apart{};  // start-up and everything else outside steps
   std::uint64_t offloaded_bytes = 0;  // of offloaded activations, down and up again; not in the formula
   std::uint64_t tokens_per_step = 0;  // of all ranks
-  double flops_per_token = 0;         // that the model needs, forward and backward
   std::uint64_t wire_in_group = 0;    // of the wire's bytes (zero_hpz_partition_size)
   std::array<Nanoseconds, kWaitCauseCount> waits{};
   Nanoseconds compute{0};
@@ -66,8 +65,7 @@ struct RunRecord {
 void take_books(RunRecord& record, const Ledger& ledger);
 
 // Seconds that the model stood still for collectives (weights it waited for, reductions that were under way when the
-// backward pass had ended), for each second its kernels ran. What passes while kernels run is not in it. NCCL does not
-// say when it was busy: on GPUs only the wait for weights counts.
+// backward pass had ended), for each second its kernels ran. What passes while kernels run is not in it.
 double communication_to_computation(const RunRecord& record);
 
 // The fields of the report format, in its order.

@@ -83,7 +83,7 @@ class Training {
       : arguments_(arguments),
         text_(Text::load(arguments.text, arguments.context)),
         config_(Config::load(arguments.config)),
-        runtime_(runtime_options(arguments, config_)),
+        runtime_(runtime_options(config_)),
         settled_(settle(arguments, config_, runtime_.world_size())),
         engine_options_(engine_options(config_, settled_)),
         gpt_(runtime_, engine_options_, gpt_options(arguments, config_, settled_)) {
@@ -204,7 +204,6 @@ void Training::introduce() {
   record_.parameters = gpt_.model().parameter_count();
   record_.world_size = runtime_.world_size();
   record_.tokens_per_step = tokens_per_step();
-  record_.flops_per_token = gpt_.flops_per_token();
   say(fmt::format("{} parameters in {} blocks, {} bytes of text, {} x {} bytes a step on {} rank{}, {}",
                   record_.parameters, arguments_.layers, text_.byte_count(), settled_.batch, arguments_.context,
                   record_.world_size, record_.world_size == 1 ? "" : "s", record_.device));

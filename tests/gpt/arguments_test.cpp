@@ -32,11 +32,20 @@ std::string refusal(const std::vector<const char*>& words) {
 }
 
 TEST(Arguments, EveryOption) {
-  const Arguments a = parsed({"--config",  "c.json",   "--text",   "t",         "--steps", "7",
-                              "--layers",  "3",        "--width",  "48",        "--heads", "4",
-                              "--context", "16",       "--batch",  "2",         "--seed",  "18446744073709551615",
-                              "--report",  "r.json",   "--resume", "--threads", "2",       "--learning-rate",
-                              "5e-4",      "--warmup", "9",        "--device",  "cuda",    "--activations",
+  const Arguments a = parsed({"--config",  "c.json",
+                              "--text",    "t",
+                              "--steps",   "7",
+                              "--layers",  "3",
+                              "--width",   "48",
+                              "--heads",   "4",
+                              "--context", "16",
+                              "--batch",   "2",
+                              "--seed",    "18446744073709551615",
+                              "--report",  "r.json",
+                              "--resume",  "--threads",
+                              "2",         "--learning-rate",
+                              "5e-4",      "--warmup",
+                              "9",         "--activations",
                               "offload"});
   EXPECT_EQ(a.config, "c.json");
   EXPECT_EQ(a.text, "t");
@@ -52,14 +61,11 @@ TEST(Arguments, EveryOption) {
   EXPECT_EQ(a.threads, 2u);
   EXPECT_EQ(a.learning_rate, 5e-4);
   EXPECT_EQ(a.warmup, 9u);
-  EXPECT_EQ(a.device, platform::DeviceKind::cuda);
   EXPECT_EQ(a.activations, ActivationPolicy::offload);
 }
 
-TEST(Arguments, TheFilesDeviceHoldsWhereNoneIsNamed) {
-  const Arguments a = parsed({"--config", "c.json", "--text", "t", "--steps", "7"});
-  EXPECT_FALSE(a.device.has_value());
-  EXPECT_EQ(a.activations, ActivationPolicy::recompute);
+TEST(Arguments, ActivationsAreComputedAgainUnlessKept) {
+  EXPECT_EQ(parsed({"--config", "c.json", "--text", "t", "--steps", "7"}).activations, ActivationPolicy::recompute);
   EXPECT_EQ(parsed({"--config", "c.json", "--text", "t", "--steps", "7", "--activations", "keep"}).activations,
             ActivationPolicy::keep);
 }
@@ -123,12 +129,18 @@ TEST(Settle, TheCommandLineWinsAndSaysSoOnce) {
   EXPECT_THAT(settled.notes, ElementsAre("--batch 3 wins over train_micro_batch_size_per_gpu 6 of f.json",
                                          "--learning-rate 0.5 wins over optimizer.params.lr 0.25 of f.json"));
   EXPECT_THAT(settle({.batch = 6, .learning_rate = 0.25}, config, 1).notes, IsEmpty());
-  EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::host}, config, 1).notes, IsEmpty());
-  EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::cuda}, config, 1).notes, IsEmpty());
-  const Config on_host = Config::parse(R"({"hoist": {"device": "host"}})", "f.json");
-  EXPECT_THAT(settle({.batch = 6, .device = platform::DeviceKind::cuda}, on_host, 1).notes,
-              ElementsAre("--device cuda wins over hoist.device host of f.json"));
-  EXPECT_EQ(runtime_options({.device = platform::DeviceKind::cuda}, config).device, platform::DeviceKind::cuda);
+}
+
+TEST(Settle, ItComputesOnTheHostDeviceAndRefusesAnother) {
+  for (const char* text : {R"({})", R"({"hoist": {"device": "host"}})"})
+    EXPECT_EQ(runtime_options(Config::parse(text, "f.json")).device, platform::DeviceKind::host);
+  try {
+    (void)runtime_options(Config::parse(R"({"hoist": {"device": "cuda"}})", "f.json"));
+    FAIL() << "a GPU was taken";
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("f.json: hoist.device"));
+    EXPECT_THAT(error.what(), HasSubstr("PyTorch"));
+  }
 }
 
 TEST(Settle, TheBatchOfAllRanksIsDivided) {

@@ -260,6 +260,17 @@ TEST(Model, ABatchOfAnotherShapeIsRefusedAndNothingIsLost) {
   EXPECT_EQ(trainer.model->evaluate(batch_at(0, small_model())), loss);
 }
 
+TEST(Model, ADeviceThatTheCpuCannotReadIsRefusedWithTheRemedy) {
+  RuntimeOptions runtime = small_runtime();
+  runtime.host_device.host_accessible = false;
+  try {
+    Trainer trainer(runtime, in_memory(), small_model());
+    FAIL() << "kernels of the CPU would read it";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("PyTorch"));
+  }
+}
+
 TEST(Model, ActivationsThatDoNotFitAreRefusedWithTheKey) {
   RuntimeOptions runtime = small_runtime();
   runtime.device_memory_bytes = 64 * kKiB;

@@ -31,9 +31,8 @@ const std::set<std::string> kZeroOptions{"update/learning_rate.hpp", "update/los
 const std::set<std::pair<std::string, std::string>> kForbidden{{"optim_cpu", "platform"}};
 // Libraries and the only modules that may include them.
 const std::vector<std::pair<std::regex, std::set<std::string>>> kDoors{
-    // A bench compares with what a program without hoist would call; an example has kernels of its own.
-    {std::regex("cuda.*"), {"platform", "comm", "bench", "examples"}},
-    {std::regex("cublas.*"), {"examples"}},
+    // A bench compares with what a program without hoist would call.
+    {std::regex("cuda.*"), {"platform", "comm", "bench"}},
     {std::regex("nccl.*"), {"comm"}},
     {std::regex("mpi\\.h"), {"comm"}},
     {std::regex("liburing.*"), {"aio"}},
