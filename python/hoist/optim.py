@@ -22,7 +22,7 @@ from hoist import _hoist
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from hoist.optim_offload import Offloaded, OffloadArguments
+    from hoist.optim_offload import OffloadArguments, Offloaded
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]
 
