@@ -401,8 +401,8 @@ class Offloaded:
         if not self._is_divided:
             return self._collect(groups, is_wanted=True)
         if self._consolidated is None:
-            raise _hoist.UsageError("the states are divided among ranks: call consolidate_state_dict(to=RANK) on all of them first "
-                                    "and state_dict() on that rank, before the next step")
+            raise _hoist.UsageError("the states are divided among ranks: call consolidate_state_dict(to=RANK) on all of them "
+                                    "first, and state_dict() on that rank, before the next step")
         return self._consolidated
 
     def load(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:

@@ -45,7 +45,8 @@ class Parameters:
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
 
-    def declare(self, group_of: dict[int, int], counts: Callable[[nn.Parameter], bool] = lambda _: True) -> list[_hoist.ManagedUnit]:
+    def declare(self, group_of: dict[int, int], counts: Callable[[nn.Parameter], bool] = lambda _: True,
+                ) -> list[_hoist.ManagedUnit]:
         """`counts`: whether the gradient's norm counts a parameter on this rank."""
         units = []
         for unit, beside in zip(self._cut.units, self._cut.used_together(), strict=True):
