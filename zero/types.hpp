@@ -173,4 +173,12 @@ struct StepPhases {
   }
 };
 
+// A step's work on one unit.
+struct UnitStep {
+  StepBytes forward_fetch;   // of all passes, as is what follows
+  StepBytes backward_fetch;
+  StepBytes gradient;
+  StepBytes update;
+};
+
 }  // namespace hoist
