@@ -93,7 +93,8 @@ MachineSpec machine_of(const MachineJson& root) {
   });
   spec.name = text_of("name", take("name"));
   spec.basis = text_of("basis", take("basis"));
-  if (const MachineJson value = take("rates.currency"); !value.is_null()) spec.rates.currency = text_of("rates.currency", value);
+  if (const MachineJson value = take("rates.currency"); !value.is_null())
+    spec.rates.currency = text_of("rates.currency", value);
   if (const MachineJson value = take("drives.directories"); !value.is_null())
     spec.drives.directories = texts_of("drives.directories", value);
   if (const MachineJson value = take("assumed"); !value.is_null()) spec.assumed = texts_of("assumed", value);

@@ -54,8 +54,7 @@ MachineSpec machine_of(const PlanArguments& arguments) {
     assumed.name = "assumed to be " + assumed.name + "; give --machine FILE or --machine this for yours";
     return assumed;
   }
-  if (!arguments.is_this_machine())
-    return about(arguments.machine, [&] { return read_machine(arguments.machine); });
+  if (!arguments.is_this_machine()) return about(arguments.machine, [&] { return read_machine(arguments.machine); });
   const InterruptGuard interrupt;
   const std::vector<std::string> paths = arguments.paths.empty() ? std::vector<std::string>{"."} : arguments.paths;
   const ThisMachine found = this_machine_spec(paths, interrupt.flag());
@@ -81,12 +80,11 @@ RuntimeOptions runtime_of(const PlanArguments& arguments, const PlanQuestion& qu
 
 PlanQuestion question_of(const PlanArguments& arguments) {
   const bool has_config = !arguments.config.empty();
-  PlanQuestion question{
-      .config = has_config ? Config::load(arguments.config) : Config::parse("{}", "defaults"),
-      .has_config = has_config,
-      .model = {},
-      .machine = machine_of(arguments),
-      .tokens = arguments.tokens};
+  PlanQuestion question{.config = has_config ? Config::load(arguments.config) : Config::parse("{}", "defaults"),
+                        .has_config = has_config,
+                        .model = {},
+                        .machine = machine_of(arguments),
+                        .tokens = arguments.tokens};
   question.model = about(arguments.model.units, [&] {
     return read_model(arguments.model, question.config.engine.weights_dtype.value_or(DType::bf16));
   });
@@ -158,8 +156,17 @@ Command add_plan(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 24));
   command->add_option("--machine", arguments->machine,
                       "A machine file (machines/*.json), or \"this\": measured once (32 nodes of 8 H100, 1 rank)");
-  command->add_option("--path", arguments->paths, "For \"this\": a directory on the drive; again for each further drive");
-  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step (16384)")->check(CLI::Range(1.0, 1e12));
+  command->add_option("--path", arguments->paths,
+                      "For \"this\": a directory on the drive; again for each further drive");
+  // CLI::Range accepts "nan".
+  const CLI::Validator count(
+      [](const std::string& text) {
+        double value = 0;
+        const bool reads = CLI::detail::lexical_cast(text, value) && value >= 1 && value <= 1e12;
+        return reads ? std::string() : text + " is not a number from 1 to 1e12";
+      },
+      "COUNT");
+  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step (16384)")->check(count);
   command->add_option("--device-memory", arguments->device_memory, "Memory of a device for hoist, such as 70GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory, "Host memory of a rank for hoist");
   command->add_option("--write", arguments->write, "Write the fastest placement that fits as a configuration");

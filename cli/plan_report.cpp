@@ -109,7 +109,8 @@ std::string waits_text(const StepTime& time) {
   std::vector<std::string> waits;
   for (std::size_t r = 0; r < kResourceCount; ++r)
     if (time.wait_seconds[r] >= 0.01 * time.expected_seconds)
-      waits.push_back(fmt::format("{} {}", resource_name(static_cast<Resource>(r)), seconds_text(time.wait_seconds[r])));
+      waits.push_back(
+          fmt::format("{} {}", resource_name(static_cast<Resource>(r)), seconds_text(time.wait_seconds[r])));
   return waits.empty() ? "none" : fmt::format("{}", fmt::join(waits, ", "));
 }
 
@@ -149,7 +150,8 @@ std::string what_ifs_text(const PlanReport& report, const PlanRow& best) {
   for (const WhatIf& one : report.what_ifs) {
     const double saved = 1 - one.seconds / best.time.expected_seconds;
     text += fmt::format("  {}: {} a step", one.name, seconds_text(one.seconds));
-    if (saved >= 0.001) text += fmt::format(", {:.1f} % less, on {} / {}", 100 * saved, name_of(one.parameters), name_of(one.optimizer));
+    if (saved >= 0.001)
+      text += fmt::format(", {:.1f} % less, on {} / {}", 100 * saved, name_of(one.parameters), name_of(one.optimizer));
     text += saved >= 0.001 ? "\n" : ", which is no gain\n";
   }
   return text;
@@ -186,28 +188,29 @@ Json by_resource(const std::array<double, kResourceCount>& seconds) {
 Json row_json(const PlanReport& report, const PlanRow& row) {
   const StepTime& time = row.time;
   const auto days = report.drive_life_days(row);
-  return {{"parameters", name_of(row.engine.parameters)},
-          {"optimizer", name_of(row.engine.optimizer)},
-          {"configured", row.configured},
-          {"fits", row.fits()},
-          {"refusal", row.refusal.empty() ? Json(nullptr) : Json(row.refusal)},
-          {"device", tier_json(row.prediction.device)},
-          {"pinned", tier_json(row.prediction.pinned)},
-          {"nvme", {{"bytes", row.prediction.nvme_bytes}, {"drive_bytes", row.drive_bytes}, {"fits", row.fits_drives()}}},
-          {"program_device_bytes", row.program.device_bytes},
-          {"device_state", device_state_json(row.prediction)},
-          {"optimizer_pinned_fraction", row.prediction.pinned_fraction},
-          {"step", step_json(row.prediction.step)},
-          {"seconds",
-           {{"least", time.least_seconds},
-            {"critical_path", time.critical_path_seconds},
-            {"expected", time.expected_seconds},
-            {"gap", time.gap()}}},
-          {"busy_seconds", by_resource(time.busy_seconds)},
-          {"wait_seconds", by_resource(time.wait_seconds)},
-          {"limit", resource_name(time.limit)},
-          {"written_bytes_a_day", PlanReport::written_a_day(row)},
-          {"drive_life_days", days ? Json(*days) : Json(nullptr)}};
+  return {
+      {"parameters", name_of(row.engine.parameters)},
+      {"optimizer", name_of(row.engine.optimizer)},
+      {"configured", row.configured},
+      {"fits", row.fits()},
+      {"refusal", row.refusal.empty() ? Json(nullptr) : Json(row.refusal)},
+      {"device", tier_json(row.prediction.device)},
+      {"pinned", tier_json(row.prediction.pinned)},
+      {"nvme", {{"bytes", row.prediction.nvme_bytes}, {"drive_bytes", row.drive_bytes}, {"fits", row.fits_drives()}}},
+      {"program_device_bytes", row.program.device_bytes},
+      {"device_state", device_state_json(row.prediction)},
+      {"optimizer_pinned_fraction", row.prediction.pinned_fraction},
+      {"step", step_json(row.prediction.step)},
+      {"seconds",
+       {{"least", time.least_seconds},
+        {"critical_path", time.critical_path_seconds},
+        {"expected", time.expected_seconds},
+        {"gap", time.gap()}}},
+      {"busy_seconds", by_resource(time.busy_seconds)},
+      {"wait_seconds", by_resource(time.wait_seconds)},
+      {"limit", resource_name(time.limit)},
+      {"written_bytes_a_day", PlanReport::written_a_day(row)},
+      {"drive_life_days", days ? Json(*days) : Json(nullptr)}};
 }
 
 // The fastest placement that fits, in a program's words.
@@ -243,8 +246,11 @@ Json best_json(const PlanReport& report, const PlanRow& best) {
 }
 
 Json nothing_fits_json() {
-  return {{"per_rank", nullptr},      {"step_seconds", nullptr}, {"lower_bound_seconds", nullptr},
-          {"limiting_link", nullptr}, {"links", Json::array()}};
+  return {{"per_rank", nullptr},
+          {"step_seconds", nullptr},
+          {"lower_bound_seconds", nullptr},
+          {"limiting_link", nullptr},
+          {"links", Json::array()}};
 }
 
 }  // namespace

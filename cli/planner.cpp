@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::uint64_t kMoreMemoryBytes = 100'000'000'000;
 constexpr unsigned kManyBuffers = 1024;
-constexpr std::uint64_t kLargeSubGroup = 4 << 20;  // elements: 40 MiB of state
+constexpr std::array<std::uint64_t, 2> kLargeSubGroups{4 << 20, 16 << 20};  // elements: 40 and 160 MiB of state
 // Where a configuration without a store and a machine without directories have their store.
 constexpr const char* kStoreDirectory = "/local_nvme";
 
@@ -69,8 +69,10 @@ std::vector<EngineOptions> variants_of(const PlanQuestion& question, EngineOptio
     return variants;
   engine.update_buffer_count = kManyBuffers;
   variants.push_back(engine);
-  engine.sub_group_elements = kLargeSubGroup;
-  variants.push_back(engine);
+  for (const std::uint64_t elements : kLargeSubGroups) {
+    engine.sub_group_elements = elements;
+    variants.push_back(engine);
+  }
   return variants;
 }
 
@@ -123,8 +125,8 @@ PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   row.time = predict_time(row.prediction, speeds_for(question, question.tokens));
   row.drive_bytes = static_cast<std::uint64_t>(drive_bytes(question.machine, question.layout));
   const EngineOptions& configured = question.config.engine;
-  row.configured = question.has_config && engine.parameters == configured.parameters &&
-                   engine.optimizer == configured.optimizer;
+  row.configured =
+      question.has_config && engine.parameters == configured.parameters && engine.optimizer == configured.optimizer;
   return row;
 }
 
@@ -172,8 +174,8 @@ std::vector<WhatIf> what_ifs(const PlanQuestion& question) {
     if (*speed) *speed = static_cast<std::uint64_t>(static_cast<double>(**speed) * more);
   add(what_if("one more drive a node", drive));
   PlanQuestion memory = question;
-  const std::uint64_t share = round_down(
-      kMoreMemoryBytes / static_cast<std::uint64_t>(question.layout.ranks_per_node), kBlockAlignment);
+  const std::uint64_t share =
+      round_down(kMoreMemoryBytes / static_cast<std::uint64_t>(question.layout.ranks_per_node), kBlockAlignment);
   memory.runtime.pinned_memory_bytes += share;
   if (memory.runtime.host_memory_bytes > 0) {
     memory.runtime.host_memory_bytes += share;
@@ -267,8 +269,8 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   nlohmann::ordered_json paths = question.machine.drives.directories;
   if (paths.empty()) paths = kStoreDirectory;
   const bool has_store = !question.config.engine.store_directory.empty();
-  for (const auto& [section, placement] : {std::pair("offload_param", row.engine.parameters),
-                                           std::pair("offload_optimizer", row.engine.optimizer)}) {
+  for (const auto& [section, placement] :
+       {std::pair("offload_param", row.engine.parameters), std::pair("offload_optimizer", row.engine.optimizer)}) {
     set({"zero_optimization", section, "device"}, device_of(placement));
     if (placement == Placement::nvme && !has_store) set({"zero_optimization", section, "nvme_path"}, paths);
   }

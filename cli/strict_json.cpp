@@ -45,8 +45,8 @@ StrictJson read_strict_json(const std::string& path, const std::string& remedy) 
 StrictJson parse_strict_json(const std::string& text) {
   try {
     Watch watch;
-    return StrictJson::parse(config::plain_json(text),
-                       [&](int depth, StrictJson::parse_event_t event, StrictJson& parsed) { return watch(depth, event, parsed); });
+    return StrictJson::parse(config::plain_json(text), [&](int depth, StrictJson::parse_event_t event,
+                                                           StrictJson& parsed) { return watch(depth, event, parsed); });
   } catch (const StrictJson::exception& error) {
     std::string_view problem = error.what();  // "[json.exception.parse_error.101] parse error at line 1, ..."
     if (const auto end = problem.find("] "); end != std::string_view::npos) problem.remove_prefix(end + 2);

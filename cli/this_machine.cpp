@@ -43,7 +43,7 @@ constexpr double kNetworkGbPerSecond = 5;  // between processes of a machine
 std::string cache_file() {
   const char* const cache = std::getenv("XDG_CACHE_HOME");
   const char* const home = std::getenv("HOME");
-  const fs::path base = cache != nullptr && *cache != '\0'  ? fs::path(cache)
+  const fs::path base = cache != nullptr && *cache != '\0' ? fs::path(cache)
                         : home != nullptr && *home != '\0' ? fs::path(home) / ".cache"
                                                            : fs::temp_directory_path();
   return base / "hoist" / "machine.json";
@@ -67,14 +67,11 @@ void measure_drives(const std::vector<std::string>& directories, const measure::
   check_paths(directories, kFileBytes);
   StorageRig rig(directories, kFileBytes, in_flight);
   rig.fill(stop, ProgressStyle::automatic);
-  const auto drives =
-      rig.drives({.block_bytes = defaults.aio_block_bytes, .queue_depth = defaults.aio_queue_depth});
+  const auto drives = rig.drives({.block_bytes = defaults.aio_block_bytes, .queue_depth = defaults.aio_queue_depth});
   const auto of_drives = pointers(drives);
   const auto gb_per_s = [&](measure::Pattern pattern) {
-    const measure::WorkloadResult result = measure::run_workload(of_drives, {.pattern = pattern,
-                                                                             .region = {0, kFileBytes},
-                                                                             .duration = std::chrono::seconds(1),
-                                                                             .stop = stop});
+    const measure::WorkloadResult result = measure::run_workload(
+        of_drives, {.pattern = pattern, .region = {0, kFileBytes}, .duration = std::chrono::seconds(1), .stop = stop});
     return result.bytes_per_second() / kGigabyte / static_cast<double>(directories.size());
   };
   spec.drives.count = static_cast<double>(directories.size());
@@ -99,7 +96,8 @@ double copy_gb_per_s(platform::Stream& stream, std::byte* target, const std::byt
 
 void measure_device(bool is_gpu, MachineSpec& spec) {
   const platform::DeviceKind kind = is_gpu ? platform::DeviceKind::cuda : platform::DeviceKind::host;
-  const auto device = platform::Device::create({.kind = kind, .memory_bytes = 2 * kCopyBytes, .host = {.poison = false}});
+  const auto device =
+      platform::Device::create({.kind = kind, .memory_bytes = 2 * kCopyBytes, .host = {.poison = false}});
   const platform::HostMemory host({.bytes = kCopyBytes});
   const std::span<std::byte> memory = device->memory();
   device->acquired(memory);
@@ -126,10 +124,9 @@ MachineSpec measure_now(const std::vector<std::string>& directories, const measu
   measure_drives(directories, stop, spec);
   measure_device(gpus > 0, spec);
   spec.host.memory_gib = static_cast<double>(platform::host_memory().total_bytes) / kGibibyte;
-  spec.host.update_gb_per_s =
-      measure::compare_kernel({.optimizer = {.learning_rate = 1e-5}, .checksum = true},
-                              {.state_bytes = 512 * kMiB, .pairs = 5, .stop = stop})
-          .gigabytes_per_second();
+  spec.host.update_gb_per_s = measure::compare_kernel({.optimizer = {.learning_rate = 1e-5}, .checksum = true},
+                                                      {.state_bytes = 512 * kMiB, .pairs = 5, .stop = stop})
+                                  .gigabytes_per_second();
   spec.host.power_watts = cores * kWattsOfCore;
   if (gpus > 0) spec.device.memory_gib = static_cast<double>(platform::cuda_memory(0).total_bytes) / kGibibyte;
   if (gpus == 0) spec.device.memory_gb_per_s = spec.host.update_gb_per_s;  // the host updates its device's memory

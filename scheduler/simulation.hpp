@@ -56,7 +56,8 @@ struct TaskTimes {
   double end = 0;
 };
 // By task.
-std::vector<TaskTimes> simulate(const TaskGraph& graph, std::uint32_t lane_count, const SimulationOptions& options = {});
+std::vector<TaskTimes> simulate(const TaskGraph& graph, std::uint32_t lane_count,
+                                const SimulationOptions& options = {});
 
 // For how long each lane kept a lane idle between the end of task `from` and the end of `to`, along the chain of tasks
 // that each of its tasks waited for.

@@ -179,6 +179,7 @@ struct UnitStep {
   StepBytes backward_fetch;
   StepBytes gradient;
   StepBytes update;
+  std::uint64_t resident_write_bytes = 0;  // of update.nvme_write: from where it lives in memory
 };
 
 }  // namespace hoist

@@ -90,7 +90,8 @@ TEST(Simulation, OfAHundredThousandTasksTakesLessThanASecond) {
   Rng rng(11);
   for (TaskIndex i = 0; i < kTasks; ++i) {
     After after;
-    if (i > 100) after = {i - 1 - static_cast<TaskIndex>(rng.below(100)), i - 1 - static_cast<TaskIndex>(rng.below(100))};
+    if (i > 100)
+      after = {i - 1 - static_cast<TaskIndex>(rng.below(100)), i - 1 - static_cast<TaskIndex>(rng.below(100))};
     graph.add(static_cast<std::uint32_t>(rng.below(kLanes)), rng.uniform(), after);
     graph.holds.push_back({0, 1, i, i});
   }

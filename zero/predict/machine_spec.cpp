@@ -32,15 +32,12 @@ double wire_speed(const MachineSpec::NetworkSpec& network, const RankLayout& lay
 
 }  // namespace
 
-int largest_world(const MachineSpec& spec) {
-  return static_cast<int>(spec.nodes * std::max(spec.gpus_per_node, 1.0));
-}
+int largest_world(const MachineSpec& spec) { return static_cast<int>(spec.nodes * std::max(spec.gpus_per_node, 1.0)); }
 
 RankLayout rank_layout(const MachineSpec& spec, int world_size) {
   const int nodes = static_cast<int>(spec.nodes);
   const auto divided_up = [](int a, int b) { return (a + b - 1) / b; };
-  const int per_node =
-      spec.gpus_per_node > 0 ? static_cast<int>(spec.gpus_per_node) : divided_up(world_size, nodes);
+  const int per_node = spec.gpus_per_node > 0 ? static_cast<int>(spec.gpus_per_node) : divided_up(world_size, nodes);
   if (world_size > nodes * per_node)
     throw UsageError(fmt::format("{} ranks need as many GPUs, and {} has {}", world_size, spec.name, nodes * per_node));
   const int used_nodes = divided_up(world_size, per_node);

@@ -40,8 +40,8 @@ struct MachineSpec {
     double capacity_gb = 0;
     double read_gb_per_s = 0;
     double write_gb_per_s = 0;
-    double mixed_gb_per_s = 0;         // both directions at once, added up; 0: as if one waited for the other
-    double endurance_tb_written = 0;   // in the life of a drive; 0: unknown
+    double mixed_gb_per_s = 0;               // both directions at once, added up; 0: as if one waited for the other
+    double endurance_tb_written = 0;         // in the life of a drive; 0: unknown
     std::vector<std::string> directories{};  // for a store, one for each drive
   } drives;
   struct NetworkSpec {

@@ -40,10 +40,10 @@ struct UnitWork {
 // A pass computes every unit forward, in order, then backward, in reverse: twice as many slots as units.
 struct PlannedFetch {
   std::uint32_t unit = 0;
-  std::uint32_t issued_at = 0;   // in which slot; its place is free when the slots before are done
-  std::uint32_t first_use = 0;   // slots that use it
+  std::uint32_t issued_at = 0;  // in which slot; its place is free when the slots before are done
+  std::uint32_t first_use = 0;  // slots that use it
   std::uint32_t last_use = 0;
-  std::uint64_t bytes = 0;       // of the gather memory; 0: the unit has memory of its own
+  std::uint64_t bytes = 0;  // of the gather memory; 0: the unit has memory of its own
 };
 
 // For one rank; all ranks are alike.

@@ -75,6 +75,7 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     const std::uint64_t on_nvme = (weights_on_nvme ? trainable : 0) + streamed;
     const std::uint64_t committed = commits_resident ? trainable + state : on_nvme;
     step.update.nvme_write = (committed + (options.commit_every - 1) * on_nvme) / options.commit_every;
+    step.resident_write_bytes = (committed - on_nvme) / options.commit_every;
     if (commits_resident && placement.device_only)
       step.update.device_to_host = (trainable + state) / options.commit_every;
   }

@@ -105,6 +105,8 @@ class Builder {
     const std::uint64_t pieces = std::max<std::uint64_t>(divide_up(unit.shard_elements, piece_elements_), 1);
     const double share = 1 / static_cast<double>(pieces);
     const bool buffered = bytes.nvme_read > 0;
+    const std::uint64_t resident_write = unit.bytes.resident_write_bytes;
+    const std::uint64_t buffered_write = bytes.nvme_write - resident_write;
     // What the step before left is on NVMe, before it is read again or changed in memory.
     Tasks old;
     if (written_[u]) old.push_back(*written_[u]);
@@ -123,10 +125,12 @@ class Builder {
       const TaskIndex compute =
           add(Resource::host_memory, time_of(unit.update_memory_bytes, speeds_.host_memory) * share, after);
       computed.push_back(compute);
-      TaskIndex last = compute;
-      if (bytes.nvme_write > 0)
-        stored.push_back(
-            last = add(Resource::nvme, write_seconds(bytes.nvme_write) * share, {compute}, Urgency::nobody_waits));
+      const auto store = [&](std::uint64_t part) {
+        stored.push_back(add(Resource::nvme, write_seconds(part) * share, {compute}, Urgency::nobody_waits));
+        return stored.back();
+      };
+      const TaskIndex last = buffered_write > 0 ? store(buffered_write) : compute;
+      if (resident_write > 0) store(resident_write);
       if (!buffered) continue;
       update_buffers_.used(last);
       hold(HeldIn::update_buffers, p_.update_buffers * p_.update_buffer_bytes / buffer_count_, *first, last);
@@ -161,7 +165,8 @@ class Builder {
       compute(slot, u, ready[slot]);
       if (slot >= p_.units.size()) gradient(slot, u, updates_backward);
     }
-    for (const auto& [from, last_use, bytes] : gathered_) hold(HeldIn::gather_memory, bytes, from, slot_tasks_[last_use]);
+    for (const auto& [from, last_use, bytes] : gathered_)
+      hold(HeldIn::gather_memory, bytes, from, slot_tasks_[last_use]);
   }
 
   void update_forward(std::uint32_t u) {
@@ -211,8 +216,8 @@ class Builder {
     if (last_compute_) after.push_back(*last_compute_);
     if (updated_[u]) after.push_back(*updated_[u]);
     if (!forward) gradient_buffers_.await(after);
-    last_compute_ = add(Resource::compute,
-                        pass_seconds * share * static_cast<double>(p_.units[u].parameters) / parameters_, after);
+    last_compute_ =
+        add(Resource::compute, pass_seconds * share * static_cast<double>(p_.units[u].parameters) / parameters_, after);
     slot_tasks_[slot] = *last_compute_;
   }
 
@@ -240,6 +245,7 @@ class Builder {
     after = {out_.decided.back()};
     std::uint64_t brought_down = 0;
     for (const UnitWork& unit : p_.units) brought_down += unit.bytes.update.device_to_host;
+    if (device_written_) after.push_back(*device_written_);
     chain(Resource::device_memory, time_of(p_.device_update_bytes, speeds_.device_memory), after);
     if (p_.device_update_bytes > 0) write_device_units(brought_down, after);
     if (p_.update_mode == UpdateMode::step) {
@@ -254,13 +260,14 @@ class Builder {
     last_compute_ = add_point(after);
   }
 
-  // What a commit writes of units whose state is in device memory: nobody waits for it.
+  // What a commit writes of units whose state is in device memory: nobody waits for it before the next update.
   void write_device_units(std::uint64_t brought_down, Tasks after) {
     chain(Resource::device_to_host, time_of(brought_down, speeds_.device_to_host), after);
     std::uint64_t written = 0;
     for (const UnitWork& unit : p_.units)
       if (unit.device_update_bytes > 0) written += unit.bytes.update.nvme_write;
-    if (written > 0) add(Resource::nvme, write_seconds(written), after, Urgency::nobody_waits);
+    if (written > 0) after = {add(Resource::nvme, write_seconds(written), after, Urgency::nobody_waits)};
+    device_written_ = after.front();
   }
 
   struct Gathered {
@@ -278,7 +285,7 @@ class Builder {
   StepGraph out_;
   Turns update_buffers_, staging_, gradient_buffers_, ring_{0};
   std::vector<std::optional<TaskIndex>> updated_, written_;  // by unit: its latest update is computed, is on NVMe
-  std::optional<TaskIndex> last_compute_, pass_begins_;
+  std::optional<TaskIndex> last_compute_, pass_begins_, device_written_;
   Tasks slot_tasks_;  // of this pass
   Tasks gradients_;   // of this step
   std::vector<Gathered> gathered_;
@@ -302,7 +309,8 @@ double nvme_seconds(double bytes, double bytes_per_second, const StepBytes& step
   const auto read = static_cast<double>(step.nvme_read), written = static_cast<double>(step.nvme_write);
   const double both = std::min(read, written);
   const double in_turn = read / speeds.nvme_read + written / speeds.nvme_write;
-  const double mixed = 2 * both / speeds.nvme_mixed + (read - both) / speeds.nvme_read + (written - both) / speeds.nvme_write;
+  const double mixed =
+      2 * both / speeds.nvme_mixed + (read - both) / speeds.nvme_read + (written - both) / speeds.nvme_write;
   return in_turn > 0 ? alone * mixed / in_turn : 0;
 }
 

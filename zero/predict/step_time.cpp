@@ -130,7 +130,8 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, co
   const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
   const auto times = scheduler::simulate(graph.tasks, kResourceCount, options_of(disturbance));
   const scheduler::TaskIndex from = graph.decided[kSteps - 1 - kTimedSteps], to = graph.decided[kSteps - 1];
-  time.expected_seconds = (times[to].end - times[from].end) / kTimedSteps;
+  // While writes still pile up behind the steps that are simulated, these are shorter than all later ones.
+  time.expected_seconds = std::max((times[to].end - times[from].end) / kTimedSteps, time.least_seconds);
   const auto waits = scheduler::waits_of_lane(graph.tasks, times, static_cast<std::uint32_t>(Resource::compute),
                                               kResourceCount, from, to);
   for (std::size_t r = 0; r < kResourceCount; ++r) time.wait_seconds[r] = waits[r] / kTimedSteps;
@@ -142,8 +143,7 @@ std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& spee
                                                                         "staging buffers", "update buffers"};
   const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
   const auto reserved = detail::reserved_bytes(prediction);
-  const auto overrun =
-      scheduler::find_overrun(graph.tasks, scheduler::simulate(graph.tasks, kResourceCount), reserved);
+  const auto overrun = scheduler::find_overrun(graph.tasks, scheduler::simulate(graph.tasks, kResourceCount), reserved);
   if (!overrun) return "";
   return fmt::format("after {:.6g} s the {} hold {} bytes, and have {}", overrun->seconds, kNames[overrun->tier],
                      overrun->bytes, reserved[overrun->tier]);
