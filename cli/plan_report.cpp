@@ -173,6 +173,8 @@ std::string best_text(const PlanReport& report, const PlanRow& best) {
       "  no schedule of this placement takes less than {} (busiest resource {}, critical path {}): the gap is {:.2f}\n",
       seconds_text(time.least_seconds), seconds_text(time.busy(time.limit)), seconds_text(time.critical_path_seconds),
       time.gap());
+  text += report.overrun.empty() ? "  no budget is exceeded at any instant of these steps\n"
+                                 : fmt::format("  a budget is exceeded: {}\n", report.overrun);
   text += report.free_tokens
               ? fmt::format("  from {:.3g} tokens a rank and step on, offloading costs no time\n", *report.free_tokens)
               : "  offloading costs time with any number of tokens\n";
@@ -239,6 +241,7 @@ Json best_json(const PlanReport& report, const PlanRow& best) {
        {link(Resource::nvme, p.step.nvme_read + p.step.nvme_write),
         link(Resource::host_to_device, p.step.host_to_device), link(Resource::device_to_host, p.step.device_to_host),
         link(Resource::wire, p.step.wire)}},
+      {"overrun", report.overrun.empty() ? Json(nullptr) : Json(report.overrun)},
       {"what_if", what_ifs},
       {"free_tokens", report.free_tokens ? Json(*report.free_tokens) : Json(nullptr)},
       {"energy_joules", joules(report.machine, report.layout, time.expected_seconds)},

@@ -54,6 +54,7 @@ struct PlanReport {
   std::vector<PlanRow> rows{};  // ranked: the fastest that fits first
   std::vector<ZeroRow> zero_table{};
   std::vector<WhatIf> what_ifs{};
+  std::string overrun{};                // of the best row's plan: empty if it never exceeds a budget
   std::optional<double> free_tokens{};  // of a rank and step, from which on offloading costs no time
 
   const PlanRow* best() const { return rows.front().fits() ? &rows.front() : nullptr; }

@@ -246,6 +246,7 @@ PlanReport plan_of(const PlanQuestion& question) {
                     .rows = ranked_rows(question),
                     .zero_table = zero_table(question)};
   if (report.best() == nullptr) return report;
+  report.overrun = overrun_of_plan(report.best()->prediction, speeds_for(question, question.tokens));
   report.what_ifs = what_ifs(question);
   report.free_tokens = free_tokens(question, *report.best());
   return report;

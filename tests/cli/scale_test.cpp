@@ -15,9 +15,10 @@ class Scale : public test::ProgramTest {
  protected:
   // A command of the document, in the source tree. As in a terminal, through a shell.
   std::string output_of(const std::string& command) const {
-    const std::string line = "cd '" HOIST_SOURCE_DIR "' && hoist() { '" HOIST_PROGRAM "' \"$@\"; } && " + command +
-                             " >'" + path("out") + "' 2>&1 </dev/null";
+    const std::string line = "cd '" HOIST_SOURCE_DIR "' && hoist() { '" HOIST_PROGRAM "' \"$@\"; } && { " + command +
+                             "; } >'" + path("out") + "' 2>&1 </dev/null";
     EXPECT_EQ(std::system(line.c_str()), 0) << command << test::text_of(path("out"));
+    EXPECT_NE(test::text_of(path("out")), "") << command;
     return test::text_of(path("out"));
   }
 };
