@@ -258,7 +258,10 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     text = with_member(text, std::vector<std::string_view>(path), value);
   };
   const auto device_of = [](Placement placement) { return kDevices[static_cast<std::size_t>(placement)]; };
-  const auto mebibytes = [](std::uint64_t bytes) { return std::to_string(bytes / kMiB) + "MiB"; };
+  const auto bytes_json = [](std::uint64_t bytes) -> nlohmann::ordered_json {
+    if (bytes % kMiB != 0) return bytes;
+    return std::to_string(bytes / kMiB) + "MiB";
+  };
   set({"zero_optimization", "stage"}, row.engine.stage);
   const EngineOptions &engine = row.engine, &given = question.config.engine;
   if (engine.prefetch_elements != given.prefetch_elements)
@@ -282,9 +285,9 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
   // Where device memory is host memory, it gets what the plan takes, and pinned memory the rest.
   const bool shared = runtime.host_memory_bytes > 0;
   const std::uint64_t on_device = round_up(row.prediction.device.bytes, kMiB);
-  set({"hoist", "device_memory"}, mebibytes(shared ? on_device : runtime.device_memory_bytes));
+  set({"hoist", "device_memory"}, bytes_json(shared ? on_device : runtime.device_memory_bytes));
   set({"hoist", "pinned_memory"},
-      mebibytes(shared ? runtime.host_memory_bytes - on_device : runtime.pinned_memory_bytes));
+      bytes_json(shared ? runtime.host_memory_bytes - on_device : runtime.pinned_memory_bytes));
   if (row.engine.optimizer == Placement::nvme)
     set({"hoist", "optimizer_pinned_fraction"}, row.prediction.pinned_fraction);
   return text;

@@ -20,6 +20,21 @@ std::uint64_t state_bytes(const Unit& unit, std::uint64_t first_tile) {
   return bytes;
 }
 
+// The mean of several steps, for one unit after the other: together exactly the mean of all.
+class StepMean {
+ public:
+  explicit StepMean(std::uint64_t steps) : steps_(steps) {}
+  std::uint64_t add(std::uint64_t bytes) {
+    const std::uint64_t before = bytes_ / steps_;
+    bytes_ += bytes;
+    return bytes_ / steps_ - before;
+  }
+
+ private:
+  std::uint64_t steps_;
+  std::uint64_t bytes_ = 0;
+};
+
 }  // namespace
 
 std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
@@ -31,6 +46,7 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
   const auto peers_in_group = static_cast<std::uint64_t>(gathering_group(options, table.world_size()) - 1);
   const std::uint64_t passes = passes_of_a_step(options);
+  StepMean written_by_commits(options.commit_every), brought_down_by_commits(options.commit_every);
   std::vector<UnitStep> steps(table.units().size());
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const Unit& unit = table.units()[u];
@@ -74,10 +90,10 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     step.update.nvme_read += (weights_on_nvme && !shared ? trainable - made : 0) + streamed;
     const std::uint64_t on_nvme = (weights_on_nvme ? trainable : 0) + streamed;
     const std::uint64_t committed = commits_resident ? trainable + state : on_nvme;
-    step.update.nvme_write = (committed + (options.commit_every - 1) * on_nvme) / options.commit_every;
-    step.resident_write_bytes = (committed - on_nvme) / options.commit_every;
+    step.resident_write_bytes = written_by_commits.add(committed - on_nvme);
+    step.update.nvme_write = on_nvme + step.resident_write_bytes;
     if (commits_resident && placement.device_only)
-      step.update.device_to_host = (trainable + state) / options.commit_every;
+      step.update.device_to_host = brought_down_by_commits.add(trainable + state);
   }
   return steps;
 }

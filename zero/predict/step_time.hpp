@@ -15,8 +15,8 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 
-#include <hoist/scheduler/simulation.hpp>
 #include <hoist/zero/predict/prediction.hpp>
 
 namespace hoist {
