@@ -5,12 +5,14 @@
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <optional>
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
 #include <hoist/core/clock.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/measure/kernels.hpp>
 #include <hoist/measure/machine.hpp>
@@ -138,13 +140,23 @@ MachineSpec measure_now(const std::vector<std::string>& directories, const measu
   return spec;
 }
 
+// Nothing if there is no such file, or it is damaged or of another version: it is only a cache.
+std::optional<MachineSpec> kept_in(const std::string& path) {
+  if (!fs::exists(path)) return std::nullopt;
+  try {
+    return read_machine(path);
+  } catch (const ConfigError&) {
+    return std::nullopt;
+  }
+}
+
 }  // namespace
 
 ThisMachine this_machine_spec(const std::vector<std::string>& directories, const measure::StopFlag* stop) {
   const std::vector<std::string> paths = absolute(directories);
   ThisMachine machine{.spec = {}, .cache_path = cache_file()};
-  if (fs::exists(machine.cache_path)) {
-    machine.spec = read_machine(machine.cache_path);
+  if (const auto kept = kept_in(machine.cache_path)) {
+    machine.spec = *kept;
     if (machine.spec.name == host_name() && machine.spec.drives.directories == paths) return machine;
   }
   machine.spec = measure_now(paths, stop);

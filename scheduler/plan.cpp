@@ -179,7 +179,7 @@ class Planner {
   std::vector<bool> fetched_own_;
   std::vector<std::vector<std::size_t>> gathers_of_;
   std::vector<std::uint64_t> gathered_before_;  // elements, before each position
-  std::vector<Place> place_at_;  // of the gather at each position
+  std::vector<Place> place_at_;                 // of the gather at each position
   Plan plan_;
 };
 

@@ -159,23 +159,9 @@ struct StepBytes {
   }
 };
 
-// The same by what it is for: fetches and gradients of the passes, and the update of masters and moments.
-struct StepPhases {
-  StepBytes forward;
-  StepBytes backward;
-  StepBytes update;
-
-  StepBytes sum() const {
-    StepBytes all = forward;
-    all += backward;
-    all += update;
-    return all;
-  }
-};
-
 // A step's work on one unit.
 struct UnitStep {
-  StepBytes forward_fetch;   // of all passes, as is what follows
+  StepBytes forward_fetch;  // of all passes, as is what follows
   StepBytes backward_fetch;
   StepBytes gradient;
   StepBytes update;

@@ -183,7 +183,7 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   describe_memory(plan, out);
   out.fetches = fetches_of(engine, plan);
   const auto steps = detail::unit_steps(engine, plan.units(), counts_of(out.fetches, table.units().size()));
-  out.step = detail::phases_of(steps).sum();
+  out.step = detail::sum_of(steps);
   out.passes = detail::passes_of_a_step(engine);
   out.update_mode = detail::update_mode(engine);
   out.awaits_norm = engine.gradient_clipping > 0 || engine.weights_dtype == DType::fp16;

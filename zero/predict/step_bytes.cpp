@@ -98,15 +98,11 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
   return steps;
 }
 
-StepPhases phases_of(std::span<const UnitStep> steps) {
-  StepPhases phases;
-  for (const UnitStep& step : steps) {
-    phases.forward += step.forward_fetch;
-    phases.backward += step.backward_fetch;
-    phases.backward += step.gradient;
-    phases.update += step.update;
-  }
-  return phases;
+StepBytes sum_of(std::span<const UnitStep> steps) {
+  StepBytes sum;
+  for (const UnitStep& step : steps)
+    for (const StepBytes& part : {step.forward_fetch, step.backward_fetch, step.gradient, step.update}) sum += part;
+  return sum;
 }
 
 }  // namespace hoist::detail

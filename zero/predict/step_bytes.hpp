@@ -18,6 +18,6 @@ namespace hoist::detail {
 std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
                                  std::span<const std::uint32_t> fetches);
 // All units together.
-StepPhases phases_of(std::span<const UnitStep> steps);
+StepBytes sum_of(std::span<const UnitStep> steps);
 
 }  // namespace hoist::detail
