@@ -19,7 +19,7 @@ namespace {
 constexpr std::uint64_t kMoreMemoryBytes = 100'000'000'000;
 constexpr unsigned kManyBuffers = 1024;
 constexpr std::array<std::uint64_t, 2> kLargeSubGroups{4 << 20, 16 << 20};  // elements: 40 and 160 MiB of state
-// Where a configuration without a store and a machine without directories have their store.
+// The store's directory if neither the configuration nor the machine names one.
 constexpr const char* kStoreDirectory = "/local_nvme";
 
 bool is_given(const Config& config, std::string_view key) {
@@ -85,7 +85,7 @@ std::string refusal_of(const EngineOptions& engine, const RuntimeOptions& runtim
   }
 }
 
-// What the program takes: what a units file says, or activations by formula.
+// The program's memory: as the units file says, or activations by formula.
 ProgramMemory program_of(const PlanQuestion& question, const EngineOptions& engine) {
   ProgramMemory program = question.model.program;
   if (program.device_bytes > 0) return program;
@@ -103,7 +103,7 @@ double compute_seconds(const PlanQuestion& question, double tokens) {
 
 StepSpeeds speeds_for(const PlanQuestion& question, double tokens) {
   StepSpeeds speeds = speeds_of(question.machine, question.layout);
-  // Of all drives together.
+  // These speeds are those of all drives together.
   const auto prefer = [&](const std::optional<std::uint64_t>& measured, double& speed) {
     if (measured) speed = static_cast<double>(*measured) / question.layout.ranks_per_node;
   };
@@ -160,7 +160,7 @@ std::optional<WhatIf> what_if(const char* name, const PlanQuestion& changed) {
   return WhatIf{name, row.engine.parameters, row.engine.optimizer, row.time.expected_seconds};
 }
 
-// What a little more hardware would bring.
+// The fastest placements with a little more hardware.
 std::vector<WhatIf> what_ifs(const PlanQuestion& question) {
   std::vector<WhatIf> all;
   const auto add = [&](std::optional<WhatIf> one) {
@@ -282,7 +282,7 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     set({"zero_optimization", "offload_optimizer", "buffer_count"}, engine.update_buffer_count);
   const RuntimeOptions& runtime = question.runtime;
   set({"hoist", "device"}, runtime.device == platform::DeviceKind::cuda ? "cuda" : "host");
-  // Where device memory is host memory, it gets what the plan takes, and pinned memory the rest.
+  // If device memory is host memory, the device gets what the plan takes, and pinned memory gets the rest.
   const bool shared = runtime.host_memory_bytes > 0;
   const std::uint64_t on_device = round_up(row.prediction.device.bytes, kMiB);
   set({"hoist", "device_memory"}, bytes_json(shared ? on_device : runtime.device_memory_bytes));

@@ -160,7 +160,7 @@ std::vector<double> waits_of_lane(const TaskGraph& graph, std::span<const TaskTi
 
 std::optional<Overrun> find_overrun(const TaskGraph& graph, std::span<const TaskTimes> times,
                                     std::span<const std::uint64_t> budgets) {
-  // What is given back at an instant may be taken at the same one.
+  // Memory that is given back at an instant may be taken at the same instant.
   struct Change {
     double seconds;
     bool takes;

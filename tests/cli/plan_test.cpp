@@ -311,7 +311,7 @@ TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
   EXPECT_EQ(checked.exit_code, 0) << checked.errors << checked.output;
 }
 
-// Whatever placement wins: a configuration that is accepted and, planned again, is the plan.
+// The written configuration is accepted and, planned again, gives the same plan.
 TEST_F(Plan, WritesTheFastestPlacementThatFits) {
   for (const char* budgets :
        {"--device-memory 60GiB --pinned-memory 400GiB", "--device-memory 16GiB --pinned-memory 24GiB",
@@ -333,7 +333,7 @@ TEST_F(Plan, WritesTheFastestPlacementThatFits) {
     EXPECT_EQ(again["pinned"]["bytes"], found["pinned"]["bytes"]) << budgets;
     EXPECT_NEAR(again["seconds"]["expected"].get<double>(), found["seconds"]["expected"].get<double>(), 1e-9);
   }
-  // What the configuration says otherwise stays, comments included.
+  // The rest of the configuration stays, comments included.
   write("mine.json", "{\n  // mine\n  \"gradient_clipping\": 0.5,\n  \"hoist\": {\"update_mode\": \"step\"}\n}\n");
   ASSERT_EQ(run("plan mine.json --parameters 7e9 --write mine.json" + std::string(kOneRank)).exit_code, 0);
   EXPECT_THAT(test::text_of(path("mine.json")), AllOf(HasSubstr("// mine"), HasSubstr("\"gradient_clipping\": 0.5"),

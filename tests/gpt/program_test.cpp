@@ -414,7 +414,7 @@ TEST_F(Program, CheckPredictsPeaksAndBytesOfItsConfigurations) {
   }
 }
 
-// Whatever placement hoist plan chooses for a machine: it trains there, within the budgets, to the same end.
+// hoist plan chooses three placements for three budgets. Each one trains within its budgets, to the same bits.
 TEST_F(Program, TrainsWithTheConfigurationThatPlanWrites) {
   // Larger than usual: otherwise everything fits everywhere.
   const auto words = [&](int steps, std::initializer_list<std::string> more) {

@@ -20,7 +20,7 @@ platform::MemorySize all_free(double gib) {
   return {bytes, bytes};
 }
 
-// Of what a rank receives, so much comes from its own node; both parts arrive at once, and the later one counts.
+// A rank receives from its own node and from others at the same time; the later part counts.
 double wire_speed(const MachineSpec::NetworkSpec& network, const RankLayout& layout) {
   const int others = layout.nodes * layout.ranks_per_node - 1;
   if (others == 0) return 0;

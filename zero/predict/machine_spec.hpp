@@ -68,12 +68,12 @@ int largest_world(const MachineSpec& spec);
 
 // A node of it, for choose() in zero/machine.hpp: budgets are then those that a run there would get.
 Machine node_of(const MachineSpec& spec, const RankLayout& layout);
-// Of one rank. `compute_seconds` stays 0.
+// The speeds of one rank. `compute_seconds` stays 0.
 StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout);
-// Of a rank's part of the drives.
+// Space and endurance of a rank's part of the drives.
 double drive_bytes(const MachineSpec& spec, const RankLayout& layout);
 double endurance_bytes(const MachineSpec& spec, const RankLayout& layout);
-// Of all nodes, at full power.
+// Energy that all nodes take at full power.
 double joules(const MachineSpec& spec, const RankLayout& layout, double seconds);
 // By the node's rate and by the energy's; 0 where the machine has none.
 struct StepCost {

@@ -25,7 +25,7 @@ struct ProgramMemory {
   std::uint64_t pinned_bytes = 0;  // activation offload, and whatever else it takes of that budget
 };
 
-// What a step does with one unit.
+// A step's work on one unit, and who does it.
 struct UnitWork {
   UnitStep bytes;
   std::uint64_t parameters = 0;  // of all ranks: its part of the computation
@@ -68,7 +68,7 @@ struct Prediction {
   unsigned passes = 1;                        // that a step is made of: of several micro-batches in horizontal order
   UpdateMode update_mode = UpdateMode::step;  // when the update is carried out
   bool awaits_norm = false;                   // whether an update needs every gradient: clipping, loss scaling
-  // Where weights are on NVMe and the update is under forward: a unit's update begins when a staging buffer is free.
+  // Whether a unit's update begins only when a staging buffer is free: weights are on NVMe, the update under forward.
   bool updates_on_request = false;
   std::uint64_t update_memory_bytes = 0;  // of all units
   std::uint64_t device_update_bytes = 0;

@@ -24,7 +24,7 @@ double time_of(std::uint64_t bytes, double bytes_per_second) {
 class Turns {
  public:
   explicit Turns(std::size_t count) : count_(count) {}
-  // What the next user has to wait for.
+  // Adds the task that the next user has to wait for.
   void await(Tasks& after) const {
     if (count_ > 0 && users_.size() >= count_) after.push_back(users_[users_.size() - count_]);
   }
@@ -107,7 +107,7 @@ class Builder {
     const bool buffered = bytes.nvme_read > 0;
     const std::uint64_t resident_write = unit.bytes.resident_write_bytes;
     const std::uint64_t buffered_write = bytes.nvme_write - resident_write;
-    // What the step before left is on NVMe, before it is read again or changed in memory.
+    // The last step's record must be on NVMe before it is read again or changed in memory.
     Tasks old;
     if (written_[u]) old.push_back(*written_[u]);
     Tasks computed, stored;
@@ -260,7 +260,7 @@ class Builder {
     last_compute_ = add_point(after);
   }
 
-  // What a commit writes of units whose state is in device memory: nobody waits for it before the next update.
+  // A commit also writes the units whose state is in device memory; nobody waits for that before the next update.
   void write_device_units(std::uint64_t brought_down, Tasks after) {
     chain(Resource::device_to_host, time_of(brought_down, speeds_.device_to_host), after);
     std::uint64_t written = 0;

@@ -29,7 +29,7 @@ struct StepGraph {
   std::vector<scheduler::TaskIndex> decided;  // when each step has all gradients
 };
 StepGraph step_graph(const Prediction& prediction, const StepSpeeds& speeds, unsigned steps);
-// What the memory plan reserves, by HeldIn.
+// The bytes that the memory plan reserves, by HeldIn.
 std::vector<std::uint64_t> reserved_bytes(const Prediction& prediction);
 
 // Seconds of a read or write of so many bytes in a step that reads and writes so many in all: as much as goes both ways

@@ -35,7 +35,7 @@ Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   return seconds;
 }
 
-// What the critical path needs to know of a unit.
+// A unit's durations on the critical path.
 struct UnitSeconds {
   double update = 0, device_update = 0;
   double up = 0, gathered = 0;  // after the update, in one pass
@@ -89,7 +89,7 @@ double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned pa
   return end;
 }
 
-// Of one unit: its gradient, its update, and the passes from its forward to its backward.
+// The longest path through one unit: its gradient, its update, and the passes from its forward to its backward.
 double path_through_a_unit(const std::vector<UnitSeconds>& units, unsigned passes) {
   double most = 0, after = 0, all = 0;
   for (const UnitSeconds& unit : units) all += unit.forward + unit.backward;
