@@ -153,8 +153,8 @@ TimedSteps time_steps(const TimedCell& cell, const std::filesystem::path& direct
   }
   // Several steps may begin with what was read ahead before them, and end before what trails behind them.
   const Prediction& prediction = steps.prediction();
-  timed.outside_seconds =
-      static_cast<double>(prediction.read_ahead_bytes + prediction.trailing_bytes) / kDriveSpeed / kWindow;
+  const auto buffers = static_cast<double>(prediction.update_buffers * prediction.update_buffer_bytes);
+  timed.outside_seconds = 2 * buffers / kDriveSpeed / kWindow;
   steps.settle();
   return timed;
 }

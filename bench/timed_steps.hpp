@@ -32,6 +32,9 @@ inline constexpr std::array kTimedCells{
     TimedCell{"even_forward", 120, UpdateMode::forward, Placement::pinned},
     TimedCell{"even_backward", 120, UpdateMode::backward, Placement::pinned},
     TimedCell{"compute_backward", 400, UpdateMode::backward, Placement::nvme},
+    TimedCell{"drive_backward", 15, UpdateMode::backward, Placement::nvme},
+    TimedCell{"pinned_drive", 15, UpdateMode::forward, Placement::pinned},
+    TimedCell{"pinned_compute", 400, UpdateMode::forward, Placement::pinned},
     // Gradients wait for room until the drive has done with the ones before them: in the pass, and still in step().
     TimedCell{"gradient_ring", 15, UpdateMode::backward, Placement::pinned, PinnedMemory::least},
 };

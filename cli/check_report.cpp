@@ -202,13 +202,6 @@ Json setting_json(const ConfigSetting& setting) {
   return json;
 }
 
-Json tier_json(const Prediction::Tier& tier) {
-  return {{"bytes", tier.bytes},
-          {"least_bytes", tier.least_bytes},
-          {"budget_bytes", tier.budget_bytes},
-          {"fits", tier.fits()}};
-}
-
 Json prediction_json(const CheckReport& report) {
   const Prediction& p = *report.prediction;
   Json json{{"parameters", p.parameter_count},   {"model", report.model},
@@ -247,6 +240,13 @@ std::string program_pinned_text(std::uint64_t bytes) {
     return "  not counted: pinned memory that the program takes itself, for activation offload for example; set "
            "program_pinned_bytes in a file for --units\n";
   return fmt::format("  {} of the pinned memory are the program's own (program_pinned_bytes)\n", format_bytes(bytes));
+}
+
+Json tier_json(const Prediction::Tier& tier) {
+  return {{"bytes", tier.bytes},
+          {"least_bytes", tier.least_bytes},
+          {"budget_bytes", tier.budget_bytes},
+          {"fits", tier.fits()}};
 }
 
 Json step_json(const StepBytes& step) {

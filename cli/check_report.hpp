@@ -32,6 +32,7 @@ struct CheckReport {
 
 // Whether a prediction counts pinned memory of the program's own.
 std::string program_pinned_text(std::uint64_t bytes);
+nlohmann::ordered_json tier_json(const Prediction::Tier& tier);
 nlohmann::ordered_json step_json(const StepBytes& step);
 nlohmann::ordered_json device_state_json(const Prediction& prediction);
 std::string accepted_text(const CheckReport& report);

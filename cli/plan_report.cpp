@@ -33,16 +33,20 @@ std::string placement_of(const PlanRow& row) {
   return fmt::format("{} / {}{}", name_of(row.engine.parameters), name_of(row.engine.optimizer), rest);
 }
 
-// A tier's need; with a budget, the bytes that it will hold, or by how much it is too small.
-std::string tier_text(const Prediction::Tier& tier, bool has_budget) {
-  if (!has_budget) return format_bytes(tier.least_bytes);
+// The bytes that a tier will hold, or by how much it is too small.
+std::string tier_text(const Prediction::Tier& tier) {
   if (tier.fits()) return format_bytes(tier.bytes);
   return fmt::format("{} too little", format_bytes(tier.least_bytes - tier.budget_bytes));
 }
 
-std::string verdict(const PlanRow& row, bool fastest) {
+std::string drive_text(const PlanRow& row) {
+  if (row.fits_drives()) return format_bytes(row.prediction.nvme_bytes);
+  return fmt::format("{} too little", format_bytes(row.prediction.nvme_bytes - row.drive_bytes));
+}
+
+std::string verdict(const PlanRow& row) {
   const char* const problem = !row.refusal.empty() ? "refused" : row.fits() ? "" : "does not fit";
-  return fmt::format("{}{}{}", problem, row.configured ? " (configured)" : "", fastest ? " (fastest)" : "");
+  return fmt::format("{}{}", problem, row.configured ? " (configured)" : "");
 }
 
 // Each reason once, with its rows.
@@ -62,25 +66,7 @@ std::string refusals_text(const PlanReport& report) {
   return text;
 }
 
-std::string seconds_text(double seconds) { return seconds > 0 ? fmt::format("{:.3g} s", seconds) : "?"; }
-
-// The work of a step of this row whose speed was not given.
-std::vector<std::string> not_counted(const PlanRow& row, const StepSpeeds& speeds) {
-  const Prediction& p = row.prediction;
-  std::vector<std::string> options;
-  const auto missing = [&](std::uint64_t bytes, double speed, const char* option) {
-    if (bytes > 0 && speed <= 0) options.emplace_back(option);
-  };
-  missing(p.step.nvme_read, speeds.nvme_read, "--nvme-read");
-  missing(p.step.nvme_write, speeds.nvme_write, "--nvme-write");
-  missing(p.step.host_to_device, speeds.host_to_device, "--host-to-device");
-  missing(p.step.device_to_host, speeds.device_to_host, "--device-to-host");
-  missing(p.step.wire, speeds.wire, "--network");
-  missing(p.update_memory_bytes, speeds.host_memory, "--host-memory");
-  missing(p.device_update_bytes, speeds.device_memory, "--device-bandwidth");
-  missing(1, speeds.compute_seconds, "--compute-seconds (or --tokens and --tflops)");
-  return options;
-}
+std::string seconds_text(double seconds) { return fmt::format("{:.3g} s", seconds); }
 
 std::uint64_t shortfall(const Prediction::Tier& tier) { return tier.fits() ? 0 : tier.least_bytes - tier.budget_bytes; }
 
@@ -94,7 +80,8 @@ std::uint64_t host_shortfall(const Prediction& p) {
 std::string nothing_fits_text(const PlanReport& report) {
   const auto lacks = [](const PlanRow& row) {
     const Prediction& p = row.prediction;
-    return std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p));
+    const std::uint64_t drives = row.fits_drives() ? 0 : p.nvme_bytes - row.drive_bytes;
+    return std::max(shortfall(p.device) + shortfall(p.pinned), host_shortfall(p)) + drives;
   };
   const PlanRow* closest = nullptr;
   for (const PlanRow& row : report.rows)
@@ -106,6 +93,8 @@ std::string nothing_fits_text(const PlanReport& report) {
   };
   need(closest->prediction.device, "--device-memory");
   need(closest->prediction.pinned, "--pinned-memory");
+  if (!closest->fits_drives())
+    needs.push_back(fmt::format("{} of drives for a rank", format_bytes(closest->prediction.nvme_bytes)));
   if (needs.empty()) {
     const Prediction& p = closest->prediction;
     needs.push_back(
@@ -115,78 +104,148 @@ std::string nothing_fits_text(const PlanReport& report) {
                      fmt::join(needs, " and "));
 }
 
-std::string best_text(const PlanReport& report, const PlanRow& best) {
-  const StepTime& time = best.time;
-  std::string text = fmt::format("\nfastest that fits: weights / optimizer state on {}, {} a step, {} busiest\n",
-                                 placement_of(best), seconds_text(time.expected_seconds), resource_name(time.limit));
-  Rows rows;
-  for (std::size_t r = 0; r < kResourceCount; ++r) {
-    const double busy = time.busy_seconds[r];
-    if (busy > 0)
-      rows.push_back({resource_name(static_cast<Resource>(r)), seconds_text(busy),
-                      fmt::format("{:.0f} %", 100 * busy / time.expected_seconds)});
-  }
-  text += columns(rows);
-  const auto written = PlanReport::written_a_day(best);
-  if (written && *written > 0) {
-    text += fmt::format("  {:.3g} TB are written to the drives of a rank in a day", *written / 1e12);
-    if (report.endurance_bytes > 0) text += fmt::format(": they last {:.3g} days", report.endurance_bytes / *written);
-    text += "\n";
+// "nvme 1.2 s, host_memory 0.1 s"; waits of less than 1 % of a step are left out.
+std::string waits_text(const StepTime& time) {
+  std::vector<std::string> waits;
+  for (std::size_t r = 0; r < kResourceCount; ++r)
+    if (time.wait_seconds[r] >= 0.01 * time.expected_seconds)
+      waits.push_back(
+          fmt::format("{} {}", resource_name(static_cast<Resource>(r)), seconds_text(time.wait_seconds[r])));
+  return waits.empty() ? "none" : fmt::format("{}", fmt::join(waits, ", "));
+}
+
+std::string machine_text(const PlanReport& report) {
+  const MachineSpec& machine = report.machine;
+  std::string text = fmt::format("machine: {} ({})\n", machine.name, machine.basis);
+  if (!machine.assumed.empty()) text += fmt::format("assumed: {}\n", fmt::join(machine.assumed, ", "));
+  const std::string memory =
+      report.has_program_bytes
+          ? "the units file says what the program takes of the device"
+          : fmt::format("{} of activations, with a checkpoint at every unit (docs/scale.md has the formula)",
+                        format_bytes(report.rows.front().program.device_bytes));
+  return text + fmt::format("a rank computes {:.0f} tokens a step; {}\n", report.tokens, memory);
+}
+
+std::string drives_text(const PlanReport& report, const PlanRow& best) {
+  if (best.prediction.step.nvme_write == 0) return "";
+  std::string text =
+      fmt::format("  {:.3g} TB are written to the drives of a rank in a day", PlanReport::written_a_day(best) / 1e12);
+  if (const auto days = report.drive_life_days(best)) text += fmt::format(": they last {:.3g} days", *days);
+  return text + "\n";
+}
+
+std::string cost_text(const PlanReport& report, const PlanRow& best) {
+  const double seconds = best.time.expected_seconds;
+  std::string text =
+      fmt::format("  a step takes {:.3g} kJ of energy", joules(report.machine, report.layout, seconds) / 1e3);
+  const StepCost costs = cost(report.machine, report.layout, seconds);
+  const std::string& currency = report.machine.rates.currency;
+  if (costs.energy > 0) text += fmt::format(", which cost {:.3g} {}", costs.energy, currency);
+  if (costs.rent > 0) text += fmt::format("; the machine costs {:.3g} {} a step", costs.rent, currency);
+  return text + "\n";
+}
+
+std::string what_ifs_text(const PlanReport& report, const PlanRow& best) {
+  std::string text;
+  for (const WhatIf& one : report.what_ifs) {
+    const double saved = 1 - one.seconds / best.time.expected_seconds;
+    text += fmt::format("  {}: {} a step", one.name, seconds_text(one.seconds));
+    if (saved >= 0.001)
+      text += fmt::format(", {:.1f} % less, on {} / {}", 100 * saved, name_of(one.parameters), name_of(one.optimizer));
+    text += saved >= 0.001 ? "\n" : ", which is no gain\n";
   }
   return text;
 }
 
-Json tier_json(const Prediction::Tier& tier, bool has_budget) {
-  return {{"least_bytes", tier.least_bytes},
-          {"bytes", has_budget ? Json(tier.bytes) : Json(nullptr)},
-          {"budget_bytes", has_budget ? Json(tier.budget_bytes) : Json(nullptr)},
-          {"fits", tier.fits()}};
+std::string best_text(const PlanReport& report, const PlanRow& best) {
+  const StepTime& time = best.time;
+  std::string text = fmt::format("\nfastest that fits: weights / optimizer state on {}, {} a step, {} busiest\n",
+                                 placement_of(best), seconds_text(time.expected_seconds), resource_name(time.limit));
+  Rows rows{{"", "busy", "of a step", "kernels wait"}};
+  for (std::size_t r = 0; r < kResourceCount; ++r) {
+    const double busy = time.busy_seconds[r];
+    if (busy > 0)
+      rows.push_back({resource_name(static_cast<Resource>(r)), seconds_text(busy),
+                      fmt::format("{:.0f} %", 100 * busy / time.expected_seconds), seconds_text(time.wait_seconds[r])});
+  }
+  text += columns(rows);
+  text += fmt::format(
+      "  no schedule of this placement takes less than {} (busiest resource {}, critical path {}): the gap is {:.2f}\n",
+      seconds_text(time.least_seconds), seconds_text(time.busy(time.limit)), seconds_text(time.critical_path_seconds),
+      time.gap());
+  text += report.overrun.empty() ? "  no budget is exceeded at any instant of these steps\n"
+                                 : fmt::format("  a budget is exceeded: {}\n", report.overrun);
+  text += report.free_tokens
+              ? fmt::format("  from {:.3g} tokens a rank and step on, offloading costs no time\n", *report.free_tokens)
+              : "  offloading costs time with any number of tokens\n";
+  return text + what_ifs_text(report, best) + drives_text(report, best) + cost_text(report, best);
+}
+
+Json by_resource(const std::array<double, kResourceCount>& seconds) {
+  Json json = Json::object();
+  for (std::size_t r = 0; r < kResourceCount; ++r) json[resource_name(static_cast<Resource>(r))] = seconds[r];
+  return json;
 }
 
 Json row_json(const PlanReport& report, const PlanRow& row) {
-  Json busy = Json::object();
-  for (std::size_t r = 0; r < kResourceCount; ++r)
-    busy[resource_name(static_cast<Resource>(r))] = row.time.busy_seconds[r];
-  const auto written = PlanReport::written_a_day(row);
-  const bool wears = written && *written > 0;
-  return {{"parameters", name_of(row.engine.parameters)},
-          {"optimizer", name_of(row.engine.optimizer)},
-          {"configured", row.configured},
-          {"fits", row.fits()},
-          {"refusal", row.refusal.empty() ? Json(nullptr) : Json(row.refusal)},
-          {"device", tier_json(row.prediction.device, report.has_device_budget)},
-          {"pinned", tier_json(row.prediction.pinned, report.has_pinned_budget)},
-          {"nvme", {{"bytes", row.prediction.nvme_bytes}}},
-          {"device_state", device_state_json(row.prediction)},
-          {"step", step_json(row.prediction.step)},
-          {"seconds", {{"least", row.time.least_seconds}, {"expected", row.time.expected_seconds}}},
-          {"busy_seconds", busy},
-          {"limit", row.time.least_seconds > 0 ? Json(resource_name(row.time.limit)) : Json(nullptr)},
-          {"written_bytes_a_day", written ? Json(*written) : Json(nullptr)},
-          {"drive_life_days",
-           wears && report.endurance_bytes > 0 ? Json(report.endurance_bytes / *written) : Json(nullptr)},
-          {"not_counted", not_counted(row, report.speeds)}};
+  const StepTime& time = row.time;
+  const auto days = report.drive_life_days(row);
+  return {
+      {"parameters", name_of(row.engine.parameters)},
+      {"optimizer", name_of(row.engine.optimizer)},
+      {"configured", row.configured},
+      {"fits", row.fits()},
+      {"refusal", row.refusal.empty() ? Json(nullptr) : Json(row.refusal)},
+      {"device", tier_json(row.prediction.device)},
+      {"pinned", tier_json(row.prediction.pinned)},
+      {"nvme", {{"bytes", row.prediction.nvme_bytes}, {"drive_bytes", row.drive_bytes}, {"fits", row.fits_drives()}}},
+      {"program_device_bytes", row.program.device_bytes},
+      {"device_state", device_state_json(row.prediction)},
+      {"optimizer_pinned_fraction", row.prediction.pinned_fraction},
+      {"step", step_json(row.prediction.step)},
+      {"seconds",
+       {{"least", time.least_seconds},
+        {"critical_path", time.critical_path_seconds},
+        {"expected", time.expected_seconds},
+        {"gap", time.gap()}}},
+      {"busy_seconds", by_resource(time.busy_seconds)},
+      {"wait_seconds", by_resource(time.wait_seconds)},
+      {"limit", resource_name(time.limit)},
+      {"written_bytes_a_day", PlanReport::written_a_day(row)},
+      {"drive_life_days", days ? Json(*days) : Json(nullptr)}};
 }
 
 // The fastest placement that fits, in a program's words.
-Json best_json(const PlanRow& best) {
+Json best_json(const PlanReport& report, const PlanRow& best) {
   const Prediction& p = best.prediction;
   const StepTime& time = best.time;
-  const bool timed = time.expected_seconds > 0;
   const auto link = [&](Resource resource, std::uint64_t bytes) {
     return Json{{"name", resource_name(resource)},
                 {"bytes", bytes},
-                {"busy_share", timed ? Json(time.busy(resource) / time.expected_seconds) : Json(nullptr)}};
+                {"busy_share", time.busy(resource) / time.expected_seconds},
+                {"wait_seconds", time.waited(resource)}};
   };
+  Json what_ifs = Json::array();
+  for (const WhatIf& one : report.what_ifs)
+    what_ifs.push_back({{"more", one.name},
+                        {"step_seconds", one.seconds},
+                        {"parameters", name_of(one.parameters)},
+                        {"optimizer", name_of(one.optimizer)}});
+  const StepCost costs = cost(report.machine, report.layout, time.expected_seconds);
   return {
       {"per_rank", {{"device_bytes", p.device.bytes}, {"pinned_bytes", p.pinned.bytes}, {"nvme_bytes", p.nvme_bytes}}},
-      {"step_seconds", timed ? Json(time.expected_seconds) : Json(nullptr)},
-      {"lower_bound_seconds", timed ? Json(time.least_seconds) : Json(nullptr)},
-      {"limiting_link", timed ? Json(resource_name(time.limit)) : Json(nullptr)},
+      {"step_seconds", time.expected_seconds},
+      {"lower_bound_seconds", time.least_seconds},
+      {"limiting_link", resource_name(time.limit)},
       {"links",
        {link(Resource::nvme, p.step.nvme_read + p.step.nvme_write),
         link(Resource::host_to_device, p.step.host_to_device), link(Resource::device_to_host, p.step.device_to_host),
-        link(Resource::wire, p.step.wire)}}};
+        link(Resource::wire, p.step.wire)}},
+      {"overrun", report.overrun.empty() ? Json(nullptr) : Json(report.overrun)},
+      {"what_if", what_ifs},
+      {"free_tokens", report.free_tokens ? Json(*report.free_tokens) : Json(nullptr)},
+      {"energy_joules", joules(report.machine, report.layout, time.expected_seconds)},
+      {"cost", {{"rent", costs.rent}, {"energy", costs.energy}, {"currency", report.machine.rates.currency}}}};
 }
 
 Json nothing_fits_json() {
@@ -199,63 +258,50 @@ Json nothing_fits_json() {
 
 }  // namespace
 
-const PlanRow* PlanReport::best() const {
-  const PlanRow* best = nullptr;
-  const auto key = [](const PlanRow& row) { return std::pair(row.time.expected_seconds, row.prediction.nvme_bytes); };
-  for (const PlanRow& row : rows) {
-    if (row.fits() && (best == nullptr || key(row) < key(*best))) best = &row;
-  }
-  return best;
-}
-
-std::optional<double> PlanReport::written_a_day(const PlanRow& row) {
-  if (row.time.expected_seconds <= 0) return std::nullopt;
+double PlanReport::written_a_day(const PlanRow& row) {
+  if (row.time.expected_seconds <= 0) return 0;
   return static_cast<double>(row.prediction.step.nvme_write) * kSecondsADay / row.time.expected_seconds;
 }
 
+std::optional<double> PlanReport::drive_life_days(const PlanRow& row) const {
+  const double endurance = endurance_bytes(machine, layout), written = written_a_day(row);
+  if (endurance <= 0 || written <= 0) return std::nullopt;
+  return endurance / written;
+}
+
 std::string plan_text(const PlanReport& report) {
-  std::string text = fmt::format("{} parameters ({}) on {} rank{}; figures are per rank\n\n",
+  std::string text = fmt::format("{} parameters ({}) on {} rank{}; figures are per rank\n",
                                  report.rows.front().prediction.parameter_count, report.model, report.world_size,
                                  report.world_size > 1 ? "s" : "");
-  Rows rows{{"weights / state", report.has_device_budget ? "device" : "device, at least",
-             report.has_pinned_budget ? "pinned" : "pinned, at least", "NVMe", "NVMe a step", "a step", "at least",
-             "busiest", ""}};
-  const PlanRow* const best = report.best();
-  for (const PlanRow& row : report.rows) {
+  text += machine_text(report) + "\n";
+  Rows rows{{"", "weights / state", "device", "pinned", "NVMe", "NVMe a step", "a step", "at least", "busiest",
+             "kernels wait for", ""}};
+  for (std::size_t i = 0; i < report.rows.size(); ++i) {
+    const PlanRow& row = report.rows[i];
     const Prediction& p = row.prediction;
-    const bool timed = row.time.least_seconds > 0;
-    rows.push_back({placement_of(row), tier_text(p.device, report.has_device_budget),
-                    tier_text(p.pinned, report.has_pinned_budget), format_bytes(p.nvme_bytes),
-                    format_bytes(p.step.nvme_read + p.step.nvme_write), seconds_text(row.time.expected_seconds),
-                    seconds_text(row.time.least_seconds), timed ? resource_name(row.time.limit) : "?",
-                    verdict(row, &row == best && timed)});
+    rows.push_back({row.fits() ? fmt::format("{}.", i + 1) : "", placement_of(row), tier_text(p.device),
+                    tier_text(p.pinned), drive_text(row), format_bytes(p.step.nvme_read + p.step.nvme_write),
+                    seconds_text(row.time.expected_seconds), seconds_text(row.time.least_seconds),
+                    resource_name(row.time.limit), waits_text(row.time), verdict(row)});
   }
   text += columns(rows) + program_pinned_text(report.program_pinned_bytes) + refusals_text(report);
-  if (best == nullptr) {
-    text += nothing_fits_text(report);
-  } else if (best->time.least_seconds > 0) {
-    text += best_text(report, *best);
-  }
-  std::vector<std::string> options;
-  for (const PlanRow& row : report.rows) {
-    for (const std::string& option : not_counted(row, report.speeds))
-      if (row.refusal.empty() && std::ranges::find(options, option) == options.end()) options.push_back(option);
-  }
-  if (!options.empty())
-    text += fmt::format("\nnot counted, because no speed was given: {}\n", fmt::join(options, ", "));
-  return text;
+  const PlanRow* const best = report.best();
+  return text + (best == nullptr ? nothing_fits_text(report) : best_text(report, *best));
 }
 
 Json plan_json(const PlanReport& report) {
   Json json{{"parameters", report.rows.front().prediction.parameter_count},
             {"model", report.model},
             {"world_size", report.world_size},
+            {"tokens", report.tokens},
+            {"machine",
+             {{"name", report.machine.name}, {"basis", report.machine.basis}, {"assumed", report.machine.assumed}}},
             {"program_pinned_bytes", report.program_pinned_bytes},
             {"rows", Json::array()}};
   for (const PlanRow& row : report.rows) json["rows"].push_back(row_json(report, row));
   const PlanRow* const best = report.best();
   json["best"] = best == nullptr ? Json(nullptr) : Json(best - report.rows.data());
-  json.update(best == nullptr ? nothing_fits_json() : best_json(*best));
+  json.update(best == nullptr ? nothing_fits_json() : best_json(report, *best));
   json["zero_table"] = Json::array();
   for (const ZeroRow& row : report.zero_table) {
     json["zero_table"].push_back(

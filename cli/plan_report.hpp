@@ -8,18 +8,22 @@
 
 #include <nlohmann/json.hpp>
 
+#include <hoist/zero/predict/machine_spec.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
 namespace hoist::cli {
 
 struct PlanRow {
   EngineOptions engine;
-  Prediction prediction;
-  StepTime time;
-  bool configured = false;  // the configuration's own placement
-  std::string refusal;      // why an engine would refuse these options with any budget; empty: it would not
+  ProgramMemory program{};
+  Prediction prediction{};
+  StepTime time{};
+  std::uint64_t drive_bytes = 0;  // the rank's part of the drives
+  bool configured = false;        // the configuration's own placement
+  std::string refusal{};          // why an engine would refuse these options with any budget; empty: it would not
 
-  bool fits() const { return refusal.empty() && prediction.fits(); }
+  bool fits_drives() const { return prediction.nvme_bytes <= drive_bytes; }
+  bool fits() const { return refusal.empty() && prediction.fits() && fits_drives(); }
 };
 
 // Device memory that a ZeRO stage needs at least, on one of the ranks.
@@ -32,21 +36,32 @@ struct ZeroRow {
   const char* scheme = "hoist";
 };
 
+// The fastest placement with more hardware.
+struct WhatIf {
+  const char* name;
+  Placement parameters, optimizer;
+  double seconds = 0;
+};
+
 struct PlanReport {
   std::string model;  // the source of its shape
   std::uint64_t program_pinned_bytes = 0;
+  bool has_program_bytes = false;  // whether the units file says what the program takes of the device
   int world_size = 1;
-  StepSpeeds speeds;
-  bool has_device_budget = false;
-  bool has_pinned_budget = false;
-  double endurance_bytes = 0;  // bytes that may be written to a rank's drives in their life; 0: not given
-  std::vector<PlanRow> rows;
-  std::vector<ZeroRow> zero_table;
+  double tokens = 0;  // of a rank and step
+  MachineSpec machine{};
+  RankLayout layout{};
+  std::vector<PlanRow> rows{};  // ranked: the fastest that fits first
+  std::vector<ZeroRow> zero_table{};
+  std::vector<WhatIf> what_ifs{};
+  std::string overrun{};                // of the best row's plan: empty if it never exceeds a budget
+  std::optional<double> free_tokens{};  // of a rank and step, from which on offloading costs no time
 
-  // The row with the shortest expected step among those that fit; among equal ones, that with the fewest bytes on NVMe.
-  const PlanRow* best() const;
-  // Bytes written to the rank's drives in a day at the expected speed; nullopt if no time is known.
-  static std::optional<double> written_a_day(const PlanRow& row);
+  const PlanRow* best() const { return rows.front().fits() ? &rows.front() : nullptr; }
+  // Bytes written to the rank's drives in a day at the expected speed.
+  static double written_a_day(const PlanRow& row);
+  // For how long the drives may be written like that; nullopt if nothing is written, or nobody knows.
+  std::optional<double> drive_life_days(const PlanRow& row) const;
 };
 
 std::string plan_text(const PlanReport& report);

@@ -5,17 +5,16 @@
 #include <charconv>
 #include <cmath>
 #include <map>
-#include <set>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include <hoist/config/plain_json.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/interchange/safetensors_reader.hpp>
+#include <hoist/zero/predict/activations.hpp>
 
-#include "replace_file.hpp"
+#include "strict_json.hpp"
 
 namespace hoist::cli {
 
@@ -24,14 +23,6 @@ namespace {
 using UnitsJson = nlohmann::json;
 
 constexpr double kCountMax = 1e13;
-// Layers of a model if only its size is known.
-constexpr std::uint64_t kAssumedUnits = 32;
-
-[[noreturn]] void refuse(const std::string& key, const UnitsJson& value, std::string_view allowed) {
-  std::string shown = value.dump(-1, ' ', true, UnitsJson::error_handler_t::replace);
-  if (shown.size() > 60) shown = shown.substr(0, 57) + "...";
-  throw ConfigError(key, fmt::format("{} is not {}", shown, allowed));
-}
 
 std::uint64_t count_of(const std::string& key, const UnitsJson& value, double min) {
   const double number = value.is_number() ? value.get<double>() : -1;
@@ -46,11 +37,6 @@ DType dtype_of(const std::string& key, const UnitsJson& value) {
   if (value == "fp16") return DType::fp16;
   if (value == "fp32") return DType::fp32;
   refuse(key, value, "\"bf16\", \"fp16\" or \"fp32\"");
-}
-
-std::string text_of(const std::string& key, const UnitsJson& value) {
-  if (!value.is_string() || value.get<std::string>().empty()) refuse(key, value, "a string");
-  return value.get<std::string>();
 }
 
 bool flag_of(const std::string& key, const UnitsJson& value) {
@@ -126,42 +112,10 @@ DeclaredUnit unit_of(const std::string& key, const UnitsJson& value, DType dtype
   return unit;
 }
 
-// Refuses what the parser would accept: a key given twice, and nesting deeper than any model's description.
-class Watch {
- public:
-  bool operator()(int depth, UnitsJson::parse_event_t event, const UnitsJson& parsed) {
-    if (depth > kDepthMax) throw ConfigError("", fmt::format("nested deeper than {} levels", kDepthMax));
-    if (event == UnitsJson::parse_event_t::object_start) names_.emplace_back();
-    if (event == UnitsJson::parse_event_t::object_end) names_.pop_back();
-    if (event == UnitsJson::parse_event_t::key) {
-      const auto& name = parsed.get_ref<const std::string&>();
-      if (!names_.back().insert(name).second) throw ConfigError(name, "given twice in one object");
-    }
-    return true;
-  }
-
- private:
-  static constexpr int kDepthMax = 16;
-  std::vector<std::set<std::string>> names_;  // of the objects that are open
-};
-
-UnitsJson parse_file(const std::string& path) {
-  const std::string text = read_file(path, "check the path given to --units");
-  try {
-    Watch watch;
-    return UnitsJson::parse(config::plain_json(text), [&](int depth, UnitsJson::parse_event_t event,
-                                                          UnitsJson& parsed) { return watch(depth, event, parsed); });
-  } catch (const UnitsJson::exception& error) {
-    std::string_view problem = error.what();  // "[json.exception.parse_error.101] parse error at line 1, ..."
-    if (const auto end = problem.find("] "); end != std::string_view::npos) problem.remove_prefix(end + 2);
-    throw ConfigError("", fmt::format("is not JSON: {}", problem));
-  }
-}
-
 }  // namespace
 
 NamedModel read_units(const std::string& path) {
-  const UnitsJson root = parse_file(path);
+  const UnitsJson root = read_strict_json(path, "check the path given to --units");
   if (!root.is_object() || !root.contains("units") || !root["units"].is_array() || root["units"].empty()) {
     throw ConfigError("units", R"(is missing: write {"units": [{"name": "layer.0", "parameters": 7077888}]})");
   }
@@ -256,7 +210,7 @@ NamedModel read_model(const ModelArguments& arguments, DType dtype) {
   if (!count)
     throw UsageError(fmt::format("--parameters {} is not a count from 1 to {:g}; write 350000000, 3.5e8 or 350M",
                                  arguments.parameters, kCountMax));
-  NamedModel named{.model = uniform_model(*count, std::min(*count, kAssumedUnits), dtype)};
+  NamedModel named{.model = uniform_model(*count, assumed_layers(*count), dtype)};
   named.name =
       fmt::format("assumed to be {} equal units; use --units FILE for the real ones", named.model.units().size());
   return named;

@@ -63,8 +63,11 @@ class Planner {
         fetched_own_(inputs.items.size(), false) {
     plan_.trace = trace;
     gathers_of_.resize(inputs.items.size());
+    gathered_before_.push_back(0);
     for (std::size_t i = 0; i < trace.size(); ++i) {
-      if (trace[i].kind == AccessKind::gather) gathers_of_[trace[i].item].push_back(i);
+      const bool gathers = trace[i].kind == AccessKind::gather;
+      if (gathers) gathers_of_[trace[i].item].push_back(i);
+      gathered_before_.push_back(gathered_before_.back() + (gathers ? inputs.items[trace[i].item].elements : 0));
     }
     find_places();
   }
@@ -141,11 +144,7 @@ class Planner {
   bool reused_soon(Item item, std::size_t position) const {
     const std::size_t use = next_use(item, position);
     if (use == kNever) return false;
-    std::uint64_t elements = 0;
-    for (std::size_t i = position + 1; i < use; ++i) {
-      if (plan_.trace[i].kind == AccessKind::gather) elements += inputs_.items[plan_.trace[i].item].elements;
-    }
-    return elements < inputs_.reuse_distance_elements;
+    return gathered_before_[use] - gathered_before_[position + 1] < inputs_.reuse_distance_elements;
   }
 
   // Whether nothing that lies in the place of the gather at `use` is needed before it.
@@ -179,7 +178,8 @@ class Planner {
   std::vector<bool> pinned_;
   std::vector<bool> fetched_own_;
   std::vector<std::vector<std::size_t>> gathers_of_;
-  std::vector<Place> place_at_;  // of the gather at each position
+  std::vector<std::uint64_t> gathered_before_;  // elements, before each position
+  std::vector<Place> place_at_;                 // of the gather at each position
   Plan plan_;
 };
 

@@ -242,7 +242,7 @@ bool Engine::keeps_gathered() const { return core_->gatherer->all_fit(); }
 StepBytes Engine::formula_bytes() const {
   auto fetches = core_->gatherer->planner().fetch_counts(static_cast<std::size_t>(Pass::train));
   if (fetches.empty()) fetches.assign(core_->table.units().size(), 2);  // forward and backward
-  return detail::step_phases(core_->options, core_->memory->plan().units(), fetches).sum();
+  return detail::sum_of(detail::unit_steps(core_->options, core_->memory->plan().units(), fetches));
 }
 
 std::uint64_t Engine::wire_bytes_in_group() const {

@@ -166,18 +166,13 @@ struct StepBytes {
   }
 };
 
-// The same by what it is for: fetches and gradients of the passes, and the update of masters and moments.
-struct StepPhases {
-  StepBytes forward;
-  StepBytes backward;
+// A step's work on one unit.
+struct UnitStep {
+  StepBytes forward_fetch;  // of all passes, as is what follows
+  StepBytes backward_fetch;
+  StepBytes gradient;
   StepBytes update;
-
-  StepBytes sum() const {
-    StepBytes all = forward;
-    all += backward;
-    all += update;
-    return all;
-  }
+  std::uint64_t resident_write_bytes = 0;  // of update.nvme_write: from where it lives in memory
 };
 
 }  // namespace hoist

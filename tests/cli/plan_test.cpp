@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What `hoist plan` says of a model before anything is started.
+#include <cstdlib>
+#include <filesystem>
 #include <regex>
 
 #include <fmt/format.h>
@@ -14,8 +16,19 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
+// Round figures for one GPU.
+const nlohmann::json kMachine = nlohmann::json::parse(R"({
+  "name": "a machine for tests", "basis": "round figures", "nodes": 1, "gpus_per_node": 8,
+  "device": {"memory_gib": 80, "memory_gb_per_s": 1000, "host_to_device_gb_per_s": 25, "device_to_host_gb_per_s": 25,
+             "compute_tflops": 200, "power_watts": 700},
+  "host": {"memory_gib": 1024, "update_gb_per_s": 200, "power_watts": 300},
+  "drives": {"count": 1, "capacity_gb": 8000, "read_gb_per_s": 6, "write_gb_per_s": 3, "endurance_tb_written": 1400},
+  "network": {"in_node_gb_per_s": 100},
+  "rates": {"node_per_hour": 3.6, "energy_per_kwh": 0.36, "currency": "EUR"}})");
+
 class Plan : public test::ProgramTest {
  protected:
+  Plan() { write("machine.json", kMachine.dump()); }
   // The row of the report with this placement.
   nlohmann::json row(const nlohmann::json& report, const char* parameters, const char* optimizer) {
     for (const auto& row : report["rows"])
@@ -23,15 +36,14 @@ class Plan : public test::ProgramTest {
     ADD_FAILURE() << "no row " << parameters << " / " << optimizer;
     return {};
   }
+  nlohmann::json best(const nlohmann::json& report) { return report["rows"][report["best"].get<std::size_t>()]; }
 };
 
-constexpr const char* kSpeeds =
-    " --nvme-read 6 --nvme-write 3 --host-to-device 25 --device-to-host 25 --host-memory 200 --device-bandwidth 1000"
-    " --compute-seconds 5";
+constexpr const char* kOneRank = " --machine machine.json --world 1 --json plan.json";
 
-TEST_F(Plan, FindsTheFastestPlaceThatFits) {
+TEST_F(Plan, RanksPlacementsAndTheFastestThatFitsIsFirst) {
   const auto result =
-      run("plan --parameters 7e9 --device-memory 24GiB --pinned-memory 120GiB --json plan.json" + std::string(kSpeeds));
+      run("plan --parameters 7e9 --device-memory 24GiB --pinned-memory 120GiB --tokens 4096" + std::string(kOneRank));
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   const auto report = json_of("plan.json");
   ASSERT_EQ(report["rows"].size(), 9u);
@@ -39,38 +51,39 @@ TEST_F(Plan, FindsTheFastestPlaceThatFits) {
   // 16 bytes a parameter are 104 GiB: not on the device, and weights and state fit the pinned budget.
   EXPECT_EQ(row(report, "device", "device")["fits"], false);
   EXPECT_EQ(row(report, "pinned", "pinned")["fits"], true);
-  const auto best = report["rows"][report["best"].get<std::size_t>()];
-  EXPECT_EQ(best["optimizer"], "pinned");
-  EXPECT_EQ(best["fits"], true);
-  EXPECT_EQ(best["limit"], "compute");
-  for (const auto& other : report["rows"])
-    if (other["fits"] == true) {
-      EXPECT_GE(other["seconds"]["expected"], best["seconds"]["expected"]);
+  EXPECT_EQ(report["best"], 0);
+  EXPECT_EQ(best(report)["optimizer"], "pinned");
+  for (std::size_t i = 1; i < report["rows"].size(); ++i) {
+    const auto &faster = report["rows"][i - 1], &slower = report["rows"][i];
+    EXPECT_GE(faster["fits"], slower["fits"]);
+    if (faster["fits"] == slower["fits"] && faster["refusal"] == slower["refusal"]) {
+      EXPECT_LE(faster["seconds"]["expected"], slower["seconds"]["expected"]);
     }
-  EXPECT_THAT(result.output, AllOf(HasSubstr("(fastest)"), HasSubstr("too little"), HasSubstr("compute busiest")));
-  EXPECT_THAT(result.output, Not(HasSubstr("no speed was given")));
+    EXPECT_GE(slower["seconds"]["gap"], 1 - 1e-6);
+  }
+  EXPECT_THAT(result.output, AllOf(HasSubstr("1.  "), HasSubstr("too little"), HasSubstr("the gap is"),
+                                   HasSubstr("kernels wait for"), Not(HasSubstr("?"))));
 }
 
 TEST_F(Plan, TheReportHasTheFastestPlaceInAProgramsWords) {
-  ASSERT_EQ(
-      run("plan --parameters 7b --device-memory 24GiB --pinned-memory 120GiB --json plan.json" + std::string(kSpeeds))
-          .exit_code,
-      0);
+  ASSERT_EQ(run("plan --parameters 7b --device-memory 24GiB --pinned-memory 120GiB" + std::string(kOneRank)).exit_code,
+            0);
   const auto report = json_of("plan.json");
-  const auto best = report["rows"][report["best"].get<std::size_t>()];
   EXPECT_EQ(report["parameters"], 7'000'000'000);
-  EXPECT_EQ(report["per_rank"]["pinned_bytes"], best["pinned"]["bytes"]);
-  EXPECT_EQ(report["step_seconds"], best["seconds"]["expected"]);
-  EXPECT_EQ(report["lower_bound_seconds"], best["seconds"]["least"]);
-  EXPECT_LE(report["lower_bound_seconds"], report["step_seconds"]);
-  EXPECT_EQ(report["limiting_link"], best["limit"]);
+  EXPECT_EQ(report["per_rank"]["pinned_bytes"], best(report)["pinned"]["bytes"]);
+  EXPECT_EQ(report["step_seconds"], best(report)["seconds"]["expected"]);
+  EXPECT_EQ(report["lower_bound_seconds"], best(report)["seconds"]["least"]);
+  EXPECT_LE(report["lower_bound_seconds"], report["step_seconds"].get<double>() * (1 + 1e-9));
+  EXPECT_EQ(report["limiting_link"], best(report)["limit"]);
   ASSERT_EQ(report["links"].size(), 4u);
   EXPECT_EQ(report["links"][1]["name"], "host_to_device");
-  EXPECT_EQ(report["links"][1]["bytes"], best["step"]["host_to_device"]);
+  EXPECT_EQ(report["links"][1]["bytes"], best(report)["step"]["host_to_device"]);
   EXPECT_GT(report["links"][1]["busy_share"], 0.0);
+  EXPECT_EQ(report["links"][1]["wait_seconds"], best(report)["wait_seconds"]["host_to_device"]);
+  // 8 operations a parameter and token, at 200 TFLOP/s.
+  EXPECT_NEAR(best(report)["busy_seconds"]["compute"].get<double>(), 8 * 7e9 * 16384 / 200e12, 1e-6);
 
-  ASSERT_EQ(run("plan --parameters 1e15 --device-memory 1GiB --pinned-memory 1GiB --json nothing.json").exit_code, 2)
-      << "more than any model has";
+  ASSERT_EQ(run("plan --parameters 1e15 --json nothing.json").exit_code, 2) << "more than any model has";
   ASSERT_EQ(run("plan --parameters 1e12 --device-memory 1GiB --pinned-memory 1GiB --json nothing.json").exit_code, 0);
   EXPECT_EQ(json_of("nothing.json")["per_rank"], nullptr);
   EXPECT_EQ(json_of("nothing.json")["links"].size(), 0u);
@@ -99,52 +112,87 @@ TEST_F(Plan, TabulatesTheStages) {
   EXPECT_NEAR(gigabytes(json_of("large.json")["zero_table"], 3, "optimizer", "textbook"), 17.5, 1e-6);
 }
 
-TEST_F(Plan, NamesTheLinkThatLimitsAndHowLongDrivesLast) {
+TEST_F(Plan, SaysWhatLimitsWhatItCostsAndWhatMoreWouldBring) {
   const auto result =
-      run("plan --parameters 7e9 --device-memory 8GiB --pinned-memory 24GiB --endurance 1.4PB "
-          "--json plan.json" +
-          std::string(kSpeeds));
+      run("plan --parameters 7e9 --device-memory 16GiB --pinned-memory 24GiB --tokens 4096" + std::string(kOneRank));
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   const auto report = json_of("plan.json");
-  const auto best = report["rows"][report["best"].get<std::size_t>()];
-  EXPECT_EQ(best["parameters"], "nvme");
-  EXPECT_EQ(best["optimizer"], "nvme");
-  EXPECT_EQ(best["limit"], "nvme");
-  const double written = best["step"]["nvme_write"], read = best["step"]["nvme_read"];
+  const auto found = best(report);
+  EXPECT_EQ(found["parameters"], "nvme");
+  EXPECT_EQ(found["optimizer"], "nvme");
+  EXPECT_EQ(found["limit"], "nvme");
+  EXPECT_GT(found["wait_seconds"]["nvme"], 0.0);
+  const double written = found["step"]["nvme_write"], read = found["step"]["nvme_read"];
   EXPECT_NEAR(written / 7e9, 12, 0.1);
-  EXPECT_NEAR(read / 7e9, 14, 0.3);  // a few units are still there when backward begins
-  EXPECT_NEAR(best["busy_seconds"]["nvme"].get<double>(), read / 6e9 + written / 3e9, 1e-6);
-  const double a_day = written * 86400 / best["seconds"]["expected"].get<double>();
-  EXPECT_NEAR(best["written_bytes_a_day"].get<double>() / a_day, 1, 1e-9);
-  EXPECT_NEAR(best["drive_life_days"].get<double>() / (1.4e15 / a_day), 1, 1e-9);
-  EXPECT_THAT(result.output, AllOf(HasSubstr("nvme busiest"), HasSubstr("TB are written"), HasSubstr("they last")));
+  EXPECT_NEAR(found["busy_seconds"]["nvme"].get<double>(), read / 6e9 + written / 3e9, 1e-6);
+  const double seconds = report["step_seconds"];
+  const double a_day = written * 86400 / seconds;
+  EXPECT_NEAR(found["written_bytes_a_day"].get<double>() / a_day, 1, 1e-9);
+  EXPECT_NEAR(found["drive_life_days"].get<double>() / (1.4e15 / a_day), 1, 1e-9);
+  EXPECT_NEAR(report["energy_joules"].get<double>(), 1000 * seconds, 1e-6);
+  EXPECT_NEAR(report["cost"]["rent"].get<double>(), 3.6 / 3600 * seconds, 1e-9);
+  EXPECT_NEAR(report["cost"]["energy"].get<double>(), 1000 * seconds / 3.6e6 * 0.36, 1e-9);
+  ASSERT_EQ(report["what_if"].size(), 2u);
+  EXPECT_LT(report["what_if"][0]["step_seconds"], 0.8 * seconds) << "two drives instead of one";
+  EXPECT_LT(report["what_if"][1]["step_seconds"], seconds) << "100 GB hold more than half of the state";
+  // With so many tokens, a step takes what its kernels take, and with a tenth less it does not.
+  const double tokens = report["free_tokens"];
+  for (const double factor : {1.0, 0.9}) {
+    ASSERT_EQ(run(fmt::format("plan --parameters 7e9 --device-memory 1TiB --pinned-memory 24GiB --tokens {}{}",
+                              tokens * factor, kOneRank))
+                  .exit_code,
+              0);
+    const auto same = row(json_of("plan.json"), "nvme", "nvme");
+    const double compute = same["busy_seconds"]["compute"];
+    EXPECT_NEAR(same["seconds"]["expected"].get<double>() / compute, factor == 1.0 ? 1.02 : 1.1,
+                factor == 1.0 ? 0.02 : 0.08);
+  }
+  EXPECT_THAT(result.output, AllOf(HasSubstr("nvme busiest"), HasSubstr("TB are written"), HasSubstr("they last"),
+                                   HasSubstr("one more drive"), HasSubstr("offloading costs no time"),
+                                   HasSubstr("kJ of energy"), HasSubstr("EUR a step")));
+}
+
+TEST_F(Plan, CountsActivations) {
+  const auto device_bytes = [&](const std::string& arguments) {
+    EXPECT_EQ(run("plan " + arguments + kOneRank).exit_code, 0);
+    return best(json_of("plan.json"))["program_device_bytes"].get<double>();
+  };
+  // GPT-3's shape for 12 layers of width 1536 is 340 million parameters: 2 bytes an input, and 34 of one layer.
+  EXPECT_NEAR(device_bytes("--parameters 339738624 --tokens 1000") / (1000 * 1536 * (2 * 12 + 34.0)), 1, 1e-6);
+  write("vertical.json", R"({"gradient_accumulation_steps": 4, "hoist": {"micro_batch_order": "vertical"}})");
+  write("horizontal.json", R"({"gradient_accumulation_steps": 4})");
+  EXPECT_NEAR(device_bytes("vertical.json --parameters 339738624 --tokens 1000") / (1000 * 1536 * (2 * 12 + 34 / 4.0)),
+              1, 1e-6);
+  EXPECT_NEAR(device_bytes("horizontal.json --parameters 339738624 --tokens 1000") / (250 * 1536 * (2 * 12 + 34.0)), 1,
+              1e-6);
+  write("units.json", R"({"units": [{"name": "a", "parameters": 1000000}], "program_device_bytes": 12345})");
+  EXPECT_EQ(device_bytes("--units units.json"), 12345);
 }
 
 TEST_F(Plan, FollowsAConfiguration) {
   write("offload.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
             "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
-            "hoist": {"device_memory": "4GiB", "pinned_memory": "8GiB", "update_mode": "step",
+            "hoist": {"device_memory": "8GiB", "pinned_memory": "8GiB", "update_mode": "step",
                       "measured": {"read_bytes_per_second": 6000000000, "write_bytes_per_second": 3000000000}}})");
-  const auto result = run("plan offload.json --parameters 1e9 --world 2 --network 10 --json plan.json");
+  const auto result = run("plan offload.json --parameters 1e9 --world 2 --json plan.json --machine machine.json");
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   const auto configured = row(json_of("plan.json"), "pinned", "nvme");
   EXPECT_EQ(configured["configured"], true);
-  EXPECT_EQ(configured["device"]["budget_bytes"], 4ull << 30);
+  EXPECT_EQ(configured["device"]["budget_bytes"], 8ull << 30);
   EXPECT_NEAR(configured["step"]["nvme_read"].get<double>(), 10 * 0.5e9, 0.1e9);
-  EXPECT_NEAR(configured["busy_seconds"]["nvme"].get<double>(), 5 / 6.0 + 6 / 3.0, 0.05);
+  EXPECT_NEAR(configured["busy_seconds"]["nvme"].get<double>(), 2 * (5 / 6.0 + 6 / 3.0), 0.1)
+      << "two ranks share drives";
   EXPECT_GT(configured["busy_seconds"]["wire"], 0.0);
-  EXPECT_THAT(result.output,
-              AllOf(HasSubstr("(configured)"), HasSubstr("no speed was given"), HasSubstr("--host-memory")));
+  EXPECT_THAT(result.output, HasSubstr("(configured)"));
   // hoist check says the same of the same configuration.
   ASSERT_EQ(run("check offload.json --parameters 1e9 --world 2 --json check.json").exit_code, 0);
-  EXPECT_EQ(json_of("check.json")["prediction"]["step"], configured["step"]);
-  EXPECT_EQ(json_of("check.json")["prediction"]["pinned"]["bytes"], configured["pinned"]["bytes"]);
+  EXPECT_EQ(json_of("check.json")["prediction"]["step"]["nvme_write"], configured["step"]["nvme_write"]);
 }
 
 TEST_F(Plan, DividesStatesAsTheConfigurationSays) {
   write("ratio.json", R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.25}},
                           "hoist": {"device": "cuda", "device_memory": "20GiB", "pinned_memory": "20GiB"}})");
-  const auto result = run("plan ratio.json --parameters 1e9 --json plan.json" + std::string(kSpeeds));
+  const auto result = run("plan ratio.json --parameters 1e9" + std::string(kOneRank));
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   const auto report = json_of("plan.json");
   const auto configured = row(report, "device", "pinned");
@@ -154,43 +202,153 @@ TEST_F(Plan, DividesStatesAsTheConfigurationSays) {
   EXPECT_LE(share, 0.75);
   EXPECT_NEAR(configured["step"]["device_to_host"].get<double>(), (1 - share) * 2e9, 1e7);
   EXPECT_NEAR(configured["busy_seconds"]["host_memory"].get<double>(), (1 - share) * 26e9 / 200e9, 0.01);
+  EXPECT_NEAR(configured["busy_seconds"]["device_memory"].get<double>(), share * 26e9 / 1000e9, 0.001);
   EXPECT_THAT(result.output, HasSubstr("device / pinned ("));
   EXPECT_THAT(row(report, "pinned", "pinned")["refusal"], HasSubstr("offload_optimizer.ratio"));
   EXPECT_EQ(row(report, "device", "device")["device_state"]["share"], 1.0);
 }
 
-TEST_F(Plan, WithoutBudgetsSaysWhatIsNeeded) {
+// Nothing has to be typed, and what nobody measured is said.
+TEST_F(Plan, WithoutAMachineAssumesOneAndSaysSo) {
   const auto result = run("plan --parameters 1e9 --json plan.json");
   ASSERT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_THAT(result.output, AllOf(HasSubstr("machine: assumed to be 32 nodes of 8 H100; give --machine"),
+                                   HasSubstr("assumed: device.compute_tflops"), Not(HasSubstr("?"))));
   const auto report = json_of("plan.json");
+  EXPECT_EQ(best(report)["parameters"], "device");
   EXPECT_GT(row(report, "device", "device")["device"]["least_bytes"], 14ull * 1000 * 1000 * 1000);
-  EXPECT_EQ(row(report, "device", "device")["device"]["budget_bytes"], nullptr);
-  EXPECT_EQ(row(report, "device", "device")["limit"], nullptr) << "no speed is known";
-  EXPECT_THAT(result.output, HasSubstr("at least"));
+  for (const auto& each : report["rows"]) EXPECT_GT(each["seconds"]["expected"], 0.0);
+  // The file in the source tree is the same machine.
+  const auto named =
+      run("plan --parameters 1e9 --world 1 --json named.json --machine " HOIST_SOURCE_DIR "/machines/h100-8x32.json");
+  ASSERT_EQ(named.exit_code, 0) << named.errors;
+  EXPECT_EQ(json_of("named.json")["rows"], report["rows"]);
 }
 
-TEST_F(Plan, AnUpdateOnTheDeviceTakesTime) {
-  const std::string question =
-      "plan --parameters 1e9 --nvme-read 6 --nvme-write 3 --host-to-device 25 --device-to-host 25 --host-memory 200 "
-      "--compute-seconds 5 --json plan.json";
-  auto result = run(question);
-  ASSERT_EQ(result.exit_code, 0) << result.errors;
-  const auto without = row(json_of("plan.json"), "device", "device");
-  EXPECT_EQ(without["not_counted"], nlohmann::json::array({"--device-bandwidth"}));
-  EXPECT_THAT(result.output, HasSubstr("no speed was given: --device-bandwidth\n"));
+TEST_F(Plan, EveryMachineFileIsReadAndUsesAllOfItsDevices) {
+  for (const auto& [name, world] : {std::pair("laptop", 1), {"h200-4-drives", 1}, {"h100-8", 8}, {"h100-8x32", 256}}) {
+    const auto result = run(fmt::format(
+        "plan --parameters 3e9 --tokens 2048 --json plan.json --machine {}/machines/{}.json", HOIST_SOURCE_DIR, name));
+    ASSERT_EQ(result.exit_code, 0) << name << result.errors;
+    EXPECT_EQ(json_of("plan.json")["world_size"], world) << name;
+    EXPECT_NE(json_of("plan.json")["best"], nullptr) << name;
+  }
+}
 
-  result = run(question + " --device-bandwidth 1000");
-  ASSERT_EQ(result.exit_code, 0) << result.errors;
-  const auto with = row(json_of("plan.json"), "device", "device");
-  EXPECT_NEAR(with["busy_seconds"]["device_memory"].get<double>(), 26e9 / 1000e9, 1e-4);
-  EXPECT_NEAR(with["seconds"]["expected"].get<double>() - without["seconds"]["expected"].get<double>(), 0.026, 1e-4);
-  EXPECT_EQ(with["not_counted"], nlohmann::json::array());
-  EXPECT_EQ(row(json_of("plan.json"), "nvme", "nvme")["busy_seconds"]["device_memory"], 0.0);
+TEST_F(Plan, RefusesAMachineFileThatIsNotOne) {
+  const auto refusal = [&](const nlohmann::json& machine) {
+    write("bad.json", machine.dump());
+    const auto result = run("plan --parameters 1e9 --machine bad.json");
+    EXPECT_EQ(result.exit_code, 2) << machine;
+    EXPECT_THAT(result.errors, HasSubstr("bad.json: "));
+    return result.errors;
+  };
+  // Each number that is needed, missing, of another type, and out of range.
+  for (const auto& [section, members] : kMachine.items()) {
+    if (!members.is_object() || section == "rates" || section == "network") continue;
+    for (const auto& [key, value] : members.items()) {
+      if (key == "endurance_tb_written") continue;
+      nlohmann::json machine = kMachine;
+      machine[section].erase(key);
+      EXPECT_THAT(refusal(machine), HasSubstr(section + "." + key + ": is missing"));
+      for (const nlohmann::json& wrong :
+           {nlohmann::json("fast"), nlohmann::json(-1), nlohmann::json(1e300), nlohmann::json({1})}) {
+        machine[section][key] = wrong;
+        EXPECT_THAT(refusal(machine), HasSubstr(section + "." + key + ": "));
+      }
+    }
+  }
+  nlohmann::json machine = kMachine;
+  machine["drives"]["read_gib_per_s"] = 6;
+  EXPECT_THAT(refusal(machine), HasSubstr("drives.read_gib_per_s: unknown key"));
+  machine = kMachine;
+  machine["gpus_per_node"] = 1.5;
+  EXPECT_THAT(refusal(machine), HasSubstr("gpus_per_node: 1.5 is not an integer from 0 to 64"));
+  machine = kMachine;
+  machine["assumed"] = {"device.memory"};
+  EXPECT_THAT(refusal(machine), HasSubstr("assumed: \"device.memory\" is not a key of a number"));
+  machine = kMachine;
+  machine["drives"]["directories"] = {"/a", "/b"};
+  EXPECT_THAT(refusal(machine), HasSubstr("drives.directories: has 2 directories for 1 drives"));
+  machine = kMachine;
+  machine.erase("name");
+  EXPECT_THAT(refusal(machine), HasSubstr("name: "));
+  EXPECT_THAT(refusal(nlohmann::json::array()), HasSubstr("describes a machine"));
+  write("twice.json", R"({"nodes": 1, "nodes": 2})");
+  EXPECT_THAT(run("plan --parameters 1e9 --machine twice.json").errors, HasSubstr("given twice"));
+  write("half.json", R"({"nodes": 1,)");
+  EXPECT_THAT(run("plan --parameters 1e9 --machine half.json").errors, HasSubstr("is not JSON"));
+  EXPECT_EQ(run("plan --parameters 1e9 --machine missing.json").exit_code, 2);
+  EXPECT_THAT(run("plan --parameters 1e9 --machine machine.json --world 9").errors,
+              HasSubstr("machine for tests has 8"));
+  machine = kMachine;
+  machine.erase("network");
+  write("alone.json", machine.dump());
+  EXPECT_THAT(run("plan --parameters 1e9 --machine alone.json --world 2").errors,
+              HasSubstr("network.in_node_gb_per_s"));
+}
+
+// Measured once, then read: the second plan takes no time for it.
+TEST_F(Plan, MeasuresThisMachineOnceAndWritesAConfigurationForIt) {
+  std::filesystem::create_directories(path("drive"));
+  // Small enough to take seconds.
+  const std::string command = "plan --parameters 3e6 --tokens 64 --machine this --path drive --json plan.json";
+  ::setenv("XDG_CACHE_HOME", path("cache").c_str(), 1);
+  const auto first = run(command + " --write planned.json");
+  ASSERT_EQ(first.exit_code, 0) << first.errors;
+  EXPECT_THAT(first.output, AllOf(HasSubstr("measured now; kept in"), HasSubstr("written to planned.json")));
+  const std::string cached = test::text_of(path("cache/hoist/machine.json"));
+  EXPECT_THAT(run(command).output, HasSubstr("measured before"));
+  EXPECT_EQ(test::text_of(path("cache/hoist/machine.json")), cached);
+  write("cache/hoist/machine.json", "{");
+  EXPECT_THAT(run(command).output, HasSubstr("measured now")) << "a damaged cache is measured again";
+  ::unsetenv("XDG_CACHE_HOME");
+  EXPECT_TRUE(std::filesystem::is_empty(path("drive"))) << "its files are removed";
+  // It is a machine file, and hoist check takes what was written, for this machine and model.
+  write("kept.json", cached);
+  EXPECT_EQ(run("plan --parameters 3e6 --tokens 64 --machine kept.json").exit_code, 0);
+  const auto checked = run("check planned.json --parameters 3e6");
+  EXPECT_EQ(checked.exit_code, 0) << checked.errors << checked.output;
+}
+
+// The written configuration is accepted and, planned again, gives the same plan.
+TEST_F(Plan, WritesTheFastestPlacementThatFits) {
+  for (const char* budgets :
+       {"--device-memory 60GiB --pinned-memory 400GiB", "--device-memory 16GiB --pinned-memory 24GiB",
+        "--device-memory 24GiB --pinned-memory 60GiB"}) {
+    const auto result =
+        run(fmt::format("plan --parameters 7e9 --tokens 4096 {} --write planned.json{}", budgets, kOneRank));
+    ASSERT_EQ(result.exit_code, 0) << result.errors;
+    const auto found = best(json_of("plan.json"));
+    const auto checked = run("check planned.json");
+    EXPECT_EQ(checked.exit_code, 0) << checked.errors;
+    ASSERT_EQ(run("plan planned.json --parameters 7e9 --tokens 4096 --json again.json --machine machine.json --world 1")
+                  .exit_code,
+              0);
+    const auto again = row(json_of("again.json"), found["parameters"].get<std::string>().c_str(),
+                           found["optimizer"].get<std::string>().c_str());
+    EXPECT_EQ(again["configured"], true) << budgets;
+    EXPECT_EQ(again["fits"], true) << budgets;
+    EXPECT_EQ(again["step"], found["step"]) << budgets;
+    EXPECT_EQ(again["pinned"]["bytes"], found["pinned"]["bytes"]) << budgets;
+    EXPECT_NEAR(again["seconds"]["expected"].get<double>(), found["seconds"]["expected"].get<double>(), 1e-9);
+  }
+  // The rest of the configuration stays, comments included.
+  write("mine.json", "{\n  // mine\n  \"gradient_clipping\": 0.5,\n  \"hoist\": {\"update_mode\": \"step\"}\n}\n");
+  ASSERT_EQ(run("plan mine.json --parameters 7e9 --write mine.json" + std::string(kOneRank)).exit_code, 0);
+  EXPECT_THAT(test::text_of(path("mine.json")), AllOf(HasSubstr("// mine"), HasSubstr("\"gradient_clipping\": 0.5"),
+                                                      HasSubstr("\"update_mode\": \"step\"")));
+  const auto nothing = run("plan --parameters 7e9 --device-memory 1MiB --pinned-memory 1MiB --write none.json");
+  EXPECT_EQ(nothing.exit_code, 2);
+  EXPECT_THAT(nothing.errors, HasSubstr("nothing fits, so none.json was not written"));
+  EXPECT_FALSE(std::filesystem::exists(path("none.json")));
 }
 
 TEST_F(Plan, CountsWhatTheProgramPins) {
   const auto result = run("plan --parameters 1e9 --json plan.json");
   EXPECT_THAT(result.output, HasSubstr("not counted: pinned memory that the program takes"));
+  write("alone.json", R"({"units": [{"name": "a", "parameters": 1000000}]})");
+  ASSERT_EQ(run("plan --units alone.json --json plan.json").exit_code, 0);
   const auto alone = row(json_of("plan.json"), "nvme", "nvme")["pinned"]["least_bytes"].get<std::uint64_t>();
   write("units.json", R"({"units": [{"name": "a", "parameters": 1000000}], "program_pinned_bytes": 5368709120})");
   const auto pinning = run("plan --units units.json --json plan.json");
@@ -206,21 +364,27 @@ TEST_F(Plan, CountsWhatTheProgramPins) {
 }
 
 TEST_F(Plan, WhatFitsNowhereIsSaid) {
-  const auto result = run("plan --parameters 7e9 --device-memory 1MiB --pinned-memory 1MiB");
-  EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(result.output, HasSubstr("nothing fits: nvme / nvme is closest, with --device-memory "));
+  const auto plan = [&](const std::string& budgets) {
+    return run("plan --parameters 7e9 --tokens 1024 " + budgets + kOneRank).output;
+  };
+  const std::string nothing = plan("--device-memory 1MiB --pinned-memory 1MiB");
+  EXPECT_THAT(nothing, HasSubstr("nothing fits: nvme / nvme is closest, with --device-memory "));
   // What is named is enough, and no more than that.
   std::smatch found;
-  ASSERT_TRUE(std::regex_search(result.output, found,
+  ASSERT_TRUE(std::regex_search(nothing, found,
                                 std::regex("--device-memory (\\d+)MiB and --pinned-memory (\\d+)MiB at least")));
   const int device = std::stoi(found[1]), pinned = std::stoi(found[2]);
-  const auto plan = [&](int device_mib, int pinned_mib) {
-    return run(fmt::format("plan --parameters 7e9 --device-memory {}MiB --pinned-memory {}MiB", device_mib, pinned_mib))
-        .output;
+  const auto with = [&](int device_mib, int pinned_mib) {
+    return plan(fmt::format("--device-memory {}MiB --pinned-memory {}MiB", device_mib, pinned_mib));
   };
-  EXPECT_THAT(plan(device, pinned), Not(HasSubstr("nothing fits")));
-  EXPECT_THAT(plan(device - 1, pinned), HasSubstr("nothing fits"));
-  EXPECT_THAT(plan(device, pinned - 1), HasSubstr("nothing fits"));
+  EXPECT_THAT(with(device, pinned), Not(HasSubstr("nothing fits")));
+  EXPECT_THAT(with(device - 1, pinned), HasSubstr("nothing fits"));
+  EXPECT_THAT(with(device, pinned - 1), HasSubstr("nothing fits"));
+  // Drives are full, too.
+  nlohmann::json machine = kMachine;
+  machine["drives"]["capacity_gb"] = 100;
+  write("machine.json", machine.dump());
+  EXPECT_THAT(plan("--device-memory 16GiB --pinned-memory 24GiB"), HasSubstr("of drives for a rank at least"));
 }
 
 // Without a configuration as with one that names these places: every step is a commit, in one of two extents.
@@ -244,7 +408,7 @@ TEST_F(Plan, TakesModelsOfHundredsOfBillions) {
 }
 
 TEST_F(Plan, MarksPlacesThatNoEngineWouldTake) {
-  auto result = run("plan --parameters 1e9 --json plan.json" + std::string(kSpeeds));
+  auto result = run("plan --parameters 1e9" + std::string(kOneRank));
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   auto report = json_of("plan.json");
   EXPECT_EQ(row(report, "device", "device")["refusal"], nullptr);
@@ -253,7 +417,8 @@ TEST_F(Plan, MarksPlacesThatNoEngineWouldTake) {
   EXPECT_THAT(result.output, HasSubstr("refused, pinned / device, nvme / device: zero_optimization"));
 
   // Three ranks are not cut into groups of two, wherever the state is.
-  write("groups.json", R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})");
+  write("groups.json",
+        R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "hoist": {"device": "host"}})");
   result = run("plan groups.json --parameters 1e6 --world 3 --json plan.json");
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   report = json_of("plan.json");
@@ -272,10 +437,10 @@ TEST_F(Plan, RefusesWhatItCannotUse) {
   EXPECT_THAT(refusal("--parameters many"), HasSubstr("is not a count"));
   EXPECT_THAT(refusal("--parameters 1e9 --device-memory lots"),
               HasSubstr("--device-memory lots is not a number of bytes"));
-  EXPECT_THAT(refusal("--parameters 1e9 --nvme-read -1"), HasSubstr("--nvme-read"));
-  EXPECT_THAT(refusal("--parameters 1e9 --nvme-read nan"), HasSubstr("is not a number from"));
-  EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096"), HasSubstr("belong together"));
-  EXPECT_THAT(refusal("--parameters 1e9 --tokens 4096 --tflops 100 --compute-seconds 1"), HasSubstr("already"));
+  EXPECT_THAT(refusal("--parameters 1e9 --tokens 0"), HasSubstr("--tokens"));
+  EXPECT_THAT(refusal("--parameters 1e9 --tokens nan"), HasSubstr("--tokens"));
+  EXPECT_THAT(refusal("--parameters 1e9 --path ."), HasSubstr("belongs to --machine this"));
+  EXPECT_THAT(refusal("--parameters 1e9 --machine this --path missing"), HasSubstr("missing"));
   EXPECT_THAT(refusal("missing.json --parameters 1e9"), HasSubstr("missing.json"));
 }
 

@@ -409,6 +409,61 @@ TEST_F(Program, CheckPredictsPeaksAndBytesOfItsConfigurations) {
   }
 }
 
+// hoist plan chooses three placements for three budgets. Each one trains within its budgets, to the same bits.
+TEST_F(Program, TrainsWithTheConfigurationThatPlanWrites) {
+  // Larger than usual: otherwise everything fits everywhere.
+  const auto words = [&](int steps, std::initializer_list<std::string> more) {
+    std::vector<std::string> all = usual(steps, more);
+    std::ranges::replace(all, std::string("32"), std::string("64"));  // wide
+    return all;
+  };
+  const json machine = {{"name", "a small machine"},
+                        {"basis", "round figures"},
+                        {"nodes", 1},
+                        {"gpus_per_node", 0},
+                        {"device",
+                         {{"memory_gb_per_s", 10},
+                          {"host_to_device_gb_per_s", 10},
+                          {"device_to_host_gb_per_s", 10},
+                          {"compute_tflops", 0.1},
+                          {"power_watts", 0}}},
+                        {"host", {{"memory_gib", 4}, {"update_gb_per_s", 10}, {"power_watts", 50}}},
+                        {"drives",
+                         {{"count", 1},
+                          {"capacity_gb", 1},
+                          {"read_gb_per_s", 1},
+                          {"write_gb_per_s", 1},
+                          {"directories", {path("store")}}}}};
+  write("machine.json", machine.dump());
+  write("base.json", R"({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true},
+                         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}})");
+  ASSERT_EQ(run(words(1, {"--units", path("units.json")})).code, 0);
+  std::vector<std::string> digests;
+  struct Case {
+    const char *device_memory, *pinned_memory, *optimizer;
+  };
+  for (const auto& [device_memory, pinned_memory, optimizer] :
+       {Case{"3MiB", "3MiB", "cpu"}, Case{"3MiB", "1400KiB", "none"}, Case{"1MiB", "1400KiB", "nvme"}}) {
+    SCOPED_TRACE(optimizer);
+    remove_store();
+    const std::string plan = std::string(HOIST_PROGRAM) + " plan " + path("base.json") + " --units " +
+                             path("units.json") + " --machine " + path("machine.json") + " --device-memory " +
+                             device_memory + " --pinned-memory " + pinned_memory + " --tokens 32 --write " +
+                             path("config.json") + " > /dev/null";
+    ASSERT_EQ(std::system(plan.c_str()), 0);
+    const json config = json::parse(content_of(path("config.json")));
+    EXPECT_EQ(config.at("zero_optimization").at("offload_optimizer").at("device"), optimizer);
+    const json trained = report_of(words(3, {}));
+    for (const char* tier : {"device", "pinned"}) {
+      const json& held = trained.at("tiers").at(tier);
+      EXPECT_LE(held.at("peak_bytes"), held.at("budget_bytes")) << tier;
+    }
+    digests.push_back(trained.at("digest").dump());
+  }
+  EXPECT_EQ(digests[1], digests[0]);
+  EXPECT_EQ(digests[2], digests[0]);
+}
+
 TEST_F(Program, MicroBatchesMakeALargerStepAndResumeAsSuch) {
   const json whole = report_of(usual(6, {"--micro-batches", "3"}));
   remove_store();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans: checked by replaying them, on the traces of training and on random ones.
 #include <algorithm>
+#include <ctime>
 #include <map>
 #include <set>
 
@@ -196,6 +197,24 @@ TEST(Plan, PrefetchStaysWithinItsLimits) {
                                  .live_elements_max = 300,
                                  .reuse_distance_elements = 0});
   EXPECT_EQ(live.fetches_at(0).size(), 3u);
+}
+
+// Planning is linear in the trace. Processor time, and ten times what an ordinary machine needs at most: with a look
+// through the trace for every release, this takes minutes.
+TEST(Plan, OfAHundredThousandAccessesTakesLessThanASecond) {
+  constexpr Item kItems = 20'000;
+  const std::vector<ItemShape> shapes = equal_shapes(kItems, 10);
+  const PlanInputs inputs{.items = shapes,
+                          .room_bytes = 640,
+                          .prefetch_elements = 80,
+                          .live_elements_max = kNoLimit,
+                          .reuse_distance_elements = kNoLimit};
+  const AccessTrace trace = layers_forward_and_back(kItems);
+  ASSERT_EQ(trace.size(), 100'000u);
+  const std::clock_t begin = std::clock();
+  const Plan planned = plan(trace, inputs);
+  EXPECT_LT(static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC, 10.0);
+  EXPECT_GE(planned.fetches.size(), 2u * kItems - 64);
 }
 
 TEST(Plan, HashesTellTracesApart) {

@@ -25,6 +25,8 @@ detail::UnitTable table_of(const EngineOptions& engine, const Model& model, int 
   return detail::UnitTable(model, detail::state_forms(engine, model), world_size, detail::gradient_sums(engine));
 }
 
+constexpr std::uint32_t kNotUsed = ~std::uint32_t{0};
+
 // Every unit once forward, once backward.
 scheduler::AccessTrace plain_pass(const detail::UnitTable& table) {
   using scheduler::AccessKind;
@@ -46,19 +48,48 @@ scheduler::AccessTrace plain_pass(const detail::UnitTable& table) {
   return trace;
 }
 
-std::vector<std::uint32_t> fetches_of(const EngineOptions& engine, const detail::MemoryPlan& memory) {
-  const detail::UnitTable& table = memory.units().table();
+// The fetches that the engine's planner makes of it.
+std::vector<PlannedFetch> fetches_of(const EngineOptions& engine, const detail::MemoryPlan& memory) {
+  using scheduler::AccessKind;
   const scheduler::FetchPlannerOptions options =
       detail::fetch_planner_options(engine, memory.units(), memory.device_buffers().gather_bytes);
   const scheduler::Plan plan =
-      scheduler::plan(plain_pass(table), {.items = options.items,
-                                          .room_bytes = options.room_bytes,
-                                          .prefetch_elements = options.prefetch_elements,
-                                          .live_elements_max = options.live_elements_max,
-                                          .reuse_distance_elements = options.reuse_distance_elements});
-  std::vector<std::uint32_t> fetches(table.units().size(), 0);
-  for (const scheduler::Fetch& fetch : plan.fetches) ++fetches[fetch.item];
+      scheduler::plan(plain_pass(memory.units().table()), {.items = options.items,
+                                                           .room_bytes = options.room_bytes,
+                                                           .prefetch_elements = options.prefetch_elements,
+                                                           .live_elements_max = options.live_elements_max,
+                                                           .reuse_distance_elements = options.reuse_distance_elements});
+  std::vector<PlannedFetch> fetches;
+  std::vector<std::optional<std::size_t>> latest(options.items.size());  // of each unit
+  std::uint32_t slot = 0;
+  bool gathering = false;  // the accesses of a slot's gather, until its releases
+  const auto issue = [&](std::size_t point) {
+    for (const scheduler::Fetch& fetch : plan.fetches_at(point)) {
+      latest[fetch.item] = fetches.size();
+      fetches.push_back({fetch.item, slot, kNotUsed, 0, fetch.place.bytes});
+    }
+  };
+  issue(0);
+  for (std::size_t i = 0; i < plan.trace.size(); ++i) {
+    const scheduler::Access access = plan.trace[i];
+    if (access.kind == AccessKind::gather) gathering = true;
+    if (access.kind == AccessKind::release && gathering) {
+      gathering = false;
+      ++slot;
+    }
+    issue(i + 1);
+    if (access.kind != AccessKind::gather || !latest[access.item]) continue;
+    PlannedFetch& used = fetches[*latest[access.item]];
+    used.first_use = std::min(used.first_use, slot);
+    used.last_use = slot;
+  }
   return fetches;
+}
+
+std::vector<std::uint32_t> counts_of(const std::vector<PlannedFetch>& fetches, std::size_t units) {
+  std::vector<std::uint32_t> counts(units, 0);
+  for (const PlannedFetch& fetch : fetches) ++counts[fetch.unit];
+  return counts;
 }
 
 // Bytes of a budget beside others that it holds.
@@ -90,7 +121,9 @@ void describe_memory(const detail::MemoryPlan& plan, Prediction& out) {
   out.update_buffers = pinned.update_count;
   out.update_buffer_parameters = pinned.sub_group_tiles * tiers::kTileElements;
   out.gradient_ring_bytes = pinned.gradient_ring_bytes;
-  out.trailing_bytes = pinned.update_count * plan.buffer_bytes(detail::MemoryRole::update_buffer);
+  out.gradient_buffer_bytes = plan.buffer_bytes(detail::MemoryRole::gradient_buffer);
+  out.staging_buffer_bytes = plan.buffer_bytes(detail::MemoryRole::staging_buffer);
+  out.update_buffer_bytes = plan.buffer_bytes(detail::MemoryRole::update_buffer);
   out.device_state_bytes = plan.units().device_state_bytes();
   out.device_state_share = plan.units().device_state_share();
 }
@@ -105,6 +138,14 @@ std::uint64_t update_bytes(const detail::Unit& unit) {
     bytes += 2 * segment.record().state_bytes(segment.shard_elements);
   }
   return bytes;
+}
+
+UnitWork work_of(const detail::Unit& unit, bool device_only, const UnitStep& bytes) {
+  UnitWork work{.bytes = bytes, .parameters = unit.elements, .trainable = unit.is_trainable()};
+  (device_only ? work.device_update_bytes : work.update_memory_bytes) = update_bytes(unit);
+  for (const detail::Segment& segment : unit.segments)
+    if (segment.trainable && !device_only) work.shard_elements += segment.shard_elements;
+  return work;
 }
 
 }  // namespace
@@ -140,17 +181,18 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   out.nvme_bytes = store.disk_bytes;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;
   describe_memory(plan, out);
-  out.phases = detail::step_phases(engine, plan.units(), fetches_of(engine, plan));
-  out.step = out.phases.sum();
-  if (detail::updates_under_forward(engine))
-    out.read_ahead_bytes = std::min(out.trailing_bytes, out.phases.update.nvme_read);
-  // State that is resident in memory is written from there.
-  if (engine.optimizer != Placement::nvme) out.trailing_bytes = out.step.nvme_write;
+  out.fetches = fetches_of(engine, plan);
+  const auto steps = detail::unit_steps(engine, plan.units(), counts_of(out.fetches, table.units().size()));
+  out.step = detail::sum_of(steps);
   out.passes = detail::passes_of_a_step(engine);
   out.update_mode = detail::update_mode(engine);
-  for (std::uint32_t u = 0; u < table.units().size(); ++u)
-    (plan.units().unit(UnitId{u}).device_only ? out.device_update_bytes : out.update_memory_bytes) +=
-        update_bytes(table.units()[u]);
+  out.awaits_norm = engine.gradient_clipping > 0 || engine.weights_dtype == DType::fp16;
+  out.updates_on_request = detail::update_order(engine) == detail::UpdateOrder::on_request;
+  for (std::uint32_t u = 0; u < table.units().size(); ++u) {
+    out.units.push_back(work_of(table.units()[u], plan.units().unit(UnitId{u}).device_only, steps[u]));
+    out.update_memory_bytes += out.units.back().update_memory_bytes;
+    out.device_update_bytes += out.units.back().device_update_bytes;
+  }
   return out;
 }
 

@@ -25,6 +25,27 @@ struct ProgramMemory {
   std::uint64_t pinned_bytes = 0;  // activation offload, and whatever else it takes of that budget
 };
 
+// A step's work on one unit, and who does it.
+struct UnitWork {
+  UnitStep bytes;
+  std::uint64_t parameters = 0;  // of all ranks: its part of the computation
+  // What the update reads and writes in memory, gradient, weights and state: in that which the host reaches, and in
+  // device memory that it does not, where the device updates.
+  std::uint64_t update_memory_bytes = 0;
+  std::uint64_t device_update_bytes = 0;
+  std::uint64_t shard_elements = 0;  // that the host updates
+  bool trainable = false;
+};
+
+// A pass computes every unit forward, in order, then backward, in reverse: twice as many slots as units.
+struct PlannedFetch {
+  std::uint32_t unit = 0;
+  std::uint32_t issued_at = 0;  // in which slot; its place is free when the slots before are done
+  std::uint32_t first_use = 0;  // slots that use it
+  std::uint32_t last_use = 0;
+  std::uint64_t bytes = 0;  // of the gather memory; 0: the unit has memory of its own
+};
+
 // For one rank; all ranks are alike.
 struct Prediction {
   struct Tier {
@@ -42,16 +63,14 @@ struct Prediction {
   }
   std::uint64_t nvme_bytes = 0;               // reserved in the store's directories
   StepBytes step;                             // per training step
-  StepPhases phases;                          // the same, by what it is for
+  std::vector<UnitWork> units;                // the same by unit, in the order of forward
+  std::vector<PlannedFetch> fetches;          // of a pass
   unsigned passes = 1;                        // that a step is made of: of several micro-batches in horizontal order
   UpdateMode update_mode = UpdateMode::step;  // when the update is carried out
-  // Of what a step writes, the most that can wait in memory while the program goes on.
-  std::uint64_t trailing_bytes = 0;
-  // Of what the update reads, the most that is read while backward makes gradients: in update mode `forward`.
-  std::uint64_t read_ahead_bytes = 0;
-  // What the update reads and writes in memory, gradient, weights and state: in that which the host reaches, and in
-  // device memory that it does not, where the device updates.
-  std::uint64_t update_memory_bytes = 0;
+  bool awaits_norm = false;                   // whether an update needs every gradient: clipping, loss scaling
+  // Whether a unit's update begins only when a staging buffer is free: weights are on NVMe, the update under forward.
+  bool updates_on_request = false;
+  std::uint64_t update_memory_bytes = 0;  // of all units
   std::uint64_t device_update_bytes = 0;
   std::uint64_t parameter_count = 0;
   double pinned_fraction = 0;  // EngineOptions::optimizer_pinned_fraction, found where it is empty
@@ -64,8 +83,11 @@ struct Prediction {
 
   std::uint64_t gather_bytes = 0;  // device memory that gathered units share
   std::uint64_t gradient_buffers = 0;
+  std::uint64_t gradient_buffer_bytes = 0;  // of one, as of the following
   unsigned staging_buffers = 0;
+  std::uint64_t staging_buffer_bytes = 0;
   unsigned update_buffers = 0;
+  std::uint64_t update_buffer_bytes = 0;
   std::uint64_t update_buffer_parameters = 0;
   // In update mode `backward`: what gradients share that wait for their unit's update. 0: each has a region of its own.
   std::uint64_t gradient_ring_bytes = 0;

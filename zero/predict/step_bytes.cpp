@@ -20,20 +20,37 @@ std::uint64_t state_bytes(const Unit& unit, std::uint64_t first_tile) {
   return bytes;
 }
 
+// The mean of several steps, for one unit after the other: together exactly the mean of all.
+class StepMean {
+ public:
+  explicit StepMean(std::uint64_t steps) : steps_(steps) {}
+  std::uint64_t add(std::uint64_t bytes) {
+    const std::uint64_t before = bytes_ / steps_;
+    bytes_ += bytes;
+    return bytes_ / steps_ - before;
+  }
+
+ private:
+  std::uint64_t steps_;
+  std::uint64_t bytes_ = 0;
+};
+
 }  // namespace
 
-StepPhases step_phases(const EngineOptions& options, const UnitRegions& units, std::span<const std::uint32_t> fetches) {
+std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
+                                 std::span<const std::uint32_t> fetches) {
   const UnitTable& table = units.table();
   const bool weights_on_nvme = options.parameters == Placement::nvme;
   const bool weights_on_device = options.parameters == Placement::device;
   const bool commits_resident = writes_resident_state(options, /*committed=*/true);
-  std::uint64_t committed_bytes = 0, between_bytes = 0, brought_down_bytes = 0;
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
   const auto peers_in_group = static_cast<std::uint64_t>(gathering_group(options, table.world_size()) - 1);
   const std::uint64_t passes = passes_of_a_step(options);
-  StepPhases phases;
+  StepMean written_by_commits(options.commit_every), brought_down_by_commits(options.commit_every);
+  std::vector<UnitStep> steps(table.units().size());
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {
     const Unit& unit = table.units()[u];
+    UnitStep& step = steps[u];
     const UnitPlacement& placement = units.unit(UnitId{u});
     std::uint64_t weights = 0, trainable = 0, made = 0;  // of the trainable ones, what an update does not read
     for (const Segment& segment : unit.segments) {
@@ -61,23 +78,31 @@ StepPhases step_phases(const EngineOptions& options, const UnitRegions& units, s
     const std::uint64_t in_group = secondary_bytes > 0 && count > 0 ? count - 1 : 0;
     const std::uint64_t forward_in_group = std::min(in_group, forward > 0 ? forward - 1 : 0);
     const std::uint64_t backward_in_group = in_group - forward_in_group;
-    fetch(phases.forward, forward - forward_in_group, forward_in_group);
-    fetch(phases.backward, count - forward - backward_in_group, backward_in_group);
-    if (!weights_on_device && in_group > 0) phases.forward.device_to_host += secondary_bytes;
-    if (!state_on_device && weights_on_device) phases.forward.host_to_device += weights;  // once after each update
-    if (!state_on_device) phases.backward.device_to_host += passes * trainable;
-    if (!options.gradients_are_reduced) phases.backward.wire += others * passes * trainable;
+    fetch(step.forward_fetch, forward - forward_in_group, forward_in_group);
+    fetch(step.backward_fetch, count - forward - backward_in_group, backward_in_group);
+    if (!weights_on_device && in_group > 0) step.forward_fetch.device_to_host += secondary_bytes;
+    if (!state_on_device && weights_on_device) step.forward_fetch.host_to_device += weights;  // once after each update
+    if (!state_on_device) step.gradient.device_to_host += passes * trainable;
+    if (!options.gradients_are_reduced) step.gradient.wire += others * passes * trainable;
     // Under the next forward, the first fetch takes its weights from the update, which has read, or made, them already.
     const bool shared = updates_under_forward(options) && count > 0;
-    if (weights_on_nvme && shared) phases.forward.nvme_read -= made;
-    phases.update.nvme_read += (weights_on_nvme && !shared ? trainable - made : 0) + streamed;
-    between_bytes += (weights_on_nvme ? trainable : 0) + streamed;
-    if (commits_resident && placement.device_only) brought_down_bytes += trainable + state;
-    committed_bytes += commits_resident ? trainable + state : (weights_on_nvme ? trainable : 0) + streamed;
+    if (weights_on_nvme && shared) step.forward_fetch.nvme_read -= made;
+    step.update.nvme_read += (weights_on_nvme && !shared ? trainable - made : 0) + streamed;
+    const std::uint64_t on_nvme = (weights_on_nvme ? trainable : 0) + streamed;
+    const std::uint64_t committed = commits_resident ? trainable + state : on_nvme;
+    step.resident_write_bytes = written_by_commits.add(committed - on_nvme);
+    step.update.nvme_write = on_nvme + step.resident_write_bytes;
+    if (commits_resident && placement.device_only)
+      step.update.device_to_host = brought_down_by_commits.add(trainable + state);
   }
-  phases.update.device_to_host = brought_down_bytes / options.commit_every;
-  phases.update.nvme_write = (committed_bytes + (options.commit_every - 1) * between_bytes) / options.commit_every;
-  return phases;
+  return steps;
+}
+
+StepBytes sum_of(std::span<const UnitStep> steps) {
+  StepBytes sum;
+  for (const UnitStep& step : steps)
+    for (const StepBytes& part : {step.forward_fetch, step.backward_fetch, step.gradient, step.update}) sum += part;
+  return sum;
 }
 
 }  // namespace hoist::detail

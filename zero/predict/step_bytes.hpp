@@ -6,14 +6,18 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include <hoist/zero/memory/unit_regions.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist::detail {
 
-// What one step of training moves, by formula, when each unit is fetched fetches[unit] times: bytes per parameter of
-// each link, summed over the parameters whose state crosses it. Of several steps to a commit, their mean.
-StepPhases step_phases(const EngineOptions& options, const UnitRegions& units, std::span<const std::uint32_t> fetches);
+// What one step of training moves, by unit and by formula, when each unit is fetched fetches[unit] times: bytes per
+// parameter of each link, over the parameters whose state crosses it. Of several steps to a commit, their mean.
+std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
+                                 std::span<const std::uint32_t> fetches);
+// All units together.
+StepBytes sum_of(std::span<const UnitStep> steps);
 
 }  // namespace hoist::detail

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include <fmt/format.h>
+
+#include <hoist/zero/predict/step_graph.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
 namespace hoist {
@@ -9,29 +12,103 @@ namespace {
 
 using Seconds = std::array<double, kResourceCount>;
 
+// Steps that are simulated: the first ones fill the buffers, and the last ones are timed.
+constexpr unsigned kSteps = 5, kTimedSteps = 2;
+
 double& at(Seconds& seconds, Resource resource) { return seconds[static_cast<std::size_t>(resource)]; }
 
-double time_of(double bytes, double bytes_per_second) { return bytes_per_second > 0 ? bytes / bytes_per_second : 0; }
-
-// As much as goes both ways at once does; what is left of one direction goes alone.
-double nvme_seconds(double read, double write, const StepSpeeds& speeds) {
-  const double both = speeds.nvme_mixed > 0 ? std::min(read, write) : 0;
-  return time_of(2 * both, speeds.nvme_mixed) + time_of(read - both, speeds.nvme_read) +
-         time_of(write - both, speeds.nvme_write);
+double time_of(std::uint64_t bytes, double bytes_per_second) {
+  return bytes_per_second > 0 ? static_cast<double>(bytes) / bytes_per_second : 0;
 }
 
-// Of one phase: what must be over before the next one begins.
-Seconds busy(const StepBytes& bytes, const StepSpeeds& speeds) {
+Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   Seconds seconds{};
+  at(seconds, Resource::compute) = speeds.compute_seconds;
   at(seconds, Resource::nvme) =
-      nvme_seconds(static_cast<double>(bytes.nvme_read), static_cast<double>(bytes.nvme_write), speeds);
-  at(seconds, Resource::host_to_device) = time_of(static_cast<double>(bytes.host_to_device), speeds.host_to_device);
-  at(seconds, Resource::device_to_host) = time_of(static_cast<double>(bytes.device_to_host), speeds.device_to_host);
-  at(seconds, Resource::wire) = time_of(static_cast<double>(bytes.wire), speeds.wire);
+      detail::nvme_seconds(static_cast<double>(p.step.nvme_read), speeds.nvme_read, p.step, speeds) +
+      detail::nvme_seconds(static_cast<double>(p.step.nvme_write), speeds.nvme_write, p.step, speeds);
+  at(seconds, Resource::host_to_device) = time_of(p.step.host_to_device, speeds.host_to_device);
+  at(seconds, Resource::device_to_host) = time_of(p.step.device_to_host, speeds.device_to_host);
+  at(seconds, Resource::wire) = time_of(p.step.wire, speeds.wire);
+  at(seconds, Resource::host_memory) = time_of(p.update_memory_bytes, speeds.host_memory);
+  at(seconds, Resource::device_memory) = time_of(p.device_update_bytes, speeds.device_memory);
   return seconds;
 }
 
-double longest(const Seconds& seconds) { return *std::max_element(seconds.begin(), seconds.end()); }
+// A unit's durations on the critical path.
+struct UnitSeconds {
+  double update = 0, device_update = 0;
+  double up = 0, gathered = 0;  // after the update, in one pass
+  double forward = 0, backward = 0;
+  double reduced = 0, down = 0;
+};
+
+std::vector<UnitSeconds> unit_seconds(const Prediction& p, const StepSpeeds& speeds) {
+  double parameters = 0;
+  for (const UnitWork& unit : p.units) parameters += static_cast<double>(unit.parameters);
+  std::vector<UnitSeconds> all;
+  for (const UnitWork& unit : p.units) {
+    UnitSeconds one;
+    const double compute = speeds.compute_seconds / p.passes * static_cast<double>(unit.parameters) / parameters;
+    one.forward = compute * speeds.forward_share;
+    one.backward = compute - one.forward;
+    if (unit.trainable) {
+      one.update = time_of(unit.update_memory_bytes, speeds.host_memory);
+      one.device_update = time_of(unit.device_update_bytes, speeds.device_memory);
+      one.up = time_of(unit.bytes.forward_fetch.host_to_device / p.passes, speeds.host_to_device);
+      one.gathered = time_of(unit.bytes.forward_fetch.wire / p.passes, speeds.wire);
+      one.reduced = time_of(unit.bytes.gradient.wire / p.passes, speeds.wire);
+      one.down = time_of(unit.bytes.gradient.device_to_host / p.passes, speeds.device_to_host);
+    }
+    all.push_back(one);
+  }
+  return all;
+}
+
+// Every unit is updated between two instants at which all gradients are known. Whatever the order, a unit computes only
+// when it and all before it have been updated, have gone up and are gathered, and all gradients from it on come after.
+double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned passes) {
+  double updates = 0, device_updates = 0, up = 0, gathered = 0, computed = 0;
+  for (const UnitSeconds& unit : units) {
+    updates += unit.update;
+    device_updates += unit.device_update;
+    up += unit.up;
+    gathered += unit.gathered;
+    const double own = unit.update + unit.device_update + unit.up + unit.gathered;
+    computed = std::max({computed, updates, device_updates, up, gathered, own}) + unit.forward;
+  }
+  for (const UnitSeconds& unit : units) computed += (passes - 1) * (unit.forward + unit.backward);
+  double reduced = 0, down = 0, end = 0;  // of the gradients still to come
+  for (const UnitSeconds& unit : units) reduced += unit.reduced, down += unit.down;
+  for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
+    computed += unit->backward;
+    end = std::max({end, computed + reduced, computed + down, computed + unit->reduced + unit->down});
+    reduced -= unit->reduced;
+    down -= unit->down;
+  }
+  return end;
+}
+
+// The longest path through one unit: its gradient, its update, and the passes from its forward to its backward.
+double path_through_a_unit(const std::vector<UnitSeconds>& units, unsigned passes) {
+  double most = 0, after = 0, all = 0;
+  for (const UnitSeconds& unit : units) all += unit.forward + unit.backward;
+  for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
+    after += unit->forward + unit->backward;
+    most = std::max(most, after + (passes - 1) * all + unit->reduced + unit->down + unit->update + unit->device_update +
+                              unit->up + unit->gathered);
+  }
+  return most;
+}
+
+scheduler::SimulationOptions options_of(const StepDisturbance& disturbance) {
+  scheduler::SimulationOptions options{.noise = disturbance.noise, .seed = disturbance.seed};
+  options.lane_slowdown.assign(kResourceCount, 1);
+  options.lane_slowdown[static_cast<std::size_t>(Resource::nvme)] = disturbance.slow_drive;
+  for (const Resource resource : {Resource::compute, Resource::host_memory, Resource::device_memory})
+    options.lane_slowdown[static_cast<std::size_t>(resource)] = disturbance.slow_rank;
+  return options;
+}
 
 }  // namespace
 
@@ -41,57 +118,35 @@ const char* resource_name(Resource resource) {
   return kNames[static_cast<std::size_t>(resource)];
 }
 
-StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds) {
-  const StepPhases& phases = prediction.phases;
-  const double read = static_cast<double>(prediction.step.nvme_read);
-  const double written = static_cast<double>(prediction.step.nvme_write);
-  const double update = time_of(static_cast<double>(prediction.update_memory_bytes), speeds.host_memory);
-  const double device_update = time_of(static_cast<double>(prediction.device_update_bytes), speeds.device_memory);
-
-  StepTime time;
-  time.busy_seconds = busy(prediction.step, speeds);
-  at(time.busy_seconds, Resource::compute) = speeds.compute_seconds;
-  at(time.busy_seconds, Resource::nvme) = nvme_seconds(read, written, speeds);
-  at(time.busy_seconds, Resource::host_memory) = update;
-  at(time.busy_seconds, Resource::device_memory) = device_update;
-  time.least_seconds = longest(time.busy_seconds);
-  const auto most = std::max_element(time.busy_seconds.begin(), time.busy_seconds.end());
+StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, const StepDisturbance& disturbance) {
+  StepTime time{.busy_seconds = busy(prediction, speeds)};
+  const auto most = std::ranges::max_element(time.busy_seconds);
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
+  const std::vector<UnitSeconds> units = unit_seconds(prediction, speeds);
+  time.critical_path_seconds = prediction.awaits_norm ? path_from_norm_to_norm(units, prediction.passes)
+                                                      : path_through_a_unit(units, prediction.passes);
+  time.least_seconds = std::max(*most, time.critical_path_seconds);
 
-  // A pass that updates reads on only as buffers are written out: what they do not hold is written before it ends, the
-  // rest under what comes next. What they hold at its beginning was read under the backward pass before.
-  const bool in_forward = prediction.update_mode == UpdateMode::forward;
-  const bool in_backward = prediction.update_mode == UpdateMode::backward;
-  const std::uint64_t trailing = std::min(phases.update.nvme_write, prediction.trailing_bytes);
-  StepBytes update_in_pass = phases.update;
-  update_in_pass.nvme_write -= trailing;
-  update_in_pass.nvme_read -= prediction.read_ahead_bytes;
-  StepBytes forward = phases.forward / prediction.passes, backward = phases.backward / prediction.passes;
-  if (in_forward) backward.nvme_write += trailing / prediction.passes;
-  if (in_backward) forward.nvme_write += trailing / prediction.passes;
-  StepBytes first_forward = forward, last_backward = backward;
-  if (in_forward) first_forward += update_in_pass;
-  if (in_backward) last_backward += update_in_pass;
-  last_backward.nvme_read += prediction.read_ahead_bytes;
-
-  const double compute = speeds.compute_seconds / prediction.passes;
-  const auto pass_seconds = [&](const StepBytes& bytes, double share, bool updates) {
-    Seconds seconds = busy(bytes, speeds);
-    at(seconds, Resource::compute) = compute * share;
-    if (updates) at(seconds, Resource::host_memory) = update;
-    return longest(seconds);
-  };
-  const double forward_share = speeds.forward_share, backward_share = 1 - speeds.forward_share;
-  double expected = pass_seconds(first_forward, forward_share, in_forward) +
-                    pass_seconds(last_backward, backward_share, in_backward) +
-                    (prediction.passes - 1) * (pass_seconds(forward, forward_share, /*updates=*/false) +
-                                               pass_seconds(backward, backward_share, /*updates=*/false));
-  if (prediction.update_mode == UpdateMode::step) {  // which is over when all is read, computed and written
-    expected += std::max(nvme_seconds(static_cast<double>(update_in_pass.nvme_read), written, speeds), update);
-  }
-  expected += device_update;
-  time.expected_seconds = std::max(expected, time.least_seconds);
+  const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
+  const auto times = scheduler::simulate(graph.tasks, kResourceCount, options_of(disturbance));
+  const scheduler::TaskIndex from = graph.decided[kSteps - 1 - kTimedSteps], to = graph.decided[kSteps - 1];
+  // While writes still pile up behind the steps that are simulated, these are shorter than all later ones.
+  time.expected_seconds = std::max((times[to].end - times[from].end) / kTimedSteps, time.least_seconds);
+  const auto waits = scheduler::waits_of_lane(graph.tasks, times, static_cast<std::uint32_t>(Resource::compute),
+                                              kResourceCount, from, to);
+  for (std::size_t r = 0; r < kResourceCount; ++r) time.wait_seconds[r] = waits[r] / kTimedSteps;
   return time;
+}
+
+std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds) {
+  static constexpr std::array<const char*, detail::kHeldInCount> kNames{"gather memory", "gradient buffers",
+                                                                        "staging buffers", "update buffers"};
+  const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
+  const auto reserved = detail::reserved_bytes(prediction);
+  const auto overrun = scheduler::find_overrun(graph.tasks, scheduler::simulate(graph.tasks, kResourceCount), reserved);
+  if (!overrun) return "";
+  return fmt::format("after {:.6g} s the {} hold {} bytes, and have {}", overrun->seconds, kNames[overrun->tier],
+                     overrun->bytes, reserved[overrun->tier]);
 }
 
 }  // namespace hoist

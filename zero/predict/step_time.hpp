@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/predict/step_time.hpp - how long a step takes, from what it moves and how fast that goes.
 //
-// Two figures. `least`: everything overlaps with everything, so the busiest resource alone decides; no schedule is
-// faster. `expected`: as this engine works, where forward, backward and the update follow each other. Within one of
-// them all overlaps; what buffers hold of writes goes on under what comes next, and for an update under forward they
-// are filled under the backward pass before it. An update under the forward or the backward pass (update modes
-// `forward` and `backward`) is part of it, one in step() comes after backward. What the device updates, it does in
-// step() and before all else. Left out: filling the pipeline at the start of a phase, latencies, and processors that
-// the update and the program share.
+// `expected_seconds` is the time between steps of a simulation (step_graph.hpp) that follows this engine's own plan.
+// `least_seconds` is a lower bound that no schedule of the same placement can beat, the longer of two:
+//
+//   the busiest resource   everything overlaps with everything, and one of them never rests
+//   the critical path      from the instant at which every gradient is known to the same instant of the next step:
+//                          weights are updated, go up and are gathered before they are used, units compute one after
+//                          the other, and gradients are reduced and come down. With neither clipping nor loss scaling
+//                          an update needs its own gradient alone, and the path goes through one unit.
 //
 // Threading  Pure functions.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <string>
 
 #include <hoist/zero/predict/prediction.hpp>
 
@@ -47,14 +49,30 @@ struct StepSpeeds {
   double forward_share = 1.0 / 3;
 };
 
+// Departures from the plan.
+struct StepDisturbance {
+  double slow_drive = 1;  // so many times slower than the others is one drive; a stripe waits for it
+  double slow_rank = 1;   // likewise one rank's kernels and updates; the others wait for it in every collective
+  double noise = 0;       // every task takes up to so much longer, at random
+  std::uint64_t seed = 1;
+};
+
 struct StepTime {
   std::array<double, kResourceCount> busy_seconds{};  // by Resource
+  std::array<double, kResourceCount> wait_seconds{};  // by Resource: for which kernels stood still
+  double critical_path_seconds = 0;
   double least_seconds = 0;
   double expected_seconds = 0;
   Resource limit = Resource::compute;  // the busiest
 
   double busy(Resource resource) const { return busy_seconds[static_cast<std::size_t>(resource)]; }
+  double waited(Resource resource) const { return wait_seconds[static_cast<std::size_t>(resource)]; }
+  // Expected over least: 1.1 means that a better schedule could save a tenth at most. 1 where nothing takes time.
+  double gap() const { return least_seconds > 0 ? expected_seconds / least_seconds : 1; }
 };
-StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds);
+StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, const StepDisturbance& disturbance = {});
+
+// Whether the plan of a step ever holds more than the memory plan has: a sentence, empty if it does not.
+std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds);
 
 }  // namespace hoist

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "planner.hpp"
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+#include <tuple>
+
+#include <hoist/config/setting.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/zero/predict/activations.hpp>
+
+#include "json_edit.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+constexpr std::uint64_t kMoreMemoryBytes = 100'000'000'000;
+constexpr unsigned kManyBuffers = 1024;
+constexpr std::array<std::uint64_t, 2> kLargeSubGroups{4 << 20, 16 << 20};  // elements: 40 and 160 MiB of state
+// The store's directory if neither the configuration nor the machine names one.
+constexpr const char* kStoreDirectory = "/local_nvme";
+
+bool is_given(const Config& config, std::string_view key) {
+  return std::ranges::any_of(
+      config.settings(), [&](const ConfigSetting& setting) { return setting.row->path == key && setting.line != 0; });
+}
+
+bool needs_store(const EngineOptions& engine) {
+  return engine.parameters == Placement::nvme || engine.optimizer == Placement::nvme;
+}
+
+EngineOptions placed(const PlanQuestion& question, Placement parameters, Placement optimizer) {
+  const Config& config = question.config;
+  EngineOptions engine = config.engine;
+  engine.micro_batches_max = static_cast<unsigned>(config.training.gradient_accumulation_steps.value_or(1));
+  engine.parameters = parameters;
+  engine.optimizer = optimizer;
+  if (!question.has_config) engine.optimizer_pinned_fraction = std::nullopt;
+  if (needs_store(engine) && engine.store_directory.empty()) engine.store_directory = "planned";
+  // The default durability of a configuration with this placement, if its own placement needs no store.
+  if (needs_store(engine) && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
+  if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
+  if (optimizer == Placement::device)
+    engine.update_mode = UpdateMode::automatic;  // the other modes are for offloaded state
+  if (optimizer == Placement::device) engine.optimizer_offload_ratio = 1;
+  return engine;
+}
+
+// How the engine is set up for a placement, as far as the configuration leaves it open: units are fetched two ahead,
+// and two more stay. A state on NVMe has a few update buffers, or many: these take memory that could hold state, and in
+// return the drives go on working under kernels that need nothing of them.
+std::vector<EngineOptions> variants_of(const PlanQuestion& question, EngineOptions engine) {
+  const auto open = [&](const char* key) { return !is_given(question.config, key); };
+  std::uint64_t largest = 0;
+  for (const ModelUnit& unit : question.model.model.units()) {
+    std::uint64_t elements = 0;
+    for (const ParameterId id : unit.parameters) elements += element_count(question.model.model.parameters()[id.index]);
+    largest = std::max(largest, elements);
+  }
+  if (open("zero_optimization.stage3_prefetch_bucket_size"))
+    engine.prefetch_elements = std::max(engine.prefetch_elements, 2 * largest);
+  if (open("zero_optimization.stage3_max_live_parameters"))
+    engine.live_elements_max = std::max(engine.live_elements_max, 4 * largest);
+  std::vector<EngineOptions> variants{engine};
+  if (engine.optimizer != Placement::nvme || !open("zero_optimization.offload_optimizer.buffer_count") ||
+      !open("zero_optimization.sub_group_size"))
+    return variants;
+  engine.update_buffer_count = kManyBuffers;
+  variants.push_back(engine);
+  for (const std::uint64_t elements : kLargeSubGroups) {
+    engine.sub_group_elements = elements;
+    variants.push_back(engine);
+  }
+  return variants;
+}
+
+std::string refusal_of(const EngineOptions& engine, const RuntimeOptions& runtime, int world_size) {
+  try {
+    check(engine, runtime, world_size);
+    return "";
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+}
+
+// The program's memory: as the units file says, or activations by formula.
+ProgramMemory program_of(const PlanQuestion& question, const EngineOptions& engine) {
+  ProgramMemory program = question.model.program;
+  if (program.device_bytes > 0) return program;
+  const double micro_batch = question.tokens / engine.micro_batches_max;
+  const bool keeps_all = engine.micro_batch_order == MicroBatchOrder::vertical;
+  program.device_bytes =
+      activation_bytes(question.model.model, keeps_all ? question.tokens : micro_batch, micro_batch).sum();
+  return program;
+}
+
+double compute_seconds(const PlanQuestion& question, double tokens) {
+  const auto parameters = static_cast<double>(question.model.model.parameter_count());
+  return kFlopsPerToken * parameters * tokens / (question.machine.device.compute_tflops * 1e12);
+}
+
+StepSpeeds speeds_for(const PlanQuestion& question, double tokens) {
+  StepSpeeds speeds = speeds_of(question.machine, question.layout);
+  // These speeds are those of all drives together.
+  const auto prefer = [&](const std::optional<std::uint64_t>& measured, double& speed) {
+    if (measured) speed = static_cast<double>(*measured) / question.layout.ranks_per_node;
+  };
+  const MeasuredBandwidth& measured = question.config.measured;
+  prefer(measured.read_bytes_per_second, speeds.nvme_read);
+  prefer(measured.write_bytes_per_second, speeds.nvme_write);
+  if (measured.read_bytes_per_second) speeds.nvme_mixed = 0;
+  prefer(measured.mixed_bytes_per_second, speeds.nvme_mixed);
+  speeds.compute_seconds = compute_seconds(question, tokens);
+  speeds.forward_share = kForwardShare;
+  return speeds;
+}
+
+PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
+  PlanRow row{.engine = engine};
+  row.refusal = refusal_of(engine, question.runtime, question.world_size);
+  row.program = program_of(question, engine);
+  row.prediction = predict(question.runtime, engine, question.model.model, question.world_size, row.program);
+  row.time = predict_time(row.prediction, speeds_for(question, question.tokens));
+  row.drive_bytes = static_cast<std::uint64_t>(drive_bytes(question.machine, question.layout));
+  const EngineOptions& configured = question.config.engine;
+  row.configured =
+      question.has_config && engine.parameters == configured.parameters && engine.optimizer == configured.optimizer;
+  return row;
+}
+
+auto rank_of(const PlanRow& row) {
+  return std::tuple(!row.refusal.empty(), !row.fits(), row.time.expected_seconds, row.prediction.nvme_bytes);
+}
+
+// The best of a placement's variants.
+PlanRow best_row(const PlanQuestion& question, Placement parameters, Placement optimizer) {
+  std::optional<PlanRow> best;
+  for (const EngineOptions& engine : variants_of(question, placed(question, parameters, optimizer))) {
+    PlanRow row = row_of(question, engine);
+    if (!best || rank_of(row) < rank_of(*best)) best = std::move(row);
+  }
+  return *best;
+}
+
+// The fastest first, and what does not fit last.
+std::vector<PlanRow> ranked_rows(const PlanQuestion& question) {
+  std::vector<PlanRow> rows;
+  for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme})
+    for (const Placement optimizer : {Placement::device, Placement::pinned, Placement::nvme})
+      rows.push_back(best_row(question, parameters, optimizer));
+  std::ranges::stable_sort(rows, {}, rank_of);
+  return rows;
+}
+
+std::optional<WhatIf> what_if(const char* name, const PlanQuestion& changed) {
+  const PlanRow row = ranked_rows(changed).front();
+  if (!row.fits()) return std::nullopt;
+  return WhatIf{name, row.engine.parameters, row.engine.optimizer, row.time.expected_seconds};
+}
+
+// The fastest placements with a little more hardware.
+std::vector<WhatIf> what_ifs(const PlanQuestion& question) {
+  std::vector<WhatIf> all;
+  const auto add = [&](std::optional<WhatIf> one) {
+    if (one) all.push_back(*one);
+  };
+  PlanQuestion drive = question;
+  const double more = (question.machine.drives.count + 1) / question.machine.drives.count;
+  drive.machine.drives.count += 1;
+  for (auto* speed : {&drive.config.measured.read_bytes_per_second, &drive.config.measured.write_bytes_per_second,
+                      &drive.config.measured.mixed_bytes_per_second})
+    if (*speed) *speed = static_cast<std::uint64_t>(static_cast<double>(**speed) * more);
+  add(what_if("one more drive a node", drive));
+  PlanQuestion memory = question;
+  const std::uint64_t share =
+      round_down(kMoreMemoryBytes / static_cast<std::uint64_t>(question.layout.ranks_per_node), kBlockAlignment);
+  memory.runtime.pinned_memory_bytes += share;
+  if (memory.runtime.host_memory_bytes > 0) {
+    memory.runtime.host_memory_bytes += share;
+    memory.runtime.device_memory_bytes += share;
+  }
+  add(what_if("100 GB more memory a node", memory));
+  return all;
+}
+
+// From so many tokens on, a step takes no longer than its kernels, but for 2 %. Activations stay as they are.
+std::optional<double> free_tokens(const PlanQuestion& question, const PlanRow& row) {
+  const auto is_free = [&](double tokens) {
+    return predict_time(row.prediction, speeds_for(question, tokens)).expected_seconds <=
+           1.02 * compute_seconds(question, tokens);
+  };
+  constexpr double kTokensMax = 1e9;
+  double high = 1;
+  while (!is_free(high)) {
+    high *= 2;
+    if (high > kTokensMax) return std::nullopt;
+  }
+  double low = high / 2;
+  while (high / low > 1.01) {
+    const double middle = (low + high) / 2;
+    (is_free(middle) ? high : low) = middle;
+  }
+  return high;
+}
+
+std::uint64_t divided(std::uint64_t bytes, bool by_ranks, int ranks) {
+  return by_ranks ? divide_up(bytes, static_cast<std::uint64_t>(ranks)) : bytes;
+}
+
+// The stages with and without offload: what people know of ZeRO's papers, and what hoist makes of them.
+std::vector<ZeroRow> zero_table(const PlanQuestion& question) {
+  const std::uint64_t count = question.model.model.parameter_count();
+  const int ranks = question.world_size;
+  std::vector<ZeroRow> table;
+  for (int stage = 0; stage <= 3; ++stage) {
+    const std::uint64_t moments = divided(8 * count, stage >= 1, ranks);
+    const std::uint64_t gradients = divided(4 * count, stage >= 2, ranks);
+    const std::uint64_t weights = divided(4 * count, stage >= 3, ranks);
+    table.push_back({stage, "none", weights + gradients + moments, "textbook"});
+    table.push_back({stage, "optimizer", divided(2 * count, stage >= 3, ranks), "textbook"});
+    for (const char* offload : {"none", "optimizer", "all"}) {
+      const std::string_view name = offload;
+      if (name == "all" && stage < 3) continue;
+      EngineOptions engine = placed(question, name == "all" ? Placement::pinned : Placement::device,
+                                    name == "none" ? Placement::device : Placement::pinned);
+      engine.stage = stage;
+      const Prediction p = predict(question.runtime, engine, question.model.model, ranks, question.model.program);
+      table.push_back({stage, offload, p.device.least_bytes, "hoist"});
+    }
+  }
+  return table;
+}
+
+}  // namespace
+
+PlanReport plan_of(const PlanQuestion& question) {
+  PlanReport report{.model = question.model.name,
+                    .program_pinned_bytes = question.model.program.pinned_bytes,
+                    .has_program_bytes = question.model.program.device_bytes > 0,
+                    .world_size = question.world_size,
+                    .tokens = question.tokens,
+                    .machine = question.machine,
+                    .layout = question.layout,
+                    .rows = ranked_rows(question),
+                    .zero_table = zero_table(question)};
+  if (report.best() == nullptr) return report;
+  report.overrun = overrun_of_plan(report.best()->prediction, speeds_for(question, question.tokens));
+  report.what_ifs = what_ifs(question);
+  report.free_tokens = free_tokens(question, *report.best());
+  return report;
+}
+
+std::string planned_config(const PlanQuestion& question, const PlanRow& row, std::string text) {
+  static constexpr const char* kDevices[] = {"none", "cpu", "nvme"};
+  const auto set = [&](std::initializer_list<std::string_view> path, const nlohmann::ordered_json& value) {
+    text = with_member(text, std::vector<std::string_view>(path), value);
+  };
+  const auto device_of = [](Placement placement) { return kDevices[static_cast<std::size_t>(placement)]; };
+  const auto bytes_json = [](std::uint64_t bytes) -> nlohmann::ordered_json {
+    if (bytes % kMiB != 0) return bytes;
+    return std::to_string(bytes / kMiB) + "MiB";
+  };
+  set({"zero_optimization", "stage"}, row.engine.stage);
+  const EngineOptions &engine = row.engine, &given = question.config.engine;
+  if (engine.prefetch_elements != given.prefetch_elements)
+    set({"zero_optimization", "stage3_prefetch_bucket_size"}, engine.prefetch_elements);
+  if (engine.live_elements_max != given.live_elements_max)
+    set({"zero_optimization", "stage3_max_live_parameters"}, engine.live_elements_max);
+  if (engine.sub_group_elements != given.sub_group_elements)
+    set({"zero_optimization", "sub_group_size"}, engine.sub_group_elements);
+  nlohmann::ordered_json paths = question.machine.drives.directories;
+  if (paths.empty()) paths = kStoreDirectory;
+  const bool has_store = !question.config.engine.store_directory.empty();
+  for (const auto& [section, placement] :
+       {std::pair("offload_param", row.engine.parameters), std::pair("offload_optimizer", row.engine.optimizer)}) {
+    set({"zero_optimization", section, "device"}, device_of(placement));
+    if (placement == Placement::nvme && !has_store) set({"zero_optimization", section, "nvme_path"}, paths);
+  }
+  if (engine.update_buffer_count != given.update_buffer_count)
+    set({"zero_optimization", "offload_optimizer", "buffer_count"}, engine.update_buffer_count);
+  const RuntimeOptions& runtime = question.runtime;
+  set({"hoist", "device"}, runtime.device == platform::DeviceKind::cuda ? "cuda" : "host");
+  // If device memory is host memory, the device gets what the plan takes, and pinned memory gets the rest.
+  const bool shared = runtime.host_memory_bytes > 0;
+  const std::uint64_t on_device = round_up(row.prediction.device.bytes, kMiB);
+  set({"hoist", "device_memory"}, bytes_json(shared ? on_device : runtime.device_memory_bytes));
+  set({"hoist", "pinned_memory"},
+      bytes_json(shared ? runtime.host_memory_bytes - on_device : runtime.pinned_memory_bytes));
+  if (row.engine.optimizer == Placement::nvme)
+    set({"hoist", "optimizer_pinned_fraction"}, row.prediction.pinned_fraction);
+  return text;
+}
+
+}  // namespace hoist::cli

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/planner.hpp - lays a model out in every placement of its state on a machine, and ranks the placements by the time
+// of a step. Pure: the question has everything.
+#pragma once
+
+#include <hoist/config/config.hpp>
+#include <hoist/zero/predict/machine_spec.hpp>
+
+#include "plan_report.hpp"
+#include "units_file.hpp"
+
+namespace hoist::cli {
+
+struct PlanQuestion {
+  Config config;
+  bool has_config = false;
+  NamedModel model;
+  MachineSpec machine;
+  RankLayout layout{};
+  RuntimeOptions runtime{};  // with budgets
+  int world_size = 1;
+  double tokens = 0;  // of a rank and step
+};
+
+PlanReport plan_of(const PlanQuestion& question);
+
+// The question's configuration, changed so that a run uses this row's placement and budgets. `text` is the
+// configuration's own, or "{}". Errors: JsonEditError.
+std::string planned_config(const PlanQuestion& question, const PlanRow& row, std::string text);
+
+}  // namespace hoist::cli

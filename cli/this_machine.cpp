@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "this_machine.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <hoist/core/clock.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/units.hpp>
+#include <hoist/measure/kernels.hpp>
+#include <hoist/measure/machine.hpp>
+#include <hoist/measure/workload.hpp>
+#include <hoist/platform/device.hpp>
+#include <hoist/platform/free_memory.hpp>
+#include <hoist/platform/host_memory.hpp>
+
+#include "machine_file.hpp"
+#include "replace_file.hpp"
+#include "storage.hpp"
+
+namespace hoist::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr double kGigabyte = 1e9;
+constexpr double kGibibyte = 1024.0 * 1024 * 1024;
+constexpr std::uint64_t kFileBytes = 512 * kMiB;
+constexpr std::uint64_t kCopyBytes = 128 * kMiB;
+constexpr int kCopies = 16;
+
+// Nobody can measure these without a model's own kernels, a wattmeter or a bill.
+constexpr double kTflopsOfCore = 0.03, kTflopsOfGpu = 200;
+constexpr double kWattsOfCore = 10, kWattsOfGpu = 500;
+constexpr double kNetworkGbPerSecond = 5;  // between processes of a machine
+
+std::string cache_file() {
+  const char* const cache = std::getenv("XDG_CACHE_HOME");
+  const char* const home = std::getenv("HOME");
+  const fs::path base = cache != nullptr && *cache != '\0' ? fs::path(cache)
+                        : home != nullptr && *home != '\0' ? fs::path(home) / ".cache"
+                                                           : fs::temp_directory_path();
+  return base / "hoist" / "machine.json";
+}
+
+std::string host_name() {
+  char name[256] = {};
+  return ::gethostname(name, sizeof(name) - 1) == 0 && name[0] != '\0' ? name : "this machine";
+}
+
+std::vector<std::string> absolute(const std::vector<std::string>& directories) {
+  std::vector<std::string> paths;
+  for (const std::string& directory : directories) paths.push_back(fs::absolute(directory).lexically_normal());
+  return paths;
+}
+
+// Bytes a second of one drive, on average: all are read or written at once.
+void measure_drives(const std::vector<std::string>& directories, const measure::StopFlag* stop, MachineSpec& spec) {
+  const RuntimeOptions defaults;
+  const std::uint64_t in_flight = defaults.aio_block_bytes * defaults.aio_queue_depth;
+  check_paths(directories, kFileBytes);
+  StorageRig rig(directories, kFileBytes, in_flight);
+  rig.fill(stop, ProgressStyle::automatic);
+  const auto drives = rig.drives({.block_bytes = defaults.aio_block_bytes, .queue_depth = defaults.aio_queue_depth});
+  const auto of_drives = pointers(drives);
+  const auto gb_per_s = [&](measure::Pattern pattern) {
+    const measure::WorkloadResult result = measure::run_workload(
+        of_drives, {.pattern = pattern, .region = {0, kFileBytes}, .duration = std::chrono::seconds(1), .stop = stop});
+    return result.bytes_per_second() / kGigabyte / static_cast<double>(directories.size());
+  };
+  spec.drives.count = static_cast<double>(directories.size());
+  spec.drives.directories = directories;
+  spec.drives.read_gb_per_s = gb_per_s(measure::Pattern::read);
+  spec.drives.write_gb_per_s = gb_per_s(measure::Pattern::write);
+  spec.drives.mixed_gb_per_s = gb_per_s(measure::Pattern::mixed);
+  double smallest = 1e12;
+  for (const std::string& directory : directories)
+    smallest = std::min(smallest, static_cast<double>(fs::space(directory).available) / kGigabyte);
+  spec.drives.capacity_gb = smallest;
+}
+
+double copy_gb_per_s(platform::Stream& stream, std::byte* target, const std::byte* source, platform::CopyKind kind) {
+  stream.copy(target, source, kCopyBytes, kind);
+  stream.synchronize();
+  const TimePoint begin = Clock::now();
+  for (int i = 0; i < kCopies; ++i) stream.copy(target, source, kCopyBytes, kind);
+  stream.synchronize();
+  return kCopies * static_cast<double>(kCopyBytes) / to_seconds(Clock::now() - begin) / kGigabyte;
+}
+
+void measure_device(bool is_gpu, MachineSpec& spec) {
+  const platform::DeviceKind kind = is_gpu ? platform::DeviceKind::cuda : platform::DeviceKind::host;
+  const auto device =
+      platform::Device::create({.kind = kind, .memory_bytes = 2 * kCopyBytes, .host = {.poison = false}});
+  const platform::HostMemory host({.bytes = kCopyBytes});
+  const std::span<std::byte> memory = device->memory();
+  device->acquired(memory);
+  device->register_host(host.bytes());
+  const auto stream = device->create_stream("measure");
+  using platform::CopyKind;
+  std::byte* const on_device = memory.data();
+  spec.device.host_to_device_gb_per_s =
+      copy_gb_per_s(*stream, on_device, host.bytes().data(), CopyKind::host_to_device);
+  spec.device.device_to_host_gb_per_s =
+      copy_gb_per_s(*stream, host.bytes().data(), on_device, CopyKind::device_to_host);
+  // Read and written.
+  spec.device.memory_gb_per_s = 2 * copy_gb_per_s(*stream, on_device + kCopyBytes, on_device, CopyKind::local);
+  device->unregister_host(host.bytes());
+}
+
+MachineSpec measure_now(const std::vector<std::string>& directories, const measure::StopFlag* stop) {
+  const auto now = std::chrono::time_point_cast<std::chrono::seconds>(std::chrono::system_clock::now());
+  MachineSpec spec{.name = host_name(),
+                   .basis = fmt::format("measured by hoist plan, {:%Y-%m-%d %H:%M} UTC", fmt::gmtime(now))};
+  const int gpus = platform::cuda_device_count();
+  const double cores = platform::processor_count();
+  spec.gpus_per_node = gpus;
+  measure_drives(directories, stop, spec);
+  measure_device(gpus > 0, spec);
+  spec.host.memory_gib = static_cast<double>(platform::host_memory().total_bytes) / kGibibyte;
+  spec.host.update_gb_per_s = measure::compare_kernel({.optimizer = {.learning_rate = 1e-5}, .checksum = true},
+                                                      {.state_bytes = 512 * kMiB, .pairs = 5, .stop = stop})
+                                  .gigabytes_per_second();
+  spec.host.power_watts = cores * kWattsOfCore;
+  if (gpus > 0) spec.device.memory_gib = static_cast<double>(platform::cuda_memory(0).total_bytes) / kGibibyte;
+  if (gpus == 0) spec.device.memory_gb_per_s = spec.host.update_gb_per_s;  // the host updates its device's memory
+  spec.device.compute_tflops = gpus > 0 ? kTflopsOfGpu : cores * kTflopsOfCore;
+  spec.device.power_watts = gpus > 0 ? kWattsOfGpu : 0;
+  spec.network.in_node_gb_per_s = kNetworkGbPerSecond;
+  spec.assumed = {"device.compute_tflops", "host.power_watts", "network.in_node_gb_per_s"};
+  if (gpus > 0) spec.assumed.emplace_back("device.power_watts");
+  return spec;
+}
+
+// Nothing if there is no such file, or it is damaged or of another version: it is only a cache.
+std::optional<MachineSpec> kept_in(const std::string& path) {
+  if (!fs::exists(path)) return std::nullopt;
+  try {
+    return read_machine(path);
+  } catch (const ConfigError&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+ThisMachine this_machine_spec(const std::vector<std::string>& directories, const measure::StopFlag* stop) {
+  const std::vector<std::string> paths = absolute(directories);
+  ThisMachine machine{.spec = {}, .cache_path = cache_file()};
+  if (const auto kept = kept_in(machine.cache_path)) {
+    machine.spec = *kept;
+    if (machine.spec.name == host_name() && machine.spec.drives.directories == paths) return machine;
+  }
+  machine.spec = measure_now(paths, stop);
+  machine.measured_now = true;
+  fs::create_directories(fs::path(machine.cache_path).parent_path());
+  replace_file(machine.cache_path, machine_file_json(machine.spec).dump(2) + "\n");
+  return machine;
+}
+
+}  // namespace hoist::cli

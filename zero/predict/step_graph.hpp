@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/predict/step_graph.hpp - the tasks of a few steps in a row, with what each waits for, as this engine works.
+//
+// A unit's fetch reads its weights (into a staging buffer), copies them up and gathers them, into its place of the
+// gather memory; then the unit computes. Backward also makes its gradient (in a gradient buffer), which is reduced and
+// copied down. The update reads, computes and writes a unit's record in pieces, each in an update buffer. When it does
+// so is the update mode's choice. What the device updates, it does after backward and before all else.
+//
+// Left out: latencies, flushes, and processors that the update and the program share.
+//
+// Threading  Pure functions.
+#pragma once
+
+#include <vector>
+
+#include <hoist/scheduler/simulation.hpp>
+#include <hoist/zero/predict/prediction.hpp>
+#include <hoist/zero/predict/step_time.hpp>
+
+namespace hoist::detail {
+
+// Tiers of the graph's holds. Each is what the memory plan reserves for them: with the rest of the plan, which does not
+// change, they make up the budgets.
+enum class HeldIn : std::uint8_t { gather_memory, gradient_buffers, staging_buffers, update_buffers };
+inline constexpr std::size_t kHeldInCount = 4;
+
+struct StepGraph {
+  scheduler::TaskGraph tasks;
+  std::vector<scheduler::TaskIndex> decided;  // when each step has all gradients
+};
+StepGraph step_graph(const Prediction& prediction, const StepSpeeds& speeds, unsigned steps);
+// The bytes that the memory plan reserves, by HeldIn.
+std::vector<std::uint64_t> reserved_bytes(const Prediction& prediction);
+
+// Seconds of a read or write of so many bytes in a step that reads and writes so many in all: as much as goes both ways
+// at once does.
+double nvme_seconds(double bytes, double bytes_per_second, const StepBytes& step, const StepSpeeds& speeds);
+
+}  // namespace hoist::detail
