@@ -29,8 +29,13 @@ Engine::~Engine() = default;
 
 Engine Engine::create(Runtime& runtime, const EngineOptions& options, Model model, const Initializer& initializer,
                       std::span<const std::byte> caller_state) {
+  return create(runtime, options, std::move(model), InitialState{.masters = initializer}, caller_state);
+}
+
+Engine Engine::create(Runtime& runtime, const EngineOptions& options, Model model, const InitialState& state,
+                      std::span<const std::byte> caller_state) {
   auto core = std::make_unique<detail::EngineCore>(runtime, options, std::move(model));
-  core->create(initializer, caller_state);
+  core->create(state, caller_state);
   return Engine(std::move(core));
 }
 

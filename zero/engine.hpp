@@ -48,6 +48,11 @@ class Engine {
   // fails alone is named to the others.
   static Engine create(Runtime& runtime, const EngineOptions& options, Model model, const Initializer& initializer,
                        std::span<const std::byte> caller_state = {});
+  // [J] The same with state that another program's training has come to. Its first commit is of `state.step`, and holds
+  // all of it: a crash before that leaves no commit. Such a store has a directory of its own below the offload
+  // directory, like one that takes over from other ranks. Errors: also UsageError for a value that cannot be committed.
+  static Engine create(Runtime& runtime, const EngineOptions& options, Model model, const InitialState& state,
+                       std::span<const std::byte> caller_state = {});
   // [J] An engine that continues from the newest commit that every rank has, or from a kept step (RestoreOptions).
   // Commits after that one are then abandoned, kept steps stay. If another number of ranks made the commit, its state
   // is distributed anew into a store of its own below the offload directory. That needs room there, and every rank must

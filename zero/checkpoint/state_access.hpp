@@ -23,8 +23,6 @@ class StateAccess {
               RecordIo& records, TilePipeline& pipeline)
       : rank_(rank), options_(options), table_(table), groups_(groups), records_(records), pipeline_(pipeline) {}
 
-  // Values of a moment, as Initializer gives masters.
-  using MomentInitializer = std::function<void(ParameterId, State, std::uint64_t first_element, std::span<float> out)>;
   // Makes all state; with state on NVMe into the step of the store that is open.
   // `scratch`: memory for frozen weights that have no place in memory; new memory is taken if it is too small.
   void fill(const Initializer& initializer, std::span<std::byte> scratch, const MomentInitializer& moments = {});

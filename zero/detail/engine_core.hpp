@@ -40,7 +40,7 @@ class EngineCore {
   EngineCore(const EngineCore&) = delete;
   EngineCore& operator=(const EngineCore&) = delete;
 
-  void create(const Initializer& initializer, std::span<const std::byte> program_state);
+  void create(const InitialState& state, std::span<const std::byte> program_state);
   void restore(const RestoreOptions& options);
 
   // Runs a call. A UsageError or BudgetError leaves the engine as it was; any other error ends its life.
@@ -100,6 +100,11 @@ class EngineCore {
   template <typename Call>
   void make(Call call);
   void require_model() const;  // UsageError or ConfigError: it can be trained with these options
+  // The same values, each checked: UsageError for one that could not be committed.
+  Initializer checked_masters(const Initializer& masters) const;
+  MomentInitializer checked_moments(const MomentInitializer& moments) const;
+  // Where create() makes the store of a run that begins with that state. [J]
+  StoreDirectory directory_for(const InitialState& state);
   enum class StoreUse : std::uint8_t { create, open };
   void make_parts(const StoreDirectory& directory, StoreUse use);
   void lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);
