@@ -25,6 +25,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -92,7 +93,7 @@ class UnitManager {
 
   // [C] Makes the engine. restore() may follow either: the engine then ends, and a new one continues from the commit or
   // kept step; whatever made the old one fail is left behind with it.
-  void initialize(const Initializer& initializer);
+  void initialize(const InitialState& state, std::span<const std::byte> caller_state = {});
   RestoreReport restore(const std::string& from);
   // [C] What the stores hold. Changes nothing.
   std::optional<std::uint64_t> find_commit();
