@@ -179,8 +179,9 @@ class _Export:
         return {
             **program,
             "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": [shapes, *no_others],
-            "frozen_param_shapes": None, "shared_params": {}, "frozen_param_fragments": None, "lr_scheduler": schedule, "data_sampler": None,
-            "random_ltd": None, "sparse_tensor_module_names": set(), "skipped_steps": self._global_steps - self._stored.step,
-            "global_steps": self._global_steps, "dp_world_size": 1, "mp_world_size": 1, "ds_config": {},
-            "ds_version": _DEEPSPEED_VERSION, "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+            "frozen_param_shapes": None, "shared_params": {}, "frozen_param_fragments": None, "lr_scheduler": schedule,
+            "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": set(),
+            "skipped_steps": self._global_steps - self._stored.step, "global_steps": self._global_steps,
+            "dp_world_size": 1, "mp_world_size": 1, "ds_config": {}, "ds_version": _DEEPSPEED_VERSION,
+            "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
         }
