@@ -32,6 +32,7 @@ struct ExportArguments {
   std::string from;  // a named checkpoint; empty: a commit
   std::string shard_size = "5GB";
   std::string json;
+  bool universal = false;
 };
 
 std::uint64_t shard_bytes(const std::string& text) {
@@ -117,7 +118,20 @@ Json write_weights(const ExportArguments& arguments) {
   return report_json(arguments, borrowed.front()->step(), report);
 }
 
+// Files of torch.save are PyTorch's to write.
+int name_universal_command(const ExportArguments& arguments) {
+  std::string which = arguments.step.empty() ? "" : " --step " + arguments.step;
+  if (!arguments.from.empty()) which += " --kept " + arguments.from;
+  complain(
+      "hoist export: a universal checkpoint of DeepSpeed's is written by hoist's Python package:\n"
+      "  python -m hoist.torch.deepspeed export {} --to {}{} --config FILE\n"
+      "FILE is the JSON that DeepSpeed will continue with.\n",
+      arguments.stores.front(), arguments.to, which);
+  return kBadInput;
+}
+
 int export_store(const ExportArguments& arguments) {
+  if (arguments.universal) return name_universal_command(arguments);
   Json report;
   try {
     check_json(arguments.json);
@@ -169,6 +183,8 @@ Command add_export(CLI::App& app) {
   command->add_option("--shard-size", arguments->shard_size, "Begin another file before one holds more than this")
       ->capture_default_str()
       ->type_name("BYTES");
+  command->add_flag("--universal", arguments->universal,
+                    "Weights, moments and step for DeepSpeed: names the Python command that writes them");
   command->add_option("--json", arguments->json, "Write what was exported as JSON to this file");
   command->footer(
       "Example: hoist export /local_nvme --to weights/ --dtype bf16\n"

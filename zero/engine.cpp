@@ -29,8 +29,13 @@ Engine::~Engine() = default;
 
 Engine Engine::create(Runtime& runtime, const EngineOptions& options, Model model, const Initializer& initializer,
                       std::span<const std::byte> caller_state) {
+  return create(runtime, options, std::move(model), InitialState{.masters = initializer}, caller_state);
+}
+
+Engine Engine::create(Runtime& runtime, const EngineOptions& options, Model model, const InitialState& state,
+                      std::span<const std::byte> caller_state) {
   auto core = std::make_unique<detail::EngineCore>(runtime, options, std::move(model));
-  core->create(initializer, caller_state);
+  core->create(state, caller_state);
   return Engine(std::move(core));
 }
 
@@ -215,8 +220,8 @@ void Engine::write(ParameterId parameter, State state, std::uint64_t first_eleme
   core_->run([&] { core_->write(parameter, state, first_element, values); });
 }
 
-void Engine::replace_state(std::uint64_t step, const Initializer& masters, const MomentInitializer& moments) {
-  core_->run([&] { core_->replace_state(step, masters, moments); });
+void Engine::replace_state(const InitialState& state) {
+  core_->run([&] { core_->replace_state(state); });
 }
 
 void Engine::change_masters(const Initializer& change) {

@@ -48,6 +48,11 @@ class Engine {
   // fails alone is named to the others.
   static Engine create(Runtime& runtime, const EngineOptions& options, Model model, const Initializer& initializer,
                        std::span<const std::byte> caller_state = {});
+  // [J] The same with state that another program's training has come to. Its first commit is of `state.step`, and holds
+  // all of it: a crash before that leaves no commit. Such a store has a directory of its own below the offload
+  // directory, like one that takes over from other ranks. Errors: also UsageError for a value that cannot be committed.
+  static Engine create(Runtime& runtime, const EngineOptions& options, Model model, const InitialState& state,
+                       std::span<const std::byte> caller_state = {});
   // [J] An engine that continues from the newest commit that every rank has, or from a kept step (RestoreOptions).
   // Commits after that one are then abandoned, kept steps stay. If another number of ranks made the commit, its state
   // is distributed anew into a store of its own below the offload directory. That needs room there, and every rank must
@@ -118,7 +123,7 @@ class Engine {
   // [J] Replaces the whole state, as if `step` steps had been applied: for state that another program made. Gradients
   // that wait for step() are dropped. With a store of steps, one commit. Errors: UsageError for fewer steps than were
   // committed; after any other error, an initializer's included, the engine has failed and the last commit stays.
-  void replace_state(std::uint64_t step, const Initializer& masters, const MomentInitializer& moments);
+  void replace_state(const InitialState& state);
   // [J] Changes masters of trainable parameters, in the same way: `change` finds the present values in its `out`, and
   // replaces those that it wants to.
   void change_masters(const Initializer& change);

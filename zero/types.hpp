@@ -15,6 +15,7 @@
 #include <hoist/core/strong_id.hpp>
 #include <hoist/optim_cpu/optimizer.hpp>
 #include <hoist/platform/stream.hpp>
+#include <hoist/zero/update/loss_scale.hpp>
 
 namespace hoist {
 
@@ -86,9 +87,19 @@ struct ParameterPlace {
 // row-major. A pure function of its arguments: it is asked for this rank's shard only, in pieces of any size.
 using Initializer = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;
 
-// Likewise values of State::moment1 and State::moment2.
+// The same for a moment that the optimizer keeps of a trainable parameter (Engine::keeps).
 using MomentInitializer =
-    std::function<void(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out)>;
+    std::function<void(ParameterId parameter, State moment, std::uint64_t first_element, std::span<float> out)>;
+
+// What a run begins with. A fresh one has masters only. A run that another program began also has what that program's
+// optimizer came to: the engine then continues with the step after `step`.
+struct InitialState {
+  Initializer masters{};
+  MomentInitializer moments{};  // empty: they begin at zero
+  std::uint64_t step = 0;       // steps applied so far, by which bias correction and the learning-rate schedule count
+  // Of a dynamic loss scale (EngineOptions::loss_scale). Empty: it begins as the options say.
+  std::optional<LossScaler::State> loss_scale{};
+};
 
 struct StepOptions {
   // Kept in the commit of this step and given back by restore(): data position, random state, schedules. Worth giving

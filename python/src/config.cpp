@@ -141,6 +141,12 @@ void bind_config(nb::module_& module) {
           "has_schedule",
           [](const Config& c) { return !std::holds_alternative<ConstantRate>(c.engine.learning_rate_schedule); },
           "Whether a section `scheduler` sets the learning rate.")
+      .def(
+          "learning_rate",
+          [](const Config& c, std::uint64_t applied_steps, double group_rate) {
+            return learning_rate(c.engine.learning_rate_schedule, applied_steps, group_rate);
+          },
+          "applied_steps"_a, "group_rate"_a, "By the section `scheduler`, of the step after so many others.")
       .def_prop_ro(
           "optimizer", [](const Config& c) { return c.engine.optimizer_defaults; },
           "Settings of parameters that are in no group of their own.");

@@ -10,6 +10,7 @@
 
 #include <hoist/config/config.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/printable.hpp>
 #include <hoist/interchange/safetensors.hpp>
 
 #include "bindings.hpp"
@@ -17,6 +18,7 @@
 namespace hoist::python {
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace {
 
@@ -94,6 +96,9 @@ void translate(const std::exception_ptr& pointer, void*) {
 }  // namespace
 
 void bind_errors(nb::module_& module) {
+  module.def(
+      "printable", [](const std::string& text) { return printable(text); }, "text"_a,
+      "The text with control characters and what is not UTF-8 written out, for errors and logs about files.");
   types = new Types();
   const auto builtin = [](PyObject* type) { return nb::borrow(type); };
   const nb::object base = builtin(PyExc_Exception);

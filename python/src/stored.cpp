@@ -5,6 +5,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -12,6 +13,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <hoist/core/error.hpp>
@@ -131,6 +133,14 @@ void bind_stored(nb::module_& module) {
                        return std::vector(model.parameters().begin(), model.parameters().end());
                      });
                    })
+      .def_prop_ro(
+          "loss_scale",
+          [](Stored& s) -> std::optional<std::tuple<double, std::uint64_t, std::uint32_t>> {
+            const auto scaler = s.ask([](StoredModel& model) { return model.loss_scaler(); });
+            if (!scaler) return std::nullopt;
+            return std::make_tuple(scaler->scale, scaler->steps_without_overflow, scaler->hysteresis_left);
+          },
+          "(scale, steps without an overflow, overflows until it is lowered); None without a dynamic loss scale.")
       .def("caller_state", &caller_state, "rank"_a = 0, "As the program gave it to step() or save().")
       .def(
           "read",

@@ -139,12 +139,13 @@ void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable u
   Engine& engine = unit_manager.engine();
   const nb::gil_scoped_release release;
   const std::lock_guard lock(unit_manager.engine_mutex());
-  engine.replace_state(
-      step,
-      [&](ParameterId parameter, std::uint64_t first, std::span<float> out) { masters.fill(parameter, first, out); },
-      [&](ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
-        (state == State::moment1 ? moments1 : moments2).fill(parameter, first, out);
-      });
+  engine.replace_state({.masters = [&](ParameterId parameter, std::uint64_t first,
+                                       std::span<float> out) { masters.fill(parameter, first, out); },
+                        .moments =
+                            [&](ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
+                              (state == State::moment1 ? moments1 : moments2).fill(parameter, first, out);
+                            },
+                        .step = step});
 }
 
 }  // namespace hoist::python

@@ -71,11 +71,11 @@ void UnitManager::abandon(const std::string& why) noexcept {
   unbind();
 }
 
-void UnitManager::initialize(const Initializer& initializer) {
+void UnitManager::initialize(const InitialState& state, std::span<const std::byte> caller_state) {
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
-  engine_ = Engine::create(runtime(), options_.engine, model_, initializer);
+  engine_ = Engine::create(runtime(), options_.engine, model_, state, caller_state);
   keeps_all_up_ = engine_->keeps_gathered();
 }
 

@@ -96,7 +96,7 @@ class UnitManager {
 
   // [C] Makes the engine. restore() may follow either: the engine then ends, and a new one continues from the commit or
   // kept step; whatever made the old one fail is left behind with it.
-  void initialize(const Initializer& initializer);
+  void initialize(const InitialState& state, std::span<const std::byte> caller_state = {});
   RestoreReport restore(const std::string& from);
   // [C] Commits the present state, with `caller_state`, and gives back memory, threads and the store; restore() or
   // wake() makes them anew. Until then other calls are UsageErrors. Pre: as of Engine::save(). Errors: those of it, and

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <tuple>
 
 #include <fmt/format.h>
 #include <nanobind/nanobind.h>
@@ -13,6 +14,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <hoist/config/config.hpp>
@@ -43,8 +45,30 @@ std::span<const std::byte> bytes_of(const nb::bytes& state) {
 
 void initialize(UnitManager& unit_manager, nb::callable unit_values) {
   UnitValues values(unit_manager.model(), std::move(unit_values));
-  unit_manager.initialize(
-      [&](ParameterId parameter, std::uint64_t first, std::span<float> out) { values.fill(parameter, first, out); });
+  unit_manager.initialize({.masters = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    values.fill(parameter, first, out);
+  }});
+}
+
+// Asks values(parameter, state, first_element, out) for every piece of every state, so that nothing is held here.
+void begin_at(UnitManager& unit_manager, const nb::callable& values, std::uint64_t step,
+              const std::optional<std::tuple<double, std::uint64_t, std::uint32_t>>& loss_scale,
+              const nb::bytes& caller_state) {
+  const auto ask = [&](ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
+    const nb::gil_scoped_acquire acquire;
+    const nb::ndarray<nb::pytorch, float, nb::ndim<1>, nb::device::cpu> array(out.data(), {out.size()});
+    values(parameter.index, state, first, nb::cast(array, nb::rv_policy::reference));
+  };
+  InitialState state{.masters = [&](ParameterId parameter, std::uint64_t first,
+                                    std::span<float> out) { ask(parameter, State::master, first, out); },
+                     .moments = ask,
+                     .step = step};
+  if (loss_scale) {
+    const auto [scale, steps_without_overflow, hysteresis_left] = *loss_scale;
+    state.loss_scale = {
+        .scale = scale, .steps_without_overflow = steps_without_overflow, .hysteresis_left = hysteresis_left};
+  }
+  unit_manager.initialize(state, bytes_of(caller_state));
 }
 
 void initialize_from(UnitManager& unit_manager, const std::string& path,
@@ -55,7 +79,7 @@ void initialize_from(UnitManager& unit_manager, const std::string& path,
                                                  return found == names.end() ? parameter : found->second;
                                                },
                                            .allow_unused = allow_unused};
-  unit_manager.initialize(interchange::fill_from(path, unit_manager.model().parameters(), options));
+  unit_manager.initialize({.masters = interchange::fill_from(path, unit_manager.model().parameters(), options)});
 }
 
 // --- weights out -----------------------------------------------------------------------------------------------------
@@ -244,6 +268,9 @@ void bind_unit_manager(nb::module_& module) {
           "name"_a, "(parameter, unit, offset in the unit's memory in bytes)")
       .def("initialize", &initialize, "unit_values"_a)
       .def("initialize_from", &initialize_from, "path"_a, "names"_a, "allow_unused"_a = false)
+      .def("begin_at", &begin_at, "values"_a, "step"_a, "loss_scale"_a, "caller_state"_a,
+           "Begins with what another program's training came to: values(parameter, state, first_element, out) fills a "
+           "tensor. loss_scale: None, or (scale, steps without an overflow, overflows until it is lowered).")
       .def("find_commit",
            [](UnitManager& unit_manager) {
              const nb::gil_scoped_release release;

@@ -58,6 +58,16 @@ TEST_F(Export, HoldsTheMastersBitByBit) {
   }
 }
 
+// Files of torch.save are PyTorch's to write.
+TEST_F(Export, NamesTheCommandThatWritesForDeepSpeed) {
+  test::make_store(path("store"), 1, 2);
+  const auto result = run("export store --to there --universal --step 2");
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.errors,
+              HasSubstr("python -m hoist.torch.deepspeed export store --to there --step 2 --config FILE"));
+  EXPECT_FALSE(fs::exists(path("there")));
+}
+
 TEST_F(Export, Bf16HoldsTheWeightsOfTheForwardPass) {
   const test::Masters masters = test::make_store(path("store"), 2, 2);
   ASSERT_EQ(run("export store --to weights --dtype bf16 --shard-size 100kB").exit_code, 0);

@@ -100,3 +100,49 @@ def has_values(parameter):
     except RuntimeError as error:
         assert "are not loaded" in str(error)
         return False
+
+
+class TinyBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 11), nn.Linear(11, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    """A few hundred parameters with whatever checkpoints have to tell apart: tied and frozen ones, and a buffer that changes."""
+
+    def __init__(self, width=8, layers=2):
+        super().__init__()
+        self.token = nn.Embedding(TINY_VOCABULARY, width)
+        self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(layers))
+        self.fixed = nn.Linear(width, width, bias=False)
+        self.fixed.weight.requires_grad_(False)
+        self.head = nn.Linear(width, TINY_VOCABULARY, bias=False)
+        self.head.weight = self.token.weight
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, tokens):
+        if self.training:
+            self.calls += 1
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.fixed(x))
+
+
+TINY_VOCABULARY = 16
+
+
+def tiny_batch(step, batch=4, length=8):
+    """(inputs, targets) of sequences with a rule to learn, and an exception now and then."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = [torch.randint(0, TINY_VOCABULARY, (batch,), generator=generator)]
+    for _ in range(length):
+        surprise = torch.rand(batch, generator=generator) < 0.1
+        tokens.append(torch.where(surprise, torch.randint(0, TINY_VOCABULARY, (batch,), generator=generator),
+                                  (5 * tokens[-1] + 3) % TINY_VOCABULARY))
+    tokens = torch.stack(tokens, 1)
+    return tokens[:, :-1], tokens[:, 1:]

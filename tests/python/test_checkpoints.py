@@ -260,7 +260,7 @@ def test_what_was_not_saved_is_not_loaded(settings, tmp_path, caplog):
         engine.load_checkpoint(tmp_path / "d", tag="b")
     (tmp_path / "e" / "global_step7").mkdir(parents=True)
     (tmp_path / "e" / "global_step7" / "mp_rank_00_model_states.pt").touch()
-    with pytest.raises(hoist.UsageError, match="zero_to_fp32"):
+    with pytest.raises(hoist.UsageError, match="moments and all: wrap"):
         engine.load_checkpoint(tmp_path / "e", tag="global_step7")
     with pytest.raises(hoist.UsageError, match="whole"):
         engine.load_checkpoint(tmp_path / "c", load_module_only=True)

@@ -69,9 +69,13 @@ void take(const StateOfAll& all, ParameterId parameter, State state, std::uint64
 }
 
 void replace(ToyModel& model, std::uint64_t step, const StateOfAll& all) {
-  model.engine().replace_state(
-      step, [&](ParameterId p, std::uint64_t first, std::span<float> out) { take(all, p, State::master, first, out); },
-      [&](ParameterId p, State state, std::uint64_t first, std::span<float> out) { take(all, p, state, first, out); });
+  const auto moments = [&](ParameterId p, State state, std::uint64_t first, std::span<float> out) {
+    take(all, p, state, first, out);
+  };
+  model.engine().replace_state({.masters = [&](ParameterId p, std::uint64_t first,
+                                               std::span<float> out) { take(all, p, State::master, first, out); },
+                                .moments = moments,
+                                .step = step});
 }
 
 class GivenState : public testing::TestWithParam<Placement> {

@@ -62,6 +62,11 @@ Engine& ToyModel::initialize(const Initializer& initializer, std::span<const std
   return engine_.emplace(Engine::create(runtime_, options_, model_, initializer, state));
 }
 
+Engine& ToyModel::begin(const InitialState& state) {
+  close();
+  return engine_.emplace(Engine::create(runtime_, options_, model_, state));
+}
+
 const RestoreReport& ToyModel::restore(const RestoreOptions& restore_options) {
   close();
   return *engine_.emplace(Engine::restore(runtime_, options_, model_, restore_options)).restored();

@@ -47,6 +47,7 @@ class ToyModel {
   ToyModel(Runtime& runtime, const EngineOptions& options, const ToyShape& shape = {});
   Engine& initialize(std::span<const std::byte> state = {}) { return initialize(fill(), state); }
   Engine& initialize(const Initializer& initializer, std::span<const std::byte> state = {});
+  Engine& begin(const InitialState& state);
   const RestoreReport& restore(const RestoreOptions& restore_options = {});
   std::optional<std::uint64_t> find_commit() { return Engine::find_commit(runtime_, options_); }
   std::vector<KeptStep> find_kept() { return Engine::find_kept(runtime_, options_); }

@@ -304,11 +304,24 @@ void StoreSearch::refuse_others() const {
   // Before any rank touches its own files: those that another rank lacks at the moment are worth nothing without these.
   if (!source && look({}, std::nullopt).came_further) throw incomplete_store({});
   if (!source || (source->directory.order == 0 && source->same_ranks)) return;  // create() sees it
-  throw CommonStoreError(
+  throw used_store(*source);
+}
+
+void StoreSearch::refuse_any() const {
+  if (const auto source = find(std::nullopt)) throw used_store(*source);
+}
+
+CommonStoreError StoreSearch::used_store(const RestoreSource& source) const {
+  return CommonStoreError(
       fmt::format("the store in {} holds step {} of a run of {} ranks; continue it (Engine::restore(), hoist-gpt "
                   "--resume, resume=True in Python), or "
                   "remove the directory",
-                  source->directory.in(options_.store_directory), source->commits.front().step, source->world_size));
+                  source.directory.in(options_.store_directory), source.commits.front().step, source.world_size));
+}
+
+std::uint64_t StoreSearch::newest_order() const {
+  const std::vector<StoreDirectory> stores = directories();
+  return stores.empty() ? 0 : stores.front().order;
 }
 
 // From what was found under the lock: whoever held it before may have committed meanwhile.

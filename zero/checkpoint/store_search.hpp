@@ -70,9 +70,12 @@ class StoreSearch {
   std::vector<KeptStep> find_kept() const;           // [J]
   // [J] Every store that any rank sees, newest first.
   std::vector<StoreDirectory> directories() const;
+  std::uint64_t newest_order() const;  // [J] of them; 0 where there is none
   // [J] CommonStoreError when a fresh start would overlook, or overwrite, a training: of another number of ranks, or
   // one that only some ranks hold.
   void refuse_others() const;
+  // [J] The same where a fresh start would make a store of its own: CommonStoreError when there is a commit.
+  void refuse_any() const;
   // [J] The commits among these that every rank of the job lists, newest first. `store_number`: of the store that lists
   // them.
   std::vector<CommonCommit> common(std::span<const tiers::CommitHeader> commits, std::uint64_t store_number) const;
@@ -91,6 +94,7 @@ class StoreSearch {
 
  private:
   CommonStoreError incomplete_store(const StoreDirectory& where) const;
+  CommonStoreError used_store(const RestoreSource& source) const;
   int agree_on_world_size(const std::string& directory) const;  // of the store there; 0: no manifest can be read
   RestoreSource look(const StoreDirectory& where, const std::optional<std::string>& from) const;
 

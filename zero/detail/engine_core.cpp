@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <utility>
 
@@ -173,9 +174,9 @@ void EngineCore::require_model() const {
                     "multiply its loss by Engine::loss_scale(), or remove the section fp16");
 }
 
-Initializer EngineCore::committable(const Initializer& initializer) const {
-  return [this, &initializer](ParameterId parameter, std::uint64_t first, std::span<float> out) {
-    initializer(parameter, first, out);
+Initializer EngineCore::checked_masters(const Initializer& masters) const {
+  return [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
+    masters(parameter, first, out);
     for (const float value : out) {
       const ParameterSpec& spec = table.spec(parameter);
       if (master_is_committable(value, spec.dtype)) continue;
@@ -187,20 +188,50 @@ Initializer EngineCore::committable(const Initializer& initializer) const {
   };
 }
 
-void EngineCore::create(const Initializer& initializer, std::span<const std::byte> program_state) {
-  if (!initializer) throw UsageError("Engine::create() needs an Initializer, which makes the initial values");
+MomentInitializer EngineCore::checked_moments(const MomentInitializer& moments) const {
+  if (!moments) return {};
+  return [&](ParameterId parameter, State moment, std::uint64_t first, std::span<float> out) {
+    moments(parameter, moment, first, out);
+    for (const float value : out) {
+      if (std::isfinite(value) && (moment != State::moment2 || value >= 0)) continue;
+      throw UsageError(fmt::format("{} cannot be a {} moment of parameter '{}'", value,
+                                   moment == State::moment1 ? "first" : "second", table.spec(parameter).name));
+    }
+  };
+}
+
+// One that begins at a later step took its state over: of such a store, a first commit that only some ranks have is
+// known to be worth nothing.
+StoreDirectory EngineCore::directory_for(const InitialState& state) {
+  if (ranks.job().size() > 1) {
+    const double scale = state.loss_scale ? state.loss_scale->scale : 0;
+    comm::agree(ranks.job(), random_bits(state.step, std::bit_cast<std::uint64_t>(scale)),
+                fmt::format("begin at step {}, loss scale {}", state.step, scale));
+  }
+  const StoreSearch search(ranks, options);
+  search.refuse_others();
+  if (state.step == 0 || options.store_directory.empty()) return {};
+  search.refuse_any();
+  remove_unfinished_stores(ranks, options, /*after=*/0, {});
+  return new_store_directory(search.newest_order() + 1, runtime.world_size());
+}
+
+void EngineCore::create(const InitialState& state, std::span<const std::byte> program_state) {
+  if (!state.masters) throw UsageError("Engine::create() needs an Initializer, which makes the initial values");
   make([&] {
     ranks.compare_groups(options, [&] { require_model(); });
     ranks.agree_on_model("Engine::create()", table, options, settings.groups());
     ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
-    StoreSearch(ranks, options).refuse_others();
+    const StoreDirectory directory = directory_for(state);
     refuse_used_mirror(ranks, options);
-    make_parts({}, StoreUse::create);
+    make_parts(directory, StoreUse::create);
+    settings.step_count = state.step;
+    if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
     const Ledger::Apart apart(runtime.ledger());
     try {
       ranks.all_together("make its initial state", [&] {
-        checkpoints->open_step(0);
-        state_access->fill(committable(initializer), unused_staging_buffer());
+        checkpoints->open_step(state.step);
+        state_access->fill(checked_masters(state.masters), unused_staging_buffer(), checked_moments(state.moments));
       });
       open_mirror();
     } catch (...) {
@@ -209,7 +240,7 @@ void EngineCore::create(const Initializer& initializer, std::span<const std::byt
     }
     checkpoints->set_state(CommitState::of(settings.scaler, program_state));
     if (!checkpoints->on_nvme()) return;
-    checkpoints->commit_open(0).wait();
+    checkpoints->commit_open(state.step).wait();
     book_io();
   });
 }
@@ -385,9 +416,7 @@ void EngineCore::reshard(const RestorePlan& plan, const std::string& from) {
                             : "what came after it is lost with the store");
   }
   remove_unfinished_stores(ranks, options, plan.from_mirror ? 0 : plan.source.directory.order, plan.passed_over);
-  const std::vector<StoreDirectory> stores = search.directories();
-  const std::uint64_t newest = stores.empty() ? 0 : stores.front().order;
-  make_parts(new_store_directory(newest + 1, runtime.world_size()), StoreUse::create);
+  make_parts(new_store_directory(search.newest_order() + 1, runtime.world_size()), StoreUse::create);
   use_state(former->commit_state(), step);
   const Ledger::Apart apart(runtime.ledger());
   ranks.all_together("take over the state", [&] {
@@ -591,28 +620,23 @@ void EngineCore::change_state(const char* call, std::uint64_t step, const std::f
   book_io();
 }
 
-void EngineCore::replace_state(std::uint64_t step, const Initializer& masters, const MomentInitializer& moments) {
-  if (!masters || !moments) throw UsageError("replace_state() needs values of masters and of moments");
-  if (checkpoints->on_nvme() && step < settings.step_count) {
+void EngineCore::replace_state(const InitialState& state) {
+  if (!state.masters) throw UsageError("replace_state() needs an Initializer, which makes the values of masters");
+  if (checkpoints->on_nvme() && state.step < settings.step_count) {
     throw UsageError(
         fmt::format("state of step {} cannot follow step {} in one store, whose newest commit would be the older one; "
                     "restore() goes back to a step that was kept, or use another directory",
-                    step, settings.step_count));
+                    state.step, settings.step_count));
   }
-  const MomentInitializer checked_moments = [&](ParameterId parameter, State state, std::uint64_t first,
-                                                std::span<float> out) {
-    moments(parameter, state, first, out);
-    for (const float value : out) {
-      if (std::isfinite(value) && (state == State::moment1 || value >= 0)) continue;
-      throw UsageError(fmt::format("{} is no moment of parameter '{}'", value, table.spec(parameter).name));
-    }
-  };
-  change_state("replace_state()", step, [&] { state_access->fill(committable(masters), {}, checked_moments); });
+  change_state("replace_state()", state.step, [&] {
+    if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
+    state_access->fill(checked_masters(state.masters), {}, checked_moments(state.moments));
+  });
 }
 
 void EngineCore::change_masters(const Initializer& change) {
   if (!change) throw UsageError("change_masters() needs values");
-  change_state("change_masters()", settings.step_count, [&] { state_access->change_masters(committable(change)); });
+  change_state("change_masters()", settings.step_count, [&] { state_access->change_masters(checked_masters(change)); });
 }
 
 Completion EngineCore::save(const std::string& name, std::span<const std::byte> program_state,

@@ -41,7 +41,7 @@ class EngineCore {
   EngineCore(const EngineCore&) = delete;
   EngineCore& operator=(const EngineCore&) = delete;
 
-  void create(const Initializer& initializer, std::span<const std::byte> program_state);
+  void create(const InitialState& state, std::span<const std::byte> program_state);
   void restore(const RestoreOptions& options);
 
   // Runs a call. A UsageError or BudgetError leaves the engine as it was; any other error ends its life.
@@ -57,7 +57,7 @@ class EngineCore {
   void settle();
   void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
   void write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values);
-  void replace_state(std::uint64_t step, const Initializer& masters, const MomentInitializer& moments);
+  void replace_state(const InitialState& state);
   void change_masters(const Initializer& change);
   Completion save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options);
 
@@ -103,6 +103,11 @@ class EngineCore {
   template <typename Call>
   void make(Call call);
   void require_model() const;  // UsageError or ConfigError: it can be trained with these options
+  // The same values, each checked: UsageError for one that could not be committed.
+  Initializer checked_masters(const Initializer& masters) const;
+  MomentInitializer checked_moments(const MomentInitializer& moments) const;
+  // Where create() makes the store of a run that begins with that state. [J]
+  StoreDirectory directory_for(const InitialState& state);
   enum class StoreUse : std::uint8_t { create, open };
   void make_parts(const StoreDirectory& directory, StoreUse use);
   void lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);
@@ -120,7 +125,6 @@ class EngineCore {
 
   // [J] Runs `change` on the state within a commit of step `step`.
   void change_state(const char* call, std::uint64_t step, const std::function<void()>& change);
-  Initializer committable(const Initializer& initializer) const;  // which refuses values that cannot be committed
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
   void check_kept(ParameterId parameter, State state) const;  // UsageError: there is no such state
   void settle_together();  // [C] carries out what is pending; a failure is every rank's

@@ -26,11 +26,14 @@ from torch.optim.optimizer import ParamsT
 
 from hoist import _hoist
 from hoist.torch import distributed
+from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.engine import Engine
 from hoist.torch.estimates import Estimate, estimate_units, model_of
 from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer, refuse_schedule
 from hoist.torch.units import units_of
+
+ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
 
 __all__ = ["Engine", "Estimate", "Optimizer", "estimate", "initialize", "load_config", "units_of", "wrap"]
 
@@ -48,7 +51,8 @@ def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any]
          groups: ParamsT | None = None, unit_classes: Iterable[type[torch.nn.Module]] = (),
          weights: str | os.PathLike[str] | None = None, initialize: Initialize | None = None, optimizer: str | None = None,
          seed: int = 0, resume: bool = False, load_later: bool = False, scheduler: Any = None,
-         device: torch.device | str | None = None, mesh: Any = None, tensor_parallel: Any = None) -> Engine:
+         device: torch.device | str | None = None, mesh: Any = None, tensor_parallel: Any = None,
+         deepspeed: str | os.PathLike[str] | Checkpoint | None = None) -> Engine:
     """Moves a model's parameters and optimizer states to where the configuration wants them.
 
     groups         parameter groups as torch.optim takes them; settings they lack are the configuration's
@@ -66,10 +70,13 @@ def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any]
                    (mesh["dp"]) or a process group. The norm, skipped steps and commits are those of all ranks
     tensor_parallel  the ranks that hold slices of the same parameters. Slices are marked by an attribute of the parameter,
                    tensor_model_parallel = True (or model_parallel); the norm counts the others once
+    deepspeed      a checkpoint of DeepSpeed's to begin with: the directory with `latest`, a tag's own, or what
+                   hoist.torch.deepspeed.open() returned. With resume=True, where the store holds no run yet
     """
     return Engine(model, load_config(config), groups=groups, unit_classes=unit_classes, weights=weights,
                   initialize=initialize, optimizer=optimizer, seed=seed, resume=resume, load_later=load_later,
-                  scheduler=scheduler, device=device, mesh=mesh, tensor_parallel=tensor_parallel)
+                  scheduler=scheduler, device=device, mesh=mesh, tensor_parallel=tensor_parallel,
+                  deepspeed=deepspeed)
 
 
 def estimate(model: Any, config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config, *, world_size: int = 1,
@@ -93,6 +100,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
                unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | os.PathLike[str] | None = None,
                initialize: Initialize | None = None, seed: int = 0, resume: bool = False, load_later: bool = True,
                device: torch.device | str | None = None,
+               deepspeed: str | os.PathLike[str] | Checkpoint | None = None,
                ) -> tuple[Engine, Optimizer, torch.utils.data.DataLoader[Any] | None, Any]:
     """What deepspeed.initialize takes and returns: (engine, optimizer, dataloader, scheduler).
 
@@ -129,7 +137,8 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
         if not groups or not isinstance(groups[0], dict):
             groups = None  # plain parameters: the configuration's settings
     engine = Engine(model, loaded, groups=groups, unit_classes=unit_classes, weights=weights, initialize=initialize,
-                    optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, **_groups_of(mpu))
+                    optimizer=kind, seed=seed, resume=resume, load_later=load_later, device=device, deepspeed=deepspeed,
+                    **_groups_of(mpu))
     if client_groups is not None:
         engine.optimizer.adopt(client_groups)
     scheduler = lr_scheduler

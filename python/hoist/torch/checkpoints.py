@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from hoist import _hoist
+from hoist.torch.deepspeed.files import shown
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
@@ -84,9 +85,9 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     tag = str(tag)
     folder = os.path.join(directory, tag)
     if glob.glob(os.path.join(glob.escape(folder), "*_states.pt")):
-        raise _hoist.UsageError(
-            f"{folder} was written by DeepSpeed: its zero_to_fp32.py makes weights of it (--safe_serialization), and "
-            "weights=... begins with them; moments begin at zero then")
+        raise _hoist.UsageError(shown(
+            f"{folder} was written by DeepSpeed. Begin with it, moments and all: wrap(..., deepspeed={folder!r}) or "
+            "initialize(..., deepspeed=...), in a store that holds no run yet"))
     kept = engine.kept()
     if any_tag and tag not in kept:
         tag = _newest_saved(engine, kept, directory, tag)

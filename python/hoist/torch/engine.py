@@ -24,6 +24,10 @@ from torch.optim.optimizer import ParamsT
 from hoist import _hoist
 from hoist.optim import options_of
 from hoist.torch import checkpoints, distributed, initial, program_state, vertical
+from hoist.torch.deepspeed.adoption import Adoption
+from hoist.torch.deepspeed.checkpoint import Checkpoint
+from hoist.torch.deepspeed.checkpoint import open as open_checkpoint
+from hoist.torch.deepspeed.files import shown
 from hoist.torch.devices import device_of
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
@@ -46,7 +50,8 @@ class Engine:
                  weights: str | os.PathLike[str] | None = None,
                  initialize: Initialize | None = None, optimizer: str | None = None, seed: int = 0, resume: bool = False,
                  scheduler: Any = None, load_later: bool = False, device: torch.device | str | None = None,
-                 mesh: Any = None, tensor_parallel: Any = None):
+                 mesh: Any = None, tensor_parallel: Any = None,
+                 deepspeed: str | os.PathLike[str] | Checkpoint | None = None):
         self._refuse_wrapped(model, optimizer)
         refuse_schedule(scheduler)
         self.module = model
@@ -71,6 +76,8 @@ class Engine:
         cut = units_of(model, unit_classes)
         if not cut.units:
             raise _hoist.UsageError("the model has no parameters")
+        if deepspeed is not None and weights is not None:
+            raise _hoist.UsageError("deepspeed=... brings its own weights: leave out weights=...")
         self._cut = cut
         self.device = device_of(config, device)
         self._parameters = Parameters(model, cut, dtype_of(config), self.device, self._between_passes)
@@ -97,7 +104,13 @@ class Engine:
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         sources = self._parameters.move(self._unit_manager, self.device)
         initial.materialize_buffers(model, initialize)
-        self._bring_to_life(sources, None if weights is None else os.fspath(weights), initialize, seed, resume, load_later)
+        if not self._find_run(resume, load_later):
+            if deepspeed is not None:
+                checkpoint = deepspeed if isinstance(deepspeed, Checkpoint) else open_checkpoint(deepspeed)
+                self._adopt(checkpoint, Adoption(checkpoint, cut, self._parameters.places, sources,
+                                                 [config.optimizer, *options], group_of))
+            else:
+                self._begin(sources, None if weights is None else os.fspath(weights), initialize, seed)
         del sources
         self._parameters.place_buffers()
         self._parameters.note_versions()
@@ -165,15 +178,19 @@ class Engine:
                 raise _hoist.UsageError(f"parameter '{names[id(parameter)]}' requires gradients and is in no group")
         return given, group_of
 
-    def _bring_to_life(self, sources: dict[int, torch.Tensor], weights: str | None, initialize: Initialize | None,
-                       seed: int, resume: bool, load_later: bool) -> None:
-        if (resume or load_later) and self._unit_manager.find_commit() is not None:
-            if resume:
-                step, state = self._unit_manager.restore()
-                self.restored = True
-                self._load_commit_state(bytes(state))
-                _log.info("resuming at step %d", step)
-        elif weights is not None:
+    def _find_run(self, resume: bool, load_later: bool) -> bool:
+        """Whether the store holds a run, which `resume` continues and `load_later` leaves to load_checkpoint()."""
+        if not (resume or load_later) or self._unit_manager.find_commit() is None:
+            return False
+        if resume:
+            step, state = self._unit_manager.restore()
+            self.restored = True
+            self._load_commit_state(bytes(state))
+            _log.info("resuming at step %d", step)
+        return True
+
+    def _begin(self, sources: dict[int, torch.Tensor], weights: str | None, initialize: Initialize | None, seed: int) -> None:
+        if weights is not None:
             found = initial.tensor_names(weights)
             names = {}
             for alias, name in self._cut.aliases.items():
@@ -184,6 +201,16 @@ class Engine:
         else:
             self._unit_manager.initialize(initial.InitialValues(
                 self._cut.units, sources, self._parameters.places, initialize or initial.default_initialize, seed))
+
+    def _adopt(self, checkpoint: Checkpoint, adoption: Adoption) -> None:
+        """Begins where DeepSpeed's run was, as if its last step had been committed here."""
+        state = adoption.program_state(self.config, dict(self._parameters.persistent_buffers()))
+        packed = program_state.pack(state["program"], state["schedule"], state["rates"], state["buffers"],
+                                    schedule_lags=False, skipped_steps=state["skipped_steps"])
+        self._unit_manager.begin_at(adoption, checkpoint.step, checkpoint.loss_scale, packed)
+        self.restored = True
+        self._load_commit_state(packed)
+        _log.info("continuing from step %d of %s", checkpoint.step, shown(checkpoint.path))
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -409,8 +436,9 @@ class Engine:
 
     def _commit_state(self, schedule_lags: bool) -> bytes:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return program_state.pack(self.state, self._lr_scheduler, rates, dict(self._parameters.persistent_buffers()),
-                                  schedule_lags=schedule_lags, skipped_steps=self._skipped_steps)
+        return program_state.pack(self.state, program_state.schedule_of(self._lr_scheduler), rates,
+                                  dict(self._parameters.persistent_buffers()), schedule_lags=schedule_lags,
+                                  skipped_steps=self._skipped_steps)
 
     def _load_commit_state(self, data: bytes) -> None:
         self._saved = program_state.unpack(data)

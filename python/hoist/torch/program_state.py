@@ -27,15 +27,20 @@ def room_for(buffers: dict[str, torch.Tensor]) -> int:
     return sum(4 * (b.nbytes + 2) // 3 + len(name) + 200 for name, b in buffers.items())
 
 
-def pack(program: dict[str, Any], scheduler: Any, rates: list[float], buffers: dict[str, torch.Tensor], *,
+def schedule_of(scheduler: Any) -> dict[str, Any] | None:
+    """The state of a scheduler, as far as it has a state_dict()."""
+    return scheduler.state_dict() if scheduler is not None and hasattr(scheduler, "state_dict") else None
+
+
+def pack(program: dict[str, Any], schedule: dict[str, Any] | None, rates: list[float], buffers: dict[str, torch.Tensor], *,
          schedule_lags: bool, skipped_steps: int) -> bytes:
-    """`scheduler` has its plain numbers written down, as far as it has a state_dict(). `schedule_lags`: it will be stepped
-    for this commit's step, but has not been yet."""
+    """`schedule` has its plain numbers written down. `schedule_lags`: its scheduler will be stepped for this commit's step,
+    but has not been yet."""
     state: dict[str, Any] = {"program": program, "rates": rates, "schedule_lags": schedule_lags}
     if skipped_steps > 0:
         state["skipped_steps"] = skipped_steps
-    if scheduler is not None and hasattr(scheduler, "state_dict"):
-        state["scheduler"] = {k: v for k, v in scheduler.state_dict().items() if _is_plain(v)}
+    if schedule is not None:
+        state["scheduler"] = {k: v for k, v in schedule.items() if is_plain(v)}
     if buffers:
         state["buffers"] = {name: _text_of(b) for name, b in buffers.items()}
     return json.dumps(state).encode()
@@ -72,9 +77,10 @@ def _text_of(buffer: torch.Tensor) -> list[Any]:
     return [str(buffer.dtype), list(buffer.shape), base64.b64encode(raw.numpy().tobytes()).decode()]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether JSON can hold it."""
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(v) for v in value)
+        return all(is_plain(v) for v in value)
     if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
     return isinstance(value, (int, float, str, bool, type(None)))

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that begins with the state of a DeepSpeed checkpoint: what of the model is which of the file's parameters, and
+whether they fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hoist import _hoist
+from hoist.torch.deepspeed.checkpoint import Checkpoint
+from hoist.torch.deepspeed.files import refuse, shown
+from hoist.torch.program_state import is_plain
+from hoist.torch.units import Model
+
+_log = logging.getLogger("hoist")
+
+_SETTINGS = {"weight_decay": "weight_decay", "eps": "epsilon", "betas": "betas"}  # a rate is the schedule's
+
+
+class Adoption:
+    """`begin_at(values=...)` asks it for every element."""
+
+    def __init__(self, checkpoint: Checkpoint, cut: Model, places: dict[int, int], sources: dict[int, torch.Tensor],
+                 options_of_group: Sequence[_hoist.OptimizerOptions], group_of: dict[int, int]):
+        """`places`: the engine's number of each parameter, by its id; `sources`: values that the model was built with."""
+        self._checkpoint = checkpoint
+        self._name: dict[int, str] = {}  # the engine's number of a parameter -> its name in the checkpoint
+        self._built: dict[int, torch.Tensor] = {}  # of frozen ones that the checkpoint leaves out
+        self._differences: set[str] = set()
+        self._group_count = max(1, len(options_of_group) - 1)
+        self._match(cut, places, sources, options_of_group, group_of)
+
+    def __call__(self, parameter: int, state: _hoist.State, first: int, out: torch.Tensor) -> None:
+        if (built := self._built.get(parameter)) is not None:
+            out.copy_(built.view(-1)[first:first + out.numel()])
+        elif state == _hoist.State.master or self._checkpoint.has_moments:
+            self._checkpoint.read(self._name[parameter], state, first, out)
+        else:
+            out.zero_()
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def _match(self, cut: Model, places: dict[int, int], sources: dict[int, torch.Tensor],
+               options_of_group: Sequence[_hoist.OptimizerOptions], group_of: dict[int, int]) -> None:
+        checkpoint = self._checkpoint
+        names: dict[str, list[str]] = {}  # of each parameter, all that it has
+        for alias, name in cut.aliases.items():
+            names.setdefault(name, []).append(alias)
+        used: set[str] = set()
+        missing = []
+        for unit in cut.units:
+            for name, parameter in unit.parameters.items():
+                here = [name, *names.get(name, ())]
+                there = next((known for n in here for known in (n, checkpoint.tied.get(n)) if known in checkpoint.spans), None)
+                if there is None and (parameter.requires_grad or id(parameter) not in sources):
+                    missing.append(name)
+                    continue
+                number = places[id(parameter)]
+                if there is None:
+                    self._built[number] = sources[id(parameter)].detach().to("cpu").contiguous()
+                    continue
+                used.add(there)
+                self._name[number] = there
+                self._compare(name, there, parameter, options_of_group[group_of.get(id(parameter), -1) + 1])
+        unknown = sorted((checkpoint.parameters.keys() | checkpoint.frozen.keys()) - used)
+        if missing or unknown:
+            refuse(f"{checkpoint.path} is of another model: it lacks {missing[:5] or 'nothing'}"
+                   f"{' and others' if len(missing) > 5 else ''}, and has {unknown[:5] or 'nothing'}"
+                   f"{' and others' if len(unknown) > 5 else ''} that this one does not. Build the model as the DeepSpeed run "
+                   "did (names count), or begin with weights alone (weights=...)")
+        if self._built:
+            _log.info("%d frozen parameters are not in %s, and keep the values that the model was built with", len(self._built),
+                      shown(checkpoint.path))
+
+    def _compare(self, name: str, there: str, parameter: torch.nn.Parameter, options: _hoist.OptimizerOptions) -> None:
+        checkpoint = self._checkpoint
+        shape = (checkpoint.parameters | checkpoint.frozen)[there]
+        if shape != parameter.shape:
+            refuse(f"{checkpoint.path}: parameter '{there}' is {tuple(shape)}, and {tuple(parameter.shape)} here: it is of "
+                   "another model")
+        if not parameter.requires_grad:
+            return
+        if there not in checkpoint.parameters:
+            refuse(f"{checkpoint.path}: parameter '{there}' was frozen, and has no moments; here it requires gradients. Freeze "
+                   "it (requires_grad_(False)), or begin with weights alone (weights=...)")
+        if options.kind not in ("AdamW", "Adam"):
+            raise _hoist.UsageError(f"{options.kind} cannot continue with Adam's moments: configure AdamW or Adam, or begin "
+                                    "with weights alone (weights=...)")
+        self._compare_settings(there, options)
+
+    def _compare_settings(self, there: str, options: _hoist.OptimizerOptions) -> None:
+        """The configuration counts. What differs is said once."""
+        checkpoint = self._checkpoint
+        group = checkpoint.groups[checkpoint.group_of[there]]
+        for key, name in _SETTINGS.items():
+            here: Any = (options.beta1, options.beta2) if key == "betas" else getattr(options, name)
+            before = group.get(key)
+            before = tuple(before) if isinstance(before, (list, tuple)) else before
+            if before is not None and before != here and key not in self._differences:
+                self._differences.add(key)
+                _log.warning("%s", shown(f"{key} of '{there}' was {before} in DeepSpeed, and is {here} from here on"))
+
+    # --- what is not a parameter's -----------------------------------------------------------------------------------
+
+    def program_state(self, config: _hoist.Config, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """As program_state.pack() takes it, and as a commit of hoist's own would have it."""
+        checkpoint = self._checkpoint
+        kept = {key: value for key, value in checkpoint.client_state.items() if is_plain(value)}
+        if left := sorted(checkpoint.client_state.keys() - kept.keys()):
+            _log.warning("%s", shown(
+                f"client state {left[:5]} of {checkpoint.path} is no JSON, and is not in engine.state: "
+                "hoist.torch.deepspeed.open(...).client_state has it"))
+        found = {}
+        for name, buffer in buffers.items():
+            if name not in checkpoint.buffers:
+                _log.warning("buffer '%s' is not in %s, and keeps its value", name, shown(checkpoint.path))
+            elif checkpoint.buffers[name].shape != buffer.shape:
+                refuse(f"{checkpoint.path}: buffer '{name}' is {tuple(checkpoint.buffers[name].shape)}, and "
+                       f"{tuple(buffer.shape)} here: it is of another model")
+            else:
+                found[name] = checkpoint.buffers[name]
+        return {"program": kept, "rates": [float(group.get("lr", 0)) for group in checkpoint.groups],
+                "schedule": self._schedule(config), "buffers": found,
+                "skipped_steps": max(0, checkpoint.global_steps - checkpoint.step)}
+
+    def _schedule(self, config: _hoist.Config) -> dict[str, Any] | None:
+        """Of a scheduler of the program's; one of the configuration follows from the step."""
+        checkpoint = self._checkpoint
+        scheduler = checkpoint.scheduler
+        own = isinstance(checkpoint.ds_config.get("scheduler"), dict)
+        if own != config.has_schedule:
+            _log.warning("%s", shown(
+                f"{checkpoint.path}: the DeepSpeed run {'had' if own else 'had no'} section `scheduler`, and this configuration "
+                f"{'has one' if config.has_schedule else 'has none'}: the learning rate goes on as it says here"))
+        if not config.has_schedule:
+            if own or scheduler is None:
+                return None
+            if self._group_count != len(checkpoint.groups):
+                _log.warning("%s: its scheduler is of %d parameter groups, and there are %d here: a scheduler begins anew. Pass "
+                             "groups=... as the DeepSpeed run did", shown(checkpoint.path), len(checkpoint.groups),
+                             self._group_count)
+                return None
+            return scheduler
+        at = (scheduler or {}).get("last_batch_iteration")
+        if own and isinstance(at, int) and at + 1 != checkpoint.step:
+            _log.warning("%s: its schedule had made %d steps and its optimizer %d: the schedule goes on from the latter",
+                         shown(checkpoint.path), at + 1, checkpoint.step)
+        return None

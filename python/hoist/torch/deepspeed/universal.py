@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store's commit as a universal checkpoint, which DeepSpeed continues on any number of ranks.
+
+DeepSpeed reads a directory for each parameter, and beside them what is not a parameter's. ZeRO 1 and 2 expect other files
+there than ZeRO 3 does. Memory: one parameter's values at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import types
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import hoist.store
+from hoist import _hoist
+from hoist.torch.deepspeed.checkpoint import KEYS
+from hoist.torch.deepspeed.files import shown
+
+if TYPE_CHECKING:
+    from hoist.torch import ConfigSource
+
+_DEEPSPEED_VERSION = "0.19.0"  # whose files these are like; DeepSpeed asks for a version
+
+
+class _LossScaler:
+    """Pickled as DeepSpeed's DynamicLossScaler, which need not be installed."""
+
+    def __init__(self, state: tuple[float, int, int], config: _hoist.Config, global_steps: int):
+        scale, steps_without_overflow, hysteresis = state
+
+        def setting(key: str, default: Any) -> Any:
+            value = config.setting(f"fp16.{key}")
+            return default if value is None else value
+
+        self.cur_scale, self.cur_iter, self.cur_hysteresis = scale, global_steps, hysteresis
+        self.last_overflow_iter = global_steps - steps_without_overflow - 1
+        self.scale_factor, self.scale_window = 2.0, int(setting("loss_scale_window", 1000))
+        self.min_scale = setting("min_loss_scale", 1)
+        self.delayed_shift = int(setting("hysteresis", 2))
+        self.consecutive_hysteresis = bool(setting("consecutive_hysteresis", False))
+        self.raise_error_at_min_scale, self.dynamic, self.dtype = True, True, torch.float16
+
+
+class _Pickler(pickle._Pickler):  # whose methods its type stubs leave out
+    """Writes DeepSpeed's name of a class that is none of its own."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if obj is not _LossScaler:
+            super().save_global(obj, name)  # type: ignore[misc]
+            return
+        self.write(pickle.GLOBAL + b"deepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n")  # type: ignore[attr-defined]
+        self.memoize(obj)  # type: ignore[attr-defined]
+
+    dispatch = {**pickle._Pickler.dispatch, type: save_global}  # type: ignore[dict-item]
+
+
+def _save(values: Any, *path: str) -> None:
+    os.makedirs(os.path.join(*path[:-1]), exist_ok=True)
+    with open(os.path.join(*path), "wb") as file:
+        torch.save(values, file, pickle_module=types.SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: ConfigSource, *, step: int | None = None,
+           kept: str = "", stage: int | None = None, tag: str | None = None) -> str:
+    """Writes a commit of a store as DeepSpeed's universal checkpoint; returns its directory, `to`/TAG.
+
+    DeepSpeed continues it with `"checkpoint": {"load_universal": true}` and engine.load_checkpoint(to).
+
+    config  what DeepSpeed will continue with: optimizer, schedule and loss scale are written as it asks for them
+    step    of the commit; by default the newest. kept: or a step that was kept under a name
+    stage   ZeRO stage that DeepSpeed will continue with, if the configuration does not say
+    tag     by default global_stepN
+
+    Errors: UsageError for another optimizer than Adam and AdamW, and a directory that is there already; those of a store.
+    """
+    from hoist.torch import load_config
+    loaded = load_config(config)
+    zero: Any = stage if stage is not None else loaded.setting("zero_optimization.stage")
+    if zero not in (1, 2, 3):
+        raise _hoist.UsageError(f"universal checkpoints are of ZeRO stages 1, 2 and 3, and the configuration says {zero}: set "
+                                "zero_optimization.stage, or pass stage=... (--stage)")
+    with hoist.store.open(store, step, kept) as stored:
+        return _Export(stored, loaded, int(zero)).write(os.fspath(to), tag)
+
+
+class _Export:
+    def __init__(self, stored: hoist.store.Stored, config: _hoist.Config, stage: int):
+        self._stored = stored
+        self._config = config
+        self._stage = stage
+        state = stored._model.caller_state()
+        self._program: dict[str, Any] = json.loads(state) if state else {}
+        if self._program.get("scheduler") and self._program.get("schedule_lags") and not config.has_schedule:
+            raise _hoist.UsageError(
+                f"step {stored.step} was committed before the program's scheduler went on with it, so that the next learning "
+                "rate is not known: end the run with engine.save().wait(), and export that")
+        self._trained = [name for name, parameter in stored.parameters.items() if parameter.trainable]
+        for name in self._trained:
+            if "/" in name or "\0" in name or name in ("", ".", ".."):
+                raise _hoist.UsageError(shown(f"parameter '{name}' has no name that a directory could have"))
+
+    def write(self, to: str, tag: str | None) -> str:
+        tag = f"global_step{self._global_steps}" if tag is None else tag
+        if os.path.basename(tag) != tag or tag in ("", ".", ".."):
+            raise _hoist.UsageError(f"'{tag}' is no name of a directory below {to}")
+        directory, partial = os.path.join(to, tag), os.path.join(to, tag + ".partial")
+        if os.path.exists(directory):
+            raise _hoist.UsageError(f"{directory} is there already: remove it, or name another with tag=... (--tag)")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            self._write_parameters(os.path.join(partial, "zero"))
+            _save(self._optimizer(), partial, "zero", "optimizer_state.pt")
+            name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if self._stage == 3 else "mp_rank_00_model_states.pt"
+            _save(self._model(), partial, name)
+            os.rename(partial, directory)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        pointer = os.path.join(to, "latest_universal")
+        with open(pointer + ".partial", "w", encoding="utf-8") as file:
+            file.write(tag)
+        os.replace(pointer + ".partial", pointer)
+        return directory
+
+    def _write_parameters(self, directory: str) -> None:
+        for name in self._trained:
+            for state, key in KEYS.items():
+                values = self._stored.read(name, state)
+                _save(values.view(-1) if self._stage == 3 else {"param": values, "cat_dim": 0}, directory, name, f"{key}.pt")
+            if self._stage != 3:
+                _save(self._step, directory, name, "step.pt")
+
+    @property
+    def _global_steps(self) -> int:
+        return self._stored.step + int(self._program.get("skipped_steps", 0))
+
+    @property
+    def _step(self) -> int | torch.Tensor:
+        """As the optimizer counts that DeepSpeed will use: its own have integers, PyTorch's tensors."""
+        own = isinstance(self._config.setting("optimizer.type"), str) and self._config.setting(
+            "optimizer.params.torch_adam") is not True
+        return self._stored.step if own else torch.tensor(float(self._stored.step))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The rate of the next step; all else stays as DeepSpeed's configuration has it."""
+        rates = self._program.get("rates") or [self._config.optimizer.learning_rate]
+        return [{"lr": self._config.learning_rate(self._stored.step, float(rate))} for rate in rates]
+
+    def _optimizer(self) -> dict[str, Any]:
+        clip: Any = self._config.gradient_clipping
+        state: dict[str, Any] = {"dynamic_loss_scale": False, "overflow": False, "clip_grad": clip, "zero_stage": self._stage,
+                                 "partition_count": 1 if self._stage == 3 else [1], "ds_version": _DEEPSPEED_VERSION}
+        if (scale := self._stored._model.loss_scale) is not None:
+            state |= {"dynamic_loss_scale": True, "loss_scaler": _LossScaler(scale, self._config, self._global_steps)}
+        groups = self._groups()
+        if self._stage == 3:
+            # DeepSpeed takes the settings of its first group for all.
+            base = {"state": {0: {"step": self._step}},
+                    "param_groups": [{**group, "params": [0] if index == 0 else []} for index, group in enumerate(groups)]}
+            return state | {"optimizer_state_dict": base, "param_groups": groups}
+        return state | {"param_groups": [{**group, "params": [index]} for index, group in enumerate(groups)]}
+
+    def _model(self) -> dict[str, Any]:
+        shapes = OrderedDict((name, torch.Size(self._stored.parameters[name].shape)) for name in self._trained)
+        # One entry for each parameter group, of which a store does not know the members. DeepSpeed does not ask.
+        no_others: list[Any] = [] if self._stage == 3 else [OrderedDict() for _ in self._groups()[1:]]
+        schedule = self._program.get("scheduler") or None
+        if self._config.has_schedule:
+            schedule = {"last_batch_iteration": self._stored.step - 1}
+        program: dict[str, Any] = self._program.get("program") or {}
+        return {
+            **program,
+            "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": [shapes, *no_others],
+            "frozen_param_shapes": None, "shared_params": {}, "frozen_param_fragments": None, "lr_scheduler": schedule,
+            "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": set(),
+            "skipped_steps": self._global_steps - self._stored.step, "global_steps": self._global_steps,
+            "dp_world_size": 1, "mp_world_size": 1, "ds_config": {}, "ds_version": _DEEPSPEED_VERSION,
+            "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+        }

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// A run begins with what another program's training came to, and goes on as if it had been here from the start:
+// masters, moments, step and loss scale, on any number of ranks. Until its first commit is whole, there is none.
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+#include <map>
+#include <optional>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/zero/checkpoint/store_directory.hpp>
+#include <hoist/zero/checkpoint/stored_model.hpp>
+
+#include "toy_program.hpp"
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr std::uint64_t kBefore = 5;  // with fp16 some are skipped
+constexpr std::uint64_t kLast = 9;
+
+// The state of a commit, as a program of another kind would hand it over.
+InitialState state_of(StoredModel& stored) {
+  return {.masters = [&stored](ParameterId parameter, std::uint64_t first,
+                               std::span<float> out) { stored.read(parameter.index, State::master, first, out); },
+          .moments = [&stored](ParameterId parameter, State moment, std::uint64_t first,
+                               std::span<float> out) { stored.read(parameter.index, moment, first, out); },
+          .step = stored.step(),
+          .loss_scale = stored.loss_scaler()};
+}
+
+class InitialStateTest : public testing::TestWithParam<std::tuple<Placement, DType>> {
+ protected:
+  InitialStateTest() {
+    shape_.dtype = std::get<1>(GetParam());
+    first_ = setup(Placement::nvme, "first");
+    ToyTraining before(first_, shape_);
+    before.model.equal_gradients = true;
+    before.model.initialize();
+    before.model.train(1, kBefore);
+    step_before_ = before.engine().step_count();
+    scale_before_ = before.engine().loss_scale();
+  }
+
+  // Without clipping, so that the number of ranks does not matter.
+  ToySetup setup(Placement placement, const std::string& name) const {
+    ToySetup setup = toy_setup(placement, placement, placement == Placement::nvme ? directory_ / name : "");
+    setup.engine.gradient_clipping = 0;
+    if (shape_.dtype == DType::fp16) {
+      setup.engine.weights_dtype = DType::fp16;
+      setup.engine.loss_scale = toy_loss_scale();
+    }
+    return setup;
+  }
+  ToySetup other() const { return setup(std::get<0>(GetParam()), "second"); }
+
+  // What the first run comes to when it goes on by itself.
+  Digests undisturbed() {
+    ToyTraining run(first_, shape_);
+    run.model.equal_gradients = true;
+    run.model.restore();
+    return go_on(run.model);
+  }
+  static Digests go_on(ToyModel& model) {
+    model.losses.clear();
+    model.train(model.engine().step_count() + 1, kLast);
+    model.engine().settle();
+    return digests_of(model);
+  }
+  // Begins the second run on so many ranks; the state is read on all of them at once.
+  void begin(
+      int ranks, const std::function<void(int, ToyModel&)>& then,
+      const std::function<void(InitialState&)>& change = [](InitialState&) {}) {
+    on_ranks(ranks, [&](int rank, const Runtime::MakeCommunicator& join) {
+      StoredModel stored(first_.engine.store_directory);
+      InitialState state = state_of(stored);
+      change(state);
+      const ToySetup setup = other();
+      Runtime runtime(setup.runtime, join);
+      ToyModel model(runtime, setup.engine, shape_);
+      model.equal_gradients = true;
+      model.begin(state);
+      then(rank, model);
+    });
+  }
+  std::optional<std::uint64_t> found_commit() const {
+    ToyTraining run(other(), shape_);
+    return run.model.find_commit();
+  }
+
+  TempDirectory directory_;
+  ToyShape shape_;
+  ToySetup first_;
+  std::uint64_t step_before_ = 0;
+  float scale_before_ = 0;
+};
+INSTANTIATE_TEST_SUITE_P(Engine, InitialStateTest,
+                         testing::Combine(testing::Values(Placement::pinned, Placement::nvme),
+                                          testing::Values(DType::bf16, DType::fp16)));
+
+TEST_P(InitialStateTest, GoesOnAsTheFirstRunDoes) {
+  std::map<int, Digests> after;
+  for (const int ranks : {1, 2}) {
+    std::filesystem::remove_all(directory_ / "second");
+    begin(ranks, [&](int rank, ToyModel& model) {
+      EXPECT_EQ(model.engine().step_count(), step_before_);
+      EXPECT_EQ(model.engine().loss_scale(), scale_before_);
+      const Digests mine = go_on(model);
+      if (rank == 0) after[ranks] = mine;
+    });
+  }
+  const Digests expected = undisturbed();
+  EXPECT_EQ(after[1], expected);
+  after[2].losses = expected.losses;
+  EXPECT_EQ(after[2], expected);
+}
+
+// As of a change of ranks, by which tools and restores find it.
+TEST_P(InitialStateTest, IsCommittedWholeOrNotAtAll) {
+  if (std::get<0>(GetParam()) != Placement::nvme) GTEST_SKIP() << "nothing is committed before the first save()";
+  unsigned calls = 0;
+  EXPECT_THAT(
+      [&] {
+        begin(
+            1, [](int, ToyModel&) {},
+            [&](InitialState& state) {
+              state.moments = [&calls, moments = state.moments](ParameterId p, State moment, std::uint64_t first,
+                                                                std::span<float> out) {
+                if (++calls == 7) throw StoreError("the file ends here");
+                moments(p, moment, first, out);
+              };
+            });
+      },
+      testing::ThrowsMessage<StoreError>(HasSubstr("the file ends here")));
+  EXPECT_EQ(calls, 7u);
+  EXPECT_EQ(found_commit(), std::nullopt);
+
+  begin(1, [](int, ToyModel&) {});
+  EXPECT_EQ(found_commit(), step_before_);
+  EXPECT_EQ(detail::store_directories(other().engine.store_directory).size(), 1u);
+  ToyTraining resumed(other(), shape_);
+  resumed.model.equal_gradients = true;
+  EXPECT_EQ(resumed.model.restore().step, step_before_);
+  EXPECT_EQ(go_on(resumed.model).master, undisturbed().master);
+  resumed.model.close();
+  EXPECT_THAT([&] { begin(1, [](int, ToyModel&) {}); },
+              testing::ThrowsMessage<StoreError>(HasSubstr("of a run of 1 ranks; continue it")));
+}
+
+// A rank that dies before its first commit leaves nothing to go on from: the next attempt begins anew.
+TEST_P(InitialStateTest, AFirstCommitThatARankLacksIsReplaced) {
+  if (std::get<0>(GetParam()) != Placement::nvme) GTEST_SKIP() << "nothing is committed before the first save()";
+  begin(2, [](int, ToyModel&) {});
+  const std::string store = other().engine.store_directory;
+  const auto places = detail::store_directories(store);
+  ASSERT_EQ(places.size(), 1u);
+  for (const auto& entry : std::filesystem::directory_iterator(places[0].in(store)))
+    if (entry.path().filename().string().starts_with("rank-00001")) std::filesystem::remove(entry.path());
+  on_ranks(2, [&](int, const Runtime::MakeCommunicator& join) {
+    const ToySetup setup = other();
+    Runtime runtime(setup.runtime, join);
+    EXPECT_EQ(Engine::find_commit(runtime, setup.engine), std::nullopt);
+  });
+  begin(2, [&](int rank, ToyModel& model) {
+    if (rank == 0) {
+      EXPECT_EQ(model.engine().committed_step(), step_before_);
+    }
+  });
+}
+
+TEST_P(InitialStateTest, RefusesMomentsThatCannotBeCommitted) {
+  const auto with = [&](State wanted, float value) {
+    begin(
+        1, [](int, ToyModel&) {},
+        [=](InitialState& state) {
+          state.moments = [=](ParameterId, State moment, std::uint64_t, std::span<float> out) {
+            std::ranges::fill(out, moment == wanted ? value : 0.0f);
+          };
+        });
+  };
+  EXPECT_THAT([&] { with(State::moment1, std::numeric_limits<float>::infinity()); },
+              testing::ThrowsMessage<UsageError>(HasSubstr("inf cannot be a first moment of parameter 'unit0")));
+  EXPECT_THAT([&] { with(State::moment2, -1); },
+              testing::ThrowsMessage<UsageError>(HasSubstr("-1 cannot be a second moment of parameter 'unit0")));
+}
+
+}  // namespace
+}  // namespace hoist::test
