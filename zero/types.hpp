@@ -83,7 +83,7 @@ struct ParameterPlace {
 // row-major. A pure function of its arguments: it is asked for this rank's shard only, in pieces of any size.
 using Initializer = std::function<void(ParameterId parameter, std::uint64_t first_element, std::span<float> out)>;
 
-// Likewise values of State::moment1 and State::moment2.
+// Writes values of State::moment1 or State::moment2, as Initializer writes masters.
 using MomentInitializer =
     std::function<void(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out)>;
 

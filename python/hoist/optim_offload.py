@@ -6,7 +6,8 @@ this rank's part, it updates them on the CPU while they stream, and the new weig
 parameters. Gradients are expected to be averaged over the ranks already, as DistributedDataParallel does it, and are clipped,
 scaled and accumulated by the program.
 
-The parameters are what counts: where the program has changed one, the master becomes that value, unless it rounds to it.
+The program's parameters decide: if the program has changed an element, its master becomes that value, unless the master rounds
+to it already.
 """
 
 from __future__ import annotations
