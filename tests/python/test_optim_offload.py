@@ -593,6 +593,9 @@ def test_divided_states_are_consolidated_on_one_rank(tmp_path):
     ranks = on_two_ranks(tmp_path, "store", True, last=5, program=RANKS + """
 optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does it before the first step
 train_with_ddp(ddp, optimizer, rank, size, 0, 5)
+sent = optimizer._offloaded.statistics()["links"]["wire"] / 5
+half = sum(p.nbytes for p in model.parameters()) / 2
+assert half <= sent < 1.5 * half, (sent, half)  # this rank's new weights, and no gradients
 with pytest.raises(hoist.UsageError, match="consolidate_state_dict"):
     optimizer.state_dict()
 optimizer.consolidate_state_dict(to=1)
