@@ -6,7 +6,8 @@ this rank's part, it updates them on the CPU while they stream, and the new weig
 parameters. Gradients are expected to be averaged over the ranks already, as DistributedDataParallel does it, and are clipped,
 scaled and accumulated by the program.
 
-The parameters are what counts: where the program has changed one, the master becomes that value, unless it rounds to it.
+The program's parameters decide: if the program has changed an element, its master becomes that value, unless the master rounds
+to it already.
 """
 
 from __future__ import annotations
@@ -398,7 +399,7 @@ class Offloaded:
         self._consolidated = states if is_wanted else None
 
     def states(self, groups: list[dict[str, Any]]) -> dict[int, Any]:
-        if not self._is_divided:
+        if not self._is_divided or self.step_count == 0:  # before the first step there is nothing to collect
             return self._collect(groups, is_wanted=True)
         if self._consolidated is None:
             raise _hoist.UsageError("the states are divided among ranks: call consolidate_state_dict(to=RANK) on all of them "
@@ -482,7 +483,7 @@ class Offloaded:
 
     def abandon(self, error: BaseException) -> None:
         """Other ranks, who may wait for this one, stop with a CommError."""
-        if self._unit_manager.is_open and not (isinstance(error, SystemExit) and not error.code):
+        if self._is_divided and self._unit_manager.is_open and not (isinstance(error, SystemExit) and not error.code):
             self._unit_manager.abandon(text_of(error))
 
 
@@ -508,7 +509,7 @@ def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager]) -> None:
         return
     why = text_of(getattr(sys, "last_value", None))
     try:
-        if why and alive.is_open:
+        if why and alive.is_open and alive.world_size > 1:
             alive.abandon(why)
         alive.close()
     except _hoist.Error as error:

@@ -17,16 +17,16 @@
 
 namespace hoist::python {
 
-// [J] A step with these gradients, and weights() if it was applied. A gradient of address 0 is none: it counts as
-// zeros.
+// [J] Makes a step with these gradients, and copies the new weights out if it was applied. Address 0 means that a
+// parameter has no gradient, which counts as zeros.
 StepReport step_tensors(UnitManager& unit_manager, const std::vector<std::uintptr_t>& gradients,
                         const std::vector<DType>& dtypes, const std::vector<std::uintptr_t>& weights,
                         std::span<const std::byte> caller_state);
 // [C] Writes the present weights into the program's tensors.
 void copy_weights(UnitManager& unit_manager, const std::vector<std::uintptr_t>& weights);
-// [J] Where a value, in its parameter's type, is not the master's rounding, it becomes the master.
+// [J] Makes each value the master of its element, unless the master rounds to it already.
 void change_masters(UnitManager& unit_manager, nb::callable unit_values);
-// [J] All state, as of `step`. The callables are those of UnitValues.
+// [J] Replaces all state by that of step `step`. UnitValues says what the callables return.
 void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable unit_masters, nb::callable unit_moments1,
                    nb::callable unit_moments2);
 

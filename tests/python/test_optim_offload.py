@@ -16,6 +16,7 @@ from torch import nn
 import hoist
 import hoist.optim
 import hoist.optim_offload
+import hoist.store
 from models import Gpt, batches, loss_of
 
 in_memory = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="states in memory are beside CPU tensors")
@@ -197,6 +198,19 @@ def test_states_in_memory_are_committed_as_often_as_asked(tmp_path):
     assert program.optimizer.step_count == 4
     assert_equal(program.bits(), at_four)
     program.optimizer.close()
+
+
+def test_the_store_has_the_parameters_names(tmp_path):
+    model = gpt()
+    with hoist.optim.AdamW(model.named_parameters(), **place("nvme", tmp_path)) as optimizer:
+        weights = dict(zip(dict(model.named_parameters()), train(model, optimizer, 0, 2), strict=True))
+    with hoist.store.open(tmp_path / "store") as stored:
+        assert stored.step == 2
+        large = weights.pop("token.weight").flatten()
+        assert torch.equal(stored["token.weight[0:3000]"], large[:3000])
+        assert torch.equal(stored["token.weight[3000:3104]"], large[3000:])
+        for name in (name for name in stored if "[" not in name):
+            assert torch.equal(stored[name], weights[name])
 
 
 # --- state_dict ----------------------------------------------------------------------------------------------------------
@@ -577,7 +591,11 @@ def test_one_process_continues_what_two_divided(tmp_path):
 
 def test_divided_states_are_consolidated_on_one_rank(tmp_path):
     ranks = on_two_ranks(tmp_path, "store", True, last=5, program=RANKS + """
+optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does it before the first step
 train_with_ddp(ddp, optimizer, rank, size, 0, 5)
+sent = optimizer._offloaded.statistics()["links"]["wire"] / 5
+half = sum(p.nbytes for p in model.parameters()) / 2
+assert half <= sent < 1.5 * half, (sent, half)  # this rank's new weights, and no gradients
 with pytest.raises(hoist.UsageError, match="consolidate_state_dict"):
     optimizer.state_dict()
 optimizer.consolidate_state_dict(to=1)

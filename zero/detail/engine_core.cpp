@@ -610,7 +610,7 @@ void EngineCore::change_state(const char* call, std::uint64_t step, const std::f
     checkpoints->reopen_step(step);
     try {
       change();
-    } catch (const UsageError& error) {  // half of the state is another one by now
+    } catch (const UsageError& error) {  // a part of the state has been replaced
       throw Error(error.what());
     }
   });
