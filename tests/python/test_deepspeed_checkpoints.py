@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import shutil
 import signal
 import subprocess
@@ -350,6 +351,32 @@ def test_no_checkpoint_there(tmp_path, spoil):
     (path / "zero" / "blocks.1.up.bias" / "exp_avg.pt").unlink()
     text = refusal(path)
     assert "blocks.1.up.bias/exp_avg.pt is missing" in text
+
+
+@pytest.mark.parametrize("cell", ["zero2-bf16", "zero3-fp16", "zero2-bf16-universal"])
+def test_whatever_a_file_holds_is_read_or_refused(checkpoints, spoil, cell, monkeypatch):
+    from hoist.torch.deepspeed import files
+
+    path = spoil(cell)
+    load, source = files.load, random.Random(7)
+    monkeypatch.setattr(files, "load", lambda path, trusted: disturbed(load(path, trusted), source))
+    for attempt in range(150):
+        try:
+            hoist.torch.deepspeed.open(path)
+        except hoist.StoreError as error:
+            assert "\x1b" not in str(error), attempt
+
+
+def disturbed(value, source, depth=6):
+    """The same, with something of another kind at one place or more."""
+    if source.random() < 0.02:
+        return source.choice([None, -1, 2**70, float("nan"), "\x1b[2J", [], {}, {"a": 1}, [None, 3], torch.zeros(2, 3),
+                              torch.tensor(1j)])
+    if isinstance(value, dict) and depth > 0:
+        return {key: disturbed(held, source, depth - 1) for key, held in value.items() if source.random() > 0.01}
+    if isinstance(value, list) and depth > 0:
+        return [disturbed(held, source, depth - 1) for held in value]
+    return value
 
 
 class Malicious:

@@ -20,6 +20,8 @@ from hoist.torch.deepspeed.files import refuse
 # DeepSpeed's names of what the engine keeps of a parameter.
 KEYS = {_hoist.State.master: "fp32", _hoist.State.moment1: "exp_avg", _hoist.State.moment2: "exp_avg_sq"}
 
+_RANKS_MAX = 1 << 20  # more than any run has; a file that says so is damaged
+
 # Of a model file, what is DeepSpeed's own; whatever else there is, is the program's client state.
 _OWN_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
@@ -37,7 +39,13 @@ def open(directory: str | os.PathLike[str], tag: str | None = None, trusted: boo
     Errors: StoreError, naming the file and what helps.
     """
     folder = files.find(os.fspath(directory), tag)
-    return (_open_universal if folder.is_universal else _open_partitioned)(folder, trusted)
+    try:
+        return (_open_universal if folder.is_universal else _open_partitioned)(folder, trusted)
+    except _hoist.Error:
+        raise
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        refuse(f"{folder.path} is not as DeepSpeed 0.19 writes checkpoints ({type(error).__name__}: {str(error)[:200]}): its "
+               "files were changed, or another version wrote them")
 
 
 @dataclasses.dataclass
@@ -135,7 +143,7 @@ def _open_partitioned(folder: files.Folder, trusted: bool) -> Checkpoint:
     first_path, first = next(iter(sorted(folder.optimizer.items())))[1], loaded[min(loaded)]
     counts = first.get("partition_count")
     count = max(counts) if isinstance(counts, list) and counts else counts
-    if not isinstance(count, int):
+    if not isinstance(count, int) or not 0 < count <= _RANKS_MAX:
         refuse(f"{first_path} does not say how many ranks wrote it (partition_count)")
     if isinstance(counts, list) and len(set(counts)) > 1:
         refuse(f"{first_path} is of groups that were partitioned over different numbers of ranks {sorted(set(counts))}, as those "
@@ -393,7 +401,7 @@ def _applied(model: dict[str, Any]) -> int:
 def _as_step(value: Any) -> int | None:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    return int(value) if isinstance(value, (int, float)) and value >= 0 else None
+    return int(value) if isinstance(value, (int, float)) and 0 <= value < 2**53 else None
 
 
 def _step_in(state: dict[str, Any], groups: list[Any], group: int) -> int | None:
