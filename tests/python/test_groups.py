@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_distributed import at, results, start
 from torch import nn
 
 import hoist
 import hoist.torch
+from test_distributed import at, results, start
 
 STEPS = 4
 

@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-from test_distributed import results, start
 from test_processes import run_program
 from torch import nn
 
@@ -18,6 +17,7 @@ import hoist.optim
 import hoist.optim_offload
 import hoist.store
 from models import Gpt, batches, loss_of
+from test_distributed import results, start
 
 in_memory = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="states in memory are beside CPU tensors")
 BUDGETS = {"pinned_memory": "32MiB", "device_memory": "16MiB"}

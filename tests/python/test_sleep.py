@@ -5,11 +5,11 @@ import os
 
 import pytest
 import torch
-from test_distributed import at, results, start
 
 import hoist
 import hoist.torch
 from models import batches, loss_of
+from test_distributed import at, results, start
 from training import digests, make, train
 
 HALVES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}},

@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from test_distributed import at, results, start
 from torch import nn
 
 import hoist
 import hoist.torch
 from models import batches, loss_of
+from test_distributed import at, results, start
 from training import digests, make
 
 STEPS, COUNT = 4, 4
