@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a step() of hoist.optim.AdamW with offloaded states takes, against PyTorch's optimizers on CPU tensors.
+"""Compares the time of step() of hoist.optim.AdamW with offloaded states with that of PyTorch's optimizers, on CPU tensors.
 
     PYTHONPATH=build/release/python bench/offloaded_optimizer.py [--directory DIR] [--pairs N] [--millions N] [--json FILE]
 
@@ -41,7 +41,7 @@ def parameters(millions):
 
 
 def seconds(optimizer):
-    """Of one step, on the slowest rank."""
+    """The time of one step on the slowest rank."""
     if dist.is_initialized():
         dist.barrier()
     begin = time.perf_counter()

@@ -49,8 +49,8 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
 }
 
 // How the engine is set up for a placement, as far as the configuration leaves it open: units are fetched two ahead,
-// and two more stay. A state on NVMe has a few update buffers, or many: these take memory that could hold state, and in
-// return the drives go on working under kernels that need nothing of them.
+// and two more stay. If state is on NVMe, the variants have few or many update buffers. Many buffers take memory that
+// could hold state, but let the drives work while kernels run that need nothing from them.
 std::vector<EngineOptions> variants_of(const PlanQuestion& question, EngineOptions engine) {
   const auto open = [&](const char* key) { return !is_given(question.config, key); };
   std::uint64_t largest = 0;
@@ -185,7 +185,7 @@ std::vector<WhatIf> what_ifs(const PlanQuestion& question) {
   return all;
 }
 
-// From so many tokens on, a step takes no longer than its kernels, but for 2 %. Activations stay as they are.
+// The number of tokens from which on a step takes at most 2 % longer than its kernels. The memory plan stays the same.
 std::optional<double> free_tokens(const PlanQuestion& question, const PlanRow& row) {
   const auto is_free = [&](double tokens) {
     return predict_time(row.prediction, speeds_for(question, tokens)).expected_seconds <=
@@ -209,7 +209,7 @@ std::uint64_t divided(std::uint64_t bytes, bool by_ranks, int ranks) {
   return by_ranks ? divide_up(bytes, static_cast<std::uint64_t>(ranks)) : bytes;
 }
 
-// The stages with and without offload: what people know of ZeRO's papers, and what hoist makes of them.
+// Device memory of each ZeRO stage, with and without offload: by the formulas of ZeRO's papers, and as hoist has it.
 std::vector<ZeroRow> zero_table(const PlanQuestion& question) {
   const std::uint64_t count = question.model.model.parameter_count();
   const int ranks = question.world_size;

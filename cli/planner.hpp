@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/planner.hpp - lays a model out in every placement of its state on a machine, and ranks the placements by the time
-// of a step. Pure: the question has everything.
+// of a step. Pure: everything it needs is in the question.
 #pragma once
 
 #include <hoist/config/config.hpp>
@@ -19,7 +19,7 @@ struct PlanQuestion {
   RankLayout layout{};
   RuntimeOptions runtime{};  // with budgets
   int world_size = 1;
-  double tokens = 0;  // of a rank and step
+  double tokens = 0;  // for each rank and step
 };
 
 PlanReport plan_of(const PlanQuestion& question);

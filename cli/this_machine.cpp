@@ -62,7 +62,7 @@ std::vector<std::string> absolute(const std::vector<std::string>& directories) {
   return paths;
 }
 
-// Bytes a second of one drive, on average: all are read or written at once.
+// The average speed of one drive in bytes a second, while all drives are read or written at once.
 void measure_drives(const std::vector<std::string>& directories, const measure::StopFlag* stop, MachineSpec& spec) {
   const RuntimeOptions defaults;
   const std::uint64_t in_flight = defaults.aio_block_bytes * defaults.aio_queue_depth;
@@ -140,7 +140,7 @@ MachineSpec measure_now(const std::vector<std::string>& directories, const measu
   return spec;
 }
 
-// Nothing if there is no such file, or it is damaged or of another version: it is only a cache.
+// Returns nothing if there is no such file, or if it is damaged or of another version: it is only a cache.
 std::optional<MachineSpec> kept_in(const std::string& path) {
   if (!fs::exists(path)) return std::nullopt;
   try {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run goes on across DeepSpeed and hoist: the losses of 40 steps in DeepSpeed, beside those of 20 steps in one and 20
-in the other, by their checkpoints.
+"""Compares the losses of 40 steps in DeepSpeed with those of a run that makes 20 steps in DeepSpeed or hoist and, from their
+checkpoint, 20 steps in the other.
 
     python bench/deepspeed/checkpoints.py --deepspeed-python ~/deepspeed/bin/python [--stages 1 2 3] [--types fp32 bf16 fp16]
 
@@ -31,7 +31,7 @@ def config_of(stage: int, kind: str, micro_batch: int) -> dict:
 
 
 def model_of(kind: str):
-    """Of weights that every type can hold: DeepSpeed rounds its masters as well when it begins."""
+    """A model whose weights every type can hold, because DeepSpeed also rounds its masters at the start."""
     import torch
 
     from train import build

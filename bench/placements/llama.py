@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama of bytes: transformers' own, or the same layers in plain PyTorch where transformers is not installed."""
+"""A byte-level Llama: transformers' own, or the same layers in plain PyTorch where transformers is not installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 256
 
 
 def inner_width(width: int) -> int:
-    """Of the feed-forward part: Llama's two thirds of four times the width, in multiples of 64."""
+    """The width of the feed-forward part: Llama's two thirds of four times the width, in multiples of 64."""
     return (8 * width // 3 + 63) // 64 * 64
 
 

@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What offloading costs a PyTorch program: one Llama, its state in every place, at three batch sizes.
+"""Measures what offloading costs a PyTorch program: one Llama, its state in every place, at three batch sizes.
 
     PYTHONPATH=build/release/python python bench/placements/measure.py --directory DIR [--json FILE] [--cells NAME...]
 
 The model is trained in bf16 with AdamW over fp32 masters, blocks computed again in the backward pass, and the same tokens
 in each cell:
 
-    memory, memory-again  in PyTorch's memory, with torch.optim.AdamW: the measure of all others, before and after them
+    memory, memory-again  in PyTorch's memory, with torch.optim.AdamW: the baseline, measured before and after all others
     hoist-...             hoist.torch: everything on the device; the optimizer, or everything, in pinned memory or on NVMe
     deepspeed-pinned, -nvme    ZeRO-3 with offloaded parameters and optimizer, by the same JSON
     fsdp-pinned           FSDP2 with CPUOffloadPolicy
 
-Each cell is a process of its own that trains with all batch sizes in turn. What is not installed is said and left out. Per
-cell and batch size: the median time of a step after the warm-up; the practicality (the mean of the two times in memory
-divided by this one; 1 is ideal, and the two in memory are the control); of hoist how busy each link was, what the device
-waited for, and the digests of masters and moments after the last step, which must be the same in all its placements; the
-peak of device memory (what PyTorch reserved, and hoist's own; on the CPU only that) and of resident host memory, with
-hoist's pinned part.
+Each cell is a process of its own that trains with all batch sizes in turn. If an engine is not installed, its cells are left
+out with a message. Each cell reports, by batch size: the median time of a step after the warm-up; the practicality (the mean
+of the two times in memory divided by this one; 1 is ideal, and the two in memory are the control); for hoist, how busy
+each link was, what the device waited for, and the digests of masters and moments after the last step, which must be the same in
+all its placements; the peak of device memory (what PyTorch reserved, and hoist's own; on the CPU only that) and of resident
+host memory, with hoist's pinned part.
 
---device cpu runs the same in CPU memory with a small model, and says nothing about a GPU. --smoke is a tiny one there.
+--device cpu runs the same in CPU memory with a small model, and says nothing about a GPU. --smoke uses a tiny model there.
 
 Exit status: 0; 1 when a cell of hoist or the one in memory did not run, or hoist's placements ended in different bits; 77
 when PyTorch is not installed.
@@ -61,7 +61,7 @@ SHAPES = {
 
 
 def configuration(parameters: str, optimizer: str, arguments, store: str) -> dict:
-    """hoist's and DeepSpeed's."""
+    """The JSON configuration that hoist and DeepSpeed read."""
     on_gpu = arguments.device == "cuda"
     zero: dict = {"stage": 3}
     for key, place in (("offload_param", parameters), ("offload_optimizer", optimizer)):
@@ -86,7 +86,7 @@ def configuration(parameters: str, optimizer: str, arguments, store: str) -> dic
 
 
 def missing(engine: str) -> str:
-    """What the engine needs and is not installed."""
+    """The module that the engine needs, if it is not installed; otherwise an empty string."""
     wanted = {"hoist": "hoist._hoist", "deepspeed": "deepspeed", "fsdp": "torch.distributed.fsdp", "memory": "torch"}[engine]
     try:
         return "" if importlib.util.find_spec(wanted) else wanted

@@ -36,7 +36,7 @@ class Hoist:
         return self.engine(inputs)
 
     def figures(self, steps: int, seconds: float) -> dict:
-        """Of the last steps, and the digests of the state after them."""
+        """The figures of the last steps, and the digests of the state after them."""
         import hoist
 
         with open(self.metrics) as file:

@@ -74,7 +74,7 @@ class Autoencoder {
 };
 
 struct Outcome {
-  double loss_before = 0, loss_after = 0;  // of samples that are not trained on
+  double loss_before = 0, loss_after = 0;  // loss on samples that are not trained on
   float weight = 0;                        // the first element of W, in fp32
   std::uint64_t committed_step = 0;
 };

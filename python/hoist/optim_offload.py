@@ -44,7 +44,7 @@ _MOMENTS = (_hoist.State.moment1, _hoist.State.moment2)
 
 
 class OffloadArguments(TypedDict, total=False):
-    """What every optimizer of hoist.optim takes beside its own settings."""
+    """Arguments that every optimizer of hoist.optim takes beside its own settings."""
 
     offload: Literal["cpu", "nvme"] | None  # where masters and moments are; None: beside CPU parameters, in memory
     # The store: states with "nvme", commits with either. A list: on several drives.
@@ -61,7 +61,7 @@ class OffloadArguments(TypedDict, total=False):
 
 @dataclass
 class _Piece:
-    """A parameter, or elements [first, first + count) of a large one, as the engine has it."""
+    """One of the engine's parameters: a program's parameter, or elements [first, first + count) of a large one."""
 
     number: int
     parameter: nn.Parameter
@@ -306,7 +306,7 @@ class Offloaded:
                 self._rates[index] = rate
 
     def _note_versions(self) -> None:
-        """After the engine has written the parameters, of which autograd has to know."""
+        """Called after the engine has written the parameters, so that autograd learns of the change."""
         torch.autograd.graph.increment_version(self._parameters)
         self._versions = [parameter._version for parameter in self._parameters]
 
@@ -351,7 +351,7 @@ class Offloaded:
     # --- states ------------------------------------------------------------------------------------------------------
 
     def read(self, parameter: torch.Tensor, state: _hoist.State) -> torch.Tensor:
-        """[C] In fp32, in CPU memory."""
+        """[C] The values in fp32, in CPU memory."""
         values = torch.empty(parameter.numel(), device="cpu")
         for piece in self._pieces_of(parameter):
             self._unit_manager.read(piece.number, state, 0, piece.of(values).numpy())
@@ -373,7 +373,7 @@ class Offloaded:
         return pieces
 
     def _collect(self, groups: list[dict[str, Any]], is_wanted: bool) -> dict[int, Any]:
-        """[C] By the number that a parameter has in a state_dict()."""
+        """[C] The states, by the number that a parameter has in a state_dict()."""
         states: dict[int, Any] = {}
         step = self.step_count
         trained = {id(parameter) for parameter in self._parameters}
@@ -436,7 +436,7 @@ class Offloaded:
             group.update({key: saved[key] for key in ("lr", "initial_lr") if key in saved})
 
     def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
-        """By id of the parameter, and the number of steps that all of them are of. Nothing, and 0, before the first step."""
+        """The states by id of the parameter, and the step count of all of them: ({}, 0) before the first step."""
         trained = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         states: dict[int, SavedState] = {}
@@ -482,7 +482,7 @@ class Offloaded:
         self._unit_manager.close()
 
     def abandon(self, error: BaseException) -> None:
-        """Other ranks, who may wait for this one, stop with a CommError."""
+        """Makes the other ranks, which may be waiting for this one, stop with a CommError."""
         if self._is_divided and self._unit_manager.is_open and not (isinstance(error, SystemExit) and not error.code):
             self._unit_manager.abandon(text_of(error))
 
@@ -504,7 +504,7 @@ def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[li
 
 
 def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager]) -> None:
-    """At the end of the program: commits under way land. Other ranks are told of an end by an exception."""
+    """Runs at the end of the program and completes commits. If an exception ended the program, the other ranks are told."""
     if (alive := unit_manager()) is None:
         return
     why = text_of(getattr(sys, "last_value", None))

@@ -11,7 +11,7 @@ namespace hoist::python {
 
 namespace {
 
-// On the host device: no work on the stream outlives the call, which borrows its tensors.
+// On the host device, no work on the stream outlives the call, because the call only borrows its tensors.
 class EndOfWork {
  public:
   EndOfWork(Runtime& runtime, platform::StreamRef stream)

@@ -2,7 +2,7 @@
 // python/src/tensor_steps.hpp - an engine as an optimizer: weights and gradients are the program's own tensors
 // (hoist.optim). No module's hooks take part.
 //
-// Streams    Work is ordered by PyTorch's current stream, as UnitManager has it. On the host device everything is done
+// Streams    Work is ordered by PyTorch's current stream, as in UnitManager. On the host device everything is done
 //            when a call returns.
 // Threading  One thread at a time, with the GIL held; it is released while the engine works.
 // Memory     Tensors are borrowed: addresses of dense memory on the device, by ParameterId::index.
@@ -26,7 +26,7 @@ StepReport step_tensors(UnitManager& unit_manager, const std::vector<std::uintpt
 void copy_weights(UnitManager& unit_manager, const std::vector<std::uintptr_t>& weights);
 // [J] Makes each value the master of its element, unless the master rounds to it already.
 void change_masters(UnitManager& unit_manager, nb::callable unit_values);
-// [J] Replaces all state by that of step `step`. UnitValues says what the callables return.
+// [J] Replaces all state by the given state of step `step`. UnitValues says what the callables return.
 void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable unit_masters, nb::callable unit_moments1,
                    nb::callable unit_moments2);
 

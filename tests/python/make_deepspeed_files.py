@@ -62,13 +62,13 @@ def scheduler_of(optimizer):
 
 
 def groups_of(model) -> list[dict]:
-    """Matrices and the rest, as most programs have them."""
+    """Two groups: matrices, and the other parameters, as in most programs."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
 
 
 def train_cell(cell: str, to: str) -> None:
-    """One rank, by the environment of torchrun."""
+    """Trains as one rank; torchrun's environment variables say which."""
     import deepspeed
     import torch
 

@@ -52,7 +52,7 @@ def expected(checkpoints):
 
 
 def config_at(cell, path):
-    """What DeepSpeed had, with everything on NVMe here."""
+    """The configuration that DeepSpeed had, with everything on NVMe."""
     config = copy.deepcopy(config_of(cell))
     config["zero_optimization"] |= {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(path)},
                                     "offload_optimizer": {"device": "nvme", "nvme_path": str(path)}}
@@ -83,7 +83,7 @@ def go_on(engine, last=LAST, rank=0, ranks=1):
 
 
 def rates_of(engine, cell):
-    """Of the next step: the scheduler's, or the configuration's."""
+    """The learning rates of the next step, from the scheduler or the configuration."""
     return [group["lr"] for group in engine.optimizer.param_groups] if has_own_scheduler(cell) else engine.get_lr()
 
 
@@ -315,7 +315,7 @@ def test_files_of_two_steps(spoil):
 
 
 def test_a_step_that_deepspeed_s_own_adam_counts(spoil):
-    """In an integer, or, in older versions, in the parameter group."""
+    """The step count is an integer, or, in older versions, in the parameter group."""
     path = spoil("zero2-bf16")
     for rank in range(2):
         change(path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", lambda file: [
@@ -459,7 +459,7 @@ def test_load_checkpoint_says_how(checkpoints, tmp_path):
 
 @pytest.mark.parametrize("cell", ["zero1-bf16", "zero2-fp16", "zero3-fp16"])
 def test_goes_back(checkpoints, tmp_path, cell):
-    """What DeepSpeed reads is there, as its own converter writes it; and comes in again bit by bit."""
+    """The export has all that DeepSpeed reads, as its own converter writes it, and is imported again bit by bit."""
     engine = wrap(cell, tmp_path / "store", deepspeed=checkpoints / cell)
     scale = engine.optimizer.loss_scale
     engine.save().wait()  # its scheduler is where the step is

@@ -86,7 +86,7 @@ def data(count):
 
 
 def train(engine, share, shares, first=0, steps=STEPS):
-    """(losses, norms)."""
+    """Returns (losses, norms)."""
     losses, norms = [], []
     for index, batch in enumerate(data((first + steps) * shares)):
         if index >= first * shares and index % shares == share:
@@ -169,7 +169,7 @@ engine.close()
 
 
 def test_groups_of_different_models(settings, tmp_path):
-    """As of pipeline stages: one norm, and a step that one rank must skip is skipped by all."""
+    """Groups like pipeline stages have one norm, and a step that one rank must skip is skipped by all."""
     ranks = results(start(STAGES, tmp_path / "meet", config_of(settings, tmp_path / "store"), size=4))
     assert ranks[0][:2] == [2, 1] and all(rank == ranks[0] for rank in ranks)
 

@@ -47,7 +47,7 @@ def scheduler_of(optimizer, steps_done):
 
 
 class Program:
-    """A training loop with gradients from nowhere: two micro-batches a step, clipped, and a schedule for each of two groups."""
+    """A training loop with made-up gradients: two micro-batches a step, clipped, and a schedule for each of two groups."""
 
     def __init__(self, optimizer, dtype=torch.float32, device=None, first=0, settings=None, **arguments):
         made = torch.Generator().manual_seed(1)
@@ -228,7 +228,7 @@ def copy_weights(program, into):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind, settings", OPTIMIZERS)
 def test_a_state_dict_moves_between_all_places(tmp_path, kind, settings, dtype):
-    """From memory to pinned memory, to NVMe, and back, two steps in each; also where the model's weights come later."""
+    """From memory to pinned memory, to NVMe, and back, two steps in each; also if the model's weights are loaded afterwards."""
     expected = Program(kind, dtype, settings=settings).train(0, 8).bits()
     program = Program(kind, dtype, settings=settings).train(0, 2)
     for number, offload in enumerate(["cpu", "nvme", None]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sleep() gives everything back, and wake() goes on as if nothing had been."""
+"""sleep() gives all memory back, and wake() continues with the same bits."""
 
 import os
 
@@ -57,7 +57,7 @@ def test_nothing_changes(settings, tmp_path, placement, weights):
 
 
 def test_a_programs_learning_rates(settings, tmp_path):
-    """What the program has set applies after waking, before it sets anything again."""
+    """A rate that the program has set still applies after waking, before the program sets it again."""
     ends = []
     for sleeps in (False, True):
         with hoist.torch.wrap(make(), placed(settings, tmp_path / str(sleeps), "nvme")) as engine:
@@ -100,7 +100,7 @@ def test_what_is_refused(settings, tmp_path):
 
 
 def test_without_a_store(settings, tmp_path):
-    """There is nowhere to put the state: refused with the remedy, and training goes on."""
+    """Without a store, sleep() is refused with the remedy, and training goes on."""
     config = placed(settings, tmp_path, "cpu")
     del config["hoist"]["checkpoint_path"]
     with hoist.torch.wrap(make(), config) as engine:
@@ -112,7 +112,7 @@ def test_without_a_store(settings, tmp_path):
 
 
 def test_the_store_has_moved_on(settings, tmp_path):
-    """Another program trained the same store meanwhile: said, and restore() accepts it."""
+    """If another program has trained the same store meanwhile, wake() says so, and restore() accepts that state."""
     config = settings()
     with hoist.torch.wrap(make(), config) as engine:
         train(engine, 2)
@@ -141,7 +141,7 @@ def test_closed_in_its_sleep(settings):
 
 
 def test_everything_is_given_back(settings, tmp_path):
-    """Of 41 MB of state in host memory nothing stays, and 100 times of it leave nothing behind."""
+    """sleep() gives back all of 41 MB of state in host memory, and 100 sleeps leak nothing."""
     config = placed(settings, tmp_path, "cpu")
     config["hoist"]["pinned_memory"] = "128MiB"
     with hoist.torch.wrap(make(width=256), config) as engine:

@@ -24,14 +24,14 @@ def config_of(settings, order, path, **changes):
 
 
 def train(engine, steps=STEPS, first=0, loss=loss_of):
-    """The mean losses of steps `first` to `first + steps`."""
+    """Returns the mean losses of steps `first` to `first + steps`."""
     data = list(batches((first + steps) * COUNT))[first * COUNT:]
     return [engine.train_batch(data[step * COUNT:(step + 1) * COUNT], lambda batch: loss(engine(batch[0]), batch[1])).item()
             for step in range(steps)]
 
 
 def both_orders(settings, tmp_path, model, **changes):
-    """(losses, digests, bytes of all links) of each."""
+    """Returns (losses, digests, bytes of all links) of each order."""
     ends = {}
     for order in ("horizontal", "vertical"):
         with hoist.torch.wrap(model(), config_of(settings, order, tmp_path / order, **changes)) as engine:
@@ -127,8 +127,8 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_layers_that_are_no_chain(settings, tmp_path, form):
-    """Against autograd over the whole model, for the gradients of every micro-batch. What a layer passes on in an attribute
-    cannot be cut, and is refused."""
+    """Compares gradients of every micro-batch with autograd over the whole model. A tensor that a layer passes on in an
+    attribute cannot be cut, and is refused."""
     torch.manual_seed(0)
     data = [torch.randn(8, 16) for _ in range(COUNT * 3)]
     torch.manual_seed(1)
@@ -254,7 +254,7 @@ def test_a_micro_batch_that_fails(settings, tmp_path, error):
 
 
 def test_an_engine_in_horizontal_order(settings, tmp_path):
-    """train_batch() is the usual loop there."""
+    """In horizontal order, train_batch() is the usual loop."""
     with hoist.torch.wrap(make(), config_of(settings, "horizontal", tmp_path / "loop")) as engine:
         for inputs, targets in batches(STEPS * COUNT):
             engine.backward(loss_of(engine(inputs), targets))

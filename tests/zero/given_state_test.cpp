@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an optimizer needs whose program keeps weights and gradients itself: gradients that are averaged already, and
-// state that comes from elsewhere.
+// Tests what the engine offers an optimizer whose program keeps weights and gradients itself: gradients that are
+// averaged already, and state that comes from elsewhere.
 #include <algorithm>
 #include <map>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A run begins with what another program's training came to, and goes on as if it had been here from the start:
+// A run begins with another program's training state, and continues as if the engine had trained it from the start:
 // masters, moments, step and loss scale, on any number of ranks. Until its first commit is whole, there is none.
 #include <algorithm>
 #include <filesystem>
@@ -121,7 +121,7 @@ TEST_P(InitialStateTest, GoesOnAsTheFirstRunDoes) {
   EXPECT_EQ(after[2], expected);
 }
 
-// As of a change of ranks, by which tools and restores find it.
+// The same directory as after a change of ranks, in which tools and restores find it.
 TEST_P(InitialStateTest, IsCommittedWholeOrNotAtAll) {
   if (std::get<0>(GetParam()) != Placement::nvme) GTEST_SKIP() << "nothing is committed before the first save()";
   unsigned calls = 0;

@@ -22,7 +22,7 @@ struct ActivationBytes {
   std::uint64_t working = 0;
   std::uint64_t sum() const { return checkpoints + working; }
 };
-// `tokens_kept`: of the micro-batches between forward and backward, all of a step in vertical order.
+// `tokens_kept`: tokens of the micro-batches that are between forward and backward; in vertical order, all of a step.
 ActivationBytes activation_bytes(const Model& model, double tokens_kept, double micro_batch_tokens);
 
 // Operations of forward and backward for each parameter and token: 2 for forward, as many again for its second time, 4

@@ -66,16 +66,16 @@ RankLayout rank_layout(const MachineSpec& spec, int world_size);
 // As many ranks as the machine has devices.
 int largest_world(const MachineSpec& spec);
 
-// A node of it, for choose() in zero/machine.hpp: budgets are then those that a run there would get.
+// One node of the machine, as choose() in zero/machine.hpp takes it, so that budgets are those of a run there.
 Machine node_of(const MachineSpec& spec, const RankLayout& layout);
 // The speeds of one rank. `compute_seconds` stays 0.
 StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout);
 // Space and endurance of a rank's part of the drives.
 double drive_bytes(const MachineSpec& spec, const RankLayout& layout);
 double endurance_bytes(const MachineSpec& spec, const RankLayout& layout);
-// Energy that all nodes take at full power.
+// Energy that all nodes use at full power.
 double joules(const MachineSpec& spec, const RankLayout& layout, double seconds);
-// By the node's rate and by the energy's; 0 where the machine has none.
+// The cost of the nodes and of their energy; 0 if the machine file has no rate.
 struct StepCost {
   double rent = 0;
   double energy = 0;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/predict/step_graph.hpp - the tasks of a few steps in a row, with what each waits for, as this engine works.
+// zero/predict/step_graph.hpp - the tasks that the engine carries out in a few steps, and what each task waits for.
 //
 // A unit's fetch reads its weights (into a staging buffer), copies them up and gathers them, into its place of the
 // gather memory; then the unit computes. Backward also makes its gradient (in a gradient buffer), which is reduced and
-// copied down. The update reads, computes and writes a unit's record in pieces, each in an update buffer. When it does
-// so is the update mode's choice. What the device updates, it does after backward and before all else.
+// copied down. The update reads, computes and writes a unit's record in pieces, each in an update buffer. The update
+// mode decides when. Updates on the device run after backward and before anything else.
 //
 // Left out: latencies, flushes, and processors that the update and the program share.
 //
@@ -32,8 +32,8 @@ StepGraph step_graph(const Prediction& prediction, const StepSpeeds& speeds, uns
 // The bytes that the memory plan reserves, by HeldIn.
 std::vector<std::uint64_t> reserved_bytes(const Prediction& prediction);
 
-// Seconds of a read or write of so many bytes in a step that reads and writes so many in all: as much as goes both ways
-// at once does.
+// Seconds of a read or write of so many bytes in a step that reads and writes so many in all. As many bytes as can move
+// in both directions at once do so.
 double nvme_seconds(double bytes, double bytes_per_second, const StepBytes& step, const StepSpeeds& speeds);
 
 }  // namespace hoist::detail

@@ -7,7 +7,7 @@
     python -m hoist.torch.deepspeed export /local_nvme --to checkpoints --config ds_config.json
     python -m hoist.torch.deepspeed inspect checkpoints
 
-Files of ZeRO stages 1, 2 and 3 of any number of ranks, and universal checkpoints. Nothing in a file is run: classes other
+Reads files of ZeRO stages 1, 2 and 3 from any number of ranks, and universal checkpoints. No code in a file runs: classes other
 than the few that DeepSpeed's own state needs are refused by name.
 """
 

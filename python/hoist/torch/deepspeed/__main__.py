@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m hoist.torch.deepspeed: what a checkpoint of DeepSpeed's holds, and a store as a universal checkpoint."""
+"""python -m hoist.torch.deepspeed: shows what a DeepSpeed checkpoint holds; writes a store as a universal checkpoint."""
 
 from __future__ import annotations
 

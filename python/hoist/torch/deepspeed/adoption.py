@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that begins with the state of a DeepSpeed checkpoint: what of the model is which of the file's parameters, and
-whether they fit."""
+"""Begins an engine with the state of a DeepSpeed checkpoint: finds each parameter of the model in the checkpoint, and checks
+that they match."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTINGS = {"weight_decay": "weight_decay", "eps": "epsilon", "betas": "betas"}
 
 
 class Adoption:
-    """`begin_at(values=...)` asks it for every element."""
+    """Supplies the values of every element to `begin_at(values=...)`."""
 
     def __init__(self, checkpoint: Checkpoint, cut: Model, places: dict[int, int], sources: dict[int, torch.Tensor],
                  options_of_group: Sequence[_hoist.OptimizerOptions], group_of: dict[int, int]):
@@ -93,7 +93,7 @@ class Adoption:
         self._compare_settings(there, options)
 
     def _compare_settings(self, there: str, options: _hoist.OptimizerOptions) -> None:
-        """The configuration counts. What differs is said once."""
+        """Warns once of the checkpoint's settings that differ from the configuration's. The configuration's apply."""
         checkpoint = self._checkpoint
         group = checkpoint.groups[checkpoint.group_of[there]]
         for key, name in _SETTINGS.items():
@@ -107,7 +107,7 @@ class Adoption:
     # --- what is not a parameter's -----------------------------------------------------------------------------------
 
     def program_state(self, config: _hoist.Config, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """As program_state.pack() takes it, and as a commit of hoist's own would have it."""
+        """The program's state in the form that program_state.pack() takes, as a commit made by hoist would have it."""
         checkpoint = self._checkpoint
         kept = {key: value for key, value in checkpoint.client_state.items() if is_plain(value)}
         if left := sorted(checkpoint.client_state.keys() - kept.keys()):
@@ -128,7 +128,7 @@ class Adoption:
                 "skipped_steps": max(0, checkpoint.global_steps - checkpoint.step)}
 
     def _schedule(self, config: _hoist.Config) -> dict[str, Any] | None:
-        """Of a scheduler of the program's; one of the configuration follows from the step."""
+        """The state of a scheduler that the program made. A scheduler of the configuration needs only the step."""
         checkpoint = self._checkpoint
         scheduler = checkpoint.scheduler
         own = isinstance(checkpoint.ds_config.get("scheduler"), dict)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one checkpoint of DeepSpeed's holds, by parameter: masters and moments of whichever element is asked for, and all
-that is not a parameter's."""
+"""The contents of one DeepSpeed checkpoint: masters and moments of any elements of a parameter, and all other state."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ KEYS = {_hoist.State.master: "fp32", _hoist.State.moment1: "exp_avg", _hoist.Sta
 
 _RANKS_MAX = 1 << 20  # more than any run has; a file that says so is damaged
 
-# Of a model file, what is DeepSpeed's own; whatever else there is, is the program's client state.
+# The keys of a model file that DeepSpeed itself writes; all others are the program's client state.
 _OWN_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
@@ -33,8 +32,8 @@ _OWN_KEYS = {
 def open(directory: str | os.PathLike[str], tag: str | None = None, trusted: bool = False) -> Checkpoint:
     """A checkpoint below `directory`: of a tag, or the newest (`latest`); or a tag's directory itself.
 
-    Nothing is read but what describes the files; tensors stay on disk until they are used. `trusted`: make any object that
-    the files hold, which may run any program.
+    Only the descriptions in the files are read; tensors stay on disk until they are used. `trusted`: load any object that
+    the files hold, which may run any code.
 
     Errors: StoreError, naming the file and what helps.
     """
@@ -405,7 +404,7 @@ def _as_step(value: Any) -> int | None:
 
 
 def _step_in(state: dict[str, Any], groups: list[Any], group: int) -> int | None:
-    """Of a group's state; older versions count in the parameter group."""
+    """The step count of a group; older versions have it in the parameter group, not in the state."""
     return _as_step(state.get("step", groups[group].get("step")))
 
 

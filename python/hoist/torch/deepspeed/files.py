@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's files, found and read without running anything that is in them.
+"""Finds and reads DeepSpeed's files without running any code in them.
 
-DeepSpeed pickles a few objects of its own beside tensors. PyTorch's restricted unpickler makes stand-ins of them, which
+DeepSpeed pickles a few objects of its own beside tensors. PyTorch's restricted unpickler makes stand-in objects, which
 hold their attributes; DeepSpeed need not be installed. Tensors are mapped, not read: their bytes come from the file when
 they are used.
 """
@@ -21,11 +21,11 @@ from hoist import _hoist
 
 
 class ZeroStage(int):
-    """In place of deepspeed's ZeroStageEnum."""
+    """Stands in for DeepSpeed's ZeroStageEnum."""
 
 
 class Attributes:
-    """In place of an object of deepspeed's: what it was pickled with."""
+    """Stands in for another DeepSpeed object, and holds the attributes it was pickled with."""
 
 
 def _stand_in(module: str, name: str, base: type) -> type:
@@ -42,7 +42,7 @@ _STAND_INS = [
 
 
 class _TrustingUnpickler(pickle.Unpickler):
-    """For files that the program trusts: any class, but stand-ins all the same."""
+    """For files that the program trusts: loads any class, but still uses stand-ins for DeepSpeed's."""
 
     def find_class(self, module: str, name: str) -> Any:
         for kind in _STAND_INS:
@@ -62,7 +62,7 @@ def refuse(text: str) -> NoReturn:
 
 
 def load(path: str, trusted: bool) -> Any:
-    """What torch.save wrote. Errors: StoreError, naming the file."""
+    """Loads a file that torch.save wrote. Errors: StoreError, naming the file."""
     if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
         raise _hoist.UsageError("DeepSpeed's checkpoints are read with PyTorch 2.6 or newer, whose torch.load runs nothing")
     if not os.path.isfile(path):  # a pipe would be waited for

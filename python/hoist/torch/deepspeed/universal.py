@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store's commit as a universal checkpoint, which DeepSpeed continues on any number of ranks.
+"""Writes a store's commit as a universal checkpoint, which DeepSpeed continues on any number of ranks.
 
 DeepSpeed reads a directory for each parameter, and beside them what is not a parameter's. ZeRO 1 and 2 expect other files
 there than ZeRO 3 does. Memory: one parameter's values at a time.
@@ -48,7 +48,7 @@ class _LossScaler:
 
 
 class _Pickler(pickle._Pickler):  # whose methods its type stubs leave out
-    """Writes DeepSpeed's name of a class that is none of its own."""
+    """Writes the name of DeepSpeed's class for a stand-in."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if obj is not _LossScaler:
@@ -144,13 +144,13 @@ class _Export:
 
     @property
     def _step(self) -> int | torch.Tensor:
-        """As the optimizer counts that DeepSpeed will use: its own have integers, PyTorch's tensors."""
+        """The step count in the type that DeepSpeed's optimizer will use: an integer for its own, a tensor for PyTorch's."""
         own = isinstance(self._config.setting("optimizer.type"), str) and self._config.setting(
             "optimizer.params.torch_adam") is not True
         return self._stored.step if own else torch.tensor(float(self._stored.step))
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The rate of the next step; all else stays as DeepSpeed's configuration has it."""
+        """Parameter groups with the rate of the next step; DeepSpeed takes everything else from its configuration."""
         rates = self._program.get("rates") or [self._config.optimizer.learning_rate]
         return [{"lr": self._config.learning_rate(self._stored.step, float(rate))} for rate in rates]
 
