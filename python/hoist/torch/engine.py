@@ -99,7 +99,7 @@ class Engine:
         self._training = settled
 
         self._passes = Passes(self._unit_manager, cut, self._parameters, micro_batches, config.scales_losses, config.is_vertical,
-                              self._require_life)
+                              self._require_life, self._add_hook)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self._unit_manager.device_ordinal)
         sources = self._parameters.move(self._unit_manager, self.device)
@@ -127,6 +127,13 @@ class Engine:
             _engine_of[module] = weakref.ref(self)
         atexit.register(_close_quietly, weakref.ref(self._unit_manager), weakref.ref(self._passes),
                         self._has_others)
+
+    def _add_hook(self, module: nn.Module, unit: int) -> ModuleHook:
+        for hook in self._hooks:
+            if hook.module is module:
+                return hook
+        self._hooks.append(ModuleHook(self._passes, self._unit_manager, module, [unit], is_root=False))
+        return self._hooks[-1]
 
     # --- construction ------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,15 @@ class ModuleHook:
         self.unit_manager = unit_manager
         self.units = list(units)
         self.is_root = is_root
+        self.module = module
         self.reads_in_backward = reads_weights_in_backward(module)
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def joins_call(self, unit: int) -> None:
+        """The module's call is under way already, and its hooks are new: from now on it counts as announced."""
+        self.unit_manager.enter(unit)
+        self.passes.calls.append((self, [unit]))
 
     @outside_of_graphs
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

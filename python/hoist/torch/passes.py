@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hoist import _hoist
 from hoist.torch.turns import BACKWARD, FORWARD, Turns
-from hoist.torch.units import Model
+from hoist.torch.units import Model, called_parts
 from hoist.torch.watch import Watch
 
 if TYPE_CHECKING:
@@ -51,17 +52,20 @@ class Passes:
     """`require_life` raises where the engine has no state yet; called before a pass begins."""
 
     def __init__(self, unit_manager: _hoist.UnitManager, cut: Model, parameters: Parameters, micro_batches: int,
-                 scales_losses: bool, is_vertical: bool, require_life: Callable[[], None]):
+                 scales_losses: bool, is_vertical: bool, require_life: Callable[[], None],
+                 add_hook: Callable[[nn.Module, int], ModuleHook]):
         self._unit_manager = unit_manager
         self._cut = cut
         self._parameters = parameters
         self._require_life = require_life
+        self._add_hook = add_hook  # to a module whose calls use a unit; once
         self._scales_losses = scales_losses
         self._is_vertical = is_vertical
         self._is_scaled = False  # the loss whose backward pass comes next
         self._backward_seen = False
         self._watched: set[Any] = set()  # kinds of passes that have been looked at for uses that no hook announces
         self._watch: contextlib.AbstractContextManager[object] | None = None
+        self._watched_calls: list[nn.Module] = []  # modules under way, innermost last
         self._kept_up: set[str] = set()  # units whose modules return no tensors
         self._always_up: list[int] = []  # units that something outside of any module uses
         self.micro_batches = micro_batches
@@ -163,15 +167,21 @@ class Passes:
 
     def _watched_by(self, missing: Callable[[int], None]) -> contextlib.AbstractContextManager[object]:
         """Until its end, `missing` is told of units that operators use and nothing has brought up."""
-        return Watch(self._parameters.tensors.unit_of, self._unit_manager.is_up, missing)
+        self._watched_calls.clear()
+        return Watch(self._parameters.tensors.unit_of, self._unit_manager.is_up, missing, self._watched_calls)
 
     def _use_unannounced(self, unit: int) -> None:
         """An operator uses weights that no hook has brought up."""
         if self._unit_manager.is_held(unit):
             self._unit_manager.bring_back(unit)
             return
-        self._unit_manager.share(unit)
         name = self._cut.units[unit].name
+        if (part := self._part_under_way(unit)) is not None:
+            _log.info("unit '%s' is used by calls of its parts, such as its %s", name, type(part).__name__)
+            hooks = {id(each): self._add_hook(each, unit) for each in (*called_parts(self._cut.units[unit].module), part)}
+            hooks[id(part)].joins_call(unit)
+            return
+        self._unit_manager.share(unit)
         if self.calls:
             hook, entered = self.calls[-1]
             hook.units.append(unit)
@@ -181,6 +191,17 @@ class Passes:
             self._always_up.append(unit)
             _log.warning("unit '%s' is used outside of every module's forward(): it stays up through whole passes", name)
         self._unit_manager.enter(unit)
+
+    def _part_under_way(self, unit: int) -> nn.Module | None:
+        """The outermost module of the unit that is being called, where the call is not inside of one that has hooks."""
+        parts, hooked = {id(part) for part in self._cut.units[unit].modules}, {id(hook.module) for hook, _ in self.calls}
+        outermost = None
+        for module in reversed(self._watched_calls):
+            if id(module) in hooked:
+                break
+            if id(module) in parts:
+                outermost = module
+        return outermost
 
     def keep_up(self, units: list[int], module: str) -> None:
         """A call returned no tensor that shows when its backward pass begins: its units stay up until the pass ends."""

@@ -9,7 +9,7 @@ modules use belongs to the first of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,15 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
 
     visit(model, "", False)
     return Model(units, users, aliases)
+
+
+def called_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules inside that can be called: containers such as ModuleList cannot."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from called_parts(child)
+        else:
+            yield child
 
 
 def _join(prefix: str, name: str) -> str:

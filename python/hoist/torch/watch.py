@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,14 +21,34 @@ from hoist.torch.graphs import outside_of_graphs
 
 
 class Watch(TorchDispatchMode):
-    """Calls `missing(unit)` before an operator gets a tensor of a unit that is not up."""
+    """Calls `missing(unit)` before an operator gets a tensor of a unit that is not up. `calls` are then the modules whose
+    calls are under way, innermost last."""
 
     def __init__(self, unit_of: Callable[[torch.Tensor], int | None], is_up: Callable[[int], bool],
-                 missing: Callable[[int], None]):
+                 missing: Callable[[int], None], calls: list[nn.Module]):
         TorchDispatchMode.__init__(self)
         self._unit_of = unit_of
         self._is_up = is_up
         self._missing = missing
+        self._calls = calls
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Watch:
+        def push(module: nn.Module, _: Any) -> None:
+            self._calls.append(module)
+
+        def pop(module: nn.Module, _: Any, __: Any) -> None:
+            if self._calls and self._calls[-1] is module:
+                self._calls.pop()
+
+        self._hooks = [register_module_forward_pre_hook(push), register_module_forward_hook(pop, always_call=True)]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
