@@ -29,10 +29,12 @@ std::vector<KeyRow> parallelism_rows() {
   return {
       refused("use_data_before_expert_parallelism", boolean, "false", "Order of expert groups.",
               "hoist has no expert parallelism; leave this key out"),
-      refused_section("tensor_parallel", "", "Tensor parallelism.", "split tensors in the program; remove the section"),
+      refused_section("tensor_parallel", "", "Tensor parallelism.",
+                      "split tensors in the program, pass mesh= to hoist.torch.wrap, and remove the section"),
       refused_section("expert_parallel", "enabled", "Expert parallelism.",
                       "split experts in the program; remove the section"),
-      refused_section("pipeline", "", "Pipeline parallelism.", "split the pipeline in the program; remove the section"),
+      refused_section("pipeline", "", "Pipeline parallelism.",
+                      "split the pipeline in the program, pass mesh= to hoist.torch.wrap, and remove the section"),
       refused_section("elasticity", "enabled", "Batch sizes for a changing number of ranks.", kRemove),
   };
 }

@@ -122,7 +122,7 @@ std::vector<KeyRow> checkpoint_rows() {
        .meaning = "Whether ranks compare checkpoint names.",
        .note = "ranks always agree on a commit"},
       refused("checkpoint.load_universal", boolean, "false", "Read DeepSpeed's universal checkpoints.",
-              "they cannot be read; leave this key out"),
+              "pass their directory to hoist.torch.wrap(deepspeed=DIR), and leave this key out"),
       hint("checkpoint.use_node_local_storage", boolean, "false", "Keep parts on each node.", kStore),
       hint("checkpoint.checkpoint_serialization", boolean, "true", "The format of torch.save.", kStore),
       hint("checkpoint.parallel_write", opaque, "", "Who writes what.", kStore),

@@ -24,7 +24,7 @@ int main() {
   hoist::Runtime runtime(config.runtime);
   hoist::Model model;
   model.add_unit(\"layer\", {{.name = \"weight\", .shape = {4, 4}}});
-  const auto engine = hoist::Engine::create(runtime, config.engine, model, {});
+  const auto engine = hoist::Engine::create(runtime, config.engine, model, hoist::Initializer());
   return engine.model().parameter_count() == 16 ? 0 : 1;
 }
 ")

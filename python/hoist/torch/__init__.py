@@ -160,7 +160,9 @@ def _groups_of(mpu: Any) -> dict[str, Any]:
     """The process groups of Megatron's and DeepSpeed's object for model parallelism."""
     if mpu is None:
         return {}
-    slices = getattr(mpu, "get_tensor_model_parallel_group", None) or mpu.get_model_parallel_group
+    slices = getattr(mpu, "get_tensor_model_parallel_group", None) or getattr(mpu, "get_model_parallel_group", None)
+    if slices is None or not hasattr(mpu, "get_data_parallel_group"):
+        raise _hoist.UsageError("mpu has no get_data_parallel_group() and get_model_parallel_group(), as Megatron's has")
     return {"mesh": mpu.get_data_parallel_group(), "tensor_parallel": slices()}
 
 
