@@ -180,9 +180,8 @@ MakeChannel channel_maker(nb::callable make) {
   };
 }
 
-std::unique_ptr<comm::Communicator> join_over(const MakeChannel& make, platform::DeviceKind device,
-                                              const comm::CommunicatorOptions& options) {
-  const std::shared_ptr<comm::Transport> control = make();
+std::unique_ptr<comm::Communicator> join_over(const std::shared_ptr<comm::Transport>& control,
+                                              platform::DeviceKind device, const comm::CommunicatorOptions& options) {
   const auto over_channel = [&](const comm::CommunicatorOptions& used) {
     return comm::make_over("torch.distributed", control->duplicate(), control, used);
   };

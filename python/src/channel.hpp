@@ -30,7 +30,7 @@ using MakeChannel = std::function<std::shared_ptr<comm::Transport>()>;
 MakeChannel channel_maker(nanobind::callable make);
 
 // A communicator over such a channel. On a CUDA device data goes over NCCL.
-std::unique_ptr<comm::Communicator> join_over(const MakeChannel& make, platform::DeviceKind device,
-                                              const comm::CommunicatorOptions& options);
+std::unique_ptr<comm::Communicator> join_over(const std::shared_ptr<comm::Transport>& control,
+                                              platform::DeviceKind device, const comm::CommunicatorOptions& options);
 
 }  // namespace hoist::python

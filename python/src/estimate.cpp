@@ -23,8 +23,7 @@ nb::dict estimate(const Config& config, const std::vector<ManagedUnit>& units, i
   const Machine machine = this_machine(given);
   const ChosenOptions chosen = choose(given, machine);
   check(config.engine, chosen.runtime, world_size);
-  const Prediction prediction =
-      predict(chosen.runtime, config.engine, model_of(units, {}, config.engine.micro_batch_order), world_size);
+  const Prediction prediction = predict(chosen.runtime, config.engine, model_of(units, {}), world_size);
   const MachineFit fit = machine_fit(prediction, chosen.runtime, config.engine, machine);
 
   nb::dict result;

@@ -17,13 +17,11 @@
 
 namespace hoist::python {
 
-Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups, MicroBatchOrder order) {
+Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups) {
   Model model;
   for (const GroupOptions& group : groups) model.add_group(group);
   for (const ManagedUnit& unit : units) {
-    // In horizontal order autograd adds up a shared parameter's gradients by itself.
-    UnitOptions options{.stable_in_pass = true,
-                        .own_gradient_memory = unit.shared && order == MicroBatchOrder::vertical};
+    UnitOptions options{.stable_in_pass = true, .own_gradient_memory = unit.own_gradient_memory};
     for (const std::uint32_t other : unit.beside) options.beside.push_back(UnitId{other});
     model.add_unit(unit.name, unit.parameters, options);
   }
@@ -31,7 +29,7 @@ Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOpt
 }
 
 UnitManager::UnitManager(UnitManagerOptions options) : options_(std::move(options)) {
-  model_ = model_of(options_.units, options_.groups, options_.engine.micro_batch_order);
+  model_ = model_of(options_.units, options_.groups);
   take_memory();
   open_runtime();
   lay_out_units();
@@ -75,33 +73,45 @@ void UnitManager::initialize(const InitialState& state, std::span<const std::byt
   const nb::gil_scoped_release release;
   const std::lock_guard lock(engine_mutex());
   if (engine_) throw UsageError("the model is being trained already");
+  was_used_ = true;
   engine_ = Engine::create(runtime(), options_.engine, model_, state, caller_state);
   keeps_all_up_ = engine_->keeps_gathered();
 }
 
 RestoreReport UnitManager::restore(const std::string& from) {
   if (pass_) discard();
-  if (is_asleep()) {
-    open_runtime();
-    asleep_at_.reset();
-  } else if (engine_) {
-    {
-      const nb::gil_scoped_release release;
-      const std::lock_guard lock(engine_mutex());
-      try {
-        engine_->settle();
-      } catch (const Error&) {  // of the run that is being left
-      }
+  const std::optional<std::uint64_t> asleep_at = asleep_at_;
+  if (engine_) {
+    const nb::gil_scoped_release release;
+    const std::lock_guard lock(engine_mutex());
+    try {
+      engine_->settle();
+    } catch (const Error&) {  // of the run that is being left
     }
+  }
+  if (was_used_) {
     end_engine();
     unbind();
-    open_runtime();
   }
-  const nb::gil_scoped_release release;
-  const std::lock_guard lock(engine_mutex());
-  engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
-  keeps_all_up_ = engine_->keeps_gathered();
-  return *engine_->restored();
+  try {
+    if (!runtime_) open_runtime();
+    asleep_at_.reset();
+    was_used_ = true;
+    const nb::gil_scoped_release release;
+    const std::lock_guard lock(engine_mutex());
+    engine_ = Engine::restore(runtime(), options_.engine, model_, {.from = from});
+    keeps_all_up_ = engine_->keeps_gathered();
+    return *engine_->restored();
+  } catch (...) {
+    if (asleep_at) fall_asleep(*asleep_at);
+    throw;
+  }
+}
+
+void UnitManager::fall_asleep(std::uint64_t step) noexcept {
+  end_engine();
+  unbind();
+  asleep_at_ = step;
 }
 
 void UnitManager::sleep(std::span<const std::byte> caller_state) {
@@ -111,9 +121,7 @@ void UnitManager::sleep(std::span<const std::byte> caller_state) {
     const std::lock_guard lock(engine_mutex());
     engine_->save("", caller_state).wait();
   }
-  end_engine();
-  unbind();
-  asleep_at_ = step;
+  fall_asleep(step);
 }
 
 void UnitManager::wake() {
@@ -122,20 +130,13 @@ void UnitManager::wake() {
     throw UsageError("wake() belongs after sleep()");
   }
   const std::uint64_t step = *asleep_at_;
-  try {
-    const RestoreReport report = restore("");
-    if (report.step != step) {
-      throw StoreError(
-          fmt::format("the engine fell asleep at step {}, and the store is at step {}: another run has changed "
-                      "it; restore() goes on from there",
-                      step, report.step));
-    }
-  } catch (...) {
-    end_engine();
-    unbind();
-    asleep_at_ = step;
-    throw;
-  }
+  const std::uint64_t found = restore("").step;
+  if (found == step) return;
+  fall_asleep(step);
+  throw StoreError(
+      fmt::format("the engine fell asleep at step {}, and the store is at step {}: another run has changed "
+                  "it; restore() goes on from there",
+                  step, found));
 }
 
 std::optional<std::uint64_t> UnitManager::find_commit() { return Engine::find_commit(runtime(), options_.engine); }
@@ -195,28 +196,38 @@ void UnitManager::take_memory() {
   runtime.device_arena_bytes = round_up(std::max(prediction.device.bytes, kBlockAlignment), kBlockAlignment);
 }
 
+// The channels come first, and all ranks of the job meet: a rank that then lacks memory can tell the others.
 void UnitManager::open_runtime() {
   const nb::gil_scoped_release release;
   const platform::DeviceKind device = options_.runtime.device.value_or(platform::DeviceKind::host);
-  const auto over = [device](const MakeChannel& make) {
-    return [device, &make](const comm::CommunicatorOptions& comm) { return join_over(make, device, comm); };
+  const std::shared_ptr<comm::Transport> job = options_.make_job_channel ? options_.make_job_channel() : nullptr;
+  const std::shared_ptr<comm::Transport> sharding = options_.make_channel ? options_.make_channel() : nullptr;
+  // Called when this rank has taken its memory.
+  const auto join = [&](const comm::CommunicatorOptions& comm) {
+    if (const auto& all = job ? job : sharding) all->barrier();
+    return sharding ? join_over(sharding, device, comm) : comm::make_self(comm);
   };
-  const auto alone = [](const comm::CommunicatorOptions& comm) { return comm::make_self(comm); };
-  if (options_.make_job_channel) {
-    const Runtime::MakeCommunicator sharding =
-        options_.make_channel ? Runtime::MakeCommunicator(over(options_.make_channel)) : alone;
-    // The job's ranks exchange what they agree on, never weights.
-    const auto norm = [this](const comm::CommunicatorOptions& comm) {
-      return join_over(options_.make_job_channel, platform::DeviceKind::host, {.timeout = comm.timeout});
-    };
-    runtime_ = std::make_unique<Runtime>(options_.runtime, Runtime::Groups{sharding, norm});
-  } else if (options_.make_channel) {
-    runtime_ = std::make_unique<Runtime>(options_.runtime, over(options_.make_channel));
-  } else {
-    runtime_ = std::make_unique<Runtime>(options_.runtime);
+  try {
+    if (job) {
+      // The job's ranks exchange what they agree on, never weights.
+      const auto norm = [&](const comm::CommunicatorOptions& comm) {
+        return join_over(job, platform::DeviceKind::host, {.timeout = comm.timeout});
+      };
+      runtime_ = std::make_unique<Runtime>(options_.runtime, Runtime::Groups{join, norm});
+    } else if (sharding) {
+      runtime_ = std::make_unique<Runtime>(options_.runtime, join);
+    } else {
+      runtime_ = std::make_unique<Runtime>(options_.runtime);
+    }
+    weights_stream_ = {runtime_->device().create_stream("torch weights"), kEngine};
+    gradients_stream_ = {runtime_->device().create_stream("torch gradients"), kEngine};
+  } catch (const std::exception& error) {
+    for (const auto& channel : {sharding, job})
+      if (channel) channel->abort(error.what());
+    throw;
   }
-  weights_stream_ = {runtime_->device().create_stream("torch weights"), kEngine};
-  gradients_stream_ = {runtime_->device().create_stream("torch gradients"), kEngine};
+  learning_ = true;
+  was_used_ = false;
 }
 
 void UnitManager::lay_out_units() {
@@ -530,7 +541,8 @@ void UnitManager::end_part() {
 void UnitManager::end_unit(std::uint32_t index, bool is_complete) {
   Unit& unit = units_[index];
   end_use(unit);
-  if (is_complete && !unit.shared && !unit.finished && unit.arrived > 0) finish(unit);
+  const bool ends_later = unit.shared || options_.units[index].own_gradient_memory;
+  if (is_complete && !ends_later && !unit.finished && unit.arrived > 0) finish(unit);
 }
 
 void UnitManager::end_backward() {

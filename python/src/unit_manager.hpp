@@ -48,10 +48,11 @@ struct ManagedUnit {
   // Parameters of it are used by other modules too, so that gradients may come at any time of the backward pass.
   bool shared = false;
   std::vector<std::uint32_t> beside{};  // earlier units that are up whenever this one is
+  bool own_gradient_memory = false;     // UnitOptions::own_gradient_memory
 };
 
 // The units as a model of the engine's.
-Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups, MicroBatchOrder order);
+Model model_of(const std::vector<ManagedUnit>& units, const std::vector<GroupOptions>& groups);
 
 // PyTorch's side. The callables may be called wherever a hook is.
 struct TorchSide {
@@ -200,6 +201,7 @@ class UnitManager {
   // Errors: UsageError.
   void require_awake() const;
   void take_memory();
+  void fall_asleep(std::uint64_t step) noexcept;
   void open_runtime();
   void lay_out_units();
   int world_size_at_start() const;
@@ -242,6 +244,7 @@ class UnitManager {
   std::optional<Pass> pass_;
   bool keeps_all_up_ = false;
   bool learning_ = true;
+  bool was_used_ = false;  // an engine was made, or was to be made, with runtime_
   std::uint64_t clock_ = 0;
   TorchSide torch_;
   std::uint64_t arrived_count_ = 0;

@@ -217,10 +217,12 @@ void bind_unit_manager(nb::module_& module) {
       .def(
           "__init__",
           [](ManagedUnit* self, std::string name, std::vector<ParameterSpec> parameters, bool shared,
-             std::vector<std::uint32_t> beside) {
-            new (self) ManagedUnit{std::move(name), std::move(parameters), shared, std::move(beside)};
+             std::vector<std::uint32_t> beside, bool own_gradient_memory) {
+            new (self)
+                ManagedUnit{std::move(name), std::move(parameters), shared, std::move(beside), own_gradient_memory};
           },
-          "name"_a, "parameters"_a, "shared"_a = false, "beside"_a = std::vector<std::uint32_t>());
+          "name"_a, "parameters"_a, "shared"_a = false, "beside"_a = std::vector<std::uint32_t>(),
+          "own_gradient_memory"_a = false);
 
   nb::class_<UnitManager>(module, "UnitManager", nb::is_weak_referenceable(),
                           "The units of a PyTorch module, brought up and down as its hooks say.")

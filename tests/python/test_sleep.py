@@ -128,6 +128,20 @@ def test_the_store_has_moved_on(settings, tmp_path):
         train(engine, 1, first=3)
 
 
+def test_a_restore_that_fails_leaves_it_asleep(settings):
+    config = settings()
+    config["hoist"]["keep_steps"] = 1
+    with hoist.torch.wrap(make(), config) as engine:
+        train(engine, 1)
+        end = digests(engine)
+        engine.sleep()
+        with pytest.raises(hoist.StoreError, match="another name"):
+            engine.restore("another name")
+        assert engine.is_asleep
+        engine.wake()
+        assert digests(engine) == end
+
+
 def test_closed_in_its_sleep(settings):
     model = make()
     with hoist.torch.wrap(model, settings()) as engine:
@@ -184,3 +198,37 @@ def test_two_ranks(settings, tmp_path):
         config["hoist"]["device_memory"] = "16MiB"
         ends.append(results(start(PROGRAM, tmp_path / sleeps, config, SLEEPS=sleeps)))
     assert ends[0] == ends[1]
+
+
+NO_MEMORY = """
+import resource
+join()
+engine = hoist.torch.wrap(make(), config)
+train_share(engine, rank, size, 2)
+end = digests(engine)
+engine.sleep()
+dist.barrier()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+if rank == 1:  # 400 MiB of addresses are left, and the host device needs 1 GiB
+    mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + 400 * 2**20, limits[1]))
+began = time.monotonic()
+try:
+    engine.wake()
+except hoist.Error as error:
+    said = str(error)
+resource.setrlimit(resource.RLIMIT_AS, limits)
+assert engine.is_asleep and time.monotonic() - began < 60
+dist.barrier()
+engine.wake()
+print(json.dumps([digests(engine) == end, said]))
+engine.close()
+"""
+
+
+def test_one_rank_lacks_memory(settings, tmp_path):
+    """The others are told why, at once, and all may wake up later."""
+    config = at(tmp_path / "store", settings())
+    config["hoist"] |= {"device_memory": "1GiB", "pinned_memory": "64MiB"}
+    for woke, said in results(start(NO_MEMORY, tmp_path / "meet", config)):
+        assert woke and "memory" in said.lower(), said

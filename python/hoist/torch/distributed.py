@@ -239,6 +239,10 @@ class ShardingGroup:
         """Of the directory that the group's store is in."""
         return f"group-{self.members[0]}"
 
+    @property
+    def is_first_of_job(self) -> bool:
+        return dist.get_rank() == 0
+
     def counts(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this group counts the parameter in the gradient's norm. Slices are marked as Megatron and DeepSpeed do."""
         is_slice = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)

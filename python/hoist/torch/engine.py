@@ -86,7 +86,7 @@ class Engine:
         self._sharding = sharding = distributed.sharding_group_of(mesh, tensor_parallel)
         if sharding is not None and not sharding.is_whole_job:
             config.store_in(sharding.name)
-        units = self._parameters.declare(group_of) if sharding is None else self._parameters.declare(group_of, sharding.counts)
+        units = self._parameters.declare(group_of, config.is_vertical, (lambda _: True) if sharding is None else sharding.counts)
         defaults = config.optimizer if optimizer is None else _hoist.OptimizerOptions.defaults_of(optimizer)
         options = [] if groups is None else [options_of(group, defaults) for group in param_groups]
         training = config.training
@@ -276,10 +276,17 @@ class Engine:
                                     "(gradient_accumulation_steps)")
         if not torch.is_grad_enabled():
             raise _hoist.UsageError("train_batch() under torch.no_grad()")
+        if self._passes.micro_batch > 0:
+            raise _hoist.UsageError("train_batch() takes all micro-batches of a step: call it before backward(), or drop what "
+                                    "was computed so far with zero_grad()")
         if self.config.is_vertical:
             losses = vertical.train(self._passes, self._unit_manager, self.device, taken, loss_of)
         else:
-            losses = [self.backward(loss_of(batch)).detach() for batch in taken]
+            try:
+                losses = [self.backward(loss_of(batch)).detach() for batch in taken]
+            except Exception:
+                self._drop_gradients()
+                raise
         self.step()
         return torch.stack([loss.float().reshape(()) for loss in losses]).mean()
 
@@ -413,7 +420,7 @@ class Engine:
 
     @property
     def _is_first_of_job(self) -> bool:
-        return self.rank == 0 and (self._sharding is None or self._sharding.members[0] == 0)
+        return self.rank == 0 if self._sharding is None else self._sharding.is_first_of_job
 
     @property
     def _has_others(self) -> bool:

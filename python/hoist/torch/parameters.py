@@ -45,8 +45,8 @@ class Parameters:
 
     # --- declaring and moving ----------------------------------------------------------------------------------------
 
-    def declare(self, group_of: dict[int, int], counts: Callable[[nn.Parameter], bool] = lambda _: True,
-                ) -> list[_hoist.ManagedUnit]:
+    def declare(self, group_of: dict[int, int], is_vertical: bool,
+                counts: Callable[[nn.Parameter], bool] = lambda _: True) -> list[_hoist.ManagedUnit]:
         """`counts`: whether the gradient's norm counts a parameter on this rank."""
         units = []
         for unit, beside in zip(self._cut.units, self._cut.used_together(), strict=True):
@@ -56,7 +56,9 @@ class Parameters:
                     _hoist.GroupId(group_of.get(id(p), -1) + 1), counts(p))
                 for name, p in unit.parameters.items()
             ]
-            units.append(_hoist.ManagedUnit(unit.name, specs, unit.shared, beside))
+            # In horizontal order autograd adds up a parameter's gradients by itself, and they come when the last one is known.
+            own_gradient_memory = is_vertical and (unit.shared or unit.encloses)
+            units.append(_hoist.ManagedUnit(unit.name, specs, unit.shared, beside, own_gradient_memory))
         return units
 
     def _type_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:

@@ -28,6 +28,7 @@ class Unit:
     modules: list[nn.Module]  # those that hold its parameters and buffers
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     shared: bool = False  # a module of another unit uses one of them
+    encloses: bool = False  # its module contains modules with units of their own, and may use it before and after those
 
 
 @dataclass
@@ -95,6 +96,11 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
             visit(child, _join(name, child_name), like[type(child)] > 1)
 
     visit(model, "", False)
+    for module, needed in users:
+        inner = {id(child) for child in module.modules()} - {id(module)}
+        encloses = module is not model and any(id(user) in inner for user, _ in users)
+        for unit in needed:
+            units[unit].encloses |= encloses and units[unit].module is module
     return Model(units, users, aliases)
 
 

@@ -43,10 +43,12 @@ def train(passes: Passes, unit_manager: _hoist.UnitManager, device: torch.device
         with passes.of_all_micro_batches():
             losses = forward.run(micro_batches, loss_of, device)
             passes.forward_of_all = None
+            for loss in losses:
+                passes.note_division(loss)
             detached = [loss.detach() for loss in losses]
             scaled = [passes.scale(loss) for loss in losses]
             del losses
-            with passes.backward_of_all(forward.without_history):
+            with passes.backward_of_all(forward.only_without_history):
                 _differentiate(unit_manager, forward.pieces, scaled, forward.uncut)
     finally:
         passes.forward_of_all = None
@@ -129,7 +131,8 @@ class Forward:
         self._unit_manager = unit_manager
         self.pieces: list[list[Piece]] = [[] for _ in range(count)]  # of each micro-batch, in the order of the calls
         self.uncut: list[list[int]] = [[] for _ in range(count)]  # units of each that the next piece includes
-        self.without_history: set[int] = set()  # units that were called under torch.no_grad()
+        self._with_history: set[int] = set()  # units that were called so
+        self._without_history: set[int] = set()  # under torch.no_grad()
         self._calls: list[list[tuple[ModuleHook, list[int]]]] = [[] for _ in range(count)]
         self._losses: list[torch.Tensor] = [torch.empty(0)] * count
         self._held: list[int] = []  # units that the round's first micro-batches have left, and its last one has not
@@ -161,30 +164,50 @@ class Forward:
 
         threads = [threading.Thread(target=contextvars.copy_context().run, args=(run_one, index), daemon=True,
                                     name=f"micro-batch {index}") for index in range(len(micro_batches))]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException as error:
-            self._stop(error)
-            for thread in threads:
-                thread.join()
-        finally:
-            self._passes.turns.take_over()
-            self._passes.calls = []
-        if self._error is not None:
-            raise self._error
+        self._run_all(threads)
+        self._passes.turns.take_over()
+        self._passes.calls = []
+        error, self._error = self._error, None
+        if error is not None:
+            self.pieces.clear()  # the error's traceback holds this object
+            self._losses.clear()
+            try:
+                raise error
+            finally:
+                del error
         self._leave_held()
         losses, self._losses = self._losses, []
         return losses
+
+    def _run_all(self, threads: list[threading.Thread]) -> None:
+        """Returns when all have ended. An interruption, or a thread that cannot be started, ends them at their next turns."""
+        started = 0
+        while True:
+            try:
+                while started < len(threads) and not self._is_stopped:
+                    threads[started].start()
+                    started += 1
+                with self._changed:
+                    if started < len(threads):  # nobody waits for the others
+                        self._alive = [index for index in self._alive if index < started]
+                        if self._turn >= started:
+                            self._turn = self._alive[0] if self._alive else -1
+                        self._changed.notify_all()
+                for thread in threads[:started]:
+                    thread.join()
+                return
+            except BaseException as error:
+                self._stop(error)
+
+    @property
+    def only_without_history(self) -> set[int]:
+        return self._without_history - self._with_history
 
     # --- hooks say ---------------------------------------------------------------------------------------------------
 
     def reaches(self, units: list[int]) -> None:
         """A micro-batch reaches a call of units: the others catch up first."""
-        if not torch.is_grad_enabled():
-            self.without_history.update(units)
+        (self._with_history if torch.is_grad_enabled() else self._without_history).update(units)
         self._hand_over()
 
     def leave(self, units: list[int]) -> None:

@@ -42,11 +42,11 @@ class Watch(TorchDispatchMode):
                 self._calls.pop()
 
         self._hooks = [register_module_forward_pre_hook(push), register_module_forward_hook(pop, always_call=True)]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
