@@ -220,8 +220,8 @@ void Engine::write(ParameterId parameter, State state, std::uint64_t first_eleme
   core_->run([&] { core_->write(parameter, state, first_element, values); });
 }
 
-void Engine::replace_state(const InitialState& state) {
-  core_->run([&] { core_->replace_state(state); });
+void Engine::replace_state(const InitialState& state, std::span<const std::byte> caller_state) {
+  core_->run([&] { core_->replace_state(state, caller_state); });
 }
 
 void Engine::change_masters(const Initializer& change) {

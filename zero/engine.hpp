@@ -120,10 +120,11 @@ class Engine {
   // last step that was applied; a sharding group that has nothing to change passes none. Errors: UsageError for
   // State::gradient, for a moment that is not kept, and for a master that could not be committed.
   void write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values);
-  // [J] Replaces the whole state, as if `step` steps had been applied: for state that another program made. Gradients
-  // that wait for step() are dropped. With a store of steps, one commit. Errors: UsageError for fewer steps than were
-  // committed; after any other error, an initializer's included, the engine has failed and the last commit stays.
-  void replace_state(const InitialState& state);
+  // [J] Replaces the whole state, and the caller state, as if `step` steps had been applied: for state that another
+  // program made. Gradients that wait for step() are dropped. With a store of steps, one commit. Errors: UsageError for
+  // fewer steps than were committed; after any other error, an initializer's included, the engine has failed and the
+  // last commit stays.
+  void replace_state(const InitialState& state, std::span<const std::byte> caller_state = {});
   // [J] Changes masters of trainable parameters, in the same way: `change` finds the present values in its `out`, and
   // replaces those that it wants to.
   void change_masters(const Initializer& change);

@@ -121,7 +121,7 @@ class Offloaded:
         self._settled = [settled_of(group) for group in groups]
         self._rates: list[float | None] = [float(group["lr"]) for group in groups]
         self._cut(groups)
-        self._is_divided = False
+        self._is_divided = self._has_others = False
         self._open(groups, offload, directory, shard_over, resume, {
             **(settings or {}), "communicator": "self", "device": "cuda" if self.device.type == "cuda" else "host",
             "keep_steps": keep_steps,
@@ -230,15 +230,16 @@ class Offloaded:
         make_job, job_size = distributed.channels_over(job, config) if len(job) > len(members) else (None, 0)
         self._config = config
         self._is_divided = size > 1
+        self._has_others = max(size, job_size) > 1
         self._unit_manager = _hoist.UnitManager(config, options, units, make, size, make_job, job_size)
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
         self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self.device),
                                    *dlpack_device_of(self.device))
-        atexit.register(_close_quietly, weakref.ref(self._unit_manager))
+        atexit.register(_close_quietly, weakref.ref(self._unit_manager), self._has_others)
         if resume and self._unit_manager.find_commit() is not None:
             self.restore(groups, "")
         else:
-            self._unit_manager.initialize(_UnitValues(self._units, lambda parameter: parameter))
+            self._unit_manager.initialize(_UnitValues(self._units, lambda parameter: parameter), self._commit_state(groups))
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -429,11 +430,14 @@ class Offloaded:
             value = states[id(parameter)].master if states else None
             return parameter if value is None else value
 
-        self._unit_manager.replace_state(step, *(_UnitValues(self._units, of) for of in (master, moments(0), moments(1))))
+        changed = [group | {key: saved[key] for key in ("lr", "initial_lr") if key in saved}
+                   for group, saved in zip(groups, saved_groups, strict=True)]
+        masters, *both_moments = (_UnitValues(self._units, of) for of in (master, moments(0), moments(1)))
+        self._unit_manager.replace_state(step, masters, both_moments[0], both_moments[1], self._commit_state(changed))
         self._consolidated = None
         self._versions = [-1] * len(self._parameters)  # the next step takes the parameters as they are then
-        for group, saved in zip(groups, saved_groups, strict=True):
-            group.update({key: saved[key] for key in ("lr", "initial_lr") if key in saved})
+        for group, after in zip(groups, changed, strict=True):
+            group.update(after)
 
     def _saved_states(self, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> tuple[dict[int, SavedState], int]:
         """The states by id of the parameter, and the step count of all of them: ({}, 0) before the first step."""
@@ -483,7 +487,7 @@ class Offloaded:
 
     def abandon(self, error: BaseException) -> None:
         """Makes the other ranks, which may be waiting for this one, stop with a CommError."""
-        if self._is_divided and self._unit_manager.is_open and not (isinstance(error, SystemExit) and not error.code):
+        if self._has_others and self._unit_manager.is_open and not (isinstance(error, SystemExit) and not error.code):
             self._unit_manager.abandon(text_of(error))
 
 
@@ -503,13 +507,13 @@ def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[li
     return members, job if has_store else members
 
 
-def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager]) -> None:
+def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager], has_others: bool) -> None:
     """Runs at the end of the program and completes commits. If an exception ended the program, the other ranks are told."""
     if (alive := unit_manager()) is None:
         return
     why = text_of(getattr(sys, "last_value", None))
     try:
-        if why and alive.is_open and alive.world_size > 1:
+        if why and alive.is_open and has_others:
             alive.abandon(why)
         alive.close()
     except _hoist.Error as error:

@@ -132,7 +132,8 @@ void change_masters(UnitManager& unit_manager, nb::callable unit_values) {
 }
 
 void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable unit_masters, nb::callable unit_moments1,
-                   nb::callable unit_moments2) {
+                   nb::callable unit_moments2, const nb::bytes& caller_state) {
+  const std::span state_bytes(static_cast<const std::byte*>(caller_state.data()), caller_state.size());
   UnitValues masters(unit_manager.model(), std::move(unit_masters));
   UnitValues moments1(unit_manager.model(), std::move(unit_moments1));
   UnitValues moments2(unit_manager.model(), std::move(unit_moments2));
@@ -145,7 +146,8 @@ void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable u
                             [&](ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
                               (state == State::moment1 ? moments1 : moments2).fill(parameter, first, out);
                             },
-                        .step = step});
+                        .step = step},
+                       state_bytes);
 }
 
 }  // namespace hoist::python

@@ -28,6 +28,6 @@ void copy_weights(UnitManager& unit_manager, const std::vector<std::uintptr_t>& 
 void change_masters(UnitManager& unit_manager, nb::callable unit_values);
 // [J] Replaces all state by the given state of step `step`. UnitValues says what the callables return.
 void replace_state(UnitManager& unit_manager, std::uint64_t step, nb::callable unit_masters, nb::callable unit_moments1,
-                   nb::callable unit_moments2);
+                   nb::callable unit_moments2, const nb::bytes& caller_state);
 
 }  // namespace hoist::python

@@ -43,11 +43,11 @@ std::span<const std::byte> bytes_of(const nb::bytes& state) {
 
 // --- initial values --------------------------------------------------------------------------------------------------
 
-void initialize(UnitManager& unit_manager, nb::callable unit_values) {
+void initialize(UnitManager& unit_manager, nb::callable unit_values, const nb::bytes& caller_state) {
   UnitValues values(unit_manager.model(), std::move(unit_values));
-  unit_manager.initialize({.masters = [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
-    values.fill(parameter, first, out);
-  }});
+  unit_manager.initialize({.masters = [&](ParameterId parameter, std::uint64_t first,
+                                          std::span<float> out) { values.fill(parameter, first, out); }},
+                          bytes_of(caller_state));
 }
 
 // Asks values(parameter, state, first_element, out) for every piece of every state, so that nothing is held here.
@@ -268,7 +268,7 @@ void bind_unit_manager(nb::module_& module) {
             return nb::make_tuple(id.index, place.unit.index, place.offset_bytes);
           },
           "name"_a, "(parameter, unit, offset in the unit's memory in bytes)")
-      .def("initialize", &initialize, "unit_values"_a)
+      .def("initialize", &initialize, "unit_values"_a, "caller_state"_a = nb::bytes("", 0))
       .def("initialize_from", &initialize_from, "path"_a, "names"_a, "allow_unused"_a = false)
       .def("begin_at", &begin_at, "values"_a, "step"_a, "loss_scale"_a, "caller_state"_a,
            "Begins with what another program's training came to: values(parameter, state, first_element, out) fills a "
@@ -363,7 +363,7 @@ void bind_unit_manager(nb::module_& module) {
       .def("change_masters", &change_masters, "unit_values"_a,
            "Makes each value the master of its element, unless it is the master's rounding already.")
       .def("replace_state", &replace_state, "step"_a, "unit_masters"_a, "unit_moments1"_a, "unit_moments2"_a,
-           "As initialize(), with moments and the number of steps that they are of.")
+           "caller_state"_a, "As initialize(), with moments and the number of steps that they are of.")
       .def("settle",
            [](UnitManager& unit_manager) {
              const nb::gil_scoped_release release;

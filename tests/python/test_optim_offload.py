@@ -647,3 +647,41 @@ def test_a_part_of_the_ranks_can_divide(tmp_path):
     on_four_ranks("first", 0, 4)
     assert (tmp_path / "store" / "rank-0").is_dir() and (tmp_path / "store" / "rank-2").is_dir()
     assert on_four_ranks("second", 4, 8, resume=True) == [alone()] * 4
+
+
+def test_stopped_before_its_first_step(tmp_path):
+    Program("AdamW", **place("nvme", tmp_path)).optimizer.close()
+    resumed = Program("AdamW", **place("nvme", tmp_path), resume=True)
+    straight = Program("AdamW", **place("nvme", tmp_path, "other"))
+    assert resumed.optimizer.restored
+    assert_equal(resumed.train(0, 3).bits(), straight.train(0, 3).bits())
+    resumed.optimizer.close()
+    straight.optimizer.close()
+
+
+def test_a_loaded_rate_is_in_the_commit(tmp_path):
+    program = Program("AdamW", **place("nvme", tmp_path)).train(0, 2)
+    state = program.optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["lr"] = 0.05
+    program.optimizer.load_state_dict(state)
+    program.optimizer.close()
+    parameters = [nn.Parameter(torch.zeros_like(parameter)) for parameter in program.parameters]
+    with hoist.optim.AdamW([{"params": parameters[::2]}, {"params": parameters[1::2]}], resume=True,
+                           **place("nvme", tmp_path)) as resumed:
+        assert [group["lr"] for group in resumed.param_groups] == [0.05, 0.05]
+
+
+def test_older_state_beside_a_newer_commit(tmp_path):
+    """The store's newest commit would be the older state: refused, and nothing has changed."""
+    program = Program("AdamW", offload="cpu", directory=str(tmp_path), **BUDGETS).train(0, 1)
+    older = copy.deepcopy(program.optimizer.state_dict())
+    program.train(1, 3)
+    program.optimizer.save().wait()
+    bits = program.bits()
+    with pytest.raises(hoist.UsageError, match="state of step 1 cannot follow step 3"):
+        program.optimizer.load_state_dict(older)
+    assert_equal(program.bits(), bits)
+    program.train(3, 4)
+    program.optimizer.save().wait()
+    program.optimizer.close()

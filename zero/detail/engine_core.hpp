@@ -57,7 +57,7 @@ class EngineCore {
   void settle();
   void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
   void write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values);
-  void replace_state(const InitialState& state);
+  void replace_state(const InitialState& state, std::span<const std::byte> program_state);
   void change_masters(const Initializer& change);
   Completion save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options);
 
@@ -123,6 +123,7 @@ class EngineCore {
   // The same error, which also says what can be done about it.
   CorruptionError with_remedy(const CorruptionError& error) const;
 
+  void agree_to_begin_at(const char* call, const InitialState& state);  // [J]
   // [J] Runs `change` on the state within a commit of step `step`.
   void change_state(const char* call, std::uint64_t step, const std::function<void()>& change);
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
