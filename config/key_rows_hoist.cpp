@@ -159,11 +159,12 @@ std::vector<KeyRow> engine_rows() {
        .type = ValueType::choice,
        .default_value = "\"horizontal\"",
        .choices = {"horizontal", "vertical"},
-       .meaning = "Order of a step's micro-batches. horizontal: one pass for each. vertical: one pass, in which each "
-                  "layer works through all micro-batches before the next layer. Weights and gradients then move once a "
-                  "step and nothing is added up in pinned memory, but the activations of all micro-batches stay on the "
-                  "device, and gradient buffers take 6 bytes a parameter instead of 2. A C++ program must be written for "
-                  "it, as hoist-gpt is; hoist.torch does it in engine.train_batch().",
+       .meaning =
+           "Order of a step's micro-batches. horizontal: one pass for each. vertical: one pass, in which each "
+           "layer works through all micro-batches before the next layer. Weights and gradients then move once a "
+           "step and nothing is added up in pinned memory, but the activations of all micro-batches stay on the "
+           "device, and gradient buffers take 6 bytes a parameter instead of 2. A C++ program must be written for "
+           "it, as hoist-gpt is; hoist.torch does it in engine.train_batch().",
        .apply =
            [](Draft& d, const Value& v) {
              d.engine.micro_batch_order =
