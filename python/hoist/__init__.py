@@ -20,6 +20,7 @@ def _prefer_nccl_of_pytorch() -> None:
 
 _prefer_nccl_of_pytorch()
 
+from hoist import _hoist  # noqa: E402
 from hoist._hoist import (  # noqa: E402
     BudgetError,
     CommError,
@@ -53,6 +54,8 @@ __all__ = [
     "Engine", "Error", "GroupId", "IoError", "Lease", "Model", "OptimizerOptions", "ParameterId", "ParameterSpec", "Pass",
     "SafetensorsError", "State", "StepBytes", "StepReport", "StoreError", "UnitId", "UsageError",
 ]
+
+__version__ = _hoist.version
 
 # As they are imported, and printed.
 for _error in [value for value in globals().values() if isinstance(value, type) and issubclass(value, Error)]:

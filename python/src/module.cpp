@@ -4,6 +4,7 @@
 
 NB_MODULE(_hoist, module) {
   module.doc() = "hoist's engine, configuration, storage and optimizers.";
+  module.attr("version") = HOIST_VERSION;
   // PyTorch keeps hooks beyond the interpreter's end, which is no leak of ours.
   nanobind::set_leak_warnings(false);
   hoist::python::bind_errors(module);

@@ -80,3 +80,8 @@ def test_what_is_offered_is_there_and_typed():
     assert set(hoist.__all__) <= set(entries(ast.parse(STUBS.read_text()).body))
     for name in hoist.__all__:
         assert getattr(hoist, name) is getattr(_hoist, name)
+
+
+def test_the_version_is_the_projects():
+    project = pathlib.Path(__file__).parents[2] / "CMakeLists.txt"
+    assert re.search(r"project\(\s*hoist\s+VERSION ([0-9.]+)", project.read_text(encoding="utf-8")).group(1) == hoist.__version__
