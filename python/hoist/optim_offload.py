@@ -334,10 +334,11 @@ class Offloaded:
         self._unit_manager.copy_weights(self._weights())
         self._note_versions()
         self._consolidated = None
-        saved = json.loads(bytes(state))
-        self.program_state = saved["program"]
-        for group, rates in zip(groups, saved["groups"], strict=True):
-            group.update(rates)
+        if state:  # a program in C++ may have made the commit
+            saved = json.loads(bytes(state))
+            self.program_state = saved["program"]
+            for group, rates in zip(groups, saved["groups"], strict=True):
+                group.update(rates)
         self._rates = [None] * len(groups)
         self.restored = True
         return step

@@ -266,6 +266,35 @@ def test_a_state_dict_of_pytorchs_is_taken(tmp_path, kind, settings, offload):
     optimizer.close()
 
 
+def test_a_state_dict_before_the_last_commit_is_refused(tmp_path):
+    program = Program("AdamW", offload="cpu", directory=str(tmp_path / "store"), **BUDGETS).train(0, 1)
+    earlier = copy.deepcopy(program.optimizer.state_dict())
+    program.train(1, 3).optimizer.save("").wait()
+    with pytest.raises(hoist.UsageError, match="cannot follow step 3"):
+        program.optimizer.load_state_dict(earlier)
+    assert program.train(3, 4).optimizer.step_count == 4
+    program.optimizer.close()
+
+
+def test_a_state_dict_is_committed_with_its_rates(tmp_path):
+    saved = copy.deepcopy(Program("AdamW").train(0, 2).optimizer.state_dict())
+    program = Program("AdamW", **place("nvme", tmp_path))
+    program.optimizer.load_state_dict(saved)
+    program.optimizer.close()
+    resumed = Program("AdamW", **place("nvme", tmp_path), first=2, resume=True)
+    resumed.optimizer.restore("")
+    assert [g["lr"] for g in resumed.optimizer.param_groups] == [g["lr"] for g in saved["param_groups"]]
+    resumed.optimizer.close()
+
+
+def test_a_run_that_made_no_step_continues(tmp_path):
+    Program("AdamW", **place("nvme", tmp_path)).optimizer.close()
+    program = Program("AdamW", **place("nvme", tmp_path), resume=True)
+    assert program.optimizer.restored and program.optimizer.step_count == 0
+    assert_equal(program.train(0, 2).bits(), Program("AdamW").train(0, 2).bits())
+    program.optimizer.close()
+
+
 def test_what_a_state_dict_cannot_bring_is_refused():
     program = Program("AdamW", offload="cpu", **BUDGETS).train(0, 2)
     saved = program.optimizer.state_dict()
@@ -617,18 +646,19 @@ optimizer.close()
     assert ranks == [alone(), alone()]
 
 
-def test_a_rank_that_fails_is_an_error_on_the_other(tmp_path):
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_rank_that_fails_is_an_error_on_the_other(tmp_path, divided):
     failing = start(RANKS + """
 try:
     with optimizer:
         train_with_ddp(ddp, optimizer, rank, size, 0, 2)
         if rank == 1:
             raise ValueError("out of data")
-        optimizer.consolidate_state_dict()
+        optimizer.consolidate_state_dict() if config["divided"] else optimizer.save("").wait()
 except (hoist.CommError, ValueError) as error:
     print(json.dumps(str(error)), flush=True)
 os._exit(0)
-""", tmp_path / "meet", {"divided": True, "dtype": "float32", "arguments": place("cpu", tmp_path)})
+""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("cpu" if divided else "nvme", tmp_path)})
     first, second = results(failing)
     assert second == "out of data" and "out of data" in first and "rank 1" in first
 
@@ -647,41 +677,3 @@ def test_a_part_of_the_ranks_can_divide(tmp_path):
     on_four_ranks("first", 0, 4)
     assert (tmp_path / "store" / "rank-0").is_dir() and (tmp_path / "store" / "rank-2").is_dir()
     assert on_four_ranks("second", 4, 8, resume=True) == [alone()] * 4
-
-
-def test_stopped_before_its_first_step(tmp_path):
-    Program("AdamW", **place("nvme", tmp_path)).optimizer.close()
-    resumed = Program("AdamW", **place("nvme", tmp_path), resume=True)
-    straight = Program("AdamW", **place("nvme", tmp_path, "other"))
-    assert resumed.optimizer.restored
-    assert_equal(resumed.train(0, 3).bits(), straight.train(0, 3).bits())
-    resumed.optimizer.close()
-    straight.optimizer.close()
-
-
-def test_a_loaded_rate_is_in_the_commit(tmp_path):
-    program = Program("AdamW", **place("nvme", tmp_path)).train(0, 2)
-    state = program.optimizer.state_dict()
-    for group in state["param_groups"]:
-        group["lr"] = 0.05
-    program.optimizer.load_state_dict(state)
-    program.optimizer.close()
-    parameters = [nn.Parameter(torch.zeros_like(parameter)) for parameter in program.parameters]
-    with hoist.optim.AdamW([{"params": parameters[::2]}, {"params": parameters[1::2]}], resume=True,
-                           **place("nvme", tmp_path)) as resumed:
-        assert [group["lr"] for group in resumed.param_groups] == [0.05, 0.05]
-
-
-def test_older_state_beside_a_newer_commit(tmp_path):
-    """The store's newest commit would be the older state: refused, and nothing has changed."""
-    program = Program("AdamW", offload="cpu", directory=str(tmp_path), **BUDGETS).train(0, 1)
-    older = copy.deepcopy(program.optimizer.state_dict())
-    program.train(1, 3)
-    program.optimizer.save().wait()
-    bits = program.bits()
-    with pytest.raises(hoist.UsageError, match="state of step 1 cannot follow step 3"):
-        program.optimizer.load_state_dict(older)
-    assert_equal(program.bits(), bits)
-    program.train(3, 4)
-    program.optimizer.save().wait()
-    program.optimizer.close()

@@ -3,6 +3,9 @@
 // averaged already, and state that comes from elsewhere.
 #include <algorithm>
 #include <map>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -68,14 +71,17 @@ void take(const StateOfAll& all, ParameterId parameter, State state, std::uint64
   std::copy_n(all.at(state)[parameter.index].begin() + static_cast<std::ptrdiff_t>(first), out.size(), out.begin());
 }
 
-void replace(ToyModel& model, std::uint64_t step, const StateOfAll& all) {
+void replace(ToyModel& model, std::uint64_t step, const StateOfAll& all, std::span<const std::byte> caller_state = {},
+             std::optional<LossScaler::State> scale = {}) {
   const auto moments = [&](ParameterId p, State state, std::uint64_t first, std::span<float> out) {
     take(all, p, state, first, out);
   };
   model.engine().replace_state({.masters = [&](ParameterId p, std::uint64_t first,
                                                std::span<float> out) { take(all, p, State::master, first, out); },
                                 .moments = moments,
-                                .step = step});
+                                .step = step,
+                                .loss_scale = scale},
+                               caller_state);
 }
 
 class GivenState : public testing::TestWithParam<Placement> {
@@ -168,6 +174,44 @@ TEST_P(GivenState, WhatCannotBeTrainedWithEndsTheEngineAndNotTheStore) {
   if (GetParam() != Placement::nvme) return;
   EXPECT_EQ(model.restore().step, 2u);
   EXPECT_EQ(state_of(model), before);
+}
+
+TEST_P(GivenState, IsRefusedWhereTheStoreHasALaterStep) {
+  const TempDirectory store;
+  ToySetup used = setup("store");
+  used.engine.store_directory = store / "store";
+  Runtime runtime(used.runtime);
+  ToyModel model(runtime, used.engine);
+  model.initialize();
+  model.train(1, 2);
+  const StateOfAll before = state_of(model);
+  model.engine().save("", {}).wait();
+  EXPECT_THROW(replace(model, 1, before), UsageError);
+  EXPECT_EQ(model.engine().step_count(), 2u);
+  EXPECT_EQ(state_of(model), before);
+  replace(model, 2, before);
+  model.train(3, 3);
+}
+
+TEST_P(GivenState, IsCommittedWithItsCallerStateAndLossScale) {
+  if (GetParam() != Placement::nvme) GTEST_SKIP() << "nothing is committed before the first save()";
+  ToySetup used = setup("store");
+  used.engine.weights_dtype = DType::fp16;
+  used.engine.loss_scale = toy_loss_scale();
+  ToyShape shape;
+  shape.dtype = DType::fp16;
+  Runtime runtime(used.runtime);
+  ToyModel model(runtime, used.engine, shape);
+  const std::vector kOld{std::byte{1}}, kNew{std::byte{2}, std::byte{3}};
+  model.initialize(kOld);
+  const auto scale = static_cast<double>(model.engine().loss_scale()) / 2;
+  replace(model, 3, state_of(model), kNew, LossScaler::State{.scale = scale});
+  model.close();
+  EXPECT_EQ(model.restore().caller_state, kNew);
+  EXPECT_EQ(model.engine().loss_scale(), static_cast<float>(scale));
+  model.engine().change_masters([](ParameterId, std::uint64_t, std::span<float>) {});
+  model.close();
+  EXPECT_EQ(model.restore().caller_state, kNew) << "the last one is kept";
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, GivenState, testing::Values(Placement::pinned, Placement::nvme));

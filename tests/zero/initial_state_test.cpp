@@ -174,6 +174,25 @@ TEST_P(InitialStateTest, AFirstCommitThatARankLacksIsReplaced) {
   });
 }
 
+TEST_P(InitialStateTest, RanksAgreeOnAllOfTheLossScale) {
+  using State = LossScaler::State;
+  const State base{.scale = 1024, .steps_without_overflow = 3, .hysteresis_left = 2};
+  for (const std::optional<State>& other_rank :
+       {std::optional<State>(), std::optional(State{1024, 4, 2}), std::optional(State{1024, 3, 1})}) {
+    EXPECT_THROW(on_ranks(2,
+                          [&](int rank, const Runtime::MakeCommunicator& join) {
+                            StoredModel stored(first_.engine.store_directory);
+                            InitialState state = state_of(stored);
+                            state.loss_scale = rank == 0 ? std::optional(base) : other_rank;
+                            const ToySetup setup = other();
+                            Runtime runtime(setup.runtime, join);
+                            ToyModel model(runtime, setup.engine, shape_);
+                            model.begin(state);
+                          }),
+                 CommError);
+  }
+}
+
 TEST_P(InitialStateTest, RefusesMomentsThatCannotBeCommitted) {
   const auto with = [&](State wanted, float value) {
     begin(

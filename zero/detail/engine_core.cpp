@@ -200,10 +200,23 @@ MomentInitializer EngineCore::checked_moments(const MomentInitializer& moments) 
   };
 }
 
+void EngineCore::agree_on_begin(const char* what, const InitialState& state) const {
+  if (ranks.job().size() == 1) return;
+  const LossScaler::State scaler = state.loss_scale.value_or(LossScaler::State{});
+  std::uint64_t hash = random_bits(state.step, state.loss_scale.has_value());
+  hash = random_bits(hash, std::bit_cast<std::uint64_t>(scaler.scale));
+  hash = random_bits(hash, scaler.steps_without_overflow);
+  hash = random_bits(hash, scaler.hysteresis_left);
+  const std::string scale = state.loss_scale ? fmt::format(", loss scale {} ({}, {})", scaler.scale,
+                                                           scaler.steps_without_overflow, scaler.hysteresis_left)
+                                             : std::string();
+  comm::agree(ranks.job(), hash, fmt::format("{} at step {}{}", what, state.step, scale));
+}
+
 // One that begins at a later step took its state over: of such a store, a first commit that only some ranks have is
 // known to be worth nothing.
 StoreDirectory EngineCore::directory_for(const InitialState& state) {
-  agree_to_begin_at("create()", state);
+  agree_on_begin("begin", state);
   const StoreSearch search(ranks, options);
   search.refuse_others();
   if (state.step == 0 || options.store_directory.empty()) return {};
@@ -593,19 +606,21 @@ void EngineCore::write(ParameterId parameter, State state, std::uint64_t first, 
   book_io();
 }
 
-void EngineCore::agree_to_begin_at(const char* call, const InitialState& state) {
-  if (ranks.job().size() <= 1) return;
-  const LossScaler::State scale = state.loss_scale.value_or(LossScaler::State{});
-  const std::uint64_t counters = random_bits(scale.steps_without_overflow, scale.hysteresis_left);
-  const std::uint64_t scaler = random_bits(std::bit_cast<std::uint64_t>(scale.scale), counters);
-  comm::agree(ranks.job(), random_bits(state.step, state.loss_scale ? scaler : 0),
-              fmt::format("{} at step {}, loss scale {}", call, state.step, state.loss_scale ? scale.scale : 0));
-}
-
-void EngineCore::change_state(const char* call, std::uint64_t step, const std::function<void()>& change) {
+void EngineCore::change_state(const char* call, const InitialState& state, std::span<const std::byte> program_state,
+                              const std::function<void()>& change) {
   if (pass->under_way()) throw UsageError(fmt::format("{} belongs between passes, not inside of one", call));
   stepper->policy().require_undecided(call);
+  agree_on_begin(call, state);
   settle_together();
+  const std::uint64_t step = state.step;
+  std::uint64_t newest = checkpoints->committed_step().value_or(0);
+  if (checkpoints->on_nvme()) newest = std::max(newest, settings.step_count);
+  if (step < newest) {
+    throw UsageError(
+        fmt::format("state of step {} cannot follow step {} in one store, whose newest commit would be the older one; "
+                    "restore() goes back to a step that was kept, or use another directory",
+                    step, newest));
+  }
   const Ledger::Apart apart(runtime.ledger());
   pass->drop();
   gatherer->quiesce();
@@ -619,6 +634,7 @@ void EngineCore::change_state(const char* call, std::uint64_t step, const std::f
     }
   });
   settings.step_count = step;
+  checkpoints->set_state(CommitState::of(settings.scaler, program_state));
   if (checkpoints->on_nvme()) checkpoints->commit_open(step).wait();
   gatherer->invalidate();
   book_io();
@@ -626,29 +642,17 @@ void EngineCore::change_state(const char* call, std::uint64_t step, const std::f
 
 void EngineCore::replace_state(const InitialState& state, std::span<const std::byte> program_state) {
   if (!state.masters) throw UsageError("replace_state() needs an Initializer, which makes the values of masters");
-  const std::uint64_t in_store =
-      checkpoints->on_nvme() ? settings.step_count : checkpoints->committed_step().value_or(0);
-  if (state.step < in_store) {
-    throw UsageError(
-        fmt::format("state of step {} cannot follow step {} in one store, whose newest commit would be the older one; "
-                    "restore() goes back to a step that was kept, or use another directory",
-                    state.step, in_store));
-  }
   ranks.all_together("keep its program's state", [&] { require_room(options, program_state); });
-  agree_to_begin_at("replace_state()", state);
-  change_state("replace_state()", state.step, [&] {
+  change_state("replace_state()", state, program_state, [&] {
     if (state.loss_scale) settings.scaler.restore(*state.loss_scale);
     state_access->fill(checked_masters(state.masters), {}, checked_moments(state.moments));
-    checkpoints->set_state(CommitState::of(settings.scaler, program_state));
   });
 }
 
 void EngineCore::change_masters(const Initializer& change) {
   if (!change) throw UsageError("change_masters() needs values");
-  if (ranks.job().size() > 1) {
-    comm::agree(ranks.job(), settings.step_count, fmt::format("change_masters() at step {}", settings.step_count));
-  }
-  change_state("change_masters()", settings.step_count, [&] { state_access->change_masters(checked_masters(change)); });
+  change_state("change_masters()", {.step = settings.step_count}, checkpoints->state().program,
+               [&] { state_access->change_masters(checked_masters(change)); });
 }
 
 Completion EngineCore::save(const std::string& name, std::span<const std::byte> program_state,

@@ -123,9 +123,11 @@ class EngineCore {
   // The same error, which also says what can be done about it.
   CorruptionError with_remedy(const CorruptionError& error) const;
 
-  void agree_to_begin_at(const char* call, const InitialState& state);  // [J]
-  // [J] Runs `change` on the state within a commit of step `step`.
-  void change_state(const char* call, std::uint64_t step, const std::function<void()>& change);
+  // [J] All ranks go on from the same step and loss scale. `what`: the verb of it.
+  void agree_on_begin(const char* what, const InitialState& state) const;
+  // [J] Runs `change` on the state within a commit of `state.step`, which holds `program_state`.
+  void change_state(const char* call, const InitialState& state, std::span<const std::byte> program_state,
+                    const std::function<void()>& change);
   void check_range(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
   void check_kept(ParameterId parameter, State state) const;  // UsageError: there is no such state
   void settle_together();  // [C] carries out what is pending; a failure is every rank's
