@@ -60,7 +60,7 @@ struct PlanReport {
   const PlanRow* best() const { return rows.front().fits() ? &rows.front() : nullptr; }
   // Bytes written to the rank's drives in a day at the expected speed.
   static double written_a_day(const PlanRow& row);
-  // For how long the drives may be written like that; nullopt if nothing is written, or nobody knows.
+  // How long the drives last at this rate of writing; nullopt if nothing is written or their endurance is not known.
   std::optional<double> drive_life_days(const PlanRow& row) const;
 };
 

@@ -144,7 +144,7 @@ PlanRow best_row(const PlanQuestion& question, Placement parameters, Placement o
   return *best;
 }
 
-// The fastest first, and what does not fit last.
+// Sorted by the time of a step; placements that do not fit come last.
 std::vector<PlanRow> ranked_rows(const PlanQuestion& question) {
   std::vector<PlanRow> rows;
   for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme})

@@ -37,7 +37,7 @@ constexpr std::uint64_t kFileBytes = 512 * kMiB;
 constexpr std::uint64_t kCopyBytes = 128 * kMiB;
 constexpr int kCopies = 16;
 
-// Nobody can measure these without a model's own kernels, a wattmeter or a bill.
+// Assumed: measuring them takes a model's own kernels, a power meter or a bill.
 constexpr double kTflopsOfCore = 0.03, kTflopsOfGpu = 200;
 constexpr double kWattsOfCore = 10, kWattsOfGpu = 500;
 constexpr double kNetworkGbPerSecond = 5;  // between processes of a machine

@@ -38,7 +38,7 @@ ConfigSource = str | os.PathLike[str] | dict[str, Any] | _hoist.Config
 __all__ = ["Engine", "Estimate", "Optimizer", "estimate", "initialize", "load_config", "units_of", "wrap"]
 
 
-def load_config(config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config) -> _hoist.Config:
+def load_config(config: ConfigSource) -> _hoist.Config:
     """A configuration from a file, a dictionary in the file's form, or itself."""
     if isinstance(config, _hoist.Config):
         return config
@@ -47,7 +47,7 @@ def load_config(config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config)
     return _hoist.Config.load(os.fspath(config))
 
 
-def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config, *,
+def wrap(model: torch.nn.Module, config: ConfigSource, *,
          groups: ParamsT | None = None, unit_classes: Iterable[type[torch.nn.Module]] = (),
          weights: str | os.PathLike[str] | None = None, initialize: Initialize | None = None, optimizer: str | None = None,
          seed: int = 0, resume: bool = False, load_later: bool = False, scheduler: Any = None,
@@ -79,7 +79,7 @@ def wrap(model: torch.nn.Module, config: str | os.PathLike[str] | dict[str, Any]
                   deepspeed=deepspeed)
 
 
-def estimate(model: Any, config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config, *, world_size: int = 1,
+def estimate(model: Any, config: ConfigSource, *, world_size: int = 1,
              local_ranks: int | None = None, unit_classes: Iterable[type[torch.nn.Module]] = ()) -> Estimate:
     """What training a model will take of each memory and move in a step, and whether this machine has it.
 
@@ -95,7 +95,7 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None,
                model_parameters: ParamsT | None = None, training_data: torch.utils.data.Dataset[Any] | None = None,
                lr_scheduler: Any = None, distributed_port: int | None = None, mpu: Any = None,
                dist_init_required: bool | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
-               config: str | os.PathLike[str] | dict[str, Any] | _hoist.Config | None = None, mesh_param: Any = None,
+               config: ConfigSource | None = None, mesh_param: Any = None,
                config_params: str | os.PathLike[str] | dict[str, Any] | None = None, *,
                unit_classes: Iterable[type[torch.nn.Module]] = (), weights: str | os.PathLike[str] | None = None,
                initialize: Initialize | None = None, seed: int = 0, resume: bool = False, load_later: bool = True,

@@ -250,13 +250,17 @@ class Passes:
             self._backward_ends()
 
     @contextlib.contextmanager
-    def _watch_of_backward(self) -> Iterator[None]:
-        if "backward" in self._watched:
+    def _watched_once(self, kind: Any, missing: Callable[[int], None]) -> Iterator[None]:
+        """Watches the first pass of a kind, as far as it ends without an error."""
+        if kind in self._watched:
             yield
             return
-        with self._watched_by(self._use_unannounced_in_backward):
+        with self._watched_by(missing):
             yield
-        self._watched.add("backward")
+        self._watched.add(kind)
+
+    def _watch_of_backward(self) -> contextlib.AbstractContextManager[None]:
+        return self._watched_once("backward", self._use_unannounced_in_backward)
 
     def backward_begins(self, *_: object) -> None:
         self.turns.require(BACKWARD)
@@ -308,14 +312,8 @@ class Passes:
         self.micro_batch = self.micro_batches
         self.due = True
 
-    @contextlib.contextmanager
-    def watched_forward(self) -> Iterator[None]:
-        if _hoist.Pass.train in self._watched:
-            yield
-            return
-        with self._watched_by(self._use_unannounced):
-            yield
-        self._watched.add(_hoist.Pass.train)
+    def watched_forward(self) -> contextlib.AbstractContextManager[None]:
+        return self._watched_once(_hoist.Pass.train, self._use_unannounced)
 
     @contextlib.contextmanager
     def backward_of_all(self, without_history: set[int]) -> Iterator[None]:
