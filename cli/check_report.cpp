@@ -38,12 +38,12 @@ std::string optimizer_place(const EngineOptions& engine) {
 
 std::string commits_text(const EngineOptions& engine) {
   if (engine.store_directory.empty()) return "none: there is no store, so nothing can be saved or resumed";
-  const std::string kept =
+  const std::string left =
       engine.keep_steps == 0 ? "" : fmt::format("; named checkpoints that stay: {}", engine.keep_steps);
   if (engine.durability == tiers::Durability::step)
-    return (engine.commit_every == 1 ? "every step" : fmt::format("every {} steps", engine.commit_every)) + kept;
+    return (engine.commit_every == 1 ? "every step" : fmt::format("every {} steps", engine.commit_every)) + left;
   const bool nvme = engine.parameters == Placement::nvme || engine.optimizer == Placement::nvme;
-  return nvme ? "none: the store cannot be resumed" : "when the program saves" + kept;
+  return nvme ? "none: the store cannot be resumed" : "when the program saves" + left;
 }
 
 std::string mirror_text(const MirrorOptions& mirror) {

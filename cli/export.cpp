@@ -121,7 +121,7 @@ Json write_weights(const ExportArguments& arguments) {
 // Files of torch.save are PyTorch's to write.
 int name_universal_command(const ExportArguments& arguments) {
   std::string which = arguments.step.empty() ? "" : " --step " + arguments.step;
-  if (!arguments.from.empty()) which += " --kept " + arguments.from;
+  if (!arguments.from.empty()) which += " --checkpoint " + arguments.from;
   complain(
       "hoist export: a universal checkpoint of DeepSpeed's is written by hoist's Python package:\n"
       "  python -m hoist.torch.deepspeed export {} --to {}{} --config FILE\n"

@@ -86,11 +86,11 @@ std::string resume_text(const StoreSummary& store) {
   return "nothing: no step that every rank has";
 }
 
-std::string kept_text(const StoreSummary& store) {
+std::string checkpoints_text(const StoreSummary& store) {
   std::string text;
-  for (const CommitHeader& kept : store.kept)
-    text += fmt::format("{}{} (step {})", text.empty() ? "" : ", ", kept.name, kept.step);
-  return fmt::format("{}; room for {}", text.empty() ? "no step" : text, store.kept_steps_max);
+  for (const CommitHeader& checkpoint : store.checkpoints)
+    text += fmt::format("{}{} (step {})", text.empty() ? "" : ", ", checkpoint.name, checkpoint.step);
+  return fmt::format("{}; room for {}", text.empty() ? "none" : text, store.checkpoints_max);
 }
 
 void print_findings(const Findings& findings) {
@@ -99,7 +99,7 @@ void print_findings(const Findings& findings) {
                                              {"world size", ranks_text(store)},
                                              {"resumes from", resume_text(store)},
                                              {"on disk", format_bytes(findings.data_bytes()) + " reserved"}};
-  if (store.kept_steps_max > 0) rows.push_back({"kept", kept_text(store)});
+  if (store.checkpoints_max > 0) rows.push_back({"checkpoints", checkpoints_text(store)});
   if (findings.age_seconds) rows.push_back({"last commit", age_text(*findings.age_seconds)});
   rows.push_back({"in use", findings.owner ? "by " + *findings.owner : "no"});
   say("{}\n\n{}\n", store.directory, columns(rows));
@@ -131,8 +131,8 @@ Json findings_json(const Findings& findings) {
   Json json{{"store", store.directory},
             {"world_size", store.world_size ? Json(*store.world_size) : Json(nullptr)},
             {"durability", store.durability == tiers::Durability::step ? "step" : "none"},
-            {"kept", Json::array()},
-            {"kept_steps_max", store.kept_steps_max},
+            {"checkpoints", Json::array()},
+            {"checkpoints_max", store.checkpoints_max},
             {"resumes_from_step", store.commits.empty() ? Json(nullptr) : Json(store.commits.front().step)},
             {"units", store.unit_count},
             {"elements", findings.elements(true) + findings.elements(false)},
@@ -142,7 +142,8 @@ Json findings_json(const Findings& findings) {
             {"in_use_by", findings.owner ? Json(*findings.owner) : Json(nullptr)},
             {"ranks", Json::array()},
             {"parameters", Json::array()}};
-  for (const CommitHeader& kept : store.kept) json["kept"].push_back({{"name", kept.name}, {"step", kept.step}});
+  for (const CommitHeader& checkpoint : store.checkpoints)
+    json["checkpoints"].push_back({{"name", checkpoint.name}, {"step", checkpoint.step}});
   for (const StoreSummary::Rank& rank : store.ranks) {
     Json commits = Json::array();
     for (const CommitHeader& commit : rank.commits) commits.push_back(commit_json(commit));
@@ -171,9 +172,10 @@ bool inspect_store(const StoreSummary& store, Json& json) {
 int inspect_job(const StoredJob& job, const InspectArguments& arguments) {
   const auto commit = job.commits.empty() ? std::nullopt : std::optional(job.commits.front());
   Json json{{"resumes_from_step", commit ? Json(commit->step) : Json(nullptr)},
-            {"kept", Json::array()},
+            {"checkpoints", Json::array()},
             {"groups", Json::array()}};
-  for (const CommitHeader& kept : job.kept) json["kept"].push_back({{"name", kept.name}, {"step", kept.step}});
+  for (const CommitHeader& checkpoint : job.checkpoints)
+    json["checkpoints"].push_back({{"name", checkpoint.name}, {"step", checkpoint.step}});
   bool sound = true;
   for (const StoreSummary& group : job.groups) {
     Json of_group;

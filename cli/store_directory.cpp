@@ -40,10 +40,11 @@ std::optional<tiers::CommitHeader> chosen_commit(const std::string& text, const 
                              held.empty() ? "no step that every rank has" : "the steps " + held));
 }
 
-void check_kept(const std::string& name, const StoredJob& job) {
-  if (name.empty() || std::ranges::find(job.kept, name, &tiers::CommitHeader::name) != job.kept.end()) return;
+void check_checkpoint(const std::string& name, const StoredJob& job) {
+  if (name.empty() || std::ranges::find(job.checkpoints, name, &tiers::CommitHeader::name) != job.checkpoints.end())
+    return;
   std::string held;
-  for (const tiers::CommitHeader& kept : job.kept) held += (held.empty() ? "" : ", ") + kept.name;
+  for (const tiers::CommitHeader& checkpoint : job.checkpoints) held += (held.empty() ? "" : ", ") + checkpoint.name;
   throw BadInput(fmt::format("--from {}: {} {} {}", name, names_of(job), job.groups.size() > 1 ? "all keep" : "keeps",
                              held.empty() ? "no step under a name" : "the steps " + held));
 }
@@ -62,7 +63,7 @@ StoredModelOptions choose_commit(const StoredJob& job, const std::string& step, 
     options.step = commit->step;
     options.revision = commit->revision;
   }
-  check_kept(from, job);
+  check_checkpoint(from, job);
   return options;
 }
 

@@ -29,14 +29,14 @@ struct VerifyArguments {
 
 void print(const Verification& verification) {
   constexpr std::size_t kShownMax = 50;
-  const std::string kept = verification.name.empty() ? "" : fmt::format(", kept as {}", verification.name);
-  if (!verification.not_done.empty()) complain("hoist verify: not verified{}: {}\n", kept, verification.not_done);
+  const std::string which = verification.name.empty() ? "" : fmt::format(", named {}", verification.name);
+  if (!verification.not_done.empty()) complain("hoist verify: not verified{}: {}\n", which, verification.not_done);
   if (verification.is_sound())
-    say("verified step {}{}: all of {} matches its checksums\n", verification.step, kept,
+    say("verified step {}{}: all of {} matches its checksums\n", verification.step, which,
         format_bytes(verification.bytes));
   if (verification.damage.empty()) return;
   say("damaged: {} tile{} of step {}{}\n", verification.damage.size(), verification.damage.size() == 1 ? "" : "s",
-      verification.step, kept);
+      verification.step, which);
   std::vector<std::vector<std::string>> rows{{"unit", "what", "file", "offset", "expected", "found"}};
   for (std::size_t i = 0; i < std::min(verification.damage.size(), kShownMax); ++i) {
     const CorruptionError::Where& where = verification.damage[i].where;

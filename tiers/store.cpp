@@ -93,10 +93,11 @@ void Store::Impl::start_existing(Files files) {
     slots_.push_back(check_slot(image_.span(), superblock_));
     if (slots_[slot].state != SlotCheck::State::valid) continue;
     incarnation_ = std::max(incarnation_, slots_[slot].header.incarnation);
-    if (slot >= kSlotCount && slots_[slot].header.kept_serial != 0)
-      kept_.push_back({detail::commit_header(slots_[slot]), slot, SlotImage(image_.span(), superblock_).extents()});
+    if (slot >= kSlotCount && slots_[slot].header.checkpoint_serial != 0)
+      checkpoints_.push_back(
+          {detail::commit_header(slots_[slot]), slot, SlotImage(image_.span(), superblock_).extents()});
   }
-  list_kept();
+  list_checkpoints();
   commits_ = detail::usable_commits(slots_);
   abandoned_ = detail::abandoned_commits(slots_);
   damage_ = detail::damaged_slots(slots_, paths_.manifest);
@@ -147,7 +148,7 @@ void Store::Impl::adopt(const CommitHeader& commit) {
                                  paths_.directory, commit.step, commit.revision, commit.incarnation));
   const auto slot = static_cast<std::uint32_t>(found - slots_.begin());
   load_slot(slot);
-  hold_kept();
+  hold_checkpoint();
   // Does not overwrite the newest commit until this one is durable.
   const bool newest_in_0 = !commits_.empty() && slots_[0].state == SlotCheck::State::valid &&
                            detail::commit_header(slots_[0]) == commits_.front();
@@ -212,7 +213,8 @@ void Store::Impl::begin_step(std::uint64_t step) {
   if (failed_) std::rethrow_exception(failed_);
   if (step_open_) return continue_step(step);
   HOIST_ASSERT(adopted_, "step {} begins before a commit of {} was adopted", step, paths_.directory);
-  HOIST_ASSERT(kept_.size() <= kept_steps_max(), "{} named checkpoints leave no extents to write to", kept_.size());
+  HOIST_ASSERT(checkpoints_.size() <= checkpoints_max(), "{} named checkpoints leave no extents to write to",
+               checkpoints_.size());
   HOIST_ASSERT(!committed_step_ || step >= *committed_step_, "step {} begins after step {} was committed", step,
                *committed_step_);
   revision_ = committed_step_ == step ? revision_ + 1 : 0;
@@ -286,8 +288,8 @@ Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree ag
 
 void Store::Impl::land(const Job& job) {
   try {
-    if (job.keeps)
-      write_kept(job);
+    if (job.is_checkpoint)
+      write_checkpoint(job);
     else
       make_durable(job.header);
   } catch (...) {
@@ -301,7 +303,7 @@ void Store::Impl::land(const Job& job) {
   if (durability_ == Durability::none) return;
   const TraceSpan span(trace_, TraceRow::commit, "agree");
   if (job.agree) job.agree(nullptr);
-  if (job.keeps) make_room(CommitHeader(kept_.back().header));
+  if (job.is_checkpoint) make_room(CommitHeader(checkpoints_.back().header));
 }
 
 void Store::Impl::make_durable(const SlotHeader& header) {
@@ -340,8 +342,8 @@ void Store::Impl::commit_loop() {
     lock.lock();
     if (error) {
       failed_ = error;
-    } else if (job.keeps) {
-      list_kept();
+    } else if (job.is_checkpoint) {
+      list_checkpoints();
     } else {
       if (durability_ == Durability::step) {
         table_.publish();
@@ -387,16 +389,16 @@ Completion Store::write(RecordId record, Region region, std::uint32_t first, std
 Completion Store::commit(std::span<const std::byte> caller_state, Agree agree) {
   return impl_->commit(caller_state, std::move(agree));
 }
-Completion Store::keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
-  return impl_->keep(name, caller_state, std::move(agree));
+Completion Store::add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
+  return impl_->add_checkpoint(name, caller_state, std::move(agree));
 }
-void Store::forget(std::uint64_t kept_serial) { impl_->forget(kept_serial); }
+void Store::remove_checkpoint(std::uint64_t checkpoint_serial) { impl_->remove_checkpoint(checkpoint_serial); }
 std::span<const CommitHeader> Store::abandoned() const { return impl_->abandoned(); }
-std::vector<CommitHeader> Store::kept() const { return impl_->kept(); }
-std::vector<CommitHeader> Store::kept_apart_from(const CorruptionError::Where& damage) const {
-  return impl_->kept_apart_from(damage);
+std::vector<CommitHeader> Store::checkpoints() const { return impl_->checkpoints(); }
+std::vector<CommitHeader> Store::checkpoints_apart_from(const CorruptionError::Where& damage) const {
+  return impl_->checkpoints_apart_from(damage);
 }
-std::uint32_t Store::kept_steps_max() const { return impl_->kept_steps_max(); }
+std::uint32_t Store::checkpoints_max() const { return impl_->checkpoints_max(); }
 std::unique_ptr<StoreReader> Store::hold() { return impl_->hold(); }
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }
 std::uint64_t Store::store_number() const { return impl_->store_number(); }

@@ -11,8 +11,8 @@
 //            nothing is allocated per transfer but its completion.
 // Errors     StoreError (another model's, locked, no commit), IoError, CorruptionError naming unit, file and offset.
 //            After a failed commit, begin_step and commit throw its error again; the store must be reopened.
-// Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync; keep: one more
-//            manifest.
+// Main path  begin_step -> write tiles -> commit: wait for writes, fdatasync, manifest, fdatasync; add_checkpoint: one
+//            more manifest.
 #pragma once
 
 #include <memory>
@@ -58,7 +58,7 @@ struct StoreOptions {
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   // create(): the number of named checkpoints, each with another extent for every record. Durability step only. open()
   // uses the store's own number, and refuses if more are requested.
-  std::uint32_t kept_steps_max = 0;
+  std::uint32_t checkpoints_max = 0;
   // create(): the number of commits that hold() keeps readable at a time, 0 or 1; each takes the disk space of a named
   // checkpoint. Durability step only.
   std::uint32_t held_commits_max = 0;
@@ -77,8 +77,14 @@ struct CommitHeader {
   std::uint32_t incarnation = 0;  // how often the store had been reopened
   std::uint32_t revision = 0;     // commits of the same step before this one
   std::string name{};             // of a named checkpoint; empty for the last commits
-  std::uint64_t kept_serial = 0;  // its number among the keep() calls of this store, from 1; 0 for the last commits
+  std::uint64_t checkpoint_serial =
+      0;  // its number among the named checkpoints of this store, from 1; 0 for the last commits
   friend bool operator==(const CommitHeader&, const CommitHeader&) = default;
+  // Whether two ranks mean the same commit: incarnations are each rank's own.
+  bool same_commit(const CommitHeader& other) const {
+    return step == other.step && revision == other.revision && name == other.name &&
+           checkpoint_serial == other.checkpoint_serial;
+  }
 };
 
 class StoreReader;
@@ -101,8 +107,8 @@ class Store {
     std::vector<std::string> stripe_directories{};  // further drives, at their locations when the store was made
     std::vector<CommitHeader> commits;              // valid ones, newest first, without abandoned ones
     std::vector<CommitHeader> abandoned;            // see Store::abandoned()
-    std::vector<CommitHeader> kept;                 // named checkpoints, oldest first
-    std::uint32_t kept_steps_max = 0;
+    std::vector<CommitHeader> checkpoints;          // named checkpoints, oldest first
+    std::uint32_t checkpoints_max = 0;
     std::vector<std::string> damage;
   };
   static Found look(const std::string& directory, int rank);
@@ -146,11 +152,11 @@ class Store {
   // Commits that commits() leaves out. They can be adopted until a step begins. If ranks were returning to an earlier
   // step and some died before they had adopted it, these are the commits that all have in common.
   std::span<const CommitHeader> abandoned() const;
-  // Named checkpoints, oldest first, without those of an unfinished keep().
-  std::vector<CommitHeader> kept() const;
-  // The checkpoints of kept() that this damage, found by verify(), does not affect: their copy of that tile is
+  // Named checkpoints, oldest first, without those of an unfinished add_checkpoint().
+  std::vector<CommitHeader> checkpoints() const;
+  // The checkpoints of checkpoints() that this damage, found by verify(), does not affect: their copy of that tile is
   // elsewhere.
-  std::vector<CommitHeader> kept_apart_from(const CorruptionError::Where& damage) const;
+  std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
   // Unusable parts that open() found, as Found::damage; for a warning.
   std::span<const std::string> damage() const;
   // Makes the given commit or named checkpoint the current state. It first writes a durable manifest of the next
@@ -196,15 +202,16 @@ class Store {
   using Agree = std::function<void(std::exception_ptr problem)>;
   Completion commit(std::span<const std::byte> caller_state, Agree agree = {});
 
-  // --- keeping -------------------------------------------------------------------------------------------------------
-  // Makes the last commit, even if it is unfinished, a checkpoint named `name`, until newer checkpoints need its place.
-  // No data moves; its extents are not reused. A checkpoint of the same name is replaced. Returns at once; the store's
-  // thread writes and flushes a manifest, then runs `agree`, and only then removes an older checkpoint. Pre: no step is
-  // open; kept_steps_max > 0. Errors: UsageError for a name (wrong_step_name), or too long a state.
-  Completion keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree = {});
+  // --- named checkpoints
+  // ----------------------------------------------------------------------------------------------- Makes the last
+  // commit, even if it is unfinished, a checkpoint named `name`, until newer checkpoints need its place. No data moves;
+  // its extents are not reused. A checkpoint of the same name is replaced. Returns at once; the store's thread writes
+  // and flushes a manifest, then runs `agree`, and only then removes an older checkpoint. Pre: no step is open;
+  // checkpoints_max > 0. Errors: UsageError for a name (wrong_step_name), or too long a state.
+  Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree = {});
   // Removes a named checkpoint; its space is reused. Waits for the drive. Pre: no step is open.
-  void forget(std::uint64_t kept_serial);
-  std::uint32_t kept_steps_max() const;  // without the places that hold() needs
+  void remove_checkpoint(std::uint64_t checkpoint_serial);
+  std::uint32_t checkpoints_max() const;  // without the places that hold() needs
   // The last commit, to be read beside later steps: its extents are not reused while the reader lives, which ends
   // before the store. Reads its tables from the drive. Nothing of it outlives the process. Pre: no step is open and no
   // commit under way but the one whose completion calls this; held_commits_max is 1, and no other commit is held.

@@ -28,14 +28,14 @@ namespace super {
 constexpr std::uint64_t version = 16, durability = 20, store_number = 24, rank = 32, world_size = 36,
                         tile_elements = 40, data_bytes = 48, superblock_bytes = 56, slot_bytes = 64,
                         caller_state_bytes_max = 72, record_count = 80, extents_per_record = 84, tile_count = 88,
-                        geometry_checksum = 96, layout_bytes = 104, stripes_bytes = 112, kept_steps_max = 120;
+                        geometry_checksum = 96, layout_bytes = 104, stripes_bytes = 112, checkpoints_max = 120;
 }  // namespace super
 
 // Offsets of a slot header's fields.
 namespace slot {
 constexpr std::uint64_t version = 16, incarnation = 20, store_number = 24, step = 32, used_bytes = 40,
-                        caller_state_bytes = 48, tile_count = 56, record_count = 64, revision = 68, kept_serial = 72,
-                        name = 80;
+                        caller_state_bytes = 48, tile_count = 56, record_count = 64, revision = 68,
+                        checkpoint_serial = 72, name = 80;
 static_assert(name + kStepNameBytesMax + 1 == kSlotHeaderBytes);
 }  // namespace slot
 
@@ -110,7 +110,7 @@ void encode_superblock(const Superblock& s, std::span<std::byte> target) {
   put(target, super::geometry_checksum, s.geometry_checksum);
   put(target, super::layout_bytes, std::uint64_t{s.layout.size()});
   put(target, super::stripes_bytes, std::uint64_t{s.stripes.size()});
-  put(target, super::kept_steps_max, s.kept_steps_max);
+  put(target, super::checkpoints_max, s.checkpoints_max);
   put_text(target, kSuperblockHeaderBytes, s.layout);
   put_text(target, kSuperblockHeaderBytes + s.layout.size(), s.stripes);
   put(target, kChecksumAt, checksum(target.subspan(kCoveredFrom)));
@@ -162,7 +162,7 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
         fmt::format("its list of drives of {} bytes does not fit its superblock of {}", stripes_bytes, bytes.size());
     return std::nullopt;
   }
-  s.kept_steps_max = get<std::uint32_t>(bytes, super::kept_steps_max);
+  s.checkpoints_max = get<std::uint32_t>(bytes, super::checkpoints_max);
   const char* const text = reinterpret_cast<const char*>(bytes.data()) + kSuperblockHeaderBytes;
   s.layout.assign(text, layout_bytes);
   s.stripes.assign(text + layout_bytes, stripes_bytes);
@@ -172,10 +172,10 @@ std::optional<Superblock> decode_superblock(std::span<const std::byte> bytes, st
     problem = fmt::format("it names rank {} of {} and durability {}", s.rank, s.world_size, s.durability);
     return std::nullopt;
   }
-  const std::uint32_t extents = s.durability == kDurabilityNone ? 1 : 2 + s.kept_steps_max;
-  if (s.kept_steps_max > kKeptStepsMax || s.extents_per_record != extents) {
+  const std::uint32_t extents = s.durability == kDurabilityNone ? 1 : 2 + s.checkpoints_max;
+  if (s.checkpoints_max > kCheckpointsMax || s.extents_per_record != extents) {
     problem =
-        fmt::format("it names {} checkpoints and {} extents for each record", s.kept_steps_max, s.extents_per_record);
+        fmt::format("it names {} checkpoints and {} extents for each record", s.checkpoints_max, s.extents_per_record);
     return std::nullopt;
   }
   if (s.tile_count > kSane || s.caller_state_bytes_max > kSane || s.superblock_bytes() != bytes.size() ||
@@ -248,7 +248,7 @@ std::uint64_t SlotImage::seal(const SlotHeader& header) {
   put(image_, slot::tile_count, superblock_.tile_count);
   put(image_, slot::record_count, superblock_.record_count);
   put(image_, slot::revision, header.revision);
-  put(image_, slot::kept_serial, header.kept_serial);
+  put(image_, slot::checkpoint_serial, header.checkpoint_serial);
   HOIST_ASSERT(header.name.size() <= kStepNameBytesMax, "a name of {} bytes", header.name.size());
   put_text(image_, slot::name, header.name);
   put(image_, kChecksumAt, checksum(image_.subspan(kCoveredFrom, used_bytes - kCoveredFrom)));
@@ -275,9 +275,10 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
       wrong_checksum(bytes.subspan(kCoveredFrom, used_bytes - kCoveredFrom), get<std::uint64_t>(bytes, kChecksumAt));
   if (!check.problem.empty()) return check;
   const std::string_view name(reinterpret_cast<const char*>(bytes.data()) + slot::name, kStepNameBytesMax);
-  check.header = {get<std::uint32_t>(bytes, slot::incarnation),        get<std::uint64_t>(bytes, slot::step),
-                  get<std::uint64_t>(bytes, slot::caller_state_bytes), get<std::uint32_t>(bytes, slot::revision),
-                  std::string(name.substr(0, name.find('\0'))),        get<std::uint64_t>(bytes, slot::kept_serial)};
+  check.header = {
+      get<std::uint32_t>(bytes, slot::incarnation),        get<std::uint64_t>(bytes, slot::step),
+      get<std::uint64_t>(bytes, slot::caller_state_bytes), get<std::uint32_t>(bytes, slot::revision),
+      std::string(name.substr(0, name.find('\0'))),        get<std::uint64_t>(bytes, slot::checkpoint_serial)};
   if (get<std::uint64_t>(bytes, slot::store_number) != s.store_number)
     check.problem = "it belongs to another store";
   else if (get<std::uint32_t>(bytes, slot::record_count) != s.record_count ||
@@ -285,8 +286,8 @@ SlotCheck check_slot(std::span<const std::byte> bytes, const Superblock& s) {
            check.header.caller_state_bytes > s.caller_state_bytes_max ||
            used_bytes != caller_state_at(s) + check.header.caller_state_bytes)
     check.problem = "its lengths contradict the superblock";
-  else if (const std::string& kept = check.header.name; !kept.empty() && !wrong_step_name(kept).empty())
-    check.problem = fmt::format("the name of its step is wrong: {}", wrong_step_name(kept));
+  else if (const std::string& given = check.header.name; !given.empty() && !wrong_step_name(given).empty())
+    check.problem = fmt::format("the name of its step is wrong: {}", wrong_step_name(given));
   if (check.problem.empty()) check.state = SlotCheck::State::valid;
   return check;
 }

@@ -24,8 +24,8 @@ inline constexpr std::uint32_t kStoreFormatVersion = 4;  // versions 1 to 3 had 
 inline constexpr std::uint64_t kSuperblockHeaderBytes = 128;
 inline constexpr std::uint64_t kSlotHeaderBytes = 128;
 inline constexpr std::uint64_t kRecordEntryBytes = 40;
-inline constexpr std::uint32_t kSlotCount = 2;        // that commits alternate between; those of kept steps follow
-inline constexpr std::uint32_t kKeptStepsMax = 64;    // each costs another extent for every record
+inline constexpr std::uint32_t kSlotCount = 2;  // that commits alternate between; those of named checkpoints follow
+inline constexpr std::uint32_t kCheckpointsMax = 64;  // each costs another extent for every record
 inline constexpr std::size_t kStepNameBytesMax = 47;  // and a zero behind it
 inline constexpr std::uint32_t kDurabilityStep = 0;   // as tiers::Durability
 inline constexpr std::uint32_t kDurabilityNone = 1;
@@ -47,10 +47,10 @@ struct Superblock {
   // How the data is spread over drives: aio::StripeLayout::encode(), then each drive's directory, a line each. Empty:
   // one drive, the manifest's own directory.
   std::string stripes;
-  std::uint32_t kept_steps_max = 0;
+  std::uint32_t checkpoints_max = 0;
 
-  // One slot more than kept steps, so that a new one is whole before an old one goes.
-  std::uint32_t slot_count() const { return kSlotCount + (kept_steps_max > 0 ? kept_steps_max + 1 : 0); }
+  // One slot more than named checkpoints, so that a new one is whole before an old one goes.
+  std::uint32_t slot_count() const { return kSlotCount + (checkpoints_max > 0 ? checkpoints_max + 1 : 0); }
   // Positions, all multiples of 4 KiB.
   std::uint64_t superblock_bytes() const {
     return round_up(kSuperblockHeaderBytes + layout.size() + stripes.size(), kBlockAlignment);
@@ -83,9 +83,9 @@ struct SlotHeader {
   std::uint32_t incarnation = 0;
   std::uint64_t step = 0;
   std::uint64_t caller_state_bytes = 0;
-  std::uint32_t revision = 0;     // commits of the same step before this one
-  std::string name{};             // of a kept step; empty in the slots of commits
-  std::uint64_t kept_serial = 0;  // kept steps are counted from 1, in the order in which they were kept
+  std::uint32_t revision = 0;           // commits of the same step before this one
+  std::string name{};                   // of a named checkpoint; empty in the slots of commits
+  std::uint64_t checkpoint_serial = 0;  // named checkpoints are counted from 1, in the order in which they were made
   friend bool operator==(const SlotHeader&, const SlotHeader&) = default;
 };
 

@@ -48,10 +48,10 @@ Superblock superblock_for(const StoreOptions& options) {
   s.rank = static_cast<std::uint32_t>(identity.rank);
   s.world_size = static_cast<std::uint32_t>(identity.world_size);
   s.durability = options.durability == Durability::step ? kDurabilityStep : kDurabilityNone;
-  s.kept_steps_max = options.durability == Durability::step ? options.kept_steps_max + options.held_commits_max : 0;
-  if (s.kept_steps_max > kKeptStepsMax)
-    throw UsageError(fmt::format("{} steps cannot be kept; at most {}", s.kept_steps_max, kKeptStepsMax));
-  s.extents_per_record = options.durability == Durability::step ? 2 + s.kept_steps_max : 1;
+  s.checkpoints_max = options.durability == Durability::step ? options.checkpoints_max + options.held_commits_max : 0;
+  if (s.checkpoints_max > kCheckpointsMax)
+    throw UsageError(fmt::format("{} checkpoints cannot be kept; at most {}", s.checkpoints_max, kCheckpointsMax));
+  s.extents_per_record = options.durability == Durability::step ? 2 + s.checkpoints_max : 1;
   s.tile_elements = kTileElements;
   s.caller_state_bytes_max = options.caller_state_bytes_max;
   s.record_count = static_cast<std::uint32_t>(options.records.size());
@@ -91,11 +91,11 @@ void check_same_model(const Superblock& stored, const Superblock& mine, const St
   if (stored.durability != mine.durability)
     refuse(fmt::format("was made with durability '{}' and cannot be continued with '{}'",
                        durability_name(stored.durability), durability_name(mine.durability)));
-  if (stored.kept_steps_max < mine.kept_steps_max)
-    refuse(
-        fmt::format("has room for {} kept steps, and {} are asked for (hoist.keep_steps); ask for as many as it has, "
-                    "or start a new store from it",
-                    stored.kept_steps_max, mine.kept_steps_max));
+  if (stored.checkpoints_max < mine.checkpoints_max)
+    refuse(fmt::format(
+        "has room for {} named checkpoints, and {} are asked for (hoist.keep_steps); ask for as many as it has, "
+        "or start a new store from it",
+        stored.checkpoints_max, mine.checkpoints_max));
   if (stored.caller_state_bytes_max < mine.caller_state_bytes_max)
     refuse(
         fmt::format("has room for {} bytes of caller state, and {} are asked for; ask for {} less "
@@ -307,11 +307,11 @@ Store::Found Store::look(const std::string& directory, int rank) {
       found.damage.push_back(error.what());
     }
     found.store_number = view.superblock->store_number;
-    found.kept_steps_max = view.superblock->kept_steps_max;
+    found.checkpoints_max = view.superblock->checkpoints_max;
   }
   found.commits = detail::usable_commits(view.slots);
   found.abandoned = detail::abandoned_commits(view.slots);
-  found.kept = detail::kept_steps(view.slots);
+  found.checkpoints = detail::named_checkpoints(view.slots);
   for (std::string& problem : detail::damaged_slots(view.slots, paths.manifest))
     found.damage.push_back(std::move(problem));
   return found;

@@ -110,7 +110,7 @@ class StoreReader::Impl {
                          .world_size = static_cast<int>(superblock_.world_size)},
             .records = {table_.records().begin(), table_.records().end()},
             .caller_state_bytes_max = superblock_.caller_state_bytes_max,
-            .kept_steps_max = superblock_.kept_steps_max,
+            .checkpoints_max = superblock_.checkpoints_max,
             .store_number = superblock_.store_number};
   }
 

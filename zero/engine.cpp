@@ -54,11 +54,11 @@ std::optional<std::uint64_t> Engine::find_commit(Runtime& runtime, const EngineO
   return plan ? std::optional(plan->source.commits.front().step) : std::nullopt;
 }
 
-std::vector<KeptStep> Engine::find_kept(Runtime& runtime, const EngineOptions& options) {
+std::vector<NamedCheckpoint> Engine::find_checkpoints(Runtime& runtime, const EngineOptions& options) {
   check(options, runtime.options(), runtime.world_size());
   const auto notifier = std::make_shared<detail::AbortNotifier>(runtime);
   const detail::RankAgreement ranks(runtime, *notifier);
-  return detail::StoreSearch(ranks, options).find_kept();
+  return detail::StoreSearch(ranks, options).find_checkpoints();
 }
 
 // No device has as much, and a little more of it is still a number.

@@ -53,19 +53,19 @@ class Engine {
   // directory, like one that takes over from other ranks. Errors: also UsageError for a value that cannot be committed.
   static Engine create(Runtime& runtime, const EngineOptions& options, Model model, const InitialState& state,
                        std::span<const std::byte> caller_state = {});
-  // [J] An engine that continues from the newest commit that every rank has, or from a kept step (RestoreOptions).
-  // Commits after that one are then abandoned, kept steps stay. If another number of ranks made the commit, its state
-  // is distributed anew into a store of its own below the offload directory. That needs room there, and every rank must
-  // reach all old ranks' files. The old store is removed once the new one is committed (with nothing on NVMe: at the
-  // next restore after that), unless it keeps steps. Where a rank's drives are new, and there is a mirror
-  // (EngineOptions::mirror), its newest commit is continued from in the same way. restored() tells what was found.
-  // Errors: as create(), and StoreError when there is no such commit, or it belongs to another model.
+  // [J] An engine that continues from the newest commit that every rank has, or from a named checkpoint
+  // (RestoreOptions). Commits after that one are then abandoned, named checkpoints stay. If another number of ranks
+  // made the commit, its state is distributed anew into a store of its own below the offload directory. That needs room
+  // there, and every rank must reach all old ranks' files. The old store is removed once the new one is committed (with
+  // nothing on NVMe: at the next restore after that), unless it keeps steps. Where a rank's drives are new, and there
+  // is a mirror (EngineOptions::mirror), its newest commit is continued from in the same way. restored() tells what was
+  // found. Errors: as create(), and StoreError when there is no such commit, or it belongs to another model.
   static Engine restore(Runtime& runtime, const EngineOptions& options, Model model,
                         const RestoreOptions& restore_options = {});
   // [J] The commit that restore() would continue from, if there is one. Changes nothing.
   static std::optional<std::uint64_t> find_commit(Runtime& runtime, const EngineOptions& options);
   // [J] The steps that every rank keeps under a name, oldest first. Changes nothing.
-  static std::vector<KeptStep> find_kept(Runtime& runtime, const EngineOptions& options);
+  static std::vector<NamedCheckpoint> find_checkpoints(Runtime& runtime, const EngineOptions& options);
 
   // A moved-from engine can only be destroyed or assigned to.
   Engine(Engine&&) noexcept;

@@ -109,8 +109,8 @@ void check_gathering_groups(const EngineOptions& options, int world_size) {
 
 void check_commits(const EngineOptions& options) {
   refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
-  refuse(options.keep_steps > tiers::kKeptStepsMax, "hoist.keep_steps",
-         fmt::format("at most {} steps can be kept", tiers::kKeptStepsMax));
+  refuse(options.keep_steps > tiers::kCheckpointsMax, "hoist.keep_steps",
+         fmt::format("at most {} checkpoints can be kept", tiers::kCheckpointsMax));
   refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
          "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
   refuse(options.keep_steps > 0 && uses_nvme(options) && options.durability == tiers::Durability::none,
@@ -122,8 +122,8 @@ void check_commits(const EngineOptions& options) {
          "with durability \"none\" there are no commits to copy; use \"step\"");
   refuse(options.mirror.directory == options.store_directory, "hoist.mirror.path",
          fmt::format("{} is the store's own directory; name another, on another drive", options.mirror.directory));
-  refuse(options.keep_steps >= tiers::kKeptStepsMax, "hoist.keep_steps",
-         fmt::format("with hoist.mirror at most {} steps can be kept", tiers::kKeptStepsMax - 1));
+  refuse(options.keep_steps >= tiers::kCheckpointsMax, "hoist.keep_steps",
+         fmt::format("with hoist.mirror at most {} checkpoints can be kept", tiers::kCheckpointsMax - 1));
 }
 
 void check_counts(const EngineOptions& options) {

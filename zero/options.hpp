@@ -145,7 +145,7 @@ struct EngineOptions {
   // the oldest goes for a new one. With 0 a save is a commit like a step's. At most 64. Key hoist.keep_steps.
   unsigned keep_steps = 0;
   // A commit that is being copied stays as it is meanwhile, for which the store takes another 12 bytes a parameter, as
-  // for a step that is kept.
+  // for a named checkpoint.
   MirrorOptions mirror{};
   std::uint64_t caller_state_bytes_max = 64 * kKiB;
   Nanoseconds lock_timeout = std::chrono::seconds(10);

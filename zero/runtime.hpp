@@ -46,8 +46,8 @@ class Runtime {
   // have is counted by one of them (ParameterSpec::counts_in_norm).
   // Commits are the job's, too: a step counts when it is durable in every group, and after a crash all of them go on
   // from the same one. So every rank of `norm` makes the same calls of create(), restore(), find_commit(),
-  // find_kept(), step(), save() and write() in the same order (a group that has nothing to write() passes no values);
-  // the other collective calls are each group's own. Each group has an offload directory of its own.
+  // find_checkpoints(), step(), save() and write() in the same order (a group that has nothing to write() passes no
+  // values); the other collective calls are each group's own. Each group has an offload directory of its own.
   struct Groups {
     MakeCommunicator sharding;
     MakeCommunicator norm;

@@ -121,7 +121,7 @@ struct StepReport {
 };
 
 // A step that Engine::save() keeps under a name.
-struct KeptStep {
+struct NamedCheckpoint {
   std::string name;
   std::uint64_t step = 0;
 };
@@ -138,7 +138,7 @@ struct MirrorReport {
 };
 
 struct RestoreOptions {
-  std::string from{};  // the name of a step that was kept; empty: the newest commit that every rank has
+  std::string from{};  // the name of a named checkpoint; empty: the newest commit that every rank has
 };
 
 struct RestoreReport {

@@ -35,7 +35,7 @@ struct Arguments {
   std::string report;  // empty: none
   std::string units;   // empty: train; else only describe the model there, for hoist check
   bool resume = false;
-  std::string from;              // a kept step to resume from; empty: the newest commit
+  std::string from;              // a named checkpoint to resume from; empty: the newest commit
   std::uint64_t save_every = 0;  // steps; 0: never
   std::string init;              // safetensors to begin from; empty: random
   ActivationPolicy activations = ActivationPolicy::recompute;

@@ -172,7 +172,7 @@ void Training::prepare() {
   for (const std::string& warning : config_.warnings) say("warning: " + warning);
   for (const std::string& note : settled_.notes) say(note);
   std::optional<std::uint64_t> commit = Engine::find_commit(runtime_, engine_options_);
-  if (!commit && !arguments_.from.empty()) commit = 0;  // the kept step may be all that is left
+  if (!commit && !arguments_.from.empty()) commit = 0;  // the named checkpoint may be all that is left
   if (commit && !arguments_.resume) {
     throw InputError(
         fmt::format("the store {} holds step {}: pass --resume to continue it, or choose another directory",

@@ -213,15 +213,16 @@ class _Optimizer(torch.optim.Optimizer):
         return self._require_offload("commit_state").program_state
 
     def save(self, name: str = "") -> _hoist.Completion:
-        """[C] Commits the present state; what it returns is done when that is durable. With keep_steps and a name it is kept."""
+        """[C] Commits the present state; what it returns is done when that is durable. With keep_steps and a name the commit
+        is a named checkpoint."""
         return self._require_offload("save()").save(self.param_groups, name)
 
-    def kept(self) -> dict[str, int]:
-        """[C] Steps that are kept, by name, oldest first."""
-        return self._require_offload("kept()").kept()
+    def checkpoints(self) -> dict[str, int]:
+        """[C] Named checkpoints and their steps, oldest first."""
+        return self._require_offload("checkpoints()").checkpoints()
 
     def restore(self, name: str = "") -> int:
-        """[C] Goes back to a step that was kept, or to the newest commit, parameters and learning rates included. Returns the
+        """[C] Goes back to a named checkpoint, or to the newest commit, parameters and learning rates included. Returns the
         step. Also after an error that ended the optimizer."""
         return self._require_offload("restore()").restore(self.param_groups, name)
 

@@ -343,9 +343,9 @@ class Offloaded:
         self.restored = True
         return step
 
-    def kept(self) -> dict[str, int]:
+    def checkpoints(self) -> dict[str, int]:
         """[C]"""
-        return dict(self._unit_manager.find_kept())
+        return dict(self._unit_manager.find_checkpoints())
 
     def settle(self) -> None:
         self._unit_manager.settle()

@@ -27,17 +27,17 @@ _DTYPES = {_hoist.DType.fp32: torch.float32, _hoist.DType.bf16: torch.bfloat16, 
 
 
 class Steps:
-    """What can be opened: `commits`, newest first, and `kept` steps by name, oldest first."""
+    """What can be opened: `commits`, newest first, and `checkpoints`: the steps of named checkpoints, oldest first."""
 
-    def __init__(self, commits: list[int], kept: dict[str, int]):
+    def __init__(self, commits: list[int], checkpoints: dict[str, int]):
         self.commits = commits
-        self.kept = kept
+        self.checkpoints = checkpoints
 
 
 def steps(directory: str | os.PathLike[str]) -> Steps:
     """Of a store in use as well."""
-    commits, kept = _hoist.steps_in_store(_find(directory))
-    return Steps([step for step, _ in commits], {name: step for step, name in kept})
+    commits, checkpoints = _hoist.steps_in_store(_find(directory))
+    return Steps([step for step, _ in commits], {name: step for step, name in checkpoints})
 
 
 def verify(directory: str | os.PathLike[str], bytes_per_second: int = 0) -> list[str]:
@@ -46,9 +46,9 @@ def verify(directory: str | os.PathLike[str], bytes_per_second: int = 0) -> list
     return _hoist.verify_store(_find(directory), bytes_per_second)
 
 
-def open(directory: str | os.PathLike[str], step: int | None = None, kept: str = "") -> Stored:
-    """The newest commit, that of a step, or a step that was kept under a name."""
-    return Stored(_hoist.StoredModel(_find(directory), step, kept))
+def open(directory: str | os.PathLike[str], step: int | None = None, checkpoint: str = "") -> Stored:
+    """The newest commit, that of a step, or a named checkpoint."""
+    return Stored(_hoist.StoredModel(_find(directory), step, checkpoint))
 
 
 class Stored(Mapping[str, torch.Tensor]):

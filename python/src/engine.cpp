@@ -229,7 +229,7 @@ void bind_engine(nb::module_& module) {
             });
           },
           "config"_a, "model"_a, "from_"_a = "", no_gil,
-          "An engine that continues from the newest commit, or from a kept step.")
+          "An engine that continues from the newest commit, or from a named checkpoint.")
       .def_static(
           "find_commit",
           [](const Config& config) {
@@ -238,15 +238,15 @@ void bind_engine(nb::module_& module) {
           },
           "config"_a, no_gil)
       .def_static(
-          "find_kept",
+          "find_checkpoints",
           [](const Config& config) {
             Runtime runtime(on_host(config.runtime));
-            std::vector<std::pair<std::string, std::uint64_t>> kept;
-            for (const KeptStep& step : Engine::find_kept(runtime, config.engine))
-              kept.emplace_back(step.name, step.step);
-            return kept;
+            std::vector<std::pair<std::string, std::uint64_t>> checkpoints;
+            for (const NamedCheckpoint& step : Engine::find_checkpoints(runtime, config.engine))
+              checkpoints.emplace_back(step.name, step.step);
+            return checkpoints;
           },
-          "config"_a, no_gil, "Steps that are kept, oldest first: [(name, step)].")
+          "config"_a, no_gil, "Named checkpoints, oldest first: [(name, step)].")
       .def_prop_ro(
           "restored",
           [](PyEngine& e) -> std::optional<std::pair<std::uint64_t, nb::bytes>> {

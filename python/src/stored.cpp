@@ -36,8 +36,9 @@ using Bytes = nb::ndarray<std::uint8_t, nb::shape<-1>, nb::device::cpu, nb::c_co
 // A StoredModel that any thread of Python may ask, and that can be given up before Python collects it.
 class Stored {
  public:
-  Stored(const std::string& directory, std::optional<std::uint64_t> step, const std::string& kept)
-      : model_(std::make_unique<StoredModel>(directory, StoredModelOptions{.step = step, .from = kept}), kStore) {}
+  Stored(const std::string& directory, std::optional<std::uint64_t> step, const std::string& checkpoint)
+      : model_(std::make_unique<StoredModel>(directory, StoredModelOptions{.step = step, .from = checkpoint}), kStore) {
+  }
 
   void close() {
     if (!process_.is_this()) return;
@@ -93,7 +94,7 @@ std::vector<std::string> verify(const std::string& directory, std::uint64_t byte
   for (const Verification& commit : found) {
     if (!commit.not_done.empty()) throw StoreError(commit.not_done);
     for (const CorruptionError& error : commit.damage)
-      damage.push_back(error.what() + (commit.name.empty() ? "" : " (kept as '" + commit.name + "')"));
+      damage.push_back(error.what() + (commit.name.empty() ? "" : " (checkpoint '" + commit.name + "')"));
   }
   return damage;
 }
@@ -114,16 +115,16 @@ void bind_stored(nb::module_& module) {
       "steps_in_store",
       [](const std::string& directory) {
         const StoreSummary store = look_at_store(directory);
-        return std::make_pair(steps_of(store.commits), steps_of(store.kept));
+        return std::make_pair(steps_of(store.commits), steps_of(store.checkpoints));
       },
       "directory"_a, no_gil,
-      "(commits that every rank has, newest first; steps kept under a name, oldest first), each as (step, name). Also "
+      "(commits that every rank has, newest first; named checkpoints, oldest first), each as (step, name). Also "
       "of "
       "a store in use.");
 
   nb::class_<Stored>(module, "StoredModel", "One commit of a store, read without the program that trained it.")
       .def(nb::init<const std::string&, std::optional<std::uint64_t>, const std::string&>(), "directory"_a,
-           "step"_a = nb::none(), "kept"_a = "", no_gil)
+           "step"_a = nb::none(), "checkpoint"_a = "", no_gil)
       .def("close", &Stored::close, no_gil)
       .def_prop_ro("step", [](Stored& s) { return s.ask([](StoredModel& model) { return model.step(); }); })
       .def_prop_ro("world_size", [](Stored& s) { return s.ask([](StoredModel& model) { return model.world_size(); }); })

@@ -141,9 +141,9 @@ void UnitManager::wake() {
 
 std::optional<std::uint64_t> UnitManager::find_commit() { return Engine::find_commit(runtime(), options_.engine); }
 
-std::vector<KeptStep> UnitManager::find_kept() {
+std::vector<NamedCheckpoint> UnitManager::find_checkpoints() {
   const std::lock_guard lock(engine_mutex());
-  return Engine::find_kept(runtime(), options_.engine);
+  return Engine::find_checkpoints(runtime(), options_.engine);
 }
 
 void UnitManager::end_engine(const std::string* why_for_others) noexcept {

@@ -96,7 +96,7 @@ class UnitManager {
   void abandon(const std::string& why) noexcept;
 
   // [C] Makes the engine. restore() may follow either: the engine then ends, and a new one continues from the commit or
-  // kept step; whatever made the old one fail is left behind with it.
+  // named checkpoint; whatever made the old one fail is left behind with it.
   void initialize(const InitialState& state, std::span<const std::byte> caller_state = {});
   RestoreReport restore(const std::string& from);
   // [C] Commits the present state, with `caller_state`, and gives back memory, threads and the store; restore() or
@@ -109,7 +109,7 @@ class UnitManager {
   bool is_asleep() const { return asleep_at_.has_value(); }
   // [C] What the stores hold. Changes nothing.
   std::optional<std::uint64_t> find_commit();
-  std::vector<KeptStep> find_kept();
+  std::vector<NamedCheckpoint> find_checkpoints();
   bool is_alive() const { return engine_.has_value(); }
   bool is_open() const { return runtime_ != nullptr || is_asleep(); }
 

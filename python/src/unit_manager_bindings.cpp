@@ -278,12 +278,13 @@ void bind_unit_manager(nb::module_& module) {
              const nb::gil_scoped_release release;
              return unit_manager.find_commit();
            })
-      .def("find_kept",
+      .def("find_checkpoints",
            [](UnitManager& unit_manager) {
              const nb::gil_scoped_release release;
-             std::vector<std::pair<std::string, std::uint64_t>> kept;
-             for (const KeptStep& step : unit_manager.find_kept()) kept.emplace_back(step.name, step.step);
-             return kept;
+             std::vector<std::pair<std::string, std::uint64_t>> checkpoints;
+             for (const NamedCheckpoint& step : unit_manager.find_checkpoints())
+               checkpoints.emplace_back(step.name, step.step);
+             return checkpoints;
            })
       .def(
           "restore",
@@ -292,7 +293,7 @@ void bind_unit_manager(nb::module_& module) {
             const auto* state = reinterpret_cast<const char*>(report.caller_state.data());
             return std::make_pair(report.step, nb::bytes(state, report.caller_state.size()));
           },
-          "from_"_a = "", "Continues from the newest commit, or from a kept step: (step, caller_state).")
+          "from_"_a = "", "Continues from the newest commit, or from a named checkpoint: (step, caller_state).")
       .def(
           "sleep", [](UnitManager& unit_manager, const nb::bytes& state) { unit_manager.sleep(bytes_of(state)); },
           "caller_state"_a, "Commits, and gives back memory, threads and the store.")

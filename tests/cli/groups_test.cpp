@@ -65,7 +65,7 @@ class Groups : public test::ProgramTest {
       ASSERT_EQ(before.commits.size(), 2u);
       const auto is_taken = [&] {
         const auto now = tiers::Store::look(store, rank);
-        return now.commits.size() == 1 && now.commits[0].step == before.commits[1].step && now.kept.size() == 1;
+        return now.commits.size() == 1 && now.commits[0].step == before.commits[1].step && now.checkpoints.size() == 1;
       };
       // A byte somewhere in its slot, wherever that is.
       const std::string manifest = fmt::format("{}/rank-0000{}.manifest", store, rank);
@@ -90,7 +90,7 @@ TEST_F(Groups, AreInspectedTogether) {
   EXPECT_THAT(result.output, HasSubstr("the job of these 2 groups resumes from step 3"));
   auto json = json_of("found.json");
   EXPECT_EQ(json["resumes_from_step"], 3);
-  EXPECT_EQ(json["kept"][0]["name"], "end");
+  EXPECT_EQ(json["checkpoints"][0]["name"], "end");
   ASSERT_EQ(json["groups"].size(), 2u);
   EXPECT_EQ(json["groups"][1]["world_size"], 2);
   EXPECT_EQ(run("verify job/group-0 job/group-1 --json found.json").exit_code, 0);

@@ -178,7 +178,7 @@ void Power::train(ToyModel& model, std::uint64_t count, History& history, bool t
     model.engine()
         .save(fmt::format("step {}", step), std::as_bytes(std::span(&step, 1)))
         .then([&, step](std::exception_ptr e) {
-          if (!e) raise_to(history.kept, static_cast<std::int64_t>(step));
+          if (!e) raise_to(history.checkpoint, static_cast<std::int64_t>(step));
         });
   }
   model.engine().settle();
@@ -193,7 +193,7 @@ std::string Power::judge(const History& history) const {
       const auto model = make_model(runtime, healthy, group);
       return judge_rank(*model, history, expected_[static_cast<std::size_t>(group)]);
     });
-    if (problem.empty() && GetParam().keeps) problem = judge_kept(history);
+    if (problem.empty() && GetParam().keeps) problem = judge_checkpoints(history);
   } catch (const Error& error) {
     return error.what();
   }
@@ -223,23 +223,23 @@ std::string Power::judge_rank(ToyModel& model, const History& history, const std
   return digests == expected ? "" : fmt::format("ended in {} instead of {}", digests, expected);
 }
 
-std::string Power::judge_kept(const History& history) const {
+std::string Power::judge_checkpoints(const History& history) const {
   return on_job(GetParam().ranks, [&](int group, const Runtime::Groups& joins) {
     const ToySetup healthy = toy(group);
     Runtime runtime(healthy.runtime, joins);
     const auto model = make_model(runtime, healthy, group);
-    const auto kept = model->find_kept();
+    const auto checkpoints = model->find_checkpoints();
     std::string found;
-    if (kept.size() > 1) found = fmt::format("{} steps are kept", kept.size());
-    if (kept.empty() && history.kept >= 0) found = "the kept step is gone";
-    if (!kept.empty() && found.empty()) {
-      const auto step = static_cast<std::int64_t>(kept.front().step);
-      if (step < history.kept || step > history.begun)
-        found = fmt::format("step {} is kept, {} was", step, history.kept.load());
-      model->restore({.from = kept.front().name});
-      model->train(kept.front().step + 1, last_step_);
+    if (checkpoints.size() > 1) found = fmt::format("there are {} checkpoints", checkpoints.size());
+    if (checkpoints.empty() && history.checkpoint >= 0) found = "the named checkpoint is gone";
+    if (!checkpoints.empty() && found.empty()) {
+      const auto step = static_cast<std::int64_t>(checkpoints.front().step);
+      if (step < history.checkpoint || step > history.begun)
+        found = fmt::format("step {} is there, {} was saved", step, history.checkpoint.load());
+      model->restore({.from = checkpoints.front().name});
+      model->train(checkpoints.front().step + 1, last_step_);
       if (digests_without_losses(*model) != expected_[static_cast<std::size_t>(group)] && found.empty())
-        found = "from the kept step it ends elsewhere";
+        found = "from the named checkpoint it ends elsewhere";
     }
     return found;
   });

@@ -45,8 +45,8 @@ struct PowerSetup {
 struct History {
   std::atomic<std::int64_t> committed{-1};
   std::atomic<std::int64_t> begun{-1};
-  std::atomic<std::int64_t> kept{-1};  // the newest step that was reported durable under its name
-  std::atomic<bool> went_back{false};  // a rank's restore() of a kept step returned
+  std::atomic<std::int64_t> checkpoint{-1};  // the newest step that was reported durable under its name
+  std::atomic<bool> went_back{false};        // a rank's restore() of a named checkpoint returned
 };
 
 std::string name_of(const testing::TestParamInfo<PowerSetup>& info);
@@ -96,7 +96,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
 
   std::uint64_t last_step_ = kLastStep;
   std::optional<std::uint64_t> begun_with_;  // the step that the lives begin with
-  std::string from_;                         // the kept step they go back to
+  std::string from_;                         // the named checkpoint they go back to
   bool elastic_ = false;                     // the state does not depend on the number of ranks
 
  private:
@@ -110,7 +110,7 @@ class Power : public testing::TestWithParam<PowerSetup> {
   void train(ToyModel& model, std::uint64_t count, History& history, bool together) const;
   std::string judge_rank(ToyModel& model, const History& history, const std::string& expected) const;
   // What is kept is a step that was saved, and training on from it ends as it should.
-  std::string judge_kept(const History& history) const;
+  std::string judge_checkpoints(const History& history) const;
   // Cuts the power at one operation; what is wrong then. `died`: whether the run came to that operation.
   std::string cut_at(std::uint64_t dies_at, std::uint64_t seed, const Mutation& mutation, bool& died);
 

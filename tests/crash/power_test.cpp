@@ -115,7 +115,7 @@ TEST_P(PowerAgreement, WithoutItTheJudgeObjects) {
   EXPECT_NE(found({.no_barrier = true, .slow_manifest = true}), "");
 }
 
-TEST_P(PowerAgreement, WithoutItOnKeptStepsTheJudgeObjects) {
+TEST_P(PowerAgreement, WithoutItOnNamedCheckpointsTheJudgeObjects) {
   if (!GetParam().keeps) GTEST_SKIP() << "nothing is kept";
   EXPECT_NE(found({.no_keep_barrier = true, .slow_manifest = true}), "");
 }
@@ -135,7 +135,8 @@ INSTANTIATE_TEST_SUITE_P(
         .parameters = Placement::pinned, .update_mode = UpdateMode::step, .keeps = true, .groups = 2}),
     name_of);
 
-// Two ranks go back to a kept step. Until both have adopted it, the step they came from is what they have in common.
+// Two ranks go back to a named checkpoint. Until both have adopted it, the step they came from is what they have in
+// common.
 class PowerGoingBack : public Power {
  protected:
   void SetUp() override {

@@ -25,7 +25,7 @@ def keeping(settings, count, **changes):
     return config
 
 
-# --- kept steps ------------------------------------------------------------------------------------------------------
+# --- named checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def test_a_kept_step_is_gone_back_to_in_a_running_program(settings):
@@ -37,13 +37,13 @@ def test_a_kept_step_is_gone_back_to_in_a_running_program(settings):
         first = train(engine, 5, first=4)
         at_nine = digests(engine)
         engine.save("nine").wait()
-        assert engine.kept() == {"four": 4, "nine": 9}
+        assert engine.checkpoints() == {"four": 4, "nine": 9}
         assert engine.restore("four") == 4
         assert engine.step_count == 4 and engine.state == {"note": 4} and digests(engine) == at_four
         assert train(engine, 5, first=4) == first
         assert digests(engine) == at_nine
         train(engine, 1, first=9)
-        assert engine.kept() == {"four": 4, "nine": 9}
+        assert engine.checkpoints() == {"four": 4, "nine": 9}
         assert engine.restore("nine") == 9
         assert digests(engine) == at_nine
 
@@ -54,13 +54,13 @@ def test_the_last_ones_stay(settings):
             train(engine, 1, first=step)
             engine.save(f"s{step + 1}")
         engine.settle()
-        assert engine.kept() == {"s3": 3, "s4": 4}
+        assert engine.checkpoints() == {"s3": 3, "s4": 4}
         with pytest.raises(hoist.StoreError, match=r"'s1'.*'s3' \(step 3\), 's4' \(step 4\)"):
             engine.restore("s1")
         train(engine, 1, first=4)  # a refusal leaves the engine as it was
         assert engine.step_count == 5
         engine.save("s3").wait()
-        assert engine.kept() == {"s4": 4, "s3": 5}
+        assert engine.checkpoints() == {"s4": 4, "s3": 5}
 
 
 def test_a_checkpoint_that_is_not_kept_any_more_leaves_nothing_behind(settings, tmp_path):
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_is_not_kept_any_more_leaves_nothing_behind(settings, 
             engine.save_checkpoint(saved, client_state={"epoch": step})
             if step == 1:
                 (saved / "global_step2" / "notes.txt").write_text("the program's own")
-        assert engine.kept() == {"global_step3": 3, "global_step4": 4}
+        assert engine.checkpoints() == {"global_step3": 3, "global_step4": 4}
         assert sorted(p.name for p in saved.iterdir()) == ["global_step2", "global_step3", "global_step4", "latest"]
         assert [p.name for p in (saved / "global_step2").iterdir()] == ["notes.txt"]
         assert engine.load_checkpoint(saved, "global_step3")[1] == {"epoch": 2}
@@ -85,7 +85,7 @@ def test_a_later_program_goes_back_too(settings):
         engine.save("three")
         expected = train(engine, 4, first=3)
     with hoist.torch.wrap(make(seed=3), config, resume=True) as engine:
-        assert engine.step_count == 7 and engine.kept() == {"three": 3}
+        assert engine.step_count == 7 and engine.checkpoints() == {"three": 3}
         assert engine.restore("three") == 3
         assert train(engine, 4, first=3) == expected
 
@@ -335,7 +335,7 @@ def test_killed_between_the_kept_step_and_latest(settings, tmp_path, caplog):
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert (tmp_path / "c" / "latest").read_text() == "global_step2"
     engine, *_ = initialize(config)
-    assert engine.kept() == {"global_step3": 3}
+    assert engine.checkpoints() == {"global_step3": 3}
     path, client = engine.load_checkpoint(tmp_path / "c")
     assert path == str(tmp_path / "c" / "global_step3") and client == {"step": 3} and engine.step_count == 3
     assert "'global_step2'" in caplog.text and "'global_step3', step 3" in caplog.text

@@ -136,7 +136,7 @@ def test_bf16_gradients_are_rounded_once_more(settings, tmp_path):
 
 
 def test_state_of_several_ranks(settings, tmp_path):
-    """Kept steps, checkpoints, state dicts and exports are collective; rank 0 writes what is one file. Then one process
+    """Named checkpoints, checkpoints, state dicts and exports are collective; rank 0 writes what is one file. Then one process
     goes on with the two ranks' state."""
     config = with_room(settings)
     config["hoist"]["keep_steps"] = 1
@@ -453,7 +453,7 @@ def test_fp16_of_several_ranks(settings, tmp_path):
 
 
 def test_ranks_go_back_after_their_channel_failed(settings, tmp_path):
-    """One rank stays away until the other has given it up. Both go back to a kept step, by channels made anew."""
+    """One rank stays away until the other has given it up. Both go back to a named checkpoint, by channels made anew."""
     config = with_room(settings)
     config["hoist"] |= {"keep_steps": 1, "comm_timeout_seconds": 3.0}
     ranks = results(start("""
@@ -470,7 +470,7 @@ def test_ranks_go_back_after_their_channel_failed(settings, tmp_path):
             wait_for("failed-0")
         for _ in range(2):  # it is the channel that failed, and stays so
             try:
-                engine.kept()
+                engine.checkpoints()
             except hoist.CommError:
                 failures += 1
         open(f"{directory}/failed-{rank}", "w").close()

@@ -67,7 +67,7 @@ def test_a_program_with_its_own_passes(tmp_path):
     at_twenty = engine.digest(hoist.State.master)
     del engine
 
-    assert hoist.Engine.find_kept(config(tmp_path)) == [("five", 5)]
+    assert hoist.Engine.find_checkpoints(config(tmp_path)) == [("five", 5)]
     assert hoist.Engine.find_commit(config(tmp_path)) == 20
     engine = hoist.Engine.restore(config(tmp_path), model)
     assert engine.restored == (20, b"after 20")

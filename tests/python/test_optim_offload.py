@@ -181,7 +181,7 @@ def test_steps_are_kept_by_name(tmp_path, offload):
     program.optimizer.save("three").wait()
     at_three = program.bits()
     after = program.train(3, 6).bits()
-    assert program.optimizer.kept() == {"three": 3}
+    assert program.optimizer.checkpoints() == {"three": 3}
     assert program.optimizer.restore("three") == 3 and program.optimizer.commit_state == {"note": "three"}
     assert_equal(program.bits(), at_three)
     program.scheduler = scheduler_of(program.optimizer, 3)

@@ -89,7 +89,7 @@ def test_what_is_refused(settings, tmp_path):
         engine.step()
         assert engine.step_count == 1
         engine.sleep()
-        for call in (engine.sleep, engine.kept, lambda: engine(inputs), engine.state_dict,
+        for call in (engine.sleep, engine.checkpoints, lambda: engine(inputs), engine.state_dict,
                      lambda: engine.digest(hoist.State.master), lambda: engine.save("name")):
             with pytest.raises(hoist.UsageError, match=r"the engine sleeps.*wake\(\)"):
                 call()

@@ -32,7 +32,7 @@ def test_what_was_trained_is_read(settings, tmp_path, changes):
         with pytest.raises(hoist.StoreError):
             hoist.store.open(tmp_path / "store")  # a trainer holds it
         seen = hoist.store.steps(tmp_path / "store")
-        assert seen.commits[0] == 3 and seen.kept == {"two": 2}
+        assert seen.commits[0] == 3 and seen.checkpoints == {"two": 2}
 
     with hoist.store.open(tmp_path / "store") as stored:
         assert stored.step == 3 and stored.world_size == 1 and stored.program_state == {"epoch": 7}
@@ -51,7 +51,7 @@ def test_what_was_trained_is_read(settings, tmp_path, changes):
     assert hoist.store.verify(tmp_path / "store") == []
     with pytest.raises(hoist.UsageError, match="closed"):
         stored.read("token.weight")
-    with hoist.store.open(tmp_path / "store", kept="two") as stored:
+    with hoist.store.open(tmp_path / "store", checkpoint="two") as stored:
         assert stored.step == 2
         assert all(torch.equal(stored[name], at_two[name]) for name in stored)
         other = Gpt()

@@ -301,7 +301,7 @@ def test_killed_and_resumed_from_a_checkpoint(tmp_path, own):
 
 
 def test_killed_before_a_checkpoint_was_complete(tmp_path):
-    """The step is kept, its directory lacks Trainer's own state: the run goes on from the checkpoint before it."""
+    """The checkpoint is there, its directory lacks Trainer's own state: the run goes on from the checkpoint before it."""
     program = textwrap.dedent(f"""
         import os, signal, sys
         from pathlib import Path
@@ -325,7 +325,7 @@ def test_killed_before_a_checkpoint_was_complete(tmp_path):
     trainer = trainer_of(args, ds_config(tmp_path / "nvme"), model=tiny_llama(seed=5))
     trainer.train(resume_from_checkpoint=True)
     ours = digests(trainer.engine)
-    assert trainer.engine.kept() == {"global_step4": 4, "global_step6": 6}
+    assert trainer.engine.checkpoints() == {"global_step4": 4, "global_step6": 6}
     trainer.engine.close()
     whole = trainer_of(arguments(tmp_path / "whole", max_steps=6), ds_config(tmp_path / "whole-nvme"))
     whole.train()
@@ -380,7 +380,7 @@ def test_state_in_memory_is_saved_where_the_file_names_a_store(tmp_path):
     config["hoist"] = {"checkpoint_path": str(tmp_path / "kept")}
     trainer = trainer_of(arguments(tmp_path / "out", max_steps=2, save_strategy="steps"), config)
     trainer.train()
-    assert trainer.engine.kept() == {"global_step2": 2}
+    assert trainer.engine.checkpoints() == {"global_step2": 2}
     trainer.engine.close()
 
 
@@ -390,7 +390,7 @@ def test_state_in_memory_is_saved_beside_trainers_own_files_otherwise(tmp_path):
         trainer = trainer_of(arguments(tmp_path / "out", max_steps=steps, save_strategy="steps", save_steps=2),
                              in_memory(ds_config(tmp_path / "nvme")))
         trainer.train(resume_from_checkpoint=resume)
-        kept = trainer.engine.kept()
+        kept = trainer.engine.checkpoints()
         trainer.engine.close()
         return kept
 

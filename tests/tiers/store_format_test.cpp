@@ -100,15 +100,15 @@ TEST(StoreFormat, AnotherVersionIsNamed) {
   EXPECT_EQ(problem, "it is of format version 1, whose checksums were others, and this program reads version 4");
 }
 
-TEST(StoreFormat, RoomForKeptStepsComesBack) {
+TEST(StoreFormat, RoomForNamedCheckpointsComesBack) {
   Superblock s = example();
-  s.kept_steps_max = 5;
+  s.checkpoints_max = 5;
   s.extents_per_record = 7;
   const Bytes bytes = encoded(s);
   std::string problem;
   const auto back = decoded(bytes, 1 << 30, problem);
   ASSERT_TRUE(back) << problem;
-  EXPECT_EQ(back->kept_steps_max, 5u);
+  EXPECT_EQ(back->checkpoints_max, 5u);
   EXPECT_EQ(back->slot_count(), 8u);
   EXPECT_EQ(back->manifest_bytes(), s.slot_offset(8));
   s.extents_per_record = 6;
@@ -116,9 +116,9 @@ TEST(StoreFormat, RoomForKeptStepsComesBack) {
   EXPECT_EQ(problem, "it names 5 checkpoints and 6 extents for each record");
 }
 
-TEST(StoreFormat, AKeptSlotHasItsNameAndNumber) {
+TEST(StoreFormat, ACheckpointSlotHasItsNameAndNumber) {
   const Superblock s = example();
-  const SlotHeader header{.incarnation = 2, .step = 9, .name = std::string(47, 'n'), .kept_serial = 3};
+  const SlotHeader header{.incarnation = 2, .step = 9, .name = std::string(47, 'n'), .checkpoint_serial = 3};
   const SlotCheck check = check_slot(sealed_slot(s, header), s);
   ASSERT_EQ(check.state, SlotCheck::State::valid) << check.problem;
   EXPECT_EQ(check.header, header);

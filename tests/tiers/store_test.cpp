@@ -346,14 +346,14 @@ TEST_F(StoreTest, CostIsWhatTheFilesTake) {
   struct Case {
     const char* name;
     Durability durability;
-    std::uint32_t kept_steps_max, copies;
+    std::uint32_t checkpoints_max, copies;
   };
   std::uint64_t record_bytes = 0;
   for (const StoreRecord& record : options_.records) record_bytes += record.layout.bytes();
   for (const Case& c : {Case{"step", Durability::step, 0, 2}, Case{"kept", Durability::step, 3, 5},
                         Case{"none", Durability::none, 0, 1}}) {
     options_.durability = c.durability;
-    options_.kept_steps_max = c.kept_steps_max;
+    options_.checkpoints_max = c.checkpoints_max;
     options_.directory = directory_ / c.name;
     const Store::Cost cost = Store::cost(options_);
     EXPECT_GE(cost.disk_bytes, c.copies * record_bytes);

@@ -72,9 +72,9 @@ TEST(Damage, AFlippedBitAnywhereIsReportedOrWithoutEffect) {
   EXPECT_GT(harmless, 3);  // the other extent of each record
 }
 
-// Beside kept steps the report also says which of them do not hold the damaged bytes; training on from one of these
-// ends in the right bits. Frozen weights are written once, and then all hold them.
-TEST(Damage, IsReportedWithTheKeptStepsThatItLeavesAlone) {
+// Beside named checkpoints the report also says which of them do not hold the damaged bytes; training on from one of
+// these ends in the right bits. Frozen weights are written once, and then all hold them.
+TEST(Damage, IsReportedWithTheNamedCheckpointsThatItLeavesAlone) {
   constexpr std::uint64_t kSteps = 6;
   const ToyShape shape{.matrices = {3000, 5000}, .norm = 40};
   Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), shape, kSteps);

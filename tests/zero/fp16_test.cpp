@@ -339,7 +339,7 @@ TEST(Fp16Commits, StoppedAfterEveryAttemptAndResumed) {
   }
 }
 
-TEST(Fp16Commits, AKeptStepBringsItsScaleBack) {
+TEST(Fp16Commits, ACheckpointBringsItsScaleBack) {
   for (const Placement placement : {Placement::nvme, Placement::pinned}) {
     const TempDirectory directory;
     ToySetup setup = fp16_setup(placement, placement, directory / "store");

@@ -228,17 +228,17 @@ TEST_P(GroupCommit, AStepIsKeptByAllGroupsOrNotOffered) {
       },
       &sabotage);
   EXPECT_TRUE(sabotage.group_0_came_so_far());
-  EXPECT_THAT(tiers::Store::look(store(0), 0).kept, testing::SizeIs(2));
-  EXPECT_THAT(tiers::Store::look(store(1), 0).kept, testing::SizeIs(1));
+  EXPECT_THAT(tiers::Store::look(store(0), 0).checkpoints, testing::SizeIs(2));
+  EXPECT_THAT(tiers::Store::look(store(1), 0).checkpoints, testing::SizeIs(1));
   on_engines([&](int group, int rank, ToyModel& model) {
-    const auto kept = model.find_kept();
-    ASSERT_EQ(kept.size(), 1u);
-    EXPECT_EQ(kept.front().name, "three");
-    EXPECT_EQ(kept.front().step, 3u);
+    const auto checkpoints = model.find_checkpoints();
+    ASSERT_EQ(checkpoints.size(), 1u);
+    EXPECT_EQ(checkpoints.front().name, "three");
+    EXPECT_EQ(checkpoints.front().step, 3u);
     EXPECT_THROW(model.restore({.from = "four"}), StoreError) << "group " << group << " rank " << rank;
     EXPECT_EQ(model.restore().step, 4u);
   });
-  EXPECT_THAT(tiers::Store::look(store(0), 0).kept, testing::SizeIs(1)) << "nobody can go back to it";
+  EXPECT_THAT(tiers::Store::look(store(0), 0).checkpoints, testing::SizeIs(1)) << "nobody can go back to it";
   expect_to_go_on_from(3, "three");
   expect_to_go_on_from(kLastStep);
 }

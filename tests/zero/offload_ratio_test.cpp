@@ -235,7 +235,7 @@ TEST(OffloadRatio, MayChangeFromRunToRun) {
   }
 }
 
-TEST(OffloadRatio, KeptStepsHoldBothParts) {
+TEST(OffloadRatio, NamedCheckpointsHoldBothParts) {
   for (const Placement optimizer : {kPinned, kNvme}) {
     for (const bool host_accessible : {true, false}) {
       const TempDirectory directory;

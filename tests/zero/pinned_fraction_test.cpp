@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // EngineOptions::optimizer_pinned_fraction: which states are in memory, what that costs, and that nothing else changes.
-// Bits over placements: placement_test, update_mode_test, keep_test, random_program_test; bytes: budget_test.
+// Bits over placements: placement_test, update_mode_test, named_checkpoint_test, random_program_test; bytes:
+// budget_test.
 #include <array>
 #include <cmath>
 

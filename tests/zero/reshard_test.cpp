@@ -157,7 +157,7 @@ TEST_P(ReshardTest, AStoreThatKeepsStepsStaysAndIsGoneBackTo) {
   continue_with(3, 6);
   EXPECT_EQ(places().size(), 2u);
   on_engines(3, [&](int, ToyModel& model) {
-    const auto kept = model.find_kept();
+    const auto kept = model.find_checkpoints();
     ASSERT_EQ(kept.size(), 1u);
     EXPECT_EQ(kept[0].name, "two");
     EXPECT_EQ(model.find_commit(), 6u);
@@ -207,7 +207,7 @@ TEST_P(ReshardTest, HalfAFirstCommitOfTheNewStoreLeavesTheOldOne) {
   EXPECT_EQ(places()[0].name, "reshard-0001-ranks-3");
 }
 
-TEST_P(ReshardTest, MoreRoomForKeptStepsIsMadeByDealingOutAnew) {
+TEST_P(ReshardTest, MoreRoomForNamedCheckpointsIsMadeByDealingOutAnew) {
   begin_with(2, 2);
   setup_.engine.keep_steps = 3;
   continue_with(2, 4);
@@ -269,10 +269,10 @@ TEST_P(ReshardTest, ADamagedNewerStoreIsAnErrorAndNothingIsRemoved) {
   std::filesystem::rename(older, directory_ / "elsewhere");
   continue_with(3, 7);
   std::filesystem::rename(directory_ / "elsewhere", older);
-  on_engines(3, [&](int, ToyModel& model) { EXPECT_EQ(model.find_kept().size(), 1u); });
+  on_engines(3, [&](int, ToyModel& model) { EXPECT_EQ(model.find_checkpoints().size(), 1u); });
 }
 
-// Going back to a kept step, one rank died before it had adopted it: the last commit is still common to all.
+// Going back to a named checkpoint, one rank died before it had adopted it: the last commit is still common to all.
 TEST_P(ReshardTest, ACrashBetweenRanksGoingBackLeavesTheLastCommit) {
   if (!on_nvme()) GTEST_SKIP() << "with two commits in all, the step that was to be gone back to is common as well";
   on_engines(2, [&](int rank, ToyModel& model) {

@@ -50,7 +50,7 @@ class ToyModel {
   Engine& begin(const InitialState& state);
   const RestoreReport& restore(const RestoreOptions& restore_options = {});
   std::optional<std::uint64_t> find_commit() { return Engine::find_commit(runtime_, options_); }
-  std::vector<KeptStep> find_kept() { return Engine::find_kept(runtime_, options_); }
+  std::vector<NamedCheckpoint> find_checkpoints() { return Engine::find_checkpoints(runtime_, options_); }
   Engine& engine() { return engine_.value(); }  // after initialize() or restore()
   void close() { engine_.reset(); }
   Runtime& runtime() { return runtime_; }

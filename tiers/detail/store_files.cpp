@@ -173,15 +173,16 @@ ManifestView view_manifest(const std::string& path) {
 
 CommitHeader commit_header(const SlotCheck& slot) {
   const SlotHeader& h = slot.header;
-  return {h.step, h.incarnation, h.revision, h.name, h.kept_serial};
+  return {h.step, h.incarnation, h.revision, h.name, h.checkpoint_serial};
 }
 
-std::vector<CommitHeader> kept_steps(std::span<const SlotCheck> slots) {
-  std::vector<CommitHeader> kept;
+std::vector<CommitHeader> named_checkpoints(std::span<const SlotCheck> slots) {
+  std::vector<CommitHeader> checkpoints;
   for (const SlotCheck& slot : slots.subspan(std::min<std::size_t>(slots.size(), kSlotCount)))
-    if (slot.state == SlotCheck::State::valid && slot.header.kept_serial != 0) kept.push_back(commit_header(slot));
-  std::ranges::sort(kept, {}, &CommitHeader::kept_serial);
-  return kept;
+    if (slot.state == SlotCheck::State::valid && slot.header.checkpoint_serial != 0)
+      checkpoints.push_back(commit_header(slot));
+  std::ranges::sort(checkpoints, {}, &CommitHeader::checkpoint_serial);
+  return checkpoints;
 }
 
 namespace {
@@ -190,7 +191,8 @@ namespace {
 std::vector<CommitHeader> valid_commits(std::span<const SlotCheck> slots) {
   std::vector<CommitHeader> commits;
   for (const SlotCheck& slot : slots.first(std::min<std::size_t>(slots.size(), kSlotCount)))
-    if (slot.state == SlotCheck::State::valid && slot.header.kept_serial == 0) commits.push_back(commit_header(slot));
+    if (slot.state == SlotCheck::State::valid && slot.header.checkpoint_serial == 0)
+      commits.push_back(commit_header(slot));
   std::sort(commits.begin(), commits.end(), [](const CommitHeader& a, const CommitHeader& b) {
     return std::tie(a.incarnation, a.step, a.revision) > std::tie(b.incarnation, b.step, b.revision);
   });
@@ -227,7 +229,7 @@ std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const s
       problems.push_back(
           fmt::format("{} slot {} of {} cannot be used: {} (an interrupted commit leaves this, and "
                       "so does a failing drive)",
-                      slot < kSlotCount ? "commit" : "kept step", slot, path, slots[slot].problem));
+                      slot < kSlotCount ? "commit" : "named checkpoint", slot, path, slots[slot].problem));
   return problems;
 }
 

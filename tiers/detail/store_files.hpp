@@ -54,7 +54,7 @@ std::vector<CommitHeader> usable_commits(std::span<const SlotCheck> slots);
 // The abandoned ones: ranks return to them if a crash between their adoptions left them without a common commit.
 std::vector<CommitHeader> abandoned_commits(std::span<const SlotCheck> slots);
 // Named checkpoints, oldest first.
-std::vector<CommitHeader> kept_steps(std::span<const SlotCheck> slots);
+std::vector<CommitHeader> named_checkpoints(std::span<const SlotCheck> slots);
 std::vector<std::string> damaged_slots(std::span<const SlotCheck> slots, const std::string& path);
 
 // Opens the data file and takes its lock. Null if there is no such file. Throws StoreError naming the holder.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiers/detail/store_impl.hpp - the state of an open store: tables, transfers in flight, and the commit thread.
 //
-// store.cpp holds what happens to an open store, store_keep.cpp what of it is about kept and held commits,
-// store_open.cpp how one is made, opened and refused.
+// store.cpp holds what happens to an open store, store_checkpoints.cpp what of it is about named checkpoints and held
+// commits, store_open.cpp how one is made, opened and refused.
 #pragma once
 
 #include <atomic>
@@ -58,15 +58,15 @@ class Store::Impl {
   Completion write(RecordId record, Region region, std::uint32_t first, std::uint32_t count,
                    std::span<const std::byte> source, std::span<const std::uint64_t> checksums, aio::Priority priority);
   Completion commit(std::span<const std::byte> caller_state, Agree agree);
-  Completion keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree);
-  void forget(std::uint64_t kept_serial);
+  Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree);
+  void remove_checkpoint(std::uint64_t checkpoint_serial);
   std::unique_ptr<StoreReader> hold();
 
   std::span<const CommitHeader> commits() const { return commits_; }
   std::span<const CommitHeader> abandoned() const { return abandoned_; }
-  std::vector<CommitHeader> kept() const;
-  std::vector<CommitHeader> kept_apart_from(const CorruptionError::Where& damage) const;
-  std::uint32_t kept_steps_max() const { return superblock_.kept_steps_max - held_max_; }
+  std::vector<CommitHeader> checkpoints() const;
+  std::vector<CommitHeader> checkpoints_apart_from(const CorruptionError::Where& damage) const;
+  std::uint32_t checkpoints_max() const { return superblock_.checkpoints_max - held_max_; }
   std::span<const std::string> damage() const { return damage_; }
   std::span<const std::byte> caller_state() const { return caller_state_; }
   std::vector<std::string> data_paths() const { return files_.data->data_paths(); }
@@ -77,10 +77,10 @@ class Store::Impl {
     SlotHeader header;
     Agree agree;
     Promise promise;
-    bool keeps = false;              // else it commits
-    std::vector<std::byte> state{};  // of a step to be kept; a commit's is in the image already
+    bool is_checkpoint = false;      // else it commits
+    std::vector<std::byte> state{};  // of a checkpoint; a commit's is in the image already
   };
-  struct Kept {
+  struct Checkpoint {
     CommitHeader header;
     std::uint32_t slot = 0;
     std::vector<std::uint32_t> extents;  // of all records
@@ -92,15 +92,15 @@ class Store::Impl {
   // Everything that makes a job durable, in its order; then agrees, or says that it failed.
   void land(const Job& job);
   void make_durable(const SlotHeader& header);
-  void write_kept(const Job& job);
+  void write_checkpoint(const Job& job);
   // Removes the checkpoints that a new one replaces, after all ranks agreed on it. On the commit thread.
   void make_room(const CommitHeader& newest);
-  void give_up(std::vector<Kept>::iterator kept);
+  void give_up(std::vector<Checkpoint>::iterator checkpoint);
   void blank_slot(std::uint32_t slot);
-  void list_kept();                        // into kept_listed_
-  void hold_kept();                        // after a load
+  void list_checkpoints();                 // into listed_
+  void hold_checkpoint();                  // after a load
   void continue_step(std::uint64_t step);  // with the mutex held
-  std::uint32_t free_kept_slot() const;
+  std::uint32_t free_checkpoint_slot() const;
   void use(Files files);
   // StoreError if a file has lost its name.
   void write_slot(std::uint32_t slot, const SlotHeader& header);
@@ -111,7 +111,7 @@ class Store::Impl {
   const Superblock superblock_;
   const detail::StorePaths paths_;
   const Durability durability_;
-  const std::uint32_t held_max_;  // of the places for kept steps, those that hold() uses
+  const std::uint32_t held_max_;  // of the places for named checkpoints, those that hold() uses
   std::atomic<std::uint32_t> held_{0};
   Trace* const trace_;
   Files files_;
@@ -122,8 +122,8 @@ class Store::Impl {
   std::vector<std::byte> caller_state_;
   std::vector<SlotCheck> slots_;  // as they were found
   std::vector<CommitHeader> commits_, abandoned_;
-  std::vector<Kept> kept_;         // oldest first; the commit thread's during a job
-  std::vector<Kept> kept_listed_;  // for kept(): without what a job has not finished
+  std::vector<Checkpoint> checkpoints_;  // oldest first; the commit thread's during a job
+  std::vector<Checkpoint> listed_;       // for checkpoints(): without what a job has not finished
   std::vector<std::string> damage_;
   std::vector<std::string> directories_to_flush_;       // by the first commit
   std::vector<detail::LabelledDrive> labels_to_write_;  // by the first commit, before its manifest

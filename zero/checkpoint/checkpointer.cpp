@@ -66,12 +66,12 @@ void Checkpointer::reopen_step(std::uint64_t step) {
 void Checkpointer::settle(std::uint64_t step) {
   last_commit_.wait();
   if (uncommitted_) store_->begin_step(step);
-  Completion kept;
+  Completion checkpoint;
   {
     const std::lock_guard lock(mutex_);
-    kept = last_keep_;
+    checkpoint = last_checkpoint_;
   }
-  kept.wait();
+  checkpoint.wait();
 }
 
 Completion Checkpointer::commit_as(const std::string& name, const CommitState& state, std::uint64_t step,
@@ -111,7 +111,7 @@ Completion Checkpointer::commit(const Decided& decided) {
     const auto promise = std::make_shared<Promise>(std::move(save.promise));
     const auto settle = [promise](std::exception_ptr error) { error ? promise->fail(error) : promise->complete(); };
     try {
-      keep(save.name, save.state).then(settle);
+      add_checkpoint(save.name, save.state).then(settle);
     } catch (...) {  // the commit has failed already, and tells the other ranks so itself
       settle(std::current_exception());
     }
@@ -195,17 +195,18 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
   const std::lock_guard lock(mutex_);
   if (decided_error_) std::rethrow_exception(decided_error_);
   if (options.mirror) {
-    const std::array both{keep(name, state), copied};
+    const std::array both{add_checkpoint(name, state), copied};
     return when_all(both);
   }
-  if (!commit_ahead_) return keep(name, state);
+  if (!commit_ahead_) return add_checkpoint(name, state);
   pending_saves_.push_back({name, std::move(state), {}});
   return pending_saves_.back().promise.completion();
 }
 
-Completion Checkpointer::keep(const std::string& name, const CommitState& state) {
-  last_keep_ = store_->keep(name, encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
-  return last_keep_;
+Completion Checkpointer::add_checkpoint(const std::string& name, const CommitState& state) {
+  last_checkpoint_ =
+      store_->add_checkpoint(name, encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
+  return last_checkpoint_;
 }
 
 // The state does not change before the next step, which waits for last_commit_.
@@ -228,7 +229,7 @@ Completion Checkpointer::save_in_background(const std::string& name, std::uint64
       const Completion committed = store_->commit(state, agree);
       barrier_ahead = false;
       committed.wait();
-      if (keeps) store_->keep(name, state, agree).wait();
+      if (keeps) store_->add_checkpoint(name, state, agree).wait();
       committed_step_ = static_cast<std::int64_t>(step);
       if (mirrored) mirror_->start(*store_);
       ended->complete();

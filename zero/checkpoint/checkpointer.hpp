@@ -108,7 +108,7 @@ class Checkpointer {
   bool keeps(const std::string& name) const { return options_.keep_steps > 0 && !name.empty(); }
   bool is_durable() const { return !on_nvme() || stores_steps(); }
   Completion commit_as(const std::string& name, const CommitState& state, std::uint64_t step, bool mirrored);
-  Completion keep(const std::string& name, const CommitState& state);
+  Completion add_checkpoint(const std::string& name, const CommitState& state);
   Completion save_in_background(const std::string& name, std::uint64_t step, bool mirrored);
   void commit_barrier(const std::exception_ptr& problem);
   void fail_commit_barrier(const std::exception_ptr& problem) noexcept;
@@ -132,7 +132,7 @@ class Checkpointer {
   bool commit_ahead_ = false;               // a step was decided whose commit is still to come
   std::exception_ptr decided_error_;        // why the decided step will never be committed
   std::vector<PendingSave> pending_saves_;  // that wait for its commit
-  Completion last_keep_;
+  Completion last_checkpoint_;
   std::thread saver_;  // writes state that lives in memory; last_commit_ is its end
 };
 

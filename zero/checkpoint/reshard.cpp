@@ -31,7 +31,8 @@ bool is_unfinished(const std::string& directory, bool passed_over) {
   for (const int rank : tiers::Store::ranks_in(directory)) {
     const tiers::Store::Found found = tiers::Store::look(directory, rank);
     if (!found.exists) continue;
-    if (!found.identity || was_resumed(found.commits) || found.commits.size() > 1 || !found.kept.empty()) return false;
+    if (!found.identity || was_resumed(found.commits) || found.commits.size() > 1 || !found.checkpoints.empty())
+      return false;
     world_size = found.identity->world_size;
     committed += found.commits.size();
   }
@@ -42,7 +43,7 @@ bool is_whole_and_keeps_nothing(const std::string& directory) {
   const StoreSummary summary = look_at_one_store(directory);
   const bool whole = summary.world_size && summary.ranks.size() == static_cast<std::size_t>(*summary.world_size);
   return whole && std::ranges::none_of(summary.ranks, [](const StoreSummary::Rank& rank) {
-           return !rank.kept.empty() || rank.commits.empty();
+           return !rank.checkpoints.empty() || rank.commits.empty();
          });
 }
 

@@ -63,18 +63,18 @@ namespace {
 
 // A crash while a named checkpoint was being made leaves it on some ranks only, or beside the one it was to replace.
 void forget_what_others_lack(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store) {
-  const std::vector<CommitHeader> kept = store.kept();
-  auto common = StoreSearch(ranks, options).common(kept, store.store_number());
-  std::ranges::sort(common, std::greater{}, &CommonCommit::kept_serial);
+  const std::vector<CommitHeader> checkpoints = store.checkpoints();
+  auto common = StoreSearch(ranks, options).common(checkpoints, store.store_number());
+  std::ranges::sort(common, std::greater{}, &CommonCommit::checkpoint_serial);
   ranks.all_together("give up named checkpoints", [&] {
     std::vector<std::string> names;
-    for (auto k = kept.rbegin(); k != kept.rend(); ++k) {  // newest first
+    for (auto k = checkpoints.rbegin(); k != checkpoints.rend(); ++k) {  // newest first
       const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });
       const bool replaced = std::ranges::find(names, k->name) != names.end();
-      if (shared && !replaced && names.size() < store.kept_steps_max())
+      if (shared && !replaced && names.size() < store.checkpoints_max())
         names.push_back(k->name);
       else
-        store.forget(k->kept_serial);
+        store.remove_checkpoint(k->checkpoint_serial);
     }
   });
 }
@@ -103,7 +103,7 @@ std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& opti
                            const std::string& from) {
   const CommonCommit chosen = StoreSearch(ranks, options).choose(store, from);
   ranks.all_together("adopt the commit", [&] {
-    std::vector<CommitHeader> all = store.kept();
+    std::vector<CommitHeader> all = store.checkpoints();
     const auto commits = store.commits();
     all.insert(all.end(), commits.begin(), commits.end());
     const auto abandoned = store.abandoned();
@@ -115,13 +115,13 @@ std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& opti
 }
 
 std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage) {
-  if (store.kept().empty()) return {};
+  if (store.checkpoints().empty()) return {};
   std::vector<std::string> names;
-  for (const CommitHeader& kept : store.kept_apart_from(damage))
-    names.push_back(fmt::format("'{}' (step {})", kept.name, kept.step));
-  if (names.empty()) return "every kept step holds the same bytes: none of them is whole";
+  for (const CommitHeader& checkpoint : store.checkpoints_apart_from(damage))
+    names.push_back(fmt::format("'{}' (step {})", checkpoint.name, checkpoint.step));
+  if (names.empty()) return "every named checkpoint holds the same bytes: none of them is whole";
   return fmt::format(
-      "kept steps that do not hold these bytes: {}; when `hoist verify` has found one whole, go back to it "
+      "named checkpoints that do not hold these bytes: {}; when `hoist verify` has found one whole, go back to it "
       "with --resume --from NAME",
       fmt::join(names, ", "));
 }
@@ -137,7 +137,7 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
                     "\"none\", which nothing outlives; use \"step\"",
                     directory, source.world_size));
   step_ = from.empty() ? source.commits.front().step
-                       : std::ranges::max_element(source.commits, {}, &CommonCommit::kept_serial)->step;
+                       : std::ranges::max_element(source.commits, {}, &CommonCommit::checkpoint_serial)->step;
   ranks.all_together("open the store it goes on from", [&] {
     const std::string layout = look_at_one_store(directory).layout;
     if (layout != table.identity())

@@ -19,7 +19,7 @@ tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable&
           .records = records.records(),
           .durability = nvme ? options.durability : tiers::Durability::step,  // without, commits are explicit saves
           .caller_state_bytes_max = options.caller_state_bytes_max + kCommitHeadBytes,
-          .kept_steps_max = options.keep_steps,
+          .checkpoints_max = options.keep_steps,
           .held_commits_max = options.mirror.directory.empty() ? 0u : 1u,
           .lock_timeout = options.lock_timeout,
           .trace = trace};

@@ -23,7 +23,7 @@ namespace {
 std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const CommonCommit> listed) {
   struct List {
     std::uint64_t count = 0;
-    std::array<CommonCommit, tiers::kSlotCount + tiers::kKeptStepsMax + 1> commits{};
+    std::array<CommonCommit, tiers::kSlotCount + tiers::kCheckpointsMax + 1> commits{};
     bool holds(const CommonCommit& c) const {
       const auto end = commits.begin() + static_cast<std::ptrdiff_t>(count);
       return std::find(commits.begin(), end, c) != end;
@@ -50,7 +50,8 @@ std::vector<CommonCommit> common_to(comm::Communicator& ranks, std::span<const C
 std::vector<CommonCommit> StoreSearch::common(std::span<const CommitHeader> commits, std::uint64_t store_number) const {
   const std::uint64_t run = store_number - static_cast<std::uint64_t>(ranks_.group().rank());
   std::vector<CommonCommit> listed;
-  for (const CommitHeader& c : commits) listed.push_back({c.step, c.revision, run, c.kept_serial, text_hash(c.name)});
+  for (const CommitHeader& c : commits)
+    listed.push_back({c.step, c.revision, run, c.checkpoint_serial, text_hash(c.name)});
   std::vector<CommonCommit> common = common_to(ranks_.group(), listed);
   if (!ranks_.has_several_groups()) return common;
   for (CommonCommit& c : common) c.run = job_part(c.run);
@@ -138,7 +139,7 @@ struct RankView {
     bool no_room = false;       // for what the configuration wants to keep and hold
     bool came_further = false;  // than the commit that a new store begins with
   };
-  std::vector<CommitHeader> commits, abandoned, kept;
+  std::vector<CommitHeader> commits, abandoned, checkpoints;
   std::uint64_t store_number = 0;
   Answers answers;
 };
@@ -154,12 +155,12 @@ RankView look_at_own_rank(const std::string& directory, int rank, std::uint32_t 
   tiers::Store::Found own = tiers::Store::look(directory, rank);
   const bool unreadable = own.exists && !own.identity;
   const bool came_further =
-      unreadable || !own.abandoned.empty() || are_further(own.commits, own.kept.size(), took_over);
+      unreadable || !own.abandoned.empty() || are_further(own.commits, own.checkpoints.size(), took_over);
   return {.commits = std::move(own.commits),
           .abandoned = std::move(own.abandoned),
-          .kept = std::move(own.kept),
+          .checkpoints = std::move(own.checkpoints),
           .store_number = own.store_number,
-          .answers = {.no_room = own.kept_steps_max < places, .came_further = came_further}};
+          .answers = {.no_room = own.checkpoints_max < places, .came_further = came_further}};
 }
 
 RankView look_at_all_ranks(const std::string& directory, int rank, bool took_over) {
@@ -168,11 +169,11 @@ RankView look_at_all_ranks(const std::string& directory, int rank, bool took_ove
   StoreSummary summary = look_at_one_store(directory);
   for (const StoreSummary::Rank& of : summary.ranks) {
     const bool unreadable = of.commits.empty() && !of.damage.empty();
-    if (unreadable || are_further(of.commits, of.kept.size(), took_over)) view.answers.came_further = true;
+    if (unreadable || are_further(of.commits, of.checkpoints.size(), took_over)) view.answers.came_further = true;
   }
   view.store_number = summary.run + static_cast<std::uint64_t>(rank);
   view.commits = std::move(summary.commits);
-  view.kept = std::move(summary.kept);
+  view.checkpoints = std::move(summary.checkpoints);
   return view;
 }
 
@@ -210,7 +211,7 @@ RestoreSource StoreSearch::look(const StoreDirectory& where, const std::optional
   source.has_room = std::ranges::none_of(all, &Answers::no_room);
   source.came_further = std::ranges::any_of(all, &Answers::came_further);
 
-  source.headers = from ? std::move(mine.kept) : std::move(mine.commits);
+  source.headers = from ? std::move(mine.checkpoints) : std::move(mine.commits);
   if (from && !from->empty()) std::erase_if(source.headers, [&](const CommitHeader& c) { return c.name != *from; });
   source.commits = common(source.headers, mine.store_number);
   if (source.commits.empty() && !from) {
@@ -286,15 +287,15 @@ std::optional<std::uint64_t> StoreSearch::find_commit() const {
   return source ? std::optional(source->commits.front().step) : std::nullopt;
 }
 
-std::vector<KeptStep> StoreSearch::find_kept() const {
-  std::vector<KeptStep> steps;
+std::vector<NamedCheckpoint> StoreSearch::find_checkpoints() const {
+  std::vector<NamedCheckpoint> steps;
   std::vector<StoreDirectory> places = directories();
   std::ranges::reverse(places);
   for (const StoreDirectory& where : places) {
     const RestoreSource source = look(where, "");
-    for (const CommitHeader& kept : source.headers)
-      if (std::ranges::any_of(source.commits, [&](const CommonCommit& c) { return c.is(kept); }))
-        steps.push_back({kept.name, kept.step});
+    for (const CommitHeader& checkpoint : source.headers)
+      if (std::ranges::any_of(source.commits, [&](const CommonCommit& c) { return c.is(checkpoint); }))
+        steps.push_back({checkpoint.name, checkpoint.step});
   }
   return steps;
 }
@@ -334,21 +335,21 @@ CommonCommit StoreSearch::choose(const tiers::Store& store, const std::string& f
     const auto abandoned = store.abandoned();
     candidates.insert(candidates.end(), abandoned.begin(), abandoned.end());
   } else {
-    for (const CommitHeader& kept : store.kept())
-      if (kept.name == from) candidates.push_back(kept);
+    for (const CommitHeader& checkpoint : store.checkpoints())
+      if (checkpoint.name == from) candidates.push_back(checkpoint);
   }
   const auto shared = common(candidates, store.store_number());
   if (shared.empty()) throw nothing_to_restore(from);
-  return from.empty() ? shared.front() : *std::ranges::max_element(shared, {}, &CommonCommit::kept_serial);
+  return from.empty() ? shared.front() : *std::ranges::max_element(shared, {}, &CommonCommit::checkpoint_serial);
 }
 
 CommonStoreError StoreSearch::nothing_to_restore(const std::string& from) const {
-  std::string kept;
-  for (const KeptStep& step : find_kept())
-    kept += fmt::format("{}'{}' (step {})", kept.empty() ? "it keeps " : ", ", step.name, step.step);
+  std::string others;
+  for (const NamedCheckpoint& step : find_checkpoints())
+    others += fmt::format("{}'{}' (step {})", others.empty() ? "it has " : ", ", step.name, step.step);
   if (!from.empty())
     return CommonStoreError(fmt::format("{} keeps no step '{}'{}", options_.store_directory, from,
-                                        kept.empty() ? ", nor any other" : "; " + kept));
+                                        others.empty() ? ", nor any other" : "; " + others));
   std::string why;
   for (const StoreDirectory& where : directories()) {
     const int ranks = look(where, std::nullopt).world_size;
@@ -360,7 +361,7 @@ CommonStoreError StoreSearch::nothing_to_restore(const std::string& from) const 
   }
   const char* const whose = ranks_.has_several_groups() ? " of all sharding groups, which made it in one job," : "";
   return CommonStoreError(fmt::format("{} holds no commit that every rank{} has{}{}", options_.store_directory, whose,
-                                      kept.empty() ? "" : "; " + kept, why));
+                                      others.empty() ? "" : "; " + others, why));
 }
 
 }  // namespace hoist::detail

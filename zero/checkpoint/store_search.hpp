@@ -33,12 +33,12 @@ class CommonStoreError : public StoreError {
 struct CommonCommit {
   std::uint64_t step = 0;
   std::uint64_t revision = 0;
-  std::uint64_t run = 0;          // equal for the stores that ranks made together
-  std::uint64_t kept_serial = 0;  // of steps kept under a name
+  std::uint64_t run = 0;                // equal for the stores that ranks made together
+  std::uint64_t checkpoint_serial = 0;  // of named checkpoints
   std::uint64_t name_hash = 0;
   friend auto operator<=>(const CommonCommit&, const CommonCommit&) = default;
   bool is(const tiers::CommitHeader& header) const {
-    return step == header.step && revision == header.revision && kept_serial == header.kept_serial;
+    return step == header.step && revision == header.revision && checkpoint_serial == header.checkpoint_serial;
   }
 };
 
@@ -50,7 +50,7 @@ struct RestoreSource {
   std::vector<tiers::CommitHeader> headers;  // of those, in no order, as this rank sees them
   // For the whole job, however its groups differ:
   bool same_ranks = false;    // every group has as many ranks as made its store
-  bool has_room = false;      // every store has room for the steps that are to be kept
+  bool has_room = false;      // every store has room for the checkpoints that are to stay
   bool came_further = false;  // some rank holds more than the commit that a new store begins with
   // With several groups, the newer stores that were skipped: no commit is in all groups, and no run continued from one.
   std::vector<std::uint64_t> passed_over;
@@ -66,8 +66,8 @@ class StoreSearch {
   // keeps, or the name of one.
   std::optional<RestoreSource> find(const std::optional<std::string>& from,
                                     Incomplete incomplete = Incomplete::refuse) const;
-  std::optional<std::uint64_t> find_commit() const;  // [J]
-  std::vector<KeptStep> find_kept() const;           // [J]
+  std::optional<std::uint64_t> find_commit() const;       // [J]
+  std::vector<NamedCheckpoint> find_checkpoints() const;  // [J]
   // [J] Every store that any rank sees, newest first.
   std::vector<StoreDirectory> directories() const;
   std::uint64_t newest_order() const;  // [J] of them; 0 where there is none
@@ -80,7 +80,7 @@ class StoreSearch {
   // them.
   std::vector<CommonCommit> common(std::span<const tiers::CommitHeader> commits, std::uint64_t store_number) const;
   // [J] The commit of an open store to continue from, chosen under its lock: its last owner may have committed since
-  // find(). `from`: the name of a kept step, or "".
+  // find(). `from`: the name of a named checkpoint, or "".
   CommonCommit choose(const tiers::Store& store, const std::string& from) const;
   CommonStoreError nothing_to_restore(const std::string& from) const;  // [J]
   // Whether the commit is of the run whose store on this rank has that number.

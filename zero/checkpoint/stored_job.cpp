@@ -17,16 +17,11 @@ using tiers::CommitHeader;
 
 namespace {
 
-// Incarnations are each group's own.
-bool same_state(const CommitHeader& a, const CommitHeader& b) {
-  return std::tie(a.step, a.revision, a.name, a.kept_serial) == std::tie(b.step, b.revision, b.name, b.kept_serial);
-}
-
 std::vector<CommitHeader> common(std::span<const StoreSummary> groups, std::vector<CommitHeader> StoreSummary::*list) {
   std::vector<CommitHeader> found = groups.front().*list;
   std::erase_if(found, [&](const CommitHeader& candidate) {
     return !std::ranges::all_of(groups, [&](const StoreSummary& group) {
-      return std::ranges::any_of(group.*list, [&](const CommitHeader& c) { return same_state(c, candidate); });
+      return std::ranges::any_of(group.*list, [&](const CommitHeader& c) { return c.same_commit(candidate); });
     });
   });
   return found;
@@ -72,7 +67,8 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   for (const std::uint64_t order : orders) {
     std::vector<StoreSummary> groups = at_place(directories, order);
     if (groups.empty() || !objection(groups).empty()) continue;
-    StoredJob job{.commits = common(groups, &StoreSummary::commits), .kept = common(groups, &StoreSummary::kept)};
+    StoredJob job{.commits = common(groups, &StoreSummary::commits),
+                  .checkpoints = common(groups, &StoreSummary::checkpoints)};
     if (job.commits.empty()) continue;
     job.groups = std::move(groups);
     return job;
@@ -80,7 +76,7 @@ StoredJob look_at_job(std::span<const std::string> directories) {
   StoredJob job;
   for (const std::string& directory : directories) job.groups.push_back(look_at_store(directory));
   if (const std::string problem = objection(job.groups); !problem.empty()) throw UsageError(problem);
-  job.kept = common(job.groups, &StoreSummary::kept);
+  job.checkpoints = common(job.groups, &StoreSummary::checkpoints);
   return job;
 }
 

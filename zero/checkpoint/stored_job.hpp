@@ -17,9 +17,9 @@
 namespace hoist {
 
 struct StoredJob {
-  std::vector<StoreSummary> groups{};          // as they were named
-  std::vector<tiers::CommitHeader> commits{};  // that all groups have, newest first
-  std::vector<tiers::CommitHeader> kept{};     // likewise, oldest first
+  std::vector<StoreSummary> groups{};              // as they were named
+  std::vector<tiers::CommitHeader> commits{};      // that all groups have, newest first
+  std::vector<tiers::CommitHeader> checkpoints{};  // likewise, oldest first
 };
 
 // Looks at the stores that continue the job, one below each of `directories`. Errors: UsageError when they are not of

@@ -26,17 +26,13 @@ using tiers::Store;
 
 namespace {
 
-bool same_state(const CommitHeader& a, const CommitHeader& b) {
-  return std::tie(a.step, a.revision, a.name, a.kept_serial) == std::tie(b.step, b.revision, b.name, b.kept_serial);
-}
-
 // What all ranks have in their `list`, in the order of the first one's.
 std::vector<CommitHeader> common_commits(std::span<const StoreSummary::Rank> ranks,
                                          std::vector<CommitHeader> StoreSummary::Rank::*list) {
   std::vector<CommitHeader> common;
   for (const CommitHeader& candidate : ranks.front().*list) {
     const bool everywhere = std::ranges::all_of(ranks, [&](const StoreSummary::Rank& rank) {
-      return std::ranges::any_of(rank.*list, [&](const CommitHeader& c) { return same_state(c, candidate); });
+      return std::ranges::any_of(rank.*list, [&](const CommitHeader& c) { return c.same_commit(candidate); });
     });
     if (everywhere) common.push_back(candidate);
   }
@@ -80,8 +76,8 @@ StoreSummary look_at_one_store(const std::string& directory) {
       throw StoreError(fmt::format("a file of rank {} in {} was written by rank {}: restore its own name", rank,
                                    directory, found.identity->rank));
     summary.ranks.push_back(
-        {rank, std::move(found.commits), std::move(found.kept), std::move(found.damage), found.data_bytes});
-    summary.kept_steps_max = found.kept_steps_max;
+        {rank, std::move(found.commits), std::move(found.checkpoints), std::move(found.damage), found.data_bytes});
+    summary.checkpoints_max = found.checkpoints_max;
     if (!found.identity) continue;
     const std::uint64_t run = found.store_number - static_cast<std::uint64_t>(rank);
     if (layout && run != first_run)
@@ -106,7 +102,7 @@ StoreSummary look_at_one_store(const std::string& directory) {
   summary.unit_count = table.units().size();
   if (summary.ranks.size() == static_cast<std::size_t>(*summary.world_size)) {
     summary.commits = common_commits(summary.ranks, &StoreSummary::Rank::commits);
-    summary.kept = common_commits(summary.ranks, &StoreSummary::Rank::kept);
+    summary.checkpoints = common_commits(summary.ranks, &StoreSummary::Rank::checkpoints);
   }
   return summary;
 }
@@ -131,8 +127,8 @@ class StoredModel::Impl {
         table_(detail::UnitTable::from_identity(summary_.layout, *summary_.world_size)),
         records_(table_) {
     for (const StoreSummary::Rank& rank : summary_.ranks) {
-      const std::vector<CommitHeader>& commits = commit_.name.empty() ? rank.commits : rank.kept;
-      const auto commit = std::ranges::find_if(commits, [&](const CommitHeader& c) { return same_state(c, commit_); });
+      const std::vector<CommitHeader>& commits = commit_.name.empty() ? rank.commits : rank.checkpoints;
+      const auto commit = std::ranges::find_if(commits, [&](const CommitHeader& c) { return c.same_commit(commit_); });
       readers_.push_back(
           std::make_unique<tiers::StoreReader>(summary_.directory, rank.rank, records_.records(), *commit, io_));
     }
@@ -224,7 +220,8 @@ class StoredModel::Impl {
     if (!options.from.empty()) {
       for (const detail::StoreDirectory& place : detail::readable_stores(directory)) {
         StoreSummary summary = look_at_one_store(place.in(directory));
-        if (std::ranges::find(summary.kept, options.from, &CommitHeader::name) != summary.kept.end()) return summary;
+        if (std::ranges::find(summary.checkpoints, options.from, &CommitHeader::name) != summary.checkpoints.end())
+          return summary;
       }
     }
     return look_at_store(directory);
@@ -244,17 +241,17 @@ class StoredModel::Impl {
     return summary;
   }
 
-  static CommitHeader choose_kept(const StoreSummary& summary, const std::string& name) {
+  static CommitHeader choose_checkpoint(const StoreSummary& summary, const std::string& name) {
     std::string held;
-    for (auto kept = summary.kept.rbegin(); kept != summary.kept.rend(); ++kept) {
-      if (kept->name == name) return *kept;
-      held += fmt::format("{}'{}'", held.empty() ? "; it keeps " : ", ", kept->name);
+    for (auto checkpoint = summary.checkpoints.rbegin(); checkpoint != summary.checkpoints.rend(); ++checkpoint) {
+      if (checkpoint->name == name) return *checkpoint;
+      held += fmt::format("{}'{}'", held.empty() ? "; it has " : ", ", checkpoint->name);
     }
     throw StoreError(fmt::format("{} keeps no step '{}'{}", summary.directory, name, held));
   }
 
   static CommitHeader choose(const StoreSummary& summary, const StoredModelOptions& options) {
-    if (!options.from.empty()) return choose_kept(summary, options.from);
+    if (!options.from.empty()) return choose_checkpoint(summary, options.from);
     for (const CommitHeader& commit : summary.commits) {
       const bool other_revision = options.revision && commit.revision != *options.revision;
       if (!options.step || (commit.step == *options.step && !other_revision)) return commit;

@@ -41,10 +41,10 @@ struct StoredParameter {
 struct StoreSummary {
   struct Rank {
     int rank = 0;
-    std::vector<tiers::CommitHeader> commits;  // newest first
-    std::vector<tiers::CommitHeader> kept;     // steps kept under a name, oldest first
-    std::vector<std::string> damage;           // what of its manifest cannot be used
-    std::uint64_t data_bytes = 0;              // reserved on disk
+    std::vector<tiers::CommitHeader> commits;      // newest first
+    std::vector<tiers::CommitHeader> checkpoints;  // named checkpoints, oldest first
+    std::vector<std::string> damage;               // what of its manifest cannot be used
+    std::uint64_t data_bytes = 0;                  // reserved on disk
   };
   std::string directory;
   std::uint64_t run = 0;          // what the store numbers of all ranks have in common
@@ -56,8 +56,8 @@ struct StoreSummary {
   tiers::Durability durability = tiers::Durability::step;
   // Commits that every rank has, newest first. Empty when a rank is missing.
   std::vector<tiers::CommitHeader> commits;
-  std::vector<tiers::CommitHeader> kept;  // likewise, oldest first
-  std::uint32_t kept_steps_max = 0;
+  std::vector<tiers::CommitHeader> checkpoints;  // likewise, oldest first
+  std::uint32_t checkpoints_max = 0;
 };
 // Looks at the store that continues the run when there are several below `directory` (docs/format.md), and names it.
 // Errors: StoreError when there is no store in `directory`, or its ranks hold different models.
@@ -70,7 +70,7 @@ StoreSummary look_at_one_store(const std::string& directory);
 struct StoredModelOptions {
   std::optional<std::uint64_t> step;        // the newest commit that all ranks have when absent
   std::optional<std::uint32_t> revision{};  // with `step`: that one of the step's; else the newest of them
-  std::string from{};                       // the name of a kept step, instead
+  std::string from{};                       // the name of a named checkpoint, instead
   bool below = true;  // the store that continues the run, if it is a newer one below the directory
 };
 

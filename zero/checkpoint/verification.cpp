@@ -32,11 +32,6 @@ struct Part {
   CommitHeader commit;
 };
 
-// Incarnations are each rank's own.
-bool is_same(const CommitHeader& a, const CommitHeader& b) {
-  return std::tie(a.step, a.revision, a.name, a.kept_serial) == std::tie(b.step, b.revision, b.name, b.kept_serial);
-}
-
 std::string damage_of(const StoredJob& job) {
   std::string damage;
   for (const StoreSummary& group : job.groups)
@@ -55,7 +50,8 @@ std::vector<Part> find_commit(const StoredJob& job, std::vector<CommitHeader> St
     bool everywhere = true;
     for (std::size_t g = 0; g < job.groups.size(); ++g) {
       for (const StoreSummary::Rank& rank : job.groups[g].ranks) {
-        const auto own = std::ranges::find_if(rank.*list, [&](const CommitHeader& c) { return is_same(c, candidate); });
+        const auto own =
+            std::ranges::find_if(rank.*list, [&](const CommitHeader& c) { return c.same_commit(candidate); });
         everywhere = everywhere && own != (rank.*list).end();
         if (everywhere) parts.push_back({g, rank.rank, *own});
       }
@@ -69,8 +65,9 @@ std::vector<Part> newest_commit(const StoredJob& job) {
   return find_commit(job, &StoreSummary::Rank::commits, [](const CommitHeader&) { return true; });
 }
 
-std::vector<Part> named_checkpoint(const StoredJob& job, const CommitHeader& kept) {
-  return find_commit(job, &StoreSummary::Rank::kept, [&](const CommitHeader& c) { return is_same(c, kept); });
+std::vector<Part> named_checkpoint(const StoredJob& job, const CommitHeader& checkpoint) {
+  return find_commit(job, &StoreSummary::Rank::checkpoints,
+                     [&](const CommitHeader& c) { return c.same_commit(checkpoint); });
 }
 
 class Verifier {
@@ -84,9 +81,9 @@ class Verifier {
   }
 
   // The newest commit, or the named checkpoint.
-  Verification verify(const std::optional<CommitHeader>& kept) {
-    Verification result{.name = kept ? kept->name : ""};
-    kept_ = kept;
+  Verification verify(const std::optional<CommitHeader>& checkpoint) {
+    Verification result{.name = checkpoint ? checkpoint->name : ""};
+    checkpoint_ = checkpoint;
     begun_ = Clock::now();
     try {
       const std::vector<Part> parts = look();
@@ -125,8 +122,9 @@ class Verifier {
       throw StoreError(fmt::format(
           "{} has the files of another store than when it was looked at first; verify it again", groups_[g].directory));
     }
-    std::vector<Part> parts = kept_ ? named_checkpoint(job, *kept_) : newest_commit(job);
-    if (parts.empty() && kept_) throw StoreError(fmt::format("checkpoint '{}' was removed meanwhile", kept_->name));
+    std::vector<Part> parts = checkpoint_ ? named_checkpoint(job, *checkpoint_) : newest_commit(job);
+    if (parts.empty() && checkpoint_)
+      throw StoreError(fmt::format("checkpoint '{}' was removed meanwhile", checkpoint_->name));
     return parts;
   }
 
@@ -174,7 +172,7 @@ class Verifier {
   const aio::TransferMemory buffer_{detail::kPieceBytesMax};
   aio::DriveQueue io_{aio::DriveQueueOptions{}};  // after the buffer: it lets go of it before it is freed
   // Of the commit that is being verified.
-  std::optional<CommitHeader> kept_;  // nothing: the newest
+  std::optional<CommitHeader> checkpoint_;  // nothing: the newest
   TimePoint begun_;
   Part part_;
   std::unique_ptr<StoreReader> reader_;  // of part_
@@ -197,8 +195,8 @@ std::vector<Verification> verify_job(std::span<const std::string> directories, c
   if (std::string problem = obstacle(job); !problem.empty()) return {{.not_done = std::move(problem)}};
   Verifier verifier(directories, options, job);
   std::vector<Verification> results{verifier.verify(std::nullopt)};
-  for (const CommitHeader& kept : job.groups.front().ranks.front().kept)
-    if (!named_checkpoint(job, kept).empty()) results.push_back(verifier.verify(kept));
+  for (const CommitHeader& checkpoint : job.groups.front().ranks.front().checkpoints)
+    if (!named_checkpoint(job, checkpoint).empty()) results.push_back(verifier.verify(checkpoint));
   return results;
 }
 

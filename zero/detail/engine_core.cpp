@@ -618,7 +618,7 @@ void EngineCore::change_state(const char* call, const InitialState& state, std::
   if (step < newest) {
     throw UsageError(
         fmt::format("state of step {} cannot follow step {} in one store, whose newest commit would be the older one; "
-                    "restore() goes back to a step that was kept, or use another directory",
+                    "restore() goes back to a named checkpoint, or use another directory",
                     step, newest));
   }
   const Ledger::Apart apart(runtime.ledger());

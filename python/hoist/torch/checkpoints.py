@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """save_checkpoint() and load_checkpoint() as DeepSpeed's engine has them, over steps that the store keeps by name.
 
-The model and its optimizer's states stay in the store: a tag is the name of a kept step. The directory that the program
+The model and its optimizer's states stay in the store: a tag is the name of a named checkpoint. The directory that the program
 names gets what is the program's own, its client state, one file for each step that had the tag:
 
     DIRECTORY/latest                    the newest tag
     DIRECTORY/TAG/client_state-12.pt    of step 12, by torch.save
 
-When the store gives up a step for a newer one, its file goes too. The file is durable before the step is kept, and
+When the store gives up a step for a newer one, its file goes too. The file is durable before the checkpoint is, and
 `latest` is written after. A program that is killed between the two leaves a `latest` that names the step before, which the
 store may have given up for the new one (with keep_steps 1 it has): then loading takes the newest step that the store keeps
 and the directory has a client state of.
@@ -34,7 +34,7 @@ _log = logging.getLogger("hoist")
 
 
 def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> None:
-    """[C] Returns when the step is kept durably."""
+    """[C] Returns when the checkpoint is durable."""
     if engine.config.keep_steps == 0:
         raise _hoist.UsageError(
             "save_checkpoint() keeps steps in the store, and this configuration reserves room for none: set "
@@ -47,10 +47,10 @@ def save(engine: Engine, directory: str, tag: str | None, client_state: dict[str
     if is_first:
         os.makedirs(folder, exist_ok=True)
         _write_durably(_client_file(folder, step), lambda file: torch.save(client_state, file))
-    before = engine.kept()
+    before = engine.checkpoints()
     engine.settle()  # nobody else asks for the step's update: it would be waited for as long as for a slow program
     engine.save(tag).wait()
-    after = engine.kept()
+    after = engine.checkpoints()
     if is_first:
         for evicted in before.keys() - after.keys():
             _forget(os.path.join(directory, evicted), before[evicted])
@@ -68,7 +68,7 @@ def _forget(folder: str, step: int) -> None:
         os.rmdir(folder)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-            _log.warning("%s, of a step that is not kept any more, stays: %s", folder, error.strerror)
+            _log.warning("%s, of a checkpoint that is gone, stays: %s", folder, error.strerror)
 
 
 def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
@@ -88,11 +88,11 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
         raise _hoist.UsageError(shown(
             f"{folder} was written by DeepSpeed. Begin with it, moments and all: wrap(..., deepspeed={folder!r}) or "
             "initialize(..., deepspeed=...), in a store that holds no run yet"))
-    kept = engine.kept()
-    if any_tag and tag not in kept:
-        tag = _newest_saved(engine, kept, directory, tag)
+    known = engine.checkpoints()
+    if any_tag and tag not in known:
+        tag = _newest_saved(engine, known, directory, tag)
         folder = os.path.join(directory, tag)
-    step = _step_of(engine, kept, tag)
+    step = _step_of(engine, known, tag)
     client_file = _client_file(folder, step)
     if not os.path.isfile(client_file):
         raise _hoist.StoreError(
@@ -103,9 +103,9 @@ def load(engine: Engine, directory: str, tag: str | None) -> tuple[str | None, d
     return folder, client_state
 
 
-def _newest_saved(engine: Engine, kept: dict[str, int], directory: str, latest: str) -> str:
-    """Instead of a `latest` that is not kept: the newest tag that is, and was saved in the directory; else `latest`."""
-    for tag, step in reversed(kept.items()):
+def _newest_saved(engine: Engine, known: dict[str, int], directory: str, latest: str) -> str:
+    """Instead of a `latest` that the store lacks: the newest tag that it has, and was saved in the directory; else `latest`."""
+    for tag, step in reversed(known.items()):
         if os.path.isfile(_client_file(os.path.join(directory, tag), step)):
             _log.warning("%s names '%s', which %s does not keep any more: '%s', step %d, is the newest that was saved here",
                          os.path.join(directory, "latest"), latest, engine.config.store_directory, tag, step)
@@ -114,23 +114,23 @@ def _newest_saved(engine: Engine, kept: dict[str, int], directory: str, latest: 
 
 
 def refuse_unknown(engine: Engine, name: str) -> None:
-    """[C] Before anything is given up for a step that is not kept. Errors: StoreError, saying which are. Where the engine
+    """[C] Before anything is given up for a checkpoint that is not there. Errors: StoreError, saying which are. Where the engine
     failed and cannot say, nothing is refused here: restoring refuses by itself."""
     try:
-        kept = dict(engine._unit_manager.find_kept())
+        known = dict(engine._unit_manager.find_checkpoints())
     except _hoist.Error as error:
         _log.info("what the store keeps is asked by a new engine: %s", error)
         return
-    _step_of(engine, kept, name)
+    _step_of(engine, known, name)
 
 
-def _step_of(engine: Engine, kept: dict[str, int], name: str) -> int:
-    if name not in kept:
-        others = ", ".join(f"'{other}' (step {step})" for other, step in kept.items()) or "none"
+def _step_of(engine: Engine, known: dict[str, int], name: str) -> int:
+    if name not in known:
+        others = ", ".join(f"'{other}' (step {step})" for other, step in known.items()) or "none"
         raise _hoist.StoreError(
             f"{engine.config.store_directory} keeps no step '{name}', or not any more; it keeps {others}. The last "
             f"{engine.config.keep_steps} stay (hoist.keep_steps)")
-    return kept[name]
+    return known[name]
 
 
 def _client_file(folder: str, step: int | str) -> str:

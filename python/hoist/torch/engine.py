@@ -464,9 +464,9 @@ class Engine:
     def save(self, name: str = "", state: dict[str, Any] | None = None, mirror: bool = False) -> _hoist.Completion:
         """[C] Commits the present state; the returned completion is done when it is durable.
 
-        With hoist.keep_steps and a name the step is kept: the last ones stay beside the newest commit, and restore(name)
-        goes back to one. A step of the same name is replaced. `mirror`: the commit is also copied to hoist.mirror, and the
-        completion waits for that.
+        With hoist.keep_steps and a name this makes a named checkpoint: the last ones stay beside the newest commit, and
+        restore(name) goes back to one. A checkpoint of the same name is replaced. `mirror`: the commit is also copied to
+        hoist.mirror, and the completion waits for that.
         """
         self._between_passes()
         if state is not None:
@@ -474,12 +474,12 @@ class Engine:
         return self._unit_manager.save(name, self._commit_state(schedule_lags=False), mirror)
 
     @takes_turn
-    def kept(self) -> dict[str, int]:
-        """[C] Steps that are kept, by name, oldest first."""
-        return dict(self._unit_manager.find_kept())
+    def checkpoints(self) -> dict[str, int]:
+        """[C] Named checkpoints and their steps, oldest first."""
+        return dict(self._unit_manager.find_checkpoints())
 
     def restore(self, name: str = "") -> int:
-        """[C] Continues from a step that was kept, or from the newest commit; what came after it is given up. Learning rates
+        """[C] Continues from a named checkpoint, or from the newest commit; what came after it is given up. Learning rates
         come back as well. Returns the step. Also after an error that ended the engine, or a call that was interrupted."""
         self._passes.turns.require("restore()")
         if name and self._unit_manager.is_alive:
@@ -539,9 +539,9 @@ class Engine:
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False,
                         custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any] | None]:
-        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() kept. (path, client state)."""
+        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() saved. (path, client state)."""
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
-            raise _hoist.UsageError("a kept step comes back whole: for its weights alone, `hoist export` it, and begin a "
+            raise _hoist.UsageError("a named checkpoint comes back whole: for its weights alone, `hoist export` it, and begin a "
                                     "run with weights=...")
         before = self._lr_scheduler
         if not load_lr_scheduler_states:

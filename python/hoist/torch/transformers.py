@@ -137,10 +137,10 @@ class Trainer(transformers.Trainer):
             filled.setdefault("hoist", {})["checkpoint_path"] = self.args.output_dir
             config = hoist.torch.load_config(filled)
         if config.setting("hoist.keep_steps") is None and config.can_keep_steps:
-            config.keep_steps = self._checkpoints_kept()
+            config.keep_steps = self._checkpoints_that_stay()
         if saves and config.keep_steps == 0:
             raise _hoist.UsageError(
-                f"save_strategy is '{self.args.save_strategy}', and checkpoints are steps kept in the store, of which this "
+                f"save_strategy is '{self.args.save_strategy}', and what is saved are checkpoints in the store, of which this "
                 'configuration keeps none: it needs "hoist": {"keep_steps": N} with N above 0 (or none set) and, with state on '
                 "NVMe, a durability other than \"none\"; or set save_strategy='no', or save_only_model=True")
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
@@ -163,11 +163,11 @@ class Trainer(transformers.Trainer):
         self.accelerator.backward = self._backward
         return self.optimizer
 
-    def _checkpoints_kept(self) -> int:
+    def _checkpoints_that_stay(self) -> int:
         if self.args.save_strategy == "no":
             return 0
-        # One more than directories: a step is kept before its directory is complete, and a program that is killed between
-        # the two goes on from the directory before.
+        # One more than directories: a checkpoint is durable before its directory is complete, and a program that is killed
+        # between the two goes on from the directory before.
         return (self.args.save_total_limit or 1) + 1 + (1 if self.args.load_best_model_at_end else 0)
 
     @property
@@ -192,7 +192,7 @@ class Trainer(transformers.Trainer):
         norm = self._made.get_global_grad_norm()
         return super()._maybe_log_save_evaluate(tr_loss, norm, *positional, **arguments)
 
-    # --- checkpoints: the step is kept in the store, the directory has what is Trainer's own ---------------------------
+    # --- checkpoints: the state is in the store, the directory has what is Trainer's own ---------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._made.save_checkpoint(output_dir)

@@ -33,7 +33,7 @@ Superblock superblock() {
   Superblock s;
   s.store_number = 7;
   s.extents_per_record = kExtentsPerRecord;
-  s.kept_steps_max = kExtentsPerRecord - 2;
+  s.checkpoints_max = kExtentsPerRecord - 2;
   s.tile_elements = kTileElements;
   s.caller_state_bytes_max = 64;
   s.record_count = static_cast<std::uint32_t>(model().size());

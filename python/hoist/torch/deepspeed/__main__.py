@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--config", required=True, metavar="FILE", help="the JSON that DeepSpeed will continue with")
     which = out.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="a commit's step; by default the newest")
-    which.add_argument("--kept", default="", metavar="NAME", help="a step that was kept under a name")
+    which.add_argument("--checkpoint", default="", metavar="NAME", help="a named checkpoint")
     out.add_argument("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage, if the configuration does not say")
     out.add_argument("--tag", help="by default global_stepN")
     return parser
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "inspect":
             print(shown("\n".join(_lines(open(given.directory, given.tag)))))
         else:
-            written = export(given.store, given.to, given.config, step=given.step, kept=given.kept, stage=given.stage,
+            written = export(given.store, given.to, given.config, step=given.step, checkpoint=given.checkpoint, stage=given.stage,
                              tag=given.tag)
             print(shown(f"wrote {written}\nDeepSpeed continues it with \"checkpoint\": {{\"load_universal\": true}} and "
                         f"engine.load_checkpoint({given.to!r})"))

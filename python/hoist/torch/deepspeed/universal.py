@@ -69,13 +69,13 @@ def _save(values: Any, *path: str) -> None:
 
 
 def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: ConfigSource, *, step: int | None = None,
-           kept: str = "", stage: int | None = None, tag: str | None = None) -> str:
+           checkpoint: str = "", stage: int | None = None, tag: str | None = None) -> str:
     """Writes a commit of a store as DeepSpeed's universal checkpoint; returns its directory, `to`/TAG.
 
     DeepSpeed continues it with `"checkpoint": {"load_universal": true}` and engine.load_checkpoint(to).
 
     config  what DeepSpeed will continue with: optimizer, schedule and loss scale are written as it asks for them
-    step    of the commit; by default the newest. kept: or a step that was kept under a name
+    step    of the commit; by default the newest. checkpoint: or a named checkpoint
     stage   ZeRO stage that DeepSpeed will continue with, if the configuration does not say
     tag     by default global_stepN
 
@@ -87,7 +87,7 @@ def export(store: str | os.PathLike[str], to: str | os.PathLike[str], config: Co
     if zero not in (1, 2, 3):
         raise _hoist.UsageError(f"universal checkpoints are of ZeRO stages 1, 2 and 3, and the configuration says {zero}: set "
                                 "zero_optimization.stage, or pass stage=... (--stage)")
-    with hoist.store.open(store, step, kept) as stored:
+    with hoist.store.open(store, step, checkpoint) as stored:
         return _Export(stored, loaded, int(zero)).write(os.fspath(to), tag)
 
 

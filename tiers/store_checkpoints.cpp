@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps kept under a name: each has a slot of the manifest beyond those of the commits, and holds its records' extents,
+// Named checkpoints: each has a slot of the manifest beyond those of the commits, and holds its records' extents,
 // so that nothing is written over them. The newest is whole before an older one goes. A commit held for a reader holds
 // extents alike, in this process only.
 #include <algorithm>
@@ -16,19 +16,19 @@
 
 namespace hoist::tiers {
 
-void Store::Impl::list_kept() {
-  std::ranges::sort(kept_, {}, [](const Kept& kept) { return kept.header.kept_serial; });
-  kept_listed_ = kept_;
+void Store::Impl::list_checkpoints() {
+  std::ranges::sort(checkpoints_, {}, [](const Checkpoint& checkpoint) { return checkpoint.header.checkpoint_serial; });
+  listed_ = checkpoints_;
 }
 
-std::vector<CommitHeader> Store::Impl::kept() const {
+std::vector<CommitHeader> Store::Impl::checkpoints() const {
   const std::lock_guard lock(mutex_);
   std::vector<CommitHeader> headers;
-  for (const Kept& kept : kept_listed_) headers.push_back(kept.header);
+  for (const Checkpoint& checkpoint : listed_) headers.push_back(checkpoint.header);
   return headers;
 }
 
-std::vector<CommitHeader> Store::Impl::kept_apart_from(const CorruptionError::Where& damage) const {
+std::vector<CommitHeader> Store::Impl::checkpoints_apart_from(const CorruptionError::Where& damage) const {
   const std::lock_guard lock(mutex_);
   const std::vector<std::string> paths = data_paths();
   const auto drive = std::ranges::find(paths, damage.path);
@@ -36,28 +36,28 @@ std::vector<CommitHeader> Store::Impl::kept_apart_from(const CorruptionError::Wh
   if (drive == paths.end()) return headers;
   const std::uint32_t extent = table_.extent_at(
       files_.data->layout().logical_offset(static_cast<unsigned>(drive - paths.begin()), damage.offset_bytes));
-  for (const Kept& kept : kept_listed_) {
-    if (std::ranges::find(kept.extents, extent) == kept.extents.end()) headers.push_back(kept.header);
+  for (const Checkpoint& checkpoint : listed_) {
+    if (std::ranges::find(checkpoint.extents, extent) == checkpoint.extents.end()) headers.push_back(checkpoint.header);
   }
   return headers;
 }
 
-void Store::Impl::hold_kept() {
-  std::erase_if(kept_, [&](const Kept& kept) {
-    const std::string problem = table_.hold(kept.extents);
+void Store::Impl::hold_checkpoint() {
+  std::erase_if(checkpoints_, [&](const Checkpoint& checkpoint) {
+    const std::string problem = table_.hold(checkpoint.extents);
     if (!problem.empty())
-      damage_.push_back(fmt::format("the kept step '{}' in slot {} of {} cannot be used: {}", kept.header.name,
-                                    kept.slot, paths_.manifest, problem));
+      damage_.push_back(fmt::format("the named checkpoint '{}' in slot {} of {} cannot be used: {}",
+                                    checkpoint.header.name, checkpoint.slot, paths_.manifest, problem));
     return !problem.empty();
   });
-  list_kept();
+  list_checkpoints();
 }
 
-Completion Store::Impl::keep(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
+Completion Store::Impl::add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
   const std::lock_guard lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
-  HOIST_ASSERT(!step_open_ && kept_steps_max() > 0, "step {} cannot be kept", step_);
-  HOIST_ASSERT(committing_ || committed_step_, "a step is kept before the first commit of {}", paths_.directory);
+  HOIST_ASSERT(!step_open_ && checkpoints_max() > 0, "step {} cannot become a checkpoint", step_);
+  HOIST_ASSERT(committing_ || committed_step_, "a checkpoint is made before the first commit of {}", paths_.directory);
   if (const std::string problem = wrong_step_name(name); !problem.empty())
     throw UsageError(fmt::format("'{}' cannot be the name of a step: {}", name, problem));
   if (caller_state.size() > superblock_.caller_state_bytes_max)
@@ -71,14 +71,16 @@ Completion Store::Impl::keep(const std::string& name, std::span<const std::byte>
   return completion;
 }
 
-void Store::Impl::forget(std::uint64_t kept_serial) {
+void Store::Impl::remove_checkpoint(std::uint64_t checkpoint_serial) {
   std::unique_lock lock(mutex_);
   idle_.wait(lock, [&] { return !committing_; });
   if (failed_) std::rethrow_exception(failed_);
-  const auto found = std::ranges::find(kept_, kept_serial, [](const Kept& kept) { return kept.header.kept_serial; });
-  if (found == kept_.end()) return;
+  const auto found = std::ranges::find(checkpoints_, checkpoint_serial, [](const Checkpoint& checkpoint) {
+    return checkpoint.header.checkpoint_serial;
+  });
+  if (found == checkpoints_.end()) return;
   give_up(found);
-  list_kept();
+  list_checkpoints();
 }
 
 void Store::Impl::blank_slot(std::uint32_t slot) {
@@ -87,45 +89,45 @@ void Store::Impl::blank_slot(std::uint32_t slot) {
   engine_.sync(*files_.manifest).wait();
 }
 
-std::uint32_t Store::Impl::free_kept_slot() const {
+std::uint32_t Store::Impl::free_checkpoint_slot() const {
   std::uint32_t slot = kSlotCount;
-  const auto used = [&] { return std::ranges::find(kept_, slot, &Kept::slot) != kept_.end(); };
+  const auto used = [&] { return std::ranges::find(checkpoints_, slot, &Checkpoint::slot) != checkpoints_.end(); };
   while (used()) ++slot;
-  HOIST_ASSERT(slot < superblock_.slot_count(), "{} kept steps have no free slot", kept_.size());
+  HOIST_ASSERT(slot < superblock_.slot_count(), "{} named checkpoints have no free slot", checkpoints_.size());
   return slot;
 }
 
-void Store::Impl::write_kept(const Job& job) {
+void Store::Impl::write_checkpoint(const Job& job) {
   const TraceSpan span(trace_, TraceRow::commit, "keep");
   SlotHeader header = job.header;
   header.step = *committed_step_;
   header.revision = revision_;
-  header.kept_serial = kept_.empty() ? 1 : kept_.back().header.kept_serial + 1;
-  const std::uint32_t slot = free_kept_slot();
+  header.checkpoint_serial = checkpoints_.empty() ? 1 : checkpoints_.back().header.checkpoint_serial + 1;
+  const std::uint32_t slot = free_checkpoint_slot();
   std::copy(job.state.begin(), job.state.end(), SlotImage(image_.span(), superblock_).caller_state_area().begin());
   write_slot(slot, header);
   SlotCheck written;
   written.header = header;
-  kept_.push_back({detail::commit_header(written), slot, table_.committed_extents()});
-  const std::string problem = table_.hold(kept_.back().extents);
+  checkpoints_.push_back({detail::commit_header(written), slot, table_.committed_extents()});
+  const std::string problem = table_.hold(checkpoints_.back().extents);
   HOIST_ASSERT(problem.empty(), "{}", problem);
 }
 
 void Store::Impl::make_room(const CommitHeader& newest) {
-  auto goes = std::ranges::find_if(kept_, [&](const Kept& kept) {
-    return kept.header.name == newest.name && kept.header.kept_serial != newest.kept_serial;
+  auto goes = std::ranges::find_if(checkpoints_, [&](const Checkpoint& checkpoint) {
+    return checkpoint.header.name == newest.name && checkpoint.header.checkpoint_serial != newest.checkpoint_serial;
   });
-  if (goes == kept_.end()) {
-    if (kept_.size() <= kept_steps_max()) return;
-    goes = kept_.begin();
+  if (goes == checkpoints_.end()) {
+    if (checkpoints_.size() <= checkpoints_max()) return;
+    goes = checkpoints_.begin();
   }
   give_up(goes);
 }
 
-void Store::Impl::give_up(std::vector<Kept>::iterator kept) {
-  blank_slot(kept->slot);
-  table_.let_go(kept->extents);
-  kept_.erase(kept);
+void Store::Impl::give_up(std::vector<Checkpoint>::iterator checkpoint) {
+  blank_slot(checkpoint->slot);
+  table_.let_go(checkpoint->extents);
+  checkpoints_.erase(checkpoint);
 }
 
 std::unique_ptr<StoreReader> Store::Impl::hold() {

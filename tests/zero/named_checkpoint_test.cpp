@@ -38,9 +38,9 @@ std::string bytes_to_text(std::span<const std::byte> bytes) {
 
 std::span<const std::byte> text_to_bytes(const std::string& text) { return std::as_bytes(std::span(text)); }
 
-class KeepTest : public testing::TestWithParam<Cell> {
+class NamedCheckpointTest : public testing::TestWithParam<Cell> {
  protected:
-  KeepTest() {
+  NamedCheckpointTest() {
     setup_.engine.store_directory = directory_ / "store";
     setup_.engine.update_mode = GetParam().mode;
     setup_.engine.keep_steps = 2;
@@ -78,7 +78,7 @@ class KeepTest : public testing::TestWithParam<Cell> {
   ToySetup setup_ = toy_setup(GetParam().parameters, GetParam().optimizer);
 };
 
-TEST_P(KeepTest, GoingBackAndTrainingOnEndsInTheSameBits) {
+TEST_P(NamedCheckpointTest, GoingBackAndTrainingOnEndsInTheSameBits) {
   on_engines([&](int rank, ToyModel& model) {
     model.initialize();
     std::vector<Completion> saves;
@@ -92,7 +92,7 @@ TEST_P(KeepTest, GoingBackAndTrainingOnEndsInTheSameBits) {
   });
   for (const std::uint64_t step : {10u, 7u, 7u, 10u}) {
     on_engines([&](int rank, ToyModel& model) {
-      const auto kept = model.find_kept();
+      const auto kept = model.find_checkpoints();
       ASSERT_EQ(kept.size(), 2u);
       EXPECT_EQ(kept[0].name, "s7");
       EXPECT_EQ(kept[1].step, 10u);
@@ -111,7 +111,7 @@ TEST_P(KeepTest, GoingBackAndTrainingOnEndsInTheSameBits) {
   }
 }
 
-TEST_P(KeepTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
+TEST_P(NamedCheckpointTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
   on_engines([&](int, ToyModel& model) {
     model.initialize();
     model.train(1, 4);
@@ -131,7 +131,7 @@ TEST_P(KeepTest, ASaveIsWhatTheStateWasWhenItWasAskedFor) {
   });
 }
 
-TEST_P(KeepTest, UnknownAndImpossibleNamesAreRefused) {
+TEST_P(NamedCheckpointTest, UnknownAndImpossibleNamesAreRefused) {
   on_engines([&](int, ToyModel& model) {
     Engine& engine = model.initialize();
     model.train(1, 2);
@@ -153,7 +153,7 @@ TEST_P(KeepTest, UnknownAndImpossibleNamesAreRefused) {
 }
 
 // A run that ends without saving comes back at its last commit.
-TEST_P(KeepTest, WithoutASaveTheLastCommitCounts) {
+TEST_P(NamedCheckpointTest, WithoutASaveTheLastCommitCounts) {
   if (!on_nvme()) GTEST_SKIP() << "without NVMe only saves are commits";
   on_engines([&](int, ToyModel& model) {
     model.initialize(text_to_bytes("begin"));
@@ -173,7 +173,7 @@ TEST_P(KeepTest, WithoutASaveTheLastCommitCounts) {
   });
 }
 
-TEST_P(KeepTest, WritesBetweenCommitsCommitWhatWasTrained) {
+TEST_P(NamedCheckpointTest, WritesBetweenCommitsCommitWhatWasTrained) {
   if (!on_nvme()) GTEST_SKIP() << "without NVMe only saves are commits";
   Digests written;
   on_engines([&](int rank, ToyModel& model) {
@@ -199,7 +199,7 @@ TEST_P(KeepTest, WritesBetweenCommitsCommitWhatWasTrained) {
   });
 }
 
-TEST_P(KeepTest, ASecondSaveOfTheSameStateMovesNoData) {
+TEST_P(NamedCheckpointTest, ASecondSaveOfTheSameStateMovesNoData) {
   if (on_nvme()) GTEST_SKIP() << "there a step's own commit is kept";
   std::atomic<std::uint64_t> written{0};
   setup_.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& options) {
@@ -235,7 +235,7 @@ TEST_P(KeepTest, ASecondSaveOfTheSameStateMovesNoData) {
   });
 }
 
-TEST_P(KeepTest, AnUnnamedSaveCommitsAndKeepsNothing) {
+TEST_P(NamedCheckpointTest, AnUnnamedSaveCommitsAndKeepsNothing) {
   on_engines([&](int, ToyModel& model) {
     Engine& engine = model.initialize();
     model.train(1, 4);
@@ -243,7 +243,7 @@ TEST_P(KeepTest, AnUnnamedSaveCommitsAndKeepsNothing) {
     EXPECT_EQ(engine.committed_step(), 4u);
   });
   on_engines([&](int, ToyModel& model) {
-    EXPECT_TRUE(model.find_kept().empty());
+    EXPECT_TRUE(model.find_checkpoints().empty());
     const RestoreReport report = model.restore();
     EXPECT_EQ(report.step, 4u);
     EXPECT_EQ(bytes_to_text(report.caller_state), "now");
@@ -270,7 +270,7 @@ constexpr Cell kCells[] = {
     {"pinned_pinned_step_2_ranks", Placement::pinned, Placement::pinned, UpdateMode::step, 2},
     {"device_device", Placement::device, Placement::device, UpdateMode::step},
 };
-INSTANTIATE_TEST_SUITE_P(Cells, KeepTest, testing::ValuesIn(kCells),
+INSTANTIATE_TEST_SUITE_P(Cells, NamedCheckpointTest, testing::ValuesIn(kCells),
                          [](const auto& cell) { return std::string(cell.param.name); });
 
 // What lives in memory is written with each commit only, and the formula says so.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps kept under a name: they hold what they held when they were kept, whatever comes after them, a crash at any
+// Named checkpoints: they hold what they held when they were kept, whatever comes after them, a crash at any
 // operation included; their space comes back when they go. And steps that go on without a commit between them.
 #include <algorithm>
 #include <filesystem>
@@ -21,11 +21,11 @@ using hoist::test::Fault;
 using hoist::test::Faults;
 using hoist::test::TempDirectory;
 
-class StoreKeepTest : public ::testing::Test {
+class StoreCheckpointsTest : public ::testing::Test {
  protected:
-  static StoreOptions keeping(const std::string& directory, std::uint32_t kept_steps_max) {
+  static StoreOptions keeping(const std::string& directory, std::uint32_t checkpoints_max) {
     StoreOptions options = small_model(directory);
-    options.kept_steps_max = kept_steps_max;
+    options.checkpoints_max = checkpoints_max;
     return options;
   }
 
@@ -38,18 +38,18 @@ class StoreKeepTest : public ::testing::Test {
 
   std::vector<std::string> names(const Store& store) {
     std::vector<std::string> names;
-    for (const CommitHeader& kept : store.kept()) names.push_back(kept.name);
+    for (const CommitHeader& checkpoint : store.checkpoints()) names.push_back(checkpoint.name);
     return names;
   }
 
-  void expect_kept_step_holds(const std::string& name, std::uint64_t step) {
+  void expect_checkpoint_holds(const std::string& name, std::uint64_t step) {
     const auto drive = clean_engine();
     const auto store = open_store(options_, *drive);
-    const auto all = store->kept();
-    const auto kept = std::ranges::find(all, name, &CommitHeader::name);
-    ASSERT_NE(kept, all.end()) << name;
-    EXPECT_EQ(kept->step, step);
-    store->adopt(CommitHeader(*kept));
+    const auto all = store->checkpoints();
+    const auto listed = std::ranges::find(all, name, &CommitHeader::name);
+    ASSERT_NE(listed, all.end()) << name;
+    EXPECT_EQ(listed->step, step);
+    store->adopt(CommitHeader(*listed));
     EXPECT_EQ(state_of(*store), "state of " + name);
     EXPECT_EQ(difference(*store, options_, all_by(step)), "");
   }
@@ -58,55 +58,55 @@ class StoreKeepTest : public ::testing::Test {
   StoreOptions options_ = keeping(directory_ / "store", 2);
 };
 
-TEST_F(StoreKeepTest, KeptStepsHoldTheirRecordsWhileTrainingGoesOn) {
+TEST_F(StoreCheckpointsTest, NamedCheckpointsHoldTheirRecordsWhileTrainingGoesOn) {
   {
     const auto drive = clean_engine();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 3);
-    store->keep("three", as_state("state of three")).wait();
+    store->add_checkpoint("three", as_state("state of three")).wait();
     take_steps(*store, 4, 9);
-    store->keep("nine", as_state("state of nine"));
+    store->add_checkpoint("nine", as_state("state of nine"));
     take_steps(*store, 10, 20);
     EXPECT_EQ(names(*store), (std::vector<std::string>{"three", "nine"}));
     EXPECT_EQ(difference(*store, options_, all_by(20)), "");
   }
-  EXPECT_EQ(Store::look(options_.directory, 0).kept.size(), 2u);
-  expect_kept_step_holds("nine", 9);
-  expect_kept_step_holds("three", 3);
-  expect_kept_step_holds("nine", 9);  // going back to an earlier one leaves the later one
+  EXPECT_EQ(Store::look(options_.directory, 0).checkpoints.size(), 2u);
+  expect_checkpoint_holds("nine", 9);
+  expect_checkpoint_holds("three", 3);
+  expect_checkpoint_holds("nine", 9);  // going back to an earlier one leaves the later one
 }
 
-TEST_F(StoreKeepTest, TheOldestGoesWhenThereIsNoRoom) {
+TEST_F(StoreCheckpointsTest, TheOldestGoesWhenThereIsNoRoom) {
   const auto drive = clean_engine();
   const auto store = create_store(options_, *drive);
   take_steps(*store, 0, 0);
   for (std::uint64_t step = 1; step < 12; ++step) {
     run_step(*store, options_, step, all_records(options_));
-    store->keep("step " + std::to_string(step), {}).wait();
+    store->add_checkpoint("step " + std::to_string(step), {}).wait();
   }
   EXPECT_EQ(names(*store), (std::vector<std::string>{"step 10", "step 11"}));
 }
 
-TEST_F(StoreKeepTest, TheSameNameIsReplacedAndNoOtherGoes) {
+TEST_F(StoreCheckpointsTest, TheSameNameIsReplacedAndNoOtherGoes) {
   {
     const auto drive = clean_engine();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 2);
-    store->keep("best", as_state("of an earlier one")).wait();
+    store->add_checkpoint("best", as_state("of an earlier one")).wait();
     take_steps(*store, 3, 4);
-    store->keep("other", as_state("state of other")).wait();
+    store->add_checkpoint("other", as_state("state of other")).wait();
     take_steps(*store, 5, 6);
-    store->keep("best", as_state("state of best")).wait();
+    store->add_checkpoint("best", as_state("state of best")).wait();
     take_steps(*store, 7, 8);
     EXPECT_EQ(names(*store), (std::vector<std::string>{"other", "best"}));
   }
-  expect_kept_step_holds("best", 6);
-  expect_kept_step_holds("other", 4);
+  expect_checkpoint_holds("best", 6);
+  expect_checkpoint_holds("other", 4);
 }
 
-TEST_F(StoreKeepTest, RecordsThatDoNotChangeAreSharedByAllTheirHolders) {
+TEST_F(StoreCheckpointsTest, RecordsThatDoNotChangeAreSharedByAllTheirHolders) {
   Writers writers = all_by(0);
-  std::map<std::string, Writers> kept;
+  std::map<std::string, Writers> checkpoints;
   {
     const auto drive = clean_engine();
     const auto store = create_store(options_, *drive);
@@ -122,50 +122,51 @@ TEST_F(StoreKeepTest, RecordsThatDoNotChangeAreSharedByAllTheirHolders) {
       run_step(*store, options_, step, some);
       if (rng.below(3) == 0) {
         const std::string name = "name " + std::to_string(rng.below(4));
-        store->keep(name, as_state("state of " + name)).wait();
-        kept[name] = writers;
+        store->add_checkpoint(name, as_state("state of " + name)).wait();
+        checkpoints[name] = writers;
       }
-      if (rng.below(10) == 0 && !store->kept().empty()) store->forget(store->kept().front().kept_serial);
+      if (rng.below(10) == 0 && !store->checkpoints().empty())
+        store->remove_checkpoint(store->checkpoints().front().checkpoint_serial);
       ASSERT_EQ(difference(*store, options_, writers), "") << "step " << step;
-      ASSERT_LE(store->kept().size(), 2u);
+      ASSERT_LE(store->checkpoints().size(), 2u);
     }
   }
-  const auto left = Store::look(options_.directory, 0).kept;
+  const auto left = Store::look(options_.directory, 0).checkpoints;
   ASSERT_FALSE(left.empty());
   for (const CommitHeader& header : left) {
     const auto drive = clean_engine();
     const auto store = open_store(options_, *drive);
     store->adopt(header);
     EXPECT_EQ(state_of(*store), "state of " + header.name);
-    EXPECT_EQ(difference(*store, options_, kept.at(header.name)), "") << header.name;
+    EXPECT_EQ(difference(*store, options_, checkpoints.at(header.name)), "") << header.name;
   }
 }
 
-TEST_F(StoreKeepTest, ForgottenSpaceIsUsedAgain) {
+TEST_F(StoreCheckpointsTest, ForgottenSpaceIsUsedAgain) {
   const auto drive = clean_engine();
   const auto store = create_store(options_, *drive);
   take_steps(*store, 0, 1);
-  store->keep("a", {}).wait();
-  store->forget(store->kept().front().kept_serial);
-  EXPECT_TRUE(store->kept().empty());
+  store->add_checkpoint("a", {}).wait();
+  store->remove_checkpoint(store->checkpoints().front().checkpoint_serial);
+  EXPECT_TRUE(store->checkpoints().empty());
   take_steps(*store, 2, 6);
-  store->keep("b", {}).wait();
+  store->add_checkpoint("b", {}).wait();
   take_steps(*store, 7, 9);
-  store->keep("c", {}).wait();
+  store->add_checkpoint("c", {}).wait();
   take_steps(*store, 10, 12);
   EXPECT_EQ(names(*store), (std::vector<std::string>{"b", "c"}));
 }
 
-TEST_F(StoreKeepTest, ReadersFindAKeptStepByItsHeader) {
+TEST_F(StoreCheckpointsTest, ReadersFindACheckpointByItsHeader) {
   {
     const auto drive = clean_engine();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 2);
-    store->keep("two", as_state("state of two")).wait();
+    store->add_checkpoint("two", as_state("state of two")).wait();
     take_steps(*store, 3, 8);
   }
   const auto drive = clean_engine();
-  const CommitHeader kept = Store::look(options_.directory, 0).kept.at(0);
+  const CommitHeader kept = Store::look(options_.directory, 0).checkpoints.at(0);
   StoreReader reader(options_.directory, 0, options_.records, kept, *drive);
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(reader.caller_state().data()), reader.caller_state().size()),
             "state of two");
@@ -178,40 +179,40 @@ TEST_F(StoreKeepTest, ReadersFindAKeptStepByItsHeader) {
   EXPECT_TRUE(std::ranges::equal(expected.span(), bytes.span().first(expected.span().size())));
 }
 
-TEST_F(StoreKeepTest, NamesThatCannotBeAreRefusedAndNothingHappens) {
+TEST_F(StoreCheckpointsTest, NamesThatCannotBeAreRefusedAndNothingHappens) {
   const auto drive = clean_engine();
   const auto store = create_store(options_, *drive);
   take_steps(*store, 0, 0);
   for (const std::string& name : {std::string(), std::string(48, 'x'), std::string("line\nbreak")})
-    EXPECT_THROW(store->keep(name, {}), UsageError) << name;
-  EXPECT_THROW(store->keep("name", std::vector<std::byte>(options_.caller_state_bytes_max + 1)), UsageError);
-  store->keep(std::string(47, 'x'), {}).wait();
+    EXPECT_THROW(store->add_checkpoint(name, {}), UsageError) << name;
+  EXPECT_THROW(store->add_checkpoint("name", std::vector<std::byte>(options_.caller_state_bytes_max + 1)), UsageError);
+  store->add_checkpoint(std::string(47, 'x'), {}).wait();
   EXPECT_EQ(names(*store), std::vector<std::string>{std::string(47, 'x')});
 }
 
-TEST_F(StoreKeepTest, AskingForMoreRoomThanTheStoreHasIsRefused) {
+TEST_F(StoreCheckpointsTest, AskingForMoreRoomThanTheStoreHasIsRefused) {
   {
     const auto drive = clean_engine();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 1);
-    store->keep("one", as_state("state of one")).wait();
+    store->add_checkpoint("one", as_state("state of one")).wait();
   }
   const auto drive = clean_engine();
   EXPECT_THROW(open_store(keeping(options_.directory, 3), *drive), StoreError);
   const auto store = open_store(keeping(options_.directory, 0), *drive);  // fewer is none of its concern
-  EXPECT_EQ(store->kept_steps_max(), 2u);
+  EXPECT_EQ(store->checkpoints_max(), 2u);
   EXPECT_EQ(names(*store), std::vector<std::string>{"one"});
 }
 
-TEST_F(StoreKeepTest, ADamagedKeptSlotIsReportedAndTheRestIsUsed) {
+TEST_F(StoreCheckpointsTest, ADamagedCheckpointSlotIsReportedAndTheRestIsUsed) {
   std::uint64_t slot_at = 0;
   {
     const auto drive = clean_engine();
     const auto store = create_store(options_, *drive);
     take_steps(*store, 0, 1);
-    store->keep("one", as_state("state of one")).wait();
+    store->add_checkpoint("one", as_state("state of one")).wait();
     take_steps(*store, 2, 3);
-    store->keep("three", as_state("state of three")).wait();
+    store->add_checkpoint("three", as_state("state of three")).wait();
   }
   const std::string manifest = options_.directory + "/rank-00000.manifest";
   const auto bytes = read_file(manifest);
@@ -221,23 +222,23 @@ TEST_F(StoreKeepTest, ADamagedKeptSlotIsReportedAndTheRestIsUsed) {
   const std::byte wrong{'X'};
   poke(manifest, slot_at, {&wrong, 1});
   const auto look = Store::look(options_.directory, 0);
-  ASSERT_EQ(look.kept.size(), 1u);
+  ASSERT_EQ(look.checkpoints.size(), 1u);
   ASSERT_EQ(look.damage.size(), 1u);
-  EXPECT_NE(look.damage[0].find("kept step slot"), std::string::npos) << look.damage[0];
-  expect_kept_step_holds("three", 3);
+  EXPECT_NE(look.damage[0].find("named checkpoint slot"), std::string::npos) << look.damage[0];
+  expect_checkpoint_holds("three", 3);
 }
 
 // --- power cuts at every operation -----------------------------------------------------------------------------------
 
 // What the judge has to know.
 struct History {
-  std::optional<std::uint64_t> completed, started;  // commits
-  std::map<std::string, std::uint64_t> kept;        // durable ones that nothing has replaced since
-  std::map<std::string, std::uint64_t> keeping;     // begun, perhaps there
-  std::vector<std::string> perhaps_gone;            // replaced by one that is being kept
+  std::optional<std::uint64_t> completed, started;   // commits
+  std::map<std::string, std::uint64_t> checkpoints;  // durable ones that nothing has replaced since
+  std::map<std::string, std::uint64_t> keeping;      // begun, perhaps there
+  std::vector<std::string> perhaps_gone;             // replaced by one that is being kept
 };
 
-class StoreKeepCrashTest : public StoreKeepTest {
+class StoreCheckpointsCrashTest : public StoreCheckpointsTest {
  protected:
   // Keeps every second step; returns whether the drive died.
   bool live(const std::shared_ptr<Faults>& faults, std::uint64_t dies_at, History& history) {
@@ -261,11 +262,11 @@ class StoreKeepCrashTest : public StoreKeepTest {
   void keep(Store& store, std::uint64_t step, History& history) {
     const std::string name = "k" + std::to_string(step);
     history.keeping = {{name, step}};
-    if (history.kept.size() == 2) history.perhaps_gone = {history.kept.begin()->first};
-    store.keep(name, as_state("state of " + name)).wait();
-    for (const std::string& gone : history.perhaps_gone) history.kept.erase(gone);
+    if (history.checkpoints.size() == 2) history.perhaps_gone = {history.checkpoints.begin()->first};
+    store.add_checkpoint(name, as_state("state of " + name)).wait();
+    for (const std::string& gone : history.perhaps_gone) history.checkpoints.erase(gone);
     history.perhaps_gone.clear();
-    history.kept[name] = step;
+    history.checkpoints[name] = step;
     history.keeping.clear();
   }
 
@@ -273,14 +274,15 @@ class StoreKeepCrashTest : public StoreKeepTest {
     const auto found = Store::look(options_.directory, 0);
     if (history.completed && (found.commits.empty() || found.commits.front().step < *history.completed))
       return "the last commit is gone";
-    for (const auto& [name, step] : history.kept) {
+    for (const auto& [name, step] : history.checkpoints) {
       const bool perhaps_gone = std::ranges::find(history.perhaps_gone, name) != history.perhaps_gone.end();
-      const auto kept = std::ranges::find(found.kept, name, &CommitHeader::name);
-      if (kept == found.kept.end() && !perhaps_gone) return name + " is gone";
-      if (kept != found.kept.end() && kept->step != step) return name + " is another step";
+      const auto listed = std::ranges::find(found.checkpoints, name, &CommitHeader::name);
+      if (listed == found.checkpoints.end() && !perhaps_gone) return name + " is gone";
+      if (listed != found.checkpoints.end() && listed->step != step) return name + " is another step";
     }
-    for (const CommitHeader& kept : found.kept)
-      if (!history.kept.contains(kept.name) && !history.keeping.contains(kept.name)) return kept.name + " was not kept";
+    for (const CommitHeader& checkpoint : found.checkpoints)
+      if (!history.checkpoints.contains(checkpoint.name) && !history.keeping.contains(checkpoint.name))
+        return checkpoint.name + " was not kept";
     // Newest commit first, and what is kept after it; then training goes on and nothing of what is kept changes.
     try {
       if (!found.commits.empty()) {
@@ -289,16 +291,17 @@ class StoreKeepCrashTest : public StoreKeepTest {
         store->adopt(CommitHeader(store->commits().front()));
         const std::uint64_t step = store->commits().front().step;
         if (auto problem = difference(*store, options_, all_by(step)); !problem.empty()) return problem;
-        while (store->kept().size() > options_.kept_steps_max) store->forget(store->kept().front().kept_serial);
+        while (store->checkpoints().size() > options_.checkpoints_max)
+          store->remove_checkpoint(store->checkpoints().front().checkpoint_serial);
         for (std::uint64_t next = step + 1; next < step + 4; ++next)
           run_step(*store, options_, next, all_records(options_));
       }
-      for (const CommitHeader& kept : Store::look(options_.directory, 0).kept) {
+      for (const CommitHeader& checkpoint : Store::look(options_.directory, 0).checkpoints) {
         const auto drive = clean_engine();
         const auto store = open_store(options_, *drive);
-        store->adopt(kept);
-        if (state_of(*store) != "state of " + kept.name) return kept.name + " has another one's state";
-        if (auto problem = difference(*store, options_, all_by(kept.step)); !problem.empty()) return problem;
+        store->adopt(checkpoint);
+        if (state_of(*store) != "state of " + checkpoint.name) return checkpoint.name + " has another one's state";
+        if (auto problem = difference(*store, options_, all_by(checkpoint.step)); !problem.empty()) return problem;
       }
     } catch (const Error& error) {
       return error.what();
@@ -306,7 +309,7 @@ class StoreKeepCrashTest : public StoreKeepTest {
     return {};
   }
 
-  StoreKeepCrashTest() {
+  StoreCheckpointsCrashTest() {
     options_.records.erase(options_.records.begin());
     options_.records[0].layout = RecordLayout(std::vector<RecordSegment>(2, {DType::bf16, true, 32}));
     options_.directory = memory_ / "store";
@@ -315,7 +318,7 @@ class StoreKeepCrashTest : public StoreKeepTest {
   TempDirectory memory_{hoist::test::scratch_in_memory()};
 };
 
-TEST_F(StoreKeepCrashTest, PowerCutsAtEveryOperation) {
+TEST_F(StoreCheckpointsCrashTest, PowerCutsAtEveryOperation) {
   std::uint64_t runs = 0;
   for (std::uint64_t seed = 0; seed < 6; ++seed) {
     bool died = true;
@@ -334,7 +337,7 @@ TEST_F(StoreKeepCrashTest, PowerCutsAtEveryOperation) {
 
 // --- steps without a commit between them -----------------------------------------------------------------------------
 
-TEST_F(StoreKeepTest, StepsWithoutACommitBetweenThemAreCommittedTogether) {
+TEST_F(StoreCheckpointsTest, StepsWithoutACommitBetweenThemAreCommittedTogether) {
   {
     const auto drive = clean_engine();
     const auto store = create_store(options_, *drive);
