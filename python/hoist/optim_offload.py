@@ -12,12 +12,9 @@ to it already.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -26,12 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hoist import _hoist
+from hoist import _hoist, program_end
 from hoist.optim import DTYPES, STATE_NAMES, SavedState, options_of, refuse_changes, settled_of
 from hoist.torch import distributed
 from hoist.torch.devices import current_stream_of, dlpack_device_of
 from hoist.torch.parameters import as_type
-from hoist.torch.passes import text_of
 
 _log = logging.getLogger("hoist")
 
@@ -235,7 +231,7 @@ class Offloaded:
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - no unit is shown to the program
         self._unit_manager.connect(nothing, nothing, nothing, nothing, current_stream_of(self.device),
                                    *dlpack_device_of(self.device))
-        atexit.register(_close_quietly, weakref.ref(self._unit_manager), self._has_others)
+        program_end.close_at_exit(self._unit_manager, self._has_others)
         if resume and self._unit_manager.find_commit() is not None:
             self.restore(groups, "")
         else:
@@ -488,8 +484,8 @@ class Offloaded:
 
     def abandon(self, error: BaseException) -> None:
         """Makes the other ranks, which may be waiting for this one, stop with a CommError."""
-        if self._has_others and self._unit_manager.is_open and not (isinstance(error, SystemExit) and not error.code):
-            self._unit_manager.abandon(text_of(error))
+        if not program_end.is_orderly(error):
+            program_end.abandon(self._unit_manager, self._has_others, program_end.text_of(error))
 
 
 def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[list[int], list[int]]:
@@ -506,16 +502,3 @@ def _ranks_of(shard_over: dist.ProcessGroup | None, has_store: bool) -> tuple[li
     if dist.get_rank() not in members:
         raise _hoist.UsageError(f"rank {dist.get_rank()} is not in the process group of shard_over")
     return members, job if has_store else members
-
-
-def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager], has_others: bool) -> None:
-    """Runs at the end of the program and completes commits. If an exception ended the program, the other ranks are told."""
-    if (alive := unit_manager()) is None:
-        return
-    why = text_of(getattr(sys, "last_value", None))
-    try:
-        if why and alive.is_open and has_others:
-            alive.abandon(why)
-        alive.close()
-    except _hoist.Error as error:
-        _log.error("the last step was not committed: %s", error)

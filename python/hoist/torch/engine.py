@@ -7,7 +7,6 @@ parameter cannot be read: what is up, and when, is decided in passes.py and in t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import logging
@@ -21,19 +20,20 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from hoist import _hoist
+from hoist import _hoist, program_end
 from hoist.optim import options_of
 from hoist.torch import checkpoints, distributed, initial, program_state, vertical
 from hoist.torch.deepspeed.adoption import Adoption
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.checkpoint import open as open_checkpoint
 from hoist.torch.deepspeed.files import shown
+from hoist.torch.deepspeed_names import DeepSpeedNames
 from hoist.torch.devices import device_of
 from hoist.torch.hooks import ModuleHook
 from hoist.torch.initial import Initialize
 from hoist.torch.optimizer import Optimizer, refuse_schedule
 from hoist.torch.parameters import Parameters, dtype_of
-from hoist.torch.passes import Passes, text_of
+from hoist.torch.passes import Passes
 from hoist.torch.turns import takes_turn
 from hoist.torch.units import units_of
 
@@ -42,7 +42,7 @@ _Batch = TypeVar("_Batch")
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
-class Engine:
+class Engine(DeepSpeedNames):
     """What `wrap` and `initialize` return: the model, and its training state on three tiers."""
 
     def __init__(self, model: nn.Module, config: _hoist.Config, *, groups: ParamsT | None = None,
@@ -125,8 +125,8 @@ class Engine:
         self._continue_schedule()
         for module in model.modules():
             _engine_of[module] = weakref.ref(self)
-        atexit.register(_close_quietly, weakref.ref(self._unit_manager), weakref.ref(self._passes),
-                        self._has_others)
+        passes = weakref.ref(self._passes)
+        program_end.close_at_exit(self._unit_manager, self._has_others, lambda: getattr(passes(), "left_by", ""))
 
     def _add_hook(self, module: nn.Module, unit: int) -> ModuleHook:
         for hook in self._hooks:
@@ -292,12 +292,6 @@ class Engine:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        self._boundary = is_boundary
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self._passes.due if self._boundary is None else self._boundary
-
     @takes_turn
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> _hoist.StepReport | None:
         """One optimizer step when all its micro-batches are done; None, and nothing, before that. `lr_kwargs` go to the
@@ -360,49 +354,10 @@ class Engine:
     def _set_rate(self, group: int, rate: float) -> None:
         self._unit_manager.set_learning_rate(group + self._optimizer_groups_offset, rate)
 
-    def get_lr(self) -> list[float]:
-        return [self._unit_manager.learning_rate(i + self._optimizer_groups_offset)
-                for i in range(len(self.optimizer.param_groups))]
-
-    def get_global_grad_norm(self) -> float | None:
-        return None if self._last_report is None else self._last_report.gradient_norm
-
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was not applied: a gradient was not finite."""
         return self._last_report is not None and not self._last_report.applied
-
-    def was_step_applied(self) -> bool:
-        """As DeepSpeed's: whether the last call of step() changed the model."""
-        return self._step_applied
-
-    @property
-    def skipped_steps(self) -> int:
-        """Since the first step of the run, also where it was resumed."""
-        return self._skipped_steps
-
-    def fp16_enabled(self) -> bool:
-        return self.config.setting("fp16.enabled") is True
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.setting("bf16.enabled") is True
-
-    def dynamic_loss_scale(self) -> bool:
-        return self.loss_scale() == 0
-
-    def loss_scale(self) -> float:
-        """As DeepSpeed's: what the configuration says, 0 for a dynamic one. The present one is optimizer.loss_scale."""
-        scale: Any = self.config.setting("fp16.loss_scale")
-        return scale or 0
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._passes.micro_batches
-
-    def train_batch_size(self) -> int | None:
-        return self._training.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int | None:
-        return self._training.train_micro_batch_size_per_gpu
 
     @property
     def rank(self) -> int:
@@ -425,11 +380,6 @@ class Engine:
     @property
     def _has_others(self) -> bool:
         return self.world_size > 1 or self._is_part_of_job
-
-    @property
-    def global_steps(self) -> int:
-        """Steps made, as DeepSpeed counts them: applied and skipped ones."""
-        return self._unit_manager.step_count + self._skipped_steps
 
     @property
     def step_count(self) -> int:
@@ -526,33 +476,6 @@ class Engine:
         return self._unit_manager.is_asleep
 
     @takes_turn
-    def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | None = None,
-                        client_state: dict[str, Any] | None = None, save_latest: bool = True,
-                        exclude_frozen_parameters: bool = False) -> bool:
-        """[C] As DeepSpeed's: keeps this step in the store under the tag, and writes the client state below `save_dir`.
-        Frozen parameters are in the store anyway, once for all steps."""
-        checkpoints.save(self, os.fspath(save_dir), tag, client_state or {}, save_latest)
-        return True
-
-    @takes_turn
-    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
-                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
-                        load_module_only: bool = False,
-                        custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any] | None]:
-        """[C] As DeepSpeed's: goes back to the step that save_checkpoint() saved. (path, client state)."""
-        if load_module_only or not load_optimizer_states or custom_load_fn is not None:
-            raise _hoist.UsageError("a named checkpoint comes back whole: for its weights alone, `hoist export` it, and begin a "
-                                    "run with weights=...")
-        before = self._lr_scheduler
-        if not load_lr_scheduler_states:
-            self._lr_scheduler = None
-        try:
-            return checkpoints.load(self, os.fspath(load_dir), tag)
-        finally:
-            if not load_lr_scheduler_states:
-                self._lr_scheduler, self._saved = before, {}
-
-    @takes_turn
     def settle(self) -> None:
         """Returns when every update and commit under way is done."""
         self._between_passes()
@@ -630,20 +553,16 @@ class Engine:
         process that was forked later (os.fork, a DataLoader's worker) this does nothing; other calls are UsageErrors there.
         """
         if self._passes.left_by:
-            self._abandon(self._passes.left_by)
+            program_end.abandon(self._unit_manager, self._has_others, self._passes.left_by)
         self._passes.give_up()
         self._unit_manager.close()
-
-    def _abandon(self, why: str) -> None:
-        if self._unit_manager.is_open and not self.is_asleep and self._has_others:
-            self._unit_manager.abandon(why)
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and not _is_orderly(error):
-            self._abandon(text_of(error))
+        if error is not None and not program_end.is_orderly(error):
+            program_end.abandon(self._unit_manager, self._has_others, program_end.text_of(error))
         self.close()
 
     def compile_units(self, **options: Any) -> None:
@@ -671,21 +590,3 @@ class Engine:
     def digest(self, state: _hoist.State = _hoist.State.master) -> str:
         self._between_passes()
         return self._unit_manager.digest(state)
-
-
-def _is_orderly(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and not error.code
-
-
-def _close_quietly(unit_manager: weakref.ref[_hoist.UnitManager], passes: weakref.ref[Passes], has_others: bool) -> None:
-    """At the end of the program: what the last step decided is carried out and committed. Other ranks are told of an end by an
-    exception: they would wait for this one."""
-    if (alive := unit_manager()) is None:
-        return
-    why = getattr(passes(), "left_by", "") or text_of(getattr(sys, "last_value", None))
-    try:
-        if why and alive.is_open and not alive.is_asleep and has_others:
-            alive.abandon(why)
-        alive.close()
-    except _hoist.Error as error:
-        _log.error("the last step was not committed: %s", error)

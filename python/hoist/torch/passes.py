@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from hoist import _hoist
+from hoist.program_end import text_of
 from hoist.torch.turns import BACKWARD, FORWARD, Turns
 from hoist.torch.units import Model, called_parts
 from hoist.torch.watch import Watch
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from hoist.torch.vertical import Forward
 
 _log = logging.getLogger("hoist")
-
-
-def text_of(error: BaseException | None) -> str:
-    """As the last line of a traceback; nothing of no error."""
-    return "" if error is None else "".join(traceback.format_exception_only(error)).strip()
 
 
 def _is_divided(loss: torch.Tensor, by: int) -> bool:

@@ -7,14 +7,14 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from hoist import _hoist
 
 if TYPE_CHECKING:
-    from hoist.torch.engine import Engine
+    from hoist.torch.passes import Passes
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -111,14 +111,21 @@ _REMEDY = ("Close the engine (a `with` block does) and make a new one with resum
            "the newest commit")
 
 
+class _HasPasses(Protocol):
+    _passes: Passes
+
+
+_Engine = TypeVar("_Engine", bound=_HasPasses)
+
+
 def takes_turn(
-    method: Callable[Concatenate[Engine, _Arguments], _Result],
-) -> Callable[Concatenate[Engine, _Arguments], _Result]:
+    method: Callable[Concatenate[_Engine, _Arguments], _Result],
+) -> Callable[Concatenate[_Engine, _Arguments], _Result]:
     """For methods of Engine."""
     call = f"{method.__name__}()"
 
     @functools.wraps(method)
-    def in_turn(self: Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def in_turn(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with self._passes.turns.of(call):
             return method(self, *args, **kwargs)
 

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine ends with its program: what the last step decided is committed, and other ranks hear of an exception, because
+they would wait for this one."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+
+from hoist import _hoist
+
+_log = logging.getLogger("hoist")
+
+
+def text_of(error: BaseException | None) -> str:
+    """As the last line of a traceback; nothing of no error."""
+    return "" if error is None else "".join(traceback.format_exception_only(error)).strip()
+
+
+def is_orderly(error: BaseException) -> bool:
+    """Whether a program that ends with it has done what it was to do."""
+    return isinstance(error, SystemExit) and not error.code
+
+
+def abandon(unit_manager: _hoist.UnitManager, has_others: bool, why: str) -> None:
+    """Makes the other ranks, which may be waiting for this one, stop with a CommError that says why."""
+    if has_others and unit_manager.is_open and not unit_manager.is_asleep:
+        unit_manager.abandon(why)
+
+
+def close_at_exit(unit_manager: _hoist.UnitManager, has_others: bool, left_by: Callable[[], str] = str) -> None:
+    """Closes what is still there when the program ends. `left_by`: the error that a pass was left by, or nothing."""
+    alive = weakref.ref(unit_manager)
+
+    def close() -> None:
+        if (ending := alive()) is None:
+            return
+        try:
+            if why := left_by() or text_of(getattr(sys, "last_value", None)):
+                abandon(ending, has_others, why)
+            ending.close()
+        except _hoist.Error as error:
+            _log.error("the last step was not committed: %s", error)
+
+    atexit.register(close)
