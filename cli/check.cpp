@@ -40,8 +40,14 @@ void add_prediction(const CheckArguments& arguments, const Machine& machine, Che
   const int ranks = std::max(1, report.world_size);
   report.prediction = predict(report.runtime, engine, model.model, ranks, model.program);
   report.fit = machine_fit(*report.prediction, report.runtime, engine, machine);
-  if (engine.optimizer == Placement::nvme && report.prediction->pinned.fits())
-    report.pinned_fraction_max = largest_pinned_fraction(report.runtime, engine, model.model, ranks, model.program);
+  if (!report.prediction->pinned.fits()) return;
+  const auto largest = [&](std::optional<double> EngineOptions::*share) {
+    return largest_pinned_fraction(report.runtime, engine, model.model, ranks, model.program, share);
+  };
+  if (engine.optimizer == Placement::nvme)
+    report.pinned_fraction_max = largest(&EngineOptions::optimizer_pinned_fraction);
+  if (engine.parameters == Placement::nvme)
+    report.parameters_pinned_fraction_max = largest(&EngineOptions::parameters_pinned_fraction);
 }
 
 // Problems for which every engine would refuse the options, for any model.

@@ -27,13 +27,27 @@ const char* placement_name(Placement placement) {
   return "";
 }
 
+// What of a kind of state on NVMe lives in pinned memory.
+std::string pinned_text(Placement placement, const std::optional<double>& share) {
+  if (placement != Placement::nvme || share == 0.0) return "";
+  if (!share) return ", as much of it in pinned memory as fits";
+  return fmt::format(", {:.4g} % of it in pinned memory", 100 * *share);
+}
+
+std::string weights_place(const EngineOptions& engine) {
+  std::string place = placement_name(engine.parameters);
+  place += pinned_text(engine.parameters, engine.parameters_pinned_fraction);
+  constexpr auto kUnlimited = EngineOptions{}.parameters_pinned_elements_max;
+  if (engine.parameters == Placement::nvme && engine.parameters_pinned_elements_max != kUnlimited)
+    place += fmt::format(", at most {} elements of a rank", engine.parameters_pinned_elements_max);
+  return place;
+}
+
 std::string optimizer_place(const EngineOptions& engine) {
   std::string place = placement_name(engine.optimizer);
   if (engine.optimizer != Placement::device && engine.optimizer_offload_ratio < 1)
     place += fmt::format(", of it at most {:.4g} % on the device", 100 * (1 - engine.optimizer_offload_ratio));
-  if (engine.optimizer != Placement::nvme || engine.optimizer_pinned_fraction == 0.0) return place;
-  if (!engine.optimizer_pinned_fraction) return place + ", as much of it in pinned memory as fits";
-  return fmt::format("{}, {:.4g} % of it in pinned memory", place, 100 * *engine.optimizer_pinned_fraction);
+  return place + pinned_text(engine.optimizer, engine.optimizer_pinned_fraction);
 }
 
 std::string commits_text(const EngineOptions& engine) {
@@ -73,7 +87,7 @@ std::string value_text(const ConfigSetting& setting) {
 }
 
 std::string placement_text(const EngineOptions& engine) {
-  Rows rows{{"weights", placement_name(engine.parameters)},
+  Rows rows{{"weights", weights_place(engine)},
             {"optimizer state", optimizer_place(engine)},
             {"commits", commits_text(engine)}};
   if (!engine.store_directory.empty()) rows.push_back({"store", engine.store_directory});
@@ -110,6 +124,15 @@ std::optional<double> least_nvme_seconds(const Prediction& prediction, const Mea
          written / static_cast<double>(*measured.write_bytes_per_second);
 }
 
+// `most`: empty if the share has no use.
+std::string share_text(const char* key, const std::optional<double>& configured, double share,
+                       const std::optional<double>& most) {
+  if (!most) return "";
+  if (!configured) return fmt::format("  {} \"auto\" is {:.2f}\n", key, share);
+  if (*most <= share) return "";
+  return fmt::format("  the pinned budget allows more: {} may be {:.2f}\n", key, *most);
+}
+
 std::string prediction_text(const CheckReport& report) {
   if (!report.prediction) return "\nAdd --parameters N, --units FILE or --model DIR to see what each tier must hold.\n";
   const Prediction& p = *report.prediction;
@@ -130,12 +153,11 @@ std::string prediction_text(const CheckReport& report) {
   if (p.fitting_offload_ratio)
     text += fmt::format("  the device's budget allows less: zero_optimization.offload_optimizer.ratio {:.2f}\n",
                         *p.fitting_offload_ratio);
-  if (!report.config.engine.optimizer_pinned_fraction) {
-    text += fmt::format("  hoist.optimizer_pinned_fraction \"auto\" is {:.2f}\n", p.pinned_fraction);
-  } else if (report.pinned_fraction_max && *report.pinned_fraction_max > p.pinned_fraction) {
-    text += fmt::format("  the pinned budget allows more: hoist.optimizer_pinned_fraction may be {:.2f}\n",
-                        *report.pinned_fraction_max);
-  }
+  const EngineOptions& engine = report.config.engine;
+  text += share_text("hoist.parameters_pinned_fraction", engine.parameters_pinned_fraction,
+                     p.parameters_pinned_fraction, report.parameters_pinned_fraction_max);
+  text += share_text("hoist.optimizer_pinned_fraction", engine.optimizer_pinned_fraction, p.pinned_fraction,
+                     report.pinned_fraction_max);
   if (const auto seconds = least_nvme_seconds(p, report.config.measured); seconds && *seconds > 0) {
     text += fmt::format(
         "  at least {:.3g} s a step for the drives at their measured speed, if this rank has them alone\n", *seconds);
@@ -211,6 +233,10 @@ Json prediction_json(const CheckReport& report) {
   json["optimizer_pinned_fraction"] = p.pinned_fraction;
   json["optimizer_pinned_fraction_max"] =
       report.pinned_fraction_max ? Json(*report.pinned_fraction_max) : Json(nullptr);
+  json["parameters_pinned_fraction"] = p.parameters_pinned_fraction;
+  json["parameters_pinned_fraction_max"] =
+      report.parameters_pinned_fraction_max ? Json(*report.parameters_pinned_fraction_max) : Json(nullptr);
+  json["pinned_weight_share"] = p.pinned_weight_share;
   json["device_state"] = device_state_json(p);
   json["fitting_offload_ratio"] = p.fitting_offload_ratio ? Json(*p.fitting_offload_ratio) : Json(nullptr);
   const auto seconds = least_nvme_seconds(p, report.config.measured);
@@ -224,6 +250,8 @@ Json placement_json(const EngineOptions& engine) {
           {"optimizer", kPlacements[static_cast<std::size_t>(engine.optimizer)]},
           {"optimizer_pinned_fraction",
            engine.optimizer_pinned_fraction ? Json(*engine.optimizer_pinned_fraction) : Json("auto")},
+          {"parameters_pinned_fraction",
+           engine.parameters_pinned_fraction ? Json(*engine.parameters_pinned_fraction) : Json("auto")},
           {"optimizer_offload_ratio", engine.optimizer_offload_ratio},
           {"store", engine.store_directory},
           {"stripes", engine.stripe_directories},

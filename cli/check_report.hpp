@@ -23,8 +23,8 @@ struct CheckReport {
   std::vector<MachineChoice> choices{};
   std::optional<Prediction> prediction{};  // of one rank; empty: no model given
   MachineFit fit{};                        // if there is a prediction
-  // The fraction that the pinned budget allows, if optimizer state is on NVMe.
-  std::optional<double> pinned_fraction_max{};
+  // The fraction that the pinned budget allows, if optimizer state is on NVMe; likewise of weights.
+  std::optional<double> pinned_fraction_max{}, parameters_pinned_fraction_max{};
   std::string model;  // the source of its shape
   std::uint64_t program_pinned_bytes = 0;
   bool all_settings = false;

@@ -202,6 +202,7 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
       {"program_device_bytes", row.program.device_bytes},
       {"device_state", device_state_json(row.prediction)},
       {"optimizer_pinned_fraction", row.prediction.pinned_fraction},
+      {"parameters_pinned_fraction", row.prediction.parameters_pinned_fraction},
       {"step", step_json(row.prediction.step)},
       {"seconds",
        {{"least", time.least_seconds},

@@ -37,11 +37,12 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   engine.micro_batches_max = static_cast<unsigned>(config.training.gradient_accumulation_steps.value_or(1));
   engine.parameters = parameters;
   engine.optimizer = optimizer;
-  if (!question.has_config) engine.optimizer_pinned_fraction = std::nullopt;
+  if (!question.has_config) engine.optimizer_pinned_fraction = engine.parameters_pinned_fraction = std::nullopt;
   if (needs_store(engine) && engine.store_directory.empty()) engine.store_directory = "planned";
   // The default durability of a configuration with this placement, if its own placement needs no store.
   if (needs_store(engine) && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
   if (optimizer != Placement::nvme) engine.optimizer_pinned_fraction = 0;
+  if (parameters != Placement::nvme) engine.parameters_pinned_fraction = 0;
   if (optimizer == Placement::device)
     engine.update_mode = UpdateMode::automatic;  // the other modes are for offloaded state
   if (optimizer == Placement::device) engine.optimizer_offload_ratio = 1;
@@ -290,6 +291,8 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
       bytes_json(shared ? runtime.host_memory_bytes - on_device : runtime.pinned_memory_bytes));
   if (row.engine.optimizer == Placement::nvme)
     set({"hoist", "optimizer_pinned_fraction"}, row.prediction.pinned_fraction);
+  if (row.engine.parameters == Placement::nvme)
+    set({"hoist", "parameters_pinned_fraction"}, row.prediction.parameters_pinned_fraction);
   return text;
 }
 

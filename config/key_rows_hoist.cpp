@@ -183,6 +183,20 @@ std::vector<KeyRow> engine_rows() {
              const auto* share = std::get_if<double>(&v);
              d.engine.optimizer_pinned_fraction = share == nullptr ? std::nullopt : std::optional(*share);
            }},
+      {.path = "hoist.parameters_pinned_fraction",
+       .type = ValueType::number,
+       .default_value = "0.0",
+       .range = {.max = 1},
+       .choices = {"auto"},
+       .meaning = "With offload_param on nvme: the share of the weights that lives in pinned memory. A fetch does not "
+                  "read it from NVMe, and only commits write it; the result is the same. auto: as much as fits "
+                  "hoist.pinned_memory beside everything else, before optimizer_pinned_fraction, since a step reads "
+                  "weights more than once. With offload_param.max_in_cpu: at most so many elements of each rank.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             const auto* share = std::get_if<double>(&v);
+             d.engine.parameters_pinned_fraction = share == nullptr ? std::nullopt : std::optional(*share);
+           }},
       {.path = "hoist.moments_dtype",
        .type = ValueType::choice,
        .default_value = "\"fp32\"",

@@ -54,9 +54,15 @@ std::vector<KeyRow> offload_param_rows() {
        .apply = [](Draft& d, const Value& v) { d.engine.staging_buffer_count = as_unsigned(v); }},
       hint("zero_optimization.offload_param.buffer_size", ValueType::integer, "100000000",
            "Elements of one staging buffer.", "buffers take the size of the largest unit"),
-      hint("zero_optimization.offload_param.max_in_cpu", ValueType::integer, "1000000000",
-           "Elements kept in memory although the device is nvme.",
-           "weights on NVMe are all on NVMe; device cpu keeps all of them in memory"),
+      {.path = "zero_optimization.offload_param.max_in_cpu",
+       .type = ValueType::integer,
+       .default_value = "0",
+       .meaning =
+           "With device nvme: elements of each rank's weights that live in pinned memory, at most, as far as they "
+           "fit hoist.pinned_memory. A fetch does not read them from NVMe; the result is the same. "
+           "hoist.parameters_pinned_fraction sets a share instead.",
+       .note = "DeepSpeed's default is 1e9.",
+       .apply = [](Draft& d, const Value& v) { d.max_in_cpu = as_count(v); }},
       hint("zero_optimization.offload_param.pin_memory", ValueType::boolean, "true", "Whether host memory is pinned.",
            kAlwaysPinned),
   };

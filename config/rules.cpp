@@ -54,7 +54,7 @@ class Rules {
     old_offload(draft_.old_optimizer_offload, "zero_optimization.cpu_offload", kOptimizerDevice,
                 draft_.engine.optimizer);
     placements();
-    pinned_fraction();
+    pinned_fractions();
     offload_ratio();
     store();
     durability();
@@ -143,10 +143,21 @@ class Rules {
     }
   }
 
-  void pinned_fraction() {
-    if (draft_.engine.optimizer_pinned_fraction != 0.0 && draft_.engine.optimizer != Placement::nvme)
-      notes_.warnings.push_back(
-          "hoist.optimizer_pinned_fraction is not used: offload_optimizer.device is not \"nvme\"");
+  void pinned_fractions() {
+    EngineOptions& engine = draft_.engine;
+    const auto is_unused = [&](std::string_view key, std::string_view section) {
+      notes_.warnings.push_back(fmt::format("{} is not used: {}.device is not \"nvme\"", key, section));
+    };
+    if (engine.optimizer_pinned_fraction != 0.0 && engine.optimizer != Placement::nvme)
+      is_unused("hoist.optimizer_pinned_fraction", "offload_optimizer");
+    const bool has_fraction = in_file("hoist.parameters_pinned_fraction");
+    if (engine.parameters != Placement::nvme) {
+      if (has_fraction) is_unused("hoist.parameters_pinned_fraction", "offload_param");
+      return;
+    }
+    if (!in_file("zero_optimization.offload_param.max_in_cpu")) return;
+    engine.parameters_pinned_elements_max = draft_.max_in_cpu;
+    if (!has_fraction) engine.parameters_pinned_fraction.reset();
   }
 
   void offload_ratio() {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -69,9 +70,9 @@ void check_placement(const EngineOptions& options, const RuntimeOptions& runtime
          "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
   const double ratio = options.optimizer_offload_ratio;
   refuse(!(ratio >= 0 && ratio <= 1), "zero_optimization.offload_optimizer.ratio", "a share is from 0 to 1");
-  const double pinned_fraction = options.optimizer_pinned_fraction.value_or(0);
-  refuse(!(pinned_fraction >= 0 && pinned_fraction <= 1), "hoist.optimizer_pinned_fraction",
-         "a fraction is from 0 to 1");
+  for (const auto& [key, share] : {std::pair("hoist.optimizer_pinned_fraction", options.optimizer_pinned_fraction),
+                                   std::pair("hoist.parameters_pinned_fraction", options.parameters_pinned_fraction)})
+    refuse(share && !(*share >= 0 && *share <= 1), key, "a fraction is from 0 to 1");
   const bool without_weights =
       detail::asks_for_device_only(runtime, options) && options.parameters != Placement::device;
   refuse(without_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",

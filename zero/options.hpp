@@ -126,6 +126,13 @@ struct EngineOptions {
   // below, in hundredths; each rank by its own budget. Key "hoist.optimizer_pinned_fraction", where "auto" is empty.
   std::optional<double> optimizer_pinned_fraction = 0.0;
 
+  // With parameters on NVMe, the share of the weights that lives in pinned memory nevertheless, in the same way. If
+  // both shares are left open, weights come first: a step reads them more than once, and states once. Key
+  // "hoist.parameters_pinned_fraction".
+  std::optional<double> parameters_pinned_fraction = 0.0;
+  // At most so many elements of this rank's weights, whatever the share. Key offload_param.max_in_cpu.
+  std::uint64_t parameters_pinned_elements_max = ~std::uint64_t{0};
+
   // With an offloaded optimizer, the share of the trainable parameters whose states are, from 0 to 1. Those of the
   // others live in device memory and are updated there, their gradients stay there, and nothing of them crosses a link
   // in a step. Whole units, the first ones that fit into their share; where the CPU cannot read the device's memory,

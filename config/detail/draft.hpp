@@ -44,6 +44,7 @@ struct Draft {
 
   std::vector<std::string> parameter_paths;  // offload_param.nvme_path
   std::vector<std::string> optimizer_paths;  // offload_optimizer.nvme_path
+  std::uint64_t max_in_cpu = 0;              // offload_param.max_in_cpu
   bool old_parameter_offload = false;        // cpu_offload_param
   bool old_optimizer_offload = false;        // cpu_offload
   std::string checkpoint_path;

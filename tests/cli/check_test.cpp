@@ -81,6 +81,31 @@ TEST_F(Check, NamesThePinnedFractionThatTheBudgetHasRoomFor) {
   EXPECT_EQ(json_of("open-report.json")["prediction"]["optimizer_pinned_fraction"], most);
 }
 
+TEST_F(Check, NamesTheShareOfWeightsThatTheBudgetHasRoomFor) {
+  write("nvme.json", R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+                         "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+                         "hoist": {"pinned_memory": "400MiB"}})");
+  const auto result = run("check nvme.json --parameters 100M --json report.json");
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  // 400 MiB less 200 MB of gradients, and the buffers: of 200 MB of weights.
+  const double most = json_of("report.json")["prediction"]["parameters_pinned_fraction_max"];
+  EXPECT_GT(most, 0.3);
+  EXPECT_LT(most, 0.99);
+  std::ostringstream sentence;
+  sentence << "hoist.parameters_pinned_fraction may be " << most;
+  EXPECT_THAT(result.output, HasSubstr(sentence.str()));
+
+  write("limited.json",
+        R"({"zero_optimization": {"stage": 3,
+                                  "offload_param": {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 5e7},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "hoist": {"pinned_memory": "1GiB"}})");
+  const auto limited = run("check limited.json --parameters 100M --json limited-report.json");
+  EXPECT_EQ(limited.exit_code, 0) << limited.errors;
+  EXPECT_THAT(limited.output, HasSubstr("at most 50000000 elements of a rank"));
+  EXPECT_EQ(json_of("limited-report.json")["placement"]["parameters_pinned_fraction"], "auto");
+  EXPECT_NEAR(json_of("limited-report.json")["prediction"]["pinned_weight_share"].get<double>(), 0.5, 0.01);
+}
+
 TEST_F(Check, SaysWhatOfTheStateIsOnTheDeviceAndWhichShareFits) {
   const auto check = [&](const char* ratio, const char* device_memory) {
     write("ratio.json", std::string(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu",

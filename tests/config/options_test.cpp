@@ -90,7 +90,7 @@ TEST(Options, EverythingOnNvme) {
   EXPECT_EQ(config.engine.optimizer_defaults.beta2, 0.95);
   EXPECT_EQ(config.engine.optimizer_defaults.weight_decay, 0.1);
   ASSERT_EQ(config.warnings.size(), 1u);
-  for (const char* key : {"pipeline_read", "overlap_comm", "max_in_cpu", "steps_per_print", "aio.single_submit"}) {
+  for (const char* key : {"pipeline_read", "overlap_comm", "steps_per_print", "aio.single_submit"}) {
     EXPECT_THAT(config.warnings[0], HasSubstr(key));
   }
   EXPECT_THAT(config.warnings[0], ::testing::Not(HasSubstr("block_size")));
@@ -413,6 +413,31 @@ TEST(PinnedFraction, IsANumberOrLeftOpen) {
   EXPECT_EQ(parse("{}").engine.optimizer_pinned_fraction, 0.0);
   for (const char* wrong : {"1.5", "-0.1", "\"most\"", "true", "\"0.5\""})
     EXPECT_THROW(of(wrong), ConfigProblems) << wrong;
+}
+
+TEST(PinnedFraction, OfWeightsIsANumberOrLeftOpenOrALimit) {
+  const auto of = [](const char* param, const char* hoist) {
+    return parse(fmt::format(R"({{"zero_optimization": {{"stage": 3, "offload_param": {{{}}}}}, "hoist": {{{}}}}})",
+                             param, hoist));
+  };
+  constexpr const char* kNvme = R"("device": "nvme", "nvme_path": "/nvme")";
+  constexpr const char* kLimited = R"("device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 1e9)";
+  constexpr const char* kHalf = R"("parameters_pinned_fraction": 0.5)";
+  constexpr auto kUnlimited = EngineOptions{}.parameters_pinned_elements_max;
+  const auto expect = [&](const Config& config, std::optional<double> fraction, std::uint64_t elements) {
+    EXPECT_EQ(config.engine.parameters_pinned_fraction, fraction);
+    EXPECT_EQ(config.engine.parameters_pinned_elements_max, elements);
+  };
+  expect(of(kNvme, ""), 0.0, kUnlimited);
+  expect(of(kNvme, kHalf), 0.5, kUnlimited);
+  expect(of(kNvme, R"("parameters_pinned_fraction": "auto")"), std::nullopt, kUnlimited);
+  // What DeepSpeed's users write: as much as fits, up to the limit.
+  expect(of(kLimited, ""), std::nullopt, 1'000'000'000);
+  expect(of(kLimited, kHalf), 0.5, 1'000'000'000);
+  expect(of(R"("device": "cpu", "max_in_cpu": 1e9)", ""), 0.0, kUnlimited);
+  EXPECT_THAT(of(R"("device": "cpu")", kHalf).warnings, Contains(HasSubstr("parameters_pinned_fraction is not used")));
+  EXPECT_THROW(of(kNvme, R"("parameters_pinned_fraction": 1.1)"), ConfigProblems);
+  EXPECT_THROW(of(R"("device": "nvme", "nvme_path": "/nvme", "max_in_cpu": -1)", ""), ConfigProblems);
 }
 
 TEST(OffloadRatio, IsTheShareThatIsOffloaded) {

@@ -25,7 +25,7 @@ struct CrashSetup {
   Placement parameters = Placement::nvme;
   UpdateMode update_mode = UpdateMode::forward;
   int ranks = 1;
-  double pinned_fraction = 0;  // of the optimizer's states
+  double pinned_fraction = 0;  // of what is on NVMe
   int groups = 1;              // sharding groups of so many ranks each, with a store each
   bool mirrored = false;       // commits are copied to a mirror, and after some kills the store is lost
   bool disturbed = false;      // after each kill the next life begins in trouble (disturbance.hpp)

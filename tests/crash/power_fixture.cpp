@@ -51,7 +51,7 @@ ToySetup Power::toy(int group) const {
   toy.engine.update_mode = GetParam().update_mode;
   toy.engine.keep_steps = GetParam().keeps || !from_.empty() ? 1 : 0;
   toy.engine.commit_every = GetParam().commit_every;
-  toy.engine.optimizer_pinned_fraction = GetParam().pinned_fraction;
+  toy.engine.optimizer_pinned_fraction = toy.engine.parameters_pinned_fraction = GetParam().pinned_fraction;
   // The norm's last bits depend on the partition; and mode `backward` cannot clip.
   if (elastic_ || GetParam().update_mode == UpdateMode::backward) toy.engine.gradient_clipping = 0;
   return toy;

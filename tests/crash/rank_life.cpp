@@ -96,7 +96,7 @@ ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& s
   toy.runtime.aio_block_bytes = 64 * kKiB;  // several blocks a piece
   toy.engine.update_mode = mode;
   if (mode == UpdateMode::backward) toy.engine.gradient_clipping = 0;
-  toy.engine.optimizer_pinned_fraction = pinned_fraction;
+  toy.engine.optimizer_pinned_fraction = toy.engine.parameters_pinned_fraction = pinned_fraction;
   return toy;
 }
 

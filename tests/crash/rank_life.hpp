@@ -45,7 +45,7 @@ struct LifeTerms {
 
 const ToyShape& crash_shape();
 const char* mode_name(UpdateMode mode);
-// Everything a crash test's engine needs, but for its communicator. `pinned_fraction`: of the optimizer's states.
+// Everything a crash test's engine needs, but for its communicator. `pinned_fraction`: of what is on NVMe.
 ToySetup crash_setup(Placement parameters, UpdateMode mode, const std::string& store, double pinned_fraction = 0);
 
 // A maximum that several threads may raise.

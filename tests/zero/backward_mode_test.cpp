@@ -26,6 +26,7 @@ struct Where {
   double pinned_fraction = 0;
   double offload_ratio = 1;
   bool host_accessible = true;
+  double pinned_weights = 0;
 };
 constexpr Where kWheres[] = {{"device_pinned", kDevice, kPinned},
                              {"device_nvme", kDevice, kNvme},
@@ -43,12 +44,15 @@ constexpr Where kWheres[] = {{"device_pinned", kDevice, kPinned},
                              {"device_pinned_ratio_0", kDevice, kPinned, 0, 0},
                              {"device_nvme_ratio_0_apart", kDevice, kNvme, 0, 0, false},
                              {"pinned_pinned_ratio", kPinned, kPinned, 0, 0.3},
-                             {"nvme_nvme_ratio", kNvme, kNvme, 0, 0.3}};
+                             {"nvme_nvme_ratio", kNvme, kNvme, 0, 0.3},
+                             {"nvme_half_weights_half", kNvme, kNvme, 0.4, 1, true, 0.6},
+                             {"nvme_pinned_weights_all", kNvme, kPinned, 0, 1, true, 1}};
 
 ToySetup setup_of(const Where& where, UpdateMode mode, const std::string& directory) {
   const bool nvme = where.parameters == kNvme || where.optimizer == kNvme;
   ToySetup setup = toy_setup(where.parameters, where.optimizer, nvme ? directory : "");
   setup.engine.optimizer_pinned_fraction = where.pinned_fraction;
+  setup.engine.parameters_pinned_fraction = where.pinned_weights;
   setup.engine.optimizer_offload_ratio = where.offload_ratio;
   setup.runtime.host_device.host_accessible = where.host_accessible;
   setup.engine.update_mode = mode;

@@ -118,7 +118,7 @@ struct ByteCase {
   tiers::Durability durability;
   UpdateMode mode;
   double read_per_parameter, written_per_parameter;
-  double pinned_fraction = 0;
+  double pinned_fraction = 0, pinned_weights = 0;
 };
 class ByteTest : public testing::TestWithParam<ByteCase> {};
 
@@ -134,6 +134,7 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   setup.engine.reuse_distance_elements = 0;  // every use fetches: the formula of the page, without luck
   setup.engine.sub_group_elements = 200000;
   setup.engine.optimizer_pinned_fraction = c.pinned_fraction;
+  setup.engine.parameters_pinned_fraction = c.pinned_weights;
   Runtime runtime(setup.runtime);
   ToyModel model(runtime, setup.engine, shape);
   Engine& engine = model.initialize();
@@ -197,6 +198,23 @@ std::vector<ByteCase> fractions() {
 }
 INSTANTIATE_TEST_SUITE_P(PinnedFractions, ByteTest, testing::ValuesIn(fractions()), [](const auto& c) {
   return std::string(c.param.name) + "_" + std::to_string(static_cast<int>(100 * c.param.pinned_fraction));
+});
+
+// A fraction w of the weights in memory: w of all their reads go, and of their writes where nothing is committed.
+std::vector<ByteCase> weight_fractions() {
+  std::vector<ByteCase> cases;
+  constexpr auto kStep = tiers::Durability::step, kNone = tiers::Durability::none;
+  for (const double w : {0.25, 1.0}) {
+    const double weights = 2 * (1 - w);
+    cases.push_back({"durable", Placement::nvme, kStep, UpdateMode::forward, 2 * weights + 10, 12, 0, w});
+    cases.push_back({"step", Placement::nvme, kStep, UpdateMode::step, 3 * weights + 10, 12, 0, w});
+    cases.push_back({"backward", Placement::nvme, kStep, UpdateMode::backward, 3 * weights + 10, 12, 0, w});
+    cases.push_back({"not_durable", Placement::nvme, kNone, UpdateMode::forward, 2 * weights + 5, weights + 5, 0.5, w});
+  }
+  return cases;
+}
+INSTANTIATE_TEST_SUITE_P(PinnedWeights, ByteTest, testing::ValuesIn(weight_fractions()), [](const auto& c) {
+  return std::string(c.param.name) + "_" + std::to_string(static_cast<int>(100 * c.param.pinned_weights));
 });
 
 }  // namespace

@@ -27,7 +27,7 @@ struct Cell {
   UpdateMode mode;
   int ranks = 1;
   unsigned commit_every = 1;
-  double pinned_fraction = 0;
+  double pinned_fraction = 0, pinned_weights = 0;
 };
 
 constexpr std::uint64_t kSteps = 11;
@@ -45,6 +45,7 @@ class NamedCheckpointTest : public testing::TestWithParam<Cell> {
     setup_.engine.update_mode = GetParam().mode;
     setup_.engine.keep_steps = 2;
     setup_.engine.optimizer_pinned_fraction = GetParam().pinned_fraction;
+    setup_.engine.parameters_pinned_fraction = GetParam().pinned_weights;
     if (on_nvme()) setup_.engine.commit_every = GetParam().commit_every;
     for (const std::uint64_t step : {std::uint64_t{4}, std::uint64_t{7}, std::uint64_t{10}, kSteps})
       expected_at_[step] = expected(step);
@@ -264,6 +265,7 @@ constexpr Cell kCells[] = {
     {"nvme_half_forward", Placement::nvme, Placement::nvme, UpdateMode::forward, 1, 1, 0.5},
     {"nvme_half_forward_every_3", Placement::nvme, Placement::nvme, UpdateMode::forward, 1, 3, 0.5},
     {"pinned_half_step_every_2_2_ranks", Placement::pinned, Placement::nvme, UpdateMode::step, 2, 2, 0.5},
+    {"nvme_half_of_both_forward_every_3", Placement::nvme, Placement::nvme, UpdateMode::forward, 1, 3, 0.4, 0.6},
     {"nvme_pinned_forward_every_3", Placement::nvme, Placement::pinned, UpdateMode::forward, 1, 3},
     {"device_nvme_step_every_4", Placement::device, Placement::nvme, UpdateMode::step, 1, 4},
     {"pinned_pinned_forward", Placement::pinned, Placement::pinned, UpdateMode::forward},

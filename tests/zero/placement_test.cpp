@@ -28,7 +28,7 @@ struct Cell {
   std::uint64_t persistence = 0;
   std::uint64_t prefetch = 50'000'000;
   std::uint64_t reuse = 1'000'000'000;
-  double pinned_fraction = 0;
+  double pinned_fraction = 0, pinned_weights = 0;
   bool host_accessible = true;
   double offload_ratio = 1;
 };
@@ -60,6 +60,7 @@ ToySetup setup_of(const Cell& cell, const std::string& directory, DType dtype) {
   setup.engine.prefetch_elements = cell.prefetch;
   setup.engine.reuse_distance_elements = cell.reuse;
   setup.engine.optimizer_pinned_fraction = cell.pinned_fraction;
+  setup.engine.parameters_pinned_fraction = cell.pinned_weights;
   setup.engine.optimizer_offload_ratio = cell.offload_ratio;
   choose(setup, dtype);
   return setup;
@@ -92,6 +93,22 @@ const std::vector<Cell>& cells() {
       {.name = "quarter_pinned_cpu_nvme_one_tile", .parameters = kPinned, .sub_group = 1, .pinned_fraction = 0.25},
       {.name = "all_pinned_device_nvme", .parameters = kDevice, .pinned_fraction = 1},
       {.name = "half_pinned_not_durable", .durability = kNone, .pinned_fraction = 0.5},
+      {.name = "half_of_the_weights_pinned", .pinned_weights = 0.5},
+      {.name = "third_of_the_weights_two_thirds_of_the_state_pinned_one_tile",
+       .sub_group = 1,
+       .staging_buffers = 1,
+       .chaos_seed = 19,
+       .device_bytes = kMiB,
+       .pinned_fraction = 0.67,
+       .pinned_weights = 0.33},
+      {.name = "most_weights_pinned_nvme_cpu_not_durable",
+       .optimizer = kPinned,
+       .durability = kNone,
+       .chaos_seed = 20,
+       .reuse = 0,
+       .pinned_weights = 0.8},
+      {.name = "all_weights_pinned_of_nvme", .chaos_seed = 21, .device_bytes = kMiB, .pinned_weights = 1},
+      {.name = "half_of_the_weights_pinned_ratio_half", .pinned_weights = 0.5, .offload_ratio = 0.5},
       {.name = "device_cpu_ratio_0", .parameters = kDevice, .optimizer = kPinned, .offload_ratio = 0},
       {.name = "device_cpu_ratio_3_tenths", .parameters = kDevice, .optimizer = kPinned, .offload_ratio = 0.3},
       {.name = "device_cpu_ratio_half_apart",

@@ -261,6 +261,9 @@ void draw_placement(const Program& program, std::size_t session, Rng& rng, const
   if (one_in(rng, 3)) engine.optimizer_offload_ratio = std::clamp(1.4 * rng.uniform() - 0.2, 0.0, 1.0);
   if (!one_in(rng, 3)) engine.optimizer_pinned_fraction = std::clamp(1.5 * rng.uniform() - 0.25, 0.0, 1.0);
   if (one_in(rng, 6)) engine.optimizer_pinned_fraction.reset();
+  if (!one_in(rng, 3)) engine.parameters_pinned_fraction = std::clamp(1.5 * rng.uniform() - 0.25, 0.0, 1.0);
+  if (one_in(rng, 6)) engine.parameters_pinned_fraction.reset();
+  if (one_in(rng, 4)) engine.parameters_pinned_elements_max = rng.below(100'000);
   // State that only the device can read beside state on NVMe: everything that passes between the two needs memory that
   // nothing else uses meanwhile.
   const bool is_divided = !has_states_of_8_bits(program) && one_in(rng, 3);
@@ -423,17 +426,20 @@ std::string describe(const ToySetup& setup) {
   const EngineOptions& e = setup.engine;
   const RuntimeOptions& r = setup.runtime;
   constexpr std::array kModes{"auto", "step", "forward", "backward"};
-  const std::string pinned_fraction =
-      e.optimizer_pinned_fraction ? fmt::format("{:.3f}", *e.optimizer_pinned_fraction) : "auto";
+  const auto share = [](std::optional<double> fraction) {
+    return fraction ? fmt::format("{:.3f}", *fraction) : "auto";
+  };
   return fmt::format(
       "parameters {}, optimizer {}, stage {}, update {}, {}, durability {} every {}, keeps {}, ratio {:.3f}, pinned "
-      "fraction {}, groups of {}, sub-group {}, buffers {} + {}, prefetch {}, live {}, reuse {}, persistence {}, up to "
+      "fraction {}, of weights {} and {} elements, groups of {}, sub-group {}, buffers {} + {}, prefetch {}, live {}, "
+      "reuse {}, persistence {}, up to "
       "{} micro-batches {}, caller state {}; device {} bytes{}, pinned {} bytes{}, {} further drives, backend {}, "
       "blocks "
       "{}, depth {}, {} io threads, {} update threads, scratch {}, chaos {:x}{}{}{}",
       name_of(e.parameters), name_of(e.optimizer), e.stage, kModes[static_cast<std::size_t>(e.update_mode)],
       e.store_directory.empty() ? "no store" : "a store", e.durability == tiers::Durability::none ? "none" : "step",
-      e.commit_every, e.keep_steps, e.optimizer_offload_ratio, pinned_fraction, e.secondary_shard_ranks,
+      e.commit_every, e.keep_steps, e.optimizer_offload_ratio, share(e.optimizer_pinned_fraction),
+      share(e.parameters_pinned_fraction), e.parameters_pinned_elements_max, e.secondary_shard_ranks,
       e.sub_group_elements, e.update_buffer_count, e.staging_buffer_count, e.prefetch_elements, e.live_elements_max,
       e.reuse_distance_elements, e.persistence_elements, e.micro_batches_max,
       e.micro_batch_order == MicroBatchOrder::vertical ? "vertical" : "horizontal", e.caller_state_bytes_max,

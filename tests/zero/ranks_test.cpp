@@ -249,6 +249,8 @@ TEST(Ranks, DifferentOrdersOfWorkAreNoticedAtTheStart) {
   // Of its own memory and drives each rank may make what it wants.
   EXPECT_EQ(with([](EngineOptions& o) {
               o.optimizer_pinned_fraction = 0.5;
+              o.parameters_pinned_fraction = 0.3;
+              o.parameters_pinned_elements_max = 50000;
               o.sub_group_elements = 20000;
               o.update_buffer_count = 5;
               o.staging_buffer_count = 2;

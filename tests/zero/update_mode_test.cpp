@@ -20,6 +20,7 @@ struct Where {
   double pinned_fraction = 0;
   double offload_ratio = 1;
   bool host_accessible = true;
+  double pinned_weights = 0;
 };
 constexpr Where kWheres[] = {{"pinned_pinned", Placement::pinned, Placement::pinned},
                              {"device_pinned", Placement::device, Placement::pinned},
@@ -31,14 +32,18 @@ constexpr Where kWheres[] = {{"pinned_pinned", Placement::pinned, Placement::pin
                              {"device_pinned_ratio", Placement::device, Placement::pinned, 0, 0.5},
                              {"device_pinned_ratio_apart", Placement::device, Placement::pinned, 0, 0.3, false},
                              {"device_nvme_ratio_apart", Placement::device, Placement::nvme, 0.3, 0.5, false},
-                             {"nvme_nvme_ratio", Placement::nvme, Placement::nvme, 0, 0.3}};
+                             {"nvme_nvme_ratio", Placement::nvme, Placement::nvme, 0, 0.3},
+                             {"nvme_half_weights_half", Placement::nvme, Placement::nvme, 0.4, 1, true, 0.6},
+                             {"nvme_pinned_weights_all", Placement::nvme, Placement::pinned, 0, 1, true, 1}};
 
 class ForwardMode : public testing::TestWithParam<Where> {
  protected:
   ToySetup setup(UpdateMode mode) const {
-    const auto [name, parameters, optimizer, pinned_fraction, offload_ratio, host_accessible] = GetParam();
+    const auto [name, parameters, optimizer, pinned_fraction, offload_ratio, host_accessible, pinned_weights] =
+        GetParam();
     ToySetup setup = toy_setup(parameters, optimizer, directory_ / "store");
     setup.engine.optimizer_pinned_fraction = pinned_fraction;
+    setup.engine.parameters_pinned_fraction = pinned_weights;
     setup.engine.optimizer_offload_ratio = offload_ratio;
     setup.runtime.host_device.host_accessible = host_accessible;
     setup.engine.update_mode = mode;

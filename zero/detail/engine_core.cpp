@@ -296,16 +296,12 @@ void EngineCore::make_parts(const StoreDirectory& directory, StoreUse use) {
                                          *notifier);
 }
 
-double EngineCore::affordable_pinned_fraction(std::uint64_t store_memory_bytes) const {
-  const MachineFacts facts = machine_facts(runtime, store_memory_bytes);
-  return largest_pinned_fraction(options, table, facts.device_access, free_for_pinned(options, table, facts));
-}
-
 void EngineCore::lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit) {
   const bool with_store = !options.store_directory.empty();
   tiers::StoreOptions wanted = store_options(options, table, records, runtime.rank(), directory, runtime.trace());
   const std::uint64_t store_memory = store_cost(options, table, records, runtime.rank()).memory_bytes;
-  if (!options.optimizer_pinned_fraction) options.optimizer_pinned_fraction = affordable_pinned_fraction(store_memory);
+  const MachineFacts facts = machine_facts(runtime, store_memory);
+  choose_pinned_shares(options, table, facts.device_access, free_for_pinned(options, table, facts));
   memory = std::make_unique<Memory>(runtime, options, table, store_memory);
 
   if (const std::span<std::byte> pinned = memory->pinned(); !pinned.empty()) {
@@ -334,7 +330,8 @@ void EngineCore::start(std::uint64_t gather_bytes) {
   updates = std::make_unique<UpdateQueue>(*pipeline, table, update_order(options));
   if (options.parameters == Placement::nvme) {
     weight_reader = std::make_unique<WeightReader>(
-        *store, table, records, memory->staging_buffers(), [this](UnitId unit) { return newest_weights_written(unit); },
+        *store, memory->plan().units(), records, memory->staging_buffers(),
+        [this](UnitId unit) { return newest_weights_written(unit); },
         [this](UnitId unit, std::byte* target) { return updates->deliver(unit, target); });
   }
   gatherer = std::make_unique<Gatherer>(runtime, options, table, *memory, gather_bytes, *executor, streams,
@@ -683,10 +680,13 @@ std::vector<std::string> EngineCore::describe() const {
   constexpr std::array kPlaces{"device", "pinned memory", "NVMe"};
   const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 0;
   const double on_device = options.optimizer == Placement::device ? 0 : memory->plan().units().device_state_share();
-  lines.push_back(fmt::format("parameters in {}, optimizer states in {}{}{}, update mode {}",
-                              kPlaces[static_cast<std::size_t>(options.parameters)],
-                              kPlaces[static_cast<std::size_t>(options.optimizer)],
-                              fraction > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * fraction) : "",
+  const double weights = options.parameters == Placement::nvme ? memory->plan().units().pinned_weight_share() : 0;
+  const auto pinned = [](double share) {
+    return share > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * share) : std::string();
+  };
+  lines.push_back(fmt::format("parameters in {}{}, optimizer states in {}{}{}, update mode {}",
+                              kPlaces[static_cast<std::size_t>(options.parameters)], pinned(weights),
+                              kPlaces[static_cast<std::size_t>(options.optimizer)], pinned(fraction),
                               on_device > 0 ? fmt::format(", but {:.4g} % in device memory", 100 * on_device) : "",
                               describe_update_mode(options)));
   if (table.gradient_sums() == GradientSums::on_device) {

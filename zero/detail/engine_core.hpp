@@ -111,7 +111,6 @@ class EngineCore {
   enum class StoreUse : std::uint8_t { create, open };
   void make_parts(const StoreDirectory& directory, StoreUse use);
   void lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);
-  double affordable_pinned_fraction(std::uint64_t store_memory_bytes) const;
   void start(std::uint64_t gather_bytes);
   Completion newest_weights_written(UnitId unit) const;
   std::span<std::byte> unused_staging_buffer() const;  // until the first pass

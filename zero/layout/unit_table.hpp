@@ -26,6 +26,9 @@
 
 namespace hoist::detail {
 
+// Whether an update makes weights from their masters alone, whatever the weights were.
+constexpr bool update_makes_weights(DType dtype) { return dtype == DType::fp16; }
+
 struct Segment {
   DType dtype = DType::bf16;
   bool trainable = true;
@@ -51,8 +54,7 @@ struct Segment {
             .moment_type = state.moments,
             .remainder = state.remainder};
   }
-  // Of the masters alone, whatever they were.
-  bool update_makes_weights() const { return dtype == DType::fp16; }
+  bool update_makes_weights() const { return detail::update_makes_weights(dtype); }
   bool has(State moment) const;  // whether the optimizer keeps this moment
 };
 

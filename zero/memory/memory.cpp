@@ -35,9 +35,11 @@ namespace {
 
 // By role, those of one unit; NVMe's regions have no pointers.
 constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{
-    &UnitMemory::weights,  &UnitMemory::state,           nullptr,
-    &UnitMemory::gradient, &UnitMemory::secondary_shard, &UnitMemory::device_shard,
-    &UnitMemory::gathered, &UnitMemory::own_gradient};
+    &UnitMemory::weights,      nullptr,  // stored weights
+    &UnitMemory::state,        nullptr,  // stored state
+    &UnitMemory::gradient,     &UnitMemory::secondary_shard,
+    &UnitMemory::device_shard, &UnitMemory::gathered,
+    &UnitMemory::own_gradient};
 
 }  // namespace
 
@@ -134,8 +136,9 @@ Memory::SubGroupMemory Memory::place(const SubGroup& sub_group, std::byte* buffe
   const tiers::Tile& first = table_.unit(sub_group.unit).trainable.tiles()[sub_group.first_tile];
   const auto buffered = plan_.units().buffered_bytes(sub_group);
   const bool in_buffer = device_only(sub_group.unit);
+  const bool weights_in_place = plan_.units().are_weights_resident(sub_group) && !in_buffer;
   const bool state_in_place = plan_.units().is_state_resident(sub_group) && !in_buffer;
-  return {.weights = here.weights != nullptr && !in_buffer ? here.weights + first.w_offset : buffer,
+  return {.weights = weights_in_place ? here.weights + first.w_offset : buffer,
           .state = state_in_place ? here.state + first.s_offset : buffer + buffered.weights};
 }
 

@@ -21,7 +21,7 @@ namespace hoist::detail {
 
 // A unit's regions, as MemoryRole describes them. Null: there is none in memory.
 struct UnitMemory {
-  std::byte* weights = nullptr;  // wherever in memory they are (UnitPlacement::weights)
+  std::byte* weights = nullptr;  // those in memory, wherever (UnitPlacement::weights)
   std::byte* state = nullptr;
   std::byte* gradient = nullptr;
   std::byte* secondary_shard = nullptr;

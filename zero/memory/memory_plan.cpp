@@ -42,8 +42,7 @@ std::uint64_t MemoryPlan::buffer_bytes(MemoryRole role) const {
   return first == regions_.end() ? 0 : first->bytes;
 }
 
-std::uint64_t free_for_pinned(EngineOptions options, const UnitTable& table, const MachineFacts& facts) {
-  options.optimizer_pinned_fraction = options.optimizer_pinned_fraction.value_or(0);
+std::uint64_t free_for_pinned(const EngineOptions& options, const UnitTable& table, const MachineFacts& facts) {
   const MemoryPlan plan(options, table, facts);
   return std::min(facts.free_pinned_bytes, beside(facts.free_host_bytes, plan.bytes(MemoryTier::device)));
 }

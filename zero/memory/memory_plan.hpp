@@ -50,8 +50,9 @@ class MemoryPlan {
   std::array<std::uint64_t, kMemoryTierCount> bytes_{};
 };
 
-// What pinned memory can have beside the device's part, where they are the same memory.
-std::uint64_t free_for_pinned(EngineOptions options, const UnitTable& table, const MachineFacts& facts);
+// What pinned memory can have beside the device's part, where they are the same memory, with shares that are left open
+// at 0.
+std::uint64_t free_for_pinned(const EngineOptions& options, const UnitTable& table, const MachineFacts& facts);
 
 // What the planner of fetches plans with if there is so much gather memory.
 scheduler::FetchPlannerOptions fetch_planner_options(const EngineOptions& options, const UnitRegions& units,

@@ -12,10 +12,12 @@ PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const Uni
   const auto& units = regions.table().units();
   const bool sums_in_memory = gradient_sums(options) == GradientSums::in_memory;
   std::uint64_t tiles_max = 1;
+  unsigned stored = 0;  // units of which weights come from NVMe
   for (std::uint32_t u = 0; u < units.size(); ++u) {
     const Unit& unit = units[u];
     tiles_max = std::max(tiles_max, std::uint64_t{unit.trainable.tiles().size()});
-    staging_bytes_ = std::max(staging_bytes_, unit.host_bytes());
+    staging_bytes_ = std::max(staging_bytes_, regions.unit(UnitId{u}).region(MemoryRole::stored_weights).bytes);
+    if (regions.unit(UnitId{u}).reads_weights()) ++stored;
     if (regions.unit(UnitId{u}).state_on_device) continue;
     std::uint64_t gradient_bytes = 0;
     for (const Segment& segment : unit.segments)
@@ -25,11 +27,10 @@ PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const Uni
     largest_gradient_bytes_ = std::max(largest_gradient_bytes_, unit.gradient_shard_bytes);
     all_gradient_bytes_ += unit.gradient_shard_bytes;
   }
-  const bool stages = options.parameters == Placement::nvme;
   wanted_ = {
       .sub_group_tiles = std::clamp(options.sub_group_elements / tiers::kTileElements, std::uint64_t{1}, tiles_max),
       .update_count = regions.uses_update_buffers() ? std::max(options.update_buffer_count, 3u) : 0,
-      .staging_count = stages ? std::clamp(options.staging_buffer_count, 1u, static_cast<unsigned>(units.size())) : 0,
+      .staging_count = std::min(std::max(options.staging_buffer_count, 1u), stored),
       .gradient_ring_bytes = ring_bytes(kRingGradients)};
 }
 
@@ -89,27 +90,29 @@ void PinnedBufferChooser::grow_ring(PinnedBuffers& chosen, std::uint64_t free_by
   chosen.gradient_ring_bytes = fits * kBlockAlignment;
 }
 
-double largest_pinned_fraction(EngineOptions options, const UnitTable& table, DeviceAccess access,
-                               std::uint64_t free_bytes) {
+double largest_pinned_share(EngineOptions options, PinnedShare share, const UnitTable& table, DeviceAccess access,
+                            std::uint64_t free_bytes) {
+  PinnedBuffers wanted;
   const auto buffers = [&](double fraction) {
-    options.optimizer_pinned_fraction = fraction;
+    options.*share = fraction;
     const UnitRegions regions(options, table, access);
     const PinnedBufferChooser chooser(options, regions);
+    wanted = chooser.wanted();
     const PinnedBuffers chosen = chooser.choose(free_bytes);
     return chooser.bytes(chosen) <= free_bytes ? std::optional(chosen) : std::nullopt;
   };
-  const auto asked = buffers(options.optimizer_pinned_fraction.value_or(0));
+  const auto asked = buffers((options.*share).value_or(0));
   if (!asked) return 0;
   std::uint64_t largest_gradient = 0;
   for (const Unit& unit : table.units()) largest_gradient = std::max(largest_gradient, unit.gradient_shard_bytes);
   const std::uint64_t least_ring = std::min(asked->gradient_ring_bytes, 2 * largest_gradient);
   const auto fits = [&](unsigned hundredths) {
     const auto chosen = buffers(hundredths / 100.0);
-    if (!chosen || chosen->staging_count != asked->staging_count || chosen->gradient_ring_bytes < least_ring)
-      return false;
-    // With all of it in memory there may be nothing left to buffer.
-    return chosen->update_count == 0 ||
-           (chosen->update_count == asked->update_count && chosen->sub_group_tiles == asked->sub_group_tiles);
+    // With more of it in memory there may be less left to buffer.
+    return chosen && chosen->staging_count >= std::min(asked->staging_count, wanted.staging_count) &&
+           chosen->gradient_ring_bytes >= least_ring &&
+           (wanted.update_count == 0 ||
+            (chosen->update_count >= asked->update_count && chosen->sub_group_tiles >= asked->sub_group_tiles));
   };
   if (fits(100)) return 1;
   unsigned most = 0, too_much = 100;
@@ -118,6 +121,13 @@ double largest_pinned_fraction(EngineOptions options, const UnitTable& table, De
     (fits(middle) ? most : too_much) = middle;
   }
   return most / 100.0;
+}
+
+void choose_pinned_shares(EngineOptions& options, const UnitTable& table, DeviceAccess access,
+                          std::uint64_t free_bytes) {
+  for (const PinnedShare share :
+       {&EngineOptions::parameters_pinned_fraction, &EngineOptions::optimizer_pinned_fraction})
+    if (!(options.*share)) options.*share = largest_pinned_share(options, share, table, access, free_bytes);
 }
 
 }  // namespace hoist::detail

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <hoist/zero/memory/unit_regions.hpp>
 
@@ -59,14 +60,19 @@ class PinnedBufferChooser {
 
   const UnitRegions& regions_;
   std::uint64_t largest_gradient_bytes_ = 0, all_gradient_bytes_ = 0;  // that the ring is for
-  std::uint64_t staging_bytes_ = 0;                                    // the largest unit's weights
+  std::uint64_t staging_bytes_ = 0;                                    // the most weights of a unit on NVMe
   std::uint64_t sum_bytes_ = 0;                                        // 0: gradients are not summed in memory
   PinnedBuffers wanted_;
 };
 
-// The largest share of the optimizer's state, in hundredths, that fits into `free_bytes` of pinned memory beside the
-// buffers that there are with the share asked for; of a gradient ring, beside room for two gradients.
-double largest_pinned_fraction(EngineOptions options, const UnitTable& table, DeviceAccess access,
-                               std::uint64_t free_bytes);
+// A share of what is on NVMe that lives in pinned memory nevertheless, empty where it is left open.
+using PinnedShare = std::optional<double> EngineOptions::*;
+// The largest one, in hundredths, that fits into `free_bytes` of pinned memory beside the buffers that there are with
+// the share asked for; of a gradient ring, beside room for two gradients.
+double largest_pinned_share(EngineOptions options, PinnedShare share, const UnitTable& table, DeviceAccess access,
+                            std::uint64_t free_bytes);
+// Puts the largest in place of shares that are left open, of weights first: a byte of weights saves more reads.
+void choose_pinned_shares(EngineOptions& options, const UnitTable& table, DeviceAccess access,
+                          std::uint64_t free_bytes);
 
 }  // namespace hoist::detail

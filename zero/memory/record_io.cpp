@@ -43,17 +43,20 @@ RecordPart RecordIo::whole_region(UnitId unit, RecordKind kind, Region region) c
 }
 
 std::uint32_t RecordIo::resident_tiles(const RecordPart& part) const {
-  const UnitMemory& memory = memory_.unit(part.unit);
+  const UnitPlacement& placement = memory_.placement(part.unit);
   const TileRun& tiles = part.tiles;
-  if (tiles.region == Region::weights) return memory.weights != nullptr ? tiles.count : 0;
-  return std::clamp(memory_.placement(part.unit).state_tiles, tiles.first, tiles.first + tiles.count) - tiles.first;
+  const std::uint32_t resident = tiles.region == Region::state        ? placement.state_tiles
+                                 : part.kind == RecordKind::trainable ? placement.weight_tiles
+                                                                      : placement.frozen_tiles;
+  return std::clamp(resident, tiles.first, tiles.first + tiles.count) - tiles.first;
 }
 
 std::byte* RecordIo::resident(const RecordPart& part) const {
   const UnitMemory& memory = memory_.unit(part.unit);
   if (part.tiles.region == Region::state) return memory.state + part.tiles.offset_bytes;
-  const std::uint64_t record = part.kind == RecordKind::frozen ? table_.unit(part.unit).frozen_offset() : 0;
-  return memory.weights + record + part.tiles.offset_bytes;
+  const HostPieces pieces = memory_.plan().units().host_pieces(part.unit);
+  const HostPiece& piece = part.kind == RecordKind::trainable ? pieces.trainable : pieces.frozen;
+  return memory.weights + piece.offset + part.tiles.offset_bytes;
 }
 
 std::byte* RecordIo::in_place(const RecordPart& part) const {
@@ -70,7 +73,7 @@ const std::byte* RecordIo::view(const RecordPart& part, PartScratch& scratch) {
   return copy.data();
 }
 
-// The first tiles of a run of state may be in memory, and the others not.
+// The first tiles of a run may be in memory, and the others not.
 void RecordIo::read(const RecordPart& part, std::span<std::byte> out) {
   const std::uint32_t first = part.tiles.first, count = resident_tiles(part);
   const RecordPart here = this->part(part.unit, part.kind, part.tiles.region, first, count);
@@ -128,8 +131,17 @@ void RecordIo::change(const RecordPart& part, const ChangeOptions& options, cons
                                                      : scratch.first(count);
   if (options.read && here == nullptr) read(part, bytes);
   edit(bytes);
-  if (here == nullptr && resident_tiles(part) > 0) copy_to_device(resident(part), bytes);
+  if (here == nullptr) write_resident(part, bytes);
   if (options.store) write_store(part, bytes).wait();
+}
+
+// The first tiles of the part, which are in memory.
+void RecordIo::write_resident(const RecordPart& part, std::span<const std::byte> bytes) {
+  const RecordPart here = this->part(part.unit, part.kind, part.tiles.region, part.tiles.first, resident_tiles(part));
+  if (here.tiles.length_bytes == 0) return;
+  const std::span<const std::byte> first = bytes.first(here.tiles.length_bytes);
+  if (memory_.device_only(part.unit)) return copy_to_device(resident(here), first);
+  std::memcpy(resident(here), first.data(), first.size());
 }
 
 Completion RecordIo::store(const RecordPart& part) {

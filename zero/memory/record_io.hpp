@@ -63,11 +63,11 @@ class RecordIo {
   const std::byte* view_gradient(UnitId unit, const std::byte* gradient, std::uint64_t bytes, PartScratch& scratch);
   struct ChangeOptions {
     bool read = true;    // false: `edit` overwrites all of the part, and finds anything in it
-    bool store = false;  // also writes the part to the open step of the store; a part on NVMe has no other place
+    bool store = false;  // also writes the part to the open step of the store; tiles on NVMe have no other place
     std::span<std::byte> scratch{};  // is used instead of new memory if it is large enough
   };
   using Edit = std::function<void(std::span<std::byte>)>;
-  // Replaces the bytes of a part by what `edit` makes of them. Pre: the part lies whole in memory, or on NVMe.
+  // Replaces the bytes of a part by what `edit` makes of them.
   void change(const RecordPart& part, const ChangeOptions& options, const Edit& edit);
   // Fills all memory that holds records of the unit from the store, verified.
   void load(UnitId unit);
@@ -90,6 +90,7 @@ class RecordIo {
   std::byte* resident(const RecordPart& part) const;           // in whichever memory. Pre: there are such tiles
   std::byte* in_place(const RecordPart& part) const;           // null unless the CPU can use all of the part there
   void load(const RecordPart& part);
+  void write_resident(const RecordPart& part, std::span<const std::byte> bytes);
   void read_store(const RecordPart& part, std::span<std::byte> target);
   Completion write_store(const RecordPart& part, std::span<const std::byte> bytes);
   void copy_from_device(const std::byte* source, std::span<std::byte> out);

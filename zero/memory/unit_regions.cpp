@@ -46,7 +46,6 @@ bool stays_gathered(const EngineOptions& options, const UnitTable& table, const 
 
 UnitRegions::UnitRegions(const EngineOptions& options, const UnitTable& table, DeviceAccess access)
     : table_(table),
-      weights_resident_(options.parameters != Placement::nvme),
       rings_gradients_(detail::hands_gradients_on(options) && options.optimizer != Placement::device &&
                        gradient_sums(options) != GradientSums::in_memory),
       units_(table.units().size()) {
@@ -54,6 +53,7 @@ UnitRegions::UnitRegions(const EngineOptions& options, const UnitTable& table, D
   secondary_shard_parts_ = group == 1 ? 0 : static_cast<std::uint64_t>(table.world_size() / group);
   choose_units_on_device(options);
   choose_resident_state(options);
+  choose_resident_weights(options);
   for (std::uint32_t u = 0; u < units_.size(); ++u) {
     UnitPlacement& unit = units_[u];
     unit.device_only = unit.state_on_device && access == DeviceAccess::device_only;
@@ -80,26 +80,70 @@ void UnitRegions::choose_units_on_device(const EngineOptions& options) {
   }
 }
 
-// The first tiles of every unit, up to the share of the state so far: what one unit rounds down, the next may take.
-void UnitRegions::choose_resident_state(const EngineOptions& options) {
-  const double fraction = options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 1;
-  std::uint64_t bytes = 0, resident_bytes = 0;
-  for (std::uint32_t u = 0; u < units_.size(); ++u) {
-    const tiers::RecordLayout& layout = table_.units()[u].trainable;
-    if (units_[u].state_on_device) {
-      units_[u].state_tiles = static_cast<std::uint32_t>(layout.tiles().size());
-      continue;
-    }
-    bytes += layout.region_bytes(Region::state);
-    const auto most = static_cast<std::uint64_t>(fraction * static_cast<double>(bytes));
+namespace {
+
+std::uint32_t tile_count(const tiers::RecordLayout& layout) {
+  return static_cast<std::uint32_t>(layout.tiles().size());
+}
+
+std::uint64_t weight_elements(const tiers::RecordLayout& layout) {
+  std::uint64_t elements = 0;
+  for (const tiers::RecordSegment& segment : layout.segments()) elements += segment.shard_elements;
+  return elements;
+}
+
+// Chooses the first tiles of every record it is given, up to a share of the bytes so far: what one record rounds down,
+// the next may take.
+class Share {
+ public:
+  Share(double fraction, Region region, std::uint64_t elements_max = ~std::uint64_t{0})
+      : fraction_(fraction), region_(region), elements_left_(elements_max) {}
+
+  std::uint32_t of(const tiers::RecordLayout& layout) {
+    bytes_ += layout.region_bytes(region_);
+    const auto most = static_cast<std::uint64_t>(fraction_ * static_cast<double>(bytes_));
     std::uint64_t count = 0;
     for (const tiers::EqualTiles& run : layout.equal_tiles()) {
-      const std::uint64_t room = run.s_bytes == 0 ? run.tile_count : (most - resident_bytes) / run.s_bytes;
-      count += std::min(run.tile_count, room);
-      resident_bytes += std::min(run.tile_count, room) * run.s_bytes;
-      if (room < run.tile_count) break;
+      const std::uint64_t tile_bytes = region_ == Region::weights ? run.w_bytes : run.s_bytes;
+      const std::uint64_t room = tile_bytes == 0 ? run.tile_count : (most - chosen_bytes_) / tile_bytes;
+      const std::uint64_t chosen = std::min({run.tile_count, room, elements_left_ / run.elements});
+      count += chosen;
+      chosen_bytes_ += chosen * tile_bytes;
+      elements_left_ -= chosen * run.elements;
+      if (chosen < run.tile_count) break;
     }
-    units_[u].state_tiles = static_cast<std::uint32_t>(count);
+    return static_cast<std::uint32_t>(count);
+  }
+
+ private:
+  double fraction_;
+  Region region_;
+  std::uint64_t elements_left_;
+  std::uint64_t bytes_ = 0, chosen_bytes_ = 0;
+};
+
+}  // namespace
+
+void UnitRegions::choose_resident_state(const EngineOptions& options) {
+  Share share(options.optimizer == Placement::nvme ? options.optimizer_pinned_fraction.value_or(0) : 1, Region::state);
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    const tiers::RecordLayout& layout = table_.units()[u].trainable;
+    units_[u].state_tiles = units_[u].state_on_device ? tile_count(layout) : share.of(layout);
+  }
+}
+
+// A limit in elements counts like the fraction that it is of all of them, so that it is spread over the units, too.
+void UnitRegions::choose_resident_weights(const EngineOptions& options) {
+  const bool on_nvme = options.parameters == Placement::nvme;
+  std::uint64_t elements = 0;
+  for (const Unit& unit : table_.units()) elements += weight_elements(unit.trainable) + weight_elements(unit.frozen);
+  const std::uint64_t most = on_nvme ? options.parameters_pinned_elements_max : elements;
+  const double fraction = on_nvme ? options.parameters_pinned_fraction.value_or(0) : 1;
+  const double limit = most < elements ? static_cast<double>(most) / static_cast<double>(elements) : 1;
+  Share share(std::min(fraction, limit), Region::weights, most);
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    units_[u].weight_tiles = share.of(table_.units()[u].trainable);
+    units_[u].frozen_tiles = share.of(table_.units()[u].frozen);
   }
 }
 
@@ -111,7 +155,9 @@ void UnitRegions::place(UnitId id, const EngineOptions& options) {
   placement.shares_gather_memory = !placement.stays_gathered;
   const bool has_device_shard = on_device && !(table_.world_size() == 1 && placement.stays_gathered);
   const bool weights_on_device = on_device && placement.state_on_device;
-  if (weights_resident_) {
+  const HostPieces pieces = host_pieces(id);
+  const std::uint64_t weight_bytes = pieces.trainable.bytes + pieces.frozen.bytes;
+  if (weight_bytes > 0) {
     placement.weights = !weights_on_device ? MemoryRole::weights
                         : has_device_shard ? MemoryRole::device_shard
                                            : MemoryRole::gathered;
@@ -122,8 +168,8 @@ void UnitRegions::place(UnitId id, const EngineOptions& options) {
   if (placement.stays_gathered) secondary_bytes = 0;
   const std::uint64_t state_bytes = unit.trainable.tile_bytes(Region::state, 0, placement.state_tiles);
   const MemoryTier tier = placement.state_on_device ? MemoryTier::device : MemoryTier::pinned;
-  if (!weights_on_device)
-    add(id, MemoryRole::weights, weights_resident_ ? MemoryTier::pinned : MemoryTier::nvme, unit.host_bytes());
+  if (!weights_on_device) add(id, MemoryRole::weights, MemoryTier::pinned, weight_bytes);
+  add(id, MemoryRole::stored_weights, MemoryTier::nvme, unit.host_bytes() - weight_bytes);
   if (placement.stays_gathered) add(id, MemoryRole::gathered, MemoryTier::device, unit.gathered_bytes);
   if (unit.has_own_gradient_memory) add(id, MemoryRole::own_gradient, MemoryTier::device, unit.gradient_buffer_bytes());
   if (has_device_shard) add(id, MemoryRole::device_shard, MemoryTier::device, unit.host_bytes());
@@ -131,6 +177,17 @@ void UnitRegions::place(UnitId id, const EngineOptions& options) {
   add(id, MemoryRole::state, tier, state_bytes);
   add(id, MemoryRole::stored_state, MemoryTier::nvme, unit.trainable.region_bytes(Region::state) - state_bytes);
   if (placement.state_on_device || !rings_gradients_) add(id, MemoryRole::gradient, tier, unit.gradient_shard_bytes);
+}
+
+HostPieces UnitRegions::host_pieces(UnitId id) const {
+  const Unit& unit = table_.unit(id);
+  const std::uint64_t all = unit.frozen_offset(), all_frozen = unit.frozen.region_bytes(Region::weights);
+  const std::uint64_t here = unit.trainable.tile_bytes(Region::weights, 0, units_[id.index].weight_tiles);
+  const std::uint64_t frozen_here = unit.frozen.tile_bytes(Region::weights, 0, units_[id.index].frozen_tiles);
+  return {.trainable = {.host_offset = 0, .offset = 0, .bytes = here},
+          .stored_trainable = {.host_offset = here, .offset = 0, .bytes = all - here},
+          .frozen = {.host_offset = all, .offset = here, .bytes = frozen_here},
+          .stored_frozen = {.host_offset = all + frozen_here, .offset = all - here, .bytes = all_frozen - frozen_here}};
 }
 
 void UnitRegions::add(UnitId id, MemoryRole role, MemoryTier tier, std::uint64_t bytes) {
@@ -157,30 +214,44 @@ std::uint64_t UnitRegions::device_state_bytes() const {
   return bytes;
 }
 
+double UnitRegions::pinned_weight_share() const {
+  std::uint64_t pinned = 0, stored = 0;
+  for (const UnitPlacement& unit : units_) {
+    pinned += unit.region(MemoryRole::weights).bytes;
+    stored += unit.region(MemoryRole::stored_weights).bytes;
+  }
+  return pinned == 0 ? 0 : static_cast<double>(pinned) / static_cast<double>(pinned + stored);
+}
+
 double UnitRegions::device_state_share() const {
   return elements_ == 0 ? 0 : static_cast<double>(device_elements_) / static_cast<double>(elements_);
 }
 
 // --- sub-groups ------------------------------------------------------------------------------------------------------
 
+std::array<std::uint64_t, 4> UnitRegions::boundaries(UnitId id) const {
+  const auto [first, second] = std::minmax(unit(id).state_tiles, unit(id).weight_tiles);
+  return {0, first, second, table_.unit(id).trainable.tiles().size()};
+}
+
+// Of the kinds with tiles left, the next sub-group is of the one that is least far; of several, the last.
 std::vector<SubGroup> UnitRegions::sub_groups(std::uint64_t tiles_max) const {
   std::vector<SubGroup> sub_groups;
   for (std::uint32_t u = 0; u < units_.size(); ++u) {
-    const std::uint64_t tiles = table_.units()[u].trainable.tiles().size();
-    const std::uint64_t resident = units_[u].state_tiles;
-    std::uint64_t next_resident = 0, next_stored = resident;
-    const auto take = [&](std::uint64_t& next, std::uint64_t end) {
-      const std::uint64_t count = std::min(tiles_max, end - next);
-      sub_groups.push_back({UnitId{u}, static_cast<std::uint32_t>(next), static_cast<std::uint32_t>(count)});
-      next += count;
-    };
-    while (next_resident < resident || next_stored < tiles) {
-      const bool stored_lag = (next_stored - resident) * resident <= next_resident * (tiles - resident);
-      if (next_stored < tiles && (next_resident == resident || stored_lag)) {
-        take(next_stored, tiles);
-      } else {
-        take(next_resident, resident);
+    const auto bounds = boundaries(UnitId{u});
+    std::array<std::uint64_t, 3> done{};
+    const auto count = [&](std::size_t kind) { return bounds[kind + 1] - bounds[kind]; };
+    for (std::uint64_t left = bounds.back(); left > 0;) {
+      std::size_t next = done.size();
+      for (std::size_t kind = 0; kind < done.size(); ++kind) {
+        if (done[kind] == count(kind)) continue;
+        if (next == done.size() || done[kind] * count(next) <= done[next] * count(kind)) next = kind;
       }
+      const std::uint64_t tiles = std::min(tiles_max, count(next) - done[next]);
+      sub_groups.push_back(
+          {UnitId{u}, static_cast<std::uint32_t>(bounds[next] + done[next]), static_cast<std::uint32_t>(tiles)});
+      done[next] += tiles;
+      left -= tiles;
     }
   }
   return sub_groups;
@@ -192,14 +263,17 @@ UnitRegions::BufferedBytes UnitRegions::buffered_bytes(const SubGroup& sub_group
     return layout.tile_bytes(region, sub_group.first_tile, sub_group.tile_count);
   };
   const bool device_only = unit(sub_group.unit).device_only;
-  return {.weights = !weights_resident_ || device_only ? bytes(Region::weights) : 0,
+  return {.weights = !are_weights_resident(sub_group) || device_only ? bytes(Region::weights) : 0,
           .state = !is_state_resident(sub_group) || device_only ? bytes(Region::state) : 0};
 }
 
 bool UnitRegions::uses_update_buffers() const {
-  return !weights_resident_ || std::ranges::any_of(units_, [&](const UnitPlacement& unit) {
-    return unit.device_only || unit.region(MemoryRole::stored_state).bytes > 0;
-  });
+  for (std::uint32_t u = 0; u < units_.size(); ++u) {
+    const UnitPlacement& unit = units_[u];
+    const std::uint32_t resident = std::min(unit.state_tiles, unit.weight_tiles);
+    if (unit.device_only || resident < tile_count(table_.units()[u].trainable)) return true;
+  }
+  return false;
 }
 
 // Of the unit's tiles from `begin` on, cut at every `tiles_max`. Sub-groups within a run of equal tiles are alike, so
@@ -223,9 +297,9 @@ std::uint64_t UnitRegions::largest_buffered_bytes(UnitId id, std::uint64_t begin
 std::uint64_t UnitRegions::update_buffer_bytes(std::uint64_t tiles_max) const {
   std::uint64_t most = 0;
   for (std::uint32_t u = 0; u < units_.size(); ++u) {
-    const std::uint64_t resident = units_[u].state_tiles, end = table_.units()[u].trainable.tiles().size();
-    most = std::max({most, largest_buffered_bytes(UnitId{u}, 0, resident, tiles_max),
-                     largest_buffered_bytes(UnitId{u}, resident, end, tiles_max)});
+    const auto bounds = boundaries(UnitId{u});
+    for (std::size_t kind = 0; kind + 1 < bounds.size(); ++kind)
+      most = std::max(most, largest_buffered_bytes(UnitId{u}, bounds[kind], bounds[kind + 1], tiles_max));
   }
   return most;
 }

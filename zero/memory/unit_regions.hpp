@@ -3,7 +3,7 @@
 // from the options and the model alone; zero/memory/memory_plan.hpp adds the buffers, which also depend on budgets.
 //
 //                 parameters = device              pinned             nvme
-//   weights       pinned, or device (1)            pinned             NVMe
+//   weights       pinned, or device (1)            pinned             NVMe; the first tiles may be pinned
 //   state         by optimizer: device | pinned | NVMe; of state on NVMe the first tiles may be pinned
 //   gradient      device if the state is there, else pinned; in update mode `backward` a ring for all (2)
 //
@@ -41,7 +41,8 @@ inline constexpr std::size_t kMemoryTierCount = 3;
 // What a region of memory is for.
 enum class MemoryRole : std::uint8_t {
   // Of one unit, between uses of it.
-  weights,          // host layout
+  weights,          // host layout, or the first tiles of each of the unit's two records
+  stored_weights,   // the other tiles, which are on NVMe only
   state,            // the first tiles of the trainable record's S region
   stored_state,     // the other tiles, which are on NVMe only
   gradient,         // this rank's shards
@@ -61,8 +62,8 @@ enum class MemoryRole : std::uint8_t {
   results_copy,     // of the device's results
   copy_buffer,      // RecordIo's: between device-only memory and pageable memory
 };
-inline constexpr std::size_t kUnitRoleCount = 8;
-inline constexpr std::size_t kMemoryRoleCount = 17;
+inline constexpr std::size_t kUnitRoleCount = 9;
+inline constexpr std::size_t kMemoryRoleCount = 18;
 
 struct MemoryRegion {
   MemoryRole role = MemoryRole::weights;
@@ -104,14 +105,30 @@ struct SubGroup {
 // Where one unit's bytes live between uses.
 struct UnitPlacement {
   std::array<MemoryRegion, kUnitRoleCount> regions{};  // by role
-  std::optional<MemoryRole> weights{};  // which of them holds the weights in memory; empty: only the store has them
+  std::optional<MemoryRole> weights{};  // which of them holds weights in memory; empty: only the store has them
   bool state_on_device = false;         // and the gradient
   bool device_only = false;
   bool stays_gathered = false;
   bool shares_gather_memory = false;
-  std::uint32_t state_tiles = 0;  // the first ones, whose state is in memory
+  // The first ones, which are in memory: state and weights of the trainable record, weights of the frozen one.
+  std::uint32_t state_tiles = 0, weight_tiles = 0, frozen_tiles = 0;
 
   const MemoryRegion& region(MemoryRole role) const { return regions[static_cast<std::size_t>(role)]; }
+  bool reads_weights() const { return region(MemoryRole::stored_weights).bytes > 0; }  // every fetch, from NVMe
+};
+
+// A part of a unit's host layout, and where it begins among the weights in the same place.
+struct HostPiece {
+  std::uint64_t host_offset = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+
+  std::uint64_t host_end() const { return host_offset + bytes; }
+};
+// A unit's host layout: of either record first the tiles in memory, then those on NVMe only. The weights of a unit that
+// are in one place lie there one behind the other.
+struct HostPieces {
+  HostPiece trainable, stored_trainable, frozen, stored_frozen;
 };
 
 class UnitRegions {
@@ -120,6 +137,7 @@ class UnitRegions {
 
   const UnitTable& table() const { return table_; }
   const UnitPlacement& unit(UnitId id) const { return units_[id.index]; }
+  HostPieces host_pieces(UnitId id) const;
   bool has_device_only() const { return has_device_only_; }  // whether any unit is
   bool rings_gradients() const { return rings_gradients_; }  // of units whose state is not on the device
   // Of each segment, how many ranks' shards a secondary shard holds, consecutive ones. Together the group has the unit
@@ -129,14 +147,18 @@ class UnitRegions {
   const MemoryRegion& device_results() const { return device_results_; }
   std::uint64_t device_state_bytes() const;  // of all units
   double device_state_share() const;         // of the trainable parameters
+  double pinned_weight_share() const;        // of weights on NVMe: what is in pinned memory nevertheless
   // Everything above. Buffers follow it in each tier.
   const TierLayout& layout(MemoryTier tier) const { return layouts_[static_cast<std::size_t>(tier)]; }
 
-  // Cuts the records of all units. No sub-group has state both in memory and on NVMe only. The two kinds of a unit's
-  // sub-groups take turns by place, so that the drive works under the others.
+  // Cuts the records of all units. No sub-group has weights both in memory and on NVMe only, nor state. The kinds of a
+  // unit's sub-groups take turns by place, so that the drive works under those in memory.
   std::vector<SubGroup> sub_groups(std::uint64_t tiles_max) const;
   bool is_state_resident(const SubGroup& sub_group) const {
     return sub_group.first_tile + sub_group.tile_count <= unit(sub_group.unit).state_tiles;
+  }
+  bool are_weights_resident(const SubGroup& sub_group) const {
+    return sub_group.first_tile + sub_group.tile_count <= unit(sub_group.unit).weight_tiles;
   }
   // What of a sub-group passes through an update buffer: weights, then state. The CPU uses the rest in place.
   struct BufferedBytes {
@@ -151,13 +173,14 @@ class UnitRegions {
  private:
   void choose_units_on_device(const EngineOptions& options);
   void choose_resident_state(const EngineOptions& options);
+  void choose_resident_weights(const EngineOptions& options);
   void place(UnitId id, const EngineOptions& options);
   void add(UnitId id, MemoryRole role, MemoryTier tier, std::uint64_t bytes);
+  std::array<std::uint64_t, 4> boundaries(UnitId id) const;  // between which a unit's tiles are of one kind
   std::uint64_t largest_buffered_bytes(UnitId id, std::uint64_t begin, std::uint64_t end,
                                        std::uint64_t tiles_max) const;
 
   const UnitTable& table_;
-  bool weights_resident_;
   bool rings_gradients_;
   bool has_device_only_ = false;
   std::uint64_t secondary_shard_parts_;

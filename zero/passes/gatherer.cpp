@@ -161,36 +161,54 @@ void Gatherer::copy_up(UnitId id, std::byte* target) {
   const Unit& unit = table_.unit(id);
   const UnitMemory& here = memory_.unit(id);
   UnitState& state = states_[id.index];
-  if (here.weights != nullptr) updates_.hurry(id).wait();
+  if (memory_.placement(id).reads_weights()) copy_stored_up(id, target);
+  if (here.weights == nullptr) return;
+  updates_.hurry(id).wait();
+  const std::byte* source = here.weights;
+  CopyKind kind = CopyKind::host_to_device;
   if (here.device_shard != nullptr) {
     if (here.weights != here.device_shard && !state.shard_current) {
       streams_.up->copy(here.device_shard, here.weights, unit.host_bytes(), CopyKind::host_to_device);
       state.shard_current = true;
     }
-    copy_segments(unit, target, here.device_shard, CopyKind::local);
-  } else if (here.weights != nullptr) {
-    if (here.weights != target) copy_segments(unit, target, here.weights, CopyKind::host_to_device);
-  } else {
-    std::byte* staged = weight_reader_->take(id);
-    Completion copied;
-    try {
-      copy_segments(unit, target, staged, CopyKind::host_to_device);
-      copied = streams_.up->record().completion();
-    } catch (...) {
-      weight_reader_->hand_back(staged);
-      throw;
-    }
-    copied.then([weight_reader = weight_reader_, staged](std::exception_ptr) { weight_reader->hand_back(staged); });
+    source = here.device_shard;
+    kind = CopyKind::local;
   }
+  if (source == target) return;
+  const HostPieces pieces = memory_.plan().units().host_pieces(id);
+  for (const HostPiece& piece : {pieces.trainable, pieces.frozen}) copy_piece(unit, target, source, piece, kind);
 }
 
-// This rank's shard of every segment, to its place among the ranks'.
-void Gatherer::copy_segments(const Unit& unit, std::byte* target, const std::byte* source, CopyKind kind) {
-  if (table_.world_size() == 1) return streams_.up->copy(target, source, unit.host_bytes(), kind);  // the same layout
+void Gatherer::copy_stored_up(UnitId id, std::byte* target) {
+  std::byte* staged = weight_reader_->take(id);
+  Completion copied;
+  try {
+    const HostPieces pieces = memory_.plan().units().host_pieces(id);
+    for (const HostPiece& piece : {pieces.stored_trainable, pieces.stored_frozen})
+      copy_piece(table_.unit(id), target, staged, piece, CopyKind::host_to_device);
+    copied = streams_.up->record().completion();
+  } catch (...) {
+    weight_reader_->hand_back(staged);
+    throw;
+  }
+  copied.then([weight_reader = weight_reader_, staged](std::exception_ptr) { weight_reader->hand_back(staged); });
+}
+
+// What is in the piece of this rank's shard of every segment, to its place among the ranks'.
+void Gatherer::copy_piece(const Unit& unit, std::byte* target, const std::byte* source, const HostPiece& piece,
+                          CopyKind kind) {
+  const std::byte* const host = source + piece.offset;  // of the piece's beginning
+  if (table_.world_size() == 1) {                       // host and gathered layout are the same
+    if (piece.bytes > 0) streams_.up->copy(target + piece.host_offset, host, piece.bytes, kind);
+    return;
+  }
   const auto rank = static_cast<std::uint64_t>(runtime_.rank());
   for (const Segment& segment : unit.segments) {
-    streams_.up->copy(target + segment.gathered_offset + rank * segment.shard_bytes(), source + segment.host_offset,
-                      segment.shard_bytes(), kind);
+    const std::uint64_t begin = std::max(segment.host_offset, piece.host_offset);
+    const std::uint64_t end = std::min(segment.host_offset + segment.shard_bytes(), piece.host_end());
+    if (begin >= end) continue;
+    streams_.up->copy(target + segment.gathered_offset + rank * segment.shard_bytes() + (begin - segment.host_offset),
+                      host + (begin - piece.host_offset), end - begin, kind);
   }
 }
 

@@ -115,7 +115,9 @@ class Gatherer {
   void copy_secondary_up(UnitId unit, std::byte* target);
   void keep_secondary(UnitId unit, Transfer& transfer);
   void gather_in_group(const Unit& unit, std::byte* target);
-  void copy_segments(const Unit& unit, std::byte* target, const std::byte* source, platform::CopyKind kind);
+  void copy_stored_up(UnitId unit, std::byte* target);
+  void copy_piece(const Unit& unit, std::byte* target, const std::byte* source, const HostPiece& piece,
+                  platform::CopyKind kind);
   void all_gather(const Unit& unit, std::byte* target);
   void pin(UnitId unit, StreamRef stream);
   void unpin(UnitId unit, StreamRef gathered_on, StreamRef stream);

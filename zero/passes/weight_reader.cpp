@@ -9,9 +9,9 @@ namespace hoist::detail {
 
 using tiers::Region;
 
-WeightReader::WeightReader(tiers::Store& store, const UnitTable& table, const RecordMap& records,
+WeightReader::WeightReader(tiers::Store& store, const UnitRegions& units, const RecordMap& records,
                            const std::vector<std::span<std::byte>>& buffers, Written written, Deliver deliver)
-    : store_(store), table_(table), records_(records), written_(std::move(written)), deliver_(std::move(deliver)) {
+    : store_(store), units_(units), records_(records), written_(std::move(written)), deliver_(std::move(deliver)) {
   for (const auto& bytes : buffers) buffers_.push_back({.bytes = bytes});
 }
 
@@ -31,12 +31,13 @@ WeightReader::~WeightReader() {
 
 void WeightReader::expect(std::vector<UnitId> order) {
   std::lock_guard lock(mutex_);
-  // Drop what is staged but not among the next few; keep the rest and do not read it again.
-  const std::size_t horizon = std::min(order.size(), buffers_.size());
+  // Drop what is staged but not among the next few that are read; keep the rest and do not read it again.
+  auto horizon = order.begin();
+  for (std::size_t reads = 0; horizon != order.end() && reads < buffers_.size(); ++horizon)
+    if (units_.unit(*horizon).reads_weights()) ++reads;
   for (Buffer& buffer : buffers_) {
     if (buffer.use != Use::staged) continue;
-    const auto wanted = std::find(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(horizon), buffer.unit);
-    if (wanted == order.begin() + static_cast<std::ptrdiff_t>(horizon)) buffer.use = Use::free;
+    if (std::find(order.begin(), horizon, buffer.unit) == horizon) buffer.use = Use::free;
   }
   expected_.assign(order.begin(), order.end());
   for (Buffer& buffer : buffers_) {
@@ -69,12 +70,18 @@ void WeightReader::await_copies(std::unique_lock<std::mutex>& lock) {
 
 // A free buffer may still be the target of a read that was given up; it is used again only when that has ended.
 void WeightReader::start_reads() {
-  for (Buffer& buffer : buffers_) {
-    if (expected_.empty()) return;
-    if (buffer.use != Use::free || !buffer.read.done()) continue;
+  auto buffer = buffers_.begin();
+  while (!expected_.empty()) {
     const UnitId unit = expected_.front();
+    if (!units_.unit(unit).reads_weights()) {
+      deliver_(unit, nullptr);
+    } else {
+      buffer =
+          std::find_if(buffer, buffers_.end(), [](const Buffer& b) { return b.use == Use::free && b.read.done(); });
+      if (buffer == buffers_.end()) return;
+      start_read(*buffer, unit);
+    }
     expected_.pop_front();
-    start_read(buffer, unit);
   }
 }
 
@@ -118,21 +125,23 @@ void WeightReader::start_read(Buffer& buffer, UnitId id) {
 }
 
 Completion WeightReader::read_weights(UnitId id, std::span<std::byte> target) {
-  const std::array reads{read_record(records_.trainable(id), table_.unit(id).trainable, target),
-                         read_frozen(id, target)};
+  const std::array reads{
+      read_record(records_.trainable(id), units_.table().unit(id).trainable, units_.unit(id).weight_tiles, target),
+      read_frozen(id, target)};
   return when_all(reads);
 }
 
 Completion WeightReader::read_frozen(UnitId id, std::span<std::byte> target) {
-  const Unit& unit = table_.unit(id);
-  return read_record(records_.frozen(id), unit.frozen, target.subspan(unit.frozen_offset()));
+  return read_record(records_.frozen(id), units_.table().unit(id).frozen, units_.unit(id).frozen_tiles,
+                     target.subspan(units_.host_pieces(id).stored_frozen.offset));
 }
 
 Completion WeightReader::read_record(std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
-                                     std::span<std::byte> target) {
-  if (!record) return {};
-  return store_.read(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
-                     target.first(layout.region_bytes(Region::weights)), aio::Priority::foreground);
+                                     std::uint32_t first, std::span<std::byte> target) {
+  const std::uint32_t count = static_cast<std::uint32_t>(layout.tiles().size()) - first;
+  if (count == 0) return {};
+  return store_.read(*record, Region::weights, first, count,
+                     target.first(layout.tile_bytes(Region::weights, first, count)), aio::Priority::foreground);
 }
 
 WeightReader::Buffer* WeightReader::staged(UnitId unit) {
@@ -192,15 +201,16 @@ std::byte* WeightReader::take(UnitId unit) {
 }
 
 void WeightReader::verify(UnitId id, std::span<const std::byte> bytes) const {
-  const Unit& unit = table_.unit(id);
-  const auto check = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
-                         std::uint64_t offset) {
-    if (!record) return;
-    store_.verify(*record, Region::weights, 0, static_cast<std::uint32_t>(layout.tiles().size()),
-                  bytes.subspan(offset, layout.region_bytes(Region::weights)));
+  const auto check = [&](std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, std::uint32_t first,
+                         const HostPiece& piece) {
+    if (piece.bytes == 0) return;
+    store_.verify(*record, Region::weights, first, static_cast<std::uint32_t>(layout.tiles().size()) - first,
+                  bytes.subspan(piece.offset, piece.bytes));
   };
-  check(records_.trainable(id), unit.trainable, 0);
-  check(records_.frozen(id), unit.frozen, unit.frozen_offset());
+  const Unit& unit = units_.table().unit(id);
+  const HostPieces pieces = units_.host_pieces(id);
+  check(records_.trainable(id), unit.trainable, units_.unit(id).weight_tiles, pieces.stored_trainable);
+  check(records_.frozen(id), unit.frozen, units_.unit(id).frozen_tiles, pieces.stored_frozen);
 }
 
 void WeightReader::hand_back(std::byte* bytes) {

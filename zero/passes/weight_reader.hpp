@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/passes/weight_reader.hpp - weights on their way from NVMe: a few pinned buffers, read ahead in the planned
-// order. Where a unit's update is still to come, the buffer is filled by the update instead.
+// order. Where a unit's update is still to come, the buffer is filled by the update instead. Tiles that live in memory
+// are not in the buffers; of a unit that has no others, only the update is asked for.
 //
 // Threading  expect() and invalidate() come from the program's thread, take() and outdate() from the executor,
 //            hand_back() from whichever thread saw the copy finish. One mutex.
@@ -25,9 +26,9 @@ class WeightReader {
   // `written(unit)` is done when the unit's newest weights have reached the store: reads wait for it.
   using Written = std::function<Completion(UnitId)>;
   // Asks for a unit whose update is still to come: its new trainable weights will be at `target`, without a read from
-  // here. Nothing when there is no such update.
+  // here, or in memory only if `target` is null. Nothing when there is no such update.
   using Deliver = std::function<std::optional<Completion>(UnitId, std::byte* target)>;
-  WeightReader(tiers::Store& store, const UnitTable& table, const RecordMap& records,
+  WeightReader(tiers::Store& store, const UnitRegions& units, const RecordMap& records,
                const std::vector<std::span<std::byte>>& buffers, Written written, Deliver deliver);
   ~WeightReader();  // waits for reads under way and for buffers under copy
 
@@ -40,7 +41,7 @@ class WeightReader {
   // new ones. Not while the unit is being taken.
   void outdate(UnitId unit);
 
-  // The unit's weights in host layout, verified. Blocks for the read.
+  // The unit's weights on NVMe, in host layout, verified. Blocks for the read. Pre: there are any.
   std::byte* take(UnitId unit);
   void hand_back(std::byte* buffer);
 
@@ -57,14 +58,15 @@ class WeightReader {
   void start_read(Buffer& buffer, UnitId unit);
   Completion read_weights(UnitId unit, std::span<std::byte> target);
   Completion read_frozen(UnitId unit, std::span<std::byte> target);
-  Completion read_record(std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout,
+  // The tiles from `first` on, which come last in the record.
+  Completion read_record(std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, std::uint32_t first,
                          std::span<std::byte> target);
   Buffer* staged(UnitId unit);
   Buffer& buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock);
   void verify(UnitId unit, std::span<const std::byte> bytes) const;
 
   tiers::Store& store_;
-  const UnitTable& table_;
+  const UnitRegions& units_;
   const RecordMap& records_;
   Written written_;
   Deliver deliver_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -164,9 +165,7 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   out.host_budget_bytes = runtime.host_memory_bytes;
   const detail::MachineFacts facts = facts_of(runtime, other_device, other_pinned);
   EngineOptions engine = options;
-  if (!engine.optimizer_pinned_fraction)
-    engine.optimizer_pinned_fraction =
-        detail::largest_pinned_fraction(engine, table, access, detail::free_for_pinned(engine, table, facts));
+  detail::choose_pinned_shares(engine, table, access, detail::free_for_pinned(engine, table, facts));
 
   const detail::MemoryPlan least(engine, table, {access, 0, 0});
   const detail::MemoryPlan plan(engine, table, facts);
@@ -180,6 +179,8 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
     out.fitting_offload_ratio = detail::fitting_offload_ratio(engine, table, access, facts.free_device_bytes);
   out.nvme_bytes = store.disk_bytes;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;
+  out.parameters_pinned_fraction = *engine.parameters_pinned_fraction;
+  if (engine.parameters == Placement::nvme) out.pinned_weight_share = plan.units().pinned_weight_share();
   describe_memory(plan, out);
   out.fetches = fetches_of(engine, plan);
   const auto steps = detail::unit_steps(engine, plan.units(), counts_of(out.fetches, table.units().size()));
@@ -196,16 +197,19 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   return out;
 }
 
-double largest_pinned_fraction(const RuntimeOptions& given, const EngineOptions& engine, const Model& model,
-                               int world_size, const ProgramMemory& program) {
+double largest_pinned_fraction(const RuntimeOptions& given, EngineOptions engine, const Model& model, int world_size,
+                               const ProgramMemory& program, std::optional<double> EngineOptions::*share) {
   const RuntimeOptions runtime = choose_for_this_machine(given).runtime;
   const detail::UnitTable table = table_of(engine, model, world_size);
   const std::uint64_t other_bytes =
       detail::store_cost(engine, table, detail::RecordMap(table), /*rank=*/0).memory_bytes + program.pinned_bytes;
   const detail::MachineFacts facts = facts_of(runtime, other_device_bytes(runtime, program, world_size), other_bytes);
-  const double most = detail::largest_pinned_fraction(engine, table, facts.device_access,
-                                                      detail::free_for_pinned(engine, table, facts));
-  return std::max(most, engine.optimizer_pinned_fraction.value_or(0));
+  const std::uint64_t free_bytes = detail::free_for_pinned(engine, table, facts);
+  const std::optional<double> asked = std::exchange(engine.*share, 0);
+  detail::choose_pinned_shares(engine, table, facts.device_access, free_bytes);
+  engine.*share = asked;
+  const double most = detail::largest_pinned_share(engine, share, table, facts.device_access, free_bytes);
+  return std::max(most, asked.value_or(0));
 }
 
 }  // namespace hoist

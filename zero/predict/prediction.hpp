@@ -73,7 +73,9 @@ struct Prediction {
   std::uint64_t update_memory_bytes = 0;  // of all units
   std::uint64_t device_update_bytes = 0;
   std::uint64_t parameter_count = 0;
-  double pinned_fraction = 0;  // EngineOptions::optimizer_pinned_fraction, found where it is empty
+  double pinned_fraction = 0;             // EngineOptions::optimizer_pinned_fraction, found where it is empty
+  double parameters_pinned_fraction = 0;  // likewise
+  double pinned_weight_share = 0;         // of weights on NVMe: what whole tiles, and the limit in elements, make of it
   // Optimizer states in device memory, and the share of the trainable parameters that they are of: what whole units
   // make of 1 - EngineOptions::optimizer_offload_ratio.
   std::uint64_t device_state_bytes = 0;
@@ -95,10 +97,11 @@ struct Prediction {
 Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model, int world_size,
                    const ProgramMemory& program = {});
 
-// The largest EngineOptions::optimizer_pinned_fraction, in hundredths, that fits the pinned budget beside the buffers
-// that `engine` gets; at least the one it asks for. Of a ring of gradients, which otherwise takes what is left, room
-// for two of the largest stays.
-double largest_pinned_fraction(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model,
-                               int world_size, const ProgramMemory& program = {});
+// The largest share of what is on NVMe, in hundredths, that fits the pinned budget beside the buffers that `engine`
+// gets; at least the one it asks for. `share`: EngineOptions::optimizer_pinned_fraction, or that of parameters. Of a
+// ring of gradients, which otherwise takes what is left, room for two of the largest stays.
+double largest_pinned_fraction(const RuntimeOptions& runtime, EngineOptions engine, const Model& model, int world_size,
+                               const ProgramMemory& program = {},
+                               std::optional<double> EngineOptions::*share = &EngineOptions::optimizer_pinned_fraction);
 
 }  // namespace hoist

@@ -8,14 +8,33 @@ namespace hoist::detail {
 
 namespace {
 
+std::uint64_t tiles_from(std::uint64_t first, const tiers::EqualTiles& run) {
+  return run.end_tile() - std::clamp(first, run.first_tile, run.end_tile());
+}
+
 // Of the elements alone, without what fills the last tile of a segment up. Full tiles are whole pages, but for those of
 // one moment of fp8, which move the page's rest with every step.
 std::uint64_t state_bytes(const Unit& unit, std::uint64_t first_tile) {
   std::uint64_t bytes = 0;
   for (const tiers::EqualTiles& run : unit.trainable.equal_tiles()) {
-    const std::uint64_t tiles = run.end_tile() - std::clamp(first_tile, run.first_tile, run.end_tile());
+    const std::uint64_t tiles = tiles_from(first_tile, run);
     const bool full = run.elements == tiers::kTileElements;
     bytes += tiles * (full ? run.s_bytes : unit.segments[run.segment].record().state_bytes(run.elements));
+  }
+  return bytes;
+}
+
+// Likewise of weights. `made`: of segments whose update makes them.
+struct WeightBytes {
+  std::uint64_t all = 0, made = 0;
+};
+WeightBytes weight_bytes(const tiers::RecordLayout& layout, std::uint64_t first_tile) {
+  WeightBytes bytes;
+  for (const tiers::EqualTiles& run : layout.equal_tiles()) {
+    const DType dtype = layout.segments()[run.segment].dtype;
+    const std::uint64_t run_bytes = tiles_from(first_tile, run) * run.elements * dtype_bytes(dtype);
+    bytes.all += run_bytes;
+    if (update_makes_weights(dtype)) bytes.made += run_bytes;
   }
   return bytes;
 }
@@ -40,7 +59,6 @@ class StepMean {
 std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions& units,
                                  std::span<const std::uint32_t> fetches) {
   const UnitTable& table = units.table();
-  const bool weights_on_nvme = options.parameters == Placement::nvme;
   const bool weights_on_device = options.parameters == Placement::device;
   const bool commits_resident = writes_resident_state(options, /*committed=*/true);
   const auto others = static_cast<std::uint64_t>(table.world_size() - 1);
@@ -52,13 +70,11 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     const Unit& unit = table.units()[u];
     UnitStep& step = steps[u];
     const UnitPlacement& placement = units.unit(UnitId{u});
-    std::uint64_t weights = 0, trainable = 0, made = 0;  // of the trainable ones, what an update does not read
-    for (const Segment& segment : unit.segments) {
-      weights += segment.shard_bytes();
-      if (!segment.trainable) continue;
-      trainable += segment.shard_bytes();
-      if (segment.update_makes_weights()) made += segment.shard_bytes();
-    }
+    const std::uint64_t trainable = weight_bytes(unit.trainable, 0).all;
+    const std::uint64_t weights = trainable + weight_bytes(unit.frozen, 0).all;
+    // What is on NVMe only, and of it, what an update does not read.
+    const auto [stored_trainable, made] = weight_bytes(unit.trainable, placement.weight_tiles);
+    const std::uint64_t stored_weights = stored_trainable + weight_bytes(unit.frozen, placement.frozen_tiles).all;
     const std::uint64_t state = state_bytes(unit, /*first_tile=*/0);
     const std::uint64_t streamed = state_bytes(unit, placement.state_tiles);
     const bool state_on_device = placement.state_on_device;
@@ -69,7 +85,7 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     // With a secondary shard, only the first fetch after an update comes from the unit's weights and from all ranks.
     const std::uint64_t secondary_bytes = placement.region(MemoryRole::secondary_shard).bytes;
     const auto fetch = [&](StepBytes& phase, std::uint64_t whole, std::uint64_t in_group) {
-      if (weights_on_nvme) phase.nvme_read += whole * weights;
+      phase.nvme_read += whole * stored_weights;
       if (!weights_on_device) phase.host_to_device += whole * weights + in_group * secondary_bytes;
       const std::uint64_t group_bytes = peers_in_group * in_group * secondary_bytes;
       phase.wire += others * whole * weights + group_bytes;
@@ -86,9 +102,9 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     if (!options.gradients_are_reduced) step.gradient.wire += others * passes * trainable;
     // Under the next forward, the first fetch takes its weights from the update, which has read, or made, them already.
     const bool shared = updates_under_forward(options) && count > 0;
-    if (weights_on_nvme && shared) step.forward_fetch.nvme_read -= made;
-    step.update.nvme_read += (weights_on_nvme && !shared ? trainable - made : 0) + streamed;
-    const std::uint64_t on_nvme = (weights_on_nvme ? trainable : 0) + streamed;
+    if (shared) step.forward_fetch.nvme_read -= made;
+    step.update.nvme_read += (shared ? 0 : stored_trainable - made) + streamed;
+    const std::uint64_t on_nvme = stored_trainable + streamed;
     const std::uint64_t committed = commits_resident ? trainable + state : on_nvme;
     step.resident_write_bytes = written_by_commits.add(committed - on_nvme);
     step.update.nvme_write = on_nvme + step.resident_write_bytes;

@@ -141,7 +141,7 @@ bool TilePipeline::start(std::size_t index, std::byte* target, const WalkOptions
   const SubGroup& sub_group = memory_.sub_groups()[index];
   if (const auto read = read_already(sub_group); read != ahead_.end()) {
     jobs.push_back(std::move(*read));
-    jobs.back().target = target;
+    jobs.back().target = target_of(sub_group, target);
     ahead_.erase(read);
     return true;
   }
@@ -151,9 +151,16 @@ bool TilePipeline::start(std::size_t index, std::byte* target, const WalkOptions
   Buffer* const buffer = needs_buffer ? buffer_for(jobs, options.waits) : nullptr;
   if (needs_buffer && buffer == nullptr) return false;
   jobs.push_back(job_of(index, buffer));
-  jobs.back().target = target;
+  jobs.back().target = target_of(sub_group, target);
   if (memory_.device_only(sub_group.unit) ? options.read_device_only : options.read) read(jobs.back(), options);
   return true;
+}
+
+std::byte* TilePipeline::target_of(const SubGroup& sub_group, std::byte* unit_target) const {
+  const UnitRegions& units = memory_.plan().units();
+  if (unit_target == nullptr || units.are_weights_resident(sub_group)) return nullptr;
+  const std::uint64_t first = table_.unit(sub_group.unit).trainable.tiles()[sub_group.first_tile].w_offset;
+  return unit_target + (first - units.host_pieces(sub_group.unit).stored_trainable.host_offset);
 }
 
 bool TilePipeline::held(const Buffer& buffer, const std::deque<Job>& jobs) const {
@@ -274,7 +281,7 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
           .tile = &tile,
           .weights = weights.data(),
           .state = state.data()});
-    if (job.target != nullptr) std::memcpy(job.target + tile.w_offset, weights.data(), tile.w_bytes);
+    if (job.target != nullptr) std::memcpy(job.target + (tile.w_offset - first.w_offset), weights.data(), tile.w_bytes);
     if (writes_weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
     if (writes_state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
   });
@@ -285,9 +292,9 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
 }
 
 TilePipeline::Writes TilePipeline::writes(const SubGroup& sub_group, const WalkOptions& options) const {
-  const bool weights_resident = memory_.unit(sub_group.unit).weights != nullptr;
-  return {.weights = weights_resident ? options.write_resident : options.write_stored,
-          .state = memory_.plan().units().is_state_resident(sub_group) ? options.write_resident : options.write_stored};
+  const UnitRegions& units = memory_.plan().units();
+  return {.weights = units.are_weights_resident(sub_group) ? options.write_resident : options.write_stored,
+          .state = units.is_state_resident(sub_group) ? options.write_resident : options.write_stored};
 }
 
 void TilePipeline::write(Job& job, const WalkOptions& options) {

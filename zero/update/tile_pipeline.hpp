@@ -40,7 +40,8 @@ struct WalkOptions {
   bool makes_weights = false;
 };
 
-// A unit to be updated, and where to leave a copy of its new trainable weights (host layout), unless null.
+// A unit to be updated, and where to leave a copy of its new trainable weights, those that are on NVMe (in host
+// layout), unless null.
 struct UpdateRequest {
   UnitId unit{};
   std::byte* target = nullptr;
@@ -92,7 +93,7 @@ class TilePipeline {
     std::byte* weights = nullptr;  // of the sub-group's first tile
     std::byte* state = nullptr;
     Buffer* buffer = nullptr;
-    std::byte* target = nullptr;  // of a copy of the unit's weights
+    std::byte* target = nullptr;  // of a copy of the weights
     bool ends_unit = false;
     aio::Priority priority = aio::Priority::foreground;  // of the reads
     std::vector<Completion> reads;
@@ -105,6 +106,7 @@ class TilePipeline {
   bool ends_unit(std::size_t index) const;
   std::deque<Job>::iterator read_already(const SubGroup& sub_group);  // in ahead_
   bool start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs);
+  std::byte* target_of(const SubGroup& sub_group, std::byte* unit_target) const;
   bool held(const Buffer& buffer, const std::deque<Job>& jobs) const;
   Buffer* idle_buffer(const std::deque<Job>& jobs);
   Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
