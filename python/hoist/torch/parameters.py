@@ -15,6 +15,8 @@ from hoist.torch import initial
 from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
 
+_PIECE = 1 << 20  # elements that are converted at a time
+
 
 def dtype_of(config: _hoist.Config) -> torch.dtype | None:
     """Of all weights, where the configuration says so."""
@@ -179,8 +181,16 @@ class Parameters:
         return out.view(self._shape[name])
 
     def read_as_stored(self, name: str) -> torch.Tensor:
-        """In the parameter's own type, as the forward pass uses it."""
-        return as_type(self.read(name), self._type[self.own_name(name)])
+        """In the parameter's own type, as the forward pass uses it. Converted in pieces: more than the result is not held."""
+        self._between_passes()
+        name = self.own_name(name)
+        out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
+        for first in range(0, out.numel(), _PIECE):
+            part = out.view(-1)[first:first + _PIECE]
+            masters: Any = torch.empty(part.numel(), device="cpu")  # as in read()
+            self._unit_manager.read(self._number[name], _hoist.State.master, first, masters)
+            part.copy_(as_type(masters, out.dtype))
+        return out
 
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         self._between_passes()

@@ -15,12 +15,12 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.utils import (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME,
-                                cached_file)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from hoist import _hoist
 
@@ -68,10 +68,11 @@ def _files_of(name: str, model: Any, arguments: dict[str, Any]) -> Iterator[str]
     commit = getattr(model.config, "_commit_hash", None)
     if commit is not None:
         places["revision"] = commit
-    whole, index = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME), (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    kinds = [index] if arguments.get("use_safetensors") else [whole] if arguments.get("use_safetensors") is False else [index, whole]
+    safe = arguments.get("use_safetensors")
+    candidates = [] if safe is False else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
+    candidates += [] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     variant = arguments.get("variant")
-    for file in (file for kind in kinds for file in kind):
+    for file in candidates:
         if variant is not None:
             stem, *rest = file.split(".")
             file = ".".join([stem, *rest[:-1], variant, rest[-1]])
@@ -92,7 +93,7 @@ def _tensors_in(path: str) -> dict[str, Read]:
     """Every tensor of a file, mapped into memory while it is used."""
     if not path.endswith(".safetensors"):
         loaded = torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=True)
-        return {key: (lambda value=value: value) for key, value in loaded.items()}
+        return {key: partial(torch.Tensor.detach, value) for key, value in loaded.items()}
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(length, 100_000_000)))

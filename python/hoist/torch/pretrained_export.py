@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a wrapped model of transformers, or PEFT's adapters on one, as their own save_pretrained does; memory holds one unit."""
+"""Writes a wrapped model of transformers, or PEFT's adapters on one, as their own save_pretrained does. Memory holds one
+parameter, or one unit where files have its tensors in another form."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,33 +46,46 @@ def save_pretrained(engine: Engine, directory: str | os.PathLike[str], max_shard
         return
     if writes and with_settings:
         model.save_pretrained(directory, state_dict={}, max_shard_size=max_shard_size)
-    units = _units(engine)
-    planned: Tensors = {}
-    with torch.device("meta"):
-        for unit in units:
-            planned |= _as_in_files(model, {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in unit.items()})
-        whole = _as_in_files(model, {name: torch.empty(shape, dtype=dtype)
-                                     for unit in units for name, (shape, dtype) in unit.items()})
-    if {name: value.shape for name, value in planned.items()} != {name: value.shape for name, value in whole.items()}:
-        planned, units = whole, [{name: kind for unit in units for name, kind in unit.items()}]  # one rule takes several units
+    planned, parts = _plan(engine)
     files = _Files(directory, planned, max_shard_size) if writes else None
     buffers = dict(engine._parameters.persistent_buffers())
-    for unit in units:
-        values = {name: buffers[name] if name in buffers else engine._parameters.read_as_stored(name) for name in unit}
+    for part in parts:
+        values = {name: buffers[name] if name in buffers else engine._parameters.read_as_stored(name) for name in part}
         if files is not None:
             files.write(_as_in_files(model, values))
     if files is not None:
         files.finish()
 
 
-def _units(engine: Engine) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
-    """The tensors of a state_dict, each once, with shape and type, by unit."""
-    by_unit: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+def _plan(engine: Engine) -> tuple[Tensors, list[list[str]]]:
+    """The tensors of the files, without values, and which parameters and buffers to convert together: each alone, if that
+    makes the same tensors, or a unit, or all."""
+    model = engine.module
+    units: dict[int, list[str]] = {}
+    tensors: Tensors = {}
     for name, shape, dtype in engine._parameters.shapes():
-        by_unit.setdefault(engine._parameters.unit_of(name), {})[name] = shape, dtype
-    units = list(by_unit.values())
-    units += [{name: (buffer.shape, buffer.dtype)} for name, buffer in engine._parameters.persistent_buffers()]
-    return units
+        units.setdefault(engine._parameters.unit_of(name), []).append(name)
+        tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+    for name, buffer in engine._parameters.persistent_buffers():
+        tensors[name] = torch.empty_like(buffer, device="meta")
+
+    def made_of(parts: Iterable[list[str]]) -> Tensors:
+        made: Tensors = {}
+        for part in parts:
+            made |= _as_in_files(model, {name: tensors[name] for name in part})
+        return made
+
+    def is_same(some: Tensors, others: Tensors) -> bool:
+        return {name: t.shape for name, t in some.items()} == {name: t.shape for name, t in others.items()}
+
+    whole = made_of([list(tensors)])
+    parts: list[list[str]] = []
+    for unit in units.values():
+        alone = [[name] for name in unit]
+        parts += alone if is_same(made_of(alone), made_of([unit])) else [unit]
+    parts += [[name] for name, _ in engine._parameters.persistent_buffers()]
+    made = made_of(parts)
+    return (made, parts) if is_same(made, whole) else (whole, [list(tensors)])
 
 
 def _as_in_files(model: Any, tensors: Tensors) -> Tensors:
@@ -81,7 +95,9 @@ def _as_in_files(model: Any, tensors: Tensors) -> Tensors:
     except ImportError:  # transformers 4: they are the model's own
         return tensors
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return revert_weight_conversion(model, {name: value for name, value in tensors.items() if name not in ignored})
+    kept = {name: value for name, value in tensors.items() if name not in ignored}
+    converted: Tensors = revert_weight_conversion(model, kept)
+    return converted
 
 
 def _adapters(engine: Engine) -> Tensors:
@@ -132,7 +148,8 @@ class _Files:
     def write(self, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
             descriptor, offset = self._place[name]
-            data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            raw: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            data = memoryview(raw)
             while len(data) > 0:
                 written = os.pwrite(descriptor, data[:1 << 30], offset)
                 data, offset = data[written:], offset + written
