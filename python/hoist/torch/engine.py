@@ -196,7 +196,7 @@ class Engine(DeepSpeedNames):
             _log.info("resuming at step %d", step)
         return True
 
-    def _begin(self, sources: dict[int, torch.Tensor], weights: str | None, initialize: Initialize | None, seed: int) -> None:
+    def _begin(self, sources: dict[int, initial.Source], weights: str | None, initialize: Initialize | None, seed: int) -> None:
         if weights is not None:
             found = initial.tensor_names(weights)
             names = {}

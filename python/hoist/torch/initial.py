@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where initial values come from: the tensors a model was built with, or, for a model on the meta device, modules that
-are given memory and initialized one unit at a time."""
+"""Where initial values come from: a parameter's attribute `initial_values`, a function that returns them; or the tensor that
+it was built with; or, for one on the meta device, its module, which is given memory and initialized. One unit at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from hoist import _hoist
 from hoist.torch.units import Unit
 
 Initialize = Callable[[nn.Module], None]
+Source = torch.Tensor | Callable[[], torch.Tensor]  # a parameter's initial values, or what reads them
 
 DTYPES = {
     torch.float32: _hoist.DType.fp32,
     torch.bfloat16: _hoist.DType.bf16,
     torch.float16: _hoist.DType.fp16,
 }
+
+
+def values_of(source: Source) -> torch.Tensor:
+    return source if isinstance(source, torch.Tensor) else source()
 
 
 def default_initialize(module: nn.Module) -> None:
@@ -38,10 +43,10 @@ def default_initialize(module: nn.Module) -> None:
 class InitialValues:
     """Called by the engine for one unit after the other; keeps the values of the last one alive."""
 
-    def __init__(self, units: list[Unit], sources: dict[int, torch.Tensor], places: dict[int, int],
+    def __init__(self, units: list[Unit], sources: dict[int, Source], places: dict[int, int],
                  initialize: Initialize, seed: int):
         self._units = units
-        self._sources = sources  # id of a parameter -> the tensor it was built with; none for meta ones
+        self._sources = sources  # by id of a parameter; none for those that are to be initialized
         self._places = places  # id of a parameter -> its number in the engine
         self._initialize = initialize
         self._seed = seed
@@ -49,7 +54,8 @@ class InitialValues:
 
     def __call__(self, index: int) -> dict[int, tuple[int, _hoist.DType, int]]:
         unit = self._units[index]
-        built = {p: self._sources[id(p)] for p in unit.parameters.values() if id(p) in self._sources}
+        self._alive = []  # the last unit's values go before this one's come
+        built = {p: values_of(self._sources[id(p)]) for p in unit.parameters.values() if id(p) in self._sources}
         values = built if len(built) == len(unit.parameters) else self._make(index, unit) | built
         self._alive = [v.detach().to("cpu").contiguous() for v in values.values()]
         return {
@@ -60,7 +66,8 @@ class InitialValues:
     def _make(self, index: int, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
         """Values for all of the unit's parameters, from the modules that have one without."""
         parameters = list(unit.parameters.values())
-        with _own_memory(parameters, self._sources), torch.random.fork_rng(devices=[]), torch.no_grad():
+        known = {id(p): values_of(self._sources[id(p)]) for p in parameters if id(p) in self._sources}
+        with _own_memory(parameters, known), torch.random.fork_rng(devices=[]), torch.no_grad():
             # The same numbers whatever was initialized before, and when this unit is asked for twice.
             torch.manual_seed(self._seed + index)
             for module in unit.modules:

@@ -15,6 +15,8 @@ from hoist.torch import initial
 from hoist.torch.unit_tensors import UnitTensors
 from hoist.torch.units import Model, Unit
 
+_PIECE = 1 << 20  # elements that are converted at a time
+
 
 def dtype_of(config: _hoist.Config) -> torch.dtype | None:
     """Of all weights, where the configuration says so."""
@@ -76,22 +78,24 @@ class Parameters:
                                     "{\"enabled\": true}, or build the model in float32")
         return dtype
 
-    def move(self, unit_manager: _hoist.UnitManager, device: torch.device) -> dict[int, torch.Tensor]:
-        """Gives every parameter to the engine, and its memory back. Returns what they were built with, by id."""
+    def move(self, unit_manager: _hoist.UnitManager, device: torch.device) -> dict[int, initial.Source]:
+        """Gives every parameter to the engine, and its memory back. Returns their initial values, by id."""
         self._unit_manager = unit_manager
         self._device = device
         self.tensors = UnitTensors([unit.name for unit in self._cut.units], device)
-        sources: dict[int, torch.Tensor] = {}
+        sources: dict[int, initial.Source] = {}
         for index, unit in enumerate(self._cut.units):
             for name, parameter in list(unit.parameters.items()):
                 number, self._unit[name], offset = unit_manager.place(name)
                 dtype = self._type_of(name, parameter)
                 absent = self.tensors.absent(index, parameter.shape, dtype)
+                values = getattr(parameter, "initial_values", None if parameter.is_meta else parameter.data)
                 if parameter.is_meta:
                     parameter = self._replace(unit, name, parameter, absent)
                 else:
-                    sources[id(parameter)] = parameter.data
                     parameter.data = absent
+                if values is not None:
+                    sources[id(parameter)] = values
                 self.tensors.add(index, parameter, offset)
                 self.places[id(parameter)] = self._number[name] = number
                 self._all.append(parameter)
@@ -161,6 +165,10 @@ class Parameters:
             raise _hoist.UsageError(f"there is no parameter '{name}'")
         return name
 
+    def shapes(self) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+        for name in self._number:
+            yield name, self._shape[name], self._type[name]
+
     def unit_of(self, name: str) -> int:
         return self._unit[self.own_name(name)]
 
@@ -171,6 +179,18 @@ class Parameters:
         array: Any = out  # the extension takes every DLPack array; its stubs name NumPy's alone
         self._unit_manager.read(self._number[name], state, 0, array)
         return out.view(self._shape[name])
+
+    def read_as_stored(self, name: str) -> torch.Tensor:
+        """In the parameter's own type, as the forward pass uses it. Converted in pieces: more than the result is not held."""
+        self._between_passes()
+        name = self.own_name(name)
+        out = torch.empty(self._shape[name], dtype=self._type[name], device="cpu")
+        for first in range(0, out.numel(), _PIECE):
+            part = out.view(-1)[first:first + _PIECE]
+            masters: Any = torch.empty(part.numel(), device="cpu")  # as in read()
+            self._unit_manager.read(self._number[name], _hoist.State.master, first, masters)
+            part.copy_(as_type(masters, out.dtype))
+        return out
 
     def write(self, name: str, values: torch.Tensor, state: _hoist.State = _hoist.State.master) -> None:
         self._between_passes()
@@ -183,7 +203,7 @@ class Parameters:
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         result: dict[str, torch.Tensor] = {}
         for name in self._number:
-            result[name] = as_type(self.read(name), dtype or self._type[name])
+            result[name] = self.read_as_stored(name) if dtype is None else as_type(self.read(name), dtype)
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
         result.update({n: b.detach().clone() for n, b in self.persistent_buffers()})
@@ -214,7 +234,7 @@ class Parameters:
         def fill(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: Any) -> None:
             for name in list(self._number) + list(self._cut.aliases):
                 if prefix + name in state_dict:
-                    state_dict[prefix + name] = as_type(self.read(name), self._type[self.own_name(name)])
+                    state_dict[prefix + name] = self.read_as_stored(name)
 
         # PyTorch would go on to copy the values into parameters whose units are not up. So what was written is taken out of
         # its (own) dictionary, and is not missing for that.

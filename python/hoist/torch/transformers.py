@@ -22,12 +22,13 @@ import torch
 import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import hoist.torch
 from hoist import _hoist
+from hoist.torch.pretrained import from_pretrained
+from hoist.torch.pretrained_export import save_pretrained
 
-__all__ = ["Trainer", "fill_in", "newest_complete_checkpoint"]
+__all__ = ["Trainer", "fill_in", "from_pretrained", "newest_complete_checkpoint", "save_pretrained"]
 
 _log = logging.getLogger("hoist")
 
@@ -115,6 +116,12 @@ class Trainer(transformers.Trainer):
             if resume_from_checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         return super().train(resume_from_checkpoint, *positional, **arguments)
+
+    def evaluation_loop(self, *positional: Any, **arguments: Any) -> Any:
+        if self.engine is None and any(hasattr(p, "initial_values") for p in cast(torch.nn.Module, self.model).parameters()):
+            raise _hoist.UsageError("the model's weights are still in their files, and are read when train() begins: evaluate "
+                                    "after that, or load the model with transformers' own from_pretrained")
+        return super().evaluation_loop(*positional, **arguments)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """The engine brings weights to where they are used."""
@@ -217,17 +224,9 @@ class Trainer(transformers.Trainer):
         if self.engine is None or state_dict is not None:
             return super()._save(output_dir, state_dict)
         output_dir = output_dir if output_dir is not None else cast(str, self.args.output_dir)
-        model = cast(torch.nn.Module, self.model)
-        if not _is_saved_as_named(model):  # its weights have other names or shapes in files: all of them at once
-            whole = self.engine.state_dict()
-            return super()._save(output_dir, whole) if self.args.should_save else None
         if self.args.should_save:
             super()._save(output_dir, {})  # what belongs to a model beside its weights
-            for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-                if os.path.exists(os.path.join(output_dir, file)):
-                    os.remove(os.path.join(output_dir, file))
-        types = {p.dtype for p in model.parameters()}
-        self._made.export(output_dir, types.pop() if len(types) == 1 else torch.float32)
+        save_pretrained(self.engine, output_dir, with_settings=False)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.engine is None or self.args.should_save:
@@ -249,17 +248,3 @@ def newest_complete_checkpoint(folder: str) -> str | None:
         except (OSError, ValueError, TypeError) as error:
             _log.warning("%s is incomplete, the checkpoint before it is taken: %s", path, error)
     return None
-
-
-def _is_saved_as_named(model: torch.nn.Module) -> bool:
-    """Whether transformers would write the weights as they are in the model."""
-    if not isinstance(model, transformers.PreTrainedModel):
-        return False
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4: there were no conversions
-        return True
-    if getattr(model, "_weight_conversions", None) == []:
-        return True
-    probe: dict[str, torch.Tensor] = {}
-    return revert_weight_conversion(model, probe) is probe

@@ -13,6 +13,7 @@ import torch
 from hoist import _hoist
 from hoist.torch.deepspeed.checkpoint import Checkpoint
 from hoist.torch.deepspeed.files import refuse, shown
+from hoist.torch.initial import Source, values_of
 from hoist.torch.program_state import is_plain
 from hoist.torch.units import Model
 
@@ -24,7 +25,7 @@ _SETTINGS = {"weight_decay": "weight_decay", "eps": "epsilon", "betas": "betas"}
 class Adoption:
     """Supplies the values of every element to `begin_at(values=...)`."""
 
-    def __init__(self, checkpoint: Checkpoint, cut: Model, places: dict[int, int], sources: dict[int, torch.Tensor],
+    def __init__(self, checkpoint: Checkpoint, cut: Model, places: dict[int, int], sources: dict[int, Source],
                  options_of_group: Sequence[_hoist.OptimizerOptions], group_of: dict[int, int]):
         """`places`: the engine's number of each parameter, by its id; `sources`: values that the model was built with."""
         self._checkpoint = checkpoint
@@ -44,7 +45,7 @@ class Adoption:
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
-    def _match(self, cut: Model, places: dict[int, int], sources: dict[int, torch.Tensor],
+    def _match(self, cut: Model, places: dict[int, int], sources: dict[int, Source],
                options_of_group: Sequence[_hoist.OptimizerOptions], group_of: dict[int, int]) -> None:
         checkpoint = self._checkpoint
         names: dict[str, list[str]] = {}  # of each parameter, all that it has
@@ -61,7 +62,7 @@ class Adoption:
                     continue
                 number = places[id(parameter)]
                 if there is None:
-                    self._built[number] = sources[id(parameter)].detach().to("cpu").contiguous()
+                    self._built[number] = values_of(sources[id(parameter)]).detach().to("cpu").contiguous()
                     continue
                 used.add(there)
                 self._name[number] = there

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers whose weights stay in their files until they are wrapped.
+
+transformers itself builds the model on the meta device, compares names and shapes with the files, and reports what is
+missing or unexpected. Each parameter then carries a function that reads its values: wrap() calls these one unit after the
+other, so that memory holds one unit. Until then a parameter is a single NaN that is shown everywhere: on the CPU, where
+PEFT and others make what they add beside it, and of a value that no store accepts. Weights that are named or shaped otherwise in files than in the model (the experts of
+a mixture) are converted by transformers' own rules.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+
+from hoist import _hoist
+
+__all__ = ["from_pretrained"]
+
+Read = Callable[[], torch.Tensor]
+
+# The arguments of from_pretrained that say where files are.
+_PLACES = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional: Any, **arguments: Any) -> Any:
+    """What `model_class.from_pretrained(name, ...)` of transformers returns, but its weights are not read yet.
+
+    model_class  transformers' AutoModelForCausalLM, LlamaForCausalLM, and so on
+    name         a directory, or a name on the hub as transformers resolves it (its cache, HF_HUB_OFFLINE)
+    arguments    those of transformers: dtype, revision, output_loading_info, trust_remote_code...
+
+    wrap() and Trainer read the weights from the files, which must stay there until then; before that, parameters are NaN.
+    Parameters that the files lack are initialized here, as transformers does.
+    """
+    for key in ("device_map", "quantization_config", "state_dict", "gguf_file", "tp_plan", "distributed_config"):
+        if arguments.get(key) is not None:
+            raise _hoist.UsageError(f"from_pretrained({key}=...) is not supported here: weights stay in their files until the "
+                                    "model is wrapped; the engine then decides where they are")
+    with_info = arguments.pop("output_loading_info", False)
+    model, info = model_class.from_pretrained(name, *positional, **arguments, device_map="meta", output_loading_info=True)
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise _hoist.UsageError(f"{name} holds quantized weights; float32, bfloat16 and float16 are trained here")
+    files = [_tensors_in(path) for path in _files_of(os.fspath(name), model, arguments)]
+    tensors = {key: read for file in files for key, read in file.items()}
+    reads = _reads_of(model, tensors, cast("dict[str, str] | None", arguments.get("key_mapping")))
+    unexpected_shapes = {key for key, *_ in info["mismatched_keys"]}
+    _attach(model, {key: read for key, read in reads.items() if key not in unexpected_shapes})
+    return (model, info) if with_info else model
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+def _files_of(name: str, model: Any, arguments: dict[str, Any]) -> Iterator[str]:
+    """The files that transformers has just taken for this model."""
+    places = {key: arguments[key] for key in _PLACES if arguments.get(key) is not None}
+    commit = getattr(model.config, "_commit_hash", None)
+    if commit is not None:
+        places["revision"] = commit
+    safe = arguments.get("use_safetensors")
+    candidates = [] if safe is False else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
+    candidates += [] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+    variant = arguments.get("variant")
+    for file in candidates:
+        if variant is not None:
+            stem, *rest = file.split(".")
+            file = ".".join([stem, *rest[:-1], variant, rest[-1]])
+        found = cached_file(name, file, **places, _raise_exceptions_for_missing_entries=False)
+        if found is None:
+            continue
+        if not file.endswith(".json"):
+            yield found
+            return
+        with open(found, encoding="utf-8") as opened:
+            for shard in sorted(set(json.load(opened)["weight_map"].values())):
+                yield cast(str, cached_file(name, shard, **places))
+        return
+    raise _hoist.UsageError(f"{name} has neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index of several files")
+
+
+def _tensors_in(path: str) -> dict[str, Read]:
+    """Every tensor of a file, mapped into memory while it is used."""
+    if not path.endswith(".safetensors"):
+        loaded = torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=True)
+        return {key: partial(torch.Tensor.detach, value) for key, value in loaded.items()}
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, 100_000_000)))
+    header.pop("__metadata__", None)
+    for key, entry in header.items():
+        if entry["dtype"] not in _TYPES:
+            raise _hoist.UsageError(f"{path}: '{key}' is {entry['dtype']}; quantized weights are not supported here")
+    return {key: _Mapped(path, 8 + length, entry) for key, entry in header.items()}
+
+
+def _is_zip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"  # PyTorch's format since 1.6, which can be mapped
+
+
+class _Mapped:
+    """A tensor of a safetensors file. Its pages are given back with the tensor."""
+
+    def __init__(self, path: str, data_offset: int, entry: dict[str, Any]):
+        self._path = path
+        self._begin, end = (data_offset + offset for offset in entry["data_offsets"])
+        self._bytes = end - self._begin
+        self._dtype = _TYPES[entry["dtype"]]
+        self._shape = entry["shape"]
+
+    def __call__(self) -> torch.Tensor:
+        if self._bytes == 0:
+            return torch.empty(self._shape, dtype=self._dtype)
+        before = self._begin % mmap.ALLOCATIONGRANULARITY
+        with open(self._path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), before + self._bytes, access=mmap.ACCESS_COPY, offset=self._begin - before)
+        pages.madvise(mmap.MADV_WILLNEED)
+        raw = torch.frombuffer(pages, dtype=torch.uint8, offset=before, count=self._bytes)
+        if self._begin % self._dtype.itemsize:
+            raw = raw.clone()  # a header of an odd length
+        return raw.view(self._dtype).view(self._shape)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+def _reads_of(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] | None) -> dict[str, Read]:
+    """How to read each parameter and buffer that the files have: by the calls that PEFT makes, too, to convert adapters."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    rules = get_model_conversion_mapping(model, key_mapping)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    wanted = model.state_dict()
+    result: dict[str, Read] = {}
+    groups: dict[str, _Converted] = {}
+    for key in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if target not in wanted and key in wanted:
+            target, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+        if target not in wanted:
+            continue  # transformers has reported it
+        if pattern is None:
+            result[target] = _Cast(tensors[key], wanted[target].dtype)
+        else:
+            group = groups.setdefault(target, _Converted(model, target, converter_of[pattern]))
+            group.add(key, pattern, _Cast(tensors[key], wanted[target].dtype))
+    for group in groups.values():
+        for target in group.targets(wanted):
+            result[target] = _Part(group, target)
+    return result
+
+
+class _Cast:
+    """A tensor in the type that the model has it in: transformers casts before it converts."""
+
+    def __init__(self, read: Read, dtype: torch.dtype):
+        self._read = read
+        self._dtype = dtype
+
+    def __call__(self) -> torch.Tensor:
+        return self._read().to(self._dtype)
+
+
+class _Converted:
+    """Tensors of the files that one rule turns into one or several of the model's."""
+
+    def __init__(self, model: Any, first_target: str, rule: Any):
+        self._model = model
+        self._first_target = first_target
+        self._rule = rule
+        self._sources: list[tuple[str, str, Read]] = []
+        self._values: dict[str, torch.Tensor] = {}  # made, and not taken yet
+
+    def add(self, key: str, pattern: str, read: Read) -> None:
+        self._sources.append((key, pattern, read))
+
+    def targets(self, wanted: dict[str, torch.Tensor]) -> list[str]:
+        first, *others = self._rule.target_patterns
+        names = [self._first_target, *(self._first_target.replace(first, other) for other in others)]
+        return [name for name in names if name in wanted]
+
+    def take(self, target: str) -> torch.Tensor:
+        if target not in self._values:
+            rule = copy.deepcopy(self._rule)
+            for key, pattern, read in self._sources:
+                rule.add_tensor(self._first_target, key, pattern, read)
+            made = rule.convert(self._first_target, model=self._model, config=self._model.config)
+            self._values = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return self._values.pop(target)
+
+
+class _Part:
+    def __init__(self, group: _Converted, target: str):
+        self._group = group
+        self._target = target
+
+    def __call__(self) -> torch.Tensor:
+        return self._group.take(self._target)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+def _attach(model: Any, reads: dict[str, Read]) -> None:
+    """Gives each parameter its function, and memory to what no file has: buffers that are computed, missing parameters."""
+    replaced: dict[int, nn.Parameter] = {}
+    for name, meta in model.named_parameters(remove_duplicate=False):
+        if name in reads:
+            absent = torch.full((), torch.nan, dtype=meta.dtype).expand(meta.shape)
+            parameter: Any = nn.Parameter(absent, requires_grad=meta.requires_grad)
+            parameter.initial_values, parameter._is_hf_initialized = reads[name], True
+            replaced[id(meta)] = parameter
+    for prefix, module in model.named_modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+        for name, meta in module._parameters.items():
+            if meta is not None and meta.is_meta:
+                empty = nn.Parameter(torch.empty_like(meta, device="cpu"), requires_grad=meta.requires_grad)
+                module._parameters[name] = replaced.setdefault(id(meta), empty)
+        for name, buffer in module._buffers.items():
+            read = reads.get(f"{prefix}.{name}" if prefix else name)
+            if buffer is not None and buffer.is_meta:
+                value: Any = torch.empty_like(buffer, device="cpu") if read is None else read().clone()
+                value._is_hf_initialized = read is not None
+                module._buffers[name] = value
+    model.initialize_weights()

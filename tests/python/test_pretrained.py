@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers that begin with the hub's files, read at wrap, against transformers' own from_pretrained."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import hoist
+import hoist.torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("from_pretrained needs transformers 5", allow_module_level=True)
+from hoist.torch.transformers import from_pretrained, save_pretrained  # noqa: E402
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "max_position_embeddings": 64}
+KINDS = {
+    "Llama": SMALL | {"tie_word_embeddings": True},
+    "Mixtral": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16},
+    # a persistent buffer, which is in the files and is not trained
+    "DeepseekV3": SMALL | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 8,
+                           "first_k_dense_replace": 1, "moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8,
+                           "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+}
+
+
+def saved(path, kind="Llama", shards="40KB", seed=0, **changes):
+    """A small model in files of its own, and where they are."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**KINDS[kind] | changes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.rand_like(buffer))
+    model.generation_config.max_new_tokens = 33
+    model.save_pretrained(path, max_shard_size=shards)
+    return model, str(path)
+
+
+def config_of(path, **changes):
+    nvme = {"device": "nvme", "nvme_path": str(path)}
+    return {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme,
+                                  "stage3_param_persistence_threshold": 0}} | changes
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype and torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_transformers_and_back(tmp_path, kind, dtype):
+    """Sharded files of fp32: tied weights, experts that files have one by one, a type other than the files'."""
+    _, directory = saved(tmp_path / "hub", kind)
+    assert os.path.exists(os.path.join(directory, "model.safetensors.index.json"))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    model = from_pretrained(transformers.AutoModelForCausalLM, directory, dtype=dtype)
+    assert all(p.isnan().all() for p in model.parameters()) and not model.training
+    tokens = torch.arange(16)[None] % 13
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        assert_same(engine.state_dict(), expected.state_dict())
+        with torch.no_grad():
+            assert torch.equal(engine(input_ids=tokens).logits, expected(input_ids=tokens).logits)
+        save_pretrained(engine, tmp_path / "out", max_shard_size="40KB")
+    assert os.path.exists(tmp_path / "out" / "model.safetensors.index.json")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert_same(back.state_dict(), expected.state_dict())
+    assert back.generation_config.max_new_tokens == 33
+    assert back.config.to_diff_dict().keys() == expected.config.to_diff_dict().keys()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_pytorchs_files(tmp_path, sharded):
+    """pytorch_model.bin, alone and with an index."""
+    expected, _ = saved(tmp_path / "unused", tie_word_embeddings=False)
+    directory = tmp_path / "hub"
+    expected.config.save_pretrained(directory)
+    tensors = {name: value.clone() for name, value in expected.state_dict().items()}
+    if sharded:
+        names = {name: f"pytorch_model-0000{1 + index % 2}-of-00002.bin" for index, name in enumerate(tensors)}
+        for file in set(names.values()):
+            torch.save({name: value for name, value in tensors.items() if names[name] == file}, directory / file)
+        (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    else:
+        torch.save(tensors, directory / "pytorch_model.bin")
+    model = from_pretrained(transformers.LlamaForCausalLM, directory)
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        assert_same(engine.state_dict(), expected.state_dict())
+
+
+def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
+    """As huggingface_hub lays its cache out; nothing is asked of the network."""
+    expected, directory = saved(tmp_path / "models--someone--small" / "snapshots" / ("0" * 40))
+    (tmp_path / "models--someone--small" / "refs").mkdir()
+    (tmp_path / "models--someone--small" / "refs" / "main").write_text("0" * 40)
+    model = from_pretrained(transformers.AutoModelForCausalLM, "someone/small", cache_dir=str(tmp_path), local_files_only=True)
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        assert_same(engine.state_dict(), expected.state_dict())
+
+
+def test_missing_unexpected_and_mismatched_are_reported_as_transformers_does(tmp_path, caplog):
+    """A head that the files lack, and one that the model has not; the base's weights are read from the files."""
+    source, directory = saved(tmp_path / "hub", tie_word_embeddings=False)
+    transformers.utils.logging.enable_propagation()
+    kind = transformers.LlamaForSequenceClassification
+    torch.manual_seed(5)
+    expected, expected_info = kind.from_pretrained(directory, num_labels=3, output_loading_info=True)
+    torch.manual_seed(5)
+    caplog.clear()
+    model, info = from_pretrained(kind, directory, num_labels=3, output_loading_info=True)
+    assert info == expected_info and info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
+    assert "score.weight" in caplog.text and "MISSING" in caplog.text
+    assert [name for name, p in model.named_parameters() if not p.isnan().all()] == ["score.weight"]
+    assert model.score.weight.std() > 0
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        found = engine.state_dict()
+        assert found.pop("score.weight").shape == (3, 32)
+        assert_same(found, {name: value for name, value in expected.state_dict().items() if name != "score.weight"})
+    with pytest.raises(RuntimeError, match="mismatched|size"):
+        from_pretrained(transformers.LlamaForCausalLM, directory, vocab_size=50)
+    resized, info = from_pretrained(transformers.LlamaForCausalLM, directory, vocab_size=50, ignore_mismatched_sizes=True,
+                                    output_loading_info=True)
+    assert {key for key, *_ in info["mismatched_keys"]} == {"lm_head.weight", "model.embed_tokens.weight"}
+    with hoist.torch.wrap(resized, config_of(tmp_path / "resized")) as engine:
+        assert engine.read("lm_head.weight").shape == (50, 32)
+        assert torch.equal(engine.read("model.norm.weight"), source.model.norm.weight)
+
+
+def test_what_cannot_be_kept_in_files_is_refused(tmp_path):
+    _, directory = saved(tmp_path / "hub")
+    with pytest.raises(hoist.UsageError, match="device_map"):
+        from_pretrained(transformers.LlamaForCausalLM, directory, device_map="auto")
+    os.remove(os.path.join(directory, next(file for file in os.listdir(directory) if file.startswith("model-0"))))
+    with pytest.raises(OSError, match="model-0"):
+        from_pretrained(transformers.LlamaForCausalLM, directory)
+
+
+def test_adapters_on_a_base_in_files(tmp_path):
+    """PEFT renames the base's parameters; they still know their files. The adapters are made in memory."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    expected, directory = saved(tmp_path / "hub")
+    model = peft.get_peft_model(from_pretrained(transformers.LlamaForCausalLM, directory),
+                                peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    tokens = torch.arange(16)[None] % 13
+    with hoist.torch.wrap(model, config_of(tmp_path / "nvme")) as engine:
+        with torch.no_grad():
+            assert torch.equal(engine(input_ids=tokens).logits, expected(input_ids=tokens).logits)
+        adapter = engine.state_dict()["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"]
+        assert adapter.std() > 0
+        save_pretrained(engine, tmp_path / "adapter")
+    assert sorted(os.listdir(tmp_path / "adapter")) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_memory_is_that_of_one_unit(tmp_path):
+    """40 layers of 4.7 MB, fp32 files cast to bf16: besides the budgets, the process grows by a few layers, not by 190 MB."""
+    program = textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from pathlib import Path
+        from test_pretrained import *
+        path = Path({str(tmp_path)!r})
+        def peak():
+            for line in open("/proc/self/status"):
+                if line.startswith("VmHWM"): return int(line.split()[1]) * 1024
+        model = from_pretrained(transformers.AutoModelForCausalLM, path / "hub", dtype=torch.bfloat16)
+        for parameter in model.parameters():  # the gradients of all of it would be in pinned memory
+            parameter.requires_grad_(parameter.dim() == 1)
+        config = config_of(path / "nvme", hoist={{"device_memory": "16MiB", "pinned_memory": "32MiB"}})
+        unit = max(sum(p.numel() * 4 for p in layer.parameters()) for layer in model.model.layers)
+        whole = sum(p.numel() * 4 for p in model.parameters())
+        before = peak()
+        engine = hoist.torch.wrap(model, config)
+        wrapped = peak() - before
+        save_pretrained(engine, path / "out")
+        print(json.dumps({{"wrapped": wrapped, "saved": peak() - before, "unit": unit, "whole": whole}}))
+        engine.close()
+    """)
+    expected, _ = saved(tmp_path / "hub", shards="30MB", vocab_size=64, hidden_size=256, intermediate_size=1024,
+                        num_hidden_layers=40)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["whole"] > 39 * found["unit"]
+    bound = (48 << 20) + 3 * found["unit"] + (32 << 20)  # budgets, units, and the extension's threads and tables
+    assert found["wrapped"] <= found["saved"] < bound < found["whole"], found
+    back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert_same(back, {name: value.to(torch.bfloat16) for name, value in expected.state_dict().items()})
