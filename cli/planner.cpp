@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <string_view>
 #include <tuple>
 
@@ -131,8 +132,10 @@ PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   return row;
 }
 
+// Times that differ by the rounding of sums are equal: then the first one stays the best.
 auto rank_of(const PlanRow& row) {
-  return std::tuple(!row.refusal.empty(), !row.fits(), row.time.expected_seconds, row.prediction.nvme_bytes);
+  return std::tuple(!row.refusal.empty(), !row.fits(), std::round(row.time.expected_seconds * 1e9),
+                    row.prediction.nvme_bytes);
 }
 
 // The best of a placement's variants.
