@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers whose weights stay in their files until they are wrapped.
 
-transformers itself builds the model on the meta device, compares names and shapes with the files, and reports what is
-missing or unexpected. Each parameter then carries a function that reads its values: wrap() calls these one unit after the
-other, so that memory holds one unit. Until then a parameter is a single NaN that is shown everywhere: on the CPU, where
-PEFT and others make what they add beside it, and of a value that no store accepts. Weights that are named or shaped otherwise in files than in the model (the experts of
-a mixture) are converted by transformers' own rules.
+transformers itself builds the model on the meta device, compares names and shapes with the files, and reports what is missing
+or unexpected. Each parameter then carries a function that reads its values: wrap() calls these one unit after the other, so
+that memory holds one unit. Until then a parameter is a single NaN that is shown everywhere: on the CPU, where PEFT and others
+make what they add beside it, and of a value that no store accepts. Weights that are named or shaped otherwise in files than in
+the model (the experts of a mixture) are converted by transformers' own rules.
 """
 
 from __future__ import annotations
