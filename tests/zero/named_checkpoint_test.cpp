@@ -146,7 +146,7 @@ TEST_P(NamedCheckpointTest, UnknownAndImpossibleNamesAreRefused) {
       model.restore({.from = "three"});
       FAIL() << "restored from a step that was never kept";
     } catch (const StoreError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("keeps no step 'three'; it keeps 'two' (step 2)"));
+      EXPECT_THAT(error.what(), HasSubstr("keeps no step 'three'; it has 'two' (step 2)"));
     }
     model.restore({.from = "two"});  // nothing is left of the refused one
     model.train(3, 3);
