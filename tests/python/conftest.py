@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests ask nothing of the network
+
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch)")
 hoist_torch = pytest.importorskip("hoist.torch", reason="the module _hoist is not built (HOIST_WITH_PYTHON)")
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers whose weights stay in their files until they are wrapped.
 
-transformers itself builds the model on the meta device, compares names and shapes with the files, and reports what is missing
-or unexpected. Each parameter then carries a function that reads its values: wrap() calls these one unit after the other, so
-that memory holds one unit. Until then a parameter is a single NaN that is shown everywhere: on the CPU, where PEFT and others
-make what they add beside it, and of a value that no store accepts. Weights that are named or shaped otherwise in files than in
-the model (the experts of a mixture) are converted by transformers' own rules.
+transformers itself builds the model on the meta device, compares names and shapes with the files, and reports what is
+missing or unexpected. Each parameter then carries a function that reads its values: wrap() calls these one unit after the
+other, so that memory holds one unit. Weights that have another name or shape in files than in the model (the experts of a
+mixture) are converted by transformers' own rules.
+
+Until then each parameter shows a single NaN in all its places. It is on the CPU, because PEFT and others make what they
+add on the same device, and no store accepts NaN.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
@@ -44,6 +47,9 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
     wrap() and Trainer read the weights from the files, which must stay there until then; before that, parameters are NaN.
     Parameters that the files lack are initialized here, as transformers does.
     """
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise _hoist.UsageError(f"from_pretrained needs transformers 5, and this is {transformers.__version__}: load the model "
+                                "with transformers' own from_pretrained")
     for key in ("device_map", "quantization_config", "state_dict", "gguf_file", "tp_plan", "distributed_config"):
         if arguments.get(key) is not None:
             raise _hoist.UsageError(f"from_pretrained({key}=...) is not supported here: weights stay in their files until the "

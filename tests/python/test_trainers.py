@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers of transformers and TRL, with and without adapters: what docs/trainers.md says of each is a test here.
+
+A run is evaluated, saved, stopped early and given its best weights back, as the same run in memory is; a killed one is resumed.
+The hoisted model's weights come from files. The metric is the evaluation's loss, taken as a score: the first evaluation is the
+best, so that the best checkpoint is not the last one.
+"""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
+peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+trl = pytest.importorskip("trl", reason="TRL is not installed (pip install trl)")
+import datasets  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+import hoist.torch.transformers as hoist_transformers  # noqa: E402
+
+WORDS = 300
+
+
+def tokenizer():
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, WORDS)}
+    of_words = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    of_words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def text(seed):
+    words = torch.randint(3, WORDS, (32, 8), generator=torch.Generator().manual_seed(seed))
+    return [" ".join(f"w{n}" for n in row) for row in words.tolist()]
+
+
+def reward(completions, **_):
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
+ROWS = torch.randint(3, WORDS, (32, 12), generator=torch.Generator().manual_seed(4)).tolist()
+TOKENS = {"input_ids": ROWS, "labels": ROWS}
+SHAPE = {"vocab_size": WORDS, "pad_token_id": 0, "eos_token_id": 2}
+LLAMA = (transformers.LlamaForCausalLM, transformers.LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, bos_token_id=1,
+    tie_word_embeddings=True, **SHAPE))
+T5 = (transformers.T5ForConditionalGeneration, transformers.T5Config(
+    d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0, **SHAPE))
+# The trainer, its arguments' class, its model, its data, what else its constructor and its arguments take.
+KINDS = {
+    "trainer": (transformers.Trainer, transformers.TrainingArguments, LLAMA, TOKENS, {}, {}),
+    "seq2seq": (transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, T5, TOKENS, {},
+                {"predict_with_generate": True, "generation_max_length": 6}),
+    "sft": (trl.SFTTrainer, trl.SFTConfig, LLAMA, {"text": text(0)}, {}, {}),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, LLAMA, {"prompt": text(0), "chosen": text(1), "rejected": text(2)}, {}, {}),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig, LLAMA, {"prompt": text(0)}, {"reward_funcs": reward},
+             {"num_generations": 4, "max_completion_length": 6}),
+}
+CASES = [pytest.param(kind, adapters, id=f"{kind}-{'lora' if adapters else 'full'}")
+         for kind in KINDS for adapters in (False, True)]
+
+
+def make(kind, path, hub, adapters, hoisted, callbacks=(), **changes):
+    base, options, (model_class, shape), data, more, settings = KINDS[kind]
+    if not (hub / "config.json").exists():
+        torch.manual_seed(0)
+        model_class(shape).save_pretrained(hub)
+    lora = None
+    if adapters:
+        lora = peft.LoraConfig(r=4, target_modules=["q", "v"] if model_class is T5[0] else ["q_proj", "v_proj"],
+                               task_type="SEQ_2_SEQ_LM" if model_class is T5[0] else "CAUSAL_LM")
+    if hoisted:
+        base = type("Hoisted", (hoist_transformers.Trainer, base), {})
+        nvme = {"device": "nvme", "nvme_path": str(path / "nvme")}
+        more = more | {"hoist_config": {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+                                        "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto"}}
+        model = hoist_transformers.from_pretrained(model_class, hub, dtype=torch.float32)
+    else:
+        model = model_class.from_pretrained(hub, dtype=torch.float32)
+    torch.manual_seed(1)  # of the adapters
+    if kind in ("sft", "dpo", "grpo"):
+        more = more | {"peft_config": lora}
+    elif adapters:
+        model = peft.get_peft_model(model, lora)
+    settings = {"max_steps": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-3,
+                "bf16": False, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+                "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 7} | settings | changes
+    rows = datasets.Dataset.from_dict(data)
+    return base(model=model, args=options(output_dir=str(path), **settings), train_dataset=rows,
+                eval_dataset=rows.select(range(8)), processing_class=tokenizer(), callbacks=list(callbacks), **more)
+
+
+def weights_of(path, kind, hub, adapters):
+    """As transformers and PEFT load them again."""
+    model_class = KINDS[kind][2][0]
+    if not adapters:
+        return model_class.from_pretrained(path).state_dict()
+    names = {p.name for p in path.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names and "model.safetensors" not in names
+    base = model_class.from_pretrained(hub)
+    return peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, path))
+
+
+class Dies(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True, "save_total_limit": 1}
+
+
+@pytest.mark.parametrize(("kind", "adapters"), CASES)
+def test_evaluated_stopped_early_and_given_the_best_weights_back(tmp_path, kind, adapters):
+    runs = []
+    for hoisted in (False, True):
+        path = tmp_path / str(hoisted)
+        stop = transformers.EarlyStoppingCallback(early_stopping_patience=2)
+        trainer = make(kind, path, tmp_path / "hub", adapters, hoisted, [stop], **BEST)
+        trainer.train()
+        trainer.save_model(path / "saved")
+        after = trainer.evaluate()["eval_loss"]
+        if hoisted:
+            trainer.engine.close()
+        history = [(row["step"], key, row[key]) for row in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss")
+                   if key in row]
+        runs.append((history, trainer.state.global_step, trainer.state.best_global_step, after,
+                     weights_of(path / "saved", kind, tmp_path / "hub", adapters)))
+    (expected, *ends, after, weights), (found, *found_ends, found_after, found_weights) = runs
+    assert ends == found_ends and (ends[1] < ends[0] or kind == "grpo")  # whose loss says little of its reward
+    for (step, key, value), row in zip(expected, found, strict=True):
+        assert row == (step, key, pytest.approx(value, rel=1e-4, abs=1e-5))
+    assert found_after == pytest.approx(after, rel=1e-4, abs=1e-5)
+    assert weights.keys() == found_weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(found_weights[name], value, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("kind", "adapters"), CASES)
+def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, kind, adapters):
+    def ends_of(trainer, path):
+        trainer.save_model(path / "saved")
+        trainer.engine.close()
+        return weights_of(path / "saved", kind, tmp_path / "hub", adapters)
+
+    whole = make(kind, tmp_path / "whole", tmp_path / "hub", adapters, True, eval_strategy="no", save_strategy="no", max_steps=6)
+    whole.train()
+    expected = ends_of(whole, tmp_path / "whole")
+    path = tmp_path / "killed"
+    killed = make(kind, path, tmp_path / "hub", adapters, True, [Dies()], eval_strategy="no", max_steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    killed.engine.close()
+    resumed = make(kind, path, tmp_path / "hub", adapters, True, eval_strategy="no", max_steps=6)
+    resumed.train(resume_from_checkpoint=True)
+    found = ends_of(resumed, path)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
