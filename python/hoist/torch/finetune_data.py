@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a recipe's data sets, as the tokens that LLaMA-Factory or axolotl would train.
+
+The tokenizer's own chat template renders conversations: up to each answer, and with it. The difference is what the loss
+counts, and each part is tokenized by itself. Rows are dropped or cut where the two projects do that; `notices` says how many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+
+from hoist import _hoist
+
+__all__ = ["load_rows"]
+
+Messages = list[dict[str, str]]
+# A row becomes {"messages": [...]}, {"prompt": [...], "chosen": text, "rejected": text}, {"plain": [source, target]}, or None.
+Convert = Callable[[dict[str, Any]], dict[str, Any] | None]
+
+_BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "txt": "text"}
+# What a data set's description may say: the entries of dataset_info.json, and those of axolotl's `datasets`.
+_INFO_KEYS = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split", "folder",
+              "columns", "tags"}
+_ENTRY_KEYS = {"path", "name", "split", "type", "ds_type", "data_files", "revision", "field", "field_messages", "field_chosen",
+               "field_rejected", "message_property_mappings", "message_field_role", "message_field_content", "roles",
+               "roles_to_train", "train_on_eos", "chat_template"}
+_ALPACA = ("Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+           "### Instruction:\n{}\n\n{}### Response:\n")
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt", "system_tag": "system"}
+_ROLES = {"human": "user", "user": "user", "assistant": "assistant", "gpt": "assistant", "system": "system", "tool": "tool"}
+
+
+def load_rows(recipe: dict[str, Any], tokenizer: Any, dpo: bool,
+              notices: list[str]) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """The rows to train on and those to evaluate on. Errors: UsageError for what neither format has, or hoist does not do."""
+    return (_llama_factory if "model_name_or_path" in recipe else _axolotl)(recipe, _Encoder(tokenizer, dpo, recipe), notices)
+
+
+def _read(path: str, name: str | None = None, split: str | None = None, **options: Any) -> Any:
+    """A file, a directory (also one that save_to_disk wrote), or a name on the hub or in the cache."""
+    split = split or "train"
+    if os.path.isfile(path):
+        extension = os.path.splitext(path)[1][1:]
+        if "ds_type" not in options and extension not in _BUILDERS:
+            raise _hoist.UsageError(f"the data file {path} is none of .{', .'.join(_BUILDERS)}")
+        return datasets.load_dataset(options.get("ds_type") or _BUILDERS[extension], data_files=path, split=split)
+    if any(os.path.exists(os.path.join(path, file)) for file in ("state.json", "dataset_dict.json")):
+        saved = datasets.load_from_disk(path)
+        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+    return datasets.load_dataset(path, name, split=split, **{key: value for key, value in options.items() if key != "ds_type"})
+
+
+class _Encoder:
+    """From conversations and texts to the rows that TRL's trainers take."""
+
+    def __init__(self, tokenizer: Any, dpo: bool, recipe: dict[str, Any]):
+        self.tokenizer, self.dpo = tokenizer, dpo
+        self.limit = recipe.get("cutoff_len", 2048) if "model_name_or_path" in recipe else recipe.get("sequence_len", 512)
+        self.cuts = "model_name_or_path" in recipe  # axolotl drops longer rows
+        self.inputs = bool(recipe.get("train_on_prompt") or recipe.get("train_on_inputs"))
+
+    def encode(self, data: Any) -> Any:
+        """The rows of `_standard`, tokenized; `tokens` is their length before any cut."""
+        keys = ("prompt", "chosen", "rejected", "tokens") if self.dpo else ("input_ids", "labels", "tokens")
+
+        def batch(columns: dict[str, list[str]]) -> dict[str, list[Any]]:
+            made = [new for row in columns["row"] for new in self.one(json.loads(row))]
+            return {key: [new[key] for new in made] for key in keys}
+
+        return data.map(batch, batched=True, batch_size=100, remove_columns=["row"])
+
+    def one(self, row: dict[str, Any] | None) -> list[dict[str, Any]]:
+        if row is None:
+            return []
+        if self.dpo != ("chosen" in row):
+            raise _hoist.UsageError("the data have pairs of answers, and the recipe does not ask for DPO" if not self.dpo else
+                                    "DPO needs pairs of answers, and the data have none (LLaMA-Factory: \"ranking\": true)")
+        if self.dpo:
+            return self.preference(row["prompt"], row["chosen"], row["rejected"])
+        return self.plain(*row["plain"]) if "plain" in row else self.chat(row["messages"])
+
+    def render(self, messages: Messages, **options: Any) -> str:
+        if self.tokenizer.chat_template is None:
+            raise _hoist.UsageError("the data are conversations, and the model's tokenizer has no chat template: put one beside "
+                                    "the tokenizer's files as chat_template.jinja. Templates that a recipe names (template, "
+                                    "chat_template) are not part of hoist")
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+    def turns(self, messages: Messages) -> Iterator[tuple[str, str]]:
+        """The text between two answers, and the answer with what the template puts after it."""
+        done = ""
+        for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
+            before, after = self.render(messages[:index], add_generation_prompt=True), self.render(messages[:index + 1])
+            if not (before.startswith(done) and after.startswith(before)):
+                raise _hoist.UsageError("the chat template renders earlier turns differently once a conversation continues, so "
+                                        "that answers have no place of their own in the text: use rows with a single answer. "
+                                        f"The conversation is {messages}")
+            answer = after[len(before):] if self.cuts else after[len(before):].rstrip()  # axolotl: up to the end token
+            yield before[len(done):], answer
+            done = before + answer
+
+    def chat(self, messages: Messages) -> list[dict[str, Any]]:
+        return self.supervised([(self.ids(before), self.ids(answer)) for before, answer in self.turns(messages)])
+
+    def ids(self, text: str, special: bool = False) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"]) if text else []
+
+    def plain(self, source: str, target: str) -> list[dict[str, Any]]:
+        """A text without a template: the tokenizer's first token, and its end token after the target."""
+        before, after = self.ids(source, special=True), self.ids(target, special=True)
+        after = after[1:] if before and after[:1] == [self.tokenizer.bos_token_id] else after
+        after += [] if after[-1:] == [self.tokenizer.eos_token_id] else [self.tokenizer.eos_token_id]
+        if source:
+            return self.supervised([(before, after)])
+        cuts = [after[begin:begin + self.limit] for begin in range(0, min(len(after), 64 * self.limit), self.limit)]
+        return [row for cut in cuts for row in self.supervised([([], cut)])]
+
+    def supervised(self, pairs: list[tuple[list[int], list[int]]]) -> list[dict[str, Any]]:
+        input_ids: list[int] = []
+        labels: list[int] = []
+        for source, target in pairs:
+            if self.cuts:  # LLaMA-Factory: both sides of the turn lose in proportion, unless one is short
+                room, both = self.limit - len(input_ids), len(source) + len(target)
+                if room <= 0:
+                    break
+                most = room if 2 * len(target) < room else room - len(source) if 2 * len(source) < room else (
+                    room * len(target) // both)
+                target = target[:most]
+                source = source[:room - len(target)]
+            input_ids += source + target
+            labels += (source if self.inputs else [-100] * len(source)) + target
+        return [{"input_ids": input_ids, "labels": labels, "tokens": sum(len(part) for pair in pairs for part in pair)}]
+
+    def preference(self, prompt: Messages, chosen: str, rejected: str) -> list[dict[str, Any]]:
+        """A row of DPOTrainer, which renders and tokenizes it itself."""
+        answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
+        tokens = max(len(self.ids(self.render(prompt + answer))) for answer in answers)
+        return [{"prompt": prompt, "chosen": answers[0], "rejected": answers[1], "tokens": tokens}]
+
+
+def _standard(data: Any, convert: Convert) -> Any:
+    """One column of JSON, so that data sets of different columns become one."""
+    return data.map(lambda row: {"row": json.dumps(convert(row))}, remove_columns=data.column_names)
+
+
+def _known(what: str, description: dict[str, Any], keys: set[str]) -> None:
+    unknown = {key for key, value in description.items() if value is not None} - keys
+    if unknown:
+        raise _hoist.UsageError(f"{what}: {', '.join(sorted(unknown))}: hoist does not know this; prepare the data and remove it")
+
+
+# --- LLaMA-Factory -----------------------------------------------------------------------------------------------------
+
+def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]) -> tuple[Any, Any]:
+    directory = recipe.get("dataset_dir", "data")
+    with open(os.path.join(directory, "dataset_info.json"), encoding="utf-8") as file:
+        known = json.load(file)
+
+    def load(names: str) -> Any:
+        parts = []
+        for name in map(str.strip, names.split(",")):
+            if name not in known:
+                raise _hoist.UsageError(f"dataset: {name} is not in {directory}/dataset_info.json")
+            data, convert = _of_info(name, known[name], directory)
+            data = data.select(range(min(len(data), recipe.get("max_samples", len(data)))))
+            parts.append(_standard(data, convert))
+        return datasets.concatenate_datasets(parts)
+
+    def encoded(data: Any, role: str) -> Any:
+        rows = encoder.encode(data)
+        longer = sum(length > encoder.limit for length in rows["tokens"])
+        if len(rows) < len(data):
+            notices.append(f"{role}: {len(data) - len(rows)} rows dropped, whose turns do not alternate or lack an answer")
+        if longer:
+            notices.append(f"{role}: {longer} of {len(rows)} rows have more than {encoder.limit} tokens (cutoff_len) and are cut" +
+                           (" at the end, by TRL" if encoder.dpo else ", prompt and answer in proportion"))
+        return rows.remove_columns("tokens")
+
+    train, evaluation = load(recipe["dataset"]), load(recipe["eval_dataset"]) if recipe.get("eval_dataset") else None
+    if share := recipe.get("val_size"):
+        if evaluation is not None:
+            raise _hoist.UsageError("val_size and eval_dataset contradict each other: leave one out")
+        split = train.train_test_split(test_size=int(share) if share > 1 else share, seed=recipe.get("seed", 42))
+        train, evaluation = split["train"], split["test"]
+    return encoded(train, "training data"), None if evaluation is None else encoded(evaluation, "evaluation data")
+
+
+def _of_info(name: str, info: dict[str, Any], directory: str) -> tuple[Any, Convert]:
+    """A data set and how to read its rows, from its entry in dataset_info.json."""
+    _known(f"dataset_info.json, {name}", info, _INFO_KEYS)
+    columns, tags = info.get("columns", _COLUMNS), info.get("tags", _TAGS)
+    if "file_name" in info:
+        data = _read(os.path.join(directory, info["file_name"]), split=info.get("split"))
+    elif "hf_hub_url" in info:
+        data = _read(info["hf_hub_url"], info.get("subset"), info.get("split"), data_dir=info.get("folder"))
+    else:
+        raise _hoist.UsageError(f"dataset_info.json, {name}: only file_name and hf_hub_url are read")
+    roles = {tags.get(f"{role}_tag"): role for role in ("user", "assistant", "system")}
+
+    def value(row: dict[str, Any], column: str) -> Any:
+        return row.get(columns[column]) if columns.get(column) else None
+
+    def message(turn: dict[str, Any]) -> dict[str, str]:
+        role = roles.get(turn[tags["role_tag"]])
+        if role is None or turn.get("tool_calls"):
+            raise _hoist.UsageError(f"dataset {name}: a turn of '{turn[tags['role_tag']]}': tool calls are not supported; remove "
+                                    "these rows")
+        return {"role": role, "content": turn[tags["content_tag"]]}
+
+    def convert(row: dict[str, Any]) -> dict[str, Any] | None:
+        for column in ("tools", "images", "videos", "audios"):
+            if value(row, column):
+                raise _hoist.UsageError(f"dataset {name}: '{column}': rows with tools or media are not supported; remove them")
+        if info.get("formatting", "alpaca") == "alpaca":
+            history = [{"role": role, "content": text} for pair in value(row, "history") or []
+                       for role, text in zip(("user", "assistant"), pair, strict=True)]
+            query = "\n".join(text for text in (value(row, "prompt"), value(row, "query")) if text)
+            messages = [*history, {"role": "user", "content": query}]
+            chosen, rejected = value(row, "chosen"), value(row, "rejected")
+            if not info.get("ranking") and isinstance(value(row, "response"), str):
+                messages.append({"role": "assistant", "content": value(row, "response")})
+        else:
+            messages = [message(turn) for turn in value(row, "messages")]
+            chosen, rejected = (message(turn)["content"] if isinstance(turn := value(row, side), dict) else None
+                                for side in ("chosen", "rejected"))
+        system = [messages.pop(0)] if messages and messages[0]["role"] == "system" else (
+            [{"role": "system", "content": value(row, "system")}] if value(row, "system") else [])
+        alternate = all(turn["role"] == ("user", "assistant")[index % 2] for index, turn in enumerate(messages))
+        if info.get("ranking"):
+            complete = alternate and len(messages) % 2 == 1 and isinstance(chosen, str) and isinstance(rejected, str)
+            return {"prompt": system + messages, "chosen": chosen, "rejected": rejected} if complete else None
+        return {"messages": system + messages} if alternate and messages and len(messages) % 2 == 0 else None
+
+    return data, convert
+
+
+# --- axolotl -----------------------------------------------------------------------------------------------------------
+
+def _axolotl(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]) -> tuple[Any, Any]:
+    def load(entries: list[dict[str, Any]], role: str) -> Any:
+        rows = datasets.concatenate_datasets([encoder.encode(_of_entry(entry, encoder.dpo)) for entry in entries])
+        if recipe.get("shuffle_merged_datasets", True):
+            rows = rows.shuffle(seed=recipe.get("seed", 42))
+        kept = rows.filter(lambda row: recipe.get("min_sample_len", 2) <= row["tokens"] <= encoder.limit)
+        if len(kept) < len(rows):
+            notices.append(f"{role}: {len(rows) - len(kept)} of {len(rows)} rows dropped, which have more than {encoder.limit} "
+                           "tokens (sequence_len) or fewer than min_sample_len")
+        return kept.remove_columns("tokens")
+
+    train = load(recipe["datasets"], "training data")
+    if recipe.get("test_datasets"):
+        return train, load(recipe["test_datasets"], "evaluation data")
+    if not (share := recipe.get("val_set_size")):
+        return train, None
+    split = train.train_test_split(test_size=int(share) if share >= 1 else share, shuffle=False)
+    return split["train"], split["test"]
+
+
+def _of_entry(entry: dict[str, Any], dpo: bool) -> Any:
+    """The standard rows of one entry of `datasets`."""
+    path, kind = entry["path"], entry.get("type")
+    _known(f"datasets, {path}", entry, _ENTRY_KEYS)
+    if kind not in (("chat_template.default", "chat_template") if dpo else ("alpaca", "chat_template", "completion")):
+        raise _hoist.UsageError(f"datasets, {path}: type: {kind} is not supported: " + (
+            "DPO reads chat_template.default" if dpo else "SFT reads alpaca, chat_template and completion"))
+    if entry.get("roles_to_train") not in (None, ["assistant"], ["gpt"]) or entry.get("train_on_eos") not in (None, "turn"):
+        raise _hoist.UsageError(f"datasets, {path}: roles_to_train, train_on_eos: answers are trained with their end token, and "
+                                "nothing else; remove these keys")
+    keys = {"role": entry.get("message_field_role", "role"), "content": entry.get("message_field_content", "content"),
+            **(entry.get("message_property_mappings") or {})}
+    given = entry.get("roles")
+    roles = {source: role for role, sources in given.items() for source in sources} if given else _ROLES
+
+    def message(turn: dict[str, Any]) -> dict[str, str]:
+        if turn[keys["role"]] not in roles:
+            raise _hoist.UsageError(f"datasets, {path}: roles: '{turn[keys['role']]}' is not among {', '.join(roles)}")
+        return {"role": roles[turn[keys["role"]]], "content": turn[keys["content"]]}
+
+    def answer(side: Any) -> Any:
+        return side if isinstance(side, str) else message(side if isinstance(side, dict) else side[-1])["content"]
+
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        if kind == "alpaca":
+            context = (", paired with an input that provides further context", f"### Input:\n{row['input']}\n\n") if row.get(
+                "input") else ("", "")
+            return {"plain": [_ALPACA.format(context[0], row["instruction"], context[1]), row["output"]]}
+        if kind == "completion":
+            return {"plain": ["", row[entry.get("field", "text")]]}
+        said = row[entry.get("field_messages", "messages")]
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else [message(turn) for turn in said]
+        if not dpo:
+            return {"messages": messages}
+        chosen, rejected = (answer(row[entry.get(f"field_{side}", side)]) for side in ("chosen", "rejected"))
+        return {"prompt": messages, "chosen": chosen, "rejected": rejected}
+
+    options = {key: entry[key] for key in ("data_files", "revision", "ds_type") if entry.get(key) is not None}
+    return _standard(_read(path, entry.get("name"), entry.get("split"), **options), convert)
