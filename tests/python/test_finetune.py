@@ -4,7 +4,6 @@
 Each is compared with the run that it stands for: TRL's trainer in memory, with TRL's own handling of the raw rows.
 """
 
-import contextlib
 import json
 
 import pytest
@@ -172,7 +171,7 @@ def places(tmp_path):
     def said():
         return " ".join(f"w{n}" for n in torch.randint(0, 250, (6,), generator=generator).tolist())
 
-    own = " ".join([ALPACA_INPUT, TEMPLATE, "user", "system"])
+    own = " ".join([ALPACA_INPUT, "<| user |> system assistant"])
     words = ["<pad>", "<s>", "</s>", "<unk>", *sorted({word for word, _ in pre_tokenizers.Whitespace().pre_tokenize_str(own)}),
              *(f"w{n}" for n in range(250))]
     of_words = Tokenizer(models.WordLevel({word: place for place, word in enumerate(dict.fromkeys(words))}, unk_token="<unk>"))
@@ -220,13 +219,18 @@ def recipe(text, places, **changes):
 def command(text, places, path, **changes):
     """Runs the recipe as a user does. Returns the exit status."""
     (path / "recipe.yaml").write_text(text.format(**places))
-    return finetune.main([str(path / "recipe.yaml"), *(word for key, value in changes.items() for word in ("--set", f"{key}={value}"))])
+    changes = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    return finetune.main([str(path / "recipe.yaml"), *changes])
+
+
+def numbers(log):
+    keys = ("loss", "grad_norm", "eval_loss", "learning_rate")
+    return [(row["step"], key, row[key]) for row in log for key in keys if key in row]
 
 
 def history(places):
     with open(f"{places['out']}/trainer_state.json") as file:
-        rows = json.load(file)["log_history"]
-    return [(row["step"], key, row[key]) for row in rows for key in ("loss", "grad_norm", "eval_loss", "learning_rate") if key in row]
+        return numbers(json.load(file)["log_history"])
 
 
 def in_memory(places, base, train, evaluation=None, lora=None, **arguments):
@@ -239,8 +243,7 @@ def in_memory(places, base, train, evaluation=None, lora=None, **arguments):
     trainer = kind(model=model, args=config(**options), train_dataset=train, eval_dataset=evaluation, peft_config=lora,
                    processing_class=transformers.AutoTokenizer.from_pretrained(places["model"]))
     trainer.train()
-    return [(row["step"], key, row[key]) for row in trainer.state.log_history
-            for key in ("loss", "grad_norm", "eval_loss", "learning_rate") if key in row]
+    return numbers(trainer.state.log_history)
 
 
 def same(found, expected):
@@ -258,7 +261,8 @@ def assistant(text):
 
 
 def conversation(row):
-    return {"prompt": [user("\n".join(filter(None, (row["instruction"], row["input"]))))], "completion": [assistant(row["output"])]}
+    asked = "\n".join(filter(None, (row["instruction"], row["input"])))
+    return {"prompt": [user(asked)], "completion": [assistant(row["output"])]}
 
 
 LLAMA_FACTORY = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4, "num_train_epochs": 2,
@@ -276,12 +280,12 @@ def test_llama_factory_sft(tmp_path, places, capsys, text):
 
 
 def test_llama_factory_dpo(tmp_path, places):
-    assert command(LORA_DPO, places, tmp_path) == 0
+    assert command(LORA_DPO, places, tmp_path, pref_beta=0.2) == 0
     rows = [{"prompt": [user(row["conversations"][0]["value"])], "chosen": [assistant(row["chosen"]["value"])],
              "rejected": [assistant(row["rejected"]["value"])]} for row in places["pairs"]]
     split = datasets.Dataset.from_list(rows).train_test_split(test_size=0.2, seed=42)
     lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    same(history(places), in_memory(places, "dpo", split["train"], split["test"], lora, beta=0.1, **LLAMA_FACTORY))
+    same(history(places), in_memory(places, "dpo", split["train"], split["test"], lora, beta=0.2, **LLAMA_FACTORY))
 
 
 def test_axolotl_lora_alpaca(tmp_path, places, capsys):
@@ -307,3 +311,130 @@ def test_axolotl_chat_template(tmp_path, places):
                                     per_device_train_batch_size=4, max_steps=4, warmup_steps=2, weight_decay=0.01))
     saved = transformers.AutoModelForCausalLM.from_pretrained(places["out"])
     assert saved.num_parameters() > 0 and transformers.AutoTokenizer.from_pretrained(places["out"]).chat_template == TEMPLATE
+
+
+class Dies(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def weights(path):
+    from safetensors.torch import load_file
+    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("text", [LORA_SFT, AXOLOTL_CHAT], ids=["llama-factory", "axolotl"])
+def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places, monkeypatch, text):
+    changes = {"save_steps": 1, "saves_per_epoch": "null"} if text is AXOLOTL_CHAT else {"save_steps": 1}
+    assert command(text, places, tmp_path, output_dir=tmp_path / "whole", **changes) == 0
+    places["deepspeed"] = places["deepspeed"].replace(".json", "-2.json")
+    (tmp_path / "ds_z3_offload_config-2.json").write_text((tmp_path / "ds_z3_offload_config.json").read_text().replace(
+        "elsewhere", "elsewhere-2"))
+    made = finetune.Trainer.__init__
+
+    def with_death(self, *positional, **arguments):
+        made(self, *positional, **arguments)
+        self.add_callback(Dies())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(finetune.Trainer, "__init__", with_death)
+        trainers = []
+        patched.setattr(finetune.Trainer, "train", lambda self, *a, _train=finetune.Trainer.train, **k: (
+            trainers.append(self), _train(self, *a, **k))[1])
+        with pytest.raises(KeyboardInterrupt):
+            command(text, places, tmp_path, **changes)
+        trainers[0].engine.close()
+    assert command(text, places, tmp_path, resume_from_checkpoint=tmp_path / "out" / "checkpoint-2", **changes) == 0
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "out")
+    assert expected and expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with open(tmp_path / "out" / "trainer_state.json") as file:
+        steps = [row["step"] for row in json.load(file)["log_history"] if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize(("text", "changes", "names"), [
+    (LORA_SFT, {"stage": "ppo"}, ["stage: ppo", "--set stage=sft"]),
+    (LORA_SFT, {"finetuning_type": "freeze", "quantization_bit": 4}, [
+        "finetuning_type: freeze", "quantization_bit: 4", "--set finetuning_type=lora --set quantization_bit=null"]),
+    (LORA_SFT, {"packing": True}, ["packing: True"]),
+    (LORA_SFT, {"optim": "adamw_8bit"}, ["optim: adamw_8bit"]),
+    (LORA_SFT, {"lora_ranks": 4}, ["lora_ranks: hoist does not know this key"]),
+    (LORA_SFT, {"val_set_size": 0.1}, ["val_set_size: hoist does not know this key"]),
+    (LORA_SFT, {"max_length": 16}, ["max_length: hoist does not know this key"]),
+    (LORA_SFT, {"dataset": None}, ["dataset: the recipe lacks it"]),
+    (LORA_SFT, {"model_name_or_path": None}, ["has neither"]),
+    (LORA_SFT, {"dataset": "nothing"}, ["nothing is not in", "dataset_info.json"]),
+    (LORA_SFT, {"dataset": "dpo_en_demo"}, ["does not ask for DPO"]),
+    (LORA_DPO, {"dataset": "identity"}, ["DPO needs pairs of answers"]),
+    (LORA_DPO, {"pref_loss": "simpo"}, ["pref_loss: simpo"]),
+    (AXOLOTL_CHAT, {"adapter": "qlora", "load_in_4bit": True}, ["adapter: qlora", "load_in_4bit: True"]),
+    (AXOLOTL_CHAT, {"sample_packing": True}, ["sample_packing: True"]),
+    (AXOLOTL_CHAT, {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, ["plugins: [", "--set plugins=null"]),
+    (AXOLOTL_CHAT, {"adapter": "lora"}, ["adapter: lora needs lora_r"]),
+    (AXOLOTL_CHAT, {"special_tokens": {"pad_token": "<new>"}}, ["pad_token: <new> is not in the vocabulary"]),
+    (AXOLOTL_CHAT, {"rl": "kto"}, ["rl: kto"]),
+    (AXOLOTL_CHAT, {"datasets": [{"path": "x", "type": "sharegpt"}]}, ["type: sharegpt is not supported"]),
+    (AXOLOTL_CHAT, {"datasets": [{"path": "x", "type": "alpaca", "shards": 2}]}, ["datasets, x: shards"]),
+])
+def test_refused_by_name(places, text, changes, names):
+    with pytest.raises(hoist.UsageError) as error:
+        finetune.run(recipe(text, places, **changes))
+    assert all(name in str(error.value) for name in names), str(error.value)
+
+
+def tokens_of(places, **keys):
+    """The rows that a recipe's keys make, as words, with the trained ones in brackets."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(places["model"])
+    notices = []
+    rows, _ = finetune_data.load_rows(keys, tokenizer, False, notices)
+    assert all(label in (-100, token) for row in rows for token, label in zip(row["input_ids"], row["labels"], strict=True))
+    return [" ".join(f"[{word}]" if label >= 0 else word for word, label in zip(
+        tokenizer.convert_ids_to_tokens(row["input_ids"]), row["labels"], strict=True)) for row in rows], notices
+
+
+LONG = [user("w1"), assistant("w2"), user("w3 w4 w5 w6 w7 w8"), assistant("w9 w10 w11 w12 w13 w14")]
+
+
+def test_every_answer_of_a_conversation_is_trained_and_long_rows_are_cut_or_dropped(tmp_path, places):
+    (tmp_path / "chats.json").write_text(json.dumps([{"messages": LONG}, {"messages": LONG[:2]}, {"messages": LONG[:1]}]))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"chats": {
+        "file_name": "chats.json", "formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": {
+            "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}}}))
+    first = "<| user |> w1 </s> <| assistant |> [w2] [</s>]"
+    whole, notices = tokens_of(places, model_name_or_path="", dataset="chats", dataset_dir=str(tmp_path))
+    assert whole == [first + " <| user |> w3 w4 w5 w6 w7 w8 </s> <| assistant |> " + " ".join(
+        f"[w{n}]" for n in range(9, 15)) + " [</s>]", first]
+    assert notices == ["training data: 1 rows dropped, whose turns do not alternate or lack an answer"]
+    cut, notices = tokens_of(places, model_name_or_path="", dataset="chats", dataset_dir=str(tmp_path), cutoff_len=20)
+    # 10 tokens stay for 13 and 7: the answer's share is 10 * 7 / 20.
+    assert cut == [first + " <| user |> w3 w4 w5 w6 [w9] [w10] [w11]", first]
+    assert "1 of 2 rows have more than 20 tokens" in notices[1]
+    entry = {"path": str(tmp_path / "chats.json"), "type": "chat_template"}
+    dropped, notices = tokens_of(places, base_model="", datasets=[entry], sequence_len=20)
+    assert dropped == [first] and "2 of 3 rows dropped" in notices[0]
+
+
+def test_history_and_system_of_alpaca_and_raw_text(tmp_path, places):
+    row = {"instruction": "w1", "output": "w2", "system": "w3", "history": [["w4", "w5"]]}
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json", "columns": {
+        "prompt": "instruction", "response": "output", "system": "system", "history": "history"}}}))
+    found, _ = tokens_of(places, model_name_or_path="", dataset="rows", dataset_dir=str(tmp_path))
+    assert found == ["<| system |> w3 </s> <| user |> w4 </s> <| assistant |> [w5] [</s>] "
+                     "<| user |> w1 </s> <| assistant |> [w2] [</s>]"]
+    (tmp_path / "raw.jsonl").write_text(json.dumps({"text": "w1 w2 w3 w4 w5"}))
+    entry = {"path": str(tmp_path / "raw.jsonl"), "type": "completion"}
+    found, _ = tokens_of(places, base_model="", datasets=[entry], sequence_len=4, shuffle_merged_datasets=False)
+    assert found == ["[<s>] [w1] [w2] [w3]", "[w4] [w5] [</s>]"]
+
+
+def test_conversations_need_a_chat_template_that_keeps_earlier_turns(tmp_path, places):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": LONG}))
+    asked = {"base_model": "", "datasets": [{"path": str(tmp_path / "chats.jsonl"), "type": "chat_template"}]}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(places["model"])
+    for template, why in ((None, "no chat template"), ("{{ messages | length }}" + TEMPLATE, "renders earlier turns differently")):
+        tokenizer.chat_template = template
+        with pytest.raises(hoist.UsageError, match=why):
+            finetune_data.load_rows(asked, tokenizer, False, [])

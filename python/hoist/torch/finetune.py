@@ -44,76 +44,79 @@ _LORA = {
     "use_rslora": "use_rslora", "peft_use_rslora": "use_rslora", "use_dora": "use_dora", "peft_use_dora": "use_dora",
     "lora_fan_in_fan_out": "fan_in_fan_out", "lora_rank_pattern": "rank_pattern", "lora_alpha_pattern": "alpha_pattern",
     "peft_layers_to_transform": "layers_to_transform"}
-# Keys of one value or a few. The first value is what the error proposes.
-_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "stage": (("sft", "dpo"), "hoist runs SFT and DPO"),
-    "do_train": ((True,), "hoist trains, and evaluates on the way"),
-    "do_predict": ((False,), "hoist trains, and evaluates on the way"),
-    "predict_with_generate": ((False,), "evaluation computes the loss"),
-    "finetuning_type": (("lora", "full"), "hoist trains all weights or LoRA adapters"),
-    "adapter": (("lora",), "weights are offloaded as they are, without quantization"),
-    "rl": (("dpo", "ipo"), "hoist runs SFT, DPO and IPO"),
-    "pref_loss": (("sigmoid", "hinge", "ipo"), "the other losses are not DPO's"),
-    "pref_ftx": ((0,), "TRL averages this loss otherwise"),
-    "quantization_bit": ((None,), "weights are offloaded as they are, without quantization"),
-    "load_in_8bit": ((False,), "weights are offloaded as they are, without quantization"),
-    "load_in_4bit": ((False,), "weights are offloaded as they are, without quantization"),
-    "packing": ((False,), "TRL would pack rows into other batches"),
-    "neat_packing": ((False,), "TRL would pack rows into other batches"),
-    "sample_packing": ((False,), "TRL would pack rows into other batches"),
-    "eval_sample_packing": ((False,), "TRL would pack rows into other batches"),
-    "optim": (("adamw_torch", "adamw_torch_fused", "adagrad", "sgd"), "hoist's own optimizers keep 32-bit state"),
-    "optimizer": (("adamw_torch", "adamw_torch_fused", "adagrad", "sgd"), "hoist's own optimizers keep 32-bit state"),
-    "pure_bf16": ((False,), "hoist updates fp32 masters"),
-    "bf16": ((True, False, "auto"), "evaluation uses the weights that are trained"),
-    "gradient_checkpointing": ((True, False), "activations are recomputed or kept"),
-    "streaming": ((False,), "data are read as files"),
-    "mix_strategy": (("concat",), "data sets are concatenated"),
-    "mask_history": ((False,), "all answers are trained"),
-    "enable_thinking": ((True,), "the tokenizer's chat template is used as it is"),
-    "precompute_ref_log_probs": ((False,), "weights are read when training begins"),
-    **{key: ((False,), "hoist does not have it") for key in (
-        "use_unsloth", "enable_liger_kernel", "use_liger_kernel", "use_galore", "use_apollo", "use_badam", "use_muon",
-        "use_adam_mini", "pissa_init", "resize_vocab", "train_from_scratch", "shift_attn", "curriculum_sampling",
-        "shuffle_before_merging_datasets", "auto_find_batch_size", "activation_offloading")},
-    **{key: ((None,), "hoist does not have it") for key in (
-        "adapter_name_or_path", "lora_model_dir", "ref_model", "plugins", "fsdp", "fsdp_config", "loraplus_lr_ratio",
-        "rope_scaling", "unfrozen_parameters", "chat_template_kwargs", "early_stopping_patience", "early_stopping_steps")}}
-# Keys that this module or finetune_data.py reads.
-_READ = set("""model_name_or_path base_model model_type tokenizer_type trust_remote_code model_revision revision_of_model cache_dir
-    flash_attn attn_implementation flash_attention sdp_attention eager_attention stage rl finetuning_type adapter lora_target_linear
-    dataset eval_dataset dataset_dir max_samples val_size template train_on_prompt datasets test_datasets val_set_size chat_template
-    chat_template_jinja train_on_inputs special_tokens shuffle_merged_datasets min_sample_len deepspeed warmup_ratio evals_per_epoch
-    saves_per_epoch disable_gradient_checkpointing group_by_length wandb_project wandb_entity overwrite_output_dir tf32
-    auto_resume_from_checkpoints""".split())
-# Keys that do not change what is trained.
+_PLACES = {"cache_dir": "cache_dir", "trust_remote_code": "trust_remote_code", "model_revision": "revision",
+           "revision_of_model": "revision"}
+# Keys of which hoist takes one value or a few, and why. The error proposes the first one; None leaves the key out.
+_VALUES = {key: (values, why) for keys, values, why in (
+    ("stage", ("sft", "dpo"), "hoist runs SFT and DPO"),
+    ("rl", ("dpo", "ipo"), "hoist runs SFT, DPO and IPO"),
+    ("do_train", (True,), "hoist trains, and evaluates on the way"),
+    ("do_predict predict_with_generate", (False,), "hoist trains, and evaluates the loss on the way"),
+    ("finetuning_type", ("lora", "full"), "hoist trains all weights, or LoRA adapters"),
+    ("adapter", ("lora",), "hoist trains all weights, or LoRA adapters of weights that are not quantized"),
+    ("load_in_8bit load_in_4bit", (False,), "weights are offloaded as they are, and not quantized"),
+    ("quantization_bit", (None,), "weights are offloaded as they are, and not quantized"),
+    ("packing neat_packing sample_packing eval_sample_packing", (False,), "TRL would pack the rows into other batches"),
+    ("optim optimizer", ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd"), "hoist updates with its own optimizers; their "
+     "states of 8 bits are others, and are set in the DeepSpeed file (docs/optimizers.md)"),
+    ("pref_loss", ("sigmoid", "hinge", "ipo"), "the other losses are not DPO's"),
+    ("pref_ftx pref_bco_weight", (0,), "TRL averages this loss differently"),
+    ("pure_bf16", (False,), "hoist updates fp32 masters"),
+    ("bf16", (True, False, "auto"), "evaluation uses the weights that are trained"),
+    ("gradient_checkpointing", (True, False), "activations are kept, or computed again"),
+    ("streaming", (False,), "rows are read from files"),
+    ("mix_strategy", ("concat",), "data sets are concatenated"),
+    ("mask_history", (False,), "all answers of a conversation are trained"),
+    ("enable_thinking", (True,), "the tokenizer's chat template is used as it is"),
+    ("precompute_ref_log_probs", (False,), "weights are not there before training begins"),
+    ("use_unsloth enable_liger_kernel use_liger_kernel use_galore use_apollo use_badam use_muon use_adam_mini pissa_init "
+     "resize_vocab train_from_scratch shift_attn curriculum_sampling shuffle_before_merging_datasets auto_find_batch_size "
+     "activation_offloading", (False,), "hoist does not have it"),
+    ("adapter_name_or_path lora_model_dir ref_model plugins fsdp fsdp_config loraplus_lr_ratio rope_scaling unfrozen_parameters "
+     "early_stopping_steps early_stopping_patience", (None,), "hoist does not have it")) for key in keys.split()}
+# Keys that this module or finetune_data.py reads, by the key that names the format.
+_READ = {key: set(keys.split()) | set("cache_dir trust_remote_code deepspeed warmup_ratio tf32".split()) for key, keys in {
+    "model_name_or_path": """model_name_or_path model_revision flash_attn stage finetuning_type dataset eval_dataset dataset_dir
+        max_samples val_size template train_on_prompt disable_gradient_checkpointing overwrite_output_dir""",
+    "base_model": """base_model model_type tokenizer_type revision_of_model attn_implementation flash_attention sdp_attention
+        eager_attention rl adapter lora_target_linear datasets test_datasets val_set_size chat_template chat_template_jinja
+        train_on_inputs special_tokens shuffle_merged_datasets min_sample_len evals_per_epoch saves_per_epoch group_by_length
+        wandb_project wandb_entity auto_resume_from_checkpoints"""}.items()}
 _WITHOUT_EFFECT = set("""plot_loss overwrite_cache preprocessing_num_workers preprocessing_batch_size data_shared_file_system
     tokenized_path print_param_status use_fast_tokenizer low_cpu_mem_usage use_reentrant_gc ray_num_workers media_dir buffer_size
     gradient_checkpointing_kwargs dataset_prepared_path dataset_keep_in_memory pad_to_sequence_len wandb_watch wandb_log_model
-    wandb_run_id strict save_safetensors is_llama_derived_model is_mistral_derived_model is_qwen_derived_model local_rank ddp
-    include_tkps loss_watchdog_threshold loss_watchdog_patience save_first_step""".split())
-# Fields of TRL that would be without effect here, because finetune_data.py makes the tokens.
-_NOT_TAKEN = set("""max_length truncation_mode packing_strategy eval_packing padding_free dataset_kwargs dataset_text_field eos_token
-    pad_token chat_template_path assistant_only_loss completion_only_loss shuffle_dataset model_init_kwargs""".split())
+    strict save_safetensors is_llama_derived_model is_mistral_derived_model is_qwen_derived_model local_rank ddp include_tkps
+    loss_watchdog_threshold loss_watchdog_patience save_first_step""".split())
+# Fields of TRL that say how to make tokens, which finetune_data.py does instead.
+_NOT_TAKEN = set("""max_length truncation_mode packing_strategy eval_packing padding_free dataset_kwargs dataset_text_field
+    eos_token pad_token chat_template_path assistant_only_loss completion_only_loss shuffle_dataset model_init_kwargs""".split())
 
 
 @dataclasses.dataclass
 class _Plan:
-    """What a recipe's keys ask for."""
+    """What the keys of a recipe ask for."""
 
+    llama_factory: bool
     dpo: bool
-    arguments: dict[str, Any]
-    lora: dict[str, Any] | None
+    arguments: dict[str, Any]    # of SFTConfig or DPOConfig
+    lora: dict[str, Any] | None  # of LoraConfig
     notices: list[str]
 
 
 def _plan(recipe: dict[str, Any], command: str) -> _Plan:
     """Every key goes to its place, or into one error. Errors: UsageError."""
-    dpo = recipe.get("stage") == "dpo" or recipe.get("rl") is not None
-    fields = {field.name for field in dataclasses.fields(trl.DPOConfig if dpo else trl.SFTConfig)}
-    with_lora = (recipe.get("finetuning_type", "lora") if "model_name_or_path" in recipe else recipe.get("adapter")) == "lora"
-    plan = _Plan(dpo, {}, {} if with_lora else None, [])
-    problems, overrides, without_effect = [], [], []
+    formats = [key for key in _READ if key in recipe]
+    if len(formats) != 1:
+        raise _hoist.UsageError("a recipe of LLaMA-Factory has the key model_name_or_path, and one of axolotl has base_model: "
+                                f"this one has {'both' if formats else 'neither'}")
+    read, llama_factory = _READ[formats[0]], formats[0] == "model_name_or_path"
+    dpo = recipe.get("stage") == "dpo" or "rl" in recipe
+    fields = {field.name for field in dataclasses.fields(trl.DPOConfig if dpo else trl.SFTConfig)} - _NOT_TAKEN
+    adapters = (recipe.get("finetuning_type", "lora") if llama_factory else recipe.get("adapter")) == "lora"
+    plan = _Plan(llama_factory, dpo, {}, {} if adapters else None, [])
+    needed = ("output_dir", "dataset") if llama_factory else ("output_dir", "datasets", "learning_rate")
+    problems = [f"{key}: the recipe lacks it" for key in needed if key not in recipe]
+    overrides, without_effect = [f"--set {key}=..." for key in needed if key not in recipe], []
     for key, value in recipe.items():
         accepted, why = _VALUES.get(key, ((value,), ""))
         if value not in accepted:
@@ -121,18 +124,18 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
             overrides.append(f"--set {key}={'null' if accepted[0] is None else str(accepted[0]).lower()}")
         elif key in _LORA and plan.lora is not None:
             plan.lora[_LORA[key]] = value
-        elif key in _ARGUMENTS and _ARGUMENTS[key] in fields:
+        elif key in _ARGUMENTS and _ARGUMENTS[key] in fields | {"max_length"}:
             plan.arguments[_ARGUMENTS[key]] = value
-        elif key in fields - _NOT_TAKEN - _READ:
+        elif key in fields - read:
             plan.arguments[key] = value
         elif key in _WITHOUT_EFFECT or key in _LORA or key in _ARGUMENTS:
             without_effect.append(key)
-        elif key not in _READ and key not in _VALUES:
-            problems.append(f"{key}: hoist does not know this key; if the run does not need it, leave it out")
+        elif key not in read and key not in _VALUES:
+            problems.append(f"{key}: hoist does not know this key; leave it out if the run does not need it")
             overrides.append(f"--set {key}=null")
     if problems:
-        raise _hoist.UsageError("the recipe asks for what hoist does not do:\n  " + "\n  ".join(problems) + "\nTo run it with "
-                                f"these changes:\n  {command} {' '.join(overrides)}")
+        raise _hoist.UsageError("hoist cannot run the recipe as it is:\n  " + "\n  ".join(problems) + "\nWith these changes it "
+                                f"runs:\n  {command} {' '.join(overrides)}")
     if without_effect:
         plan.notices.append("keys without effect on this run: " + ", ".join(without_effect))
     return plan
@@ -140,149 +143,134 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
 
 def _complete(plan: _Plan, recipe: dict[str, Any], rows: int) -> None:
     """Derived arguments, and the defaults of the recipe's own project where TRL has others."""
-    given, own = plan.arguments, recipe.get
-    llama_factory = "model_name_or_path" in recipe
-    defaults: dict[str, Any] = {"bf16": False, "seed": 42, "max_length": 2048 if llama_factory else 512}
-    if llama_factory:
-        defaults |= {"learning_rate": 5e-5, "logging_steps": 500, "warmup_steps": own("warmup_ratio", 0),
-                     "gradient_checkpointing": not own("disable_gradient_checkpointing", False)}
-    else:
-        batch = own("micro_batch_size", 1) * own("gradient_accumulation_steps", 1) * int(os.environ.get("WORLD_SIZE", "1"))
-        steps = own("max_steps") or math.ceil(rows * own("num_epochs", 1) / batch)
-        warmup = int(own("warmup_ratio") * steps) if own("warmup_ratio") is not None else min(int(0.03 * steps), 100)
-        warmup = own("warmup_steps", warmup)
-        defaults |= {"max_steps": steps, "logging_steps": max(min(int(0.005 * steps), 10), 1), "lr_scheduler_type": "cosine",
-                     "num_train_epochs": 1, "gradient_checkpointing": False, "per_device_train_batch_size": 1,
-                     "per_device_eval_batch_size": own("micro_batch_size", 1), "save_total_limit": 4, "save_strategy": "epoch"}
-        given["warmup_steps"] = 2 if warmup == 1 else warmup
-        for kind, count in (("save", own("saves_per_epoch")), ("eval", own("evals_per_epoch"))):
-            if count and (kind == "save" or own("val_set_size") or own("test_datasets")):
-                given[f"{kind}_steps"] = 1 / (count * own("num_epochs", 1))
-            if given.get(f"{kind}_steps"):
-                given[f"{kind}_strategy"] = "steps"
-        given["eval_on_start"] = given.get("eval_strategy", "no") != "no"
-        if own("rl") == "ipo":
-            given["loss_type"] = ["ipo"]
-        if own("group_by_length"):
-            given["train_sampling_strategy"] = "group_by_length"
-        if own("wandb_project"):
-            os.environ["WANDB_PROJECT"], given["report_to"] = own("wandb_project"), "wandb"
-            os.environ |= {"WANDB_ENTITY": own("wandb_entity")} if own("wandb_entity") else {}
-    plan.arguments = given = defaults | given
-    if own("tf32") is True:
-        given["tf32"] = True
-    if given["bf16"] == "auto":
-        cuda = torch.cuda.is_available()
-        given["bf16"] = cuda and torch.cuda.is_bf16_supported()
-        given["fp16"] = cuda and not given["bf16"]
-        plan.notices.append(f"bf16: auto is {given['bf16']} on this machine")
+    defaults: dict[str, Any] = {"bf16": False, "seed": 42, "use_cpu": not torch.cuda.is_available()}
+    defaults |= (_of_llama_factory if plan.llama_factory else _of_axolotl)(recipe, plan.arguments, rows)
+    arguments = defaults | plan.arguments
+    if recipe.get("tf32") is True:
+        arguments["tf32"] = True
+    if arguments["bf16"] == "auto":
+        arguments["bf16"] = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        arguments["fp16"] = torch.cuda.is_available() and not arguments["bf16"]
+        plan.notices.append(f"bf16: auto means {'bf16' if arguments['bf16'] else 'fp16' if arguments['fp16'] else 'fp32'} here")
     if not plan.dpo:
-        given["max_length"] = None  # rows are cut already
-    given.update(gradient_checkpointing_kwargs={"use_reentrant": False}, do_eval=given.get("eval_strategy", "no") != "no")
-    if plan.lora is not None:
-        _complete_lora(plan.lora, recipe, llama_factory)
-
-
-def _complete_lora(lora: dict[str, Any], recipe: dict[str, Any], llama_factory: bool) -> None:
-    if llama_factory:
-        lora.setdefault("r", 8)
-        lora.setdefault("lora_alpha", 2 * lora["r"])
+        arguments["max_length"] = None  # rows have been cut
+    arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    plan.arguments = arguments
+    if plan.lora is None:
+        return
+    lora = plan.lora
+    if plan.llama_factory:
+        lora |= {"r": lora.get("r", 8), "lora_alpha": lora.get("lora_alpha", 2 * lora.get("r", 8))}
         for key in ("target_modules", "modules_to_save"):
-            if isinstance(lora.get(key), str) and lora[key] != "all":
+            if isinstance(lora.get(key), str):
                 lora[key] = [name.strip() for name in lora[key].split(",")]
-        if lora.get("target_modules", "all") == "all":
-            lora["target_modules"] = "all-linear"
-    elif recipe.get("lora_target_linear"):
-        if lora.get("target_modules"):
-            raise _hoist.UsageError("lora_target_linear and lora_target_modules: give one of them")
+    if recipe.get("lora_target_linear") or plan.llama_factory and lora.get("target_modules", ["all"]) == ["all"]:
         lora["target_modules"] = "all-linear"
     if not {"r", "lora_alpha", "target_modules"} <= lora.keys():
         raise _hoist.UsageError("adapter: lora needs lora_r, lora_alpha, and lora_target_linear or lora_target_modules")
 
 
+def _of_llama_factory(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dict[str, Any]:
+    return {"learning_rate": 5e-5, "logging_steps": 500, "warmup_steps": recipe.get("warmup_ratio", 0), "max_length": 2048,
+            "gradient_checkpointing": not recipe.get("disable_gradient_checkpointing", False)}
+
+
+def _of_axolotl(recipe: dict[str, Any], given: dict[str, Any], rows: int) -> dict[str, Any]:
+    epochs, batch = recipe.get("num_epochs", 1), recipe.get("micro_batch_size", 1)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    steps = given.get("max_steps") or math.ceil(rows * epochs / (batch * recipe.get("gradient_accumulation_steps", 1) * ranks))
+    warmup = int(recipe["warmup_ratio"] * steps) if "warmup_ratio" in recipe else min(int(0.03 * steps), 100)
+    warmup = given.get("warmup_steps", warmup)
+    given |= {"max_steps": steps, "warmup_steps": 2 if warmup == 1 else warmup}
+    evaluates = recipe.get("val_set_size") or recipe.get("test_datasets")
+    for kind in ("save", "eval") if evaluates else ("save",):
+        if count := recipe.get(f"{kind}s_per_epoch"):
+            given[f"{kind}_steps"] = 1 / (count * epochs)
+        if given.get(f"{kind}_steps"):
+            given[f"{kind}_strategy"] = "steps"
+    if not evaluates:
+        given["eval_strategy"] = "no"
+    if recipe.get("rl") == "ipo":
+        given["loss_type"] = ["ipo"]
+    if recipe.get("group_by_length"):
+        given["train_sampling_strategy"] = "group_by_length"
+    if recipe.get("wandb_project"):
+        given["report_to"] = "wandb"
+        os.environ.update({key.upper(): recipe[key] for key in ("wandb_project", "wandb_entity") if key in recipe})
+    return {"logging_steps": max(min(int(0.005 * steps), 10), 1), "lr_scheduler_type": "cosine", "num_train_epochs": 1,
+            "gradient_checkpointing": False, "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch,
+            "save_total_limit": 4, "save_strategy": "epoch", "max_length": 512,
+            "eval_on_start": given.get("eval_strategy", "no") != "no"}
+
+
 def _tokenizer(recipe: dict[str, Any], name: str, places: dict[str, Any], notices: list[str]) -> Any:
     tokenizer = getattr(transformers, recipe.get("tokenizer_type", "AutoTokenizer")).from_pretrained(name, **places)
     for token, text in (recipe.get("special_tokens") or {}).items():
-        if text is None:
-            continue
-        if text not in tokenizer.get_vocab():
-            raise _hoist.UsageError(f"special_tokens: {token}: {text} is not in the vocabulary, and hoist adds no rows to the "
-                                    "embedding: name a token that is")
+        if not isinstance(text, str) or text not in tokenizer.get_vocab():
+            raise _hoist.UsageError(f"special_tokens: {token}: {text} is not in the vocabulary, and hoist adds no rows to "
+                                    "embeddings: name a token that the model has")
         setattr(tokenizer, token, text)
-    if recipe.get("chat_template_jinja"):
+    if "chat_template_jinja" in recipe:
         tokenizer.chat_template = recipe["chat_template_jinja"]
     elif named := recipe.get("template") or recipe.get("chat_template"):
-        notices.append(f"template {named}: the chat template of the model's own tokenizer is used; compare the two if the model is "
-                       "not of that family")
+        notices.append(f"template {named}: hoist uses the chat template of the model's tokenizer instead")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def _attention(recipe: dict[str, Any], notices: list[str]) -> str | None:
+def _attention(recipe: dict[str, Any], notices: list[str]) -> dict[str, str]:
     """Kernels compute the same attention up to rounding."""
-    named = recipe.get("attn_implementation") or {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager"}.get(
-        recipe.get("flash_attn", "auto"))
-    for key, kernel in (("flash_attention", "flash_attention_2"), ("sdp_attention", "sdpa"), ("eager_attention", "eager")):
-        named = kernel if recipe.get(key) else named
+    kernels = {"fa2": "flash_attention_2", "flash_attention": "flash_attention_2", "sdpa": "sdpa", "sdp_attention": "sdpa",
+               "disabled": "eager", "eager_attention": "eager"}
+    named = recipe.get("attn_implementation") or kernels.get(recipe.get("flash_attn", "")) or next(
+        (kernels[key] for key in kernels if recipe.get(key) is True), None)
     if named == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
-        notices.append("flash_attention_2 is not installed or has no GPU here: sdpa computes the same attention")
+        notices.append("flash_attention_2 cannot be used here, and sdpa computes the same attention")
         named = "sdpa"
-    return named
+    return {"attn_implementation": named} if named else {}
 
 
 def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune RECIPE") -> Any:
-    """Trains what the recipe says, and saves it to its output_dir. Returns the trainer, its engine closed.
+    """Trains what the recipe says, and saves it to its output_dir. Returns the trainer, whose engine is closed.
 
-    Errors: UsageError with all keys that hoist cannot honour, before anything is read.
+    Errors: UsageError, before anything is read, with all keys that hoist cannot honour.
     """
     recipe = {key: value for key, value in recipe.items() if value is not None}
-    if ("model_name_or_path" in recipe) == ("base_model" in recipe):
-        raise _hoist.UsageError("a recipe of LLaMA-Factory has model_name_or_path, and one of axolotl has base_model: this file "
-                                "has neither, or both")
-    for key in ("output_dir", "dataset" if "model_name_or_path" in recipe else "datasets",
-                *(() if "model_name_or_path" in recipe else ("learning_rate",))):
-        if key not in recipe:
-            raise _hoist.UsageError(f"the recipe has no {key}")
     plan = _plan(recipe, command)
     name = recipe.get("model_name_or_path") or recipe["base_model"]
-    places = {"revision": recipe.get("model_revision") or recipe.get("revision_of_model"), "cache_dir": recipe.get("cache_dir"),
-              "trust_remote_code": recipe.get("trust_remote_code")}
-    places = {key: value for key, value in places.items() if value is not None}
+    places = {argument: recipe[key] for key, argument in _PLACES.items() if key in recipe}
     tokenizer = _tokenizer(recipe, name, places, plan.notices)
     train, evaluation = load_rows(recipe, tokenizer, plan.dpo, plan.notices)
     _complete(plan, recipe, len(train))
-    attention = _attention(recipe, plan.notices)
+    arguments = plan.arguments
     nvme = {"device": "nvme", "nvme_path": os.path.join(recipe["output_dir"], "nvme")}
-    deepspeed = recipe.get("deepspeed")
-    if deepspeed is None:
+    default = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
+    if "deepspeed" not in recipe:
         plan.notices.append(f"no deepspeed file: parameters and optimizer states are in {nvme['nvme_path']}")
-        deepspeed = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
     if plan.dpo and plan.lora is None:
-        plan.notices.append("DPO of all weights: TRL keeps a reference model in memory, whole")
-    if os.environ.get("RANK", "0") == "0":
-        for notice in plan.notices:
-            print(f"hoist: {notice}", file=sys.stderr)
+        plan.notices.append("DPO of all weights: TRL keeps a whole reference model in memory")
+    kernel = _attention(recipe, plan.notices)
+    for notice in plan.notices if os.environ.get("RANK", "0") == "0" else []:
+        print(f"hoist: {notice}", file=sys.stderr)
 
-    options = plan.arguments
-    dtype = torch.bfloat16 if options["bf16"] else torch.float16 if options.get("fp16") else torch.float32
-    model = from_pretrained(getattr(transformers, recipe.get("model_type", "AutoModelForCausalLM")), name, dtype=dtype,
-                            **places, **({"attn_implementation": attention} if attention else {}))
-    base, arguments = (trl.DPOTrainer, trl.DPOConfig) if plan.dpo else (trl.SFTTrainer, trl.SFTConfig)
-    transformers.set_seed(options["seed"])  # of the adapters
-    adapters = None if plan.lora is None else peft.LoraConfig(task_type="CAUSAL_LM", **plan.lora)
+    dtype = torch.bfloat16 if arguments["bf16"] else torch.float16 if arguments.get("fp16") else torch.float32
+    model = from_pretrained(getattr(transformers, recipe.get("model_type", "AutoModelForCausalLM")), name, dtype=dtype, **places,
+                            **kernel)
+    base, config = (trl.DPOTrainer, trl.DPOConfig) if plan.dpo else (trl.SFTTrainer, trl.SFTConfig)
+    transformers.set_seed(arguments["seed"])  # of the adapters
     trainer = cast(Any, type(f"Hoisted{base.__name__}", (Trainer, base), {}))(
-        model=model, args=arguments(**options), train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-        peft_config=adapters, hoist_config=deepspeed)
-    resume = options.get("resume_from_checkpoint")
-    if resume is None and not recipe.get("overwrite_output_dir", "base_model" in recipe) or recipe.get(
-            "auto_resume_from_checkpoints"):
+        model=model, args=config(**arguments), train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+        peft_config=None if plan.lora is None else peft.LoraConfig(task_type="CAUSAL_LM", **plan.lora),
+        hoist_config=recipe.get("deepspeed", default))
+    resume = arguments.get("resume_from_checkpoint")
+    if resume is None and (not recipe.get("overwrite_output_dir", False) if plan.llama_factory else recipe.get(
+            "auto_resume_from_checkpoints")):
         resume = newest_complete_checkpoint(recipe["output_dir"])
-    metrics = trainer.train(resume_from_checkpoint=resume).metrics
+    trainer.save_metrics("train", trainer.train(resume_from_checkpoint=resume).metrics)
     trainer.save_model()
     trainer.save_state()
-    trainer.save_metrics("train", metrics)
-    if options["do_eval"]:
+    if trainer.args.do_eval:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.engine.close()
     return trainer

@@ -178,8 +178,8 @@ def _llama_factory(recipe: dict[str, Any], encoder: _Encoder, notices: list[str]
         if len(rows) < len(data):
             notices.append(f"{role}: {len(data) - len(rows)} rows dropped, whose turns do not alternate or lack an answer")
         if longer:
-            notices.append(f"{role}: {longer} of {len(rows)} rows have more than {encoder.limit} tokens (cutoff_len) and are cut" +
-                           (" at the end, by TRL" if encoder.dpo else ", prompt and answer in proportion"))
+            how = "at the end, or dropped if their prompt is that long" if encoder.dpo else "prompt and answer in proportion"
+            notices.append(f"{role}: {longer} of {len(rows)} rows have more than {encoder.limit} tokens (cutoff_len): cut {how}")
         return rows.remove_columns("tokens")
 
     train, evaluation = load(recipe["dataset"]), load(recipe["eval_dataset"]) if recipe.get("eval_dataset") else None
