@@ -304,12 +304,13 @@ def test_axolotl_lora_alpaca(tmp_path, places, capsys):
         eval_on_start=True, weight_decay=0.0))
 
 
-def test_axolotl_chat_template(tmp_path, places):
+def test_axolotl_chat_template(tmp_path, places, capsys):
     assert command(AXOLOTL_CHAT, places, tmp_path) == 0
     rows = [{"prompt": [user(chat[0]["value"])], "completion": [assistant(chat[1]["value"])]} for chat in places["chats"]]
     same(history(places), in_memory(places, "sft", datasets.Dataset.from_list(rows).shuffle(seed=42), learning_rate=2e-4,
                                     per_device_train_batch_size=4, max_steps=4, warmup_steps=2, weight_decay=0.01))
     saved = transformers.AutoModelForCausalLM.from_pretrained(places["out"])
+    assert command(AXOLOTL_CHAT, places, tmp_path) == 2 and "--set resume_from_checkpoint=true" in capsys.readouterr().err
     assert saved.num_parameters() > 0 and transformers.AutoTokenizer.from_pretrained(places["out"]).chat_template == TEMPLATE
 
 
@@ -324,8 +325,10 @@ def weights(path):
     return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("text", [LORA_SFT, AXOLOTL_CHAT], ids=["llama-factory", "axolotl"])
-def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places, monkeypatch, text):
+@pytest.mark.parametrize(("text", "resume"), [
+    (LORA_SFT, {"overwrite_output_dir": "false"}), (FULL_SFT, {"resume_from_checkpoint": "{out}/checkpoint-2"}),
+    (AXOLOTL_CHAT, {"auto_resume_from_checkpoints": "true"}), (AXOLOTL_CHAT, {"resume_from_checkpoint": "true"})])
+def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places, monkeypatch, text, resume):
     changes = {"save_steps": 1, "saves_per_epoch": "null"} if text is AXOLOTL_CHAT else {"save_steps": 1}
     assert command(text, places, tmp_path, output_dir=tmp_path / "whole", **changes) == 0
     places["deepspeed"] = places["deepspeed"].replace(".json", "-2.json")
@@ -345,7 +348,7 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places
         with pytest.raises(KeyboardInterrupt):
             command(text, places, tmp_path, **changes)
         trainers[0].engine.close()
-    assert command(text, places, tmp_path, resume_from_checkpoint=tmp_path / "out" / "checkpoint-2", **changes) == 0
+    assert command(text, places, tmp_path, **{key: value.format(**places) for key, value in resume.items()}, **changes) == 0
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "out")
     assert expected and expected.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -434,7 +437,8 @@ def test_conversations_need_a_chat_template_that_keeps_earlier_turns(tmp_path, p
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": LONG}))
     asked = {"base_model": "", "datasets": [{"path": str(tmp_path / "chats.jsonl"), "type": "chat_template"}]}
     tokenizer = transformers.AutoTokenizer.from_pretrained(places["model"])
-    for template, why in ((None, "no chat template"), ("{{ messages | length }}" + TEMPLATE, "renders earlier turns differently")):
+    counted = "{{ messages | length }}" + TEMPLATE
+    for template, why in ((None, "no chat template"), (counted, "renders earlier turns differently")):
         tokenizer.chat_template = template
         with pytest.raises(hoist.UsageError, match=why):
             finetune_data.load_rows(asked, tokenizer, False, [])

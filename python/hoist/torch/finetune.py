@@ -301,6 +301,9 @@ def main(words: list[str] | None = None) -> int:
     except _hoist.UsageError as error:
         print(f"hoist: {error}", file=sys.stderr)
         return 2
+    except _hoist.StoreError as error:  # above all: an earlier run is there
+        print(f"hoist: {error}\n--set resume_from_checkpoint=true continues an earlier run of this recipe", file=sys.stderr)
+        return 2
     return 0
 
 
