@@ -155,6 +155,10 @@ bf16: false
 gradient_checkpointing: true
 logging_steps: 1
 flash_attention: true
+plugins:
+  - axolotl.integrations.liger.LigerPlugin
+liger_rope: true
+liger_fused_linear_cross_entropy: true
 warmup_steps: 2
 saves_per_epoch: 1
 weight_decay: 0.01
@@ -374,7 +378,7 @@ def test_killed_and_resumed_with_the_bits_of_an_undisturbed_run(tmp_path, places
     (LORA_DPO, {"pref_loss": "simpo"}, ["pref_loss: simpo"]),
     (AXOLOTL_CHAT, {"adapter": "qlora", "load_in_4bit": True}, ["adapter: qlora", "load_in_4bit: True"]),
     (AXOLOTL_CHAT, {"sample_packing": True}, ["sample_packing: True"]),
-    (AXOLOTL_CHAT, {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, ["plugins: [", "--set plugins=null"]),
+    (AXOLOTL_CHAT, {"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, ["plugins: [", "--set plugins=null"]),
     (AXOLOTL_CHAT, {"adapter": "lora"}, ["adapter: lora needs lora_r"]),
     (AXOLOTL_CHAT, {"special_tokens": {"pad_token": "<new>"}}, ["pad_token: <new> is not in the vocabulary"]),
     (AXOLOTL_CHAT, {"rl": "kto"}, ["rl: kto"]),

@@ -69,11 +69,11 @@ _VALUES = {key: (values, why) for keys, values, why in (
     ("mask_history", (False,), "all answers of a conversation are trained"),
     ("enable_thinking", (True,), "the tokenizer's chat template is used as it is"),
     ("precompute_ref_log_probs", (False,), "weights are not there before training begins"),
-    ("use_unsloth enable_liger_kernel use_liger_kernel use_galore use_apollo use_badam use_muon use_adam_mini pissa_init "
+    ("use_unsloth use_galore use_apollo use_badam use_muon use_adam_mini pissa_init "
      "resize_vocab train_from_scratch shift_attn curriculum_sampling shuffle_before_merging_datasets auto_find_batch_size "
      "activation_offloading", (False,), "hoist does not have it"),
-    ("adapter_name_or_path lora_model_dir ref_model plugins fsdp fsdp_config loraplus_lr_ratio rope_scaling unfrozen_parameters "
-     "early_stopping_steps early_stopping_patience", (None,), "hoist does not have it")) for key in keys.split()}
+    ("adapter_name_or_path lora_model_dir tokenized_path ref_model plugins fsdp fsdp_config loraplus_lr_ratio rope_scaling "
+     "unfrozen_parameters early_stopping_steps early_stopping_patience", (None,), "hoist does not have it")) for key in keys.split()}
 # Keys that this module or finetune_data.py reads, by the key that names the format.
 _READ = {key: set(keys.split()) | set("cache_dir trust_remote_code deepspeed warmup_ratio tf32".split()) for key, keys in {
     "model_name_or_path": """model_name_or_path model_revision flash_attn stage finetuning_type dataset eval_dataset dataset_dir
@@ -82,11 +82,15 @@ _READ = {key: set(keys.split()) | set("cache_dir trust_remote_code deepspeed war
         eager_attention rl adapter lora_target_linear datasets test_datasets val_set_size chat_template chat_template_jinja
         train_on_inputs special_tokens shuffle_merged_datasets min_sample_len evals_per_epoch saves_per_epoch group_by_length
         wandb_project wandb_entity auto_resume_from_checkpoints"""}.items()}
+# Keys that change no result, or only its rounding: Liger's and axolotl's kernels compute what transformers computes.
 _WITHOUT_EFFECT = set("""plot_loss overwrite_cache preprocessing_num_workers preprocessing_batch_size data_shared_file_system
-    tokenized_path print_param_status use_fast_tokenizer low_cpu_mem_usage use_reentrant_gc ray_num_workers media_dir buffer_size
+    print_param_status use_fast_tokenizer low_cpu_mem_usage use_reentrant_gc ray_num_workers media_dir buffer_size
     gradient_checkpointing_kwargs dataset_prepared_path dataset_keep_in_memory pad_to_sequence_len wandb_watch wandb_log_model
     strict save_safetensors is_llama_derived_model is_mistral_derived_model is_qwen_derived_model local_rank ddp include_tkps
-    loss_watchdog_threshold loss_watchdog_patience save_first_step""".split())
+    loss_watchdog_threshold loss_watchdog_patience save_first_step eot_tokens enable_liger_kernel use_liger_kernel liger_rope
+    liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_glu_activation liger_cross_entropy liger_fused_linear_cross_entropy
+    lora_mlp_kernel lora_qkv_kernel lora_o_kernel cut_cross_entropy flash_attn_cross_entropy flash_attn_rms_norm""".split())
+_KERNEL_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 # Fields of TRL that say how to make tokens, which finetune_data.py does instead.
 _NOT_TAKEN = set("""max_length truncation_mode packing_strategy eval_packing padding_free dataset_kwargs dataset_text_field
     eos_token pad_token chat_template_path assistant_only_loss completion_only_loss shuffle_dataset model_init_kwargs""".split())
@@ -119,7 +123,9 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
     overrides, without_effect = [f"--set {key}=..." for key in needed if key not in recipe], []
     for key, value in recipe.items():
         accepted, why = _VALUES.get(key, ((value,), ""))
-        if value not in accepted:
+        if key in _WITHOUT_EFFECT or key == "plugins" and all(str(plugin).endswith(_KERNEL_PLUGINS) for plugin in value):
+            without_effect.append(key)
+        elif value not in accepted:
             problems.append(f"{key}: {value}: {why}")
             overrides.append(f"--set {key}={'null' if accepted[0] is None else str(accepted[0]).lower()}")
         elif key in _LORA and plan.lora is not None:
@@ -128,7 +134,7 @@ def _plan(recipe: dict[str, Any], command: str) -> _Plan:
             plan.arguments[_ARGUMENTS[key]] = value
         elif key in fields - read:
             plan.arguments[key] = value
-        elif key in _WITHOUT_EFFECT or key in _LORA or key in _ARGUMENTS:
+        elif key in _LORA or key in _ARGUMENTS:
             without_effect.append(key)
         elif key not in read and key not in _VALUES:
             problems.append(f"{key}: hoist does not know this key; leave it out if the run does not need it")
