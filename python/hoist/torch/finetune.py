@@ -73,7 +73,8 @@ _VALUES = {key: (values, why) for keys, values, why in (
      "resize_vocab train_from_scratch shift_attn curriculum_sampling shuffle_before_merging_datasets auto_find_batch_size "
      "activation_offloading", (False,), "hoist does not have it"),
     ("adapter_name_or_path lora_model_dir tokenized_path ref_model plugins fsdp fsdp_config loraplus_lr_ratio rope_scaling "
-     "unfrozen_parameters early_stopping_steps early_stopping_patience", (None,), "hoist does not have it")) for key in keys.split()}
+     "unfrozen_parameters early_stopping_steps early_stopping_patience", (None,), "hoist does not have it"),
+    ) for key in keys.split()}
 # Keys that this module or finetune_data.py reads, by the key that names the format.
 _READ = {key: set(keys.split()) | set("cache_dir trust_remote_code deepspeed warmup_ratio tf32".split()) for key, keys in {
     "model_name_or_path": """model_name_or_path model_revision flash_attn stage finetuning_type dataset eval_dataset dataset_dir
