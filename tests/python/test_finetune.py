@@ -318,6 +318,19 @@ def test_axolotl_chat_template(tmp_path, places, capsys):
     assert saved.num_parameters() > 0 and transformers.AutoTokenizer.from_pretrained(places["out"]).chat_template == TEMPLATE
 
 
+def test_axolotl_dpo(places):
+    entry = {"path": places["data"] + "/dpo_en_demo.json", "type": "chat_template.default", "field_messages": "conversations",
+             "message_property_mappings": {"role": "from", "content": "value"}, "roles": {"user": ["human"], "assistant": ["gpt"]}}
+    lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+    finetune.run(recipe(AXOLOTL_CHAT, places, rl="dpo", rl_beta=0.2, datasets=[entry], **lora))
+    rows = [{"prompt": [user(row["conversations"][0]["value"])], "chosen": [assistant(row["chosen"]["value"])],
+             "rejected": [assistant(row["rejected"]["value"])]} for row in places["pairs"]]
+    adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    same(history(places), in_memory(places, "dpo", datasets.Dataset.from_list(rows).shuffle(seed=42), None, adapters, beta=0.2,
+                                    learning_rate=2e-4, per_device_train_batch_size=4, max_steps=5, warmup_steps=2,
+                                    weight_decay=0.01))
+
+
 class Dies(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.global_step == 3:
