@@ -320,7 +320,8 @@ def test_axolotl_chat_template(tmp_path, places, capsys):
 
 def test_axolotl_dpo(places):
     entry = {"path": places["data"] + "/dpo_en_demo.json", "type": "chat_template.default", "field_messages": "conversations",
-             "message_property_mappings": {"role": "from", "content": "value"}, "roles": {"user": ["human"], "assistant": ["gpt"]}}
+             "message_property_mappings": {"role": "from", "content": "value"},
+             "roles": {"user": ["human"], "assistant": ["gpt"]}}
     lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
     finetune.run(recipe(AXOLOTL_CHAT, places, rl="dpo", rl_beta=0.2, datasets=[entry], **lora))
     rows = [{"prompt": [user(row["conversations"][0]["value"])], "chosen": [assistant(row["chosen"]["value"])],
