@@ -73,7 +73,7 @@ _VALUES = {key: (values, why) for keys, values, why in (
      "resize_vocab train_from_scratch shift_attn curriculum_sampling shuffle_before_merging_datasets auto_find_batch_size "
      "activation_offloading", (False,), "hoist does not have it"),
     ("adapter_name_or_path lora_model_dir tokenized_path ref_model plugins fsdp fsdp_config loraplus_lr_ratio rope_scaling "
-     "unfrozen_parameters early_stopping_steps early_stopping_patience", (None,), "hoist does not have it"),
+     "unfrozen_parameters early_stopping_steps early_stopping_patience eot_tokens", (None,), "hoist does not have it"),
     ) for key in keys.split()}
 # Keys that this module or finetune_data.py reads, by the key that names the format.
 _READ = {key: set(keys.split()) | set("cache_dir trust_remote_code deepspeed warmup_ratio tf32".split()) for key, keys in {
@@ -88,7 +88,7 @@ _WITHOUT_EFFECT = set("""plot_loss overwrite_cache preprocessing_num_workers pre
     print_param_status use_fast_tokenizer low_cpu_mem_usage use_reentrant_gc ray_num_workers media_dir buffer_size
     gradient_checkpointing_kwargs dataset_prepared_path dataset_keep_in_memory pad_to_sequence_len wandb_watch wandb_log_model
     strict save_safetensors is_llama_derived_model is_mistral_derived_model is_qwen_derived_model local_rank ddp include_tkps
-    loss_watchdog_threshold loss_watchdog_patience save_first_step eot_tokens enable_liger_kernel use_liger_kernel liger_rope
+    loss_watchdog_threshold loss_watchdog_patience save_first_step enable_liger_kernel use_liger_kernel liger_rope
     liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_glu_activation liger_cross_entropy liger_fused_linear_cross_entropy
     lora_mlp_kernel lora_qkv_kernel lora_o_kernel cut_cross_entropy flash_attn_cross_entropy flash_attn_rms_norm""".split())
 _KERNEL_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
