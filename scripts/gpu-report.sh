@@ -126,7 +126,7 @@ step build cmake --build "$build" --parallel "$jobs"
 
 # The CUDA half of every suite; the same tests run on the host device in "suite".
 gpu_tests='*/cuda:Cuda*:Nccl.*'
-programs=(platform_test tiers_memory_test zero_test comm_test embed_device_test)
+programs=(platform_test tiers_memory_test zero_test zero_state_test comm_test embed_device_test)
 step "GPU tests" bash -c 'for program in "${@:2}"; do "$program" --gtest_filter="$1" || exit; done' _ "$gpu_tests" \
   "${programs[@]/#/$build/bin/}"
 # A suite that skipped everything has shown nothing.

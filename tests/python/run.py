@@ -5,14 +5,20 @@ import importlib.util
 import sys
 import tempfile
 
-missing = [name for name in ("pytest", "torch", "numpy") if importlib.util.find_spec(name) is None]
-if missing:
-    print(f"skipped: {sys.executable} has no {', '.join(missing)} (pip install {' '.join(missing)})")
-    sys.exit(77)
 
-import pytest  # noqa: E402
+def main():
+    missing = [name for name in ("pytest", "torch", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"skipped: {sys.executable} has no {', '.join(missing)} (pip install {' '.join(missing)})")
+        return 77
 
-with tempfile.TemporaryDirectory(prefix="hoist-test-python-") as directory:
-    status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/t", *sys.argv[1:]])
-# 5: no test was collected, because a module the whole file needs is missing.
-sys.exit(77 if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status))
+    import pytest
+
+    with tempfile.TemporaryDirectory(prefix="hoist-test-python-") as directory:
+        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/t", *sys.argv[1:]])
+    # 5: no test was collected, because a module the whole file needs is missing.
+    return 77 if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
+
+
+if __name__ == "__main__":  # tests fork processes, which import this file
+    sys.exit(main())

@@ -24,7 +24,7 @@ import hoist.torch.deepspeed
 from hoist.torch.deepspeed.__main__ import main as command
 from make_deepspeed_files import CELLS, LAST, RANKS, STEPS, config_of, groups_of, has_own_scheduler, scheduler_of
 from models import Gpt, Tiny, loss_of, tiny_batch
-from test_distributed import results, start
+from ranks import results, start
 
 STATES = (hoist.State.master, hoist.State.moment1, hoist.State.moment2)
 TAG = f"global_step{STEPS}"

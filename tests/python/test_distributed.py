@@ -15,22 +15,10 @@ import pytest
 import hoist
 import hoist.torch
 from models import batches, loss_of
+from ranks import results, start
 from training import digests, make
 
 STEPS = 8
-
-BEGIN = """
-import json, os, signal, sys, time
-import hoist.torch
-import torch, torch.distributed as dist
-sys.path.insert(0, {tests!r})
-from test_distributed import *
-directory, config = sys.argv[1], json.loads(sys.argv[2])
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-def join():
-    dist.init_process_group("gloo", init_method=f"file://{{directory}}/meet", rank=rank, world_size=size)
-"""
-
 
 def train_share(engine, rank, size, steps=STEPS, first=0):
     """This rank's micro-batch of each step: number `rank` of its `size`."""
@@ -42,31 +30,6 @@ def train_share(engine, rank, size, steps=STEPS, first=0):
             engine.step()
             losses.append(loss.item())
     return losses
-
-
-def start(program, directory, config, size=2, **environment):
-    text = BEGIN.format(tests=os.path.dirname(__file__)) + textwrap.dedent(program)
-    os.makedirs(directory, exist_ok=True)
-    return [
-        subprocess.Popen([sys.executable, "-c", text, str(directory), json.dumps(config)], text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                         env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)} | environment)
-        for rank in range(size)
-    ]
-
-
-def results(processes, timeout=240):
-    """What every rank printed last, as JSON."""
-    ended = []
-    try:
-        for process in processes:
-            out, error = process.communicate(timeout=timeout)
-            assert process.returncode == 0, error
-            ended.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for process in processes:
-            process.kill()
-    return ended
 
 
 def at(path, config):

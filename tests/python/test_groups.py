@@ -13,7 +13,8 @@ from torch import nn
 
 import hoist
 import hoist.torch
-from test_distributed import at, results, start
+from ranks import results, start
+from test_distributed import at
 
 STEPS = 4
 

@@ -17,7 +17,7 @@ import hoist.optim
 import hoist.optim_offload
 import hoist.store
 from models import Gpt, batches, loss_of
-from test_distributed import results, start
+from ranks import results, start
 
 in_memory = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="states in memory are beside CPU tensors")
 BUDGETS = {"pinned_memory": "32MiB", "device_memory": "16MiB"}

@@ -9,7 +9,8 @@ import torch
 import hoist
 import hoist.torch
 from models import batches, loss_of
-from test_distributed import at, results, start
+from ranks import results, start
+from test_distributed import at
 from training import digests, make, train
 
 HALVES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}},

@@ -14,7 +14,8 @@ from torch import nn
 import hoist
 import hoist.torch
 from models import batches, loss_of
-from test_distributed import at, results, start
+from ranks import results, start
+from test_distributed import at
 from training import digests, make
 
 STEPS, COUNT = 4, 4

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of tests: the ranks of a job, or programs that are killed.
+
+Importing PyTorch takes seconds of a processor, and some tests start dozens of processes. They are forked from a process that has
+imported it and done nothing else, multiprocessing's fork server. Programs whose beginning or end as a process is what is tested
+start an interpreter of their own.
+"""
+
+import atexit
+import json
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+
+_forks = multiprocessing.get_context("forkserver")
+# DistributedDataParallel imports torch._dynamo when it is made.
+_forks.set_forkserver_preload(["torch", "torch._dynamo", "hoist.torch", "hoist.optim_offload", "hoist.store"])
+
+BEGIN = """
+import json, os, signal, sys, time
+import hoist.torch
+import torch, torch.distributed as dist
+from test_distributed import *
+directory, config = sys.argv[1], json.loads(sys.argv[2])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def join():
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=size)
+"""
+
+
+class Program:
+    """A process that runs a text, with what one needs of subprocess.Popen."""
+
+    def __init__(self, text, arguments=(), environment=None):
+        self._said = tempfile.TemporaryDirectory(prefix="hoist-test-said-")
+        words = [str(word) for word in arguments]
+        self._process = _forks.Process(target=_run, args=(text, words, environment or {}, self._said.name))
+        self._process.start()
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=240):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a program of a test", timeout)
+        return self.returncode
+
+    def communicate(self, timeout=240):
+        """What it wrote to standard output and to standard error, once it has ended."""
+        self.wait(timeout)
+        return tuple(pathlib.Path(self._said.name, name).read_text() for name in ("1", "2"))
+
+    def kill(self):
+        self._process.kill()
+        self._process.join()
+
+
+def _run(text, arguments, environment, said):
+    """As an interpreter does with -c TEXT ARGUMENT..."""
+    for stream in (1, 2):
+        with open(os.path.join(said, str(stream)), "w") as file:
+            os.dup2(file.fileno(), stream)
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    code = 0
+    try:
+        exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def start(program, directory, config, size=2, **environment):
+    """Ranks of a job that run the program after BEGIN. They find each other in the directory."""
+    os.makedirs(directory, exist_ok=True)
+    return [Program(BEGIN + textwrap.dedent(program), [directory, json.dumps(config)],
+                    {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)} | environment)
+            for rank in range(size)]
+
+
+def results(processes, timeout=240):
+    """What every rank printed last, as JSON."""
+    ended = []
+    try:
+        for process in processes:
+            out, error = process.communicate(timeout)
+            assert process.returncode == 0, error
+            ended.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+    return ended
