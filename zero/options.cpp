@@ -7,6 +7,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/unit_regions.hpp>
 #include <hoist/zero/options.hpp>
 
@@ -54,7 +55,6 @@ void check_names(const EngineOptions& options) {
   refuse_beyond(Placement::nvme, options.parameters, "zero_optimization.offload_param.device");
   refuse_beyond(Placement::nvme, options.optimizer, "zero_optimization.offload_optimizer.device");
   refuse_beyond(tiers::Durability::none, options.durability, "hoist.durability");
-  refuse_beyond(UpdateMode::backward, options.update_mode, "hoist.update_mode");
   refuse_beyond(MicroBatchOrder::vertical, options.micro_batch_order, "hoist.micro_batch_order");
   if (options.weights_dtype) refuse_beyond(DType::fp32, *options.weights_dtype, "bf16.enabled");
 }
@@ -82,20 +82,6 @@ void check_placement(const EngineOptions& options, const RuntimeOptions& runtime
          fmt::format("with {} some optimizer states are on the GPU and updated there, which needs the weights there "
                      "too; use 1, or leave offload_param out",
                      ratio));
-}
-
-void check_update_mode(const EngineOptions& options) {
-  const bool backward = options.update_mode == UpdateMode::backward;
-  refuse((backward || options.update_mode == UpdateMode::forward) && options.optimizer == Placement::device,
-         "hoist.update_mode",
-         fmt::format("\"{}\" is for optimizer states that are offloaded; use \"step\", or \"auto\"",
-                     backward ? "backward" : "forward"));
-  refuse(backward && options.gradient_clipping > 0, "hoist.update_mode",
-         "\"backward\" updates units before the norm is known that clipping needs; set gradient_clipping to 0, or use "
-         "\"forward\"");
-  refuse(backward && (options.loss_scale.dynamic || options.loss_scale.scale != 1), "hoist.update_mode",
-         "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
-         "fp16.enabled");
 }
 
 void check_gathering_groups(const EngineOptions& options, int world_size) {
@@ -141,7 +127,7 @@ void check_counts(const EngineOptions& options) {
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {
   check_names(options);
   check_placement(options, runtime);
-  check_update_mode(options);
+  detail::check_step_rules(options);
   check_gathering_groups(options, world_size);
   check_commits(options);
   check_counts(options);

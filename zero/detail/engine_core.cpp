@@ -684,11 +684,10 @@ std::vector<std::string> EngineCore::describe() const {
   const auto pinned = [](double share) {
     return share > 0 ? fmt::format(" ({:.4g} % of them pinned)", 100 * share) : std::string();
   };
-  lines.push_back(fmt::format("parameters in {}{}, optimizer states in {}{}{}, update mode {}",
-                              kPlaces[static_cast<std::size_t>(options.parameters)], pinned(weights),
-                              kPlaces[static_cast<std::size_t>(options.optimizer)], pinned(fraction),
-                              on_device > 0 ? fmt::format(", but {:.4g} % in device memory", 100 * on_device) : "",
-                              describe_update_mode(options)));
+  lines.push_back(fmt::format(
+      "parameters in {}{}, optimizer states in {}{}{}, {}", kPlaces[static_cast<std::size_t>(options.parameters)],
+      pinned(weights), kPlaces[static_cast<std::size_t>(options.optimizer)], pinned(fraction),
+      on_device > 0 ? fmt::format(", but {:.4g} % in device memory", 100 * on_device) : "", describe_updates(options)));
   if (table.gradient_sums() == GradientSums::on_device) {
     lines.push_back(
         fmt::format("vertical order: a pass holds up to {} micro-batches, their gradients added up in fp32 on "

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <array>
 #include <cstddef>
 
 #include <fmt/format.h>
@@ -66,7 +65,6 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
   static_cast<void>(gradient_clipping), static_cast<void>(optimizer_defaults),
       static_cast<void>(learning_rate_schedule);
 
-  constexpr std::array kModes{"auto", "step", "forward", "backward"};
   std::vector<double> accumulators;  // of groups, what only Engine::create() looks at
   for (const GroupOptions& group : groups) accumulators.push_back(group.initial_accumulator);
   return {{"zero_optimization.stage", fmt::to_string(stage)},
@@ -80,7 +78,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
           {"hoist.mirror.every", mirror.directory.empty() ? "no mirror" : fmt::to_string(mirror.every)},
           {"gradient_accumulation_steps", fmt::to_string(micro_batches_max)},
           {"hoist.micro_batch_order", micro_batch_order == MicroBatchOrder::vertical ? "vertical" : "horizontal"},
-          {"hoist.update_mode", kModes[static_cast<std::size_t>(detail::update_mode(engine))]},
+          {"hoist.update_mode", update_mode_name(engine)},
           {"zero_optimization.stage3_prefetch_bucket_size", fmt::to_string(prefetch_elements)},
           {"zero_optimization.stage3_max_live_parameters", fmt::to_string(live_elements_max)},
           {"zero_optimization.stage3_max_reuse_distance", fmt::to_string(reuse_distance_elements)},

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/step/update_policy.hpp - when a step's updates are carried out: one class for each update mode (UpdateMode).
+// zero/step/update_policy.hpp - when a step's updates are carried out: one class for each update mode.
 //
 // Every update goes through the UpdateQueue; a policy decides when units enter it, and who waits.
 //
