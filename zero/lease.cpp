@@ -42,8 +42,7 @@ TensorView Lease::view(ParameterId parameter) const {
   if (!engine || !engine->pass->is_serial(pass_)) throw UsageError("the lease's pass has ended");
   engine->process.require_this("the engine");
   const detail::EngineCore& e = *engine;
-  if (parameter.index >= e.table.specs().size())
-    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  e.table.require(parameter);
   const detail::Parameter& p = e.table.parameter(parameter);
   const auto& tied = e.table.unit(unit_).tied;
   if (p.unit != unit_ && std::find(tied.begin(), tied.end(), p.unit) == tied.end()) {
@@ -83,8 +82,7 @@ TensorView GradientLease::view(ParameterId parameter) const {
   }
   engine->process.require_this("the engine");
   const detail::EngineCore& e = *engine;
-  if (parameter.index >= e.table.specs().size())
-    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  e.table.require(parameter);
   const detail::Parameter& p = e.table.parameter(parameter);
   const detail::Segment& segment = e.table.segment_of(parameter);
   if (p.unit != unit_ || !segment.trainable) {

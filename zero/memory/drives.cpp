@@ -44,12 +44,16 @@ std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime,
                                   : std::make_unique<aio::DriveQueue>(queue);
 }
 
-Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options,
-               const std::vector<std::span<std::byte>>& registered_memory)
-    : directories_{options.store_directory} {
+Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memory& memory)
+    : memory_(memory), directories_{options.store_directory} {
   directories_.insert(directories_.end(), options.stripe_directories.begin(), options.stripe_directories.end());
   for (const std::string& directory : directories_)
-    engines_.push_back(make_drive_queue(runtime, directory, registered_memory));
+    engines_.push_back(make_drive_queue(runtime, directory, memory.io_slices()));
+}
+
+// A drive that stopped answering may still write to memory that it was given.
+Drives::~Drives() {
+  if (std::ranges::any_of(engines_, [](const auto& engine) { return engine->gave_up(); })) memory_.quarantine();
 }
 
 std::vector<aio::DriveQueue*> Drives::engines() const {
@@ -70,10 +74,6 @@ std::vector<std::uint32_t> Drives::measured_weights() const {
     log_warning("the drives were not measured, and get equal shares of the store: {}", error.what());
     return {};
   }
-}
-
-bool Drives::gave_up() const {
-  return std::any_of(engines_.begin(), engines_.end(), [](const auto& engine) { return engine->gave_up(); });
 }
 
 aio::DriveQueue::Stats Drives::stats() const {

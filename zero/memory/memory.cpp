@@ -81,7 +81,12 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
                                .touch_threads = std::max(1u, std::thread::hardware_concurrency())});
   point_to_regions();
   sub_groups_ = plan_.units().sub_groups(plan_.pinned_buffers().sub_group_tiles);
+  if (pinned().empty()) return;
+  runtime.device().register_host(pinned());  // in one: a copy may not cross two registrations
+  registered_ = pinned();
 }
+
+Memory::~Memory() { runtime_.device().unregister_host(registered_); }
 
 void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   const tiers::Budget* const common = runtime_.pinned_budget().common();

@@ -42,6 +42,9 @@ class Memory {
   using Buffers = std::vector<std::span<std::byte>>;
 
   Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
 
   const MemoryPlan& plan() const { return plan_; }
   const UnitPlacement& placement(UnitId unit) const { return plan_.units().unit(unit); }
@@ -55,6 +58,7 @@ class Memory {
   const Buffers& update_buffers() const { return buffers(MemoryRole::update_buffer); }
   const Buffers& staging_buffers() const { return buffers(MemoryRole::staging_buffer); }
   const Buffers& sum_buffers() const { return buffers(MemoryRole::sum_buffer); }
+  std::span<std::byte> first_staging_buffer() const { return buffer(MemoryRole::staging_buffer); }  // if there is one
   std::span<std::byte> gradient_ring() const { return buffer(MemoryRole::gradient_ring); }
   std::span<std::byte> device_results() const { return buffer(MemoryRole::device_results); }
   std::span<std::byte> results_copy() const { return buffer(MemoryRole::results_copy); }
@@ -78,7 +82,7 @@ class Memory {
 
  private:
   const Buffers& buffers(MemoryRole role) const { return buffers_[static_cast<std::size_t>(role)]; }
-  std::span<std::byte> buffer(MemoryRole role) const {  // the only one, or none
+  std::span<std::byte> buffer(MemoryRole role) const {  // the first one, or none
     return buffers(role).empty() ? std::span<std::byte>() : buffers(role).front();
   }
   void require_host_memory(std::uint64_t store_memory_bytes) const;  // where one budget is for both tiers
@@ -92,6 +96,7 @@ class Memory {
   tiers::Budget::Hold store_hold_;
   tiers::DeviceBlock device_block_;
   std::unique_ptr<tiers::PinnedPool> pool_;
+  std::span<std::byte> registered_;  // with the device
   std::vector<UnitMemory> units_;
   std::array<Buffers, kMemoryRoleCount> buffers_;
   std::vector<SubGroup> sub_groups_;

@@ -16,6 +16,7 @@
 #include <string>
 
 #include <hoist/zero/checkpoint/checkpointer.hpp>
+#include <hoist/zero/memory/drives.hpp>
 #include <hoist/zero/passes/pass_state.hpp>
 #include <hoist/zero/update/step_settings.hpp>
 #include <hoist/zero/update/update_queue.hpp>
@@ -38,6 +39,7 @@ struct StepParts {
   WeightReader* weight_reader;  // null unless parameters are on NVMe
   PassState& pass;
   Checkpointer& checkpoints;
+  Drives* drives;  // null without a store
 };
 
 class UpdatePolicy {
