@@ -46,10 +46,6 @@ void check(const RuntimeOptions& options) {
 
 namespace {
 
-bool uses_nvme(const EngineOptions& options) {
-  return options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-}
-
 // A value that no name stands for, as a caller of another language can make one.
 void check_names(const EngineOptions& options) {
   refuse_beyond(Placement::nvme, options.parameters, "zero_optimization.offload_param.device");
@@ -64,7 +60,7 @@ void check_placement(const EngineOptions& options, const RuntimeOptions& runtime
          fmt::format("there is no stage {}: 0 to 3", options.stage));
   refuse(options.stage < 3 && options.parameters != Placement::device, "zero_optimization.offload_param.device",
          fmt::format("stage {} keeps all weights on the device; use stage 3 to offload them", options.stage));
-  refuse(uses_nvme(options) && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
+  refuse(options.uses_nvme() && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
          "state is placed on NVMe, but no path is given; name a directory on the drive");
   refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
          "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
@@ -100,12 +96,12 @@ void check_commits(const EngineOptions& options) {
          fmt::format("at most {} checkpoints can be kept", tiers::kCheckpointsMax));
   refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
          "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
-  refuse(options.keep_steps > 0 && uses_nvme(options) && options.durability == tiers::Durability::none,
+  refuse(options.keep_steps > 0 && options.uses_nvme() && options.durability == tiers::Durability::none,
          "hoist.keep_steps", "a store of durability \"none\" keeps nothing; use \"step\"");
   if (options.mirror.directory.empty()) return;
   refuse(options.store_directory.empty(), "hoist.mirror",
          "there is no store to copy; set nvme_path or hoist.checkpoint_path");
-  refuse(uses_nvme(options) && options.durability == tiers::Durability::none, "hoist.mirror",
+  refuse(options.uses_nvme() && options.durability == tiers::Durability::none, "hoist.mirror",
          "with durability \"none\" there are no commits to copy; use \"step\"");
   refuse(options.mirror.directory == options.store_directory, "hoist.mirror.path",
          fmt::format("{} is the store's own directory; name another, on another drive", options.mirror.directory));

@@ -198,6 +198,8 @@ struct EngineOptions {
   LossScaleOptions loss_scale{};  // section "fp16"; Engine::loss_scale() is what losses are multiplied by
   optim::OptimizerOptions optimizer_defaults{};   // of group 0
   LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
+
+  bool uses_nvme() const { return parameters == Placement::nvme || optimizer == Placement::nvme; }
 };
 
 // What no runtime would be built with: ConfigError with the key.

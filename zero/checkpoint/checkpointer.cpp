@@ -38,12 +38,6 @@ void Checkpointer::abandon_copy() {
   if (mirror_) mirror_->abandon();
 }
 
-bool Checkpointer::on_nvme() const {
-  return options_.parameters == Placement::nvme || options_.optimizer == Placement::nvme;
-}
-
-bool Checkpointer::stores_steps() const { return on_nvme() && options_.durability == tiers::Durability::step; }
-
 std::optional<std::uint64_t> Checkpointer::committed_step() const {
   const std::int64_t step = committed_step_;
   return step < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(step));

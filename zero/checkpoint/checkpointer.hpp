@@ -47,8 +47,8 @@ class Checkpointer {
   void end() noexcept;
 
   // --- the rules
-  bool on_nvme() const;       // some state lives on NVMe
-  bool stores_steps() const;  // and its steps are committed
+  bool on_nvme() const { return options_.uses_nvme(); }
+  bool stores_steps() const { return on_nvme() && options_.durability == tiers::Durability::step; }
   bool is_due(std::uint64_t step) const { return step % options_.commit_every == 0; }
 
   // --- commits of steps

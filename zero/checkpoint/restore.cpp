@@ -8,7 +8,7 @@
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
-#include <hoist/zero/memory/memory_plan.hpp>
+#include <hoist/zero/memory/memory.hpp>
 
 namespace hoist::detail {
 
@@ -89,11 +89,8 @@ tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& optio
   const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
   constexpr const char* kWhat = "the tables of the store that is taken over";
   if (need_bytes > budget.limit_bytes())
-    throw BudgetError({.tier = budget.tier(),
-                       .have_bytes = budget.limit_bytes(),
-                       .need_bytes = need_bytes,
-                       .key = budget.key(),
-                       .detail = fmt::format("the engine with its smallest buffers and, until it runs, {}", kWhat)});
+    throw over_budget(budget, need_bytes,
+                      fmt::format("the engine with its smallest buffers and, until it runs, {}", kWhat));
   return budget.take(bytes, kWhat);
 }
 
@@ -130,8 +127,7 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
                          const RankAgreement& ranks, const RestorePlan& plan, const std::string& from) {
   const RestoreSource& source = plan.source;
   const std::string directory = source.directory.in(plan.directory);
-  const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  if (on_nvme && options.durability == tiers::Durability::none)
+  if (options.uses_nvme() && options.durability == tiers::Durability::none)
     throw CommonStoreError(
         fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
                     "\"none\", which nothing outlives; use \"step\"",

@@ -133,6 +133,7 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
     }
     ranks.agree_on_model("Engine::restore()", table, options, settings.groups());
+    const Ledger::Apart apart(runtime.ledger());
     const RestorePlan plan = plan_restore(ranks, options, restore_options.from);
     const StoreDirectory directory =
         plan.in_place ? restore_in_place(plan, restore_options.from) : reshard(plan, restore_options.from);
@@ -157,7 +158,6 @@ void EngineCore::use_state(CommitState state, std::uint64_t step) {
 
 StoreDirectory EngineCore::restore_in_place(const RestorePlan& plan, const std::string& from) {
   make_parts(plan.source.directory, StoreUse::open);
-  const Ledger::Apart apart(runtime.ledger());
   const std::uint64_t step = adopt_commit(ranks, options, *store, from);
   ranks.all_together("read the commit", [&] {
     try {
@@ -187,7 +187,6 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& f
   const StoreDirectory directory = new_store_directory(search.newest_order() + 1, runtime.world_size());
   make_parts(directory, StoreUse::create);
   use_state(former->commit_state(), step);
-  const Ledger::Apart apart(runtime.ledger());
   ranks.all_together("take over the state", [&] {
     const auto read = [&](ParameterId parameter, State of, std::uint64_t first, std::span<float> out) {
       former->read(parameter, of, first, out);

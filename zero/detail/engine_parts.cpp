@@ -79,21 +79,9 @@ void EngineParts::make_parts(const StoreDirectory& directory, StoreUse use) {
   checkpoints = std::make_unique<Checkpointer>(options, ranks, store.get(), store ? ranks.job().duplicate() : nullptr,
                                                *state_access, *updates);
   pass = std::make_unique<PassState>(options, table, ranks, *gatherer, *gradients);
-  const StepParts parts{.runtime = runtime,
-                        .options = options,
-                        .table = table,
-                        .memory = *memory,
-                        .ranks = ranks,
-                        .settings = settings,
-                        .updates = *updates,
-                        .streams = streams,
-                        .executor = *executor,
-                        .gatherer = *gatherer,
-                        .gradients = *gradients,
-                        .weight_reader = weight_reader.get(),
-                        .pass = *pass,
-                        .checkpoints = *checkpoints,
-                        .drives = drives.get()};
+  const StepParts parts{runtime,  options,      table,       *memory,   ranks,      settings,
+                        *updates, streams,      *executor,   *gatherer, *gradients, weight_reader.get(),
+                        *pass,    *checkpoints, drives.get()};
   stepper = std::make_unique<StepRunner>(parts, *notifier);
   state_calls = std::make_unique<StateCalls>(parts, *stepper, *state_access);
 }

@@ -76,8 +76,7 @@ bool hands_gradients_on(const EngineOptions& options) { return update_mode(optio
 bool updates_under_forward(const EngineOptions& options) { return update_mode(options) == UpdateMode::forward; }
 
 bool writes_resident_state(const EngineOptions& options, bool committed) {
-  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  return nvme && options.durability == tiers::Durability::step && committed;
+  return options.uses_nvme() && options.durability == tiers::Durability::step && committed;
 }
 
 }  // namespace hoist::detail

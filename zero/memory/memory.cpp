@@ -22,6 +22,14 @@ std::uint64_t free_bytes(const tiers::Budget& budget, std::uint64_t store_memory
 
 }  // namespace
 
+BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, const std::string& purpose) {
+  return BudgetError({.tier = budget.tier(),
+                      .have_bytes = budget.limit_bytes(),
+                      .need_bytes = need_bytes,
+                      .key = budget.key(),
+                      .detail = purpose});
+}
+
 MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes) {
   return {.device_access = device_access(runtime.options()),
           .free_device_bytes = runtime.device_arena().largest_hole_bytes(),
@@ -52,14 +60,11 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
   const std::uint64_t available = std::min(runtime.device_arena().largest_hole_bytes(), budget.free_bytes());
   if (least <= available) return;
   const auto ratio = fitting_offload_ratio(options, table, access, available > program ? available - program : 0);
-  throw BudgetError(
-      {.tier = budget.tier(),
-       .have_bytes = budget.limit_bytes(),
-       .need_bytes = budget.limit_bytes() - available + least,
-       .key = budget.key(),
-       .detail = fmt::format(
-           "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
-           ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : "")});
+  throw over_budget(
+      budget, budget.limit_bytes() - available + least,
+      fmt::format(
+          "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
+          ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : ""));
 }
 
 Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes)
@@ -94,28 +99,21 @@ void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   const std::uint64_t device_bytes = plan_.bytes(MemoryTier::device);
   const std::uint64_t pinned_bytes = plan_.bytes(MemoryTier::pinned);
   if (device_bytes + pinned_bytes <= free_bytes(*common, store_memory_bytes)) return;
-  throw BudgetError(
-      {.tier = common->tier(),
-       .have_bytes = common->limit_bytes(),
-       .need_bytes = round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
-       .key = common->key(),
-       .detail = fmt::format("{} on the host device, and {} of gradients, states kept in memory and the "
-                             "smallest transfer buffers",
-                             format_bytes(device_bytes), format_bytes(pinned_bytes))});
+  throw over_budget(
+      *common, round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
+      fmt::format("{} on the host device, and {} of gradients, states kept in memory and the smallest transfer buffers",
+                  format_bytes(device_bytes), format_bytes(pinned_bytes)));
 }
 
 void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t store_memory_bytes) const {
   const tiers::Budget& budget = runtime_.pinned_budget();
   const std::uint64_t need = plan_.bytes(MemoryTier::pinned);
   if (need <= free_bytes(budget, store_memory_bytes)) return;
-  throw BudgetError({.tier = budget.tier(),
-                     .have_bytes = budget.limit_bytes(),
-                     .need_bytes = round_up(budget.held_bytes() + store_memory_bytes + need, kBlockAlignment),
-                     .key = budget.key(),
-                     .detail = gathering_group(options, table_.world_size()) > 1
-                                   ? "gradients, states kept in memory, secondary shards (a larger or no "
-                                     "zero_hpz_partition_size needs less) and the smallest transfer buffers"
-                                   : "gradients, states kept in memory and the smallest transfer buffers"});
+  throw over_budget(budget, round_up(budget.held_bytes() + store_memory_bytes + need, kBlockAlignment),
+                    gathering_group(options, table_.world_size()) > 1
+                        ? "gradients, states kept in memory, secondary shards (a larger or no zero_hpz_partition_size "
+                          "needs less) and the smallest transfer buffers"
+                        : "gradients, states kept in memory and the smallest transfer buffers");
 }
 
 void Memory::point_to_regions() {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include <hoist/core/error.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
@@ -29,6 +30,9 @@ struct UnitMemory {
   std::byte* gathered = nullptr;
   std::byte* own_gradient = nullptr;
 };
+
+// A budget that does not suffice: with `need_bytes` it would. `purpose`: what they are for.
+BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, const std::string& purpose);
 
 // What is free now beside the store's tables.
 MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes);

@@ -105,12 +105,8 @@ Gradients::Buffer& Gradients::acquire(UnitId unit) {
   std::uint64_t bytes = 0;
   for (const Unit& other : table_.units()) bytes = std::max(bytes, other.gradient_buffer_bytes());
   const tiers::Budget& budget = runtime_.device_budget();
-  throw BudgetError(
-      {.tier = budget.tier(),
-       .have_bytes = budget.limit_bytes(),
-       .need_bytes = budget.limit_bytes() + bytes,
-       .key = budget.key(),
-       .detail = fmt::format("gradients of unit '{}' while other units' are not finished", table_.unit(unit).name)});
+  throw over_budget(budget, budget.limit_bytes() + bytes,
+                    fmt::format("gradients of unit '{}' while other units' are not finished", table_.unit(unit).name));
 }
 
 void Gradients::finish(UnitId id, StreamRef stream) {

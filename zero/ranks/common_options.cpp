@@ -5,19 +5,13 @@
 #include <fmt/ranges.h>
 
 #include <hoist/comm/agreement.hpp>
-#include <hoist/core/digest.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/ranks/common_options.hpp>
+#include <hoist/zero/ranks/rank_agreement.hpp>
 
 namespace hoist::detail {
 
 namespace {
-
-std::uint64_t digest_of(std::string_view text) {
-  Digest digest;
-  digest.update(std::as_bytes(std::span(text)));
-  return digest.value();
-}
 
 const char* name_of(Placement placement) {
   switch (placement) {
@@ -92,7 +86,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
 
 void agree_on_options(comm::Communicator& ranks, std::span<const CommonOption> options) {
   std::vector<std::uint64_t> mine;
-  for (const CommonOption& option : options) mine.push_back(digest_of(option.value));
+  for (const CommonOption& option : options) mine.push_back(text_hash(option.value));
   const auto size = static_cast<std::size_t>(ranks.size());
   std::vector<std::uint64_t> all(size * mine.size());
   ranks.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));

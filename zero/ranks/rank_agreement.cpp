@@ -68,12 +68,11 @@ void RankAgreement::compare_groups(const EngineOptions& options, const std::func
   if (!has_several_groups()) return;
   all_together("lay out its model", check_model);
   const bool has_store = !options.store_directory.empty();
-  const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   const std::string mirror =
       options.mirror.directory.empty() ? "" : fmt::format(", a mirror every {} steps", options.mirror.every);
   const std::string rules = !has_store ? "no store"
                                        : fmt::format("{}, durability {}, a commit every {} steps, room to keep {}{}",
-                                                     on_nvme ? "a store of steps" : "a store of saves",
+                                                     options.uses_nvme() ? "a store of steps" : "a store of saves",
                                                      options.durability == tiers::Durability::step ? "step" : "none",
                                                      options.commit_every, options.keep_steps, mirror);
   comm::agree(job(), text_hash(rules), rules);
