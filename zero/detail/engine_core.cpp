@@ -119,7 +119,7 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
     checkpoints->set_state(CommitState::of(settings.scaler, program_state));
     if (!checkpoints->on_nvme()) return;
     checkpoints->commit_open(state.step).wait();
-    stepper->book_io();
+    stepper->count_io();
   });
 }
 
@@ -142,7 +142,7 @@ void EngineCore::restore(const RestoreOptions& restore_options) {
     // With nothing on NVMe, the old store goes after the next save(), which is the new one's first commit.
     if (checkpoints->on_nvme() || !store->commits().empty())
       remove_older_stores(ranks, options, directory, plan.passed_over);
-    stepper->book_io();
+    stepper->count_io();
     restored = RestoreReport{.step = settings.step_count,
                              .caller_state = checkpoints->state().program,
                              .world_size = plan.source.world_size,

@@ -89,20 +89,20 @@ aio::DriveQueue::Stats Drives::stats() const {
   return all;
 }
 
-void Drives::book(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes) {
+void Drives::count_into(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes) {
   const aio::DriveQueue::Stats now = stats();
-  const std::uint64_t read = now.read_bytes - booked_.read_bytes;
-  const std::uint64_t copied = std::min(copied_bytes - booked_copied_bytes_, read);
-  booked_copied_bytes_ += copied;
+  const std::uint64_t read = now.read_bytes - counted_.read_bytes;
+  const std::uint64_t copied = std::min(copied_bytes - counted_copied_bytes_, read);
+  counted_copied_bytes_ += copied;
   {
     const Ledger::Apart apart(ledger);
     ledger.count(Link::nvme_read, copied, {});
   }
   std::optional<Ledger::Apart> apart;
   if (!in_steps) apart.emplace(ledger);
-  ledger.count(Link::nvme_read, read - copied, now.read_busy - booked_.read_busy);
-  ledger.count(Link::nvme_write, now.written_bytes - booked_.written_bytes, now.write_busy - booked_.write_busy);
-  booked_ = now;
+  ledger.count(Link::nvme_read, read - copied, now.read_busy - counted_.read_busy);
+  ledger.count(Link::nvme_write, now.written_bytes - counted_.written_bytes, now.write_busy - counted_.write_busy);
+  counted_ = now;
 }
 
 std::string Drives::describe() const {

@@ -36,15 +36,15 @@ class Drives {
   aio::DriveQueue::Stats stats() const;
   // Tells the ledger what the drives have moved since the last call: as work of steps, or apart from them.
   // `copied_bytes`: what a mirror has read in all, which is apart from steps in any case.
-  void book(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes);
+  void count_into(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes);
   std::string describe() const;
 
  private:
   Memory& memory_;
   std::vector<std::string> directories_;
   std::vector<std::unique_ptr<aio::DriveQueue>> engines_;
-  aio::DriveQueue::Stats booked_{};
-  std::uint64_t booked_copied_bytes_ = 0;
+  aio::DriveQueue::Stats counted_{};
+  std::uint64_t counted_copied_bytes_ = 0;
 };
 
 }  // namespace hoist::detail

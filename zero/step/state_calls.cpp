@@ -57,7 +57,7 @@ void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, s
       values_.read(parameter, state, owned.shard.first, part);
     if (runtime.world_size() > 1) runtime.communicator().broadcast_host(std::as_writable_bytes(part), rank);
   }
-  stepper_.book_io();
+  stepper_.count_io();
 }
 
 void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values) {
@@ -81,7 +81,7 @@ void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, 
   values_.write(parameter, state, owned.shard, values.subspan(owned.offset, owned.shard.count));
   if (parts_.checkpoints.on_nvme()) parts_.checkpoints.commit_open(step).wait();
   parts_.gatherer.invalidate();
-  stepper_.book_io();
+  stepper_.count_io();
 }
 
 void StateCalls::change_state(const char* call, const InitialState& state, std::span<const std::byte> program_state,
@@ -116,7 +116,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
   checkpoints.set_state(CommitState::of(parts_.settings.scaler, program_state));
   if (checkpoints.on_nvme()) checkpoints.commit_open(step).wait();
   parts_.gatherer.invalidate();
-  stepper_.book_io();
+  stepper_.count_io();
 }
 
 void StateCalls::replace_state(const InitialState& state, std::span<const std::byte> program_state) {

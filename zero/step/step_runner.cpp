@@ -58,7 +58,7 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   if (!parts_.checkpoints.stores_steps()) report.committed = {};
   parts_.gradients.clear();
   report.step = settings.step_count;
-  book_io();
+  count_io();
   return report;
 }
 
@@ -67,7 +67,7 @@ void StepRunner::settle() {
   if (!parts_.pass.under_way()) drain();
   parts_.updates.finish();
   parts_.checkpoints.settle(parts_.settings.step_count);
-  book_io();
+  count_io();
 }
 
 void StepRunner::settle_together() {
@@ -81,10 +81,11 @@ void StepRunner::drain() {
 }
 
 // With nothing placed on NVMe, drives see explicit saves only, whichever step it is that hears of them.
-void StepRunner::book_io() {
+void StepRunner::count_io() {
   if (parts_.drives == nullptr) return;
   const Mirror* const mirror = parts_.checkpoints.mirror();
-  parts_.drives->book(parts_.runtime.ledger(), parts_.checkpoints.on_nvme(), mirror ? mirror->store_bytes_read() : 0);
+  parts_.drives->count_into(parts_.runtime.ledger(), parts_.checkpoints.on_nvme(),
+                            mirror ? mirror->store_bytes_read() : 0);
 }
 
 }  // namespace hoist::detail

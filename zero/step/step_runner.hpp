@@ -22,7 +22,7 @@ class StepRunner {
   void settle();
   void settle_together();  // [C] the same; an update that fails on one rank fails on all
   void drain();            // until the streams have no work
-  void book_io();          // tells the ledger what the drives have moved
+  void count_io();         // tells the ledger what the drives have moved
   UpdatePolicy& policy() { return *policy_; }
   const UpdatePolicy& policy() const { return *policy_; }
 

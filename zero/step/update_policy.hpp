@@ -78,7 +78,7 @@ class UpdatePolicy {
   TilePipeline::Work work(std::shared_ptr<StepUpdate> update) const;
   void update_on_device(StepUpdate& update) const;
   void await_gradients();  // until all of the step's have arrived where they are updated
-  void await_updates();    // returns when no update is pending; books the time as part of this step
+  void await_updates();    // returns when no update is pending; counts the time as part of this step
   // The queue's last call for a step, which commits it or says why not, and what is done when the step is durable. The
   // call must be made: nothing that can fail may come before it is handed over.
   struct StepEnd {
