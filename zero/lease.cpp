@@ -52,10 +52,7 @@ TensorView Lease::view(ParameterId parameter) const {
   const detail::Segment& segment = e.table.segment_of(parameter);
   std::byte* data =
       e.gatherer->address(p.unit) + segment.gathered_offset + p.first_element * dtype_bytes(segment.dtype);
-  return {.data = data,
-          .dtype = segment.dtype,
-          .shape = e.table.spec(parameter).shape,
-          .device = e.runtime.options().device_ordinal};
+  return {data, segment.dtype, e.table.spec(parameter).shape, e.runtime.options().device_ordinal};
 }
 
 void Lease::release(StreamRef stream) {
@@ -90,10 +87,8 @@ TensorView GradientLease::view(ParameterId parameter) const {
                                  e.table.unit(unit_).name));
   }
   const detail::Gradients::Place place = e.gradients->place(segment);
-  return {.data = data_ + place.offset_bytes + p.first_element * dtype_bytes(place.dtype),
-          .dtype = place.dtype,
-          .shape = e.table.spec(parameter).shape,
-          .device = e.runtime.options().device_ordinal};
+  std::byte* data = data_ + place.offset_bytes + p.first_element * dtype_bytes(place.dtype);
+  return {data, place.dtype, e.table.spec(parameter).shape, e.runtime.options().device_ordinal};
 }
 
 // --- PassScope -------------------------------------------------------------------------------------------------------

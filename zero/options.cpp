@@ -25,27 +25,6 @@ void refuse_beyond(Enum last, Enum value, const char* key) {
   refuse(value > last, key, fmt::format("{} is none of its values", static_cast<unsigned>(value)));
 }
 
-}  // namespace
-
-// A device that carries out steps itself has kernels for state of 16 and 32 bits.
-void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime) {
-  optim::check(group);
-  const bool on_device = detail::asks_for_device_only(runtime, options);
-  constexpr std::string_view kProblem =
-      "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them, "
-      "all of them (offload_optimizer.ratio 1), to \"cpu\" or \"nvme\"";
-  refuse(on_device && group.moments == MomentType::fp8, "hoist.moments_dtype", std::string(kProblem));
-  refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
-}
-
-void check(const RuntimeOptions& options) {
-  if (options.device) refuse_beyond(platform::DeviceKind::cuda, *options.device, "hoist.device");
-  refuse_beyond(aio::BackendKind::null, options.aio_backend, "hoist.io_engine");
-  refuse_beyond(CommunicatorKind::mpi, options.communicator, "hoist.communicator");
-}
-
-namespace {
-
 // A value that no name stands for, as a caller of another language can make one.
 void check_names(const EngineOptions& options) {
   refuse_beyond(Placement::nvme, options.parameters, "zero_optimization.offload_param.device");
@@ -119,6 +98,23 @@ void check_counts(const EngineOptions& options) {
 }
 
 }  // namespace
+
+// A device that carries out steps itself has kernels for state of 16 and 32 bits.
+void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime) {
+  optim::check(group);
+  const bool on_device = detail::asks_for_device_only(runtime, options);
+  constexpr std::string_view kProblem =
+      "optimizer states on a GPU are updated there, and there is no kernel for state of 8 bits yet; offload them, "
+      "all of them (offload_optimizer.ratio 1), to \"cpu\" or \"nvme\"";
+  refuse(on_device && group.moments == MomentType::fp8, "hoist.moments_dtype", std::string(kProblem));
+  refuse(on_device && group.remainder == RemainderType::int8, "hoist.remainder_dtype", std::string(kProblem));
+}
+
+void check(const RuntimeOptions& options) {
+  if (options.device) refuse_beyond(platform::DeviceKind::cuda, *options.device, "hoist.device");
+  refuse_beyond(aio::BackendKind::null, options.aio_backend, "hoist.io_engine");
+  refuse_beyond(CommunicatorKind::mpi, options.communicator, "hoist.communicator");
+}
 
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {
   check_names(options);

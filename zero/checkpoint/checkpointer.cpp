@@ -57,6 +57,11 @@ void Checkpointer::reopen_step(std::uint64_t step) {
   store_->begin_step(step);
 }
 
+void Checkpointer::commit_open(CommitState state, std::uint64_t step) {
+  set_state(std::move(state));
+  if (on_nvme()) commit_as("", state_, step, /*mirrored=*/false).wait();
+}
+
 void Checkpointer::settle(std::uint64_t step) {
   last_commit_.wait();
   if (uncommitted_) store_->begin_step(step);

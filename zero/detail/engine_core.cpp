@@ -116,9 +116,7 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
       if (store) store->remove_new();
       throw;
     }
-    checkpoints->set_state(CommitState::of(settings.scaler, program_state));
-    if (!checkpoints->on_nvme()) return;
-    checkpoints->commit_open(state.step).wait();
+    checkpoints->commit_open(CommitState::of(settings.scaler, program_state), state.step);
     stepper->count_io();
   });
 }
@@ -128,10 +126,9 @@ void EngineCore::create(const InitialState& state, std::span<const std::byte> pr
 void EngineCore::restore(const RestoreOptions& restore_options) {
   make([&] {
     ranks.compare_groups(options, [&] { require_model(); });
-    if (options.store_directory.empty()) {
+    if (options.store_directory.empty())
       throw UsageError(
           "nothing can be restored: the configuration names no store (nvme_path or hoist.checkpoint_path)");
-    }
     ranks.agree_on_model("Engine::restore()", table, options, settings.groups());
     const Ledger::Apart apart(runtime.ledger());
     const RestorePlan plan = plan_restore(ranks, options, restore_options.from);
@@ -197,9 +194,8 @@ StoreDirectory EngineCore::reshard(const RestorePlan& plan, const std::string& f
                        memory->first_staging_buffer(), read);
     former.reset();
   });
-  if (!checkpoints->on_nvme()) return directory;  // the next save() will be the new store's first commit
-  checkpoints->set_state(CommitState::of(settings.scaler, checkpoints->state().program));
-  checkpoints->commit_open(step).wait();
+  // With nothing on NVMe, the next save() will be the new store's first commit.
+  checkpoints->commit_open(CommitState::of(settings.scaler, checkpoints->state().program), step);
   return directory;
 }
 

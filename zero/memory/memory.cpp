@@ -15,6 +15,14 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
+// By role, those of one unit; NVMe's regions have no pointers.
+constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{
+    &UnitMemory::weights,      nullptr,  // stored weights
+    &UnitMemory::state,        nullptr,  // stored state
+    &UnitMemory::gradient,     &UnitMemory::secondary_shard,
+    &UnitMemory::device_shard, &UnitMemory::gathered,
+    &UnitMemory::own_gradient};
+
 // What a budget has left beside what is held and the store's tables.
 std::uint64_t free_bytes(const tiers::Budget& budget, std::uint64_t store_memory_bytes) {
   return budget.free_bytes() > store_memory_bytes ? budget.free_bytes() - store_memory_bytes : 0;
@@ -38,18 +46,6 @@ MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes) {
                                  ? kUnlimited
                                  : free_bytes(*runtime.pinned_budget().common(), store_memory_bytes)};
 }
-
-namespace {
-
-// By role, those of one unit; NVMe's regions have no pointers.
-constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{
-    &UnitMemory::weights,      nullptr,  // stored weights
-    &UnitMemory::state,        nullptr,  // stored state
-    &UnitMemory::gradient,     &UnitMemory::secondary_shard,
-    &UnitMemory::device_shard, &UnitMemory::gathered,
-    &UnitMemory::own_gradient};
-
-}  // namespace
 
 void require_device_memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
                            std::uint64_t program_bytes) {

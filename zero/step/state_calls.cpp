@@ -79,7 +79,7 @@ void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, 
   const OwnedRange owned = owned_range(parts_.table.parameter(parameter).first_element + first, values.size(),
                                        parts_.table.segment_of(parameter).shard_elements, parts_.runtime.rank());
   values_.write(parameter, state, owned.shard, values.subspan(owned.offset, owned.shard.count));
-  if (parts_.checkpoints.on_nvme()) parts_.checkpoints.commit_open(step).wait();
+  parts_.checkpoints.commit_open(parts_.checkpoints.state(), step);
   parts_.gatherer.invalidate();
   stepper_.count_io();
 }
@@ -113,8 +113,7 @@ void StateCalls::change_state(const char* call, const InitialState& state, std::
     }
   });
   parts_.settings.step_count = step;
-  checkpoints.set_state(CommitState::of(parts_.settings.scaler, program_state));
-  if (checkpoints.on_nvme()) checkpoints.commit_open(step).wait();
+  checkpoints.commit_open(CommitState::of(parts_.settings.scaler, program_state), step);
   parts_.gatherer.invalidate();
   stepper_.count_io();
 }

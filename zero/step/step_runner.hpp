@@ -24,7 +24,6 @@ class StepRunner {
   void drain();            // until the streams have no work
   void count_io();         // tells the ledger what the drives have moved
   UpdatePolicy& policy() { return *policy_; }
-  const UpdatePolicy& policy() const { return *policy_; }
 
  private:
   double global_norm();  // of the sum over micro-batches, with the loss scale
