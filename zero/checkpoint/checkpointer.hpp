@@ -70,8 +70,8 @@ class Checkpointer {
   // The step will never be committed.
   void fail(const Decided& decided, const std::exception_ptr& error);
 
-  // With state on NVMe commits the open step, beside the steps' own commits: the first state, a change by write(). Waits
-  // for it. `state`: what this and later commits hold beside the records.
+  // With state on NVMe commits the open step, beside the steps' own commits: the first state, a change by write().
+  // Waits for it. `state`: what this and later commits hold beside the records.
   void commit_open(CommitState state, std::uint64_t step);
   // Opens the store's step once more, to change records of it. State in memory that no commit holds yet is written, so
   // that the commit is complete.
