@@ -202,11 +202,11 @@ struct EngineOptions {
   bool uses_nvme() const { return parameters == Placement::nvme || optimizer == Placement::nvme; }
 };
 
-// What no runtime would be built with: ConfigError with the key.
+// ConfigError, with the key, for options that no runtime is built with.
 void check(const RuntimeOptions& options);
-// What no engine of so many ranks would be built with, whatever the model: ConfigError with the key and the remedy.
+// ConfigError, with the key and the remedy, for options that no engine of so many ranks is built with, for any model.
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size);
-// Likewise of one parameter group.
+// ConfigError for a parameter group that no engine with these options would be built with.
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime);
 
 }  // namespace hoist

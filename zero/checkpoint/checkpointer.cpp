@@ -78,7 +78,7 @@ Completion Checkpointer::commit_as(const std::string& name, const CommitState& s
   const Completion done = store_->commit(encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
   const auto promise = std::make_shared<Promise>();
   last_commit_ = promise->completion();
-  // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this object.
+  // After a wait for the commit, committed_step() has it, and the commit does not need this object any more.
   done.then([this, promise, step, mirrored](std::exception_ptr error) {
     if (error && mirrored) mirror_->drop(error);
     if (error) return promise->fail(error);

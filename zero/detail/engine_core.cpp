@@ -14,7 +14,7 @@ namespace hoist::detail {
 
 // --- the end ---------------------------------------------------------------------------------------------------------
 
-// Ends what is under way; errors have been delivered, or nobody wants them any more. The parts end afterwards.
+// Ends what is under way, and ignores errors: every call that could report them has ended. The parts end afterwards.
 EngineCore::~EngineCore() {
   self.reset();
   if (!state_calls) return;  // not all parts were made: nothing is under way

@@ -32,7 +32,7 @@ class Drives {
   // Each drive's share of a new store. Measured, for about a second, when there are several; a drive with no room for
   // that counts like the others.
   std::vector<std::uint32_t> measured_weights() const;
-  // Of all drives: bytes are summed; busy is that of the busiest drive.
+  // Bytes are summed over all drives; busy is that of the busiest drive.
   aio::DriveQueue::Stats stats() const;
   // Tells the ledger what the drives have moved since the last call: as work of steps, or apart from them.
   // `copied_bytes`: what a mirror has read in all, which is apart from steps in any case.

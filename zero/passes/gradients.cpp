@@ -133,7 +133,7 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   state.finished = true;
 }
 
-// Of the micro-batches' sum, as it goes over the links.
+// Makes the mean of the micro-batches' sum, in the type that goes over the links.
 void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const {
   for (const Segment& segment : unit.segments) {
     if (!segment.trainable) continue;

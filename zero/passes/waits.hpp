@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // zero/passes/waits.hpp - waiting, and the cause that the ledger counts it under.
 //
-// Whoever waits for units that are read, updated or written waits for the update's arithmetic as long as that runs, and
-// else for the drive.
+// A wait for units that are read, updated or written is a wait for the update's arithmetic as long as that runs, and
+// otherwise for the drive.
 //
 // Threading  The program's thread.
 // Errors     What is waited for fails with its own.

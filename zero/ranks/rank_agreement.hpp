@@ -62,7 +62,7 @@ class RankAgreement {
 // A hash by which ranks compare names and rules.
 std::uint64_t text_hash(std::string_view text);
 
-// Of the number that agree_on_run() gave one sharding group, the part that is equal in all of them.
+// The part of agree_on_run()'s number that all sharding groups have alike.
 std::uint64_t job_part(std::uint64_t run);
 
 }  // namespace hoist::detail
