@@ -82,8 +82,8 @@ void EngineCore::make(Call call) {
   }
 }
 
-// One that begins at a later step took its state over: of such a store, a first commit that only some ranks have is
-// known to be worth nothing.
+// A run that begins at a later step took its state from elsewhere: a first commit of it that only some ranks have is
+// worth nothing, and is removed.
 StoreDirectory EngineCore::directory_for(const InitialState& state) {
   ranks.agree_on_beginning("begin", state);
   const StoreSearch search(ranks, options);
