@@ -90,7 +90,10 @@ std::vector<ParameterPlace> gathered_layout(const EngineOptions& options, const 
 const Model& Engine::model() const { return core_->table.model(); }
 Runtime& Engine::runtime() { return core_->runtime; }
 const RestoreReport* Engine::restored() const { return core_->restored ? &*core_->restored : nullptr; }
-bool Engine::keeps(ParameterId parameter, State state) const { return core_->keeps(parameter, state); }
+bool Engine::keeps(ParameterId parameter, State state) const {
+  core_->table.require(parameter);
+  return core_->table.keeps(parameter, state);
+}
 
 // --- a pass ----------------------------------------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ Lease Engine::gather(UnitId unit, StreamRef stream) {
   return core_->run([&] {
     if (!core_->pass->under_way()) throw UsageError("gather() outside of a pass; call begin() first");
     detail::refuse_capture(stream, "gather()");
-    core_->require_unit(unit);
+    core_->table.require(unit);
     core_->stepper->policy().require_gatherable(unit);
     core_->gatherer->gather(unit, stream);
     return Lease(core_->self, unit, stream, core_->pass->serial());
@@ -114,7 +117,7 @@ GradientLease Engine::gradients(UnitId unit, StreamRef stream) {
   return core_->run([&] {
     if (!core_->pass->is(Pass::train)) throw UsageError("gradients are made in train passes only");
     detail::refuse_capture(stream, "gradients()");
-    core_->require_unit(unit);
+    core_->table.require(unit);
     if (!core_->table.unit(unit).is_trainable())
       throw UsageError(fmt::format("unit '{}' is frozen: it has no gradients", core_->table.unit(unit).name));
     return GradientLease(core_->self, unit, core_->gradients->buffer(unit, stream), core_->pass->serial());
@@ -148,7 +151,7 @@ void check_gradient(const TensorView& gradient, const ParameterSpec& spec) {
 
 void Engine::accumulate(ParameterId parameter, const TensorView& gradient, StreamRef stream) {
   core_->run([&] {
-    core_->require_parameter(parameter);
+    core_->table.require(parameter);
     check_gradient(gradient, core_->table.spec(parameter));
     const detail::Parameter& p = core_->table.parameter(parameter);
     const TensorView target = gradients(p.unit, stream).view(parameter);
@@ -161,7 +164,7 @@ void Engine::finish(UnitId unit, StreamRef stream) {
   core_->run([&] {
     if (!core_->pass->is(Pass::train)) throw UsageError("finish() belongs to a train pass");
     detail::refuse_capture(stream, "finish()");
-    core_->require_unit(unit);
+    core_->table.require(unit);
     if (!core_->table.unit(unit).is_trainable()) return;
     if (core_->gradients->finished(unit))
       throw UsageError(fmt::format("unit '{}' was already finished in this pass", core_->table.unit(unit).name));
@@ -207,29 +210,29 @@ void Engine::abandon(std::string_view why) noexcept {
 }
 
 void Engine::settle() {
-  core_->run([&] { core_->settle(); });
+  core_->run([&] { core_->stepper->settle(); });
 }
 
 // --- state -----------------------------------------------------------------------------------------------------------
 
 void Engine::read(ParameterId parameter, State state, std::uint64_t first_element, std::span<float> out) {
-  core_->run([&] { core_->read(parameter, state, first_element, out); });
+  core_->run([&] { core_->state_calls->read(parameter, state, first_element, out); });
 }
 
 void Engine::write(ParameterId parameter, State state, std::uint64_t first_element, std::span<const float> values) {
-  core_->run([&] { core_->write(parameter, state, first_element, values); });
+  core_->run([&] { core_->state_calls->write(parameter, state, first_element, values); });
 }
 
 void Engine::replace_state(const InitialState& state, std::span<const std::byte> caller_state) {
-  core_->run([&] { core_->replace_state(state, caller_state); });
+  core_->run([&] { core_->state_calls->replace_state(state, caller_state); });
 }
 
 void Engine::change_masters(const Initializer& change) {
-  core_->run([&] { core_->change_masters(change); });
+  core_->run([&] { core_->state_calls->change_masters(change); });
 }
 
 Completion Engine::save(std::string name, std::span<const std::byte> caller_state, const SaveOptions& options) {
-  return core_->run([&] { return core_->save(name, caller_state, options); });
+  return core_->run([&] { return core_->state_calls->save(name, caller_state, options); });
 }
 
 // --- what happened ---------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class Engine {
   // What one step must move by the byte formula for this configuration and the passes recorded so far. P5 compares
   // Ledger::totals with this.
   StepBytes formula_bytes() const;
-  // Of what Ledger counts on Link::wire: what went within this rank's group (EngineOptions::secondary_shard_ranks).
+  // The part of Link::wire in the Ledger that stayed within this rank's group (EngineOptions::secondary_shard_ranks).
   std::uint64_t wire_bytes_in_group() const;
   // Whether device memory holds all units at once: what was gathered in a pass then stays there until it ends.
   bool keeps_gathered() const;

@@ -42,8 +42,7 @@ TensorView Lease::view(ParameterId parameter) const {
   if (!engine || !engine->pass->is_serial(pass_)) throw UsageError("the lease's pass has ended");
   engine->process.require_this("the engine");
   const detail::EngineCore& e = *engine;
-  if (parameter.index >= e.table.specs().size())
-    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  e.table.require(parameter);
   const detail::Parameter& p = e.table.parameter(parameter);
   const auto& tied = e.table.unit(unit_).tied;
   if (p.unit != unit_ && std::find(tied.begin(), tied.end(), p.unit) == tied.end()) {
@@ -53,10 +52,7 @@ TensorView Lease::view(ParameterId parameter) const {
   const detail::Segment& segment = e.table.segment_of(parameter);
   std::byte* data =
       e.gatherer->address(p.unit) + segment.gathered_offset + p.first_element * dtype_bytes(segment.dtype);
-  return {.data = data,
-          .dtype = segment.dtype,
-          .shape = e.table.spec(parameter).shape,
-          .device = e.runtime.options().device_ordinal};
+  return {data, segment.dtype, e.table.spec(parameter).shape, e.runtime.options().device_ordinal};
 }
 
 void Lease::release(StreamRef stream) {
@@ -83,8 +79,7 @@ TensorView GradientLease::view(ParameterId parameter) const {
   }
   engine->process.require_this("the engine");
   const detail::EngineCore& e = *engine;
-  if (parameter.index >= e.table.specs().size())
-    throw UsageError(fmt::format("there is no parameter {}", parameter.index));
+  e.table.require(parameter);
   const detail::Parameter& p = e.table.parameter(parameter);
   const detail::Segment& segment = e.table.segment_of(parameter);
   if (p.unit != unit_ || !segment.trainable) {
@@ -92,10 +87,8 @@ TensorView GradientLease::view(ParameterId parameter) const {
                                  e.table.unit(unit_).name));
   }
   const detail::Gradients::Place place = e.gradients->place(segment);
-  return {.data = data_ + place.offset_bytes + p.first_element * dtype_bytes(place.dtype),
-          .dtype = place.dtype,
-          .shape = e.table.spec(parameter).shape,
-          .device = e.runtime.options().device_ordinal};
+  std::byte* data = data_ + place.offset_bytes + p.first_element * dtype_bytes(place.dtype);
+  return {data, place.dtype, e.table.spec(parameter).shape, e.runtime.options().device_ordinal};
 }
 
 // --- PassScope -------------------------------------------------------------------------------------------------------

@@ -179,10 +179,6 @@ class Chooser {
   const Machine& machine_;
 };
 
-}  // namespace
-
-namespace {
-
 // The host device reserves addresses for its whole budget, and pinned memory is mapped beside it: an address space that
 // is limited must have room for both.
 MemorySize mappable_twice(const MemorySize& memory) {

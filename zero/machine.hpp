@@ -43,7 +43,7 @@ struct Machine {
 // As a process with these options sees it. Looks for GPUs only if `options` may mean one.
 Machine this_machine(const RuntimeOptions& options);
 
-// Of these options on this machine.
+// The device that these options choose on this machine.
 platform::DeviceKind device_kind(const RuntimeOptions& options);
 
 struct MachineChoice {

@@ -7,6 +7,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/tiers/store_format.hpp>
+#include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/memory/unit_regions.hpp>
 #include <hoist/zero/options.hpp>
 
@@ -22,6 +23,78 @@ void refuse(bool wrong, const char* key, const std::string& problem) {
 template <typename Enum>
 void refuse_beyond(Enum last, Enum value, const char* key) {
   refuse(value > last, key, fmt::format("{} is none of its values", static_cast<unsigned>(value)));
+}
+
+// A value that no name stands for, as a caller of another language can make one.
+void check_names(const EngineOptions& options) {
+  refuse_beyond(Placement::nvme, options.parameters, "zero_optimization.offload_param.device");
+  refuse_beyond(Placement::nvme, options.optimizer, "zero_optimization.offload_optimizer.device");
+  refuse_beyond(tiers::Durability::none, options.durability, "hoist.durability");
+  refuse_beyond(MicroBatchOrder::vertical, options.micro_batch_order, "hoist.micro_batch_order");
+  if (options.weights_dtype) refuse_beyond(DType::fp32, *options.weights_dtype, "bf16.enabled");
+}
+
+void check_placement(const EngineOptions& options, const RuntimeOptions& runtime) {
+  refuse(options.stage < 0 || options.stage > 3, "zero_optimization.stage",
+         fmt::format("there is no stage {}: 0 to 3", options.stage));
+  refuse(options.stage < 3 && options.parameters != Placement::device, "zero_optimization.offload_param.device",
+         fmt::format("stage {} keeps all weights on the device; use stage 3 to offload them", options.stage));
+  refuse(options.uses_nvme() && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
+         "state is placed on NVMe, but no path is given; name a directory on the drive");
+  refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
+         "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
+  const double ratio = options.optimizer_offload_ratio;
+  refuse(!(ratio >= 0 && ratio <= 1), "zero_optimization.offload_optimizer.ratio", "a share is from 0 to 1");
+  for (const auto& [key, share] : {std::pair("hoist.optimizer_pinned_fraction", options.optimizer_pinned_fraction),
+                                   std::pair("hoist.parameters_pinned_fraction", options.parameters_pinned_fraction)})
+    refuse(share && !(*share >= 0 && *share <= 1), key, "a fraction is from 0 to 1");
+  const bool without_weights =
+      detail::asks_for_device_only(runtime, options) && options.parameters != Placement::device;
+  refuse(without_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",
+         "optimizer states on a GPU are updated there, which needs the weights there too; use \"cpu\" or \"nvme\", or "
+         "leave offload_param out");
+  refuse(without_weights, "zero_optimization.offload_optimizer.ratio",
+         fmt::format("with {} some optimizer states are on the GPU and updated there, which needs the weights there "
+                     "too; use 1, or leave offload_param out",
+                     ratio));
+}
+
+void check_gathering_groups(const EngineOptions& options, int world_size) {
+  const int ranks = options.secondary_shard_ranks;
+  refuse(ranks < 1 || (ranks < world_size && world_size % ranks != 0), "zero_optimization.zero_hpz_partition_size",
+         fmt::format("{} ranks cannot be cut into groups of {}; use a number that divides them, usually the ranks of a "
+                     "machine, or 1",
+                     world_size, ranks));
+  refuse(ranks > 1 && options.stage < 3, "zero_optimization.zero_hpz_partition_size",
+         fmt::format("stage {} keeps all weights gathered; use stage 3, or leave this key out", options.stage));
+}
+
+void check_commits(const EngineOptions& options) {
+  refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
+  refuse(options.keep_steps > tiers::kCheckpointsMax, "hoist.keep_steps",
+         fmt::format("at most {} checkpoints can be kept", tiers::kCheckpointsMax));
+  refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
+         "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
+  refuse(options.keep_steps > 0 && options.uses_nvme() && options.durability == tiers::Durability::none,
+         "hoist.keep_steps", "a store of durability \"none\" keeps nothing; use \"step\"");
+  if (options.mirror.directory.empty()) return;
+  refuse(options.store_directory.empty(), "hoist.mirror",
+         "there is no store to copy; set nvme_path or hoist.checkpoint_path");
+  refuse(options.uses_nvme() && options.durability == tiers::Durability::none, "hoist.mirror",
+         "with durability \"none\" there are no commits to copy; use \"step\"");
+  refuse(options.mirror.directory == options.store_directory, "hoist.mirror.path",
+         fmt::format("{} is the store's own directory; name another, on another drive", options.mirror.directory));
+  refuse(options.keep_steps >= tiers::kCheckpointsMax, "hoist.keep_steps",
+         fmt::format("with hoist.mirror at most {} checkpoints can be kept", tiers::kCheckpointsMax - 1));
+}
+
+void check_counts(const EngineOptions& options) {
+  refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
+         fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
+  refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
+         "at least 1 buffer is needed");
+  refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
+  refuse(options.micro_batches_max < 1, "gradient_accumulation_steps", "at least 1");
 }
 
 }  // namespace
@@ -43,105 +116,10 @@ void check(const RuntimeOptions& options) {
   refuse_beyond(CommunicatorKind::mpi, options.communicator, "hoist.communicator");
 }
 
-namespace {
-
-bool uses_nvme(const EngineOptions& options) {
-  return options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-}
-
-// A value that no name stands for, as a caller of another language can make one.
-void check_names(const EngineOptions& options) {
-  refuse_beyond(Placement::nvme, options.parameters, "zero_optimization.offload_param.device");
-  refuse_beyond(Placement::nvme, options.optimizer, "zero_optimization.offload_optimizer.device");
-  refuse_beyond(tiers::Durability::none, options.durability, "hoist.durability");
-  refuse_beyond(UpdateMode::backward, options.update_mode, "hoist.update_mode");
-  refuse_beyond(MicroBatchOrder::vertical, options.micro_batch_order, "hoist.micro_batch_order");
-  if (options.weights_dtype) refuse_beyond(DType::fp32, *options.weights_dtype, "bf16.enabled");
-}
-
-void check_placement(const EngineOptions& options, const RuntimeOptions& runtime) {
-  refuse(options.stage < 0 || options.stage > 3, "zero_optimization.stage",
-         fmt::format("there is no stage {}: 0 to 3", options.stage));
-  refuse(options.stage < 3 && options.parameters != Placement::device, "zero_optimization.offload_param.device",
-         fmt::format("stage {} keeps all weights on the device; use stage 3 to offload them", options.stage));
-  refuse(uses_nvme(options) && options.store_directory.empty(), "zero_optimization.offload_optimizer.nvme_path",
-         "state is placed on NVMe, but no path is given; name a directory on the drive");
-  refuse(!options.stripe_directories.empty() && options.store_directory.empty(),
-         "zero_optimization.offload_optimizer.nvme_path", "further drives are given, but no first one");
-  const double ratio = options.optimizer_offload_ratio;
-  refuse(!(ratio >= 0 && ratio <= 1), "zero_optimization.offload_optimizer.ratio", "a share is from 0 to 1");
-  for (const auto& [key, share] : {std::pair("hoist.optimizer_pinned_fraction", options.optimizer_pinned_fraction),
-                                   std::pair("hoist.parameters_pinned_fraction", options.parameters_pinned_fraction)})
-    refuse(share && !(*share >= 0 && *share <= 1), key, "a fraction is from 0 to 1");
-  const bool without_weights =
-      detail::asks_for_device_only(runtime, options) && options.parameters != Placement::device;
-  refuse(without_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",
-         "optimizer states on a GPU are updated there, which needs the weights there too; use \"cpu\" or \"nvme\", or "
-         "leave offload_param out");
-  refuse(without_weights, "zero_optimization.offload_optimizer.ratio",
-         fmt::format("with {} some optimizer states are on the GPU and updated there, which needs the weights there "
-                     "too; use 1, or leave offload_param out",
-                     ratio));
-}
-
-void check_update_mode(const EngineOptions& options) {
-  const bool backward = options.update_mode == UpdateMode::backward;
-  refuse((backward || options.update_mode == UpdateMode::forward) && options.optimizer == Placement::device,
-         "hoist.update_mode",
-         fmt::format("\"{}\" is for optimizer states that are offloaded; use \"step\", or \"auto\"",
-                     backward ? "backward" : "forward"));
-  refuse(backward && options.gradient_clipping > 0, "hoist.update_mode",
-         "\"backward\" updates units before the norm is known that clipping needs; set gradient_clipping to 0, or use "
-         "\"forward\"");
-  refuse(backward && (options.loss_scale.dynamic || options.loss_scale.scale != 1), "hoist.update_mode",
-         "\"backward\" cannot skip a step, as loss scaling has to; use \"forward\", or bf16.enabled instead of "
-         "fp16.enabled");
-}
-
-void check_gathering_groups(const EngineOptions& options, int world_size) {
-  const int ranks = options.secondary_shard_ranks;
-  refuse(ranks < 1 || (ranks < world_size && world_size % ranks != 0), "zero_optimization.zero_hpz_partition_size",
-         fmt::format("{} ranks cannot be cut into groups of {}; use a number that divides them, usually the ranks of a "
-                     "machine, or 1",
-                     world_size, ranks));
-  refuse(ranks > 1 && options.stage < 3, "zero_optimization.zero_hpz_partition_size",
-         fmt::format("stage {} keeps all weights gathered; use stage 3, or leave this key out", options.stage));
-}
-
-void check_commits(const EngineOptions& options) {
-  refuse(options.commit_every < 1, "hoist.durability", "steps are committed every 1 or more");
-  refuse(options.keep_steps > tiers::kCheckpointsMax, "hoist.keep_steps",
-         fmt::format("at most {} checkpoints can be kept", tiers::kCheckpointsMax));
-  refuse(options.keep_steps > 0 && options.store_directory.empty(), "hoist.keep_steps",
-         "there is no store to keep steps in; set nvme_path or hoist.checkpoint_path");
-  refuse(options.keep_steps > 0 && uses_nvme(options) && options.durability == tiers::Durability::none,
-         "hoist.keep_steps", "a store of durability \"none\" keeps nothing; use \"step\"");
-  if (options.mirror.directory.empty()) return;
-  refuse(options.store_directory.empty(), "hoist.mirror",
-         "there is no store to copy; set nvme_path or hoist.checkpoint_path");
-  refuse(uses_nvme(options) && options.durability == tiers::Durability::none, "hoist.mirror",
-         "with durability \"none\" there are no commits to copy; use \"step\"");
-  refuse(options.mirror.directory == options.store_directory, "hoist.mirror.path",
-         fmt::format("{} is the store's own directory; name another, on another drive", options.mirror.directory));
-  refuse(options.keep_steps >= tiers::kCheckpointsMax, "hoist.keep_steps",
-         fmt::format("with hoist.mirror at most {} checkpoints can be kept", tiers::kCheckpointsMax - 1));
-}
-
-void check_counts(const EngineOptions& options) {
-  refuse(options.update_buffer_count < 3, "zero_optimization.offload_optimizer.buffer_count",
-         fmt::format("{} buffers cannot read, update and write at once; use at least 3", options.update_buffer_count));
-  refuse(options.staging_buffer_count < 1, "zero_optimization.offload_param.buffer_count",
-         "at least 1 buffer is needed");
-  refuse(options.sub_group_elements < 1, "zero_optimization.sub_group_size", "at least 1 element is needed");
-  refuse(options.micro_batches_max < 1, "gradient_accumulation_steps", "at least 1");
-}
-
-}  // namespace
-
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size) {
   check_names(options);
   check_placement(options, runtime);
-  check_update_mode(options);
+  detail::check_step_rules(options);
   check_gathering_groups(options, world_size);
   check_commits(options);
   check_counts(options);

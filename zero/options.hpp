@@ -198,13 +198,15 @@ struct EngineOptions {
   LossScaleOptions loss_scale{};  // section "fp16"; Engine::loss_scale() is what losses are multiplied by
   optim::OptimizerOptions optimizer_defaults{};   // of group 0
   LearningRateSchedule learning_rate_schedule{};  // of every group, by the number of steps applied; section "scheduler"
+
+  bool uses_nvme() const { return parameters == Placement::nvme || optimizer == Placement::nvme; }
 };
 
-// What no runtime would be built with: ConfigError with the key.
+// ConfigError, with the key, for options that no runtime is built with.
 void check(const RuntimeOptions& options);
-// What no engine of so many ranks would be built with, whatever the model: ConfigError with the key and the remedy.
+// ConfigError, with the key and the remedy, for options that no engine of so many ranks is built with, for any model.
 void check(const EngineOptions& options, const RuntimeOptions& runtime, int world_size);
-// Likewise of one parameter group.
+// ConfigError for a parameter group that no engine with these options would be built with.
 void check(const optim::OptimizerOptions& group, const EngineOptions& options, const RuntimeOptions& runtime);
 
 }  // namespace hoist

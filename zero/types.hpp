@@ -38,7 +38,7 @@ struct TensorView {
   }
 };
 
-// Parameters that share an optimizer setting. Group 0 exists from the start, with EngineOptions::optimizer.
+// Parameters that share an optimizer setting. Group 0 exists from the start, with EngineOptions::optimizer_defaults.
 using GroupOptions = optim::OptimizerOptions;
 
 struct ParameterSpec {
@@ -97,7 +97,7 @@ struct InitialState {
   Initializer masters{};
   MomentInitializer moments{};  // empty: they begin at zero
   std::uint64_t step = 0;       // steps applied so far, by which bias correction and the learning-rate schedule count
-  // Of a dynamic loss scale (EngineOptions::loss_scale). Empty: it begins as the options say.
+  // The state of a dynamic loss scale (EngineOptions::loss_scale). Empty: it begins as the options say.
   std::optional<LossScaler::State> loss_scale{};
 };
 

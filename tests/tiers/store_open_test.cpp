@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which stores are made, opened and refused, and what a refusal leaves behind.
 #include <array>
-#include <atomic>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <thread>
 #include <vector>
 
 #include <fmt/format.h>
@@ -14,14 +12,13 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
 #include <hoist/tests/support/faulty_backend.hpp>
 #include <hoist/tests/support/full_table.hpp>
 #include <hoist/tests/support/other_kinds.hpp>
-#include <hoist/tests/tiers/store_harness.hpp>
+#include <hoist/tests/tiers/store_open_fixture.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
 #include <hoist/tiers/store_format.hpp>
 
@@ -31,51 +28,10 @@ namespace {
 using hoist::test::Fault;
 using hoist::test::Faults;
 using hoist::test::FullTable;
-using hoist::test::TempDirectory;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
 namespace fs = std::filesystem;
-
-class StoreOpenTest : public ::testing::Test {
- protected:
-  StoreOpenTest() : options_(small_model(directory_ / "a/b/store")) {}
-
-  std::unique_ptr<Store> create() { return Store::create(options_, *engine_); }
-  void make_committed(std::uint64_t last_step = 1) {
-    const auto store = create();
-    for (std::uint64_t step = 0; step <= last_step; ++step) run_step(*store, options_, step, all_records(options_));
-  }
-  std::string file(const char* ending) const { return options_.directory + "/rank-00000." + ending; }
-  // The sentence with which opening or creating is refused.
-  std::string refusal_to_open() const {
-    return refusal([&] { Store::open(options_, *engine_); });
-  }
-  std::string refusal_to_create() const {
-    return refusal([&] { Store::create(options_, *engine_); });
-  }
-  template <typename Call>
-  static std::string refusal(const Call& call) {
-    try {
-      call();
-    } catch (const StoreError& error) {
-      return error.what();
-    } catch (const std::exception& error) {
-      return std::string("not a StoreError: ") + error.what();
-    }
-    return "not refused";
-  }
-  std::map<std::string, std::vector<std::byte>> contents() const {
-    std::map<std::string, std::vector<std::byte>> files;
-    for (const auto& entry : fs::directory_iterator(options_.directory))
-      if (entry.path().extension() != ".lock-info") files[entry.path()] = read_file(entry.path());
-    return files;
-  }
-
-  TempDirectory directory_;
-  StoreOptions options_;
-  std::unique_ptr<aio::DriveQueue> engine_ = clean_engine();
-};
 
 TEST_F(StoreOpenTest, FilesBelongToTheirOwnerOnly) {
   const auto store = create();
@@ -371,164 +327,6 @@ TEST_F(StoreOpenTest, AFileOfAnotherRankIsRefused) {
   fs::rename(file("data"), options_.directory + "/rank-00001.data");
   options_.identity.rank = 1;
   EXPECT_THAT(refusal_to_open(), HasSubstr("was written by rank 0"));
-}
-
-TEST_F(StoreOpenTest, OneAtATime) {
-  const auto store = create();
-  run_step(*store, options_, 0, all_records(options_));
-  const std::string holder = "in use by process " + std::to_string(::getpid()) + " on ";
-  EXPECT_THAT(refusal_to_open(), HasSubstr(holder));
-  EXPECT_THAT(refusal_to_create(), HasSubstr(holder));
-  EXPECT_EQ(Store::look(options_.directory, 0).commits.size(), 1u);
-  EXPECT_EQ(difference(*store, options_, Writers(options_.records.size(), 0)), "");
-}
-
-pid_t forked_sleeper() {
-  const pid_t child = ::fork();
-  if (child != 0) return child;
-  for (;;) ::pause();
-}
-
-void end(pid_t child) {
-  ::kill(child, SIGKILL);
-  ::waitpid(child, nullptr, 0);
-}
-
-// As the data loaders of a program do.
-TEST_F(StoreOpenTest, AForkedChildDoesNotKeepAStoreThatWasClosed) {
-  make_committed();
-  auto store = Store::open(options_, *engine_);
-  const pid_t child = forked_sleeper();
-  ASSERT_GT(child, 0);
-  store.reset();
-  EXPECT_EQ(refusal_to_open(), "not refused");
-  end(child);
-}
-
-TEST_F(StoreOpenTest, ALockThatOutlivesItsProcessIsExplained) {
-  const auto store = create();
-  const pid_t dead = forked_sleeper();
-  ASSERT_GT(dead, 0);
-  end(dead);
-  const detail::StorePaths paths(options_.directory, 0);
-  std::ifstream before(paths.lock_info);
-  const std::string text(std::istreambuf_iterator<char>(before), {});
-  ASSERT_THAT(text, HasSubstr(" on "));
-  std::ofstream(paths.lock_info) << "process " << dead << text.substr(text.find(" on "));
-  EXPECT_THAT(refusal_to_open(), HasSubstr("in use by process " + std::to_string(dead) + " on "));
-  EXPECT_THAT(refusal_to_open(), HasSubstr(", which has ended, but left a process that it had forked"));
-  run_step(*store, options_, 0, all_records(options_));
-}
-
-TEST_F(StoreOpenTest, AStoreBeingFilledIsNotReplaced) {
-  const auto store = create();
-  EXPECT_THAT(refusal_to_create(), HasSubstr("in use by process"));
-  run_step(*store, options_, 0, all_records(options_));
-}
-
-// From the first look at the directory on: two that start at once never both find nothing there.
-TEST_F(StoreOpenTest, AStoreBeingMadeIsNotReplaced) {
-  {
-    detail::Creation first(detail::StorePaths(options_.directory, 0));
-    first.claim({});
-    EXPECT_THAT(refusal_to_create(), HasSubstr("is in use by"));
-    EXPECT_THAT(refusal_to_open(), HasSubstr("is in use by"));
-    EXPECT_TRUE(fs::exists(file("data"))) << "the loser has removed the winner's file";
-    options_.identity.rank = 1;
-    options_.identity.world_size = 2;
-    EXPECT_NO_THROW(create()) << "another rank's files are not touched";
-    options_.identity = {.layout = options_.identity.layout, .rank = 0, .world_size = 1};
-  }
-  EXPECT_FALSE(fs::exists(file("data"))) << "it came to nothing";
-  make_committed(0);
-}
-
-// Its lock is that of one file: were the file replaced, somebody could hold the lock of the old one.
-TEST_F(StoreOpenTest, AReplacedStoreKeepsItsDataFile) {
-  { const auto store = create(); }
-  struct stat before {
-  }, after{};
-  ASSERT_EQ(::stat(file("data").c_str(), &before), 0);
-  { const auto store = create(); }
-  ASSERT_EQ(::stat(file("data").c_str(), &after), 0);
-  EXPECT_EQ(before.st_ino, after.st_ino);
-}
-
-// A directory that vanishes between making and using it, as a loser's does, is made again.
-TEST_F(StoreOpenTest, ManyStartAtOnceAndOneGetsIt) {
-  options_.lock_timeout = std::chrono::milliseconds(1);
-  for (int round = 0; round < 50; ++round) {
-    std::atomic<int> ready{0}, made{0}, refused{0}, failed{0};
-    {
-      std::vector<std::jthread> threads;
-      for (int i = 0; i < 4; ++i) {
-        threads.emplace_back([&] {
-          const auto engine = clean_engine();
-          ++ready;
-          while (ready < 4) std::this_thread::yield();
-          try {
-            const auto store = Store::create(options_, *engine);
-            ++made;
-            while (made + refused + failed < 4) std::this_thread::yield();  // none comes after another
-          } catch (const StoreError&) {
-            ++refused;
-          } catch (const IoError&) {
-            ++failed;
-          }
-        });
-      }
-    }
-    EXPECT_EQ(made, 1);
-    EXPECT_EQ(refused, 3);
-    EXPECT_EQ(failed, 0);
-    fs::remove_all(options_.directory);
-  }
-}
-
-// The one that gets it commits, and ends while the others still wait for it: they find a store that is not theirs.
-TEST_F(StoreOpenTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
-  options_.lock_timeout = std::chrono::seconds(10);
-  for (int round = 0; round < 50; ++round) {
-    std::atomic<int> ready{0}, made{0};
-    {
-      std::vector<std::jthread> threads;
-      for (int i = 0; i < 4; ++i) {
-        threads.emplace_back([&] {
-          const auto engine = clean_engine();
-          ++ready;
-          while (ready < 4) std::this_thread::yield();
-          try {
-            const auto store = Store::create(options_, *engine);
-            run_step(*store, options_, 0, all_records(options_));
-            ++made;
-          } catch (const StoreError& error) {
-            EXPECT_THAT(error.what(), HasSubstr("holds step 0"));
-          }
-        });
-      }
-    }
-    EXPECT_EQ(made, 1);
-    EXPECT_NO_THROW(Store::open(options_, *engine_));
-    fs::remove_all(options_.directory);
-  }
-}
-
-TEST_F(StoreOpenTest, IsRemovedOnlyWhenNobodyHasIt) {
-  const std::array directories{options_.directory};
-  make_committed(2);
-  const auto before = contents();
-  {
-    const auto store = Store::open(options_, *engine_);
-    EXPECT_FALSE(Store::remove(directories, {}));
-  }
-  EXPECT_EQ(contents(), before);
-  // Names that no rank gives its files are somebody's copies and notes.
-  const std::array mine{"notes", "rank-00000-backup.data", "rank-0.manifest", "rank-00000.old.label", "rank-.data"};
-  for (const char* name : mine) std::ofstream(options_.directory + "/" + name) << "mine";
-  std::ofstream(options_.directory + "/rank-00000.label-new") << "what a crash leaves of a drive's label";
-  EXPECT_TRUE(Store::remove(directories, {}));
-  EXPECT_EQ(contents().size(), mine.size());
-  EXPECT_TRUE(Store::remove(directories, {})) << "nothing is nobody's";
 }
 
 TEST_F(StoreOpenTest, RanksShareADirectory) {

@@ -434,6 +434,7 @@ TEST(Engine, ReadAndWriteReachEveryTierAndSurviveARestart) {
       }
       Fixture again(setup);
       EXPECT_EQ(again.model.restore().step, 1u);
+      EXPECT_EQ(again.runtime.ledger().totals(Link::nvme_read).bytes, 0u) << "restoring is not part of a step";
       check(again.engine());
     }
   }

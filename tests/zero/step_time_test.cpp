@@ -68,7 +68,7 @@ TEST(StepTime, TheBusiestResourceBounds) {
 // By hand, with an update that takes 14 seconds a unit, copies of 1 second and 10, 10, 30 and 30 seconds of kernels.
 TEST(StepTime, TheCriticalPathGoesFromNormToNorm) {
   Prediction p = of_two(kOffloaded);
-  p.update_mode = UpdateMode::forward;
+  p.updates_under_forward = true;
   p.awaits_norm = true;
   const StepSpeeds speeds{
       .host_to_device = 100, .device_to_host = 100, .host_memory = 100, .compute_seconds = 80, .forward_share = 0.25};
@@ -87,12 +87,12 @@ TEST(StepTime, TheCriticalPathGoesFromNormToNorm) {
 TEST(StepTime, AnUpdateInStepComesAfterBackwardAndOthersHideUnderPasses) {
   Prediction p = of_two(kOffloaded);
   const StepSpeeds speeds{.nvme_read = 10, .nvme_write = 10, .host_memory = 1000, .compute_seconds = 300};
-  p.update_mode = UpdateMode::step;
   const double in_step = predict_time(p, speeds).expected_seconds;
   EXPECT_NEAR(in_step, 300 + 120, 5) << "all is written in step(), and read before, under backward";
-  p.update_mode = UpdateMode::forward;
+  p.updates_under_forward = true;
   EXPECT_NEAR(predict_time(p, speeds).expected_seconds, 300, 5) << "read under backward, written under forward";
-  p.update_mode = UpdateMode::backward;
+  p.updates_under_forward = false;
+  p.updates_under_backward = true;
   EXPECT_LT(predict_time(p, speeds).expected_seconds, in_step);
 }
 
@@ -101,7 +101,8 @@ TEST(StepTime, WhatTheDeviceUpdatesTakesItsTimeInEveryMode) {
     UnitStep bytes = kOffloaded;
     bytes.update = {};
     Prediction p = of_two(bytes);
-    p.update_mode = mode;
+    p.updates_under_forward = mode == UpdateMode::forward;
+    p.updates_under_backward = mode == UpdateMode::backward;
     StepSpeeds speeds{.compute_seconds = 300};
     const double without = predict_time(p, speeds).expected_seconds;
     for (UnitWork& unit : p.units) unit.device_update_bytes = 1400;
@@ -120,7 +121,7 @@ TEST(StepTime, StateInMemoryIsWrittenBeforeItChangesAgain) {
   bytes.update = {.nvme_write = 600};
   bytes.resident_write_bytes = 600;
   Prediction p = of_two(bytes);
-  p.update_mode = UpdateMode::forward;
+  p.updates_under_forward = true;
   const StepTime time = predict_time(p, {.nvme_write = 10, .compute_seconds = 10});
   EXPECT_DOUBLE_EQ(time.least_seconds, 120);
   EXPECT_GE(time.expected_seconds, 120 - 1e-9) << "writes do not pile up";
@@ -128,7 +129,7 @@ TEST(StepTime, StateInMemoryIsWrittenBeforeItChangesAgain) {
 
 TEST(StepTime, DisturbancesMakeStepsLonger) {
   Prediction p = of_two(kOffloaded);
-  p.update_mode = UpdateMode::forward;
+  p.updates_under_forward = true;
   const StepSpeeds speeds{.nvme_read = 10, .nvme_write = 10, .host_memory = 1000, .compute_seconds = 300};
   const double planned = predict_time(p, speeds).expected_seconds;
   EXPECT_NEAR(predict_time(p, speeds, {.slow_rank = 2}).expected_seconds, 2 * planned, 0.1 * planned);
@@ -140,7 +141,7 @@ TEST(StepTime, DisturbancesMakeStepsLonger) {
 
 TEST(StepTime, APlanHoldsNoMoreThanThereIs) {
   Prediction p = of_two(kOffloaded);
-  p.update_mode = UpdateMode::forward;
+  p.updates_under_forward = true;
   const StepSpeeds speeds{
       .nvme_read = 10, .nvme_write = 10, .host_to_device = 1, .host_memory = 1000, .compute_seconds = 300};
   EXPECT_EQ(overrun_of_plan(p, speeds), "");

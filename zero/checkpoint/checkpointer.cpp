@@ -38,12 +38,6 @@ void Checkpointer::abandon_copy() {
   if (mirror_) mirror_->abandon();
 }
 
-bool Checkpointer::on_nvme() const {
-  return options_.parameters == Placement::nvme || options_.optimizer == Placement::nvme;
-}
-
-bool Checkpointer::stores_steps() const { return on_nvme() && options_.durability == tiers::Durability::step; }
-
 std::optional<std::uint64_t> Checkpointer::committed_step() const {
   const std::int64_t step = committed_step_;
   return step < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(step));
@@ -63,6 +57,11 @@ void Checkpointer::reopen_step(std::uint64_t step) {
   store_->begin_step(step);
 }
 
+void Checkpointer::commit_open(CommitState state, std::uint64_t step) {
+  set_state(std::move(state));
+  if (on_nvme()) commit_as("", state_, step, /*mirrored=*/false).wait();
+}
+
 void Checkpointer::settle(std::uint64_t step) {
   last_commit_.wait();
   if (uncommitted_) store_->begin_step(step);
@@ -79,7 +78,7 @@ Completion Checkpointer::commit_as(const std::string& name, const CommitState& s
   const Completion done = store_->commit(encode(name, state), [this](const auto& problem) { commit_barrier(problem); });
   const auto promise = std::make_shared<Promise>();
   last_commit_ = promise->completion();
-  // Whoever waited for the commit finds it in committed_step(), and nothing of it still needs this object.
+  // After a wait for the commit, committed_step() has it, and the commit does not need this object any more.
   done.then([this, promise, step, mirrored](std::exception_ptr error) {
     if (error && mirrored) mirror_->drop(error);
     if (error) return promise->fail(error);

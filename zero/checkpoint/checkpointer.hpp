@@ -47,8 +47,8 @@ class Checkpointer {
   void end() noexcept;
 
   // --- the rules
-  bool on_nvme() const;       // some state lives on NVMe
-  bool stores_steps() const;  // and its steps are committed
+  bool on_nvme() const { return options_.uses_nvme(); }
+  bool stores_steps() const { return on_nvme() && options_.durability == tiers::Durability::step; }
   bool is_due(std::uint64_t step) const { return step % options_.commit_every == 0; }
 
   // --- commits of steps
@@ -70,8 +70,9 @@ class Checkpointer {
   // The step will never be committed.
   void fail(const Decided& decided, const std::exception_ptr& error);
 
-  // Commits the open step beside the steps' own commits: the first state, a change by write().
-  Completion commit_open(std::uint64_t step) { return commit_as("", state_, step, /*mirrored=*/false); }
+  // With state on NVMe commits the open step, beside the steps' own commits: the first state, a change by write().
+  // Waits for it. `state`: what this and later commits hold beside the records.
+  void commit_open(CommitState state, std::uint64_t step);
   // Opens the store's step once more, to change records of it. State in memory that no commit holds yet is written, so
   // that the commit is complete.
   void reopen_step(std::uint64_t step);

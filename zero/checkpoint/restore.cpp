@@ -8,7 +8,7 @@
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
-#include <hoist/zero/memory/memory_plan.hpp>
+#include <hoist/zero/memory/memory.hpp>
 
 namespace hoist::detail {
 
@@ -20,6 +20,39 @@ std::optional<RestorePlan> find_in_mirror(const RankAgreement& ranks, const Engi
   auto source = StoreSearch(ranks, mirror_options(options)).find(std::nullopt);
   if (!source) return std::nullopt;
   return RestorePlan{.source = *std::move(source), .directory = options.mirror.directory, .from_mirror = true};
+}
+
+// A crash while a named checkpoint was being made leaves it on some ranks only, or beside the one it was to replace.
+void forget_what_others_lack(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store) {
+  const std::vector<CommitHeader> checkpoints = store.checkpoints();
+  auto common = StoreSearch(ranks, options).common(checkpoints, store.store_number());
+  std::ranges::sort(common, std::greater{}, &CommonCommit::checkpoint_serial);
+  ranks.all_together("give up named checkpoints", [&] {
+    std::vector<std::string> names;
+    for (auto k = checkpoints.rbegin(); k != checkpoints.rend(); ++k) {  // newest first
+      const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });
+      const bool replaced = std::ranges::find(names, k->name) != names.end();
+      if (shared && !replaced && names.size() < store.checkpoints_max())
+        names.push_back(k->name);
+      else
+        store.remove_checkpoint(k->checkpoint_serial);
+    }
+  });
+}
+
+// Takes `bytes` of the pinned budget for the tables of the store that is read.
+tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
+                                    std::uint64_t bytes) {
+  tiers::Budget& budget = runtime.pinned_budget();
+  const MemoryPlan least(options, table, {device_access(runtime.options()), 0, 0});
+  const tiers::Store::Cost store = store_cost(options, table, RecordMap(table), runtime.rank());
+  const std::uint64_t least_bytes = least.bytes(MemoryTier::pinned) + store.memory_bytes;
+  const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
+  constexpr const char* kWhat = "the tables of the store that is taken over";
+  if (need_bytes > budget.limit_bytes())
+    throw over_budget(budget, need_bytes,
+                      fmt::format("the engine with its smallest buffers and, until it runs, {}", kWhat));
+  return budget.take(bytes, kWhat);
 }
 
 }  // namespace
@@ -59,46 +92,6 @@ RestorePlan plan_restore(const RankAgreement& ranks, const EngineOptions& option
   return *std::move(plan);
 }
 
-namespace {
-
-// A crash while a named checkpoint was being made leaves it on some ranks only, or beside the one it was to replace.
-void forget_what_others_lack(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store) {
-  const std::vector<CommitHeader> checkpoints = store.checkpoints();
-  auto common = StoreSearch(ranks, options).common(checkpoints, store.store_number());
-  std::ranges::sort(common, std::greater{}, &CommonCommit::checkpoint_serial);
-  ranks.all_together("give up named checkpoints", [&] {
-    std::vector<std::string> names;
-    for (auto k = checkpoints.rbegin(); k != checkpoints.rend(); ++k) {  // newest first
-      const bool shared = std::ranges::any_of(common, [&](const CommonCommit& c) { return c.is(*k); });
-      const bool replaced = std::ranges::find(names, k->name) != names.end();
-      if (shared && !replaced && names.size() < store.checkpoints_max())
-        names.push_back(k->name);
-      else
-        store.remove_checkpoint(k->checkpoint_serial);
-    }
-  });
-}
-
-// Takes `bytes` of the pinned budget for the tables of the store that is read.
-tiers::Budget::Hold hold_for_tables(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
-                                    std::uint64_t bytes) {
-  tiers::Budget& budget = runtime.pinned_budget();
-  const MemoryPlan least(options, table, {device_access(runtime.options()), 0, 0});
-  const tiers::Store::Cost store = store_cost(options, table, RecordMap(table), runtime.rank());
-  const std::uint64_t least_bytes = least.bytes(MemoryTier::pinned) + store.memory_bytes;
-  const std::uint64_t need_bytes = round_up(budget.held_bytes() + least_bytes + bytes, kBlockAlignment);
-  constexpr const char* kWhat = "the tables of the store that is taken over";
-  if (need_bytes > budget.limit_bytes())
-    throw BudgetError({.tier = budget.tier(),
-                       .have_bytes = budget.limit_bytes(),
-                       .need_bytes = need_bytes,
-                       .key = budget.key(),
-                       .detail = fmt::format("the engine with its smallest buffers and, until it runs, {}", kWhat)});
-  return budget.take(bytes, kWhat);
-}
-
-}  // namespace
-
 std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& options, tiers::Store& store,
                            const std::string& from) {
   const CommonCommit chosen = StoreSearch(ranks, options).choose(store, from);
@@ -130,8 +123,7 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
                          const RankAgreement& ranks, const RestorePlan& plan, const std::string& from) {
   const RestoreSource& source = plan.source;
   const std::string directory = source.directory.in(plan.directory);
-  const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
-  if (on_nvme && options.durability == tiers::Durability::none)
+  if (options.uses_nvme() && options.durability == tiers::Durability::none)
     throw CommonStoreError(
         fmt::format("the store in {} is of {} ranks, and its state would be taken over into one of durability "
                     "\"none\", which nothing outlives; use \"step\"",

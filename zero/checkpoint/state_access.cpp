@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
+#include <fmt/format.h>
+
+#include <hoist/core/error.hpp>
 #include <hoist/zero/checkpoint/state_access.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/layout/tile_values.hpp>
@@ -11,52 +15,73 @@ namespace hoist::detail {
 using tiers::Region;
 using tiers::Tile;
 
-// The initial values of shard elements [first, first + values.size()) of a segment; what is between parameters stays.
-void StateAccess::fill_segment(UnitId id, const Segment& segment, std::uint64_t first, std::span<float> values,
-                               const Initializer& initializer) const {
-  const Unit& unit = table_.unit(id);
-  const std::uint64_t begin = static_cast<std::uint64_t>(rank_) * segment.shard_elements + first;
+void require_committable(const ParameterSpec& spec, State state, std::span<const float> values) {
+  const bool is_master = state == State::master;
+  for (const float value : values) {
+    const bool in_range = master_is_committable(value, is_master ? spec.dtype : DType::fp32);
+    if (in_range && (state != State::moment2 || value >= 0)) continue;
+    if (!is_master)
+      throw UsageError(fmt::format("{} cannot be a {} moment of parameter '{}'", value,
+                                   state == State::moment1 ? "first" : "second", spec.name));
+    if (!std::isfinite(value)) throw UsageError(fmt::format("{} of parameter '{}' is not finite", value, spec.name));
+    throw UsageError(fmt::format("{} of parameter '{}' is too large for {}", value, spec.name,
+                                 dtype_name(spec.dtype == DType::fp16 ? DType::fp16 : DType::bf16)));
+  }
+}
+
+namespace {
+
+MomentInitializer as_states(const Initializer& masters) {
+  return [&masters](ParameterId parameter, State, std::uint64_t first, std::span<float> out) {
+    masters(parameter, first, out);
+  };
+}
+
+}  // namespace
+
+// Replaces `values` of the tile's elements by what `make` says, and stores them; what is between parameters stays.
+void StateAccess::make_values(const TileAccess& tile, State state, std::span<float> values,
+                              const MomentInitializer& make) const {
+  const Unit& unit = table_.unit(tile.unit);
+  const std::uint64_t begin =
+      static_cast<std::uint64_t>(rank_) * tile.segment->shard_elements + tile.tile->first_element;
   const std::uint64_t end = begin + values.size();
   for (const ParameterId parameter : unit.parameters) {
     const Parameter& p = table_.parameter(parameter);
-    if (&unit.segments[p.segment] != &segment) continue;
+    if (&unit.segments[p.segment] != tile.segment) continue;
     const std::uint64_t low = std::max(begin, p.first_element);
     const std::uint64_t high = std::min(end, p.first_element + p.count);
     if (low >= high) continue;
     const auto part = values.subspan(low - begin, high - low);
-    initializer(parameter, low - p.first_element, part);
+    make(parameter, state, low - p.first_element, part);
+    require_committable(table_.spec(parameter), state, part);
   }
+  store_values(tile, state, 0, values);
 }
 
 void StateAccess::fill(const Initializer& initializer, std::span<std::byte> scratch, const MomentInitializer& moments) {
   WalkOptions making = walk();
   making.read = making.read_device_only = false;
+  const MomentInitializer masters = as_states(initializer);
   pipeline_.walk(making, [&](const TileAccess& tile) {
     std::memset(tile.weights, 0, tile.tile->w_bytes);
     begin_state(tile, groups_[tile.segment->group.index]);
     std::vector<float> values(tile.tile->elements);
-    fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values, initializer);
-    store_values(tile, State::master, 0, values);
-    if (!moments) return;
+    make_values(tile, State::master, values, masters);
     for (const State state : {State::moment1, State::moment2}) {
-      if (!tile.segment->has(state)) continue;
+      if (!moments || !tile.segment->has(state)) continue;
       std::ranges::fill(values, 0.0f);
-      fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values,
-                   [&](ParameterId parameter, std::uint64_t first, std::span<float> out) {
-                     moments(parameter, state, first, out);
-                   });
-      store_values(tile, state, 0, values);
+      make_values(tile, state, values, moments);
     }
   });
-  for (std::uint32_t u = 0; u < table_.units().size(); ++u) fill_frozen(UnitId{u}, initializer, scratch);
+  for (std::uint32_t u = 0; u < table_.units().size(); ++u) fill_frozen(UnitId{u}, masters, scratch);
 }
 
 void StateAccess::change_masters(const Initializer& change) {
-  pipeline_.walk(walk(), [&](const TileAccess& tile) {
+  pipeline_.walk(walk(), [&, masters = as_states(change)](const TileAccess& tile) {
     std::vector<float> values(tile.tile->elements);
     for (std::uint64_t i = 0; i < values.size(); ++i) values[i] = load_value(tile, State::master, i);
-    fill_segment(tile.unit, *tile.segment, tile.tile->first_element, values, change);
-    store_values(tile, State::master, 0, values);
+    make_values(tile, State::master, values, masters);
   });
 }
 
@@ -80,7 +105,7 @@ WalkOptions StateAccess::walk() const {
 
 bool StateAccess::stores_frozen() const { return options_.parameters == Placement::nvme || walk().write_resident; }
 
-void StateAccess::fill_frozen(UnitId id, const Initializer& initializer, std::span<std::byte> scratch) {
+void StateAccess::fill_frozen(UnitId id, const MomentInitializer& masters, std::span<std::byte> scratch) {
   const Unit& unit = table_.unit(id);
   if (unit.frozen.tiles().empty()) return;
   records_.change(records_.whole_region(id, RecordKind::frozen, Region::weights),
@@ -88,12 +113,12 @@ void StateAccess::fill_frozen(UnitId id, const Initializer& initializer, std::sp
                     std::ranges::fill(weights, std::byte{0});
                     const std::size_t first_segment = unit.trainable.segments().size();
                     for (const Tile& tile : unit.frozen.tiles()) {
-                      const Segment& segment = unit.segments[first_segment + tile.segment];
                       std::vector<float> values(tile.elements);
-                      fill_segment(id, segment, tile.first_element, values, initializer);
-                      store_values(
-                          {.unit = id, .segment = &segment, .tile = &tile, .weights = weights.data() + tile.w_offset},
-                          State::master, 0, values);
+                      make_values({.unit = id,
+                                   .segment = &unit.segments[first_segment + tile.segment],
+                                   .tile = &tile,
+                                   .weights = weights.data() + tile.w_offset},
+                                  State::master, values, masters);
                     }
                   });
 }

@@ -3,7 +3,7 @@
 // changed and written to the store, wherever they live.
 //
 // Threading  The program's thread, or the save thread between two steps. Pre: nothing else uses the state meanwhile.
-// Errors     IoError, CorruptionError; whatever an initializer throws.
+// Errors     IoError, CorruptionError; whatever an initializer throws; UsageError for a value that no commit may hold.
 #pragma once
 
 #include <functional>
@@ -15,6 +15,9 @@
 #include <hoist/zero/update/tile_pipeline.hpp>
 
 namespace hoist::detail {
+
+// UsageError for a value that no commit may hold.
+void require_committable(const ParameterSpec& spec, State state, std::span<const float> values);
 
 class StateAccess {
  public:
@@ -44,9 +47,8 @@ class StateAccess {
   void write(ParameterId parameter, State state, ElementRange shard, std::span<const float> values);
 
  private:
-  void fill_segment(UnitId unit, const Segment& segment, std::uint64_t first, std::span<float> values,
-                    const Initializer& initializer) const;
-  void fill_frozen(UnitId unit, const Initializer& initializer, std::span<std::byte> scratch);
+  void make_values(const TileAccess& tile, State state, std::span<float> values, const MomentInitializer& make) const;
+  void fill_frozen(UnitId unit, const MomentInitializer& masters, std::span<std::byte> scratch);
   void write_trainable(ParameterId parameter, State state, ElementRange shard, std::span<const float> values);
   void write_frozen(ParameterId parameter, ElementRange shard, std::span<const float> values);
   bool stores_frozen() const;

@@ -10,14 +10,14 @@ namespace hoist::detail {
 
 tiers::StoreOptions store_options(const EngineOptions& options, const UnitTable& table, const RecordMap& records,
                                   int rank, const StoreDirectory& where, Trace* trace) {
-  const bool nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   std::vector<std::string> stripes;
   for (const std::string& directory : options.stripe_directories) stripes.push_back(where.in(directory));
   return {.directory = where.in(options.store_directory),
           .stripe_directories = std::move(stripes),
           .identity = {.layout = table.identity(), .rank = rank, .world_size = table.world_size()},
           .records = records.records(),
-          .durability = nvme ? options.durability : tiers::Durability::step,  // without, commits are explicit saves
+          // With nothing on NVMe commits are explicit saves.
+          .durability = options.uses_nvme() ? options.durability : tiers::Durability::step,
           .caller_state_bytes_max = options.caller_state_bytes_max + kCommitHeadBytes,
           .checkpoints_max = options.keep_steps,
           .held_commits_max = options.mirror.directory.empty() ? 0u : 1u,

@@ -230,7 +230,7 @@ std::optional<RestoreSource> StoreSearch::find(const std::optional<std::string>&
       return source;
     }
     if (ranks_.has_several_groups() && !source.came_further) passed_over.push_back(where.order);
-    // Of the first one, refuse_others() knows as much. A newer one that was only being made gives way to the one
+    // refuse_others() knows as much of the first one. A newer one that was only being made gives way to the one
     // before.
     if (incomplete == Incomplete::pass_over || !source.came_further || where.name.empty()) continue;
     throw incomplete_store(where);

@@ -204,7 +204,7 @@ class StoredModel::Impl {
   }
 
  private:
-  // Of the commit, on all ranks.
+  // What the commit holds on all ranks.
   std::uint64_t data_bytes() const { return detail::bytes_of(records_.records()) * readers_.size(); }
 
   // A rank's part of a range of a parameter, and how its tiles are read.

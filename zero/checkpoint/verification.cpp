@@ -171,7 +171,7 @@ class Verifier {
   std::vector<std::vector<tiers::StoreRecord>> records_;  // of each group
   const aio::TransferMemory buffer_{detail::kPieceBytesMax};
   aio::DriveQueue io_{aio::DriveQueueOptions{}};  // after the buffer: it lets go of it before it is freed
-  // Of the commit that is being verified.
+  // The commit that is being verified:
   std::optional<CommitHeader> checkpoint_;  // nothing: the newest
   TimePoint begun_;
   Part part_;

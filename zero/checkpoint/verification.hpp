@@ -29,7 +29,7 @@ struct VerifyOptions {
   std::function<void(std::uint64_t, std::uint64_t)> progress{};
 };
 
-// Of the newest commit, or of a named checkpoint.
+// What reading the newest commit, or a named checkpoint, has found.
 struct Verification {
   std::string name{};       // of a named checkpoint; empty: the newest commit
   std::uint64_t step = 0;   // that was read; the last of them, where training went on meanwhile

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include <fmt/format.h>
+
 #include <hoist/core/assert.hpp>
+#include <hoist/core/error.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
 
 namespace hoist::detail {
@@ -19,6 +22,19 @@ bool Segment::has(State moment) const {
   if (!trainable) return false;
   return moment == State::moment1 ? optim::has_moment1(state.state)
                                   : moment == State::moment2 && optim::has_moment2(state.state);
+}
+
+bool UnitTable::keeps(ParameterId id, State state) const {
+  if (state == State::master) return true;
+  return state == State::gradient ? segment_of(id).trainable : segment_of(id).has(state);
+}
+
+void UnitTable::require(ParameterId id) const {
+  if (id.index >= parameters_.size()) throw UsageError(fmt::format("there is no parameter {}", id.index));
+}
+
+void UnitTable::require(UnitId id) const {
+  if (id.index >= units_.size()) throw UsageError(fmt::format("there is no unit {}", id.index));
 }
 
 UnitTable::UnitTable(Model model, std::span<const optim::StateForm> groups, int world_size, GradientSums sums)

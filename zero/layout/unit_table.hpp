@@ -112,6 +112,11 @@ class UnitTable {
   std::span<const ParameterSpec> specs() const { return model_.parameters(); }
   const Segment& segment_of(ParameterId id) const { return unit(parameter(id).unit).segments[parameter(id).segment]; }
   int world_size() const { return world_size_; }
+  // Whether there is such a state of the parameter: a frozen one has its master only.
+  bool keeps(ParameterId id, State state) const;
+  // UsageError unless the program's id is one of the model's.
+  void require(ParameterId id) const;
+  void require(UnitId id) const;
   GradientSums gradient_sums() const { return sums_; }
 
   // The text by which a store recognises its model: one line per parameter.

@@ -44,12 +44,16 @@ std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime,
                                   : std::make_unique<aio::DriveQueue>(queue);
 }
 
-Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options,
-               const std::vector<std::span<std::byte>>& registered_memory)
-    : directories_{options.store_directory} {
+Drives::Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memory& memory)
+    : memory_(memory), directories_{options.store_directory} {
   directories_.insert(directories_.end(), options.stripe_directories.begin(), options.stripe_directories.end());
   for (const std::string& directory : directories_)
-    engines_.push_back(make_drive_queue(runtime, directory, registered_memory));
+    engines_.push_back(make_drive_queue(runtime, directory, memory.io_slices()));
+}
+
+// A drive that stopped answering may still write to memory that it was given.
+Drives::~Drives() {
+  if (std::ranges::any_of(engines_, [](const auto& engine) { return engine->gave_up(); })) memory_.quarantine();
 }
 
 std::vector<aio::DriveQueue*> Drives::engines() const {
@@ -72,10 +76,6 @@ std::vector<std::uint32_t> Drives::measured_weights() const {
   }
 }
 
-bool Drives::gave_up() const {
-  return std::any_of(engines_.begin(), engines_.end(), [](const auto& engine) { return engine->gave_up(); });
-}
-
 aio::DriveQueue::Stats Drives::stats() const {
   aio::DriveQueue::Stats all;
   for (const auto& engine : engines_) {
@@ -89,20 +89,20 @@ aio::DriveQueue::Stats Drives::stats() const {
   return all;
 }
 
-void Drives::book(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes) {
+void Drives::count_into(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes) {
   const aio::DriveQueue::Stats now = stats();
-  const std::uint64_t read = now.read_bytes - booked_.read_bytes;
-  const std::uint64_t copied = std::min(copied_bytes - booked_copied_bytes_, read);
-  booked_copied_bytes_ += copied;
+  const std::uint64_t read = now.read_bytes - counted_.read_bytes;
+  const std::uint64_t copied = std::min(copied_bytes - counted_copied_bytes_, read);
+  counted_copied_bytes_ += copied;
   {
     const Ledger::Apart apart(ledger);
     ledger.count(Link::nvme_read, copied, {});
   }
   std::optional<Ledger::Apart> apart;
   if (!in_steps) apart.emplace(ledger);
-  ledger.count(Link::nvme_read, read - copied, now.read_busy - booked_.read_busy);
-  ledger.count(Link::nvme_write, now.written_bytes - booked_.written_bytes, now.write_busy - booked_.write_busy);
-  booked_ = now;
+  ledger.count(Link::nvme_read, read - copied, now.read_busy - counted_.read_busy);
+  ledger.count(Link::nvme_write, now.written_bytes - counted_.written_bytes, now.write_busy - counted_.write_busy);
+  counted_ = now;
 }
 
 std::string Drives::describe() const {

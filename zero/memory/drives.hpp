@@ -2,7 +2,7 @@
 // zero/memory/drives.hpp - the drives of a store: one aio engine, so one thread and one queue, for each directory.
 //
 // Threading  Constant after construction; stats from any thread.
-// Memory     The engines borrow the registered memory, which must outlive this.
+// Memory     The engines borrow the pinned memory, which must outlive this. It is quarantined if a drive gave up.
 // Errors     As aio::DriveQueue; IoError from measuring.
 #pragma once
 
@@ -12,6 +12,7 @@
 
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/ledger.hpp>
+#include <hoist/zero/memory/memory.hpp>
 #include <hoist/zero/options.hpp>
 
 namespace hoist::detail {
@@ -22,27 +23,28 @@ std::unique_ptr<aio::DriveQueue> make_drive_queue(const RuntimeOptions& runtime,
 
 class Drives {
  public:
-  Drives(const RuntimeOptions& runtime, const EngineOptions& options,
-         const std::vector<std::span<std::byte>>& registered_memory);
+  Drives(const RuntimeOptions& runtime, const EngineOptions& options, Memory& memory);
+  ~Drives();
+  Drives(const Drives&) = delete;
+  Drives& operator=(const Drives&) = delete;
 
   std::vector<aio::DriveQueue*> engines() const;
   // Each drive's share of a new store. Measured, for about a second, when there are several; a drive with no room for
   // that counts like the others.
   std::vector<std::uint32_t> measured_weights() const;
-  // Of all drives: bytes are summed; busy is that of the busiest drive.
+  // Bytes are summed over all drives; busy is that of the busiest drive.
   aio::DriveQueue::Stats stats() const;
   // Tells the ledger what the drives have moved since the last call: as work of steps, or apart from them.
   // `copied_bytes`: what a mirror has read in all, which is apart from steps in any case.
-  void book(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes);
-  // Some drive stopped answering, and may still write to memory that it was given.
-  bool gave_up() const;
+  void count_into(Ledger& ledger, bool in_steps, std::uint64_t copied_bytes);
   std::string describe() const;
 
  private:
+  Memory& memory_;
   std::vector<std::string> directories_;
   std::vector<std::unique_ptr<aio::DriveQueue>> engines_;
-  aio::DriveQueue::Stats booked_{};
-  std::uint64_t booked_copied_bytes_ = 0;
+  aio::DriveQueue::Stats counted_{};
+  std::uint64_t counted_copied_bytes_ = 0;
 };
 
 }  // namespace hoist::detail

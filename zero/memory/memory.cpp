@@ -15,12 +15,28 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
+// By role, those of one unit; NVMe's regions have no pointers.
+constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{
+    &UnitMemory::weights,      nullptr,  // stored weights
+    &UnitMemory::state,        nullptr,  // stored state
+    &UnitMemory::gradient,     &UnitMemory::secondary_shard,
+    &UnitMemory::device_shard, &UnitMemory::gathered,
+    &UnitMemory::own_gradient};
+
 // What a budget has left beside what is held and the store's tables.
 std::uint64_t free_bytes(const tiers::Budget& budget, std::uint64_t store_memory_bytes) {
   return budget.free_bytes() > store_memory_bytes ? budget.free_bytes() - store_memory_bytes : 0;
 }
 
 }  // namespace
+
+BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, const std::string& purpose) {
+  return BudgetError({.tier = budget.tier(),
+                      .have_bytes = budget.limit_bytes(),
+                      .need_bytes = need_bytes,
+                      .key = budget.key(),
+                      .detail = purpose});
+}
 
 MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes) {
   return {.device_access = device_access(runtime.options()),
@@ -31,18 +47,6 @@ MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes) {
                                  : free_bytes(*runtime.pinned_budget().common(), store_memory_bytes)};
 }
 
-namespace {
-
-// By role, those of one unit; NVMe's regions have no pointers.
-constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{
-    &UnitMemory::weights,      nullptr,  // stored weights
-    &UnitMemory::state,        nullptr,  // stored state
-    &UnitMemory::gradient,     &UnitMemory::secondary_shard,
-    &UnitMemory::device_shard, &UnitMemory::gathered,
-    &UnitMemory::own_gradient};
-
-}  // namespace
-
 void require_device_memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table,
                            std::uint64_t program_bytes) {
   const tiers::Budget& budget = runtime.device_budget();
@@ -52,14 +56,11 @@ void require_device_memory(Runtime& runtime, const EngineOptions& options, const
   const std::uint64_t available = std::min(runtime.device_arena().largest_hole_bytes(), budget.free_bytes());
   if (least <= available) return;
   const auto ratio = fitting_offload_ratio(options, table, access, available > program ? available - program : 0);
-  throw BudgetError(
-      {.tier = budget.tier(),
-       .have_bytes = budget.limit_bytes(),
-       .need_bytes = budget.limit_bytes() - available + least,
-       .key = budget.key(),
-       .detail = fmt::format(
-           "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
-           ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : "")});
+  throw over_budget(
+      budget, budget.limit_bytes() - available + least,
+      fmt::format(
+          "the program's own blocks (activations), resident states{}, what one gather() needs and one unit's gradient",
+          ratio ? fmt::format(" (that fit with zero_optimization.offload_optimizer.ratio {:.2f})", *ratio) : ""));
 }
 
 Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes)
@@ -81,7 +82,12 @@ Memory::Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& 
                                .touch_threads = std::max(1u, std::thread::hardware_concurrency())});
   point_to_regions();
   sub_groups_ = plan_.units().sub_groups(plan_.pinned_buffers().sub_group_tiles);
+  if (pinned().empty()) return;
+  runtime.device().register_host(pinned());  // in one: a copy may not cross two registrations
+  registered_ = pinned();
 }
+
+Memory::~Memory() { runtime_.device().unregister_host(registered_); }
 
 void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   const tiers::Budget* const common = runtime_.pinned_budget().common();
@@ -89,28 +95,21 @@ void Memory::require_host_memory(std::uint64_t store_memory_bytes) const {
   const std::uint64_t device_bytes = plan_.bytes(MemoryTier::device);
   const std::uint64_t pinned_bytes = plan_.bytes(MemoryTier::pinned);
   if (device_bytes + pinned_bytes <= free_bytes(*common, store_memory_bytes)) return;
-  throw BudgetError(
-      {.tier = common->tier(),
-       .have_bytes = common->limit_bytes(),
-       .need_bytes = round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
-       .key = common->key(),
-       .detail = fmt::format("{} on the host device, and {} of gradients, states kept in memory and the "
-                             "smallest transfer buffers",
-                             format_bytes(device_bytes), format_bytes(pinned_bytes))});
+  throw over_budget(
+      *common, round_up(common->held_bytes() + store_memory_bytes + pinned_bytes + device_bytes, kBlockAlignment),
+      fmt::format("{} on the host device, and {} of gradients, states kept in memory and the smallest transfer buffers",
+                  format_bytes(device_bytes), format_bytes(pinned_bytes)));
 }
 
 void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t store_memory_bytes) const {
   const tiers::Budget& budget = runtime_.pinned_budget();
   const std::uint64_t need = plan_.bytes(MemoryTier::pinned);
   if (need <= free_bytes(budget, store_memory_bytes)) return;
-  throw BudgetError({.tier = budget.tier(),
-                     .have_bytes = budget.limit_bytes(),
-                     .need_bytes = round_up(budget.held_bytes() + store_memory_bytes + need, kBlockAlignment),
-                     .key = budget.key(),
-                     .detail = gathering_group(options, table_.world_size()) > 1
-                                   ? "gradients, states kept in memory, secondary shards (a larger or no "
-                                     "zero_hpz_partition_size needs less) and the smallest transfer buffers"
-                                   : "gradients, states kept in memory and the smallest transfer buffers"});
+  throw over_budget(budget, round_up(budget.held_bytes() + store_memory_bytes + need, kBlockAlignment),
+                    gathering_group(options, table_.world_size()) > 1
+                        ? "gradients, states kept in memory, secondary shards (a larger or no zero_hpz_partition_size "
+                          "needs less) and the smallest transfer buffers"
+                        : "gradients, states kept in memory and the smallest transfer buffers");
 }
 
 void Memory::point_to_regions() {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include <hoist/core/error.hpp>
 #include <hoist/tiers/device_arena.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 #include <hoist/zero/layout/unit_table.hpp>
@@ -30,6 +31,9 @@ struct UnitMemory {
   std::byte* own_gradient = nullptr;
 };
 
+// A budget that does not suffice: with `need_bytes` it would. `purpose`: what they are for.
+BudgetError over_budget(const tiers::Budget& budget, std::uint64_t need_bytes, const std::string& purpose);
+
 // What is free now beside the store's tables.
 MachineFacts machine_facts(Runtime& runtime, std::uint64_t store_memory_bytes);
 
@@ -42,6 +46,9 @@ class Memory {
   using Buffers = std::vector<std::span<std::byte>>;
 
   Memory(Runtime& runtime, const EngineOptions& options, const UnitTable& table, std::uint64_t store_memory_bytes);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
 
   const MemoryPlan& plan() const { return plan_; }
   const UnitPlacement& placement(UnitId unit) const { return plan_.units().unit(unit); }
@@ -55,6 +62,7 @@ class Memory {
   const Buffers& update_buffers() const { return buffers(MemoryRole::update_buffer); }
   const Buffers& staging_buffers() const { return buffers(MemoryRole::staging_buffer); }
   const Buffers& sum_buffers() const { return buffers(MemoryRole::sum_buffer); }
+  std::span<std::byte> first_staging_buffer() const { return buffer(MemoryRole::staging_buffer); }  // if there is one
   std::span<std::byte> gradient_ring() const { return buffer(MemoryRole::gradient_ring); }
   std::span<std::byte> device_results() const { return buffer(MemoryRole::device_results); }
   std::span<std::byte> results_copy() const { return buffer(MemoryRole::results_copy); }
@@ -78,7 +86,7 @@ class Memory {
 
  private:
   const Buffers& buffers(MemoryRole role) const { return buffers_[static_cast<std::size_t>(role)]; }
-  std::span<std::byte> buffer(MemoryRole role) const {  // the only one, or none
+  std::span<std::byte> buffer(MemoryRole role) const {  // the first one, or none
     return buffers(role).empty() ? std::span<std::byte>() : buffers(role).front();
   }
   void require_host_memory(std::uint64_t store_memory_bytes) const;  // where one budget is for both tiers
@@ -92,6 +100,7 @@ class Memory {
   tiers::Budget::Hold store_hold_;
   tiers::DeviceBlock device_block_;
   std::unique_ptr<tiers::PinnedPool> pool_;
+  std::span<std::byte> registered_;  // with the device
   std::vector<UnitMemory> units_;
   std::array<Buffers, kMemoryRoleCount> buffers_;
   std::vector<SubGroup> sub_groups_;

@@ -234,7 +234,7 @@ std::array<std::uint64_t, 4> UnitRegions::boundaries(UnitId id) const {
   return {0, first, second, table_.unit(id).trainable.tiles().size()};
 }
 
-// Of the kinds with tiles left, the next sub-group is of the one that is least far; of several, the last.
+// The next sub-group is of the kind with tiles left that is least far; of the last such kind if there are several.
 std::vector<SubGroup> UnitRegions::sub_groups(std::uint64_t tiles_max) const {
   std::vector<SubGroup> sub_groups;
   for (std::uint32_t u = 0; u < units_.size(); ++u) {
@@ -276,8 +276,8 @@ bool UnitRegions::uses_update_buffers() const {
   return false;
 }
 
-// Of the unit's tiles from `begin` on, cut at every `tiles_max`. Sub-groups within a run of equal tiles are alike, so
-// the first stands for all of them.
+// The most that one of the unit's sub-groups takes; its tiles from `begin` on are cut at every `tiles_max`. Sub-groups
+// within a run of equal tiles are alike, so the first stands for all of them.
 std::uint64_t UnitRegions::largest_buffered_bytes(UnitId id, std::uint64_t begin, std::uint64_t end,
                                                   std::uint64_t tiles_max) const {
   std::uint64_t most = 0;

@@ -40,7 +40,7 @@ inline constexpr std::size_t kMemoryTierCount = 3;
 
 // What a region of memory is for.
 enum class MemoryRole : std::uint8_t {
-  // Of one unit, between uses of it.
+  // One unit's regions, which it has between its uses:
   weights,          // host layout, or the first tiles of each of the unit's two records
   stored_weights,   // the other tiles, which are on NVMe only
   state,            // the first tiles of the trainable record's S region
@@ -50,7 +50,7 @@ enum class MemoryRole : std::uint8_t {
   device_shard,     // host layout, on the device: gathers start from it without crossing a link
   gathered,         // gathered layout: the unit does not share the gather memory
   own_gradient,     // gradient layout: of units that are not finished before other units' gradients begin
-  // Of the engine.
+  // The engine's regions:
   device_results,  // what the device leaves for the host: a sum of squares a chunk, then a word for a unit whose update
                    // may not be committed
   gather_memory,   // gathered units, in places that they share
@@ -140,8 +140,8 @@ class UnitRegions {
   HostPieces host_pieces(UnitId id) const;
   bool has_device_only() const { return has_device_only_; }  // whether any unit is
   bool rings_gradients() const { return rings_gradients_; }  // of units whose state is not on the device
-  // Of each segment, how many ranks' shards a secondary shard holds, consecutive ones. Together the group has the unit
-  // in its gathered layout.
+  // How many consecutive ranks' shards of each segment a secondary shard holds. Together the group has the unit in its
+  // gathered layout.
   std::uint64_t secondary_shard_parts() const { return secondary_shard_parts_; }
   std::uint64_t device_results_bytes() const;  // 0 if no unit is device-only
   const MemoryRegion& device_results() const { return device_results_; }

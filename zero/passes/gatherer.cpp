@@ -367,12 +367,8 @@ void Gatherer::no_room(UnitId unit) const {
   for (std::uint32_t u = 0; u < table_.units().size(); ++u)
     if (!states_[u].pins.empty()) holders += (holders.empty() ? "'" : ", '") + table_.units()[u].name + "'";
   const tiers::Budget& budget = runtime_.device_budget();
-  throw BudgetError(
-      {.tier = budget.tier(),
-       .have_bytes = budget.limit_bytes(),
-       .need_bytes = budget.limit_bytes() + round_up(table_.unit(unit).gathered_bytes, kBlockAlignment),
-       .key = budget.key(),
-       .detail = fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders)});
+  throw over_budget(budget, budget.limit_bytes() + round_up(table_.unit(unit).gathered_bytes, kBlockAlignment),
+                    fmt::format("gathering unit '{}' while {} are still leased", table_.unit(unit).name, holders));
 }
 
 }  // namespace hoist::detail

@@ -94,7 +94,7 @@ class Gatherer {
   template <typename Access>
   void direct(Access access);
   std::vector<UnitId> reads_ahead(std::span<const scheduler::Fetch> first) const;
-  // Of units in the order they are fetched, those whose fetch reads the store; `keeps`: their first one leaves a
+  // `order` without the units whose fetch does not read the store. `keeps`: the first fetch of a unit leaves a
   // secondary shard.
   std::vector<UnitId> staged_in_order(std::vector<UnitId> order, bool keeps) const;
   void issue(std::span<const scheduler::Fetch> fetches);

@@ -105,12 +105,8 @@ Gradients::Buffer& Gradients::acquire(UnitId unit) {
   std::uint64_t bytes = 0;
   for (const Unit& other : table_.units()) bytes = std::max(bytes, other.gradient_buffer_bytes());
   const tiers::Budget& budget = runtime_.device_budget();
-  throw BudgetError(
-      {.tier = budget.tier(),
-       .have_bytes = budget.limit_bytes(),
-       .need_bytes = budget.limit_bytes() + bytes,
-       .key = budget.key(),
-       .detail = fmt::format("gradients of unit '{}' while other units' are not finished", table_.unit(unit).name)});
+  throw over_budget(budget, budget.limit_bytes() + bytes,
+                    fmt::format("gradients of unit '{}' while other units' are not finished", table_.unit(unit).name));
 }
 
 void Gradients::finish(UnitId id, StreamRef stream) {
@@ -137,7 +133,7 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   state.finished = true;
 }
 
-// Of the micro-batches' sum, as it goes over the links.
+// Makes the mean of the micro-batches' sum, in the type that goes over the links.
 void Gradients::take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const {
   for (const Segment& segment : unit.segments) {
     if (!segment.trainable) continue;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/passes/waits.hpp - waiting, and what it is booked as.
+// zero/passes/waits.hpp - waiting, and the cause that the ledger counts it under.
 //
-// Whoever waits for units that are read, updated or written waits for the update's arithmetic as long as that runs, and
-// else for the drive.
+// A wait for units that are read, updated or written is a wait for the update's arithmetic as long as that runs, and
+// otherwise for the drive.
 //
 // Threading  The program's thread.
 // Errors     What is waited for fails with its own.
@@ -21,8 +21,8 @@ class UpdateWait {
   explicit UpdateWait(const UpdateQueue& updates);
   UpdateWait() : began_(Clock::now()) {}  // all of it is the drive's
   Nanoseconds elapsed() const { return Clock::now() - began_; }
-  // Books so much of it: as the arithmetic as far as that ran, else as `rest`.
-  void book(Ledger& ledger, Nanoseconds waited, WaitCause rest = WaitCause::nvme) const;
+  // Counts so much of it: as the arithmetic as far as that ran, else as `rest`.
+  void count_into(Ledger& ledger, Nanoseconds waited, WaitCause rest = WaitCause::nvme) const;
 
  private:
   const UpdateQueue* updates_ = nullptr;
@@ -31,7 +31,7 @@ class UpdateWait {
 };
 
 // Until the executor has submitted something that `stream` will use. Only updates and the drive hold the executor up;
-// booked is what the stream stood still for meanwhile.
+// counted is how long the stream was idle meanwhile.
 void await_submitted(const Completion& submitted, StreamRef stream, const UpdateQueue& updates, Ledger& ledger);
 
 }  // namespace hoist::detail

@@ -10,8 +10,8 @@ namespace hoist::detail {
 using tiers::Region;
 
 WeightReader::WeightReader(tiers::Store& store, const UnitRegions& units, const RecordMap& records,
-                           const std::vector<std::span<std::byte>>& buffers, Written written, Deliver deliver)
-    : store_(store), units_(units), records_(records), written_(std::move(written)), deliver_(std::move(deliver)) {
+                           const std::vector<std::span<std::byte>>& buffers, UpdateQueue& updates)
+    : store_(store), units_(units), records_(records), updates_(updates) {
   for (const auto& bytes : buffers) buffers_.push_back({.bytes = bytes});
 }
 
@@ -74,7 +74,7 @@ void WeightReader::start_reads() {
   while (!expected_.empty()) {
     const UnitId unit = expected_.front();
     if (!units_.unit(unit).reads_weights()) {
-      deliver_(unit, nullptr);
+      updates_.deliver(unit, nullptr);
     } else {
       buffer =
           std::find_if(buffer, buffers_.end(), [](const Buffer& b) { return b.use == Use::free && b.read.done(); });
@@ -89,7 +89,7 @@ void WeightReader::start_reads() {
 void WeightReader::start_read(Buffer& buffer, UnitId id) {
   buffer.use = Use::staged;
   buffer.unit = id;
-  if (const auto updated = deliver_(id, buffer.bytes.data())) {
+  if (const auto updated = updates_.deliver(id, buffer.bytes.data())) {
     try {
       const std::array parts{*updated, read_frozen(id, buffer.bytes)};
       buffer.read = when_all(parts);
@@ -100,7 +100,7 @@ void WeightReader::start_read(Buffer& buffer, UnitId id) {
     }
     return;
   }
-  const Completion written = written_(id);
+  const Completion written = updates_.weights_written(id);
   if (written.done() && !written.error()) {
     try {
       buffer.read = read_weights(id, buffer.bytes);

@@ -12,24 +12,19 @@
 
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <mutex>
 #include <vector>
 
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/memory/memory.hpp>
+#include <hoist/zero/update/update_queue.hpp>
 
 namespace hoist::detail {
 
 class WeightReader {
  public:
-  // `written(unit)` is done when the unit's newest weights have reached the store: reads wait for it.
-  using Written = std::function<Completion(UnitId)>;
-  // Asks for a unit whose update is still to come: its new trainable weights will be at `target`, without a read from
-  // here, or in memory only if `target` is null. Nothing when there is no such update.
-  using Deliver = std::function<std::optional<Completion>(UnitId, std::byte* target)>;
   WeightReader(tiers::Store& store, const UnitRegions& units, const RecordMap& records,
-               const std::vector<std::span<std::byte>>& buffers, Written written, Deliver deliver);
+               const std::vector<std::span<std::byte>>& buffers, UpdateQueue& updates);
   ~WeightReader();  // waits for reads under way and for buffers under copy
 
   // Units whose weights will be asked for, in order. Replaces what was expected before; buffers already filled with
@@ -37,8 +32,8 @@ class WeightReader {
   void expect(std::vector<UnitId> order);
   // Nothing staged is valid any more: the store has newer weights. Waits until buffers under copy are handed back.
   void invalidate();
-  // The unit's weights are about to change: what is staged of it will not do. From here on, written(unit) waits for the
-  // new ones. Not while the unit is being taken.
+  // The unit's weights are about to change: what is staged of it will not do. From here on, reads wait for the new
+  // ones. Not while the unit is being taken.
   void outdate(UnitId unit);
 
   // The unit's weights on NVMe, in host layout, verified. Blocks for the read. Pre: there are any.
@@ -68,8 +63,7 @@ class WeightReader {
   tiers::Store& store_;
   const UnitRegions& units_;
   const RecordMap& records_;
-  Written written_;
-  Deliver deliver_;
+  UpdateQueue& updates_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Buffer> buffers_;

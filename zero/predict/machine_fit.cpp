@@ -13,7 +13,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Of the file system that a directory is, or would be, on.
+// Free bytes of the file system that holds the directory, or would hold it.
 std::uint64_t free_space(fs::path directory) {
   std::error_code error;
   while (!fs::exists(directory, error) && directory.has_relative_path()) directory = directory.parent_path();

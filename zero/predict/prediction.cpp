@@ -186,7 +186,8 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   const auto steps = detail::unit_steps(engine, plan.units(), counts_of(out.fetches, table.units().size()));
   out.step = detail::sum_of(steps);
   out.passes = detail::passes_of_a_step(engine);
-  out.update_mode = detail::update_mode(engine);
+  out.updates_under_forward = detail::updates_under_forward(engine);
+  out.updates_under_backward = detail::hands_gradients_on(engine);
   out.awaits_norm = engine.gradient_clipping > 0 || engine.weights_dtype == DType::fp16;
   out.updates_on_request = detail::update_order(engine) == detail::UpdateOrder::on_request;
   for (std::uint32_t u = 0; u < table.units().size(); ++u) {

@@ -61,13 +61,16 @@ struct Prediction {
     const bool together = host_budget_bytes == 0 || device.least_bytes + pinned.least_bytes <= host_budget_bytes;
     return together && device.fits() && pinned.fits();
   }
-  std::uint64_t nvme_bytes = 0;               // reserved in the store's directories
-  StepBytes step;                             // per training step
-  std::vector<UnitWork> units;                // the same by unit, in the order of forward
-  std::vector<PlannedFetch> fetches;          // of a pass
-  unsigned passes = 1;                        // that a step is made of: of several micro-batches in horizontal order
-  UpdateMode update_mode = UpdateMode::step;  // when the update is carried out
-  bool awaits_norm = false;                   // whether an update needs every gradient: clipping, loss scaling
+  std::uint64_t nvme_bytes = 0;       // reserved in the store's directories
+  StepBytes step;                     // per training step
+  std::vector<UnitWork> units;        // the same by unit, in the order of forward
+  std::vector<PlannedFetch> fetches;  // of a pass
+  unsigned passes = 1;                // that a step is made of: of several micro-batches in horizontal order
+  // When units are updated: under the next step's forward, under backward as soon as their gradient is there, or, where
+  // both are false, inside step().
+  bool updates_under_forward = false;
+  bool updates_under_backward = false;
+  bool awaits_norm = false;  // whether an update needs every gradient: clipping, loss scaling
   // Whether a unit's update begins only when a staging buffer is free: weights are on NVMe, the update under forward.
   bool updates_on_request = false;
   std::uint64_t update_memory_bytes = 0;  // of all units

@@ -12,8 +12,8 @@ std::uint64_t tiles_from(std::uint64_t first, const tiers::EqualTiles& run) {
   return run.end_tile() - std::clamp(first, run.first_tile, run.end_tile());
 }
 
-// Of the elements alone, without what fills the last tile of a segment up. Full tiles are whole pages, but for those of
-// one moment of fp8, which move the page's rest with every step.
+// Counts the elements alone, without what fills the last tile of a segment up. Full tiles are whole pages, except those
+// of one moment of fp8, which move the rest of the page with every step.
 std::uint64_t state_bytes(const Unit& unit, std::uint64_t first_tile) {
   std::uint64_t bytes = 0;
   for (const tiers::EqualTiles& run : unit.trainable.equal_tiles()) {
@@ -24,7 +24,7 @@ std::uint64_t state_bytes(const Unit& unit, std::uint64_t first_tile) {
   return bytes;
 }
 
-// Likewise of weights. `made`: of segments whose update makes them.
+// The same for weights. `made`: those of segments whose update makes them.
 struct WeightBytes {
   std::uint64_t all = 0, made = 0;
 };

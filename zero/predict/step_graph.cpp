@@ -58,8 +58,7 @@ class Builder {
     for (unsigned step = 0; step < steps; ++step) {
       for (unsigned pass = 0; pass < p_.passes; ++pass) {
         const bool first = pass == 0, last = pass + 1 == p_.passes;
-        run_pass(first && step > 0 && p_.update_mode == UpdateMode::forward,
-                 last && p_.update_mode == UpdateMode::backward);
+        run_pass(first && step > 0 && p_.updates_under_forward, last && p_.updates_under_backward);
       }
       decide();
     }
@@ -248,7 +247,7 @@ class Builder {
     if (device_written_) after.push_back(*device_written_);
     chain(Resource::device_memory, time_of(p_.device_update_bytes, speeds_.device_memory), after);
     if (p_.device_update_bytes > 0) write_device_units(brought_down, after);
-    if (p_.update_mode == UpdateMode::step) {
+    if (!p_.updates_under_forward && !p_.updates_under_backward) {
       // Reads begin when the program calls step(), which is when it has submitted its last slot.
       Tasks reads_after;
       const std::uint32_t submitted = p_.fetches.empty() ? 0 : p_.fetches.back().issued_at;

@@ -8,8 +8,6 @@
 
 namespace hoist::detail {
 
-namespace {
-
 bool is_of_communication(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -19,8 +17,6 @@ bool is_of_communication(const std::exception_ptr& error) {
     return false;
   }
 }
-
-}  // namespace
 
 std::string text_of(const std::exception_ptr& error) {
   try {

@@ -28,6 +28,9 @@ namespace hoist::detail {
 // What a person reads of an error.
 std::string text_of(const std::exception_ptr& error);
 
+// Whether the error came from other ranks (CommError).
+bool is_of_communication(const std::exception_ptr& error);
+
 // [collective] comm::first_problem, of what a rank caught; null: nothing.
 std::optional<comm::Problem> first_problem(comm::Communicator& communicator, const std::exception_ptr& mine);
 
@@ -45,14 +48,25 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
   void told_in_exchange() noexcept;
   // The whole norm group has: nobody is left to be told, and its communicators stay of use.
   void told_in_norm() noexcept;
-  // Nothing is told any more: the runtime may go.
-  void disarm() noexcept;
+  // Ends telling when it is destroyed: the runtime may go.
+  class Disarm {
+   public:
+    explicit Disarm(AbortNotifier& notifier) : notifier_(notifier) {}
+    ~Disarm() { notifier_.disarm(); }
+    Disarm(const Disarm&) = delete;
+    Disarm& operator=(const Disarm&) = delete;
+
+   private:
+    AbortNotifier& notifier_;
+  };
 
   // What this rank failed with first: when it has told the others, its own calls fail with what they are told, and the
   // error that counts is the one before that. Otherwise `error`.
   std::exception_ptr cause_of(const std::exception_ptr& error) const;
 
  private:
+  void disarm() noexcept;
+
   mutable std::mutex mutex_;
   Runtime* runtime_;  // null: disarmed
   bool sharding_knows_ = false;

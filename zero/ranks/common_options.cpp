@@ -1,24 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <array>
 #include <cstddef>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <hoist/comm/agreement.hpp>
-#include <hoist/core/digest.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/ranks/common_options.hpp>
+#include <hoist/zero/ranks/rank_agreement.hpp>
 
 namespace hoist::detail {
 
 namespace {
-
-std::uint64_t digest_of(std::string_view text) {
-  Digest digest;
-  digest.update(std::as_bytes(std::span(text)));
-  return digest.value();
-}
 
 const char* name_of(Placement placement) {
   switch (placement) {
@@ -66,7 +59,6 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
   static_cast<void>(gradient_clipping), static_cast<void>(optimizer_defaults),
       static_cast<void>(learning_rate_schedule);
 
-  constexpr std::array kModes{"auto", "step", "forward", "backward"};
   std::vector<double> accumulators;  // of groups, what only Engine::create() looks at
   for (const GroupOptions& group : groups) accumulators.push_back(group.initial_accumulator);
   return {{"zero_optimization.stage", fmt::to_string(stage)},
@@ -80,7 +72,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
           {"hoist.mirror.every", mirror.directory.empty() ? "no mirror" : fmt::to_string(mirror.every)},
           {"gradient_accumulation_steps", fmt::to_string(micro_batches_max)},
           {"hoist.micro_batch_order", micro_batch_order == MicroBatchOrder::vertical ? "vertical" : "horizontal"},
-          {"hoist.update_mode", kModes[static_cast<std::size_t>(detail::update_mode(engine))]},
+          {"hoist.update_mode", update_mode_name(engine)},
           {"zero_optimization.stage3_prefetch_bucket_size", fmt::to_string(prefetch_elements)},
           {"zero_optimization.stage3_max_live_parameters", fmt::to_string(live_elements_max)},
           {"zero_optimization.stage3_max_reuse_distance", fmt::to_string(reuse_distance_elements)},
@@ -94,7 +86,7 @@ std::vector<CommonOption> common_options(const EngineOptions& engine, const Runt
 
 void agree_on_options(comm::Communicator& ranks, std::span<const CommonOption> options) {
   std::vector<std::uint64_t> mine;
-  for (const CommonOption& option : options) mine.push_back(digest_of(option.value));
+  for (const CommonOption& option : options) mine.push_back(text_hash(option.value));
   const auto size = static_cast<std::size_t>(ranks.size());
   std::vector<std::uint64_t> all(size * mine.size());
   ranks.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));

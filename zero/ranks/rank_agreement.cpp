@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <bit>
 #include <exception>
 #include <optional>
 #include <random>
@@ -67,12 +68,11 @@ void RankAgreement::compare_groups(const EngineOptions& options, const std::func
   if (!has_several_groups()) return;
   all_together("lay out its model", check_model);
   const bool has_store = !options.store_directory.empty();
-  const bool on_nvme = options.parameters == Placement::nvme || options.optimizer == Placement::nvme;
   const std::string mirror =
       options.mirror.directory.empty() ? "" : fmt::format(", a mirror every {} steps", options.mirror.every);
   const std::string rules = !has_store ? "no store"
                                        : fmt::format("{}, durability {}, a commit every {} steps, room to keep {}{}",
-                                                     on_nvme ? "a store of steps" : "a store of saves",
+                                                     options.uses_nvme() ? "a store of steps" : "a store of saves",
                                                      options.durability == tiers::Durability::step ? "step" : "none",
                                                      options.commit_every, options.keep_steps, mirror);
   comm::agree(job(), text_hash(rules), rules);
@@ -86,6 +86,19 @@ void RankAgreement::agree_on_model(std::string_view call, const UnitTable& table
   comm::agree(group(), hash,
               fmt::format("{}: {} units, {} parameters", call, table.units().size(), table.model().parameter_count()));
   agree_on_options(group(), common_options(options, runtime_.options(), groups));
+}
+
+void RankAgreement::agree_on_beginning(const char* call, const InitialState& state) const {
+  if (job().size() == 1) return;
+  const LossScaler::State scaler = state.loss_scale.value_or(LossScaler::State{});
+  std::uint64_t hash = random_bits(state.step, state.loss_scale.has_value());
+  hash = random_bits(hash, std::bit_cast<std::uint64_t>(scaler.scale));
+  hash = random_bits(hash, scaler.steps_without_overflow);
+  hash = random_bits(hash, scaler.hysteresis_left);
+  const std::string scale = state.loss_scale ? fmt::format(", loss scale {} ({}, {})", scaler.scale,
+                                                           scaler.steps_without_overflow, scaler.hysteresis_left)
+                                             : std::string();
+  comm::agree(job(), hash, fmt::format("{} at step {}{}", call, state.step, scale));
 }
 
 std::uint64_t RankAgreement::agree_on_run() const {

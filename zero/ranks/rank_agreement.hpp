@@ -44,6 +44,8 @@ class RankAgreement {
   // [J] Every sharding group keeps commits by the same rules. `check_model` throws unless this rank's model can be
   // trained. What follows consists of exchanges between all ranks of the job, where one group cannot turn back alone.
   void compare_groups(const EngineOptions& options, const std::function<void()>& check_model) const;
+  // [J] All ranks begin, or continue by `call`, at the same step and with the same loss scale.
+  void agree_on_beginning(const char* call, const InitialState& state) const;
   // [J] A random number that joins the stores that are made together: equal in a sharding group, partly in the job.
   std::uint64_t agree_on_run() const;
   // [C] The smallest of a number that every rank has.
@@ -60,7 +62,7 @@ class RankAgreement {
 // A hash by which ranks compare names and rules.
 std::uint64_t text_hash(std::string_view text);
 
-// Of the number that agree_on_run() gave one sharding group, the part that is equal in all of them.
+// The part of agree_on_run()'s number that all sharding groups have alike.
 std::uint64_t job_part(std::uint64_t run);
 
 }  // namespace hoist::detail

@@ -58,7 +58,34 @@ StepReport StepRunner::run(const StepOptions& step_options) {
   if (!parts_.checkpoints.stores_steps()) report.committed = {};
   parts_.gradients.clear();
   report.step = settings.step_count;
+  count_io();
   return report;
+}
+
+void StepRunner::settle() {
+  policy_->require_undecided("settle()");
+  if (!parts_.pass.under_way()) drain();
+  parts_.updates.finish();
+  parts_.checkpoints.settle(parts_.settings.step_count);
+  count_io();
+}
+
+void StepRunner::settle_together() {
+  if (policy_->defers_updates()) parts_.ranks.together("carry out the last step", [&] { parts_.updates.finish(); });
+  settle();
+}
+
+void StepRunner::drain() {
+  parts_.executor.drain();
+  parts_.streams.synchronize();
+}
+
+// With nothing placed on NVMe, drives see explicit saves only, whichever step it is that hears of them.
+void StepRunner::count_io() {
+  if (parts_.drives == nullptr) return;
+  const Mirror* const mirror = parts_.checkpoints.mirror();
+  parts_.drives->count_into(parts_.runtime.ledger(), parts_.checkpoints.on_nvme(),
+                            mirror ? mirror->store_bytes_read() : 0);
 }
 
 }  // namespace hoist::detail

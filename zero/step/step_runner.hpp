@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/step/step_runner.hpp - Engine::step(): from the gradients of the passes to a decision, and on to the update.
+// zero/step/step_runner.hpp - Engine::step(): from the gradients of the passes to a decision, and on to the update; and
+// Engine::settle(), which carries out what that has left pending.
 //
 // Threading  The program's thread.
 // Errors     UsageError where no step can be taken, the state unchanged; after any other error the engine has failed.
@@ -18,8 +19,11 @@ class StepRunner {
       : parts_(parts), notifier_(notifier), policy_(make_update_policy(parts)) {}
 
   StepReport run(const StepOptions& options);  // [J]
+  void settle();
+  void settle_together();  // [C] the same; an update that fails on one rank fails on all
+  void drain();            // until the streams have no work
+  void count_io();         // tells the ledger what the drives have moved
   UpdatePolicy& policy() { return *policy_; }
-  const UpdatePolicy& policy() const { return *policy_; }
 
  private:
   double global_norm();  // of the sum over micro-batches, with the loss scale

@@ -58,15 +58,15 @@ void UpdatePolicy::await_gradients() {
     reducing = std::min(wait.elapsed(), ledger.totals(Link::wire).busy - reducing_before);
     ledger.waited(WaitCause::comm, reducing);
   }
-  if (is_decided()) wait.book(ledger, wait.elapsed() - reducing);
+  if (is_decided()) wait.count_into(ledger, wait.elapsed() - reducing);
 }
 
 void UpdatePolicy::await_updates() {
   const UpdateWait wait(parts_.updates);
   parts_.updates.finish();
   // Without a drive the rest of the time is spent on handing work to threads.
-  wait.book(parts_.runtime.ledger(), wait.elapsed(),
-            parts_.checkpoints.on_nvme() ? WaitCause::nvme : WaitCause::optimizer);
+  wait.count_into(parts_.runtime.ledger(), wait.elapsed(),
+                  parts_.checkpoints.on_nvme() ? WaitCause::nvme : WaitCause::optimizer);
 }
 
 UpdatePolicy::StepEnd UpdatePolicy::end_of_step(std::shared_ptr<StepUpdate> update,
@@ -106,7 +106,7 @@ class DecidedAtStep : public UpdatePolicy {
     parts_.ranks.together("apply the step", [&] {
       const UpdateWait wait;
       parts_.checkpoints.await_last();
-      wait.book(parts_.runtime.ledger(), wait.elapsed());
+      wait.count_into(parts_.runtime.ledger(), wait.elapsed());
       ++parts_.settings.step_count;
       parts_.checkpoints.open_step(parts_.settings.step_count);
       part();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/step/update_policy.hpp - when a step's updates are carried out: one class for each update mode (UpdateMode).
+// zero/step/update_policy.hpp - when a step's updates are carried out: one class for each update mode.
 //
 // Every update goes through the UpdateQueue; a policy decides when units enter it, and who waits.
 //
@@ -16,6 +16,7 @@
 #include <string>
 
 #include <hoist/zero/checkpoint/checkpointer.hpp>
+#include <hoist/zero/memory/drives.hpp>
 #include <hoist/zero/passes/pass_state.hpp>
 #include <hoist/zero/update/step_settings.hpp>
 #include <hoist/zero/update/update_queue.hpp>
@@ -38,6 +39,7 @@ struct StepParts {
   WeightReader* weight_reader;  // null unless parameters are on NVMe
   PassState& pass;
   Checkpointer& checkpoints;
+  Drives* drives;  // null without a store
 };
 
 class UpdatePolicy {
@@ -76,7 +78,7 @@ class UpdatePolicy {
   TilePipeline::Work work(std::shared_ptr<StepUpdate> update) const;
   void update_on_device(StepUpdate& update) const;
   void await_gradients();  // until all of the step's have arrived where they are updated
-  void await_updates();    // returns when no update is pending; books the time as part of this step
+  void await_updates();    // returns when no update is pending; counts the time as part of this step
   // The queue's last call for a step, which commits it or says why not, and what is done when the step is durable. The
   // call must be made: nothing that can fail may come before it is handed over.
   struct StepEnd {

@@ -27,7 +27,7 @@ class StepUpdate {
   void check(const UnitTable& table) const;
 
  private:
-  // Of what is rounded stochastically: by the parameter's place in its segment, whichever rank it belongs to.
+  // Stochastic rounding draws by the parameter's place in its segment, so that every number of ranks draws alike.
   optim::Rounding rounding(const TileAccess& tile) const;
   // Tiles of one segment that lie behind each other, all but the last of full length.
   void enqueue(UnitId unit, const Segment& segment, std::span<const tiers::Tile> tiles, const Memory& memory,

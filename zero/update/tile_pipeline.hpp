@@ -35,7 +35,7 @@ struct WalkOptions {
   bool read_device_only = true;  // brings the tiles of device-only units into buffers first
   bool change_device_only = true;  // puts what the work made of them back
   WaitCause waits = WaitCause::nvme;
-  bool in_background = false;  // nobody waits meanwhile: the time is not booked as waiting
+  bool in_background = false;  // nobody waits meanwhile: the time does not count as waiting
   // The work makes weights where Segment::update_makes_weights(): they are not read, and all of them are written.
   bool makes_weights = false;
 };

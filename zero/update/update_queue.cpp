@@ -143,6 +143,19 @@ Completion UpdateQueue::updated(UnitId unit) const {
   return states_[unit.index].updated;
 }
 
+Completion UpdateQueue::weights_written(UnitId unit) const {
+  const Completion now = updated(unit);
+  if (now.done()) return now.error() ? now : pipeline_.weights_written(unit);
+  const auto promise = std::make_shared<Promise>();
+  now.then([promise, unit, pipeline = &pipeline_](std::exception_ptr error) {
+    if (error) return promise->fail(error);
+    pipeline->weights_written(unit).then([promise](std::exception_ptr failed_write) {
+      failed_write ? promise->fail(failed_write) : promise->complete();
+    });
+  });
+  return promise->completion();
+}
+
 std::optional<Completion> UpdateQueue::deliver(UnitId unit, std::byte* target) {
   const std::lock_guard lock(mutex_);
   if (states_[unit.index].stage != Stage::pending) return std::nullopt;

@@ -72,6 +72,8 @@ class UpdateQueue {
 
   // Done when the unit's weights are those of the last step that was begun.
   Completion updated(UnitId unit) const;
+  // Done when, moreover, the store has those weights.
+  Completion weights_written(UnitId unit) const;
   // Updates a pending unit soon and also leaves its trainable weights, in host layout, at `target`. Null when the unit
   // is not pending, or somebody else asked first: its weights are in the store, or will be once updated(unit) is done.
   std::optional<Completion> deliver(UnitId unit, std::byte* target);

@@ -42,10 +42,10 @@ StepMetrics::StepMetrics(std::string path, const Ledger& ledger)
 }
 
 StepMetrics::Statistics StepMetrics::read(const Ledger& ledger) {
-  Statistics books;
-  for (std::size_t i = 0; i < kLinkCount; ++i) books.links[i] = ledger.totals(static_cast<Link>(i));
-  for (std::size_t i = 0; i < kWaitCauseCount; ++i) books.waits[i] = ledger.waited(static_cast<WaitCause>(i));
-  return books;
+  Statistics totals;
+  for (std::size_t i = 0; i < kLinkCount; ++i) totals.links[i] = ledger.totals(static_cast<Link>(i));
+  for (std::size_t i = 0; i < kWaitCauseCount; ++i) totals.waits[i] = ledger.waited(static_cast<WaitCause>(i));
+  return totals;
 }
 
 void StepMetrics::write(const StepReport& report, const Ledger& ledger, std::optional<std::uint64_t> committed_step,

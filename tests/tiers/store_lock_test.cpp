@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who has a store when several processes or threads want it, and until when.
+#include <array>
+#include <atomic>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <hoist/tests/tiers/store_open_fixture.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
+
+namespace hoist::tiers::test {
+namespace {
+
+using testing::HasSubstr;
+namespace fs = std::filesystem;
+
+using StoreLockTest = StoreOpenTest;
+
+TEST_F(StoreLockTest, OneAtATime) {
+  const auto store = create();
+  run_step(*store, options_, 0, all_records(options_));
+  const std::string holder = "in use by process " + std::to_string(::getpid()) + " on ";
+  EXPECT_THAT(refusal_to_open(), HasSubstr(holder));
+  EXPECT_THAT(refusal_to_create(), HasSubstr(holder));
+  EXPECT_EQ(Store::look(options_.directory, 0).commits.size(), 1u);
+  EXPECT_EQ(difference(*store, options_, Writers(options_.records.size(), 0)), "");
+}
+
+pid_t forked_sleeper() {
+  const pid_t child = ::fork();
+  if (child != 0) return child;
+  for (;;) ::pause();
+}
+
+void end(pid_t child) {
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
+// As the data loaders of a program do.
+TEST_F(StoreLockTest, AForkedChildDoesNotKeepAStoreThatWasClosed) {
+  make_committed();
+  auto store = Store::open(options_, *engine_);
+  const pid_t child = forked_sleeper();
+  ASSERT_GT(child, 0);
+  store.reset();
+  EXPECT_EQ(refusal_to_open(), "not refused");
+  end(child);
+}
+
+TEST_F(StoreLockTest, ALockThatOutlivesItsProcessIsExplained) {
+  const auto store = create();
+  const pid_t dead = forked_sleeper();
+  ASSERT_GT(dead, 0);
+  end(dead);
+  const detail::StorePaths paths(options_.directory, 0);
+  std::ifstream before(paths.lock_info);
+  const std::string text(std::istreambuf_iterator<char>(before), {});
+  ASSERT_THAT(text, HasSubstr(" on "));
+  std::ofstream(paths.lock_info) << "process " << dead << text.substr(text.find(" on "));
+  EXPECT_THAT(refusal_to_open(), HasSubstr("in use by process " + std::to_string(dead) + " on "));
+  EXPECT_THAT(refusal_to_open(), HasSubstr(", which has ended, but left a process that it had forked"));
+  run_step(*store, options_, 0, all_records(options_));
+}
+
+TEST_F(StoreLockTest, AStoreBeingFilledIsNotReplaced) {
+  const auto store = create();
+  EXPECT_THAT(refusal_to_create(), HasSubstr("in use by process"));
+  run_step(*store, options_, 0, all_records(options_));
+}
+
+// From the first look at the directory on: two that start at once never both find nothing there.
+TEST_F(StoreLockTest, AStoreBeingMadeIsNotReplaced) {
+  {
+    detail::Creation first(detail::StorePaths(options_.directory, 0));
+    first.claim({});
+    EXPECT_THAT(refusal_to_create(), HasSubstr("is in use by"));
+    EXPECT_THAT(refusal_to_open(), HasSubstr("is in use by"));
+    EXPECT_TRUE(fs::exists(file("data"))) << "the loser has removed the winner's file";
+    options_.identity.rank = 1;
+    options_.identity.world_size = 2;
+    EXPECT_NO_THROW(create()) << "another rank's files are not touched";
+    options_.identity = {.layout = options_.identity.layout, .rank = 0, .world_size = 1};
+  }
+  EXPECT_FALSE(fs::exists(file("data"))) << "it came to nothing";
+  make_committed(0);
+}
+
+// Its lock is that of one file: were the file replaced, somebody could hold the lock of the old one.
+TEST_F(StoreLockTest, AReplacedStoreKeepsItsDataFile) {
+  { const auto store = create(); }
+  struct stat before {
+  }, after{};
+  ASSERT_EQ(::stat(file("data").c_str(), &before), 0);
+  { const auto store = create(); }
+  ASSERT_EQ(::stat(file("data").c_str(), &after), 0);
+  EXPECT_EQ(before.st_ino, after.st_ino);
+}
+
+// A directory that vanishes between making and using it, as a loser's does, is made again.
+TEST_F(StoreLockTest, ManyStartAtOnceAndOneGetsIt) {
+  options_.lock_timeout = std::chrono::milliseconds(1);
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> ready{0}, made{0}, refused{0}, failed{0};
+    {
+      std::vector<std::jthread> threads;
+      for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([&] {
+          const auto engine = clean_engine();
+          ++ready;
+          while (ready < 4) std::this_thread::yield();
+          try {
+            const auto store = Store::create(options_, *engine);
+            ++made;
+            while (made + refused + failed < 4) std::this_thread::yield();  // none comes after another
+          } catch (const StoreError&) {
+            ++refused;
+          } catch (const IoError&) {
+            ++failed;
+          }
+        });
+      }
+    }
+    EXPECT_EQ(made, 1);
+    EXPECT_EQ(refused, 3);
+    EXPECT_EQ(failed, 0);
+    fs::remove_all(options_.directory);
+  }
+}
+
+// The one that gets it commits, and ends while the others still wait for it: they find a store that is not theirs.
+TEST_F(StoreLockTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
+  options_.lock_timeout = std::chrono::seconds(10);
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> ready{0}, made{0};
+    {
+      std::vector<std::jthread> threads;
+      for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([&] {
+          const auto engine = clean_engine();
+          ++ready;
+          while (ready < 4) std::this_thread::yield();
+          try {
+            const auto store = Store::create(options_, *engine);
+            run_step(*store, options_, 0, all_records(options_));
+            ++made;
+          } catch (const StoreError& error) {
+            EXPECT_THAT(error.what(), HasSubstr("holds step 0"));
+          }
+        });
+      }
+    }
+    EXPECT_EQ(made, 1);
+    EXPECT_NO_THROW(Store::open(options_, *engine_));
+    fs::remove_all(options_.directory);
+  }
+}
+
+TEST_F(StoreLockTest, IsRemovedOnlyWhenNobodyHasIt) {
+  const std::array directories{options_.directory};
+  make_committed(2);
+  const auto before = contents();
+  {
+    const auto store = Store::open(options_, *engine_);
+    EXPECT_FALSE(Store::remove(directories, {}));
+  }
+  EXPECT_EQ(contents(), before);
+  // Names that no rank gives its files are somebody's copies and notes.
+  const std::array mine{"notes", "rank-00000-backup.data", "rank-0.manifest", "rank-00000.old.label", "rank-.data"};
+  for (const char* name : mine) std::ofstream(options_.directory + "/" + name) << "mine";
+  std::ofstream(options_.directory + "/rank-00000.label-new") << "what a crash leaves of a drive's label";
+  EXPECT_TRUE(Store::remove(directories, {}));
+  EXPECT_EQ(contents().size(), mine.size());
+  EXPECT_TRUE(Store::remove(directories, {})) << "nothing is nobody's";
+}
+
+}  // namespace
+}  // namespace hoist::tiers::test

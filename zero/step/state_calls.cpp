@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include <hoist/comm/agreement.hpp>
+#include <hoist/core/error.hpp>
+#include <hoist/core/rng.hpp>
+#include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/step/state_calls.hpp>
+
+namespace hoist::detail {
+
+void StateCalls::require_elements(ParameterId parameter, std::uint64_t first, std::uint64_t count) const {
+  parts_.table.require(parameter);
+  const std::uint64_t elements = parts_.table.parameter(parameter).count;
+  if (first > elements || count > elements - first) {
+    throw UsageError(fmt::format("elements [{}, {}) of parameter '{}', which has {}", first, first + count,
+                                 parts_.table.spec(parameter).name, elements));
+  }
+}
+
+void StateCalls::require_kept(ParameterId parameter, State state) const {
+  if (parts_.table.keeps(parameter, state)) return;
+  const ParameterSpec& spec = parts_.table.spec(parameter);
+  if (!spec.trainable) throw UsageError(fmt::format("parameter '{}' is frozen: it has weights only", spec.name));
+  throw UsageError(fmt::format("the optimizer of parameter '{}' keeps no {} moment", spec.name,
+                               state == State::moment1 ? "first" : "second"));
+}
+
+void StateCalls::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
+  require_elements(parameter, first, out.size());
+  if (parts_.pass.under_way()) throw UsageError("state is read between passes, not inside of one");
+  require_kept(parameter, state);
+  if (state == State::gradient && !parts_.pass.gradients_due())
+    throw UsageError("gradients are there after the last pass of a step, and until step()");
+  const Parameter& p = parts_.table.parameter(parameter);
+  if (state == State::gradient && !parts_.gradients.finished(p.unit)) {
+    throw UsageError(
+        fmt::format("the gradient of parameter '{}' was not finished in the pass", parts_.table.spec(parameter).name));
+  }
+  stepper_.policy().require_undecided("read()");
+  stepper_.settle_together();
+  Runtime& runtime = parts_.runtime;
+  const Ledger::Apart apart(runtime.ledger());
+  parts_.gradients.wait();
+
+  const auto mean = static_cast<float>(parts_.settings.gradient_mean(parts_.pass.micro_batches()));
+  const std::uint64_t shard = parts_.table.segment_of(parameter).shard_elements;
+  for (int rank = 0; rank < runtime.world_size(); ++rank) {
+    const OwnedRange owned = owned_range(p.first_element + first, out.size(), shard, rank);
+    if (owned.shard.count == 0) continue;
+    const std::span<float> part = out.subspan(owned.offset, owned.shard.count);
+    if (rank == runtime.rank() && state == State::gradient)
+      values_.read_gradient(parameter, parts_.gradients.shards(p.unit), mean, owned.shard.first, part);
+    else if (rank == runtime.rank())
+      values_.read(parameter, state, owned.shard.first, part);
+    if (runtime.world_size() > 1) runtime.communicator().broadcast_host(std::as_writable_bytes(part), rank);
+  }
+  stepper_.count_io();
+}
+
+void StateCalls::write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values) {
+  require_elements(parameter, first, values.size());
+  if (parts_.pass.under_way()) throw UsageError("state is written between passes, not inside of one");
+  if (state == State::gradient) throw UsageError("gradients cannot be written; use accumulate() in a pass");
+  require_kept(parameter, state);
+  require_committable(parts_.table.spec(parameter), state, values);
+  stepper_.policy().require_undecided("write()");
+  const std::uint64_t step = parts_.settings.step_count;
+  // A commit is the whole job's: a group that made one alone would be one ahead from here on.
+  if (parts_.checkpoints.on_nvme() && parts_.ranks.has_several_groups())
+    comm::agree(parts_.ranks.job(), step, fmt::format("write() after step {}", step));
+  stepper_.settle_together();
+  const Ledger::Apart apart(parts_.runtime.ledger());
+  parts_.gatherer.quiesce();
+  parts_.checkpoints.state_changed();
+  parts_.ranks.together("begin the change", [&] { parts_.checkpoints.reopen_step(step); });
+  const OwnedRange owned = owned_range(parts_.table.parameter(parameter).first_element + first, values.size(),
+                                       parts_.table.segment_of(parameter).shard_elements, parts_.runtime.rank());
+  values_.write(parameter, state, owned.shard, values.subspan(owned.offset, owned.shard.count));
+  parts_.checkpoints.commit_open(parts_.checkpoints.state(), step);
+  parts_.gatherer.invalidate();
+  stepper_.count_io();
+}
+
+void StateCalls::change_state(const char* call, const InitialState& state, std::span<const std::byte> program_state,
+                              const std::function<void()>& change) {
+  if (parts_.pass.under_way()) throw UsageError(fmt::format("{} belongs between passes, not inside of one", call));
+  stepper_.policy().require_undecided(call);
+  parts_.ranks.agree_on_beginning(call, state);
+  stepper_.settle_together();
+  const std::uint64_t step = state.step;
+  Checkpointer& checkpoints = parts_.checkpoints;
+  std::uint64_t newest = checkpoints.committed_step().value_or(0);
+  if (checkpoints.on_nvme()) newest = std::max(newest, parts_.settings.step_count);
+  if (step < newest) {
+    throw UsageError(
+        fmt::format("state of step {} cannot follow step {} in one store, whose newest commit would be the older one; "
+                    "restore() goes back to a named checkpoint, or use another directory",
+                    step, newest));
+  }
+  const Ledger::Apart apart(parts_.runtime.ledger());
+  parts_.pass.drop();
+  parts_.gatherer.quiesce();
+  checkpoints.state_changed();
+  parts_.ranks.together("change its state", [&] {
+    checkpoints.reopen_step(step);
+    try {
+      change();
+    } catch (const UsageError& error) {  // a part of the state has been replaced
+      throw Error(error.what());
+    }
+  });
+  parts_.settings.step_count = step;
+  checkpoints.commit_open(CommitState::of(parts_.settings.scaler, program_state), step);
+  parts_.gatherer.invalidate();
+  stepper_.count_io();
+}
+
+void StateCalls::replace_state(const InitialState& state, std::span<const std::byte> program_state) {
+  if (!state.masters) throw UsageError("replace_state() needs an Initializer, which makes the values of masters");
+  parts_.ranks.all_together("keep its program's state", [&] { require_room(parts_.options, program_state); });
+  change_state("replace_state()", state, program_state, [&] {
+    if (state.loss_scale) parts_.settings.scaler.restore(*state.loss_scale);
+    values_.fill(state.masters, {}, state.moments);
+  });
+}
+
+void StateCalls::change_masters(const Initializer& change) {
+  if (!change) throw UsageError("change_masters() needs values");
+  change_state("change_masters()", {.step = parts_.settings.step_count}, parts_.checkpoints.state().program,
+               [&] { values_.change_masters(change); });
+}
+
+Completion StateCalls::save(const std::string& name, std::span<const std::byte> program_state,
+                            const SaveOptions& options) {
+  if (parts_.pass.under_way() || parts_.pass.micro_batches_done() > 0)
+    throw UsageError("save() belongs between step() and the next pass");
+  Checkpointer& checkpoints = parts_.checkpoints;
+  const std::uint64_t step = parts_.settings.step_count;
+  checkpoints.check_save(name, program_state, options);
+  if (comm::Communicator& job = parts_.ranks.job(); job.size() > 1) {
+    comm::agree(job, random_bits(text_hash(options.mirror ? name + " and in the mirror" : name), step),
+                fmt::format("save '{}' of step {}", name, step));
+  }
+  switch (checkpoints.save_needs(name, options)) {
+    case Checkpointer::SaveNeeds::nothing:
+      break;
+    case Checkpointer::SaveNeeds::drained_streams:
+      stepper_.drain();
+      break;
+    case Checkpointer::SaveNeeds::settled_engine:
+      stepper_.settle_together();
+      break;
+  }
+  return checkpoints.save(name, CommitState::of(parts_.settings.scaler, program_state), step, options);
+}
+
+}  // namespace hoist::detail

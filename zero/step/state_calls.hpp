@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// zero/step/state_calls.hpp - the calls of Engine that read, change or save the training state between two steps.
+//
+// Each first carries out what is pending, on all ranks. With state on NVMe a change is a commit of its own.
+//
+// Threading  The program's thread.
+// Errors     UsageError for a call in the wrong place or a value that may not be committed, the state unchanged; after
+//            any other error the engine has failed.
+// Main path  StepRunner::settle_together -> StateAccess -> Checkpointer::commit_open.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <string>
+
+#include <hoist/zero/checkpoint/state_access.hpp>
+#include <hoist/zero/step/step_runner.hpp>
+
+namespace hoist::detail {
+
+class StateCalls {
+ public:
+  StateCalls(const StepParts& parts, StepRunner& stepper, StateAccess& values)
+      : parts_(parts), stepper_(stepper), values_(values) {}
+
+  // As the functions of Engine with these names.
+  void read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out);
+  void write(ParameterId parameter, State state, std::uint64_t first, std::span<const float> values);
+  void replace_state(const InitialState& state, std::span<const std::byte> program_state);
+  void change_masters(const Initializer& change);
+  Completion save(const std::string& name, std::span<const std::byte> program_state, const SaveOptions& options);
+
+ private:
+  // [J] Runs `change` on the state within a commit of `state.step`, which holds `program_state`.
+  void change_state(const char* call, const InitialState& state, std::span<const std::byte> program_state,
+                    const std::function<void()>& change);
+  void require_elements(ParameterId parameter, std::uint64_t first, std::uint64_t count) const;
+  void require_kept(ParameterId parameter, State state) const;
+
+  StepParts parts_;
+  StepRunner& stepper_;
+  StateAccess& values_;
+};
+
+}  // namespace hoist::detail
