@@ -12,7 +12,7 @@ from torch import nn
 import hoist
 import hoist.torch
 from models import batches, freeze_base, has_values, loss_of
-from training import make
+from training import digests, make, train
 
 STEPS = 50
 # The two round the same formula in different order (PyTorch interpolates the first moment), so parameters drift by a
@@ -276,6 +276,24 @@ def test_the_norm_is_clipped_as_by_pytorch(settings):
             assert report.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
             assert report.clip_factor < 1
         assert_equal_within_ulps(engine, reference, ulp_max=32)  # PyTorch's norm is rounded to fp32
+
+
+def test_weights_that_a_share_keeps_in_pinned_memory_are_not_read_and_change_no_bit(settings, tmp_path):
+    shares = [(0, None), (0.5, None), ("auto", None), (0, 20_000), (0, 10**9)]
+    ends, read = [], []
+    for index, (fraction, elements) in enumerate(shares):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / f"share-{index}")}
+        config = settings(zero_optimization={
+            "stage": 3, "offload_optimizer": nvme,
+            "offload_param": nvme | ({} if elements is None else {"max_in_cpu": elements})})
+        if fraction:
+            config["hoist"]["parameters_pinned_fraction"] = fraction
+        with hoist.torch.wrap(make(), config) as engine:
+            ends.append((train(engine, 4), digests(engine)))
+            read.append(engine.statistics()["links"]["nvme_read"])
+    assert all(end == ends[0] for end in ends)
+    nothing, half, automatic, some, everything = read
+    assert nothing > half > automatic == everything and nothing > some > everything
 
 
 @pytest.mark.parametrize("where", ["nvme", "cpu", "none"])
