@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // examples/gpt/main.cpp - hoist-gpt: trains a byte-level GPT on one text with three-tier offload.
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 
 #include <hoist/core/standard_descriptors.hpp>
 
@@ -12,5 +14,10 @@ int main(int argc, char** argv) {
   hoist::occupy_standard_descriptors();
   const auto parsed = hoist::gpt::parse_arguments(argc, argv);
   if (const int* code = std::get_if<int>(&parsed)) return *code;
-  return hoist::gpt::run(std::get<hoist::gpt::Arguments>(parsed));
+  const int code = hoist::gpt::run(std::get<hoist::gpt::Arguments>(parsed));
+  if (code == 0) return 0;
+  // Where a limit refuses memory, OpenBLAS's own threads ask for theirs without end, and its destructor would wait for
+  // them.
+  std::fflush(nullptr);
+  std::_Exit(code);
 }

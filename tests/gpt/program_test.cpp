@@ -538,7 +538,7 @@ Outcome run_limited(const std::string& limits, const std::vector<std::string>& w
 // OpenBLAS repeats a refused request for memory for ever.
 TEST_F(Program, UnderALimitOfAddressSpaceItWorksOrRefusesAtTheStart) {
   bool refused = false, trained = false;
-  for (const int mebibytes : {500, 600, 700, 800, 1000, 1500, 3000}) {
+  for (const int mebibytes : {350, 400, 450, 500, 600, 800, 1000, 1500, 3000}) {
     remove_store();
     const Outcome outcome =
         run_limited("-v " + std::to_string(mebibytes * 1024), usual(1, {"--threads", "2"}), directory_);
