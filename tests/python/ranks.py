@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of tests: the ranks of a job, or programs that are killed.
 
-Importing PyTorch takes seconds of a processor, and some tests start dozens of processes. They are forked from a process that has
-imported it and done nothing else, multiprocessing's fork server. Programs whose beginning or end as a process is what is tested
-start an interpreter of their own.
+Importing PyTorch takes seconds of a processor, and some tests start dozens of processes. They are forked from multiprocessing's
+fork server, which has imported PyTorch and done nothing else. Tests of how a process begins or ends start an interpreter instead.
 """
 
 import atexit
@@ -39,7 +38,7 @@ class Program:
     def __init__(self, text, arguments=(), environment=None):
         self._said = tempfile.TemporaryDirectory(prefix="hoist-test-said-")
         words = [str(word) for word in arguments]
-        self._process = _forks.Process(target=_run, args=(text, words, environment or {}, self._said.name))
+        self._process = _forks.Process(target=_run, args=(text, words, environment or {}, self._said.name), daemon=True)
         self._process.start()
 
     @property

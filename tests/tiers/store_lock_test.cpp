@@ -106,30 +106,37 @@ TEST_F(StoreLockTest, AReplacedStoreKeepsItsDataFile) {
   EXPECT_EQ(before.st_ino, after.st_ino);
 }
 
+// Runs `call` on four threads at the same moment, each with a drive queue of its own.
+template <typename Call>
+void on_four_threads(const Call& call) {
+  std::atomic<int> ready{0};
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      const auto engine = clean_engine();
+      ++ready;
+      while (ready < 4) std::this_thread::yield();
+      call(*engine);
+    });
+  }
+}
+
 // A directory that vanishes between making and using it, as a loser's does, is made again.
 TEST_F(StoreLockTest, ManyStartAtOnceAndOneGetsIt) {
   options_.lock_timeout = std::chrono::milliseconds(1);
   for (int round = 0; round < 50; ++round) {
-    std::atomic<int> ready{0}, made{0}, refused{0}, failed{0};
-    {
-      std::vector<std::jthread> threads;
-      for (int i = 0; i < 4; ++i) {
-        threads.emplace_back([&] {
-          const auto engine = clean_engine();
-          ++ready;
-          while (ready < 4) std::this_thread::yield();
-          try {
-            const auto store = Store::create(options_, *engine);
-            ++made;
-            while (made + refused + failed < 4) std::this_thread::yield();  // none comes after another
-          } catch (const StoreError&) {
-            ++refused;
-          } catch (const IoError&) {
-            ++failed;
-          }
-        });
+    std::atomic<int> made{0}, refused{0}, failed{0};
+    on_four_threads([&](auto& engine) {
+      try {
+        const auto store = Store::create(options_, engine);
+        ++made;
+        while (made + refused + failed < 4) std::this_thread::yield();  // none comes after another
+      } catch (const StoreError&) {
+        ++refused;
+      } catch (const IoError&) {
+        ++failed;
       }
-    }
+    });
     EXPECT_EQ(made, 1);
     EXPECT_EQ(refused, 3);
     EXPECT_EQ(failed, 0);
@@ -141,24 +148,16 @@ TEST_F(StoreLockTest, ManyStartAtOnceAndOneGetsIt) {
 TEST_F(StoreLockTest, ManyStartAtOnceAndTheFirstOnesCommitStays) {
   options_.lock_timeout = std::chrono::seconds(10);
   for (int round = 0; round < 50; ++round) {
-    std::atomic<int> ready{0}, made{0};
-    {
-      std::vector<std::jthread> threads;
-      for (int i = 0; i < 4; ++i) {
-        threads.emplace_back([&] {
-          const auto engine = clean_engine();
-          ++ready;
-          while (ready < 4) std::this_thread::yield();
-          try {
-            const auto store = Store::create(options_, *engine);
-            run_step(*store, options_, 0, all_records(options_));
-            ++made;
-          } catch (const StoreError& error) {
-            EXPECT_THAT(error.what(), HasSubstr("holds step 0"));
-          }
-        });
+    std::atomic<int> made{0};
+    on_four_threads([&](auto& engine) {
+      try {
+        const auto store = Store::create(options_, engine);
+        run_step(*store, options_, 0, all_records(options_));
+        ++made;
+      } catch (const StoreError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("holds step 0"));
       }
-    }
+    });
     EXPECT_EQ(made, 1);
     EXPECT_NO_THROW(Store::open(options_, *engine_));
     fs::remove_all(options_.directory);

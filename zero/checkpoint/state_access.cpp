@@ -39,7 +39,8 @@ MomentInitializer as_states(const Initializer& masters) {
 
 }  // namespace
 
-// Replaces `values` of the tile's elements by what `make` says, and stores them; what is between parameters stays.
+// Stores new values of the tile's elements, which `make` writes to `values`. Padding between parameters keeps its
+// values.
 void StateAccess::make_values(const TileAccess& tile, State state, std::span<float> values,
                               const MomentInitializer& make) const {
   const Unit& unit = table_.unit(tile.unit);

@@ -14,7 +14,8 @@ namespace hoist::detail {
 
 // --- the end ---------------------------------------------------------------------------------------------------------
 
-// Ends what is under way, and ignores errors: every call that could report them has ended. The parts end afterwards.
+// Ends what is under way. Errors are ignored, because no call is left that could report them. EngineParts' destructor
+// then ends the parts.
 EngineCore::~EngineCore() {
   self.reset();
   if (!state_calls) return;  // not all parts were made: nothing is under way

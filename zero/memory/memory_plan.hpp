@@ -23,7 +23,7 @@ struct MachineFacts {
   DeviceAccess device_access;
   std::uint64_t free_device_bytes;  // in one piece; 0: plan the least
   std::uint64_t free_pinned_bytes;  // beside the store's tables; 0: plan the least
-  // What is free for both together, where they are the same memory.
+  // Free bytes for device and pinned memory together, on a device that is made of host memory.
   std::uint64_t free_host_bytes = std::numeric_limits<std::uint64_t>::max();
 };
 

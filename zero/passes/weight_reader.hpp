@@ -32,8 +32,8 @@ class WeightReader {
   void expect(std::vector<UnitId> order);
   // Nothing staged is valid any more: the store has newer weights. Waits until buffers under copy are handed back.
   void invalidate();
-  // The unit's weights are about to change: what is staged of it will not do. From here on, reads wait for the new
-  // ones. Not while the unit is being taken.
+  // The unit's weights are about to change: staged weights of it are dropped, and later reads wait for the new ones.
+  // Must not be called while the unit is being taken.
   void outdate(UnitId unit);
 
   // The unit's weights on NVMe, in host layout, verified. Blocks for the read. Pre: there are any.

@@ -80,7 +80,7 @@ void StepRunner::drain() {
   parts_.streams.synchronize();
 }
 
-// With nothing placed on NVMe, drives see explicit saves only, whichever step it is that hears of them.
+// With no state on NVMe, drives serve only explicit saves. These bytes count apart from every step's.
 void StepRunner::count_io() {
   if (parts_.drives == nullptr) return;
   const Mirror* const mirror = parts_.checkpoints.mirror();

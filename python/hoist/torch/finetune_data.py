@@ -118,6 +118,7 @@ class _Encoder:
         after += [] if after[-1:] == [self.tokenizer.eos_token_id] else [self.tokenizer.eos_token_id]
         if source:
             return self.supervised([(before, after)])
+        # axolotl reads no more than 64 rows' tokens of a text.
         cuts = [after[begin:begin + self.limit] for begin in range(0, min(len(after), 64 * self.limit), self.limit)]
         return [row for cut in cuts for row in self.supervised([([], cut)])]
 

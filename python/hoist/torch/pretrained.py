@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers whose weights stay in their files until they are wrapped.
 
-transformers itself builds the model on the meta device, compares names and shapes with the files, and reports what is
-missing or unexpected. Each parameter then carries a function that reads its values: wrap() calls these one unit after the
+transformers itself builds the model on the meta device. It compares names and shapes with the files, and reports missing and
+unexpected ones. Each parameter then carries a function that reads its values: wrap() calls these one unit after the
 other, so that memory holds one unit. Weights that have another name or shape in files than in the model (the experts of a
 mixture) are converted by transformers' own rules.
 

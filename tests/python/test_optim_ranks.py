@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hoist.optim with offloaded states that ranks divide among them, beside DistributedDataParallel: the bits of one process."""
+
+
+import pytest
+import torch
+from test_optim_offload import gpt, place, small_units  # noqa: F401
+
+import hoist
+import hoist.optim
+import hoist.store
+from models import batches, loss_of
+from ranks import results, start
+
+RANKS = """
+join()
+import hoist.optim, hoist.optim_offload
+from test_optim_ranks import *
+from test_optim_offload import gpt
+hoist.optim_offload._UNIT_ELEMENTS, hoist.optim_offload._PIECE_ELEMENTS = 5000, 3000
+arguments, group = dict(config["arguments"]), None
+if config["divided"]:
+    arguments["shard_over"] = dist.group.WORLD
+model = gpt().to(getattr(torch, config["dtype"]))
+optimizer = hoist.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **arguments)
+ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+"""
+
+TRAIN = RANKS + """
+train_with_ddp(ddp, optimizer, rank, size, config["first"], config["last"])
+print(json.dumps(ends(model, optimizer)))
+optimizer.close()
+dist.destroy_process_group()
+"""
+
+
+def train_with_ddp(model, optimizer, rank, size, first, last, mean_of=1):
+    """This rank's batch of each step; alone, the mean over several."""
+    for index, (inputs, targets) in enumerate(batches(last * 2)):
+        if index < first * 2 or index % 2 % size != rank:
+            continue
+        (loss_of(model(inputs), targets) / mean_of).backward()
+        if (index + 1) % mean_of == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ends(model, optimizer):
+    """Digests of weights and masters that JSON can hold."""
+    values = [p.detach().float().flatten() for p in model.parameters()]
+    values += [optimizer.master(p).flatten() for p in model.parameters()]
+    return [value.double().sum().item() for value in values] + [value.view(torch.int32).sum().item() for value in values]
+
+
+def on_two_ranks(tmp_path, name, divided, offload="cpu", dtype="float32", first=0, last=8, program=TRAIN, **arguments):
+    config = {"divided": divided, "dtype": dtype, "first": first, "last": last,
+              "arguments": place(offload, tmp_path, name) | arguments}
+    return results(start(program, tmp_path / f"meet-{name}-{first}", config))
+
+
+def alone(last=8):
+    model = gpt()
+    optimizer = hoist.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    train_with_ddp(model, optimizer, 0, 1, 0, last, mean_of=2)
+    return ends(model, optimizer)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("divided", [True, False])
+def test_two_ranks_with_ddp_are_one_process_with_both_batches(tmp_path, offload, divided):
+    """fp32, bit for bit: DDP halves each gradient and adds them, which one process does with halved losses."""
+    assert on_two_ranks(tmp_path, "store", divided, offload) == [alone(), alone()]
+
+
+def test_dividing_bf16_states_changes_no_bit(tmp_path):
+    whole = on_two_ranks(tmp_path, "whole", False, dtype="bfloat16")
+    divided = on_two_ranks(tmp_path, "divided", True, "nvme", dtype="bfloat16")
+    assert whole[0] == whole[1] == divided[0] == divided[1]
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_two_killed_ranks_continue(tmp_path, divided):
+    killed = start(RANKS + """
+train_with_ddp(ddp, optimizer, rank, size, 0, 5)
+optimizer.settle()
+dist.barrier()
+os.kill(os.getpid(), signal.SIGKILL)
+""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("nvme", tmp_path)})
+    assert [process.wait(timeout=240) for process in killed] == [-9, -9]
+    assert on_two_ranks(tmp_path, "store", divided, "nvme", first=5, resume=True) == [alone(), alone()]
+
+
+def test_one_process_continues_what_two_divided(tmp_path):
+    on_two_ranks(tmp_path, "store", True, "nvme", last=5)
+    model = gpt()
+    with hoist.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **place("nvme", tmp_path), resume=True) as optimizer:
+        assert optimizer.step_count == 5
+        train_with_ddp(model, optimizer, 0, 1, 5, 8, mean_of=2)
+        assert ends(model, optimizer) == alone()
+
+
+def test_divided_states_are_consolidated_on_one_rank(tmp_path):
+    ranks = on_two_ranks(tmp_path, "store", True, last=5, program=RANKS + """
+optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does it before the first step
+train_with_ddp(ddp, optimizer, rank, size, 0, 5)
+sent = optimizer._offloaded.statistics()["links"]["wire"] / 5
+half = sum(p.nbytes for p in model.parameters()) / 2
+assert half <= sent < 1.5 * half, (sent, half)  # this rank's new weights, and no gradients
+with pytest.raises(hoist.UsageError, match="consolidate_state_dict"):
+    optimizer.state_dict()
+optimizer.consolidate_state_dict(to=1)
+if rank == 1:
+    torch.save([optimizer.state_dict(), model.state_dict()], directory + "/saved")
+else:
+    with pytest.raises(hoist.UsageError, match="consolidate_state_dict"):
+        optimizer.state_dict()
+dist.barrier()
+saved, weights = torch.load(directory + "/saved")
+train_with_ddp(ddp, optimizer, rank, size, 5, 7)
+model.load_state_dict(weights)
+optimizer.load_state_dict(saved)
+assert optimizer.step_count == 5
+train_with_ddp(ddp, optimizer, rank, size, 5, 8)
+print(json.dumps(ends(model, optimizer)))
+optimizer.close()
+""")
+    assert ranks == [alone(), alone()]
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_rank_that_fails_is_an_error_on_the_other(tmp_path, divided):
+    failing = start(RANKS + """
+try:
+    with optimizer:
+        train_with_ddp(ddp, optimizer, rank, size, 0, 2)
+        if rank == 1:
+            raise ValueError("out of data")
+        optimizer.consolidate_state_dict() if config["divided"] else optimizer.save("").wait()
+except (hoist.CommError, ValueError) as error:
+    print(json.dumps(str(error)), flush=True)
+os._exit(0)
+""", tmp_path / "meet", {"divided": divided, "dtype": "float32", "arguments": place("cpu" if divided else "nvme", tmp_path)})
+    first, second = results(failing)
+    assert second == "out of data" and "out of data" in first and "rank 1" in first
+
+
+def test_a_part_of_the_ranks_can_divide(tmp_path):
+    """Two pairs that train alike, each with its own store, stopped and continued."""
+    program = TRAIN.replace('arguments["shard_over"] = dist.group.WORLD', """
+    group = arguments["shard_over"] = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]""").replace(
+        "rank, size, config", "rank % 2, 2, config")
+
+    def on_four_ranks(name, first, last, **arguments):
+        config = {"divided": True, "dtype": "float32", "first": first, "last": last,
+                  "arguments": place("nvme", tmp_path) | arguments}
+        return results(start(program, tmp_path / name, config, size=4))
+
+    on_four_ranks("first", 0, 4)
+    assert (tmp_path / "store" / "rank-0").is_dir() and (tmp_path / "store" / "rank-2").is_dir()
+    assert on_four_ranks("second", 4, 8, resume=True) == [alone()] * 4
