@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Completes every block at once without touching data or disk, so that only the queue's own overhead remains.
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 #include <vector>
 
 #include <hoist/aio/detail/backends.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::aio::detail {
 
@@ -31,26 +30,26 @@ class NullBackend final : public Backend {
   }
 
   void wake_up() override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     woken_ = true;
     changed_.notify_one();
   }
 
  private:
   void wait(Nanoseconds timeout) {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     if (timeout == kForever) {
-      changed_.wait(lock, [&] { return woken_; });
+      changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return woken_; });
     } else {
-      changed_.wait_for(lock, timeout, [&] { return woken_; });
+      changed_.wait_for(lock, timeout, [&]() HOIST_REQUIRES(mutex_) { return woken_; });
     }
     woken_ = false;
   }
 
   std::vector<Block*> finished_;  // I/O thread only
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool woken_ = false;
+  Mutex mutex_;
+  ConditionVariable changed_;
+  bool woken_ HOIST_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace

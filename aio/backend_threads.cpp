@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A pool of threads that call pread and pwrite: the same results where io_uring is not available.
 #include <cerrno>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -11,6 +9,7 @@
 #include <unistd.h>
 
 #include <hoist/aio/detail/backends.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 
 namespace hoist::aio::detail {
@@ -86,7 +85,7 @@ class ThreadsBackend final : public Backend {
   void submit(Block& block) override {
     const Queued queued{&block, ::fcntl(block.file->descriptor(), F_DUPFD_CLOEXEC, 0)};
     if (queued.descriptor < 0) block.result = -errno;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (queued.descriptor < 0) {
       finished_.push(queued);
       return something_finished_.notify_one();
@@ -96,8 +95,8 @@ class ThreadsBackend final : public Backend {
   }
 
   std::size_t reap(std::span<Block*> done, Nanoseconds timeout) override {
-    std::unique_lock lock(mutex_);
-    const auto ready = [&] { return !finished_.empty() || woken_; };
+    MutexLock lock(mutex_);
+    const auto ready = [&]() HOIST_REQUIRES(mutex_) { return !finished_.empty() || woken_; };
     if (timeout == kForever) {
       something_finished_.wait(lock, ready);
     } else {
@@ -110,7 +109,7 @@ class ThreadsBackend final : public Backend {
   }
 
   void wake_up() override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     woken_ = true;
     something_finished_.notify_one();
   }
@@ -118,9 +117,9 @@ class ThreadsBackend final : public Backend {
  private:
   void work(int numa_node) {
     enter_io_thread(kThreadName, numa_node);
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     for (;;) {
-      work_arrived_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+      work_arrived_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return stopping_ || !waiting_.empty(); });
       if (waiting_.empty()) return;
       const Queued queued = waiting_.pop();
       lock.unlock();
@@ -134,7 +133,7 @@ class ThreadsBackend final : public Backend {
 
   void stop() noexcept {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       stopping_ = true;
       work_arrived_.notify_all();
     }
@@ -142,13 +141,13 @@ class ThreadsBackend final : public Backend {
   }
 
   const std::string description_;
-  std::mutex mutex_;
-  std::condition_variable work_arrived_;
-  std::condition_variable something_finished_;
-  BlockRing waiting_;
-  BlockRing finished_;
-  bool woken_ = false;
-  bool stopping_ = false;
+  Mutex mutex_;
+  ConditionVariable work_arrived_;
+  ConditionVariable something_finished_;
+  BlockRing waiting_ HOIST_GUARDED_BY(mutex_);
+  BlockRing finished_ HOIST_GUARDED_BY(mutex_);
+  bool woken_ HOIST_GUARDED_BY(mutex_) = false;
+  bool stopping_ HOIST_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;
 };
 

@@ -11,6 +11,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/core/units.hpp>
 
@@ -67,7 +68,7 @@ Completion DriveQueue::Impl::enqueue(const Request& request, Priority priority) 
   Completion completion = promise.completion();
   bool wake = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (abandoned_) {
       promise.fail(
           transfer_error(request.operation, *request.file, request.offset_bytes, request.length_bytes, ETIMEDOUT));
@@ -94,13 +95,13 @@ DriveQueue::Stats DriveQueue::Impl::stats() const {
 }
 
 bool DriveQueue::Impl::gave_up() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return abandoned_;
 }
 
 bool DriveQueue::Impl::stop() noexcept {
   HOIST_ASSERT(std::this_thread::get_id() != thread_.get_id(), "a queue was destroyed by one of its continuations");
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   const bool given_up_before_stop = abandoned_;  // and said so
   stopping_ = true;
   backend_->wake_up();  // under the lock: the I/O thread cannot see `stopping_` and destroy the backend meanwhile
@@ -153,17 +154,17 @@ void DriveQueue::Impl::run() noexcept {
   }
   std::unique_ptr<Backend> finished;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!abandoned_) finished = std::move(backend_);
   }
   finished.reset();  // here, because a ring lets only the thread that used it undo its registrations
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ended_ = true;
   ended_changed_.notify_all();
 }
 
 bool DriveQueue::Impl::take_arrivals() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (std::size_t i = 0; i < kPriorityCount; ++i) queues_[i].append(arrivals_[i]);
   unused_.append(retired_);
   waiting_ = false;
@@ -237,7 +238,7 @@ void DriveQueue::Impl::end_cutting(Transfer& transfer) {
 // wake-up; the next finished block wakes it.
 bool DriveQueue::Impl::may_wait() {
   if (free_flights_.empty()) return true;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const auto& queue : arrivals_) {
     if (!queue.empty()) return false;
   }
@@ -350,7 +351,7 @@ void DriveQueue::Impl::abandon() {
   detail::note_given_up();  // before a caller learns of the failure and releases its memory
   Queues queues;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     abandoned_ = true;
     for (std::size_t i = 0; i < kPriorityCount; ++i) queues_[i].append(arrivals_[i]);
   }

@@ -21,6 +21,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/standard_descriptors.hpp>
 
@@ -104,10 +105,10 @@ bool set_direct(int descriptor) {
 
 // Logged once for each file system: everything works, but a measurement would be misleading.
 void say_buffered_once(int descriptor, const std::string& path, dev_t device) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static std::set<dev_t> said;
   {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     if (!said.insert(device).second) return;
   }
   log_warning(
@@ -232,7 +233,7 @@ void File::close() noexcept {
   if (descriptor_ < 0) return;
   std::vector<std::weak_ptr<FileObserver>> list;
   {
-    const std::lock_guard lock(observers_->mutex);
+    const MutexLock lock(observers_->mutex);
     list.swap(observers_->list);
   }
   for (const auto& weak : list) {
@@ -260,7 +261,7 @@ void File::unlock() const noexcept {
 }
 
 void File::observe(std::weak_ptr<FileObserver> observer) const {
-  const std::lock_guard lock(observers_->mutex);
+  const MutexLock lock(observers_->mutex);
   std::erase_if(observers_->list, [](const auto& weak) { return weak.expired(); });
   observers_->list.push_back(std::move(observer));
 }

@@ -7,11 +7,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include <hoist/core/clock.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/units.hpp>
 
 namespace hoist::aio {
@@ -78,8 +78,8 @@ class File {
 
  private:
   struct Observers {
-    std::mutex mutex;
-    std::vector<std::weak_ptr<FileObserver>> list;
+    Mutex mutex;
+    std::vector<std::weak_ptr<FileObserver>> list HOIST_GUARDED_BY(mutex);
   };
 
   void open(const FileOptions& options);

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
-#include <mutex>
 #include <vector>
 
 #include <hoist/aio/detail/quarantine.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::aio::detail {
 
 void quarantine(const void* lost) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static auto* kept = new std::vector<const void*>;  // never destroyed: reachable to the end
-  const std::lock_guard lock(mutex);
+  const MutexLock lock(mutex);
   kept->push_back(lost);
 }
 

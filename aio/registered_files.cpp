@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include <hoist/aio/detail/registered_files.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::aio::detail {
 
@@ -10,19 +11,19 @@ int RegisteredFiles::prepare(io_uring& ring) {
   empty.fill(-1);
   const int code = -io_uring_register_files(&ring, empty.data(), kSlotCount);
   if (code > 0) return code;
+  const MutexLock lock(mutex_);
   leaving_.reserve(kSlotCount);
-  const std::lock_guard lock(mutex_);
   ring_ = &ring;
   return 0;
 }
 
 void RegisteredFiles::start() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   io_thread_ = std::this_thread::get_id();
 }
 
 int RegisteredFiles::slot_of(const File& file, const std::shared_ptr<RegisteredFiles>& self) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (ring_ == nullptr) return -1;
   if (const int slot = find(file.id()); slot >= 0) return slot;
   const int slot = find(0);
@@ -36,7 +37,7 @@ int RegisteredFiles::slot_of(const File& file, const std::shared_ptr<RegisteredF
 
 void RegisteredFiles::serve() {
   if (!asked_.load(std::memory_order_acquire)) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   asked_.store(false, std::memory_order_relaxed);
   for (const std::uint64_t file_id : leaving_) forget(file_id);
   leaving_.clear();
@@ -44,7 +45,7 @@ void RegisteredFiles::serve() {
 }
 
 void RegisteredFiles::detach() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   // A kernel thread destroys the ring later; its files are released now.
   if (ring_ != nullptr) static_cast<void>(io_uring_unregister_files(ring_));
   ring_ = nullptr;
@@ -53,13 +54,13 @@ void RegisteredFiles::detach() {
 }
 
 void RegisteredFiles::closing(std::uint64_t file_id) noexcept {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (ring_ == nullptr || find(file_id) < 0) return;
   if (std::this_thread::get_id() == io_thread_) return forget(file_id);
   leaving_.push_back(file_id);
   asked_.store(true, std::memory_order_release);
   wake_up_->signal();
-  forgotten_.wait_for(lock, kForgetTimeout, [&] { return find(file_id) < 0; });
+  forgotten_.wait_for(lock, kForgetTimeout, [&]() HOIST_REQUIRES(mutex_) { return find(file_id) < 0; });
 }
 
 int RegisteredFiles::find(std::uint64_t file_id) const {

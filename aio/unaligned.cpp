@@ -4,7 +4,6 @@
 #include <cstring>
 #include <deque>
 #include <exception>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -14,6 +13,7 @@
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/aio/unaligned.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::aio {
 
@@ -80,8 +80,8 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
   void start_direct(const std::shared_ptr<Transfer>& transfer, const UnalignedPiece& piece);
   void pump();
   std::vector<Bounce> take_ready();
-  bool claim(const Bounce& bounce);
-  void release(const Bounce& bounce);
+  bool claim(const Bounce& bounce) HOIST_REQUIRES(mutex_);
+  void release(const Bounce& bounce) HOIST_REQUIRES(mutex_);
   void start_bounce(const Bounce& bounce);
   void read_shared_sectors(const Bounce& bounce);
   void write_bounce(const Bounce& bounce);
@@ -91,11 +91,11 @@ class Unaligned::Impl : public std::enable_shared_from_this<Impl> {
   const std::uint64_t piece_bytes_;
   const TransferMemory memory_;
 
-  std::mutex mutex_;
-  std::vector<std::byte*> free_;
-  std::array<std::deque<std::shared_ptr<Transfer>>, 2> queues_;  // by priority
-  std::vector<Sector> claimed_;
-  bool pumping_ = false;
+  Mutex mutex_;
+  std::vector<std::byte*> free_ HOIST_GUARDED_BY(mutex_);
+  std::array<std::deque<std::shared_ptr<Transfer>>, 2> queues_ HOIST_GUARDED_BY(mutex_);  // by priority
+  std::vector<Sector> claimed_ HOIST_GUARDED_BY(mutex_);
+  bool pumping_ HOIST_GUARDED_BY(mutex_) = false;
 };
 
 Completion Unaligned::Impl::start(const Request& request) {
@@ -112,7 +112,7 @@ Completion Unaligned::Impl::start(const Request& request) {
   for (const UnalignedPiece& piece : direct) start_direct(transfer, piece);
   if (!transfer->pieces.empty()) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       queues_[static_cast<std::size_t>(request.priority)].push_back(transfer);
     }
     pump();
@@ -138,7 +138,7 @@ void Unaligned::Impl::pump() {
     const std::vector<Bounce> ready = take_ready();
     if (ready.empty()) return;
     for (const Bounce& bounce : ready) start_bounce(bounce);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     pumping_ = false;
   }
 }
@@ -146,7 +146,7 @@ void Unaligned::Impl::pump() {
 // Empty, too, while another call is starting pieces; that one looks again before it returns.
 std::vector<Bounce> Unaligned::Impl::take_ready() {
   std::vector<Bounce> ready;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (pumping_) return ready;
   for (auto& queue : queues_) {  // foreground first
     while (!queue.empty() && !free_.empty()) {
@@ -176,7 +176,7 @@ bool Unaligned::Impl::claim(const Bounce& bounce) {
 
 void Unaligned::Impl::release(const Bounce& bounce) {
   if (bounce.transfer->request.operation == Operation::read) return;
-  const auto let_go = [&](std::uint64_t offset_bytes) {
+  const auto let_go = [&](std::uint64_t offset_bytes) HOIST_REQUIRES(mutex_) {
     std::erase(claimed_, Sector{bounce.transfer->request.file, offset_bytes});
   };
   if (bounce.shares_first()) let_go(bounce.begin());
@@ -223,7 +223,7 @@ void Unaligned::Impl::write_bounce(const Bounce& bounce) {
 
 void Unaligned::Impl::finish_bounce(const Bounce& bounce, std::exception_ptr error) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     release(bounce);
     free_.push_back(bounce.buffer);
   }
@@ -233,7 +233,7 @@ void Unaligned::Impl::finish_bounce(const Bounce& bounce, std::exception_ptr err
 
 void Unaligned::Impl::finish(const std::shared_ptr<Transfer>& transfer, std::size_t pieces, std::exception_ptr error) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (error && !transfer->error) {
       transfer->error = std::move(error);
       auto& queue = queues_[static_cast<std::size_t>(transfer->request.priority)];

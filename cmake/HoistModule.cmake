@@ -9,6 +9,9 @@ endif()
 if(CMAKE_UNITY_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
   list(APPEND HOIST_WARNINGS -Wno-subobject-linkage)  # takes the .cpp files that a unity build includes for headers
 endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL Clang)
+  list(APPEND HOIST_WARNINGS -Wthread-safety -Werror=thread-safety)  # core/mutex.hpp
+endif()
 if(HOIST_WARNINGS_AS_ERRORS)
   list(APPEND HOIST_WARNINGS -Werror)
 endif()

@@ -10,6 +10,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/comm/detail/mpi_liveness_probe.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::comm::detail {
 
@@ -43,6 +44,7 @@ std::string LivenessProbe::name_of(int rank) const {
 }
 
 LivenessProbe::~LivenessProbe() {
+  const MutexLock lock(mutex_);
   clear_sent();
   if (sent_.empty()) {
     MPI_Comm_free(&communicator_);
@@ -77,8 +79,8 @@ void LivenessProbe::take(int peer, const Message& message, std::string_view wait
 }
 
 std::optional<std::string> LivenessProbe::serve(std::string_view waits_for) {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return std::nullopt;
+  if (!mutex_.try_lock()) return std::nullopt;
+  const MutexLock lock(mutex_, std::adopt_lock);
   clear_sent();
   int there = 0;
   MPI_Status status;
@@ -93,7 +95,7 @@ std::optional<std::string> LivenessProbe::serve(std::string_view waits_for) {
 }
 
 void LivenessProbe::ask(Nanoseconds pause) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (asked_ && Clock::now() - *asked_ < pause) return;
   asked_ = Clock::now();
   ++question_;
@@ -104,7 +106,7 @@ void LivenessProbe::ask(Nanoseconds pause) {
 }
 
 std::string LivenessProbe::findings(std::chrono::milliseconds timeout) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::vector<std::string> silent, elsewhere;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
@@ -125,7 +127,7 @@ std::string LivenessProbe::findings(std::chrono::milliseconds timeout) const {
 }
 
 void LivenessProbe::tell(News news, std::string_view why) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_) send(peer, news == News::failed ? Kind::failure : Kind::verdict, 0, why);
   }
@@ -136,13 +138,13 @@ void LivenessProbe::tell(News news, std::string_view why) {
 }
 
 void LivenessProbes::add(const std::shared_ptr<LivenessProbe>& liveness_probe) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::erase_if(all_, [](const std::weak_ptr<LivenessProbe>& one) { return one.expired(); });
   all_.push_back(liveness_probe);
 }
 
 std::vector<std::shared_ptr<LivenessProbe>> LivenessProbes::live() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::vector<std::shared_ptr<LivenessProbe>> live;
   for (const auto& weak : all_) {
     if (auto one = weak.lock()) live.push_back(std::move(one));

@@ -7,17 +7,18 @@
 #include <hoist/comm/detail/mpi_process.hpp>
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::comm::detail {
 
 void Breakage::report(const std::string& reason) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (reason_.empty()) reason_ = reason;
   there_ = true;
 }
 
 std::string Breakage::reason() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return reason_;
 }
 
@@ -60,8 +61,8 @@ void register_finalize() {
 }  // namespace
 
 void initialize_mpi() {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
+  static Mutex mutex;
+  const MutexLock lock(mutex);
   int initialized = 0;
   int finalized = 0;
   MPI_Initialized(&initialized);

@@ -16,10 +16,8 @@
 // Errors     Every return code and NCCL's asynchronous error become CommError; afterwards the communicator is aborted.
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -32,6 +30,7 @@
 #include <hoist/comm/detail/scale_split.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 
 namespace hoist::comm {
@@ -77,7 +76,7 @@ class NcclCommunicator final : public Communicator {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     if (size > 1) watcher_ = start_joining_thread("hoist-nccl", [this](const std::stop_token& stop) { watch(stop); });
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     try {
       settle("ncclCommInitRank", ncclCommInitRankConfig(&communicator_, size, unique, rank, &config));
     } catch (...) {
@@ -91,6 +90,7 @@ class NcclCommunicator final : public Communicator {
       watcher_.request_stop();
       watcher_.join();
     }
+    const MutexLock lock(mutex_);
     if (communicator_ == nullptr) return;
     if (failed_ || !finalize()) {
       give_up();
@@ -106,10 +106,10 @@ class NcclCommunicator final : public Communicator {
   void all_gather(std::span<const GatherPiece> pieces, platform::Stream& stream) override {
     constexpr std::string_view kWhat = "all_gather";
     detail::check_pieces(pieces);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     std::uint64_t shard_bytes = 0;
-    grouped(kWhat, [&](const Note& note) {
+    grouped(kWhat, [&](const Note& note) HOIST_REQUIRES(mutex_) {
       for (const GatherPiece& piece : pieces) {
         if (piece.shard_bytes == 0) continue;
         shard_bytes += piece.shard_bytes;
@@ -123,10 +123,10 @@ class NcclCommunicator final : public Communicator {
   void reduce_scatter(std::span<const ReducePiece> pieces, platform::Stream& stream) override {
     constexpr std::string_view kWhat = "reduce_scatter";
     detail::check_pieces(pieces);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     std::uint64_t shard_bytes = 0;
-    grouped(kWhat, [&](const Note& note) {
+    grouped(kWhat, [&](const Note& note) HOIST_REQUIRES(mutex_) {
       for (const ReducePiece& piece : pieces) {
         if (piece.shard_elements == 0) continue;
         shard_bytes += piece.shard_elements * dtype_bytes(piece.dtype);
@@ -144,7 +144,7 @@ class NcclCommunicator final : public Communicator {
 
   void all_reduce_sum(std::span<float> values, platform::Stream& stream) override {
     constexpr std::string_view kWhat = "all_reduce_sum";
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     settle(kWhat,
            ncclAllReduce(values.data(), values.data(), values.size(), ncclFloat32, ncclSum, communicator_, cuda));
@@ -154,7 +154,7 @@ class NcclCommunicator final : public Communicator {
   void broadcast(std::span<std::byte> bytes, int root, platform::Stream& stream) override {
     constexpr std::string_view kWhat = "broadcast";
     detail::check_root(kWhat, root, size_);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const cudaStream_t cuda = begin(kWhat, stream);
     settle(kWhat, ncclBroadcast(bytes.data(), bytes.data(), bytes.size(), ncclInt8, root, communicator_, cuda));
     if (root == rank_ && size_ > 1) count(bytes.size());
@@ -209,7 +209,7 @@ class NcclCommunicator final : public Communicator {
   void watch(const std::stop_token& stop) {
     while (!stop.stop_requested()) {
       {
-        std::unique_lock lock(watch_mutex_);
+        MutexLock lock(watch_mutex_);
         wake_.wait_for(lock, stop, kWatchPeriod, [&] { return ending_.load(); });
       }
       if (!ending_) {
@@ -217,7 +217,7 @@ class NcclCommunicator final : public Communicator {
         if (!why) continue;
         end(*why);
       }
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       return give_up();
     }
   }
@@ -225,24 +225,24 @@ class NcclCommunicator final : public Communicator {
   // The communicator is unusable: the thread that holds the mutex, or the next one, gives it up. The first reason
   // counts.
   void end(std::string why) {
-    const std::lock_guard lock(watch_mutex_);
+    const MutexLock lock(watch_mutex_);
     if (ending_) return;
     reason_ = std::move(why);
     ending_ = true;
   }
   std::string reason() {
-    const std::lock_guard lock(watch_mutex_);
+    const MutexLock lock(watch_mutex_);
     return reason_;
   }
 
-  // With the mutex held, or before and after all calls. Kernels that wait for others end.
-  void give_up() {
+  // Kernels that wait for others end.
+  void give_up() HOIST_REQUIRES(mutex_) {
     if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
   }
 
   // Waits for the enqueued work; false if it will not end because another rank is gone, by the control plane's
   // knowledge or by the time-out.
-  bool finalize() noexcept {
+  bool finalize() noexcept HOIST_REQUIRES(mutex_) {
     try {
       Deadline deadline(timeout_);
       bool others_gone = false;
@@ -268,7 +268,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   // Refuses streams without a CUDA handle, and work on a communicator that has failed since the last call.
-  cudaStream_t begin(std::string_view what, platform::Stream& stream) {
+  cudaStream_t begin(std::string_view what, platform::Stream& stream) HOIST_REQUIRES(mutex_) {
     auto* const native = static_cast<cudaStream_t>(stream.native());
     if (native == nullptr) {
       throw UsageError(
@@ -283,7 +283,7 @@ class NcclCommunicator final : public Communicator {
   // next one would nest in it.
   using Note = std::function<void(ncclResult_t)>;
   template <typename Body>
-  void grouped(std::string_view what, const Body& body) {
+  void grouped(std::string_view what, const Body& body) HOIST_REQUIRES(mutex_) {
     check(what, ncclGroupStart());
     ncclResult_t failed = ncclSuccess;  // the first
     body([&failed](ncclResult_t code) {
@@ -294,7 +294,7 @@ class NcclCommunicator final : public Communicator {
     settle(what, ended);
   }
 
-  void reduce_one(const ReducePiece& piece, cudaStream_t cuda, const Note& note) {
+  void reduce_one(const ReducePiece& piece, cudaStream_t cuda, const Note& note) HOIST_REQUIRES(mutex_) {
     const ncclDataType_t type = nccl_type(piece.dtype);
     const detail::ScaleSplit scale = detail::split_scale(piece.dtype, piece.scale);
     ncclRedOp_t operation = ncclSum;
@@ -310,7 +310,7 @@ class NcclCommunicator final : public Communicator {
     if (operation != ncclSum) note(ncclRedOpDestroy(operation, communicator_));
   }
 
-  void check(std::string_view what, ncclResult_t code) {
+  void check(std::string_view what, ncclResult_t code) HOIST_REQUIRES(mutex_) {
     if (code == ncclSuccess) return;
     failed_ = true;
     throw_nccl(what, rank_, size_, code, communicator_);
@@ -318,7 +318,7 @@ class NcclCommunicator final : public Communicator {
 
   // Returns when NCCL has accepted a call that it may have only begun. Also throws NCCL's asynchronous errors, and if
   // the communicator ends meanwhile.
-  void settle(std::string_view what, ncclResult_t code) {
+  void settle(std::string_view what, ncclResult_t code) HOIST_REQUIRES(mutex_) {
     for (bool asked = false; code == ncclInProgress || (code == ncclSuccess && !asked); asked = true) {
       if (asked) std::this_thread::sleep_for(kPollInterval);
       if (ending_) {
@@ -347,13 +347,13 @@ class NcclCommunicator final : public Communicator {
   std::unique_ptr<Communicator> control_;
   Ledger* const ledger_;
   std::atomic<std::uint64_t> sent_bytes_{0};
-  std::mutex mutex_;  // of the communicator: a call, or its end
-  ncclComm_t communicator_ = nullptr;
-  bool failed_ = false;
-  std::mutex watch_mutex_;
+  Mutex mutex_;  // of the communicator: a call, or its end
+  ncclComm_t communicator_ HOIST_GUARDED_BY(mutex_) = nullptr;
+  bool failed_ HOIST_GUARDED_BY(mutex_) = false;
+  Mutex watch_mutex_;
   std::condition_variable_any wake_;
-  std::string reason_;               // why it is aborted; under watch_mutex_
-  std::atomic<bool> ending_{false};  // set under watch_mutex_
+  std::string reason_ HOIST_GUARDED_BY(watch_mutex_);  // why it is aborted
+  std::atomic<bool> ending_{false};                    // set under watch_mutex_
   std::jthread watcher_;
 };
 

@@ -8,10 +8,8 @@
 //
 // Threading  A channel is used by one thread per rank at a time; abort and leaving may come from any thread.
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
-#include <mutex>
 #include <utility>
 
 #include <fmt/format.h>
@@ -21,6 +19,7 @@
 #include <hoist/comm/transport.hpp>
 #include <hoist/core/deadline.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::comm {
 
@@ -94,19 +93,19 @@ class Channel {
 
   // Every present and future wait gets a CommError with this reason. The first reason stays.
   void fail(const std::string& reason) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (failure_.empty()) failure_ = reason;
     changed_.notify_all();
   }
 
   std::string failure() const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return failure_;
   }
 
  private:
   void arrive(int rank, const Offer& offer, std::chrono::milliseconds timeout) {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     throw_if_failed(rank, offer);
     offers_[static_cast<std::size_t>(rank)] = offer;
     here_[static_cast<std::size_t>(rank)] = true;
@@ -118,7 +117,7 @@ class Channel {
       changed_.notify_all();
       return;
     }
-    const auto decided = [&] { return meeting_ != meeting || !failure_.empty(); };
+    const auto decided = [&]() HOIST_REQUIRES(mutex_) { return meeting_ != meeting || !failure_.empty(); };
     for (Deadline deadline(timeout); !decided() && !deadline.is_over();) changed_.wait_for(lock, deadline.next_look());
     if (meeting_ != meeting) return;  // it took place; later events do not matter
     if (!decided()) {
@@ -130,7 +129,7 @@ class Channel {
   }
 
   void depart() {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     const std::uint64_t departure = departure_;
     if (++departed_ == size()) {
       departed_ = 0;
@@ -138,7 +137,7 @@ class Channel {
       changed_.notify_all();
       return;
     }
-    changed_.wait(lock, [&] { return departure_ != departure; });
+    changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return departure_ != departure; });
   }
 
   std::string find_mismatch() const {
@@ -150,7 +149,7 @@ class Channel {
     return {};
   }
 
-  std::string absent_ranks() const {
+  std::string absent_ranks() const HOIST_REQUIRES(mutex_) {
     std::string list;
     for (std::size_t r = 0; r < here_.size(); ++r) {
       if (!here_[r]) list += fmt::format("{}{}", list.empty() ? "rank " : ", rank ", r);
@@ -158,20 +157,20 @@ class Channel {
     return list;
   }
 
-  void throw_if_failed(int rank, const Offer& offer) const {
+  void throw_if_failed(int rank, const Offer& offer) const HOIST_REQUIRES(mutex_) {
     if (failure_.empty()) return;
     throw CommError(fmt::format("threads: {} on rank {} of {} failed: {}", offer.name(), rank, size(), failure_));
   }
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Offer> offers_;
-  std::vector<bool> here_;  // who has arrived at the meeting that is forming
-  int arrived_ = 0;
-  int departed_ = 0;
-  std::uint64_t meeting_ = 0;
-  std::uint64_t departure_ = 0;
-  std::string failure_;
+  mutable Mutex mutex_;
+  ConditionVariable changed_;
+  std::vector<Offer> offers_;                        // changed under mutex_; constant while a meeting takes place
+  std::vector<bool> here_ HOIST_GUARDED_BY(mutex_);  // who has arrived at the meeting that is forming
+  int arrived_ HOIST_GUARDED_BY(mutex_) = 0;
+  int departed_ HOIST_GUARDED_BY(mutex_) = 0;
+  std::uint64_t meeting_ HOIST_GUARDED_BY(mutex_) = 0;
+  std::uint64_t departure_ HOIST_GUARDED_BY(mutex_) = 0;
+  std::string failure_ HOIST_GUARDED_BY(mutex_);
 };
 
 }  // namespace
@@ -182,7 +181,7 @@ struct ThreadGroup::Shared {
 
   std::shared_ptr<Channel> make_channel(int size) {
     auto channel = std::make_shared<Channel>(size);
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     if (!failure.empty()) channel->fail(failure);
     std::erase_if(channels, [](const std::weak_ptr<Channel>& c) { return c.expired(); });
     channels.push_back(channel);
@@ -192,7 +191,7 @@ struct ThreadGroup::Shared {
   void abort(const std::string& why) {
     std::vector<std::shared_ptr<Channel>> live;
     {
-      const std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       if (failure.empty()) failure = why;
       for (const auto& weak : channels) {
         if (auto channel = weak.lock()) live.push_back(std::move(channel));
@@ -202,10 +201,10 @@ struct ThreadGroup::Shared {
   }
 
   const int ranks;
-  std::mutex mutex;
-  std::vector<std::weak_ptr<Channel>> channels;
-  std::vector<bool> joined;
-  std::string failure;
+  Mutex mutex;
+  std::vector<std::weak_ptr<Channel>> channels HOIST_GUARDED_BY(mutex);
+  std::vector<bool> joined HOIST_GUARDED_BY(mutex);
+  std::string failure HOIST_GUARDED_BY(mutex);
   // Made with the group: where joining ranks meet, and the two planes they then use.
   std::shared_ptr<Channel> entrance, data, control;
 };
@@ -328,7 +327,7 @@ ThreadGroup::~ThreadGroup() = default;
 std::unique_ptr<Communicator> ThreadGroup::join(int rank, const CommunicatorOptions& options) {
   detail::check_root("join", rank, shared_->ranks);
   {
-    const std::lock_guard lock(shared_->mutex);
+    const MutexLock lock(shared_->mutex);
     if (shared_->joined[static_cast<std::size_t>(rank)]) {
       throw UsageError(fmt::format("rank {} of a thread group of {} joined twice", rank, shared_->ranks));
     }

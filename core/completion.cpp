@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <vector>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/completion.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/owning_process.hpp>
 
 namespace hoist {
 
 struct detail::CompletionState {
   const OwningProcess process;
-  std::mutex mutex;
-  std::condition_variable changed;
+  Mutex mutex;
+  ConditionVariable changed;
   std::atomic<bool> done{false};  // written under the mutex; read without it by done()
   std::exception_ptr error;       // constant once done
-  std::vector<Completion::Continuation> continuations;
+  std::vector<Completion::Continuation> continuations HOIST_GUARDED_BY(mutex);
 };
 
 Completion Completion::failed(std::exception_ptr error) {
@@ -32,7 +31,7 @@ void Completion::wait() const {
   if (!state_) return;
   if (!done()) {
     state_->process.require_this("what is waited for");
-    std::unique_lock lock(state_->mutex);
+    MutexLock lock(state_->mutex);
     state_->changed.wait(lock, [&] { return state_->done.load(std::memory_order_relaxed); });
   }
   if (state_->error) std::rethrow_exception(state_->error);
@@ -41,7 +40,7 @@ void Completion::wait() const {
 bool Completion::wait_for(std::chrono::nanoseconds timeout) const {
   if (!done()) {
     state_->process.require_this("what is waited for");
-    std::unique_lock lock(state_->mutex);
+    MutexLock lock(state_->mutex);
     if (!state_->changed.wait_for(lock, timeout, [&] { return state_->done.load(std::memory_order_relaxed); }))
       return false;
   }
@@ -53,7 +52,7 @@ std::exception_ptr Completion::error() const noexcept { return state_ && done() 
 
 void Completion::then(Continuation continuation) const {
   if (state_) {
-    std::unique_lock lock(state_->mutex);
+    MutexLock lock(state_->mutex);
     if (!state_->done.load(std::memory_order_relaxed)) {
       state_->continuations.push_back(std::move(continuation));
       return;
@@ -77,7 +76,7 @@ void Promise::settle(std::exception_ptr error) noexcept {
   std::vector<Completion::Continuation> continuations;
   const std::shared_ptr<detail::CompletionState> state = state_;  // outlives a continuation that drops this promise
   {
-    std::unique_lock lock(state->mutex);
+    MutexLock lock(state->mutex);
     HOIST_ASSERT(!state->done.load(std::memory_order_relaxed), "a promise was fulfilled twice");
     state->error = error;
     state->done.store(true, std::memory_order_release);

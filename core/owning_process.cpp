@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
-#include <mutex>
 #include <vector>
 
 #include <fmt/format.h>
 #include <pthread.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/owning_process.hpp>
 
 namespace hoist {
@@ -33,9 +33,9 @@ void OwningProcess::require_this(const char* what) const {
 }
 
 void detail::leave_unfreed(const void* memory) noexcept {
-  static std::mutex mutex;
+  static Mutex mutex;
   static auto* const left = new std::vector<const void*>;
-  const std::lock_guard lock(mutex);
+  const MutexLock lock(mutex);
   left->push_back(memory);
 }
 

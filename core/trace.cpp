@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/core/trace.hpp>
 
@@ -58,19 +59,19 @@ void Trace::add(TraceRow row, std::string_view name, TimePoint begin, TimePoint 
   Event event{.begin = begin, .end = end, .bytes = bytes, .row = row, .name_bytes = 0, .name = {}};
   event.name_bytes = static_cast<std::uint8_t>(std::min(name.size(), sizeof(event.name)));
   std::memcpy(event.name, name.data(), event.name_bytes);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   events_[count_++ % events_.size()] = event;
 }
 
 std::uint64_t Trace::dropped() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return count_ > events_.size() ? count_ - events_.size() : 0;
 }
 
 std::vector<Trace::Event> Trace::in_order() const {
   std::vector<Event> events;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     events.assign(events_.begin(),
                   events_.begin() + static_cast<std::ptrdiff_t>(std::min<std::uint64_t>(count_, events_.size())));
   }

@@ -8,12 +8,12 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include <hoist/core/clock.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist {
 
@@ -60,9 +60,9 @@ class Trace {
   std::vector<Event> in_order() const;
 
   const TimePoint origin_ = Clock::now();
-  mutable std::mutex mutex_;
-  std::vector<Event> events_;  // a ring once it is full
-  std::uint64_t count_ = 0;    // ever added
+  mutable Mutex mutex_;
+  std::vector<Event> events_ HOIST_GUARDED_BY(mutex_);  // a ring once it is full
+  std::uint64_t count_ HOIST_GUARDED_BY(mutex_) = 0;    // ever added
 };
 
 // Adds an event that lasts as long as this object. Does nothing without a trace.

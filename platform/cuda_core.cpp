@@ -7,6 +7,7 @@
 
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/platform/detail/cuda_core.hpp>
 
@@ -138,7 +139,7 @@ CudaCore::~CudaCore() {
 
 cudaEvent_t CudaCore::take_event(PooledEvent::Timing timing) {
   {
-    std::lock_guard lock(stock_mutex_);
+    MutexLock lock(stock_mutex_);
     auto& stock = stock_[static_cast<std::size_t>(timing)];
     if (!stock.empty()) {
       const cudaEvent_t event = stock.back();
@@ -156,7 +157,7 @@ cudaEvent_t CudaCore::take_event(PooledEvent::Timing timing) {
 }
 
 void CudaCore::put_event(cudaEvent_t event, PooledEvent::Timing timing) noexcept {
-  std::lock_guard lock(stock_mutex_);
+  MutexLock lock(stock_mutex_);
   stock_[static_cast<std::size_t>(timing)].push_back(event);
 }
 
@@ -164,7 +165,7 @@ Completion CudaCore::completion(cudaEvent_t event, std::shared_ptr<const void> k
   Request request{event, std::move(keep), Promise()};
   Completion completion = request.promise.completion();
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (!stopping_) {
       arrived_.push_back(std::move(request));
       changed_.notify_one();
@@ -180,17 +181,17 @@ Completion CudaCore::completion(cudaEvent_t event, std::shared_ptr<const void> k
 
 void CudaCore::measure(Measure measure) {
   {
-    std::lock_guard lock(measures_mutex_);
+    MutexLock lock(measures_mutex_);
     measures_.push_back(std::move(measure));
   }
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   measures_arrived_ = true;
   changed_.notify_one();
 }
 
 void CudaCore::stop() noexcept {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     stopping_ = true;
     changed_.notify_one();
   }
@@ -205,9 +206,9 @@ void CudaCore::poll() {
     log_error("the thread that polls GPU {} could not select it: {}", ordinal_, error.what());
   }
   std::size_t pending = 0;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
-    const auto something = [&] { return stopping_ || measures_arrived_ || !arrived_.empty(); };
+    const auto something = [&]() HOIST_REQUIRES(mutex_) { return stopping_ || measures_arrived_ || !arrived_.empty(); };
     if (pending == 0) {
       changed_.wait(lock, something);
     } else {
@@ -243,7 +244,7 @@ std::size_t CudaCore::poll_once() {
 }
 
 std::size_t CudaCore::collect() {
-  std::lock_guard lock(measures_mutex_);
+  MutexLock lock(measures_mutex_);
   std::deque<Measure> waiting;
   for (Measure& measure : measures_) {
     const cudaError_t code = query(measure.end.get());

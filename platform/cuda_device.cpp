@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
-#include <mutex>
 #include <vector>
 
 #include <fmt/format.h>
@@ -9,6 +8,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/detail/cuda_stream.hpp>
@@ -64,6 +64,7 @@ class CudaDevice final : public Device {
                  streams_alive_.load());
     core_->stop();
     with_card(options_.ordinal, [&] {
+      const MutexLock lock(mutex_);
       for (const std::span<std::byte> bytes : registered_)
         log_failure(cudaHostUnregister(bytes.data()), "cudaHostUnregister");
       if (!memory_.empty()) log_failure(cudaFree(memory_.data()), "cudaFree");
@@ -104,13 +105,13 @@ class CudaDevice final : public Device {
                         "raise the limit of locked memory (ulimit -l) or lower the pinned memory budget");
     }
     cuda_check(code, "cudaHostRegister");
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     registered_.push_back(bytes);
   }
 
   void unregister_host(std::span<std::byte> bytes) noexcept override {
     if (bytes.empty()) return;
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     const auto found = std::find_if(registered_.begin(), registered_.end(), [&](const std::span<std::byte> known) {
       return known.data() == bytes.data() && known.size() == bytes.size();
     });
@@ -151,8 +152,8 @@ class CudaDevice final : public Device {
   std::shared_ptr<CudaCore> core_;
   std::span<std::byte> memory_;
   std::atomic<int> streams_alive_{0};
-  std::mutex mutex_;
-  std::vector<std::span<std::byte>> registered_;
+  Mutex mutex_;
+  std::vector<std::span<std::byte>> registered_ HOIST_GUARDED_BY(mutex_);
 };
 
 }  // namespace

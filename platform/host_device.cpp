@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <thread>
 
 #include <fmt/format.h>
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/platform/detail/backends.hpp>
 #include <hoist/platform/detail/guard.hpp>
@@ -77,7 +77,7 @@ class HostDevice final : public Device {
     expect_inside(bytes);
     HOIST_ALLOW(bytes.data(), bytes.size());
     const GuardedAccess access;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto end = static_cast<std::uint64_t>(bytes.data() + bytes.size() - memory().data());
     const std::span<std::byte> fresh = mapping_.commit_up_to(end);
     if (options_.host.poison) poison(fresh);
@@ -102,7 +102,7 @@ class HostDevice final : public Device {
   // GPU.
   void register_host(std::span<std::byte> bytes) override {
     if (bytes.empty()) return;
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     const auto after = registered_.lower_bound(bytes.data());
     const bool overlaps = (after != registered_.end() && after->first < bytes.data() + bytes.size()) ||
                           (after != registered_.begin() && std::prev(after)->second > bytes.data());
@@ -114,7 +114,7 @@ class HostDevice final : public Device {
 
   void unregister_host(std::span<std::byte> bytes) noexcept override {
     if (bytes.empty()) return;
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     const auto found = registered_.find(bytes.data());
     HOIST_ASSERT(found != registered_.end() && found->second == bytes.data() + bytes.size(),
                  "{} bytes at {} were never registered", bytes.size(), static_cast<void*>(bytes.data()));
@@ -137,8 +137,8 @@ class HostDevice final : public Device {
   Mapping mapping_;
   std::atomic<int> streams_alive_{0};
   std::atomic<std::uint64_t> streams_created_{0};
-  std::mutex mutex_;
-  std::map<std::byte*, std::byte*> registered_;  // begin -> end
+  Mutex mutex_;
+  std::map<std::byte*, std::byte*> registered_ HOIST_GUARDED_BY(mutex_);  // begin -> end
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/platform/detail/guard.hpp>
 #include <hoist/platform/detail/host_stream.hpp>
@@ -35,7 +36,7 @@ HostStream::HostStream(HostStreamOptions options) : options_(std::move(options))
 
 HostStream::~HostStream() {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     closing_ = true;
   }
   changed_.notify_one();
@@ -98,14 +99,14 @@ void HostStream::synchronize() {
 }
 
 Nanoseconds HostStream::idle_time() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return idle_total_ + (idle_ ? Clock::now() - idle_since_ : Nanoseconds{0});
 }
 
 void HostStream::enqueue(Operation operation) {
   bool asleep = false;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     queue_.push_back(std::move(operation));
     asleep = std::exchange(idle_, false);
     if (asleep) idle_total_ += Clock::now() - idle_since_;
@@ -116,12 +117,12 @@ void HostStream::enqueue(Operation operation) {
 void HostStream::run() {
   std::optional<GuardedAccess> access;
   if (options_.guarded) access.emplace();
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
     if (queue_.empty() && !closing_) {
       idle_ = true;
       idle_since_ = Clock::now();
-      changed_.wait(lock, [&] { return !queue_.empty() || closing_; });
+      changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !queue_.empty() || closing_; });
     }
     if (queue_.empty()) return;
     batch_.swap(queue_);

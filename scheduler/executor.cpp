@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/scheduler/executor.hpp>
 
@@ -8,7 +9,7 @@ Executor::Executor(const std::string& name) : thread_(start_thread(name, [this] 
 
 Executor::~Executor() {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
@@ -19,7 +20,7 @@ Completion Executor::enqueue(std::function<void()> task) {
   Promise promise;
   const Completion completion = promise.completion();
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     tasks_.push_back({std::move(task), std::move(promise)});
   }
   changed_.notify_all();
@@ -27,20 +28,20 @@ Completion Executor::enqueue(std::function<void()> task) {
 }
 
 void Executor::drain() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return tasks_.empty() && !busy_; });
+  MutexLock lock(mutex_);
+  changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return tasks_.empty() && !busy_; });
   if (error_) std::rethrow_exception(error_);
 }
 
 std::exception_ptr Executor::error() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return error_;
 }
 
 void Executor::run() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
+    changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return stopping_ || !tasks_.empty(); });
     if (tasks_.empty()) return;
     Task task = std::move(tasks_.front());
     tasks_.pop_front();
@@ -63,7 +64,7 @@ void Executor::execute(Task& task) {
     task.work();
   } catch (...) {
     {
-      std::lock_guard lock(mutex_);
+      MutexLock lock(mutex_);
       error_ = std::current_exception();
     }
     task.promise.fail(std::current_exception());

@@ -6,14 +6,13 @@
 // Errors     A task that throws fails its completion and every later one with the same error; drain() rethrows it.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <thread>
 
 #include <hoist/core/completion.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::scheduler {
 
@@ -37,12 +36,12 @@ class Executor {
   void run();
   void execute(Task& task);
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Task> tasks_;
-  std::exception_ptr error_;
-  bool stopping_ = false;
-  bool busy_ = false;
+  mutable Mutex mutex_;
+  ConditionVariable changed_;
+  std::deque<Task> tasks_ HOIST_GUARDED_BY(mutex_);
+  std::exception_ptr error_ HOIST_GUARDED_BY(mutex_);
+  bool stopping_ HOIST_GUARDED_BY(mutex_) = false;
+  bool busy_ HOIST_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

@@ -6,6 +6,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/budget.hpp>
 
@@ -17,7 +18,7 @@ Budget::Budget(std::string tier, std::string key, std::uint64_t limit_bytes, Bud
 Budget::~Budget() { HOIST_ASSERT(held_bytes_ == 0, "{} bytes of the {} budget outlive it", held_bytes_, tier_); }
 
 Budget::Hold Budget::take(std::uint64_t bytes, const std::string& what) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (bytes > limit_bytes_ - held_bytes_) {
     const std::string beside =
         held_bytes_ == 0 ? "" : fmt::format(" (beside the {} held already)", format_bytes(held_bytes_));
@@ -40,17 +41,17 @@ std::uint64_t Budget::free_bytes() const {
 }
 
 std::uint64_t Budget::held_bytes() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return held_bytes_;
 }
 
 std::uint64_t Budget::peak_bytes() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return peak_bytes_;
 }
 
 void Budget::give_back(std::uint64_t bytes) noexcept {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   HOIST_ASSERT(bytes <= held_bytes_, "{} bytes released, {} held", bytes, held_bytes_);
   held_bytes_ -= bytes;
   if (common_ != nullptr) common_->give_back(bytes);

@@ -7,8 +7,9 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <string>
+
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::tiers {
 
@@ -52,9 +53,9 @@ class Budget {
   const std::string key_;
   const std::uint64_t limit_bytes_;
   Budget* const common_;
-  mutable std::mutex mutex_;
-  std::uint64_t held_bytes_ = 0;
-  std::uint64_t peak_bytes_ = 0;
+  mutable Mutex mutex_;
+  std::uint64_t held_bytes_ HOIST_GUARDED_BY(mutex_) = 0;
+  std::uint64_t peak_bytes_ HOIST_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace hoist::tiers

@@ -7,6 +7,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/device_arena.hpp>
 
@@ -41,7 +42,7 @@ DeviceArena::~DeviceArena() {
 
 DeviceBlock DeviceArena::allocate(std::uint64_t bytes, const std::string& what) {
   if (bytes == 0) return {};
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (bytes > device_.memory().size()) throw no_hole(bytes, what);  // which may be too large to round up
   const std::uint64_t rounded = round_up(bytes, kAlignment);
   const auto hole = std::find_if(holes_.begin(), holes_.end(), [&](const auto& h) { return h.second >= rounded; });
@@ -79,7 +80,7 @@ BudgetError DeviceArena::no_hole(std::uint64_t bytes, const std::string& what) c
 }
 
 std::uint64_t DeviceArena::largest_hole_bytes() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return largest_hole();
 }
 
@@ -95,7 +96,7 @@ void DeviceArena::release(DeviceBlock& block) noexcept {
   std::uint64_t bytes = round_up(block.bytes_.size(), kAlignment);
   device_.released(all.subspan(offset, bytes));  // before the lock: the piece is still this block's alone
 
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   auto next = holes_.lower_bound(offset);
   if (next != holes_.end()) {
     HOIST_ASSERT(offset + bytes <= next->first, "[{}, +{}) is free already", offset, bytes);

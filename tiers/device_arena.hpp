@@ -10,11 +10,11 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/platform/device.hpp>
 #include <hoist/tiers/budget.hpp>
@@ -56,13 +56,13 @@ class DeviceArena {
  private:
   friend class DeviceBlock;
   void release(DeviceBlock& block) noexcept;
-  BudgetError no_hole(std::uint64_t bytes, const std::string& what) const;  // mutex_ held
-  std::uint64_t largest_hole() const;                                       // mutex_ held
+  BudgetError no_hole(std::uint64_t bytes, const std::string& what) const HOIST_REQUIRES(mutex_);
+  std::uint64_t largest_hole() const HOIST_REQUIRES(mutex_);
   platform::Device& device_;
   Budget& budget_;
-  mutable std::mutex mutex_;
-  std::map<std::uint64_t, std::uint64_t> holes_;  // offset -> bytes
-  std::size_t blocks_alive_ = 0;
+  mutable Mutex mutex_;
+  std::map<std::uint64_t, std::uint64_t> holes_ HOIST_GUARDED_BY(mutex_);  // offset -> bytes
+  std::size_t blocks_alive_ HOIST_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace hoist::tiers

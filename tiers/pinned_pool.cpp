@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -7,6 +6,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/units.hpp>
 #include <hoist/tiers/pinned_pool.hpp>
 
@@ -54,9 +54,9 @@ std::span<std::byte> PinnedPool::carve(std::uint64_t bytes, const std::string& w
 }
 
 void PinnedPool::quarantine() {
-  static std::mutex mutex;
+  static Mutex mutex;
   static auto* const kept = new std::vector<HostMemory>;  // never destroyed: reachable to the end
-  const std::lock_guard lock(mutex);
+  const MutexLock lock(mutex);
   kept->push_back(std::move(memory_));
 }
 

@@ -8,6 +8,7 @@
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/detail/held_commit.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
@@ -37,7 +38,7 @@ Store::Impl::Impl(const StoreOptions& options, Superblock superblock, detail::St
 
 Store::Impl::~Impl() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stopping_ = true;
     wake_.notify_all();
   }
@@ -136,7 +137,7 @@ void Store::Impl::load_slot(std::uint32_t slot) {
 }
 
 void Store::Impl::adopt(const CommitHeader& commit) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(!adopted_, "the store in {} has a current state already", paths_.directory);
   const auto is_commit = [&](const SlotCheck& slot) {
@@ -208,8 +209,8 @@ void Store::Impl::verify(RecordId record, Region region, std::uint32_t first, st
 }
 
 void Store::Impl::begin_step(std::uint64_t step) {
-  std::unique_lock lock(mutex_);
-  idle_.wait(lock, [&] { return !committing_; });
+  MutexLock lock(mutex_);
+  idle_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !committing_; });
   if (failed_) std::rethrow_exception(failed_);
   if (step_open_) return continue_step(step);
   HOIST_ASSERT(adopted_, "step {} begins before a commit of {} was adopted", step, paths_.directory);
@@ -259,7 +260,7 @@ Completion Store::Impl::write(RecordId record, Region region, std::uint32_t firs
 }
 
 Completion Store::Impl::commit(std::span<const std::byte> caller_state, Agree agree) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(step_open_, "no step is under way");
   Job job{{incarnation_, step_, 0, revision_}, std::move(agree), {}};
@@ -326,9 +327,9 @@ void Store::Impl::make_durable(const SlotHeader& header) {
 }
 
 void Store::Impl::commit_loop() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (true) {
-    wake_.wait(lock, [&] { return !jobs_.empty() || stopping_; });
+    wake_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !jobs_.empty() || stopping_; });
     if (jobs_.empty()) return;
     Job job = std::move(jobs_.front());
     jobs_.pop_front();

@@ -9,6 +9,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/tiers/detail/held_commit.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
 #include <hoist/tiers/store.hpp>
@@ -22,14 +23,14 @@ void Store::Impl::list_checkpoints() {
 }
 
 std::vector<CommitHeader> Store::Impl::checkpoints() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::vector<CommitHeader> headers;
   for (const Checkpoint& checkpoint : listed_) headers.push_back(checkpoint.header);
   return headers;
 }
 
 std::vector<CommitHeader> Store::Impl::checkpoints_apart_from(const CorruptionError::Where& damage) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const std::vector<std::string> paths = data_paths();
   const auto drive = std::ranges::find(paths, damage.path);
   std::vector<CommitHeader> headers;
@@ -54,7 +55,7 @@ void Store::Impl::hold_checkpoint() {
 }
 
 Completion Store::Impl::add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(!step_open_ && checkpoints_max() > 0, "step {} cannot become a checkpoint", step_);
   HOIST_ASSERT(committing_ || committed_step_, "a checkpoint is made before the first commit of {}", paths_.directory);
@@ -72,8 +73,8 @@ Completion Store::Impl::add_checkpoint(const std::string& name, std::span<const 
 }
 
 void Store::Impl::remove_checkpoint(std::uint64_t checkpoint_serial) {
-  std::unique_lock lock(mutex_);
-  idle_.wait(lock, [&] { return !committing_; });
+  MutexLock lock(mutex_);
+  idle_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !committing_; });
   if (failed_) std::rethrow_exception(failed_);
   const auto found = std::ranges::find(checkpoints_, checkpoint_serial, [](const Checkpoint& checkpoint) {
     return checkpoint.header.checkpoint_serial;
@@ -131,7 +132,7 @@ void Store::Impl::give_up(std::vector<Checkpoint>::iterator checkpoint) {
 }
 
 std::unique_ptr<StoreReader> Store::Impl::hold() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failed_) std::rethrow_exception(failed_);
   HOIST_ASSERT(held_max_ > 0 && held_ == 0, "{} commits of {} are held, of {}", held_.load(), paths_.directory,
                held_max_);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <filesystem>
-#include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
@@ -12,6 +11,7 @@
 #include <hoist/comm/launch.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/optim_cpu/update_pool.hpp>
 #include <hoist/zero/machine.hpp>
 #include <hoist/zero/runtime.hpp>
@@ -79,9 +79,9 @@ ChosenOptions chosen(const RuntimeOptions& options) {
 
 // Once in a process, however many runtimes it has.
 void say_choices(const std::vector<MachineChoice>& choices) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static std::set<std::string> said;
-  const std::lock_guard lock(mutex);
+  const MutexLock lock(mutex);
   for (const auto& [key, value, reason] : choices)
     if (said.insert(key).second) log_info("{}: {}, because {}", key, value, reason);
 }

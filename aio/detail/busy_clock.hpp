@@ -5,9 +5,8 @@
 // Threading  begin and end on one thread; total on any.
 #pragma once
 
-#include <mutex>
-
 #include <hoist/core/clock.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::aio::detail {
 
@@ -15,29 +14,29 @@ class BusyClock {
  public:
   void begin() {
     if (under_way_++ > 0) return;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     open_ = true;
     since_ = Clock::now();
   }
 
   void end() {
     if (--under_way_ > 0) return;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     open_ = false;
     closed_ += Clock::now() - since_;
   }
 
   Nanoseconds total() const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return open_ ? closed_ + (Clock::now() - since_) : closed_;
   }
 
  private:
   unsigned under_way_ = 0;  // owning thread only
-  mutable std::mutex mutex_;
-  bool open_ = false;
-  TimePoint since_{};
-  Nanoseconds closed_{0};
+  mutable Mutex mutex_;
+  bool open_ HOIST_GUARDED_BY(mutex_) = false;
+  TimePoint since_ HOIST_GUARDED_BY(mutex_){};
+  Nanoseconds closed_ HOIST_GUARDED_BY(mutex_){0};
 };
 
 }  // namespace hoist::aio::detail

@@ -8,9 +8,7 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
 
 #include <hoist/aio/detail/busy_clock.hpp>
@@ -18,6 +16,7 @@
 #include <hoist/aio/detail/transfer.hpp>
 #include <hoist/aio/drive_queue.hpp>
 #include <hoist/core/deadline.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::aio {
 
@@ -66,16 +65,16 @@ class DriveQueue::Impl {
   std::string description_;
   std::unique_ptr<Backend> backend_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable ended_changed_;
-  Queues arrivals_;                       // guarded by mutex_
-  detail::TransferQueue unused_;          // guarded by mutex_
-  std::deque<detail::Transfer> records_;  // guarded by mutex_ (growth); addresses are stable
-  bool waiting_ = false;                  // guarded by mutex_: the I/O thread sleeps and can take more blocks
-  bool stopping_ = false;                 // guarded by mutex_
-  std::uint64_t drain_progress_ = 0;      // guarded by mutex_: grows while the drive answers
-  bool ended_ = false;                    // guarded by mutex_
-  bool abandoned_ = false;                // guarded by mutex_
+  mutable Mutex mutex_;
+  ConditionVariable ended_changed_;
+  Queues arrivals_ HOIST_GUARDED_BY(mutex_);
+  detail::TransferQueue unused_ HOIST_GUARDED_BY(mutex_);
+  std::deque<detail::Transfer> records_ HOIST_GUARDED_BY(mutex_);  // addresses are stable
+  bool waiting_ HOIST_GUARDED_BY(mutex_) = false;                  // the I/O thread sleeps and can take more blocks
+  bool stopping_ HOIST_GUARDED_BY(mutex_) = false;
+  std::uint64_t drain_progress_ HOIST_GUARDED_BY(mutex_) = 0;  // grows while the drive answers
+  bool ended_ HOIST_GUARDED_BY(mutex_) = false;
+  bool abandoned_ HOIST_GUARDED_BY(mutex_) = false;
 
   // I/O thread only.
   Queues queues_;

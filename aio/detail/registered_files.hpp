@@ -11,9 +11,7 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -21,6 +19,7 @@
 
 #include <hoist/aio/detail/wake_up.hpp>
 #include <hoist/aio/file.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::aio::detail {
 
@@ -46,16 +45,16 @@ class RegisteredFiles final : public FileObserver {
   void closing(std::uint64_t file_id) noexcept override;
 
  private:
-  int find(std::uint64_t file_id) const;
-  void forget(std::uint64_t file_id);
+  int find(std::uint64_t file_id) const HOIST_REQUIRES(mutex_);
+  void forget(std::uint64_t file_id) HOIST_REQUIRES(mutex_);
 
   const std::shared_ptr<const WakeUp> wake_up_;
-  std::mutex mutex_;
-  std::condition_variable forgotten_;
-  io_uring* ring_ = nullptr;  // null before prepare and after detach
-  std::thread::id io_thread_;
-  std::array<std::uint64_t, kSlotCount> file_ids_{};  // 0: free
-  std::vector<std::uint64_t> leaving_;
+  Mutex mutex_;
+  ConditionVariable forgotten_;
+  io_uring* ring_ HOIST_GUARDED_BY(mutex_) = nullptr;  // null before prepare and after detach
+  std::thread::id io_thread_ HOIST_GUARDED_BY(mutex_);
+  std::array<std::uint64_t, kSlotCount> file_ids_ HOIST_GUARDED_BY(mutex_){};  // 0: free
+  std::vector<std::uint64_t> leaving_ HOIST_GUARDED_BY(mutex_);
   std::atomic<bool> asked_{false};  // leaving_ is not empty
 };
 

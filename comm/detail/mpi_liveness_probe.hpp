@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -28,6 +27,7 @@
 #include <mpi.h>
 
 #include <hoist/core/clock.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::comm::detail {
 
@@ -64,20 +64,20 @@ class LivenessProbe {
     MPI_Request request = MPI_REQUEST_NULL;
   };
 
-  void send(int peer, Kind kind, int number, std::string_view text);
-  void clear_sent();
-  void take(int peer, const Message& message, std::string_view waits_for);
+  void send(int peer, Kind kind, int number, std::string_view text) HOIST_REQUIRES(mutex_);
+  void clear_sent() HOIST_REQUIRES(mutex_);
+  void take(int peer, const Message& message, std::string_view waits_for) HOIST_REQUIRES(mutex_);
 
   MPI_Comm communicator_;
   int rank_ = 0;
   int size_ = 1;
   std::vector<int> world_ranks_;
-  mutable std::mutex mutex_;
-  std::deque<Sent> sent_;  // addresses stay
-  int question_ = 0;
-  std::optional<TimePoint> asked_;
-  std::vector<std::optional<std::string>> answers_;  // to the last question, by rank
-  std::optional<std::string> verdict_;
+  mutable Mutex mutex_;
+  std::deque<Sent> sent_ HOIST_GUARDED_BY(mutex_);  // addresses stay
+  int question_ HOIST_GUARDED_BY(mutex_) = 0;
+  std::optional<TimePoint> asked_ HOIST_GUARDED_BY(mutex_);
+  std::vector<std::optional<std::string>> answers_ HOIST_GUARDED_BY(mutex_);  // to the last question, by rank
+  std::optional<std::string> verdict_ HOIST_GUARDED_BY(mutex_);
 };
 
 // All probes of this process.
@@ -89,8 +89,8 @@ class LivenessProbes {
 
  private:
   std::vector<std::shared_ptr<LivenessProbe>> live();
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<LivenessProbe>> all_;
+  Mutex mutex_;
+  std::vector<std::weak_ptr<LivenessProbe>> all_ HOIST_GUARDED_BY(mutex_);
 };
 
 }  // namespace hoist::comm::detail

@@ -9,8 +9,9 @@
 #pragma once
 
 #include <atomic>
-#include <mutex>
 #include <string>
+
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::comm::detail {
 
@@ -23,8 +24,8 @@ class Breakage {
 
  private:
   std::atomic<bool> there_{false};
-  mutable std::mutex mutex_;
-  std::string reason_;
+  mutable Mutex mutex_;
+  std::string reason_ HOIST_GUARDED_BY(mutex_);
 };
 Breakage& breakage();
 

@@ -11,11 +11,9 @@
 // Errors     DeviceError with the call's name, CUDA's code and a remedy.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <variant>
@@ -26,6 +24,7 @@
 #include <hoist/core/completion.hpp>
 #include <hoist/core/ledger.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/platform/cuda_check.hpp>
 
 namespace hoist::platform::detail {
@@ -107,17 +106,17 @@ class CudaCore {
 
   const int ordinal_;
   Ledger* const ledger_;
-  std::mutex stock_mutex_;
-  std::vector<cudaEvent_t> stock_[2];  // by Timing
+  Mutex stock_mutex_;
+  std::vector<cudaEvent_t> stock_[2] HOIST_GUARDED_BY(stock_mutex_);  // by Timing
 
-  std::mutex measures_mutex_;
-  std::deque<Measure> measures_;
+  Mutex measures_mutex_;
+  std::deque<Measure> measures_ HOIST_GUARDED_BY(measures_mutex_);
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Request> arrived_;
-  bool measures_arrived_ = false;
-  bool stopping_ = false;
+  Mutex mutex_;
+  ConditionVariable changed_;
+  std::vector<Request> arrived_ HOIST_GUARDED_BY(mutex_);
+  bool measures_arrived_ HOIST_GUARDED_BY(mutex_) = false;
+  bool stopping_ HOIST_GUARDED_BY(mutex_) = false;
   std::vector<Request> requests_;  // the thread's own
   std::thread thread_;
 };

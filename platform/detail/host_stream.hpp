@@ -8,15 +8,14 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <exception>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 #include <variant>
 #include <vector>
 
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/platform/detail/host_kernels.hpp>
 #include <hoist/platform/stream.hpp>
@@ -104,13 +103,13 @@ class HostStream final : public Stream {
 
   const HostStreamOptions options_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Operation> queue_;  // guarded by mutex_, like everything up to idle_total_
-  bool closing_ = false;
-  bool idle_ = false;  // the worker sleeps because the queue is empty
-  TimePoint idle_since_{};
-  Nanoseconds idle_total_{0};
+  mutable Mutex mutex_;
+  ConditionVariable changed_;
+  std::vector<Operation> queue_ HOIST_GUARDED_BY(mutex_);
+  bool closing_ HOIST_GUARDED_BY(mutex_) = false;
+  bool idle_ HOIST_GUARDED_BY(mutex_) = false;  // the worker sleeps because the queue is empty
+  TimePoint idle_since_ HOIST_GUARDED_BY(mutex_){};
+  Nanoseconds idle_total_ HOIST_GUARDED_BY(mutex_){0};
 
   // The worker's own.
   std::vector<Operation> batch_;

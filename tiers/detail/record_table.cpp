@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/assert.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
 
 namespace hoist::tiers::detail {
@@ -143,7 +144,7 @@ const RecordTable::Location& RecordTable::location(RecordId id, Region region, s
 
 RecordTable::Run RecordTable::readable_run(RecordId id, Region region, std::uint32_t first, std::uint32_t end) const {
   const RecordLayout& layout = record(id).layout;
-  const std::lock_guard lock(entries_[id.index].mutex);
+  const MutexLock lock(entries_[id.index].mutex);
   Run run;
   std::uint32_t extent = kNoExtent;
   for (std::uint32_t tile = first; tile < end; ++tile) {
@@ -168,7 +169,7 @@ RecordTable::Expected RecordTable::expected(RecordId id, Region region, std::uin
   result.length_bytes = tile_bytes(record(id).layout, region, tile);
   if (result.length_bytes == 0) return result;
   const Entry& entry = entries_[id.index];
-  const std::lock_guard lock(entry.mutex);
+  const MutexLock lock(entry.mutex);
   const Location& where = location(id, region, tile);
   const std::uint8_t side = at_next(entry, id, region, tile) ? entry.side ^ 1 : entry.side;
   result.identity = {store_number_, id.index, tile, static_cast<std::uint32_t>(region), where.extent, where.generation};
@@ -208,14 +209,14 @@ void RecordTable::touch(RecordId id) {
   entry.next.generation = step_;
   const auto words = written_.begin() + static_cast<std::ptrdiff_t>(entry.first_word);
   std::fill(words, words + static_cast<std::ptrdiff_t>(2 * words_per_region(record(id))), 0);
-  const std::lock_guard lock(pool_mutex_);
+  const MutexLock lock(pool_mutex_);
   entry.next.extent = pool_.take(record(id).layout.bytes());
   touched_.push_back(id.index);
 }
 
 TileIdentity RecordTable::next_identity(RecordId id, Region region, std::uint32_t tile) {
   Entry& entry = entries_[id.index];
-  const std::lock_guard lock(entry.mutex);
+  const MutexLock lock(entry.mutex);
   touch(id);
   const Location& where = durability_ == Durability::step ? entry.next : entry.committed;
   return {store_number_, id.index, tile, static_cast<std::uint32_t>(region), where.extent, where.generation};
@@ -224,7 +225,7 @@ TileIdentity RecordTable::next_identity(RecordId id, Region region, std::uint32_
 std::uint64_t RecordTable::start_write(RecordId id, Region region, std::uint32_t first, std::uint32_t count,
                                        std::span<const std::uint64_t> checksums) {
   Entry& entry = entries_[id.index];
-  const std::lock_guard lock(entry.mutex);
+  const MutexLock lock(entry.mutex);
   touch(id);
   const bool in_place = durability_ == Durability::none;
   std::vector<std::uint64_t>& table = checksums_[in_place ? entry.side : entry.side ^ 1];
@@ -242,7 +243,7 @@ std::string RecordTable::incomplete() const {
   for (std::uint32_t index = 0; index < records_.size(); ++index) {
     const RecordId id{index};
     const Entry& entry = entries_[index];
-    const std::lock_guard lock(entry.mutex);
+    const MutexLock lock(entry.mutex);
     if (entry.touched && entry.to_write != 0) {
       for (const Region region : {Region::weights, Region::state})
         for (std::uint32_t tile = 0; tile < tiles_of(record(id)); ++tile)
@@ -261,7 +262,7 @@ void RecordTable::fill(SlotImage& image) const {
   for (std::uint32_t index = 0; index < records_.size(); ++index) {
     const Entry& entry = entries_[index];
     const RecordLayout& layout = records_[index].layout;
-    const std::lock_guard lock(entry.mutex);
+    const MutexLock lock(entry.mutex);
     const Location& where = entry.touched ? entry.next : entry.committed;
     RecordEntry written;
     written.extent = where.extent;
@@ -280,9 +281,9 @@ void RecordTable::fill(SlotImage& image) const {
 void RecordTable::publish() {
   for (const std::uint32_t index : touched_) {
     Entry& entry = entries_[index];
-    const std::lock_guard lock(entry.mutex);
+    const MutexLock lock(entry.mutex);
     if (entry.committed.extent != kNoExtent) {
-      const std::lock_guard pool_lock(pool_mutex_);
+      const MutexLock pool_lock(pool_mutex_);
       pool_.give_back(entry.committed.extent);
     }
     entry.committed = entry.next;
@@ -295,7 +296,7 @@ void RecordTable::publish() {
 
 std::uint64_t RecordTable::fingerprint(RecordId id) const {
   const Entry& entry = entries_[id.index];
-  const std::lock_guard lock(entry.mutex);
+  const MutexLock lock(entry.mutex);
   const auto sums =
       std::span(checksums_[entry.side]).subspan(2 * entry.first_tile, 2 * std::size_t{tiles_of(record(id))});
   const std::array<std::uint64_t, 3> words{entry.committed.extent, entry.committed.generation,
@@ -306,21 +307,21 @@ std::uint64_t RecordTable::fingerprint(RecordId id) const {
 std::vector<std::uint32_t> RecordTable::committed_extents() const {
   std::vector<std::uint32_t> extents;
   for (std::uint32_t index = 0; index < records_.size(); ++index) {
-    const std::lock_guard lock(entries_[index].mutex);
+    const MutexLock lock(entries_[index].mutex);
     extents.push_back(entries_[index].committed.extent);
   }
   return extents;
 }
 
 std::string RecordTable::hold(std::span<const std::uint32_t> extents) {
-  const std::lock_guard lock(pool_mutex_);
+  const MutexLock lock(pool_mutex_);
   if (std::string problem = pool_.check(extents, lengths(records_)); !problem.empty()) return problem;
   pool_.hold(extents);
   return {};
 }
 
 void RecordTable::let_go(std::span<const std::uint32_t> extents) {
-  const std::lock_guard lock(pool_mutex_);
+  const MutexLock lock(pool_mutex_);
   for (const std::uint32_t extent : extents)
     if (extent != kNoExtent) pool_.give_back(extent);
 }
@@ -341,7 +342,7 @@ std::string RecordTable::load(const SlotImage& image) {
   if (std::string problem = pool_.adopt(extents, lengths(records_)); !problem.empty()) return problem;
   for (std::uint32_t index = 0; index < records_.size(); ++index) {
     Entry& entry = entries_[index];
-    const std::lock_guard lock(entry.mutex);
+    const MutexLock lock(entry.mutex);
     const RecordEntry stored = image.record(index);
     if (stored.extent != kNoExtent && stored.offset_bytes != pool_.extent(stored.extent).offset_bytes)
       return fmt::format("unit '{}' lies at offset {} of extent {}, which begins at {}", records_[index].unit,

@@ -13,12 +13,12 @@
 
 #include <array>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <hoist/aio/striped_file.hpp>
 #include <hoist/core/checksum.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/tiers/extent_pool.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/tiers/store_format.hpp>
@@ -98,7 +98,7 @@ class RecordTable {
     std::uint64_t generation = 0;
   };
   struct Entry {
-    mutable std::mutex mutex;
+    mutable Mutex mutex;
     Location committed;
     Location next;
     std::uint64_t first_tile = 0;  // within the store
@@ -127,7 +127,7 @@ class RecordTable {
   std::array<std::vector<std::uint64_t>, 2> checksums_;  // the second one only with durability step
   std::vector<std::uint64_t> written_;                   // a bit per tile and region, in whole words per record
 
-  std::mutex pool_mutex_;  // taken after an entry's
+  Mutex pool_mutex_;  // what tiles' writers change of the rest; taken after an entry's
   ExtentPool pool_;
   std::vector<std::uint32_t> touched_;
 };

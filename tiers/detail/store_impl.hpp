@@ -6,11 +6,9 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -18,6 +16,7 @@
 
 #include <hoist/aio/striped_file.hpp>
 #include <hoist/aio/transfer_memory.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/tiers/detail/record_table.hpp>
 #include <hoist/tiers/detail/store_drives.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
@@ -99,7 +98,7 @@ class Store::Impl {
   void blank_slot(std::uint32_t slot);
   void list_checkpoints();                 // into listed_
   void hold_checkpoint();                  // after a load
-  void continue_step(std::uint64_t step);  // with the mutex held
+  void continue_step(std::uint64_t step) HOIST_REQUIRES(mutex_);
   std::uint32_t free_checkpoint_slot() const;
   void use(Files files);
   // StoreError if a file has lost its name.
@@ -128,20 +127,20 @@ class Store::Impl {
   std::vector<std::string> directories_to_flush_;       // by the first commit
   std::vector<detail::LabelledDrive> labels_to_write_;  // by the first commit, before its manifest
 
-  mutable std::mutex mutex_;
-  std::condition_variable wake_;  // for the commit thread
-  std::condition_variable idle_;  // a commit has ended
-  bool adopted_ = false;          // there is a current state, or the store is new
+  mutable Mutex mutex_;
+  ConditionVariable wake_;  // for the commit thread
+  ConditionVariable idle_;  // a commit has ended
+  bool adopted_ = false;    // there is a current state, or the store is new
   std::atomic<bool> step_open_{false};
   std::uint64_t step_ = 0;
   std::uint32_t incarnation_ = 1;
   std::uint32_t slot_ = 1;  // holds the last commit; the next one goes to the other
   std::optional<std::uint64_t> committed_step_;
-  std::uint32_t revision_ = 0;  // of the current step, or of the last one
-  bool committing_ = false;     // a job is waiting or running
-  bool stopping_ = false;
-  std::exception_ptr failed_;
-  std::deque<Job> jobs_;  // in order: a commit, and what keeps it
+  std::uint32_t revision_ = 0;                        // of the current step, or of the last one
+  bool committing_ HOIST_GUARDED_BY(mutex_) = false;  // a job is waiting or running
+  bool stopping_ HOIST_GUARDED_BY(mutex_) = false;
+  std::exception_ptr failed_ HOIST_GUARDED_BY(mutex_);
+  std::deque<Job> jobs_ HOIST_GUARDED_BY(mutex_);  // in order: a commit, and what keeps it
   std::thread thread_;
 };
 

@@ -5,14 +5,13 @@
 // Memory     Must outlive every transfer: continuations hold a plain pointer, so that counting allocates nothing.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <mutex>
 #include <utility>
 
 #include <hoist/core/clock.hpp>
 #include <hoist/core/completion.hpp>
+#include <hoist/core/mutex.hpp>
 
 namespace hoist::tiers::detail {
 
@@ -30,22 +29,22 @@ class Transfers {
 
   // Waits until no write is in flight; throws the first error that any write ever had.
   void wait_for_writes() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return writes_ == 0; });
+    MutexLock lock(mutex_);
+    changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return writes_ == 0; });
     if (write_error_) std::rethrow_exception(write_error_);
   }
 
   // False when the time-out passes first.
   [[nodiscard]] bool wait_for_all(Nanoseconds timeout) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, timeout, [&] { return writes_ == 0 && reads_ == 0; });
+    MutexLock lock(mutex_);
+    return changed_.wait_for(lock, timeout, [&]() HOIST_REQUIRES(mutex_) { return writes_ == 0 && reads_ == 0; });
   }
 
  private:
   template <typename Submit>
   Completion track(bool is_write, Submit&& submit) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       ++(is_write ? writes_ : reads_);
     }
     Completion completion;
@@ -60,16 +59,16 @@ class Transfers {
   }
 
   void ended(bool is_write, std::exception_ptr error) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_write && error && !write_error_) write_error_ = std::move(error);
     if (--(is_write ? writes_ : reads_) == 0) changed_.notify_all();
   }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::uint64_t reads_ = 0;
-  std::uint64_t writes_ = 0;
-  std::exception_ptr write_error_;
+  Mutex mutex_;
+  ConditionVariable changed_;
+  std::uint64_t reads_ HOIST_GUARDED_BY(mutex_) = 0;
+  std::uint64_t writes_ HOIST_GUARDED_BY(mutex_) = 0;
+  std::exception_ptr write_error_ HOIST_GUARDED_BY(mutex_);
 };
 
 }  // namespace hoist::tiers::detail

@@ -7,6 +7,7 @@
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/ledger.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/checkpointer.hpp>
@@ -67,7 +68,7 @@ void Checkpointer::settle(std::uint64_t step) {
   if (uncommitted_) store_->begin_step(step);
   Completion checkpoint;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     checkpoint = last_checkpoint_;
   }
   checkpoint.wait();
@@ -96,13 +97,13 @@ Checkpointer::Decided Checkpointer::decide(std::uint64_t step, CommitState state
   state_ = std::move(state);
   uncommitted_ = stores_steps() && !due;
   changed_since_save_ = true;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   commit_ahead_ = due && stores_steps();
   return {.step = step, .state = state_, .due = due, .mirrored = mirrored};
 }
 
 Completion Checkpointer::commit(const Decided& decided) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   commit_ahead_ = false;
   if (!on_nvme() || !decided.due) return {};
   const Completion committed = commit_as("", decided.state, decided.step, decided.mirrored);
@@ -123,7 +124,7 @@ void Checkpointer::fail(const Decided& decided, const std::exception_ptr& error)
   // The other ranks learn it where they would have heard that this rank's commit is durable.
   if (stores_steps() && decided.due) fail_commit_barrier(error);
   if (decided.mirrored) mirror_->drop(error);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   commit_ahead_ = false;
   decided_error_ = error;
   for (PendingSave& save : pending_saves_) save.promise.fail(error);
@@ -191,7 +192,7 @@ Completion Checkpointer::save(const std::string& name, CommitState state, std::u
     commit_as(name, state_, step, options.mirror);
     if (!keeps(name)) return options.mirror ? copied : last_commit_;
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (decided_error_) std::rethrow_exception(decided_error_);
   if (options.mirror) {
     const std::array both{add_checkpoint(name, state), copied};

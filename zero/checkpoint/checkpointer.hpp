@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -25,6 +24,7 @@
 #include <vector>
 
 #include <hoist/core/completion.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
 #include <hoist/zero/checkpoint/mirror.hpp>
@@ -109,7 +109,7 @@ class Checkpointer {
   bool keeps(const std::string& name) const { return options_.keep_steps > 0 && !name.empty(); }
   bool is_durable() const { return !on_nvme() || stores_steps(); }
   Completion commit_as(const std::string& name, const CommitState& state, std::uint64_t step, bool mirrored);
-  Completion add_checkpoint(const std::string& name, const CommitState& state);
+  Completion add_checkpoint(const std::string& name, const CommitState& state) HOIST_REQUIRES(mutex_);
   Completion save_in_background(const std::string& name, std::uint64_t step, bool mirrored);
   void commit_barrier(const std::exception_ptr& problem);
   void fail_commit_barrier(const std::exception_ptr& problem) noexcept;
@@ -128,13 +128,13 @@ class Checkpointer {
   std::atomic<bool> changed_since_save_{true};  // state that lives in memory
   std::atomic<bool> peers_gone_{false};
   std::atomic<std::int64_t> committed_step_{-1};
-
-  std::mutex mutex_;                        // guards the rest
-  bool commit_ahead_ = false;               // a step was decided whose commit is still to come
-  std::exception_ptr decided_error_;        // why the decided step will never be committed
-  std::vector<PendingSave> pending_saves_;  // that wait for its commit
-  Completion last_checkpoint_;
   std::thread saver_;  // writes state that lives in memory; last_commit_ is its end
+
+  Mutex mutex_;
+  bool commit_ahead_ HOIST_GUARDED_BY(mutex_) = false;               // a step was decided whose commit is still to come
+  std::exception_ptr decided_error_ HOIST_GUARDED_BY(mutex_);        // why the decided step will never be committed
+  std::vector<PendingSave> pending_saves_ HOIST_GUARDED_BY(mutex_);  // that wait for its commit
+  Completion last_checkpoint_ HOIST_GUARDED_BY(mutex_);
 };
 
 }  // namespace hoist::detail

@@ -7,6 +7,7 @@
 #include <hoist/comm/agreement.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/pace.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/store_format.hpp>
@@ -37,7 +38,7 @@ Mirror::Mirror(const EngineOptions& options, const UnitTable& table, const Recor
 Mirror::~Mirror() { end(); }
 
 void Mirror::end() noexcept {
-  if (const std::lock_guard lock(mutex_); thread_.joinable() && !under_way_.done())
+  if (const MutexLock lock(mutex_); thread_.joinable() && !under_way_.done())
     log_info("waiting for the copy of step {} to the mirror in {}", claimed_step_, store_options_.directory);
   join();
   drop(std::make_exception_ptr(Error("the engine has ended")));
@@ -46,20 +47,20 @@ void Mirror::end() noexcept {
 void Mirror::join() {
   std::thread ended;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ended = std::move(thread_);
   }
   if (ended.joinable()) ended.join();
 }
 
 void Mirror::abandon() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   abandoned_ = true;
   wake_.notify_all();
 }
 
 std::optional<std::uint64_t> Mirror::step() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return step_;
 }
 
@@ -94,6 +95,7 @@ void Mirror::open(std::uint64_t store_number, std::uint64_t step) {
   if (!same_run) return;
   adopt_commit(ranks_, options_, *store_, "");
   newest_ = Copied{found->commits.front().step, static_cast<std::uint32_t>(found->commits.front().revision)};
+  const MutexLock lock(mutex_);
   step_ = newest_->step;
 }
 
@@ -123,7 +125,7 @@ void Mirror::reopen() {
 bool Mirror::is_due(std::uint64_t step) const {
   if (mirror_.every == 0 || step < claimed_step_ + mirror_.every) return false;
   const bool done = [&] {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return under_way_.done();
   }();
   return ranks_.all(done);
@@ -132,7 +134,7 @@ bool Mirror::is_due(std::uint64_t step) const {
 Completion Mirror::claim(std::uint64_t step) {
   join();
   claimed_step_ = step;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   promise_ = std::make_unique<Promise>();
   under_way_ = promise_->completion();
   return under_way_;
@@ -143,7 +145,7 @@ void Mirror::drop(const std::exception_ptr& error) {
 }
 
 std::unique_ptr<Promise> Mirror::take_promise() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return std::move(promise_);
 }
 
@@ -160,7 +162,7 @@ void Mirror::start(tiers::Store& source) {
       commit.reset();  // its extents are free before anybody hears of the end
       conclude(error);
     };
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     thread_ = start_thread("hoist-mirror", std::move(run));
   } catch (...) {  // the other ranks learn of it where their copies end
     const std::exception_ptr error = std::current_exception();
@@ -203,8 +205,8 @@ void Mirror::copy(tiers::StoreReader& commit) {
 }
 
 void Mirror::keep_pace(TimePoint not_before) {
-  std::unique_lock lock(mutex_);
-  wake_.wait_until(lock, not_before, [&] { return abandoned_; });
+  MutexLock lock(mutex_);
+  wake_.wait_until(lock, not_before, [&]() HOIST_REQUIRES(mutex_) { return abandoned_; });
   if (abandoned_) throw Error("the engine has failed");
 }
 
@@ -216,7 +218,7 @@ void Mirror::agree(const std::exception_ptr& problem) {
 
 void Mirror::tell(const std::exception_ptr& problem) noexcept {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (abandoned_) return;
   }
   try {
@@ -253,7 +255,7 @@ void Mirror::conclude(const std::exception_ptr& error) {
     remove_others();
   }
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!error) step_ = claimed_step_;
   }
   const std::unique_ptr<Promise> promise = take_promise();

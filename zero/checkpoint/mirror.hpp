@@ -15,11 +15,9 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -28,6 +26,7 @@
 #include <hoist/comm/communicator.hpp>
 #include <hoist/core/clock.hpp>
 #include <hoist/core/completion.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/zero/checkpoint/store_search.hpp>
 #include <hoist/zero/layout/record_map.hpp>
@@ -99,13 +98,13 @@ class Mirror {
   bool has_others_ = false;                  // other stores lie beside this one
 
   std::atomic<std::uint64_t> copied_bytes_{0}, bytes_read_{0};
-  mutable std::mutex mutex_;  // guards the rest
-  std::condition_variable wake_;
-  bool abandoned_ = false;
-  std::thread thread_;
-  Completion under_way_;
-  std::unique_ptr<Promise> promise_;  // of under_way_
-  std::optional<std::uint64_t> step_;
+  mutable Mutex mutex_;
+  ConditionVariable wake_;
+  bool abandoned_ HOIST_GUARDED_BY(mutex_) = false;
+  std::thread thread_ HOIST_GUARDED_BY(mutex_);
+  Completion under_way_ HOIST_GUARDED_BY(mutex_);
+  std::unique_ptr<Promise> promise_ HOIST_GUARDED_BY(mutex_);  // of under_way_
+  std::optional<std::uint64_t> step_ HOIST_GUARDED_BY(mutex_);
 };
 
 }  // namespace hoist::detail

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
@@ -146,7 +147,7 @@ FormerState::FormerState(Runtime& runtime, const EngineOptions& options, const U
 }
 
 void FormerState::read(ParameterId parameter, State state, std::uint64_t first, std::span<float> out) {
-  const std::lock_guard lock(one_at_a_time_);
+  const MutexLock lock(one_at_a_time_);
   stored_->read(parameter.index, state, first, out);
 }
 

@@ -9,10 +9,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 
+#include <hoist/core/mutex.hpp>
 #include <hoist/tiers/budget.hpp>
 #include <hoist/zero/checkpoint/commit_state.hpp>
 #include <hoist/zero/checkpoint/store_search.hpp>
@@ -64,7 +64,7 @@ class FormerState {
  private:
   std::uint64_t step_ = 0;
   CommitState commit_state_;
-  std::mutex one_at_a_time_;
+  Mutex one_at_a_time_;
   tiers::Budget::Hold tables_;
   std::unique_ptr<StoredModel> stored_;
 };

@@ -3,6 +3,7 @@
 #include <array>
 
 #include <hoist/core/assert.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/zero/passes/weight_reader.hpp>
 
 namespace hoist::detail {
@@ -17,7 +18,7 @@ WeightReader::WeightReader(tiers::Store& store, const UnitRegions& units, const 
 
 WeightReader::~WeightReader() {
   {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     expected_.clear();
     await_copies(lock);
   }
@@ -30,7 +31,7 @@ WeightReader::~WeightReader() {
 }
 
 void WeightReader::expect(std::vector<UnitId> order) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   // Drop what is staged but not among the next few that are read; keep the rest and do not read it again.
   auto horizon = order.begin();
   for (std::size_t reads = 0; horizon != order.end() && reads < buffers_.size(); ++horizon)
@@ -49,21 +50,21 @@ void WeightReader::expect(std::vector<UnitId> order) {
 }
 
 void WeightReader::invalidate() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   expected_.clear();
   await_copies(lock);
   for (Buffer& buffer : buffers_) buffer.use = Use::free;
 }
 
 void WeightReader::outdate(UnitId unit) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (Buffer& buffer : buffers_)
     if (buffer.use == Use::staged && buffer.unit == unit) buffer.use = Use::free;
   start_reads();
 }
 
-void WeightReader::await_copies(std::unique_lock<std::mutex>& lock) {
-  changed_.wait(lock, [&] {
+void WeightReader::await_copies(MutexLock& lock) {
+  changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) {
     return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& b) { return b.use == Use::taken; });
   });
 }
@@ -151,7 +152,7 @@ WeightReader::Buffer* WeightReader::staged(UnitId unit) {
 }
 
 // Not read ahead: read it now, into a free buffer, else one whose contents are not needed soonest.
-WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock) {
+WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, MutexLock& lock) {
   while (true) {
     if (Buffer* buffer = staged(unit)) return *buffer;
     Buffer* victim = nullptr;
@@ -166,12 +167,12 @@ WeightReader::Buffer& WeightReader::buffer_for(UnitId unit, std::unique_lock<std
     if (!victim->read.done()) {
       const Completion abandoned = victim->read;
       victim->use = Use::taken;  // nobody else may pick it meanwhile
-      lock.unlock();
+      mutex_.unlock();
       try {
         abandoned.wait();
       } catch (...) {  // the read that matters is still to come
       }
-      lock.lock();
+      mutex_.lock();
     }
     const auto expected = std::find(expected_.begin(), expected_.end(), unit);
     if (expected != expected_.end()) expected_.erase(expected);
@@ -184,7 +185,7 @@ std::byte* WeightReader::take(UnitId unit) {
   Completion read;
   std::span<std::byte> bytes;
   {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     Buffer& buffer = buffer_for(unit, lock);
     buffer.use = Use::taken;
     read = buffer.read;
@@ -214,7 +215,7 @@ void WeightReader::verify(UnitId id, std::span<const std::byte> bytes) const {
 }
 
 void WeightReader::hand_back(std::byte* bytes) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   const auto buffer =
       std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.bytes.data() == bytes; });
   HOIST_ASSERT(buffer != buffers_.end() && buffer->use == Use::taken);

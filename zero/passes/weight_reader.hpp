@@ -10,11 +10,10 @@
 //            hand_back(buffer) -> the next read starts.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <vector>
 
+#include <hoist/core/mutex.hpp>
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/memory/memory.hpp>
 #include <hoist/zero/update/update_queue.hpp>
@@ -48,26 +47,26 @@ class WeightReader {
     UnitId unit{};
     Completion read;
   };
-  void await_copies(std::unique_lock<std::mutex>& lock);
-  void start_reads();  // with the mutex held
+  void await_copies(MutexLock& lock) HOIST_REQUIRES(mutex_);
+  void start_reads() HOIST_REQUIRES(mutex_);
   void start_read(Buffer& buffer, UnitId unit);
   Completion read_weights(UnitId unit, std::span<std::byte> target);
   Completion read_frozen(UnitId unit, std::span<std::byte> target);
   // The tiles from `first` on, which come last in the record.
   Completion read_record(std::optional<tiers::RecordId> record, const tiers::RecordLayout& layout, std::uint32_t first,
                          std::span<std::byte> target);
-  Buffer* staged(UnitId unit);
-  Buffer& buffer_for(UnitId unit, std::unique_lock<std::mutex>& lock);
+  Buffer* staged(UnitId unit) HOIST_REQUIRES(mutex_);
+  Buffer& buffer_for(UnitId unit, MutexLock& lock) HOIST_REQUIRES(mutex_);
   void verify(UnitId unit, std::span<const std::byte> bytes) const;
 
   tiers::Store& store_;
   const UnitRegions& units_;
   const RecordMap& records_;
   UpdateQueue& updates_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Buffer> buffers_;
-  std::deque<UnitId> expected_;  // not yet being read
+  Mutex mutex_;
+  ConditionVariable changed_;
+  std::vector<Buffer> buffers_ HOIST_GUARDED_BY(mutex_);
+  std::deque<UnitId> expected_ HOIST_GUARDED_BY(mutex_);  // not yet being read
 };
 
 }  // namespace hoist::detail

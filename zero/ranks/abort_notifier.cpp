@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/zero/ranks/abort_notifier.hpp>
 
 namespace hoist::detail {
@@ -41,7 +42,7 @@ AbortNotifier::AbortNotifier(Runtime& runtime) : runtime_(&runtime) {
 // Under the mutex throughout: an abort ends soon, and the runtime does not go before it has.
 void AbortNotifier::notify(const std::exception_ptr& error, std::string_view where) noexcept {
   try {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (runtime_ == nullptr) return;
     const bool from_others = is_of_communication(error);
     if (!from_others && !cause_) cause_ = error;
@@ -57,7 +58,7 @@ void AbortNotifier::notify(const std::exception_ptr& error, std::string_view whe
 
 void AbortNotifier::watch(const platform::StreamEvent& event, const std::string& unit) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (sharding_knows_ && norm_knows_) return;
   }
   event.completion().then([abort_notifier = shared_from_this(), unit](std::exception_ptr error) {
@@ -66,22 +67,22 @@ void AbortNotifier::watch(const platform::StreamEvent& event, const std::string&
 }
 
 void AbortNotifier::told_in_exchange() noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   sharding_knows_ = true;
 }
 
 void AbortNotifier::told_in_norm() noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   sharding_knows_ = norm_knows_ = true;
 }
 
 void AbortNotifier::disarm() noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   runtime_ = nullptr;
 }
 
 std::exception_ptr AbortNotifier::cause_of(const std::exception_ptr& error) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return cause_ && is_of_communication(error) ? cause_ : error;
 }
 

@@ -14,12 +14,12 @@
 
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 
 #include <hoist/comm/agreement.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/platform/stream.hpp>
 #include <hoist/zero/runtime.hpp>
 
@@ -67,11 +67,11 @@ class AbortNotifier : public std::enable_shared_from_this<AbortNotifier> {
  private:
   void disarm() noexcept;
 
-  mutable std::mutex mutex_;
-  Runtime* runtime_;  // null: disarmed
-  bool sharding_knows_ = false;
-  bool norm_knows_ = false;
-  std::exception_ptr cause_;
+  mutable Mutex mutex_;
+  Runtime* runtime_ HOIST_GUARDED_BY(mutex_);  // null: disarmed
+  bool sharding_knows_ HOIST_GUARDED_BY(mutex_) = false;
+  bool norm_knows_ HOIST_GUARDED_BY(mutex_) = false;
+  std::exception_ptr cause_ HOIST_GUARDED_BY(mutex_);
 };
 
 }  // namespace hoist::detail

@@ -263,7 +263,7 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
   const Unit& unit = table_.unit(job.sub_group.unit);
   const std::optional<tiers::RecordId> record = records_.trainable(job.sub_group.unit);
   const Tile& first = job_tiles.front();
-  const auto [writes_weights, writes_state] = writes(job.sub_group, options);
+  const auto written = writes(job.sub_group, options);
   runtime_.update_pool().run(job_tiles.size(), [&](std::size_t i) {
     const Tile& tile = job_tiles[i];
     const auto index = job.sub_group.first_tile + static_cast<std::uint32_t>(i);
@@ -282,8 +282,8 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
           .weights = weights.data(),
           .state = state.data()});
     if (job.target != nullptr) std::memcpy(job.target + (tile.w_offset - first.w_offset), weights.data(), tile.w_bytes);
-    if (writes_weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
-    if (writes_state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
+    if (written.weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
+    if (written.state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);
   });
   const TimePoint end = Clock::now();
   if (!options.in_background) return runtime_.ledger().waited(WaitCause::optimizer, end - begin);

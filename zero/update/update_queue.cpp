@@ -4,6 +4,7 @@
 
 #include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
+#include <hoist/core/mutex.hpp>
 #include <hoist/core/thread.hpp>
 #include <hoist/zero/update/update_queue.hpp>
 
@@ -27,18 +28,18 @@ UpdateQueue::~UpdateQueue() {
 }
 
 void UpdateQueue::stop() noexcept {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   stopping_ = true;
   unqueued_ += requests_.size();
   requests_.clear();
   ahead_.reset();
   changed_.notify_all();
-  changed_.wait(lock, [&] { return !step_ && !reading_ahead_; });
+  changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !step_ && !reading_ahead_; });
 }
 
 void UpdateQueue::begin(Step step) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     HOIST_ASSERT(!step_ && !failure_, "a step begins before the last one was finished");
     for (std::uint32_t u = 0; u < states_.size(); ++u) {
       if (!table_.units()[u].is_trainable()) continue;
@@ -61,7 +62,7 @@ void UpdateQueue::begin(Step step) {
 
 void UpdateQueue::open(const WalkOptions& walk, TilePipeline::Work work) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     HOIST_ASSERT(!step_ && !failure_, "a step is opened before the last one was finished");
     step_ = Step{.walk = walk, .work = std::move(work), .expected = {}, .ended = {}};
     open_ = true;
@@ -70,7 +71,7 @@ void UpdateQueue::open(const WalkOptions& walk, TilePipeline::Work work) {
 }
 
 void UpdateQueue::announce(UnitId unit) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   UnitState& state = states_[unit.index];
   if (failure_) {
     state.updated = Completion::failed(failure_);
@@ -86,7 +87,7 @@ void UpdateQueue::announce(UnitId unit) {
 Completion UpdateQueue::offer(UnitId unit) {
   std::exception_ptr refusal;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     UnitState& state = states_[unit.index];
     refusal = failure_;
     if (!refusal && (!step_ || stopping_)) refusal = std::make_exception_ptr(Error("the step was dropped"));
@@ -106,7 +107,7 @@ Completion UpdateQueue::offer(UnitId unit) {
 void UpdateQueue::withdraw(UnitId unit, const std::exception_ptr& error) {
   std::optional<Promise> promise;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     UnitState& state = states_[unit.index];
     if (state.stage != Stage::announced) return;  // the step failed first
     state.stage = Stage::current;
@@ -116,7 +117,7 @@ void UpdateQueue::withdraw(UnitId unit, const std::exception_ptr& error) {
 }
 
 void UpdateQueue::conclude(Ended ended, std::span<const UnitId> expected) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   HOIST_ASSERT(step_ && open_, "no step is open");
   std::ranges::stable_sort(requests_, {}, [&](const Request& request) {
     return std::ranges::find(expected, request.unit) - expected.begin();
@@ -127,19 +128,19 @@ void UpdateQueue::conclude(Ended ended, std::span<const UnitId> expected) {
 }
 
 void UpdateQueue::check() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
 }
 
 void UpdateQueue::read_ahead(const WalkOptions& walk, std::vector<UnitId> units) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failure_ || stopping_) return;
   ahead_ = Ahead{.walk = walk, .units = std::move(units)};
   changed_.notify_all();
 }
 
 Completion UpdateQueue::updated(UnitId unit) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return states_[unit.index].updated;
 }
 
@@ -157,7 +158,7 @@ Completion UpdateQueue::weights_written(UnitId unit) const {
 }
 
 std::optional<Completion> UpdateQueue::deliver(UnitId unit, std::byte* target) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (states_[unit.index].stage != Stage::pending) return std::nullopt;
   enqueue(unit, target);
   changed_.notify_all();
@@ -165,7 +166,7 @@ std::optional<Completion> UpdateQueue::deliver(UnitId unit, std::byte* target) {
 }
 
 Completion UpdateQueue::hurry(UnitId unit) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (states_[unit.index].stage == Stage::pending) {
     enqueue(unit, nullptr);
     changed_.notify_all();
@@ -178,12 +179,12 @@ Completion UpdateQueue::hurry(UnitId unit) {
 }
 
 void UpdateQueue::finish() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   HOIST_ASSERT(!open_, "a step is to be carried out that is not decided");
   enqueue_rest();
   ahead_.reset();
   changed_.notify_all();
-  changed_.wait(lock, [&] { return !step_ && !reading_ahead_; });
+  changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !step_ && !reading_ahead_; });
   if (failure_) std::rethrow_exception(failure_);
 }
 
@@ -200,12 +201,13 @@ void UpdateQueue::enqueue_rest() {
 
 void UpdateQueue::run() {
   pipeline_.bind_thread();
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return step_ || ahead_ || stopping_; });
+    changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return step_ || ahead_ || stopping_; });
     if (step_) {
+      const Step& step = *step_;  // how it ends may still be decided meanwhile, nothing else
       lock.unlock();
-      carry_out();
+      carry_out(step);
       lock.lock();
       continue;
     }
@@ -220,13 +222,12 @@ void UpdateQueue::run() {
   }
 }
 
-void UpdateQueue::carry_out() {
+void UpdateQueue::carry_out(const Step& step) {
   std::exception_ptr error;
   try {
     pipeline_.run(
-        step_->walk, step_->work, [this](bool wait) { return next(wait); },
-        [this](UnitId unit) { unit_updated(unit); });
-    const std::lock_guard lock(mutex_);
+        step.walk, step.work, [this](bool wait) { return next(wait); }, [this](UnitId unit) { unit_updated(unit); });
+    const MutexLock lock(mutex_);
     if (unqueued_ > 0 || open_) throw Error("the engine ended before its last step was carried out");
   } catch (...) {
     error = std::current_exception();
@@ -238,7 +239,7 @@ void UpdateQueue::carry_out() {
   } catch (...) {
     if (!error) error = std::current_exception();
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   failure_ = error;
   step_.reset();
   open_ = false;
@@ -247,19 +248,20 @@ void UpdateQueue::carry_out() {
 
 // What the step ends in; nothing when it was dropped before it was decided. One that failed early waits for that.
 UpdateQueue::Ended UpdateQueue::conclusion() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return !open_ || stopping_; });
+  MutexLock lock(mutex_);
+  changed_.wait(lock, [&]() HOIST_REQUIRES(mutex_) { return !open_ || stopping_; });
   return std::move(step_->ended);
 }
 
 // What to update next; with nothing queued, waits for a request unless there is other work to go on with.
 std::optional<UpdateRequest> UpdateQueue::next(bool wait) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (requests_.empty()) {
     if (!wait || stopping_ || (unqueued_ == 0 && !open_)) return std::nullopt;
     if (open_)
       changed_.wait(lock);
-    else if (!changed_.wait_for(lock, kIdleMax, [&] { return !requests_.empty() || stopping_; }))
+    else if (!changed_.wait_for(lock, kIdleMax,
+                                [&]() HOIST_REQUIRES(mutex_) { return !requests_.empty() || stopping_; }))
       enqueue_rest();
   }
   const Request request = requests_.front();
@@ -270,7 +272,7 @@ std::optional<UpdateRequest> UpdateQueue::next(bool wait) {
 void UpdateQueue::unit_updated(UnitId unit) {
   std::optional<Promise> promise;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     states_[unit.index].stage = Stage::current;
     promise = std::exchange(states_[unit.index].promise, std::nullopt);
   }
@@ -280,7 +282,7 @@ void UpdateQueue::unit_updated(UnitId unit) {
 void UpdateQueue::fail_pending(const std::exception_ptr& error) {
   std::vector<Promise> unfulfilled;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     failure_ = error;
     for (UnitState& state : states_) {
       if (!state.promise) continue;

@@ -18,15 +18,14 @@
 //            open(work), announce(unit) -> offer(unit) -> TilePipeline::run -> updated(unit); conclude(ended) -> ended.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <thread>
 #include <vector>
 
+#include <hoist/core/mutex.hpp>
 #include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/update/tile_pipeline.hpp>
 
@@ -104,10 +103,10 @@ class UpdateQueue {
     std::vector<UnitId> units;
   };
   void run();
-  void carry_out();
+  void carry_out(const Step& step);
   Ended conclusion();
-  void enqueue(UnitId unit, std::byte* target);  // with the mutex held
-  void enqueue_rest();                           // likewise
+  void enqueue(UnitId unit, std::byte* target) HOIST_REQUIRES(mutex_);
+  void enqueue_rest() HOIST_REQUIRES(mutex_);
   std::optional<UpdateRequest> next(bool wait);
   void fail_pending(const std::exception_ptr& error);
   void unit_updated(UnitId unit);
@@ -115,17 +114,17 @@ class UpdateQueue {
   TilePipeline& pipeline_;
   const UnitTable& table_;
   const UpdateOrder order_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<UnitState> states_;
-  std::deque<Request> requests_;
-  std::size_t unqueued_ = 0;    // pending units that nobody has asked for
-  std::optional<Step> step_;    // under way
-  bool open_ = false;           // more may be offered
-  std::optional<Ahead> ahead_;  // to be read, once there is no step
-  bool reading_ahead_ = false;
-  std::exception_ptr failure_;
-  bool stopping_ = false;
+  mutable Mutex mutex_;
+  ConditionVariable changed_;
+  std::vector<UnitState> states_ HOIST_GUARDED_BY(mutex_);
+  std::deque<Request> requests_ HOIST_GUARDED_BY(mutex_);
+  std::size_t unqueued_ HOIST_GUARDED_BY(mutex_) = 0;    // pending units that nobody has asked for
+  std::optional<Step> step_ HOIST_GUARDED_BY(mutex_);    // under way
+  bool open_ HOIST_GUARDED_BY(mutex_) = false;           // more may be offered
+  std::optional<Ahead> ahead_ HOIST_GUARDED_BY(mutex_);  // to be read, once there is no step
+  bool reading_ahead_ HOIST_GUARDED_BY(mutex_) = false;
+  std::exception_ptr failure_ HOIST_GUARDED_BY(mutex_);
+  bool stopping_ HOIST_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 
