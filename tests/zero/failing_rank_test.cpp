@@ -108,7 +108,8 @@ std::vector<Digests> digests_by_step(int size) {
 // The n-th block of the kind, counted from the third step on, for n by seed: in a fetch, an update or a commit, as it
 // comes.
 TEST_P(FailingDrive, StopsAllRanksAtOnceAndLosesNoDurableStep) {
-  const auto& [drive, size] = GetParam();
+  const auto& drive = std::get<0>(GetParam());
+  const int size = std::get<1>(GetParam());
   const std::vector<Digests> reference = digests_by_step(size);
   for (const std::uint64_t seed : {1u, 2u, 3u}) {
     SCOPED_TRACE("seed " + std::to_string(seed));
