@@ -135,7 +135,7 @@ class Parameters:
         self.note_versions()
         raise _hoist.UsageError(f"parameter '{name}' was changed in place, and the change is lost: weights lie in their memory "
                                 "only while they are used. engine.write(name, values) changes a parameter, load_state_dict() "
-                                "all of them")
+                                "all of them. A forward() cannot change weights (as nn.Embedding does with max_norm)")
 
     # --- buffers: the program's, not the engine's --------------------------------------------------------------------
 
@@ -206,13 +206,18 @@ class Parameters:
             result[name] = self.read_as_stored(name) if dtype is None else as_type(self.read(name), dtype)
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
+        result.update({n: p.detach().clone() for n, p in self._empty()})
         result.update({n: b.detach().clone() for n, b in self.persistent_buffers()})
         return result
+
+    def _empty(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters without elements, which no unit has."""
+        return ((n, p) for n, p in self._module.named_parameters(remove_duplicate=False) if p.numel() == 0)
 
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
         aliases = self._cut.aliases
         buffers = dict(self.persistent_buffers())
-        known = set(self._number) | set(aliases) | set(buffers)
+        known = set(self._number) | set(aliases) | set(buffers) | {name for name, _ in self._empty()}
         unknown = sorted(set(state) - known)
         missing = sorted((set(self._number) | set(buffers)) - set(state) - {aliases[a] for a in aliases if a in state})
         if strict and (unknown or missing):

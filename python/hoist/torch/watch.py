@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hoist import _hoist
 from hoist.torch.graphs import outside_of_graphs
 
 
@@ -62,6 +63,9 @@ class Watch(TorchDispatchMode):
         for unit in units:
             if not self._is_up(unit):
                 self._missing(unit)
+        if not all(self._is_up(unit) for unit in units):  # one has given way to another
+            raise _hoist.BudgetError(f"{func} uses the weights of {len(set(units))} units at once, and the memory for gathered "
+                                     "weights is too small for them: raise stage3_max_live_parameters, or hoist.device_memory")
         return func(*args, **kwargs)
 
     def _unit_shown_by(self, tensor: torch.Tensor) -> int | None:
