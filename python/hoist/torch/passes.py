@@ -137,6 +137,8 @@ class Passes:
     def leave_outermost(self, failed: bool) -> None:
         try:
             self._leave_pass(failed)
+            if torch._C._current_graph_task_id() == -1:
+                self._parameters.note_versions()  # of what forward() may change, see Watch
         finally:
             self.turns.end()
 
@@ -289,6 +291,7 @@ class Passes:
     def _end_backward(self) -> None:
         self._backward_seen = self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
+        self._parameters.note_versions()
         self.micro_batch += 1
         self.due = self.micro_batch == self.micro_batches
 
@@ -322,6 +325,7 @@ class Passes:
             raise
         self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
+        self._parameters.note_versions()
         self.micro_batch = self.micro_batches
         self.due = True
 
