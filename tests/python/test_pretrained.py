@@ -14,8 +14,6 @@ import hoist
 import hoist.torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install transformers)")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("from_pretrained needs transformers 5", allow_module_level=True)
 from hoist.torch.transformers import from_pretrained, save_pretrained  # noqa: E402
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

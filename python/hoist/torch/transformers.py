@@ -153,7 +153,7 @@ class Trainer(transformers.Trainer):
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
         client = self.optimizer
         if client is None and "optimizer" not in filled:
-            client = super().create_optimizer(model)
+            client = super().create_optimizer(*(() if model is None else (model,)))  # transformers 4 takes none
         options = {"device": self.args.device.type} if config.device is None else {}
         self.engine, self.optimizer, _, schedule = hoist.torch.initialize(
             model=self.model, optimizer=client, config=config, **options | self._hoist_options)
