@@ -89,6 +89,7 @@ class Parameters:
                 number, self._unit[name], offset = unit_manager.place(name)
                 dtype = self._type_of(name, parameter)
                 absent = self.tensors.absent(index, parameter.shape, dtype)
+                parameter.__dict__.pop("__deepcopy__", None)  # of from_pretrained
                 values = getattr(parameter, "initial_values", None if parameter.is_meta else parameter.data)
                 if parameter.is_meta:
                     parameter = self._replace(unit, name, parameter, absent)

@@ -237,6 +237,13 @@ class _Part:
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
+def _copy_of(parameter: Any, memo: dict[int, Any]) -> nn.Parameter:
+    """With its values: TRL copies a model before training, for reference."""
+    values = parameter.initial_values().clone()
+    memo[id(parameter)] = copied = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    return copied
+
+
 def _attach(model: Any, reads: dict[str, Read]) -> None:
     """Gives each parameter its function, and memory to what no file has: buffers that are computed, missing parameters."""
     replaced: dict[int, nn.Parameter] = {}
@@ -245,6 +252,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
             absent = torch.full((), torch.nan, dtype=meta.dtype).expand(meta.shape)
             parameter: Any = nn.Parameter(absent, requires_grad=meta.requires_grad)
             parameter.initial_values, parameter._is_hf_initialized = reads[name], True
+            parameter.__deepcopy__ = partial(_copy_of, parameter)
             replaced[id(meta)] = parameter
     for prefix, module in model.named_modules():
         module.__dict__.pop("_is_hf_initialized", None)
