@@ -139,7 +139,8 @@ def test_missing_unexpected_and_mismatched_are_reported_as_transformers_does(tmp
         from_pretrained(transformers.LlamaForCausalLM, directory, vocab_size=50)
     resized, info = from_pretrained(transformers.LlamaForCausalLM, directory, vocab_size=50, ignore_mismatched_sizes=True,
                                     output_loading_info=True)
-    assert {key for key, *_ in info["mismatched_keys"]} == {"lm_head.weight", "model.embed_tokens.weight"}
+    mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
+    assert mismatched == {"lm_head.weight", "model.embed_tokens.weight"}
     with hoist.torch.wrap(resized, config_of(tmp_path / "resized")) as engine:
         assert engine.read("lm_head.weight").shape == (50, 32)
         assert torch.equal(engine.read("model.norm.weight"), source.model.norm.weight)

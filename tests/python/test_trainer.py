@@ -20,6 +20,8 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 import hoist.torch.transformers as hoist_transformers  # noqa: E402
 from training import digests  # noqa: E402
 
+IS_4 = transformers.__version__.startswith("4.")  # whose mean counts each sequence's first token, too
+
 # As people have it for Hugging Face's DeepSpeed integration, ZeRO-3 with NVMe; nothing of hoist's own.
 DS_CONFIG = """{
   "bf16": {"enabled": "auto"},
@@ -108,7 +110,7 @@ def the_plain_loop(args, config, steps, batches_per_epoch, batches, optimizer_of
     while len(losses) < steps:
         step = [next(data) for _ in range(min(args.gradient_accumulation_steps, left))]
         left = left - len(step) or batches_per_epoch
-        items = sum(batch["labels"][:, 1:].ne(-100).sum() for batch in step)
+        items = sum(batch["labels"][:, 0 if IS_4 else 1:].ne(-100).sum() for batch in step)
         total = 0.0
         for index, batch in enumerate(step):
             loss = engine(**batch, num_items_in_batch=items).loss

@@ -61,7 +61,7 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
     tensors = {key: read for file in files for key, read in file.items()}
     reads = _reads_of(model, tensors, cast("dict[str, str] | None", arguments.get("key_mapping")))
     model.__dict__.pop("hf_device_map", None)  # of the meta device, which Trainer would take for the weights' place
-    unexpected_shapes = {key for key, *_ in info["mismatched_keys"]}
+    unexpected_shapes = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}  # transformers 4: names
     _attach(model, {key: read for key, read in reads.items() if key not in unexpected_shapes})
     return (model, info) if with_info else model
 

@@ -167,6 +167,9 @@ class Trainer(transformers.Trainer):
         # By this accelerate knows objects that need no wrapping.
         for prepared in (self.model, self.optimizer):
             cast(Any, prepared)._is_accelerate_prepared = True
+        own = self.accelerator.prepare_model  # which asks for that attribute itself only since accelerate 1.12
+        self.accelerator.prepare_model = lambda model, *positional, **arguments: (
+            model if getattr(model, "_is_accelerate_prepared", False) else own(model, *positional, **arguments))
         self.accelerator.backward = self._backward
         return self.optimizer
 
