@@ -75,8 +75,8 @@ def arguments(path, **changes):
     return transformers.TrainingArguments(**(settings | changes))
 
 
-def trainer_of(args, config, model=None, **more):
-    return hoist_transformers.Trainer(model=model or tiny_llama(), args=args, train_dataset=Tokens(), hoist_config=config,
+def trainer_of(args, config, model=None, rows=96, **more):
+    return hoist_transformers.Trainer(model=model or tiny_llama(), args=args, train_dataset=Tokens(rows), hoist_config=config,
                                       **more)
 
 
@@ -182,7 +182,7 @@ def test_fp16_resumed_from_a_checkpoint_after_skipped_steps(tmp_path):
         args = arguments(tmp_path / path / "out", bf16=False, fp16=True, max_steps=max_steps, save_strategy="steps",
                          save_steps=1, lr_scheduler_type="constant_with_warmup")
         config = fp16_config(tmp_path / path / "nvme", 28, without=("optimizer", "scheduler"))
-        trainer = trainer_of(args, config, model=tiny_llama(seed=seed))
+        trainer = trainer_of(args, config, model=tiny_llama(seed=seed), rows=120)  # one epoch: see docs/trainers.md
         trainer.train(resume_from_checkpoint=resume)
         end = digests(trainer.engine), trainer.engine.skipped_steps, trainer.lr_scheduler.last_epoch
         assert trainer.lr_scheduler.last_epoch == trainer.engine.step_count
