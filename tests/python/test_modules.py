@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
-from training import digests
 
 import hoist
 import hoist.torch
+from training import digests
 
 WIDTH, STEPS = 12, 4
 
@@ -297,7 +297,8 @@ def test_trains_as_in_memory(settings, kind, loss_of, needs_several):
 
     ends = []
     for small in (True, False):
-        config = settings(gradient_accumulation_steps=2, optimizer={"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}})
+        adamw = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}}
+        config = settings(gradient_accumulation_steps=2, optimizer=adamw)
         config["hoist"]["device_memory"] = "8MiB"
         if small and not needs_several:
             config["zero_optimization"]["stage3_max_live_parameters"] = 1

@@ -173,7 +173,7 @@ def _reads_of(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] 
 
 def _reads_of_4(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] | None) -> dict[str, Read]:
     """transformers 4 renames tensors, and converts none."""
-    from transformers.modeling_utils import VLMS
+    from transformers.modeling_utils import VLMS  # type: ignore[attr-defined]  # transformers 5 has none
 
     if key_mapping is None and any(name in type(model).__name__.lower() for name in VLMS):
         key_mapping = model._checkpoint_conversion_mapping
@@ -274,7 +274,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
 
 def _initialize_as_4(model: Any) -> None:
     """transformers 4 initializes modules whole, and computes buffers only where they are made."""
-    from accelerate import init_empty_weights
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]  # it has no types
 
     with init_empty_weights():
         computed = dict(type(model)(model.config).named_buffers())
