@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoist
 import hoist.torch
+import ranks
 from training import digests
 
 WIDTH, STEPS = 12, 4
@@ -324,6 +325,34 @@ def test_trains_as_in_memory(settings, kind, loss_of, needs_several):
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(weights[name].cpu(), value.cpu(), rtol=0, atol=1e-5)
     assert ends[0] == ends[1]
+
+
+RANK = """
+from test_modules import *
+name, config = config
+join()
+with hoist.torch.wrap(make(CASES[name][0]), config) as engine:
+    for x in batches():
+        engine.backward(square(engine.module, x.chunk(size)[rank]))
+        engine.step()
+    print(json.dumps(digests(engine)))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["weights of others", "tied"])
+def test_ranks_wait_for_gradient_memory_alike(settings, tmp_path, name):
+    config = settings(hoist={"device_memory": "8MiB", "pinned_memory": "32MiB"})
+    found = ranks.results(ranks.start(RANK, tmp_path / "ranks", [name, config]))
+    config["gradient_accumulation_steps"] = 2
+    config["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "one")
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "one")
+    with hoist.torch.wrap(make(CASES[name][0]), config) as engine:
+        for x in batches():
+            for half in x.chunk(2):
+                engine.backward(square(engine.module, half))
+                engine.step()
+        assert found == [digests(engine)] * 2
 
 
 def test_gradients_of_inputs_are_no_backward_pass(settings):
