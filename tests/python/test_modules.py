@@ -2,8 +2,6 @@
 """Modules whose calls, weights or graphs have an unusual form, against torch.optim.AdamW in memory: losses, weights, the names of
 all weights, and the same bits wherever the state is."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -278,10 +276,10 @@ def make(kind):
     return kind()
 
 
-@pytest.mark.parametrize(("kind", "loss_of", "needs_several"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("kind", "loss_of", "needs_several"), [
+    pytest.param(*case, id=name, marks=pytest.mark.cpu_tensors("PyTorch has one fused operator for nn.LSTM, of CUDA")
+                 if case[0] is Recurrent else ()) for name, case in CASES.items()])
 def test_trains_as_in_memory(settings, kind, loss_of, needs_several):
-    if kind is Recurrent and os.environ.get("HOIST_TEST_ACCELERATOR"):
-        pytest.skip("of nn.LSTM, PyTorch has no parts that the test accelerator could run")
     reference = make(kind)
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.1)
@@ -340,6 +338,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.cpu_tensors("the ranks compute with CPU tensors")
 @pytest.mark.parametrize("name", ["weights of others", "tied"])
 def test_ranks_wait_for_gradient_memory_alike(settings, tmp_path, name):
     config = settings(hoist={"device_memory": "8MiB", "pinned_memory": "32MiB"})
