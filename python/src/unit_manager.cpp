@@ -9,6 +9,7 @@
 #include <nanobind/ndarray.h>
 
 #include <hoist/comm/launch.hpp>
+#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/log.hpp>
 #include <hoist/core/units.hpp>
@@ -227,6 +228,7 @@ void UnitManager::open_runtime() {
     throw;
   }
   learning_ = true;
+  gradient_places_.reset();
   was_used_ = false;
 }
 
@@ -301,15 +303,15 @@ platform::StreamRef UnitManager::stream_of_gradients() {
 // In the first step a unit may turn out to be needed in the backward pass while others are that share its place. One
 // that is held until its last gradient comes has mostly been read by then, and gives way: the one that was loaded
 // first. If it is read after all, it is brought up again, or PyTorch refuses the access. From the next pass on, the two
-// lie apart.
+// lie apart, or, if the memory for gathered weights is too small for that, go on to give way while they are watched.
 bool UnitManager::give_way() {
-  if (!learning_) return false;
+  if (!learning_ && !watched_) return false;
   Unit* first = nullptr;
   for (Unit& unit : units_)
     if (unit.lease && unit.in_backward && (first == nullptr || unit.loaded_at < first->loaded_at)) first = &unit;
   if (first == nullptr) return false;
   unload(*first);
-  return true;
+  return gave_way_ = true;
 }
 
 void UnitManager::unload(Unit& unit) {
@@ -376,6 +378,7 @@ void UnitManager::leave(std::uint32_t index) {
 void UnitManager::begin(Pass pass, PassOptions options) {
   if (pass_) throw UsageError("a pass is already under way");
   require_awake();
+  gave_way_ = false;
   {
     Engine& live = engine();
     const nb::gil_scoped_release release;
@@ -389,9 +392,12 @@ void UnitManager::forget_pass() {
   pass_.reset();
   arrived_count_ = 0;
   has_arrived_.assign(has_arrived_.size(), false);
+  complete_.clear();
+  gradient_places_taken_ = 0;
   for (Unit& unit : units_) {
     unit.holds = unit.entered = 0;
-    unit.in_backward = unit.finished = false;
+    unit.in_backward = unit.finished = unit.in_gradient_memory = false;
+    unit.waiting.clear();
     unit.arrived = unit.calls = unit.calls_done = 0;
   }
 }
@@ -459,7 +465,7 @@ void UnitManager::input_arrived(std::uint32_t index, bool last) {
   if (is_vertical()) return;
   end_use(unit);
   // What has not come by now had no part in the result. Of a unit that was called twice only the last call knows.
-  if (last && !unit.shared && !unit.finished && unit.arrived > 0 && unit.calls_done >= unit.calls) finish(unit);
+  if (last && !unit.shared && !unit.finished && unit.arrived > 0 && unit.calls_done >= unit.calls) complete(unit);
 }
 
 void UnitManager::end_use(Unit& unit) {
@@ -492,30 +498,93 @@ void UnitManager::arrived(ParameterId parameter, nb::handle tensor) {
                     "use_reentrant=False",
                     spec.name));
   }
+  type_of_gradient(gradient, parameter);
   if (!nb::cast<bool>(gradient.attr("is_contiguous")())) gradient = gradient.attr("contiguous")();
-  const auto address = nb::cast<std::uintptr_t>(gradient.attr("data_ptr")());
-  const TensorView view{reinterpret_cast<void*>(address), type_of_gradient(gradient, parameter), spec.shape, 0};
-  const platform::StreamRef stream = stream_of_gradients();
-  try {
-    const nb::gil_scoped_release release;
-    const std::lock_guard lock(engine_mutex());
-    engine_->accumulate(parameter, view, stream);
-    collecting_.added = stream->record();
-  } catch (const BudgetError&) {
-    if (!is_vertical()) throw;
+  unit.waiting.push_back({parameter, std::move(gradient), {}});
+  if (!computes_on_host()) unit.waiting.back().made = stream_of_gradients()->record();
+  ++arrived_count_;
+  const bool is_new = !has_arrived_[parameter.index];
+  has_arrived_[parameter.index] = true;
+  if (is_new && ++unit.arrived == unit.trainable && !unit.shared && !is_vertical()) {
+    complete(unit);
+    if (!unit.has_frozen) end_use(unit);
+  } else if (may_wait_in_gradient_memory()) {
+    add_up(unit);
+  }
+}
+
+// A unit whose gradients come one by one never takes the last place: those that have all come could not be finished.
+bool UnitManager::may_wait_in_gradient_memory() const {
+  return !gradient_places_ || gradient_places_taken_ + 1 < *gradient_places_;
+}
+
+// False, and nothing has happened, if other units have the memory for gradients.
+bool UnitManager::add_up(Unit& unit) {
+  for (Gradient& gradient : unit.waiting) {
+    try {
+      add(gradient);
+    } catch (const BudgetError&) {
+      if (unit.in_gradient_memory) throw;
+      note_refusal(model_.parameters()[gradient.parameter.index].name);
+      return false;
+    }
+    if (!std::exchange(unit.in_gradient_memory, true)) ++gradient_places_taken_;
+    collecting_.tensors.push_back(std::move(gradient.tensor));
+  }
+  unit.waiting.clear();
+  return true;
+}
+
+// Called while a BudgetError is handled, which goes on where waiting would not help.
+void UnitManager::note_refusal(const std::string& parameter) {
+  if (gradient_places_taken_ == 0) throw;
+  if (is_vertical()) {
     throw UsageError(fmt::format(
         "in vertical order a gradient of '{}' arrived in the backward pass of other layers: a tensor of its "
         "layer, kept in an attribute perhaps, leads to the loss beside what forward() returns. Return it from "
         "forward(), or use horizontal order",
-        spec.name));
+        parameter));
   }
-  collecting_.tensors.push_back(std::move(gradient));
-  ++arrived_count_;
-  if (has_arrived_[parameter.index]) return;
-  has_arrived_[parameter.index] = true;
-  if (++unit.arrived < unit.trainable || unit.shared || is_vertical()) return;
-  finish(unit);
-  if (!unit.has_frozen) end_use(unit);
+  if (!gradient_places_) {
+    log_info(
+        "gradients of more than {} units are made at once, such as that of '{}': they stay in PyTorch's memory until "
+        "those of their unit are complete",
+        gradient_places_taken_, parameter);
+  }
+  gradient_places_ = gradient_places_taken_;
+}
+
+void UnitManager::add(const Gradient& gradient) {
+  const ParameterId parameter = gradient.parameter;
+  const auto address = nb::cast<std::uintptr_t>(gradient.tensor.attr("data_ptr")());
+  const TensorView view{reinterpret_cast<void*>(address), type_of_gradient(gradient.tensor, parameter),
+                        model_.parameters()[parameter.index].shape, 0};
+  const platform::StreamRef stream = stream_of_gradients();
+  const nb::gil_scoped_release release;
+  const std::lock_guard lock(engine_mutex());
+  if (!computes_on_host()) stream->wait(gradient.made, WaitCause::none);
+  engine_->accumulate(parameter, view, stream);
+  collecting_.added = stream->record();
+}
+
+void UnitManager::complete(Unit& unit) {
+  unit.finished = true;
+  complete_.push_back(unit.id.index);
+  if (!try_to_finish(unit)) return;
+  complete_.pop_back();
+  while (!complete_.empty() && try_to_finish(units_[complete_.front()])) complete_.pop_front();
+}
+
+bool UnitManager::try_to_finish(Unit& unit) {
+  if (!add_up(unit)) return false;
+  try {
+    finish(unit);
+  } catch (const BudgetError&) {
+    if (unit.in_gradient_memory) throw;
+    note_refusal(model_.units()[unit.id.index].name);
+    return false;
+  }
+  return true;
 }
 
 void UnitManager::finish(Unit& unit) {
@@ -527,6 +596,7 @@ void UnitManager::finish(Unit& unit) {
   }
   end_part();
   unit.finished = true;
+  if (std::exchange(unit.in_gradient_memory, false)) --gradient_places_taken_;
 }
 
 void UnitManager::end_part() {
@@ -548,8 +618,9 @@ void UnitManager::end_unit(std::uint32_t index, bool is_complete) {
 void UnitManager::end_backward() {
   if (pass_ != Pass::train) throw UsageError("backward() without a forward pass before it");
   for (Unit& unit : units_) {
-    if (unit.trainable > 0 && !unit.finished) finish(unit);
+    if (unit.trainable > 0 && !unit.finished) complete(unit);
   }
+  HOIST_ASSERT(complete_.empty(), "{} units have no memory for gradients", complete_.size());
   end();
   learning_ = false;
 }

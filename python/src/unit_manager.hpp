@@ -13,7 +13,9 @@
 //            current stream, which each hook asks for; that stream waits for weights, and the host does not.
 // Threading  One thread at a time, with the GIL held; it is released wherever the engine may wait.
 // Memory     Of hoist.device_memory, as much as the engine uses. A gradient tensor is kept until it was added up:
-//            of two units at most, if PyTorch computes on the calling thread.
+//            of two units at most, if PyTorch computes on the calling thread and a backward pass goes from unit to
+//            unit. The engine has memory for gradients of one or two units. Where more are under way at once, their
+//            tensors stay in PyTorch's memory until the unit has all of its gradients.
 // Errors     Those of the Engine.
 // Main path  begin -> enter/leave... -> backward -> arrived... (finish) -> end_backward -> step.
 #pragma once
@@ -148,6 +150,10 @@ class UnitManager {
   // Someone needs the unit up, whether it is or had to give way.
   bool is_held(std::uint32_t unit) const { return units_[unit].holds > 0; }
   void bring_back(std::uint32_t unit) { load(units_[unit]); }
+  // Units that are up for their backward passes may give way to others, because someone brings back what is read then.
+  void watch_backward(bool watched) { watched_ = watched; }
+  // Whether one did in this pass, or in the one that ended last.
+  bool gave_way() const { return gave_way_; }
 
   // --- the backward pass
   void backward(std::uint32_t unit);          // the gradient of its output is there
@@ -176,6 +182,11 @@ class UnitManager {
   void connect(TorchSide torch) { torch_ = std::move(torch); }
 
  private:
+  struct Gradient {
+    ParameterId parameter{};
+    nb::object tensor;
+    platform::StreamEvent made;  // on a stream of PyTorch's
+  };
   struct Unit {
     UnitId id{};
     std::optional<Lease> lease;
@@ -187,7 +198,9 @@ class UnitManager {
     bool in_backward = false;
     bool has_frozen = false;
     bool shared = false;
-    bool finished = false;
+    bool finished = false;            // all gradients of it have come; they are added up, or wait for memory
+    bool in_gradient_memory = false;  // some of its gradients are, and the engine was not told yet that they are all
+    std::vector<Gradient> waiting;    // those that are not
     unsigned trainable = 0;
     unsigned arrived = 0;
     unsigned calls = 0;  // in the pass, that will have a backward pass
@@ -217,6 +230,12 @@ class UnitManager {
   void show(Unit& unit);
   void hide(Unit& unit) noexcept;
   void unbind() noexcept;
+  bool may_wait_in_gradient_memory() const;
+  bool add_up(Unit& unit);
+  void add(const Gradient& gradient);
+  void note_refusal(const std::string& parameter);
+  void complete(Unit& unit);
+  bool try_to_finish(Unit& unit);
   void finish(Unit& unit);
   void end_use(Unit& unit);
   void forget_pass();
@@ -244,12 +263,18 @@ class UnitManager {
   std::optional<Pass> pass_;
   bool keeps_all_up_ = false;
   bool learning_ = true;
+  bool watched_ = false;
+  bool gave_way_ = false;
   bool was_used_ = false;  // an engine was made, or was to be made, with runtime_
   std::uint64_t clock_ = 0;
   TorchSide torch_;
   std::uint64_t arrived_count_ = 0;
   PendingGradients collecting_;          // of the unit whose gradients are coming in
   std::deque<PendingGradients> adding_;  // of those before, oldest first
+  std::deque<std::uint32_t> complete_;   // units that wait for gradient memory, and then are finished
+  // Of how many units the engine has memory for gradients, and how many use it now. Known from the first refusal on.
+  std::optional<unsigned> gradient_places_;
+  unsigned gradient_places_taken_ = 0;
   nb::object fp32_, bf16_, fp16_;
 };
 

@@ -315,6 +315,8 @@ void bind_unit_manager(nb::module_& module) {
       .def("has_gradients", &UnitManager::has_gradients)
       .def("is_up", &UnitManager::is_up, "unit"_a)
       .def("is_held", &UnitManager::is_held, "unit"_a)
+      .def("watch_backward", &UnitManager::watch_backward, "watched"_a)
+      .def("gave_way", &UnitManager::gave_way)
       .def("bring_back", &UnitManager::bring_back, "unit"_a)
       .def("enter", &UnitManager::enter, "unit"_a)
       .def("leave", &UnitManager::leave, "unit"_a)

@@ -15,6 +15,12 @@ if os.environ.get("HOIST_TEST_ACCELERATOR"):  # tests/python/accelerator: models
     accelerator.use()
 
 
+def pytest_collection_modifyitems(items):
+    for item in items if os.environ.get("HOIST_TEST_ACCELERATOR") else []:
+        for marker in item.iter_markers("cpu_tensors"):
+            item.add_marker(pytest.mark.skip(reason=f"not on the test accelerator: {marker.args[0]}"))
+
+
 @pytest.fixture
 def settings(tmp_path):
     """A configuration in DeepSpeed's form, everything on NVMe, with budgets that hold a few layers of a tiny model."""

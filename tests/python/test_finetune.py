@@ -241,6 +241,8 @@ def in_memory(places, base, train, evaluation=None, lora=None, **arguments):
     """The same run by TRL alone."""
     options = {"report_to": "none", "bf16": False, "seed": 42, "output_dir": places["out"] + "-memory", "use_cpu": True,
                "logging_steps": 1, "lr_scheduler_type": "cosine", "disable_tqdm": True, "save_strategy": "no"} | arguments
+    if transformers.__version__.startswith("4.") and 0 < options["warmup_steps"] < 1:
+        options["warmup_ratio"] = options.pop("warmup_steps")
     model = transformers.AutoModelForCausalLM.from_pretrained(places["model"], dtype=torch.float32)
     kind, config = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig)}[base]
     transformers.set_seed(42)

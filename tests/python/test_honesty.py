@@ -401,4 +401,4 @@ def test_what_no_pass_uses_has_a_gradient_of_zeros(settings):
             engine.backward(_loss(engine, inputs))
             assert engine.step().applied
         weights = engine.state_dict()
-    assert torch.allclose(weights["blocks.1.weight"], unused * (1 - 1e-3 * 0.1) ** 2, rtol=1e-6, atol=0)
+    assert torch.allclose(weights["blocks.1.weight"].cpu(), unused.cpu() * (1 - 1e-3 * 0.1) ** 2, rtol=1e-6, atol=0)

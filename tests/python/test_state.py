@@ -46,6 +46,7 @@ def test_a_run_goes_on_where_it_ended(settings, tmp_path):
         assert [engine.digest(s) for s in (hoist.State.master, hoist.State.moment1, hoist.State.moment2)] == digests
 
 
+@pytest.mark.cpu_tensors("the program that is killed computes with CPU tensors")
 def test_killed_and_resumed(settings, tmp_path):
     """kill -9 in the middle of training; the resumed run ends in the bits of one that nobody disturbed."""
     config = settings()
@@ -191,11 +192,11 @@ def test_moments_can_be_read(settings):
         engine.backward(loss_of(engine(inputs), targets))
         loss_of(reference(inputs), targets).backward()
         name, parameter = "blocks.1.up.weight", reference.blocks[1].up.weight
-        assert torch.equal(engine.read(name, hoist.State.gradient), parameter.grad)
+        assert torch.equal(engine.read(name, hoist.State.gradient), parameter.grad.cpu())
         engine.step()
         optimizer.step()
-        torch.testing.assert_close(engine.read(name, hoist.State.moment1), optimizer.state[parameter]["exp_avg"])
-        torch.testing.assert_close(engine.read(name, hoist.State.moment2), optimizer.state[parameter]["exp_avg_sq"])
+        torch.testing.assert_close(engine.read(name, hoist.State.moment1), optimizer.state[parameter]["exp_avg"].cpu())
+        torch.testing.assert_close(engine.read(name, hoist.State.moment2), optimizer.state[parameter]["exp_avg_sq"].cpu())
 
 
 def test_small_buffers_come_back(settings):

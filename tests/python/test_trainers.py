@@ -25,7 +25,8 @@ def tokenizer():
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, WORDS)}
     of_words = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     of_words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+                                                model_input_names=["input_ids", "attention_mask"])
 
 
 def text(seed):

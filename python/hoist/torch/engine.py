@@ -72,6 +72,7 @@ class Engine(DeepSpeedNames):
                          "transfers: set OMP_WAIT_POLICY=PASSIVE before Python starts (or import hoist.torch before "
                          "torch), and steps may be several times faster")
         self._refuse_compiled(model)
+        self._refuse_scripted(model)
 
         cut = units_of(model, unit_classes)
         if not cut.units:
@@ -161,6 +162,13 @@ class Engine(DeepSpeedNames):
                     "the hooks that bring weights up. Wrap the model first, and compile it then (torch.compile(model), "
                     "model.compile(), or compile_units() of the engine)"
                 )
+
+    @staticmethod
+    def _refuse_scripted(model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+                raise _hoist.UsageError(f"module '{name or type(module).__name__}' was made by torch.jit, and has no hooks that "
+                                        "could bring weights up: wrap the module as it is in Python")
 
     def _groups(self, groups: ParamsT | None) -> tuple[list[dict[str, Any]], dict[int, int]]:
         """Parameter groups with all their settings, and the group of each parameter, by its id."""
@@ -300,6 +308,7 @@ class Engine(DeepSpeedNames):
         if not self._passes.end_for_step(at_boundary=bool(self._boundary)):
             return None
         self.optimizer.refuse_changes()
+        self._parameters.refuse_edits()
         if self._takes_rates:
             self.optimizer.push_rates()
         report = self._unit_manager.step(self._commit_state(schedule_lags=True))

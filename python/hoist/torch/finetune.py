@@ -27,6 +27,7 @@ import yaml
 
 from hoist import _hoist
 from hoist.torch.finetune_data import load_rows
+from hoist.torch.pretrained import IS_4
 from hoist.torch.transformers import Trainer, from_pretrained, newest_complete_checkpoint
 
 __all__ = ["main", "run"]
@@ -251,6 +252,8 @@ def run(recipe: dict[str, Any], command: str = "python -m hoist.torch.finetune R
     train, evaluation = load_rows(recipe, tokenizer, plan.dpo, plan.notices)
     _complete(plan, recipe, len(train))
     arguments = plan.arguments
+    if IS_4 and 0 < arguments["warmup_steps"] < 1:
+        arguments["warmup_ratio"] = arguments.pop("warmup_steps")
     nvme = {"device": "nvme", "nvme_path": os.path.join(recipe["output_dir"], "nvme")}
     default = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
     if "deepspeed" not in recipe:

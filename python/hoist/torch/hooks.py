@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ from hoist.torch.graphs import outside_of_graphs
 from hoist.torch.passes import Passes
 from hoist.torch.turns import FORWARD
 from hoist.torch.units import reads_weights_in_backward, tensors_in
+
+
+@dataclass
+class Call:
+    """One call of a module that has hooks, under way."""
+
+    hook: ModuleHook
+    entered: list[int] = field(default_factory=list)  # units
+    made_before: set[Any] = field(default_factory=set)  # the graph's nodes that made what it was given
 
 
 class ModuleHook:
@@ -29,13 +39,14 @@ class ModuleHook:
         self.is_root = is_root
         self.module = module
         self.reads_in_backward = reads_weights_in_backward(module)
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        # Before the program's hooks, which may read weights, as those of torch.nn.utils.weight_norm do.
+        module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def joins_call(self, unit: int) -> None:
         """The module's call is under way already, and its hooks are new: from now on it counts as announced."""
         self.unit_manager.enter(unit)
-        self.passes.calls.append((self, [unit]))
+        self.passes.calls.append(Call(self, [unit]))
 
     @outside_of_graphs
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -49,18 +60,18 @@ class ModuleHook:
                 passes.refuse_reentrant(self.units)
             if not passes.calls or self.is_root:
                 passes.enter_outermost()
-        entered: list[int] = []
-        passes.calls.append((self, entered))
+        call = Call(self)
+        passes.calls.append(call)
         for unit in self.units:
             unit_manager.enter(unit)
-            entered.append(unit)
+            call.entered.append(unit)
         if not torch.is_grad_enabled():
             return
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad:
-                for unit in entered:
-                    tensor.register_hook(unit_manager.input_hook(unit, tensor.grad_fn is None))
-                return
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        call.made_before = {tensor.grad_fn for tensor in inputs}
+        for tensor in inputs[:1]:
+            for unit in call.entered:
+                tensor.register_hook(unit_manager.input_hook(unit, tensor.grad_fn is None))
 
     @outside_of_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -68,15 +79,15 @@ class ModuleHook:
         if not passes.calls or not passes.turns.is_free_or_mine:
             return None  # this call was refused
         forward_of_all = passes.forward_of_all
-        entered: list[int] = []
-        if passes.calls[-1][0] is self:
-            entered = passes.calls.pop()[1]
+        call = passes.calls.pop() if passes.calls[-1].hook is self else Call(self)
+        entered = call.entered
         outermost = not passes.calls and forward_of_all is None
         replaced = None
         failed = output is None and sys.exc_info()[0] is not None
         if torch.is_grad_enabled() and not failed:
             tensors = list(tensors_in(output))
-            nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
+            # What the module returns as it came has a gradient when the call's own backward pass is long over.
+            nodes = {t.grad_fn for t in tensors if t.grad_fn is not None} - call.made_before
             if not tensors and not self.is_root:
                 passes.keep_up(entered, type(module).__name__)
             for unit in entered if nodes else ():

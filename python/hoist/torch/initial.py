@@ -67,28 +67,33 @@ class InitialValues:
         """Values for all of the unit's parameters, from the modules that have one without."""
         parameters = list(unit.parameters.values())
         known = {id(p): values_of(self._sources[id(p)]) for p in parameters if id(p) in self._sources}
-        with _own_memory(parameters, known), torch.random.fork_rng(devices=[]), torch.no_grad():
+        lacking = [m for m in unit.modules if any(id(p) not in self._sources for p in m.parameters(recurse=False))]
+        with _own_memory(unit.modules, known) as stand_ins, torch.random.fork_rng(devices=[]), torch.no_grad():
             # The same numbers whatever was initialized before, and when this unit is asked for twice.
             torch.manual_seed(self._seed + index)
-            for module in unit.modules:
-                if any(id(p) not in self._sources for p in module.parameters(recurse=False)):
-                    self._initialize(module)
-            return {p: p.data for p in parameters}
+            for module in lacking:
+                self._initialize(module)
+            return {p: stand_ins[id(p)].data for p in parameters}
 
 
 @contextlib.contextmanager
-def _own_memory(parameters: Iterable[nn.Parameter], values: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Gives parameters memory of their own for a while; with copies of the values that they have, by id."""
-    before = {p: p.data for p in parameters}
+def _own_memory(modules: Iterable[nn.Module], values: dict[int, torch.Tensor]) -> Iterator[dict[int, nn.Parameter]]:
+    """Puts parameters in CPU memory in the place of the modules' own for a while, by whose ids they are returned; with copies
+    of the values that those have, by id."""
+    own = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
+    stand_ins: dict[int, nn.Parameter] = {}
     try:
-        for parameter, data in before.items():
-            known = values.get(id(parameter))
-            parameter.data = (torch.empty(data.shape, dtype=data.dtype, device="cpu") if known is None
-                              else known.to("cpu", data.dtype, copy=True))
-        yield
+        for module, name, parameter in own:
+            if id(parameter) not in stand_ins:
+                known = values.get(id(parameter))
+                data = (torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu") if known is None
+                        else known.to("cpu", parameter.dtype, copy=True))
+                stand_ins[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            module._parameters[name] = stand_ins[id(parameter)]
+        yield stand_ins
     finally:
-        for parameter, data in before.items():
-            parameter.data = data
+        for module, name, parameter in own:
+            module._parameters[name] = parameter
 
 
 def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None:
@@ -105,7 +110,7 @@ def materialize_buffers(model: nn.Module, initialize: Initialize | None) -> None
                 f"buffer '{name}.{meta[0]}' is on the meta device and nothing says what it holds: build "
                 f"{type(module).__name__} outside of torch.device('meta'), or pass initialize=..."
             )
-        with _own_memory(module.parameters(recurse=False), {}), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _own_memory([module], {}), torch.random.fork_rng(devices=[]), torch.no_grad():
             if initialize is not None:
                 initialize(module)
             elif fill is not None:

@@ -89,6 +89,7 @@ class Parameters:
                 number, self._unit[name], offset = unit_manager.place(name)
                 dtype = self._type_of(name, parameter)
                 absent = self.tensors.absent(index, parameter.shape, dtype)
+                parameter.__dict__.pop("__deepcopy__", None)  # of from_pretrained
                 values = getattr(parameter, "initial_values", None if parameter.is_meta else parameter.data)
                 if parameter.is_meta:
                     parameter = self._replace(unit, name, parameter, absent)
@@ -147,8 +148,8 @@ class Parameters:
                     dtype = self._dtype if self._dtype is not None and buffer.is_floating_point() else buffer.dtype
                     module._buffers[name] = buffer.to(self._device, dtype)
 
-    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, module in self._module.named_modules():
+    def persistent_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, module in self._module.named_modules(remove_duplicate=remove_duplicate):
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield (f"{prefix}.{name}" if prefix else name), buffer
@@ -206,15 +207,20 @@ class Parameters:
             result[name] = self.read_as_stored(name) if dtype is None else as_type(self.read(name), dtype)
         for alias, name in self._cut.aliases.items():
             result[alias] = result[name]
-        result.update({n: b.detach().clone() for n, b in self.persistent_buffers()})
+        result.update({n: p.detach().clone() for n, p in self._empty()})
+        result.update({n: b.detach().clone() for n, b in self.persistent_buffers(remove_duplicate=False)})
         return result
+
+    def _empty(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters without elements, which no unit has."""
+        return ((n, p) for n, p in self._module.named_parameters(remove_duplicate=False) if p.numel() == 0)
 
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
         aliases = self._cut.aliases
-        buffers = dict(self.persistent_buffers())
-        known = set(self._number) | set(aliases) | set(buffers)
+        buffers = dict(self.persistent_buffers(remove_duplicate=False))
+        known = set(self._number) | set(aliases) | set(buffers) | {name for name, _ in self._empty()}
         unknown = sorted(set(state) - known)
-        missing = sorted((set(self._number) | set(buffers)) - set(state) - {aliases[a] for a in aliases if a in state})
+        missing = sorted((set(self._number) | set(dict(self.persistent_buffers()))) - set(state) - {aliases[a] for a in aliases if a in state})
         if strict and (unknown or missing):
             raise _hoist.UsageError(f"state_dict of another model: missing {missing[:5]}, unknown {unknown[:5]}")
         for name, values in state.items():

@@ -24,7 +24,7 @@ from hoist.torch.units import Model, called_parts
 from hoist.torch.watch import Watch
 
 if TYPE_CHECKING:
-    from hoist.torch.hooks import ModuleHook
+    from hoist.torch.hooks import Call, ModuleHook
     from hoist.torch.parameters import Parameters
     from hoist.torch.vertical import Forward
 
@@ -71,7 +71,7 @@ class Passes:
         self._is_called = False  # backward() of the engine is under way
         self._says_divided = True
         self.left_by = ""  # what ended the last pass before its time
-        self.calls: list[tuple[ModuleHook, list[int]]] = []  # under way, innermost last, and the units that each entered
+        self.calls: list[Call] = []  # under way, innermost last
         self.forward_of_all: Forward | None = None  # under way, in vertical order
         self.without_history: set[int] = set()  # units that it called under torch.no_grad(), during the backward pass
         self.turns = Turns(unit_manager.require_process)
@@ -137,6 +137,8 @@ class Passes:
     def leave_outermost(self, failed: bool) -> None:
         try:
             self._leave_pass(failed)
+            if torch._C._current_graph_task_id() == -1:
+                self._parameters.note_versions()  # of what forward() may change, see Watch
         finally:
             self.turns.end()
 
@@ -178,10 +180,11 @@ class Passes:
             return
         self._unit_manager.share(unit)
         if self.calls:
-            hook, entered = self.calls[-1]
-            hook.units.append(unit)
-            entered.append(unit)
-            _log.info("unit '%s' is also used in %s", name, "the model's own forward()" if hook.is_root else "another module")
+            call = self.calls[-1]
+            call.hook.units.append(unit)
+            call.entered.append(unit)
+            _log.info("unit '%s' is also used in %s", name,
+                      "the model's own forward()" if call.hook.is_root else "another module")
         else:
             self._always_up.append(unit)
             _log.warning("unit '%s' is used outside of every module's forward(): it stays up through whole passes", name)
@@ -189,7 +192,7 @@ class Passes:
 
     def _part_under_way(self, unit: int) -> nn.Module | None:
         """The outermost module of the unit that is being called, where the call is not inside of one that has hooks."""
-        parts, hooked = {id(part) for part in self._cut.units[unit].modules}, {id(hook.module) for hook, _ in self.calls}
+        parts, hooked = {id(part) for part in self._cut.units[unit].modules}, {id(call.hook.module) for call in self.calls}
         outermost = None
         for module in reversed(self._watched_calls):
             if id(module) in hooked:
@@ -241,8 +244,7 @@ class Passes:
         finally:
             self._is_called = False
         if self._unit_manager.current_pass == _hoist.Pass.train:  # a loss that no part of the model has made
-            self._backward_seen = True
-            self._backward_ends()
+            self._end_backward()
 
     @contextlib.contextmanager
     def _watched_once(self, kind: Any, missing: Callable[[int], None]) -> Iterator[None]:
@@ -254,8 +256,17 @@ class Passes:
             yield
         self._watched.add(kind)
 
-    def _watch_of_backward(self) -> contextlib.AbstractContextManager[None]:
-        return self._watched_once("backward", self._use_unannounced_in_backward)
+    @contextlib.contextmanager
+    def _watch_of_backward(self) -> Iterator[None]:
+        """Where units give way to each other for want of memory, later passes are watched, too."""
+        with self._watched_once("backward", self._use_unannounced_in_backward):
+            self._unit_manager.watch_backward("backward" not in self._watched)
+            try:
+                yield
+            finally:
+                self._unit_manager.watch_backward(False)
+        if self._unit_manager.gave_way():
+            self._watched.discard("backward")
 
     def backward_begins(self, *_: object) -> None:
         self.turns.require(BACKWARD)
@@ -272,8 +283,15 @@ class Passes:
     def _backward_ends(self) -> None:
         if not self._backward_seen or self._unit_manager.current_pass != _hoist.Pass.train:
             return
+        if not self._is_called and not self._unit_manager.has_gradients():
+            self._backward_seen = False  # torch.autograd.grad(), for the gradients of something else: the pass goes on
+            return
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         self._backward_seen = self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
+        self._parameters.note_versions()
         self.micro_batch += 1
         self.due = self.micro_batch == self.micro_batches
 
@@ -281,6 +299,9 @@ class Passes:
         if self._unit_manager.is_held(unit):
             self._unit_manager.bring_back(unit)
             return
+        if self._unit_manager.current_pass is None:
+            raise _hoist.UsageError("a second backward pass through a graph whose pass has ended with its first one, as of a "
+                                    "gradient penalty: call torch.autograd.grad() before backward(), and for inputs only")
         self._unit_manager.share(unit)
         self._unit_manager.enter(unit)
         self._always_up.append(unit)
@@ -304,6 +325,7 @@ class Passes:
             raise
         self._is_scaled = self._step_was_called = False
         self._unit_manager.end_backward()
+        self._parameters.note_versions()
         self.micro_batch = self.micro_batches
         self.due = True
 

@@ -29,6 +29,8 @@ from hoist import _hoist
 
 __all__ = ["from_pretrained"]
 
+IS_4 = int(transformers.__version__.split(".")[0]) < 5
+
 Read = Callable[[], torch.Tensor]
 
 # The arguments of from_pretrained that say where files are.
@@ -47,9 +49,6 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
     wrap() and Trainer read the weights from the files, which must stay there until then; before that, parameters are NaN.
     Parameters that the files lack are initialized here, as transformers does.
     """
-    if int(transformers.__version__.split(".")[0]) < 5:
-        raise _hoist.UsageError(f"from_pretrained needs transformers 5, and this is {transformers.__version__}: load the model "
-                                "with transformers' own from_pretrained")
     for key in ("device_map", "quantization_config", "state_dict", "gguf_file", "tp_plan", "distributed_config"):
         if arguments.get(key) is not None:
             raise _hoist.UsageError(f"from_pretrained({key}=...) is not supported here: weights stay in their files until the "
@@ -61,7 +60,8 @@ def from_pretrained(model_class: Any, name: str | os.PathLike[str], *positional:
     files = [_tensors_in(path) for path in _files_of(os.fspath(name), model, arguments)]
     tensors = {key: read for file in files for key, read in file.items()}
     reads = _reads_of(model, tensors, cast("dict[str, str] | None", arguments.get("key_mapping")))
-    unexpected_shapes = {key for key, *_ in info["mismatched_keys"]}
+    model.__dict__.pop("hf_device_map", None)  # of the meta device, which Trainer would take for the weights' place
+    unexpected_shapes = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}  # transformers 4: names
     _attach(model, {key: read for key, read in reads.items() if key not in unexpected_shapes})
     return (model, info) if with_info else model
 
@@ -142,6 +142,8 @@ class _Mapped:
 
 def _reads_of(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] | None) -> dict[str, Read]:
     """How to read each parameter and buffer that the files have: by the calls that PEFT makes, too, to convert adapters."""
+    if IS_4:
+        return _reads_of_4(model, tensors, key_mapping)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -167,6 +169,22 @@ def _reads_of(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] 
         for target in group.targets(wanted):
             result[target] = _Part(group, target)
     return result
+
+
+def _reads_of_4(model: Any, tensors: dict[str, Read], key_mapping: dict[str, str] | None) -> dict[str, Read]:
+    """transformers 4 renames tensors, and converts none."""
+    from transformers.modeling_utils import VLMS  # type: ignore[attr-defined]  # transformers 5 has none
+
+    if key_mapping is None and any(name in type(model).__name__.lower() for name in VLMS):
+        key_mapping = model._checkpoint_conversion_mapping
+    prefix = model.base_model_prefix
+    in_files = bool(prefix) and any(key.startswith(prefix) for key in tensors)
+    in_model = bool(prefix) and hasattr(model, prefix)
+    names = model._get_key_renaming_mapping(
+        list(tensors), key_mapping, loading_base_model_from_task_state_dict=in_files and not in_model,
+        loading_task_model_from_base_state_dict=in_model and not in_files)
+    wanted = model.state_dict()
+    return {name: _Cast(tensors[key], wanted[name].dtype) for key, name in names.items() if name in wanted}
 
 
 class _Cast:
@@ -219,6 +237,13 @@ class _Part:
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
+def _copy_of(parameter: Any, memo: dict[int, Any]) -> nn.Parameter:
+    """With its values: TRL copies a model before training, for reference."""
+    values = parameter.initial_values().clone()
+    memo[id(parameter)] = copied = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    return copied
+
+
 def _attach(model: Any, reads: dict[str, Read]) -> None:
     """Gives each parameter its function, and memory to what no file has: buffers that are computed, missing parameters."""
     replaced: dict[int, nn.Parameter] = {}
@@ -227,6 +252,7 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
             absent = torch.full((), torch.nan, dtype=meta.dtype).expand(meta.shape)
             parameter: Any = nn.Parameter(absent, requires_grad=meta.requires_grad)
             parameter.initial_values, parameter._is_hf_initialized = reads[name], True
+            parameter.__deepcopy__ = partial(_copy_of, parameter)
             replaced[id(meta)] = parameter
     for prefix, module in model.named_modules():
         module.__dict__.pop("_is_hf_initialized", None)
@@ -240,4 +266,30 @@ def _attach(model: Any, reads: dict[str, Read]) -> None:
                 value: Any = torch.empty_like(buffer, device="cpu") if read is None else read().clone()
                 value._is_hf_initialized = read is not None
                 module._buffers[name] = value
+    if IS_4:
+        _initialize_as_4(model)
+    else:
+        model.initialize_weights()
+
+
+def _initialize_as_4(model: Any) -> None:
+    """transformers 4 initializes modules whole, and computes buffers only where they are made."""
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]  # it has no types
+
+    with init_empty_weights():
+        computed = dict(type(model)(model.config).named_buffers())
+    absent: dict[nn.Parameter, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not getattr(buffer, "_is_hf_initialized", True):
+                buffer.copy_(computed[f"{prefix}.{name}" if prefix else name])
+        own = list(module.parameters(recurse=False))
+        read = [p for p in own if hasattr(p, "initial_values")]
+        module._is_hf_initialized = len(read) == len(own)
+        if not module._is_hf_initialized:
+            absent |= {p: p.data for p in read}
+    for parameter, data in absent.items():
+        parameter.data = torch.empty_like(data, memory_format=torch.contiguous_format)
     model.initialize_weights()
+    for parameter, data in absent.items():
+        parameter.data = data

@@ -15,6 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hoist import _hoist
+from hoist.torch.pretrained import IS_4
 
 if TYPE_CHECKING:
     from hoist.torch.engine import Engine
@@ -90,12 +91,12 @@ def _plan(engine: Engine) -> tuple[Tensors, list[list[str]]]:
 
 def _as_in_files(model: Any, tensors: Tensors) -> Tensors:
     """With the names and shapes that files of this model have."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4: they are the model's own
-        return tensors
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: value for name, value in tensors.items() if name not in ignored}
+    if IS_4:
+        return kept
+    from transformers.core_model_loading import revert_weight_conversion
+
     converted: Tensors = revert_weight_conversion(model, kept)
     return converted
 

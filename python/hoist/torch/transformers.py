@@ -153,7 +153,7 @@ class Trainer(transformers.Trainer):
         # Trainer's own optimizer is made for its groups and settings, where the file does not say. It never steps.
         client = self.optimizer
         if client is None and "optimizer" not in filled:
-            client = super().create_optimizer(model)
+            client = super().create_optimizer(*(() if model is None else (model,)))  # transformers 4 takes none
         options = {"device": self.args.device.type} if config.device is None else {}
         self.engine, self.optimizer, _, schedule = hoist.torch.initialize(
             model=self.model, optimizer=client, config=config, **options | self._hoist_options)
@@ -167,6 +167,9 @@ class Trainer(transformers.Trainer):
         # By this accelerate knows objects that need no wrapping.
         for prepared in (self.model, self.optimizer):
             cast(Any, prepared)._is_accelerate_prepared = True
+        own = self.accelerator.prepare_model  # which asks for that attribute itself only since accelerate 1.12
+        self.accelerator.prepare_model = lambda model, *positional, **arguments: (
+            model if getattr(model, "_is_accelerate_prepared", False) else own(model, *positional, **arguments))
         self.accelerator.backward = self._backward
         return self.optimizer
 

@@ -85,7 +85,8 @@ def units_of(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Model
             users.append((module, needed))
 
     def visit(module: nn.Module, name: str, whole: bool) -> None:
-        children = list(module.named_children())
+        # A child that is there twice has two names; named_children() gives one.
+        children = [(child_name, child) for child_name, child in module._modules.items() if child is not None]
         if whole or not children or isinstance(module, classes):
             named = [(_join(name, n), p) for n, p in module.named_parameters(remove_duplicate=False)]
             add(name, module, list(module.modules()), named)

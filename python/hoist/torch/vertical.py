@@ -30,7 +30,7 @@ from hoist.torch.devices import carried_state
 from hoist.torch.passes import Passes
 
 if TYPE_CHECKING:
-    from hoist.torch.hooks import ModuleHook
+    from hoist.torch.hooks import Call
 
 _Batch = TypeVar("_Batch")
 
@@ -133,7 +133,7 @@ class Forward:
         self.uncut: list[list[int]] = [[] for _ in range(count)]  # units of each that the next piece includes
         self._with_history: set[int] = set()  # units that were called so
         self._without_history: set[int] = set()  # under torch.no_grad()
-        self._calls: list[list[tuple[ModuleHook, list[int]]]] = [[] for _ in range(count)]
+        self._calls: list[list[Call]] = [[] for _ in range(count)]
         self._losses: list[torch.Tensor] = [torch.empty(0)] * count
         self._held: list[int] = []  # units that the round's first micro-batches have left, and its last one has not
         self._changed = threading.Condition()

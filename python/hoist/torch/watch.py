@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hoist import _hoist
 from hoist.torch.graphs import outside_of_graphs
 
 
@@ -62,7 +63,19 @@ class Watch(TorchDispatchMode):
         for unit in units:
             if not self._is_up(unit):
                 self._missing(unit)
+        if units and func._schema.is_mutable and func is not torch.ops.aten.set_.source_Tensor:
+            self._refuse_writes(func, args)
+        if not all(self._is_up(unit) for unit in units):  # one has given way to another
+            raise _hoist.BudgetError(f"{func} uses the weights of {len(set(units))} units at once, and the memory for gathered "
+                                     "weights is too small for them: raise stage3_max_live_parameters, or hoist.device_memory")
         return func(*args, **kwargs)
+
+    def _refuse_writes(self, func: Any, args: tuple[Any, ...]) -> None:
+        """torch.nn.utils.parametrize calls set_() with the memory that a weight has already."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, torch.Tensor) and self._unit_shown_by(value) is not None:
+                raise _hoist.UsageError(f"{func} changes a weight of shape {list(value.shape)} in forward(), and the change "
+                                        "would be lost with the weight's memory. nn.Embedding does that with max_norm: leave it out")
 
     def _unit_shown_by(self, tensor: torch.Tensor) -> int | None:
         try:

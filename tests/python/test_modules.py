@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules whose calls, weights or graphs have an unusual form, against torch.optim.AdamW in memory: losses, weights, the names of
+all weights, and the same bits wherever the state is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import hoist
+import hoist.torch
+import ranks
+from training import digests
+
+WIDTH, STEPS = 12, 4
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, count=3, block=Mlp):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(count))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class Linears(nn.Module):
+    """Six linear layers, each a unit."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abcdef":
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        for name in "abcdef":
+            x = torch.tanh(getattr(self, name)(x))
+        return x
+
+
+class WeightsOfOthers(Linears):
+    """Gradients of most units are complete only at the end."""
+
+    def forward(self, x):
+        x = F.linear(x, self.b.weight)
+        x = F.linear(torch.tanh(self.c(x)), self.a.weight, self.a.bias)
+        return self.b(self.d(x) + F.linear(x, self.e.weight) + self.e(x)) + self.f(x)
+
+
+class InterleavedBiases(Linears):
+    """The weights of all layers are used after their biases."""
+
+    def forward(self, x):
+        for name in "abcd":
+            x = torch.tanh(x + getattr(self, name).bias)
+        for name in "abcd":
+            x = torch.tanh(x @ getattr(self, name).weight)
+        return self.f(self.e(x))
+
+
+class Tied(Linears):
+    def __init__(self):
+        super().__init__()
+        self.c.weight, self.d.bias, self.f.weight = self.a.weight, self.b.bias, self.e.weight
+
+
+class TwoNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        block = Mlp()
+        block.register_buffer("mean", torch.ones(1))
+        self.blocks = nn.ModuleList([block, Mlp(), block])
+        self.again = block
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.again(x)
+
+
+class BesideBlock(Mlp):
+    """Returns what it was given beside its result, as T5 does with the bias of its first block."""
+
+    def forward(self, x, beside):
+        return super().forward(x) * beside, beside
+
+
+class Beside(Stack):
+    def __init__(self):
+        super().__init__(4, BesideBlock)
+        self.scale = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        beside = self.scale(x).sigmoid()
+        for block in self.blocks:
+            x, beside = block(x, beside)
+        return self.out(x)
+
+
+class InTurn(Stack):
+    """As ALBERT: one block, of several units, is called several times."""
+
+    def __init__(self):
+        super().__init__(1)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = super().forward(x)
+        return x
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        weights = torch.stack([expert.weight for expert in self.experts])
+        return torch.tanh(x @ weights).mean(0) + self.experts[0].bias
+
+
+class Methods(nn.Module):
+    """Two methods beside forward(), each with a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+
+    def encode(self, x):
+        return torch.tanh(x @ self.first)
+
+    def decode(self, x):
+        return torch.tanh(x @ self.second)
+
+
+class EncodesAndDecodes(Stack):
+    def __init__(self):
+        super().__init__(3, Methods)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.encode(x)
+        x = self.out(x)
+        for block in self.blocks:
+            x = block.decode(x)
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.cell = nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True, batch_first=True), nn.GRUCell(2 * WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        steps = self.lstm(x[:, None].expand(-1, 3, -1))[0]
+        state = torch.zeros_like(x)
+        for step in range(3):
+            state = self.cell(steps[:, step], state)
+        return x + self.attention(state[:, None], state[:, None], state[:, None], need_weights=False)[0][:, 0]
+
+
+class Functional(Stack):
+    def forward(self, x):
+        doubled = {name: 2 * value for name, value in self.blocks[0].named_parameters()}
+        x = torch.func.functional_call(self.blocks[0], doubled, (x,))
+        return self.out(torch.vmap(self.blocks[1])(x) + checkpoint(self.nested, x, use_reentrant=False))
+
+    def nested(self, x):
+        return checkpoint(self.blocks[2], self.blocks[1](x), use_reentrant=False)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class ParametrizedForAWhile(Stack):
+    """As PEFT's LoRA for parameters (target_parameters) does in each call."""
+
+    def forward(self, x):
+        parametrize.register_parametrization(self.out, "weight", Doubled(), unsafe=True)
+        try:
+            return super().forward(x)
+        finally:
+            parametrize.remove_parametrizations(self.out, "weight", leave_parametrized=False)
+
+
+class GradientInForward(Stack):
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            slope, = torch.autograd.grad(super().forward(x).tanh().sum(), x, create_graph=True)
+        return slope
+
+
+def old_weight_norm():
+    model = Stack()
+    for module in (model.blocks[0].up, model.blocks[1].down, model.out):
+        nn.utils.weight_norm(module)
+    return model
+
+
+def parametrized():
+    model = Stack()
+    parametrizations.weight_norm(model.out)
+    parametrizations.spectral_norm(model.blocks[0].up)
+    return model
+
+
+def square(model, x):
+    return model(x).pow(2).mean()
+
+
+def penalized(model, x):
+    x = x.clone().requires_grad_()
+    result = model(x)
+    slope, = torch.autograd.grad(result.sum(), x, create_graph=True)
+    return result.pow(2).mean() + slope.pow(2).mean()
+
+
+def adversarial(model, x):
+    change = torch.zeros_like(x).requires_grad_()
+    slope, = torch.autograd.grad(square(model, x + change), change)
+    return square(model, x + 0.1 * slope.sign())
+
+
+def with_cached_weights(model, x):
+    with parametrize.cached():
+        return square(model, x)
+
+
+# What makes the model, the loss, and whether weights of more than a unit are needed at once.
+CASES = {
+    "weights of others": (WeightsOfOthers, square, True),
+    "biases first": (InterleavedBiases, square, True),
+    "tied": (Tied, square, False),
+    "two names": (TwoNames, square, False),
+    "an input is returned": (Beside, square, False),
+    "in turn": (InTurn, square, False),
+    "stacked": (Stacked, square, True),
+    "methods": (EncodesAndDecodes, square, True),
+    "recurrent": (Recurrent, square, False),
+    "functional": (Functional, square, True),
+    "weight_norm by hooks": (old_weight_norm, square, False),
+    "parametrized": (parametrized, with_cached_weights, True),
+    "parametrized for a while": (ParametrizedForAWhile, square, True),
+    "autograd.grad in forward()": (GradientInForward, square, True),
+    "gradient penalty": (Tied, penalized, True),
+    "adversarial inputs": (Stack, adversarial, False),
+}
+
+
+def batches():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(STEPS)]
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize(("kind", "loss_of", "needs_several"), [
+    pytest.param(*case, id=name, marks=pytest.mark.cpu_tensors("PyTorch has one fused operator for nn.LSTM, of CUDA")
+                 if case[0] is Recurrent else ()) for name, case in CASES.items()])
+def test_trains_as_in_memory(settings, kind, loss_of, needs_several):
+    reference = make(kind)
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.1)
+    expected = []
+    for x in batches():
+        for half in x.chunk(2):
+            loss = loss_of(reference, half)
+            (loss / 2).backward()
+            expected.append(loss.item())
+        for parameter in reference.parameters():  # a gradient of zeros, as here
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ends = []
+    for small in (True, False):
+        adamw = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}}
+        config = settings(gradient_accumulation_steps=2, optimizer=adamw)
+        config["hoist"]["device_memory"] = "8MiB"
+        if small and not needs_several:
+            config["zero_optimization"]["stage3_max_live_parameters"] = 1
+        if not small:
+            for part in ("offload_param", "offload_optimizer"):
+                config["zero_optimization"][part] = {"device": "cpu"}
+        losses = []
+        model = make(kind)
+        torch.manual_seed(1)
+        with hoist.torch.wrap(model, config) as engine:
+            for x in batches():
+                for half in x.chunk(2):
+                    loss = loss_of(engine.module, half)
+                    engine.backward(loss)
+                    report = engine.step()
+                    losses.append(loss.item())
+                assert report.applied
+            weights = engine.state_dict()
+            engine.load_state_dict(weights)
+            ends.append(digests(engine))
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert weights.keys() == reference.state_dict().keys()
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(weights[name].cpu(), value.cpu(), rtol=0, atol=1e-5)
+    assert ends[0] == ends[1]
+
+
+RANK = """
+from test_modules import *
+name, config = config
+join()
+with hoist.torch.wrap(make(CASES[name][0]), config) as engine:
+    for x in batches():
+        engine.backward(square(engine.module, x.chunk(size)[rank]))
+        engine.step()
+    print(json.dumps(digests(engine)))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.cpu_tensors("the ranks compute with CPU tensors")
+@pytest.mark.parametrize("name", ["weights of others", "tied"])
+def test_ranks_wait_for_gradient_memory_alike(settings, tmp_path, name):
+    config = settings(hoist={"device_memory": "8MiB", "pinned_memory": "32MiB"})
+    found = ranks.results(ranks.start(RANK, tmp_path / "ranks", [name, config]))
+    config["gradient_accumulation_steps"] = 2
+    config["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "one")
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "one")
+    with hoist.torch.wrap(make(CASES[name][0]), config) as engine:
+        for x in batches():
+            for half in x.chunk(2):
+                engine.backward(square(engine.module, half))
+                engine.step()
+        assert found == [digests(engine)] * 2
+
+
+def test_gradients_of_inputs_are_no_backward_pass(settings):
+    with hoist.torch.wrap(make(Stack), settings()) as engine:
+        x = batches()[0].requires_grad_()
+        torch.autograd.grad(engine(x).sum(), x)
+        with pytest.raises(hoist.UsageError, match="step\\(\\) needs a backward pass before it"):
+            engine.step()
+        torch.autograd.grad(engine(x).sum(), x)
+        engine(x).sum().backward()
+        assert engine.step().applied
+
+
+def test_a_forward_that_changes_its_weights_is_refused(settings):
+    model = nn.Sequential(nn.Embedding(7, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH))
+    with hoist.torch.wrap(model, settings()) as engine:
+        with pytest.raises(hoist.UsageError, match="embedding_renorm_.*changes a weight of shape \\[7, 12\\].*max_norm"):
+            engine(torch.arange(7))
+
+
+def test_a_module_without_hooks_is_refused(settings):
+    model = Stack()
+    model.blocks[1] = torch.jit.script(model.blocks[1])
+    with pytest.raises(hoist.UsageError, match="'blocks.1' was made by torch.jit"):
+        hoist.torch.wrap(model, settings())
