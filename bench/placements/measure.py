@@ -56,7 +56,7 @@ CELLS = {
 SHAPES = {
     "cuda": {"layers": 24, "width": 2048, "heads": 16, "context": 2048, "batch": [2, 16, 64], "steps": 12, "warm_up": 4},
     "cpu": {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": [1, 4, 16], "steps": 10, "warm_up": 4},
-    "smoke": {"layers": 2, "width": 64, "heads": 2, "context": 16, "batch": [1, 2, 4], "steps": 4, "warm_up": 2},
+    "smoke": {"layers": 2, "width": 64, "heads": 2, "context": 16, "batch": [2], "steps": 4, "warm_up": 2},
 }
 
 
