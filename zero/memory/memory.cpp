@@ -110,11 +110,13 @@ void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t s
   const tiers::Budget& budget = runtime_.pinned_budget();
   const std::uint64_t need = plan_.bytes(MemoryTier::pinned);
   if (need <= free_bytes(budget, store_memory_bytes)) return;
+  std::string purpose = "gradients";
+  if (may_spill_gradients(options)) purpose += " (hoist.gradient_spill takes them to NVMe)";
+  purpose += ", states kept in memory";
+  if (gathering_group(options, table_.world_size()) > 1)
+    purpose += ", secondary shards (a larger or no zero_hpz_partition_size needs less)";
   throw over_budget(budget, round_up(budget.held_bytes() + store_memory_bytes + need, kBlockAlignment),
-                    gathering_group(options, table_.world_size()) > 1
-                        ? "gradients, states kept in memory, secondary shards (a larger or no zero_hpz_partition_size "
-                          "needs less) and the smallest transfer buffers"
-                        : "gradients, states kept in memory and the smallest transfer buffers");
+                    purpose + " and the smallest transfer buffers");
 }
 
 void Memory::point_to_regions() {
