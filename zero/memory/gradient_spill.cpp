@@ -64,7 +64,7 @@ void GradientSpill::verify(const SubGroup& tiles, const std::byte* bytes) const 
     if (found == expected) return;
     const tiers::Scratch::Place place = scratch_->place(slot(tile.unit) + offset);
     throw CorruptionError({.unit = unit.name,
-                           .region = "gradient",
+                           .region = kGradientRegionName,
                            .path = place.path,
                            .offset_bytes = place.offset_bytes,
                            .expected = expected,

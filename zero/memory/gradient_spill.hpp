@@ -18,6 +18,9 @@ namespace hoist::detail {
 
 class PartScratch;
 
+// CorruptionError::Where::region of a spilled gradient.
+inline constexpr const char* kGradientRegionName = "gradient";
+
 class GradientSpill {
  public:
   GradientSpill(Runtime& runtime, const UnitTable& table, const Memory& memory,
