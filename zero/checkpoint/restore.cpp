@@ -8,6 +8,7 @@
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/memory/gradient_spill.hpp>
 #include <hoist/zero/memory/memory.hpp>
 
 namespace hoist::detail {
