@@ -20,7 +20,7 @@ std::string name_of(const Unit& unit) { return unit.name + " gradient"; }
 
 GradientSpill::GradientSpill(Runtime& runtime, const UnitTable& table, const Memory& memory,
                              std::unique_ptr<tiers::Scratch> scratch)
-    : runtime_(runtime), table_(table), memory_(memory), scratch_(std::move(scratch)) {}
+    : runtime_(runtime), table_(table), memory_(memory), scratch_(std::move(scratch)), written_(table.units().size()) {}
 
 SubGroup GradientSpill::all_tiles(UnitId unit) const {
   return {unit, 0, static_cast<std::uint32_t>(table_.unit(unit).trainable.tiles().size())};
@@ -39,17 +39,22 @@ std::uint64_t GradientSpill::checksum(const SubGroup& tile, const std::byte* byt
 Completion GradientSpill::write(UnitId id, std::span<const std::byte> shards) {
   const Unit& unit = table_.unit(id);
   const auto tiles = unit.trainable.tiles();
+  written_[id.index].wait();  // two writes to one place may be done in any order
   runtime_.update_pool().run(tiles.size(), [&](std::size_t t) {
     memory_.unit(id).gradient_checksums[t] =
         checksum({id, static_cast<std::uint32_t>(t), 1}, shards.data() + unit.gradient_offset(tiles[t]));
   });
-  return scratch_->write(slot(id), shards, aio::Priority::background, name_of(unit));
+  written_[id.index] = scratch_->write(slot(id), shards, aio::Priority::background, name_of(unit));
+  return written_[id.index];
 }
 
 Completion GradientSpill::start_read(const SubGroup& tiles, std::byte* target, aio::Priority priority) {
   const Unit& unit = table_.unit(tiles.unit);
   const auto [offset, bytes] = unit.gradient_part(tiles.first_tile, tiles.tile_count);
-  return scratch_->read(slot(tiles.unit) + offset, {target, bytes}, priority, name_of(unit));
+  return followed_by(written_[tiles.unit.index],
+                     [=, this, place = slot(tiles.unit) + offset, length = bytes, name = name_of(unit)] {
+                       return scratch_->read(place, {target, length}, priority, name);
+                     });
 }
 
 void GradientSpill::verify(const SubGroup& tiles, const std::byte* bytes) const {

@@ -4,12 +4,13 @@
 // A spilled unit has a slot in a scratch file, laid out as its gradient would be in memory. Each tile has a checksum in
 // memory, so a read is verified like one of the store; a slot means nothing to another process.
 //
-// Threading  write() of a unit excludes everything else with that unit; reads of other tiles from any thread.
+// Threading  write() of a unit excludes everything else with that unit, until it returns; reads from any thread.
 // Errors     IoError; CorruptionError naming unit, file and offset.
 // Main path  write (checksums, transfer) -> start_read -> verify.
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include <hoist/tiers/scratch.hpp>
 #include <hoist/zero/memory/memory.hpp>
@@ -28,9 +29,11 @@ class GradientSpill {
 
   bool holds(UnitId unit) const { return memory_.placement(unit).gradient_spilled; }
 
-  // Takes the checksums of a unit's gradient and starts writing it. `shards` stay as they are until it is done.
+  // Takes the checksums of a unit's gradient and starts writing it, when its last write is done. `shards` stay as they
+  // are until this one is.
   Completion write(UnitId unit, std::span<const std::byte> shards);
-  // Starts reading the gradient of consecutive tiles, whose last write is done. Unit::gradient_part() says how much.
+  // Starts reading the gradient of consecutive tiles, when their last write is done. Unit::gradient_part() says how
+  // much.
   Completion start_read(const SubGroup& tiles, std::byte* target, aio::Priority priority);
   // Throws CorruptionError unless these are the bytes that were written.
   void verify(const SubGroup& tiles, const std::byte* bytes) const;
@@ -47,6 +50,7 @@ class GradientSpill {
   const UnitTable& table_;
   const Memory& memory_;
   const std::unique_ptr<tiers::Scratch> scratch_;
+  std::vector<Completion> written_;  // by unit
 };
 
 }  // namespace hoist::detail

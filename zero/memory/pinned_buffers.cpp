@@ -125,10 +125,12 @@ double largest_pinned_share(EngineOptions options, PinnedShare share, const Unit
 
 namespace {
 
-// Searches for the fewest units that leave room for the buffers that keep the drive busy: all update buffers asked for,
-// as large as asked for, two staging buffers and two gradients in the ring. If none does, the pool holds the least.
+// Searches for the fewest units that leave room for the buffers that keep a drive busy: those asked for, but no more
+// and no larger update buffers than the default ones and two staging buffers; and two gradients in the ring. More
+// buffers bring less than a gradient in memory saves. If nothing leaves that room, the pool holds the least.
 std::uint32_t fitting_spill(EngineOptions options, const UnitTable& table, DeviceAccess access,
                             std::uint64_t free_bytes) {
+  static const EngineOptions kDefaults;
   struct Needs {
     std::uint64_t working_bytes = 0, least_bytes = 0;
   };
@@ -138,6 +140,8 @@ std::uint32_t fitting_spill(EngineOptions options, const UnitTable& table, Devic
     const PinnedBufferChooser chooser(options, regions);
     PinnedBuffers working = chooser.wanted();
     working.staging_count = std::min(working.staging_count, 2u);
+    working.update_count = std::min(working.update_count, kDefaults.update_buffer_count);
+    working.sub_group_tiles = std::min(working.sub_group_tiles, kDefaults.sub_group_elements / tiers::kTileElements);
     return Needs{chooser.bytes(working), chooser.bytes(chooser.choose(0))};
   };
   const auto all = static_cast<std::uint32_t>(table.units().size());

@@ -30,7 +30,7 @@ Gradients::Gradients(Runtime& runtime, const EngineOptions& options, const UnitT
       abort_notifier_(abort_notifier),
       states_(table.units().size()),
       own_(table.units().size()),
-      spilled_(table.units().size()) {
+      spilling_(table.units().size()) {
   for (const std::span<std::byte> bytes : memory.gradient_buffers()) shared_.push_back({.data = bytes.data()});
   for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.unit(UnitId{u}).own_gradient;
   if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
@@ -182,7 +182,7 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
       reduction.arrived = streams_.down->record();
     }
   } catch (...) {
-    spilled_[id.index] = Completion::failed(std::current_exception());
+    spilling_[id.index] = Completion::failed(std::current_exception());
     throw;
   }
   if (spilled) enqueue_spill(id, shards, reduction);
@@ -246,10 +246,10 @@ const std::byte* Gradients::own_shard(const Segment& segment, const std::byte* s
 
 // --- spilling --------------------------------------------------------------------------------------------------------
 
-// On the executor. Returns what brings a unit's sums so far back into the ring. Reading begins at once, or when they
-// have been written.
+// On the executor. Returns what brings a unit's sums so far back into the ring. They are read as soon as they have been
+// written.
 std::function<void()> Gradients::reads_sums(UnitId id, std::byte* sums) {
-  const Completion read = followed_by(spilled_[id.index], [this, id, sums] {
+  const Completion read = followed_by(spilling_[id.index], [this, id, sums] {
     return spill_->start_read(spill_->all_tiles(id), sums, aio::Priority::foreground);
   });
   return [this, id, sums, read] {
@@ -258,21 +258,18 @@ std::function<void()> Gradients::reads_sums(UnitId id, std::byte* sums) {
   };
 }
 
-// On the executor. A gradient that was dropped may still be on its way to the same place.
+// On the executor. A step waits for the norm, and nobody but the unit's update for the write.
 void Gradients::enqueue_spill(UnitId id, const std::byte* shards, Reduction& reduction) {
   const auto written = std::make_shared<Completion>();
-  const Completion started =
-      arrivals_->enqueue([this, id, shards, written, arrived = reduction.arrived, added = reduction.added,
-                          before = spilled_[id.index], completes_step = reduction.completes_step] {
-        arrived.wait();
-        added.wait();
-        before.wait();
-        if (completes_step) sum_unit(id, shards);
-        *written = spill_->write(id, {shards, table_.unit(id).gradient_shard_bytes});
-      });
-  reduction.spilled = followed_by(started, [written] { return *written; });
-  spilled_[id.index] = reduction.spilled;
-  ring_->lend(reduction.spilled);
+  reduction.spilling = arrivals_->enqueue([this, id, shards, written, arrived = reduction.arrived,
+                                           added = reduction.added, completes_step = reduction.completes_step] {
+    arrived.wait();
+    added.wait();
+    if (completes_step) sum_unit(id, shards);
+    *written = spill_->write(id, {shards, table_.unit(id).gradient_shard_bytes});
+  });
+  spilling_[id.index] = reduction.spilling;
+  ring_->lend(followed_by(reduction.spilling, [written] { return *written; }));
 }
 
 void Gradients::bring_down(UnitId id, const std::byte* source, std::byte* shards) {
@@ -334,7 +331,7 @@ void Gradients::wait() {
     state.reduction->arrived.wait();
     state.reduction->added.wait();
     state.reduction->handed_on.wait();
-    state.reduction->spilled.wait();
+    state.reduction->spilling.wait();
   }
   for (const std::vector<Buffer>* buffers : {&shared_, &own_}) {
     for (const Buffer& buffer : *buffers) buffer.dropped.wait();

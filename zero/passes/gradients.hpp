@@ -104,7 +104,7 @@ class Gradients {
     bool hand_on = false;           // set by finish()
     bool completes_step = false;    // likewise
     Completion handed_on;
-    Completion spilled;  // it is on NVMe
+    Completion spilling;  // summed up for the norm, and on its way to NVMe
   };
   struct Buffer {
     std::byte* data = nullptr;
@@ -166,7 +166,7 @@ class Gradients {
   std::vector<double> partial_sums_;      // by chunk
   platform::StreamEvent last_made_;       // of the last finish()
   std::optional<GradientRing> ring_;
-  std::vector<Completion> spilled_;                // by unit: its last gradient is on NVMe. The executor's
+  std::vector<Completion> spilling_;               // by unit, of its last reduction. The executor's
   Recipient recipient_;                            // of the last step that handed on
   bool handing_on_ = false;                        // the gradients that finish() takes
   Completion opened_;                              // of the last `open`

@@ -45,6 +45,7 @@ class Builder {
         update_buffers_(buffer_count_),
         staging_(prediction.staging_buffers),
         gradient_buffers_(prediction.gradient_buffers),
+        spilled_(prediction.units.size()),
         updated_(prediction.units.size()),
         written_(prediction.units.size()) {
     for (const UnitWork& unit : p_.units) parameters_ += static_cast<double>(unit.parameters);
@@ -113,6 +114,7 @@ class Builder {
     // The last step's record must be on NVMe before it is read again or changed in memory.
     Tasks old;
     if (written_[u]) old.push_back(*written_[u]);
+    if (spilled_[u]) old.push_back(*spilled_[u]);  // likewise its gradient
     Tasks computed, stored;
     for (std::uint64_t i = 0; i < pieces; ++i) {
       Tasks after = old;
@@ -235,9 +237,12 @@ class Builder {
     gradient_buffers_.used(add_point(after));
     hold(HeldIn::gradient_buffers, p_.gradient_buffer_bytes, slot_tasks_[slot], after.front());
     if (spilled) {
-      if (bytes.nvme_read > 0) after = {add(Resource::nvme, read_seconds(bytes.nvme_read), after)};
-      after = {add(Resource::nvme, write_seconds(bytes.nvme_write), after, Urgency::nobody_waits)};
-      ring_.used(after.front());
+      if (bytes.nvme_read > 0) {
+        if (spilled_[u]) after.push_back(*spilled_[u]);
+        after = {add(Resource::nvme, read_seconds(bytes.nvme_read), after)};
+      }
+      spilled_[u] = add(Resource::nvme, write_seconds(bytes.nvme_write), after, Urgency::nobody_waits);
+      ring_.used(*spilled_[u]);
     }
     gradients_.insert(gradients_.end(), after.begin(), after.end());
     if (!updates) return;
@@ -293,6 +298,7 @@ class Builder {
   std::size_t buffer_count_;
   StepGraph out_;
   Turns update_buffers_, staging_, gradient_buffers_, ring_{0};
+  std::vector<std::optional<TaskIndex>> spilled_;            // by unit: its latest gradient is on NVMe
   std::vector<std::optional<TaskIndex>> updated_, written_;  // by unit: its latest update is computed, is on NVMe
   std::optional<TaskIndex> last_compute_, pass_begins_, device_written_;
   Tasks slot_tasks_;  // of this pass
