@@ -307,14 +307,14 @@ def test_gradients_that_pinned_memory_cannot_hold_change_no_bit(settings, tmp_pa
 
     def least(name, **hoist_keys):
         with pytest.raises(hoist.BudgetError, match=r"hoist\.pinned_memory") as refused:
-            hoist.torch.wrap(make(), configured(name, "4KiB", **hoist_keys))
+            hoist.torch.wrap(make(layers=16), configured(name, "4KiB", **hoist_keys))
         return refused.value.need_bytes
 
     without, spilling = least("a"), least("b", gradient_spill=True)
     assert spilling < without
     ends, written = [], []
     for name, budget, keys in (("c", without, {}), ("d", spilling, {"gradient_spill": True})):
-        with hoist.torch.wrap(make(), configured(name, budget, **keys)) as engine:
+        with hoist.torch.wrap(make(layers=16), configured(name, budget, **keys)) as engine:
             ends.append((train(engine, 3, micro_batches=2), digests(engine)))
             statistics = engine.statistics()
             written.append(statistics["links"]["nvme_write"])
