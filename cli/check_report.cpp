@@ -153,6 +153,11 @@ std::string prediction_text(const CheckReport& report) {
   if (p.fitting_offload_ratio)
     text += fmt::format("  the device's budget allows less: zero_optimization.offload_optimizer.ratio {:.2f}\n",
                         *p.fitting_offload_ratio);
+  if (p.spilled_units > 0)
+    text += fmt::format(
+        "  gradients of {} of {} units are on NVMe until their update (hoist.gradient_spill), in {} of "
+        "scratch space\n",
+        p.spilled_units, p.units.size(), format_bytes(p.scratch_bytes));
   const EngineOptions& engine = report.config.engine;
   text += share_text("hoist.parameters_pinned_fraction", engine.parameters_pinned_fraction,
                      p.parameters_pinned_fraction, report.parameters_pinned_fraction_max);
@@ -237,6 +242,7 @@ Json prediction_json(const CheckReport& report) {
   json["parameters_pinned_fraction_max"] =
       report.parameters_pinned_fraction_max ? Json(*report.parameters_pinned_fraction_max) : Json(nullptr);
   json["pinned_weight_share"] = p.pinned_weight_share;
+  json["spilled_gradients"] = spilled_gradients_json(p);
   json["device_state"] = device_state_json(p);
   json["fitting_offload_ratio"] = p.fitting_offload_ratio ? Json(*p.fitting_offload_ratio) : Json(nullptr);
   const auto seconds = least_nvme_seconds(p, report.config.measured);
@@ -252,6 +258,7 @@ Json placement_json(const EngineOptions& engine) {
            engine.optimizer_pinned_fraction ? Json(*engine.optimizer_pinned_fraction) : Json("auto")},
           {"parameters_pinned_fraction",
            engine.parameters_pinned_fraction ? Json(*engine.parameters_pinned_fraction) : Json("auto")},
+          {"gradient_spill", engine.gradient_spill_units != 0u},
           {"optimizer_offload_ratio", engine.optimizer_offload_ratio},
           {"store", engine.store_directory},
           {"stripes", engine.stripe_directories},
@@ -284,6 +291,10 @@ Json step_json(const StepBytes& step) {
           {"device_to_host", step.device_to_host},
           {"wire", step.wire},
           {"wire_in_group", step.wire_in_group}};
+}
+
+Json spilled_gradients_json(const Prediction& prediction) {
+  return {{"units", prediction.spilled_units}, {"bytes", prediction.scratch_bytes}};
 }
 
 Json device_state_json(const Prediction& prediction) {

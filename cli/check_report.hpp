@@ -35,6 +35,7 @@ std::string program_pinned_text(std::uint64_t bytes);
 nlohmann::ordered_json tier_json(const Prediction::Tier& tier);
 nlohmann::ordered_json step_json(const StepBytes& step);
 nlohmann::ordered_json device_state_json(const Prediction& prediction);
+nlohmann::ordered_json spilled_gradients_json(const Prediction& prediction);
 std::string accepted_text(const CheckReport& report);
 nlohmann::ordered_json accepted_json(const CheckReport& report);
 nlohmann::ordered_json refused_json(const std::string& origin, const ConfigProblems& error);

@@ -203,6 +203,7 @@ Json row_json(const PlanReport& report, const PlanRow& row) {
       {"device_state", device_state_json(row.prediction)},
       {"optimizer_pinned_fraction", row.prediction.pinned_fraction},
       {"parameters_pinned_fraction", row.prediction.parameters_pinned_fraction},
+      {"spilled_gradients", spilled_gradients_json(row.prediction)},
       {"step", step_json(row.prediction.step)},
       {"seconds",
        {{"least", time.least_seconds},

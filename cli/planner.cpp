@@ -39,6 +39,7 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   engine.parameters = parameters;
   engine.optimizer = optimizer;
   if (!question.has_config) engine.optimizer_pinned_fraction = engine.parameters_pinned_fraction = std::nullopt;
+  if (!question.has_config) engine.gradient_spill_units = std::nullopt;
   if (needs_store(engine) && engine.store_directory.empty()) engine.store_directory = "planned";
   // The default durability of a configuration with this placement, if its own placement needs no store.
   if (needs_store(engine) && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
@@ -47,6 +48,7 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   if (optimizer == Placement::device)
     engine.update_mode = UpdateMode::automatic;  // the other modes are for offloaded state
   if (optimizer == Placement::device) engine.optimizer_offload_ratio = 1;
+  if (optimizer == Placement::device || !needs_store(engine)) engine.gradient_spill_units = 0;
   return engine;
 }
 
@@ -296,6 +298,8 @@ std::string planned_config(const PlanQuestion& question, const PlanRow& row, std
     set({"hoist", "optimizer_pinned_fraction"}, row.prediction.pinned_fraction);
   if (row.engine.parameters == Placement::nvme)
     set({"hoist", "parameters_pinned_fraction"}, row.prediction.parameters_pinned_fraction);
+  if (row.prediction.spilled_units > 0 || given.gradient_spill_units != 0u)
+    set({"hoist", "gradient_spill"}, row.prediction.spilled_units > 0);
   return text;
 }
 

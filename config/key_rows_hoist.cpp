@@ -128,11 +128,15 @@ std::vector<KeyRow> durability_rows() {
        .apply = [](Draft& d, const Value& v) { d.engine.mirror.bytes_per_second = as_count(v); }},
       {.path = "hoist.gradient_spill",
        .type = ValueType::boolean,
-       .status = KeyStatus::refused,
        .default_value = "false",
-       .neutral = "false",
-       .meaning = "Gradients that do not fit pinned memory go to NVMe.",
-       .note = "gradients stay in pinned memory; raise hoist.pinned_memory"},
+       .meaning = "Gradients that do not fit hoist.pinned_memory go to scratch space on NVMe until their update; the "
+                  "result is the same. Those of the last units, as few as leave room for the buffers. Of these, a step "
+                  "writes and reads 2 more bytes per parameter, or 4 and 4 for each micro-batch in horizontal order. "
+                  "Needs optimizer state or weights on nvme; refused in update mode backward.",
+       .apply =
+           [](Draft& d, const Value& v) {
+             d.engine.gradient_spill_units = as_bool(v) ? std::nullopt : std::optional<std::uint32_t>(0);
+           }},
   };
 }
 

@@ -55,6 +55,7 @@ class Rules {
                 draft_.engine.optimizer);
     placements();
     pinned_fractions();
+    gradient_spill();
     offload_ratio();
     store();
     durability();
@@ -158,6 +159,24 @@ class Rules {
     if (!in_file("zero_optimization.offload_param.max_in_cpu")) return;
     engine.parameters_pinned_elements_max = draft_.max_in_cpu;
     if (!has_fraction) engine.parameters_pinned_fraction.reset();
+  }
+
+  // The engine refuses these too; here the message names the line.
+  void gradient_spill() {
+    constexpr std::string_view kSpill = "hoist.gradient_spill";
+    const EngineOptions& engine = draft_.engine;
+    if (engine.gradient_spill_units == 0u || is_wrong(kSpill)) return;
+    if (!engine.uses_nvme() && !is_wrong(kOptimizerDevice))
+      problem(kSpill, fmt::format("gradients go to NVMe only beside optimizer state or weights that are there; set {} "
+                                  "to \"nvme\", which frees more pinned memory",
+                                  kOptimizerDevice));
+    if (engine.update_mode == UpdateMode::backward)
+      problem(kSpill,
+              "update mode \"backward\" keeps no gradients that could go to NVMe; leave this key out, or use "
+              "\"forward\"");
+    if (engine.optimizer == Placement::device && engine.uses_nvme())
+      notes_.warnings.push_back(
+          fmt::format("{} is not used: gradients are on the device, as optimizer state is", kSpill));
   }
 
   void offload_ratio() {

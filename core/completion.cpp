@@ -114,4 +114,20 @@ Completion when_all(std::span<const Completion> parts) {
   return result;
 }
 
+Completion followed_by(const Completion& first, std::function<Completion()> next) {
+  const auto promise = std::make_shared<Promise>();
+  const auto settle = [promise](std::exception_ptr error) {
+    error ? promise->fail(std::move(error)) : promise->complete();
+  };
+  first.then([settle, next = std::move(next)](std::exception_ptr error) {
+    if (error) return settle(std::move(error));
+    try {
+      next().then(settle);
+    } catch (...) {
+      settle(std::current_exception());
+    }
+  });
+  return promise->completion();
+}
+
 }  // namespace hoist

@@ -65,4 +65,8 @@ class Promise {
 // Done when all are done; fails with the first error in the order of `parts`.
 Completion when_all(std::span<const Completion> parts);
 
+// Done when what `next` starts is done; `next` runs when `first` is done, as a continuation of it. If `first` fails, it
+// does not run, and the result fails with the same error.
+Completion followed_by(const Completion& first, std::function<Completion()> next);
+
 }  // namespace hoist

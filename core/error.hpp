@@ -70,7 +70,7 @@ class CorruptionError : public Error {
  public:
   struct Where {
     std::string unit;    // the unit (layer) the bytes belong to
-    std::string region;  // "weights" or "optimizer state"
+    std::string region;  // "weights", "optimizer state" or "gradient"
     std::string path;
     std::uint64_t offset_bytes = 0;
     std::uint64_t expected = 0;  // checksum that was recorded

@@ -12,6 +12,7 @@
 #include <hoist/core/thread.hpp>
 #include <hoist/tiers/detail/held_commit.hpp>
 #include <hoist/tiers/detail/store_impl.hpp>
+#include <hoist/tiers/scratch.hpp>
 #include <hoist/tiers/store.hpp>
 #include <hoist/tiers/store_reader.hpp>
 
@@ -169,6 +170,12 @@ void Store::Impl::adopt(const CommitHeader& commit) {
   committed_step_ = commit.step;
   revision_ = commit.revision;
   adopted_ = true;
+}
+
+std::unique_ptr<Scratch> Store::Impl::make_scratch(std::uint64_t bytes, Engines engines) const {
+  ScratchOptions options{.layout = files_.data->layout(), .bytes = bytes, .trace = trace_};
+  for (const std::string& data : data_paths()) options.paths.push_back(detail::scratch_path(data));
+  return std::make_unique<Scratch>(options, engines);
 }
 
 Completion Store::Impl::drawn(TraceRow row, RecordId record, std::uint64_t bytes, Completion transfer) const {
@@ -401,6 +408,9 @@ std::vector<CommitHeader> Store::checkpoints_apart_from(const CorruptionError::W
 }
 std::uint32_t Store::checkpoints_max() const { return impl_->checkpoints_max(); }
 std::unique_ptr<StoreReader> Store::hold() { return impl_->hold(); }
+std::unique_ptr<Scratch> Store::make_scratch(std::uint64_t bytes, Engines engines) const {
+  return impl_->make_scratch(bytes, engines);
+}
 std::vector<std::string> Store::data_paths() const { return impl_->data_paths(); }
 std::uint64_t Store::store_number() const { return impl_->store_number(); }
 

@@ -87,6 +87,7 @@ struct CommitHeader {
   }
 };
 
+class Scratch;
 class StoreReader;
 
 class Store {
@@ -216,6 +217,9 @@ class Store {
   // before the store. Reads its tables from the drive. Nothing of it outlives the process. Pre: no step is open and no
   // commit under way but the one whose completion calls this; held_commits_max is 1, and no other commit is held.
   std::unique_ptr<StoreReader> hold();
+
+  // Space beside the data, on the same drives, under this store's lock. `engines`: as of create() or open().
+  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Engines engines) const;
 
   std::vector<std::string> data_paths() const;  // one for each drive
   std::uint64_t store_number() const;

@@ -48,6 +48,13 @@ void check_placement(const EngineOptions& options, const RuntimeOptions& runtime
   for (const auto& [key, share] : {std::pair("hoist.optimizer_pinned_fraction", options.optimizer_pinned_fraction),
                                    std::pair("hoist.parameters_pinned_fraction", options.parameters_pinned_fraction)})
     refuse(share && !(*share >= 0 && *share <= 1), key, "a fraction is from 0 to 1");
+  const bool spills = options.gradient_spill_units != 0u;
+  refuse(spills && !options.uses_nvme(), "hoist.gradient_spill",
+         "gradients go to NVMe only beside optimizer state or weights that are there; set "
+         "zero_optimization.offload_optimizer.device to \"nvme\", which frees more pinned memory");
+  refuse(spills && detail::hands_gradients_on(options), "hoist.gradient_spill",
+         "update mode \"backward\" keeps no gradients that could go to NVMe; leave this key out, or use update mode "
+         "\"forward\"");
   const bool without_weights =
       detail::asks_for_device_only(runtime, options) && options.parameters != Placement::device;
   refuse(without_weights && options.optimizer == Placement::device, "zero_optimization.offload_optimizer.device",

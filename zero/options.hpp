@@ -133,6 +133,13 @@ struct EngineOptions {
   // At most so many elements of this rank's weights, whatever the share. Key offload_param.max_in_cpu.
   std::uint64_t parameters_pinned_elements_max = ~std::uint64_t{0};
 
+  // How many units, the last ones, have their gradients on NVMe between backward and update, in scratch space of the
+  // store's drives, which takes 2 bytes read and 2 written a parameter of them, or 4 and 4 with each micro-batch that
+  // is added up in fp32. Empty: as few as the pinned budget demands beside the buffers that are asked for below, of
+  // which those beyond the defaults give way; each rank by its own budget. Not with update mode `backward`. Key
+  // "hoist.gradient_spill": false is 0, true is empty.
+  std::optional<std::uint32_t> gradient_spill_units = 0;
+
   // With an offloaded optimizer, the share of the trainable parameters whose states are, from 0 to 1. Those of the
   // others live in device memory and are updated there, their gradients stay there, and nothing of them crosses a link
   // in a step. Whole units, the first ones that fit into their share; where the CPU cannot read the device's memory,

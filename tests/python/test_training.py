@@ -296,6 +296,34 @@ def test_weights_that_a_share_keeps_in_pinned_memory_are_not_read_and_change_no_
     assert nothing > half > automatic == everything and nothing > some > everything
 
 
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_gradients_that_pinned_memory_cannot_hold_change_no_bit(settings, tmp_path, order):
+    def configured(name, pinned_memory, **hoist_keys):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path / name)}
+        return settings(
+            train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2, gradient_clipping=0.5,
+            zero_optimization={"stage": 3, "offload_optimizer": nvme, "offload_param": nvme},
+            hoist={"device_memory": "1MiB", "pinned_memory": pinned_memory, "micro_batch_order": order} | hoist_keys)
+
+    def least(name, **hoist_keys):
+        with pytest.raises(hoist.BudgetError, match=r"hoist\.pinned_memory") as refused:
+            hoist.torch.wrap(make(layers=16), configured(name, "4KiB", **hoist_keys))
+        return refused.value.need_bytes
+
+    without, spilling = least("a"), least("b", gradient_spill=True)
+    assert spilling < without
+    ends, written = [], []
+    for name, budget, keys in (("c", without, {}), ("d", spilling, {"gradient_spill": True})):
+        with hoist.torch.wrap(make(layers=16), configured(name, budget, **keys)) as engine:
+            ends.append((train(engine, 3, micro_batches=2), digests(engine)))
+            statistics = engine.statistics()
+            written.append(statistics["links"]["nvme_write"])
+            pinned = statistics["tiers"]["pinned"]
+            assert pinned["peak_bytes"] <= pinned["budget_bytes"] == budget
+    assert ends[0] == ends[1]
+    assert written[1] > written[0]
+
+
 @pytest.mark.parametrize("where", ["nvme", "cpu", "none"])
 def test_the_stages_end_in_the_same_bits(settings, tmp_path, where):
     """Below stage 3 weights stay on the device: the budget holds them, and a layer that is up, twice."""

@@ -119,6 +119,9 @@ struct ByteCase {
   UpdateMode mode;
   double read_per_parameter, written_per_parameter;
   double pinned_fraction = 0, pinned_weights = 0;
+  bool spills = false;  // all gradients
+  int micro_batches = 1;
+  MicroBatchOrder order = MicroBatchOrder::horizontal;
 };
 class ByteTest : public testing::TestWithParam<ByteCase> {};
 
@@ -135,8 +138,13 @@ TEST_P(ByteTest, MatchTheFormulaAndTheKernelsAccounting) {
   setup.engine.sub_group_elements = 200000;
   setup.engine.optimizer_pinned_fraction = c.pinned_fraction;
   setup.engine.parameters_pinned_fraction = c.pinned_weights;
+  setup.engine.gradient_spill_units = c.spills ? 99 : 0;
+  setup.engine.micro_batches_max = static_cast<unsigned>(c.micro_batches);
+  setup.engine.micro_batch_order = c.order;
   Runtime runtime(setup.runtime);
   ToyModel model(runtime, setup.engine, shape);
+  model.micro_batches = c.micro_batches;
+  model.vertical = c.order == MicroBatchOrder::vertical;
   Engine& engine = model.initialize();
   model.train(1, 2);
   engine.settle();
@@ -216,6 +224,20 @@ std::vector<ByteCase> weight_fractions() {
 INSTANTIATE_TEST_SUITE_P(PinnedWeights, ByteTest, testing::ValuesIn(weight_fractions()), [](const auto& c) {
   return std::string(c.param.name) + "_" + std::to_string(static_cast<int>(100 * c.param.pinned_weights));
 });
+
+// A spilled gradient is written and read once. Its fp32 sums are so for each micro-batch: what the first one does not
+// read, the update does.
+std::vector<ByteCase> spills() {
+  constexpr auto kStep = tiers::Durability::step, kNone = tiers::Durability::none;
+  constexpr auto kVertical = MicroBatchOrder::vertical;
+  return {{"everything", Placement::nvme, kStep, UpdateMode::forward, 14 + 2, 12 + 2, 0, 0, true},
+          {"step", Placement::nvme, kStep, UpdateMode::step, 16 + 2, 12 + 2, 0, 0, true},
+          {"not_durable", Placement::pinned, kNone, UpdateMode::forward, 10 + 2, 10 + 2, 0, 0, true},
+          {"horizontal", Placement::pinned, kStep, UpdateMode::forward, 10 + 3 * 4, 12 + 3 * 4, 0, 0, true, 3},
+          {"vertical", Placement::pinned, kStep, UpdateMode::forward, 10 + 2, 12 + 2, 0, 0, true, 3, kVertical}};
+}
+INSTANTIATE_TEST_SUITE_P(Spills, ByteTest, testing::ValuesIn(spills()),
+                         [](const auto& c) { return std::string(c.param.name); });
 
 }  // namespace
 }  // namespace hoist::test

@@ -28,12 +28,14 @@ struct KillCase {
   const char* name;
   Placement parameters;
   DType dtype = DType::bf16;  // fp16: with a loss scale that skips a step every now and then
+  bool spills = false;        // gradients, to scratch files
   bool divided = false;       // every run with another ratio of states on a device that updates them itself
 };
 
 ToySetup setup_of(const KillCase& c, Placement parameters, Placement optimizer, const std::string& directory = "") {
   ToySetup setup = toy_setup(parameters, optimizer, directory);
   if (c.dtype == DType::fp16) setup.engine.loss_scale = toy_loss_scale();
+  if (c.spills && setup.engine.uses_nvme()) setup.engine.gradient_spill_units = 1;
   return setup;
 }
 ToyShape shape_of(const KillCase& c) { return {.matrices = {9000, 20000}, .dtype = c.dtype}; }
@@ -55,6 +57,16 @@ ToyShape shape_of(const KillCase& c) { return {.matrices = {9000, 20000}, .dtype
     model.train(made + 1, kSteps);
   }
   ::_exit(0);
+}
+
+// Bytes of scratch files that are left in a directory. A process that is killed before it has taken its empty file's
+// name away leaves that.
+std::uint64_t scratch_bytes_in(const std::string& directory) {
+  std::uint64_t bytes = 0;
+  std::error_code none;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, none))
+    if (entry.path().extension() == ".scratch") bytes += entry.file_size();
+  return bytes;
 }
 
 class KillTest : public testing::TestWithParam<KillCase> {};
@@ -81,6 +93,7 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
     ASSERT_EQ(::waitpid(child, &status, 0), child);
     if (WIFSIGNALED(status)) {
       ASSERT_EQ(WTERMSIG(status), SIGKILL) << "seed " << seed;
+      EXPECT_EQ(scratch_bytes_in(directory / "store"), 0u) << "seed " << seed;
       ++kills;
       continue;
     }
@@ -91,6 +104,7 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
   Runtime runtime(setup.runtime);
   ToyModel model(runtime, setup.engine, shape_of(c));
   const std::uint64_t applied = model.restore().step;
+  EXPECT_FALSE(std::filesystem::exists((directory / "store") + "/rank-00000.scratch"));
   EXPECT_EQ(applied < kSteps, c.dtype == DType::fp16) << applied;
 
   const ToySetup undisturbed = setup_of(c, Placement::pinned, Placement::pinned);
@@ -112,7 +126,8 @@ TEST_P(KillTest, KilledAtRandomMomentsAndResumedBitExactly) {
 INSTANTIATE_TEST_SUITE_P(Parameters, KillTest,
                          testing::Values(KillCase{"on_nvme", Placement::nvme}, KillCase{"in_memory", Placement::pinned},
                                          KillCase{"fp16_on_nvme", Placement::nvme, DType::fp16},
-                                         KillCase{"divided", Placement::device, DType::bf16, true}),
+                                         KillCase{"spilling", Placement::nvme, DType::bf16, true},
+                                         KillCase{"divided", Placement::device, DType::bf16, false, true}),
                          [](const auto& c) { return c.param.name; });
 
 // Two ranks: the first one's manifest is durable, and of the second one's files some or all are missing.

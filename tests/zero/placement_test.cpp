@@ -31,6 +31,7 @@ struct Cell {
   double pinned_fraction = 0, pinned_weights = 0;
   bool host_accessible = true;
   double offload_ratio = 1;
+  std::optional<std::uint32_t> spilled = 0;
 };
 
 std::ostream& operator<<(std::ostream& out, const Cell& cell) { return out << cell.name; }
@@ -62,6 +63,7 @@ ToySetup setup_of(const Cell& cell, const std::string& directory, DType dtype) {
   setup.engine.optimizer_pinned_fraction = cell.pinned_fraction;
   setup.engine.parameters_pinned_fraction = cell.pinned_weights;
   setup.engine.optimizer_offload_ratio = cell.offload_ratio;
+  setup.engine.gradient_spill_units = cell.spilled;
   choose(setup, dtype);
   return setup;
 }
@@ -135,6 +137,23 @@ const std::vector<Cell>& cells() {
        .host_accessible = false,
        .offload_ratio = 0.5},
       {.name = "nvme_nvme_ratio_half", .pinned_fraction = 0.5, .offload_ratio = 0.5},
+      {.name = "all_gradients_spilled_chaos", .chaos_seed = 22, .spilled = 99},
+      {.name = "one_gradient_spilled_cpu_nvme_one_tile",
+       .parameters = kPinned,
+       .sub_group = 1,
+       .update_buffers = 3,
+       .spilled = 1},
+      {.name = "all_gradients_spilled_nvme_cpu_not_durable",
+       .optimizer = kPinned,
+       .durability = kNone,
+       .chaos_seed = 23,
+       .spilled = 99},
+      {.name = "two_gradients_spilled_half_pinned_ratio_half",
+       .chaos_seed = 24,
+       .pinned_fraction = 0.5,
+       .pinned_weights = 0.5,
+       .offload_ratio = 0.5,
+       .spilled = 2},
       {.name = "one_thread", .threads = 1},
       {.name = "small_device", .device_bytes = kMiB},
       {.name = "chaos", .chaos_seed = 11},

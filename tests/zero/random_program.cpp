@@ -291,6 +291,12 @@ void draw_update_mode(const Program& program, Rng& rng, EngineOptions& engine) {
   }
 }
 
+void draw_spill(const Program& program, Rng& rng, EngineOptions& engine) {
+  if (!engine.uses_nvme() || engine.update_mode == UpdateMode::backward || one_in(rng, 2)) return;
+  engine.gradient_spill_units = 1 + static_cast<std::uint32_t>(rng.below(program.units.size()));
+  if (one_in(rng, 3)) engine.gradient_spill_units.reset();
+}
+
 void draw_movement(const Program& program, Rng& rng, EngineOptions& engine) {
   engine.sub_group_elements = 1 + rng.below(60000);
   if (one_in(rng, 5)) engine.sub_group_elements = 1'000'000'000;
@@ -361,6 +367,7 @@ ToySetup random_setup(const Program& program, std::uint64_t seed, std::size_t se
   if (one_in(rng, 3)) setup.engine.weights_dtype = common_type(program);
   if (one_in(rng, 4)) setup.engine.metrics_path = directory + "/metrics.jsonl";
   if (one_in(rng, 4)) setup.runtime.trace_path = directory + "/trace.json";
+  draw_spill(program, rng, setup.engine);
   return setup;
 }
 
@@ -431,7 +438,8 @@ std::string describe(const ToySetup& setup) {
   };
   return fmt::format(
       "parameters {}, optimizer {}, stage {}, update {}, {}, durability {} every {}, keeps {}, ratio {:.3f}, pinned "
-      "fraction {}, of weights {} and {} elements, groups of {}, sub-group {}, buffers {} + {}, prefetch {}, live {}, "
+      "fraction {}, of weights {} and {} elements, gradients of {} units spilled, groups of {}, sub-group {}, buffers "
+      "{} + {}, prefetch {}, live {}, "
       "reuse {}, persistence {}, up to "
       "{} micro-batches {}, caller state {}; device {} bytes{}, pinned {} bytes{}, {} further drives, backend {}, "
       "blocks "
@@ -439,7 +447,8 @@ std::string describe(const ToySetup& setup) {
       name_of(e.parameters), name_of(e.optimizer), e.stage, kModes[static_cast<std::size_t>(e.update_mode)],
       e.store_directory.empty() ? "no store" : "a store", e.durability == tiers::Durability::none ? "none" : "step",
       e.commit_every, e.keep_steps, e.optimizer_offload_ratio, share(e.optimizer_pinned_fraction),
-      share(e.parameters_pinned_fraction), e.parameters_pinned_elements_max, e.secondary_shard_ranks,
+      share(e.parameters_pinned_fraction), e.parameters_pinned_elements_max,
+      e.gradient_spill_units ? fmt::to_string(*e.gradient_spill_units) : "auto", e.secondary_shard_ranks,
       e.sub_group_elements, e.update_buffer_count, e.staging_buffer_count, e.prefetch_elements, e.live_elements_max,
       e.reuse_distance_elements, e.persistence_elements, e.micro_batches_max,
       e.micro_batch_order == MicroBatchOrder::vertical ? "vertical" : "horizontal", e.caller_state_bytes_max,

@@ -16,6 +16,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <hoist/core/assert.hpp>
 #include <hoist/core/error.hpp>
 #include <hoist/core/open_file.hpp>
 #include <hoist/tiers/detail/store_files.hpp>
@@ -87,6 +88,12 @@ StorePaths::StorePaths(std::string directory_path, int rank)
   manifest_new = stem + ".manifest-new";
   lock_info = stem + ".lock-info";
   label = stem + ".label";
+}
+
+std::string scratch_path(const std::string& data_path) {
+  constexpr std::string_view kSuffix = ".data";
+  HOIST_ASSERT(data_path.ends_with(kSuffix), "{} is no store's data file", data_path);
+  return data_path.substr(0, data_path.size() - kSuffix.size()) + ".scratch";
 }
 
 bool ManifestView::ever_committed() const {

@@ -29,6 +29,9 @@ struct StorePaths {
   std::string label;         // on further drives: the store of this data
 };
 
+// The scratch file beside a data file: rank-00000.scratch beside rank-00000.data.
+std::string scratch_path(const std::string& data_path);
+
 // The entries of a directory; none if it does not exist. IoError if it cannot be listed, which does not mean that it is
 // empty.
 std::vector<std::string> names_in(const std::string& directory);

@@ -60,6 +60,7 @@ class Store::Impl {
   Completion add_checkpoint(const std::string& name, std::span<const std::byte> caller_state, Agree agree);
   void remove_checkpoint(std::uint64_t checkpoint_serial);
   std::unique_ptr<StoreReader> hold();
+  std::unique_ptr<Scratch> make_scratch(std::uint64_t bytes, Engines engines) const;
 
   std::span<const CommitHeader> commits() const { return commits_; }
   std::span<const CommitHeader> abandoned() const { return abandoned_; }

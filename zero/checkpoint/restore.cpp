@@ -9,6 +9,7 @@
 #include <hoist/tiers/store_format.hpp>
 #include <hoist/zero/checkpoint/restore.hpp>
 #include <hoist/zero/checkpoint/store_options.hpp>
+#include <hoist/zero/memory/gradient_spill.hpp>
 #include <hoist/zero/memory/memory.hpp>
 
 namespace hoist::detail {
@@ -109,6 +110,8 @@ std::uint64_t adopt_commit(const RankAgreement& ranks, const EngineOptions& opti
 }
 
 std::string remedy_for(const tiers::Store& store, const CorruptionError::Where& damage) {
+  if (damage.region == kGradientRegionName)
+    return "no commit holds gradients: go on from the last one, and check the drive (dmesg, smartctl)";
   if (store.checkpoints().empty()) return {};
   std::vector<std::string> names;
   for (const CommitHeader& checkpoint : store.checkpoints_apart_from(damage))

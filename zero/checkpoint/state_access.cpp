@@ -131,14 +131,14 @@ void StateAccess::write_frozen_resident() {
   }
 }
 
-void StateAccess::read_gradient(ParameterId parameter, const std::byte* gradient, float scale, std::uint64_t first,
+void StateAccess::read_gradient(ParameterId parameter, const std::byte* shards, float scale, std::uint64_t first,
                                 std::span<float> out) {
   const Segment& segment = table_.segment_of(parameter);
   const std::uint64_t element_bytes = dtype_bytes(segment.gradient_shard_dtype);
   PartScratch scratch;
-  gradient = records_.view_gradient(table_.parameter(parameter).unit,
-                                    gradient + segment.gradient_shard_offset + first * element_bytes,
-                                    out.size() * element_bytes, scratch);
+  const std::byte* const gradient = records_.view_gradient(table_.parameter(parameter).unit, shards,
+                                                           segment.gradient_shard_offset + first * element_bytes,
+                                                           out.size() * element_bytes, scratch);
   for (std::uint64_t i = 0; i < out.size(); ++i)
     out[i] = scale * load_element(gradient, segment.gradient_shard_dtype, i);
 }

@@ -97,12 +97,24 @@ void EngineParts::lay_out(const StoreDirectory& directory, StoreUse use, std::ui
   drives = std::make_unique<Drives>(runtime.options(), options, *memory);
   if (use == StoreUse::open) {
     store = tiers::Store::open(wanted, drives->engines());
-    return;
+    return make_spill(use);
   }
   wanted.store_number = run + static_cast<std::uint64_t>(runtime.rank());
   wanted.replace_first_commit = replace_first_commit;
   wanted.stripe_weights = drives->measured_weights();
   store = tiers::Store::create(wanted, drives->engines());
+  make_spill(use);
+}
+
+void EngineParts::make_spill(StoreUse use) {
+  if (!memory->spills_gradients()) return;
+  const std::uint64_t bytes = memory->plan().units().scratch_bytes();
+  try {
+    spill = std::make_unique<GradientSpill>(runtime, table, *memory, store->make_scratch(bytes, drives->engines()));
+  } catch (...) {
+    if (use == StoreUse::create) store->remove_new();
+    throw;
+  }
 }
 
 void EngineParts::start(std::uint64_t gather_bytes) {
@@ -110,8 +122,8 @@ void EngineParts::start(std::uint64_t gather_bytes) {
   streams.down = runtime.device().create_stream("down");
   streams.comm = runtime.device().create_stream("comm");
   executor = std::make_unique<scheduler::Executor>("hoist-submit");
-  record_io = std::make_unique<RecordIo>(runtime, table, *memory, records, store.get());
-  pipeline = std::make_unique<TilePipeline>(runtime, table, *memory, records, *record_io, store.get());
+  record_io = std::make_unique<RecordIo>(runtime, table, *memory, records, store.get(), spill.get());
+  pipeline = std::make_unique<TilePipeline>(runtime, table, *memory, records, *record_io, store.get(), spill.get());
   updates = std::make_unique<UpdateQueue>(*pipeline, table, update_order(options));
   if (options.parameters == Placement::nvme) {
     weight_reader =
@@ -119,7 +131,8 @@ void EngineParts::start(std::uint64_t gather_bytes) {
   }
   gatherer = std::make_unique<Gatherer>(runtime, options, table, *memory, gather_bytes, *executor, streams,
                                         weight_reader.get(), *updates, *notifier, gathering_group.get());
-  gradients = std::make_unique<Gradients>(runtime, options, table, *memory, *executor, streams, *updates, *notifier);
+  gradients = std::make_unique<Gradients>(runtime, options, table, *memory, spill.get(), *executor, streams, *updates,
+                                          *notifier);
   state_access =
       std::make_unique<StateAccess>(runtime.rank(), options, table, settings.groups(), *record_io, *pipeline);
 }

@@ -17,6 +17,7 @@
 #include <hoist/zero/checkpoint/store_directory.hpp>
 #include <hoist/zero/detail/step_metrics.hpp>
 #include <hoist/zero/memory/drives.hpp>
+#include <hoist/zero/memory/gradient_spill.hpp>
 #include <hoist/zero/memory/record_io.hpp>
 #include <hoist/zero/passes/pass_state.hpp>
 #include <hoist/zero/step/state_calls.hpp>
@@ -31,7 +32,7 @@ class EngineParts {
   std::vector<std::string> describe() const;
 
   Runtime& runtime;
-  EngineOptions options;  // as given, but for a pinned fraction that was left to the engine
+  EngineOptions options;  // as given, but for what was left to the engine: pinned fractions, spilled gradients
   const UnitTable table;
   StepSettings settings;
   const std::shared_ptr<AbortNotifier> notifier;
@@ -44,6 +45,7 @@ class EngineParts {
   std::unique_ptr<Memory> memory;
   std::unique_ptr<comm::Communicator> gathering_group;  // null where ranks do not gather among a part of themselves
   std::unique_ptr<Drives> drives;                       // null without a store
+  std::unique_ptr<GradientSpill> spill;                 // null unless some gradients are spilled
   Streams streams;
   std::unique_ptr<RecordIo> record_io;
   std::unique_ptr<TilePipeline> pipeline;
@@ -66,6 +68,7 @@ class EngineParts {
 
  private:
   void lay_out(const StoreDirectory& directory, StoreUse use, std::uint64_t run, bool replace_first_commit);
+  void make_spill(StoreUse use);
   void start(std::uint64_t gather_bytes);
 };
 

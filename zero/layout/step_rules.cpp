@@ -73,6 +73,10 @@ UpdateOrder update_order(const EngineOptions& options) {
 }
 
 bool hands_gradients_on(const EngineOptions& options) { return update_mode(options) == UpdateMode::backward; }
+bool may_spill_gradients(const EngineOptions& options) {
+  return options.gradient_spill_units == 0u && options.uses_nvme() && options.optimizer != Placement::device &&
+         !hands_gradients_on(options);
+}
 bool updates_under_forward(const EngineOptions& options) { return update_mode(options) == UpdateMode::forward; }
 
 bool writes_resident_state(const EngineOptions& options, bool committed) {

@@ -36,6 +36,8 @@ UpdateOrder update_order(const EngineOptions& options);
 
 // Whether gradients are used by updates as soon as they arrive, before step(): they can then share memory.
 bool hands_gradients_on(const EngineOptions& options);
+// Whether EngineOptions::gradient_spill_units could free pinned memory, and is not used.
+bool may_spill_gradients(const EngineOptions& options);
 // Whether an update's reads serve the next forward pass, too.
 bool updates_under_forward(const EngineOptions& options);
 

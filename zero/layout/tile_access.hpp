@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// zero/layout/tile_access.hpp - pointers to one tile's weights and optimizer state.
+// zero/layout/tile_access.hpp - pointers to one tile's weights, optimizer state and gradient.
 //
-// Memory     Borrows both; whoever made a TileAccess says how long they stay.
+// Memory     Borrows all of them; whoever made a TileAccess says how long they stay.
 #pragma once
 
 #include <cstddef>
@@ -29,6 +29,7 @@ struct TileAccess {
   const tiers::Tile* tile = nullptr;
   std::byte* weights = nullptr;
   std::byte* state = nullptr;
+  const std::byte* gradient = nullptr;  // if it came with them, from NVMe
 
   StateArrays view() const;
 };

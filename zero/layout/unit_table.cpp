@@ -24,6 +24,13 @@ bool Segment::has(State moment) const {
                                   : moment == State::moment2 && optim::has_moment2(state.state);
 }
 
+Unit::GradientPart Unit::gradient_part(std::uint32_t first_tile, std::uint32_t tile_count) const {
+  const auto tiles = trainable.tiles();
+  const std::size_t end = first_tile + tile_count;
+  const std::uint64_t begin = gradient_offset(tiles[first_tile]);
+  return {begin, (end == tiles.size() ? gradient_shard_bytes : gradient_offset(tiles[end])) - begin};
+}
+
 bool UnitTable::keeps(ParameterId id, State state) const {
   if (state == State::master) return true;
   return state == State::gradient ? segment_of(id).trainable : segment_of(id).has(state);
@@ -124,7 +131,8 @@ void UnitTable::lay_out(Unit& unit) const {
     unit.gradient_bytes += round_up(world * segment.shard_bytes(), 256);
     segment.gradient_shard_offset = unit.gradient_shard_bytes;
     segment.gradient_shard_dtype = sums_ == GradientSums::in_memory ? DType::fp32 : segment.dtype;
-    unit.gradient_shard_bytes += round_up(segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype), 64);
+    unit.gradient_shard_bytes +=
+        round_up(segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype), kBlockAlignment);
   }
   if (sums_ == GradientSums::on_device) {
     for (Segment& segment : unit.segments) {

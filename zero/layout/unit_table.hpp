@@ -9,7 +9,8 @@
 //   gathered   device: per segment [rank, shard], segments at multiples of 4 KiB
 //   host       this rank's weights: the W region of the trainable record, then that of the frozen one
 //   gradient   device: per trainable segment [rank, shard]. In vertical order behind it the same in fp32, where
-//              micro-batches are added up. In memory: this rank's shards only
+//              micro-batches are added up. In memory: this rank's shards only, each at a multiple of 4 KiB, so that
+//              the gradient of a tile is whole blocks
 // With one rank, gathered and host are the same bytes.
 #pragma once
 
@@ -78,6 +79,16 @@ struct Unit {
   }
   std::uint64_t frozen_offset() const { return trainable.region_bytes(tiers::Region::weights); }
   std::uint64_t gradient_buffer_bytes() const { return gradient_bytes + gradient_sum_bytes; }
+  // Where the gradient of a trainable tile begins among this rank's shards.
+  std::uint64_t gradient_offset(const tiers::Tile& tile) const {
+    const Segment& segment = segments[tile.segment];
+    return segment.gradient_shard_offset + tile.first_element * dtype_bytes(segment.gradient_shard_dtype);
+  }
+  // The gradient of consecutive trainable tiles, with what fills its last block up.
+  struct GradientPart {
+    std::uint64_t offset = 0, bytes = 0;
+  };
+  GradientPart gradient_part(std::uint32_t first_tile, std::uint32_t tile_count) const;
   bool is_trainable() const { return !trainable.tiles().empty(); }
 };
 

@@ -16,12 +16,17 @@ namespace {
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
 // By role, those of one unit; NVMe's regions have no pointers.
-constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{
-    &UnitMemory::weights,      nullptr,  // stored weights
-    &UnitMemory::state,        nullptr,  // stored state
-    &UnitMemory::gradient,     &UnitMemory::secondary_shard,
-    &UnitMemory::device_shard, &UnitMemory::gathered,
-    &UnitMemory::own_gradient};
+constexpr std::array<std::byte * UnitMemory::*, kUnitRoleCount> kUnitMembers{&UnitMemory::weights,
+                                                                             nullptr,  // stored weights
+                                                                             &UnitMemory::state,
+                                                                             nullptr,  // stored state
+                                                                             &UnitMemory::gradient,
+                                                                             nullptr,  // spilled gradient
+                                                                             nullptr,  // its checksums
+                                                                             &UnitMemory::secondary_shard,
+                                                                             &UnitMemory::device_shard,
+                                                                             &UnitMemory::gathered,
+                                                                             &UnitMemory::own_gradient};
 
 // What a budget has left beside what is held and the store's tables.
 std::uint64_t free_bytes(const tiers::Budget& budget, std::uint64_t store_memory_bytes) {
@@ -105,11 +110,13 @@ void Memory::require_pinned_memory(const EngineOptions& options, std::uint64_t s
   const tiers::Budget& budget = runtime_.pinned_budget();
   const std::uint64_t need = plan_.bytes(MemoryTier::pinned);
   if (need <= free_bytes(budget, store_memory_bytes)) return;
+  std::string purpose = "gradients";
+  if (may_spill_gradients(options)) purpose += " (hoist.gradient_spill takes them to NVMe)";
+  purpose += ", states kept in memory";
+  if (gathering_group(options, table_.world_size()) > 1)
+    purpose += ", secondary shards (a larger or no zero_hpz_partition_size needs less)";
   throw over_budget(budget, round_up(budget.held_bytes() + store_memory_bytes + need, kBlockAlignment),
-                    gathering_group(options, table_.world_size()) > 1
-                        ? "gradients, states kept in memory, secondary shards (a larger or no zero_hpz_partition_size "
-                          "needs less) and the smallest transfer buffers"
-                        : "gradients, states kept in memory and the smallest transfer buffers");
+                    purpose + " and the smallest transfer buffers");
 }
 
 void Memory::point_to_regions() {
@@ -118,7 +125,9 @@ void Memory::point_to_regions() {
     const std::span<std::byte> tier = region.tier == MemoryTier::device ? device_block_.bytes() : pinned();
     const std::span<std::byte> bytes = tier.subspan(region.offset, region.bytes);
     const auto role = static_cast<std::size_t>(region.role);
-    if (region.unit) {
+    if (region.role == MemoryRole::gradient_checksums) {
+      units_[region.unit->index].gradient_checksums = reinterpret_cast<std::uint64_t*>(bytes.data());
+    } else if (region.unit) {
       units_[region.unit->index].*kUnitMembers[role] = bytes.data();
     } else {
       buffers_[role].push_back(bytes);
@@ -138,7 +147,8 @@ Memory::SubGroupMemory Memory::place(const SubGroup& sub_group, std::byte* buffe
   const bool weights_in_place = plan_.units().are_weights_resident(sub_group) && !in_buffer;
   const bool state_in_place = plan_.units().is_state_resident(sub_group) && !in_buffer;
   return {.weights = weights_in_place ? here.weights + first.w_offset : buffer,
-          .state = state_in_place ? here.state + first.s_offset : buffer + buffered.weights};
+          .state = state_in_place ? here.state + first.s_offset : buffer + buffered.weights,
+          .gradient = buffered.gradient > 0 ? buffer + buffered.record() : nullptr};
 }
 
 std::string Memory::describe() const {

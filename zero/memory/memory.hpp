@@ -25,6 +25,7 @@ struct UnitMemory {
   std::byte* weights = nullptr;  // those in memory, wherever (UnitPlacement::weights)
   std::byte* state = nullptr;
   std::byte* gradient = nullptr;
+  std::uint64_t* gradient_checksums = nullptr;
   std::byte* secondary_shard = nullptr;
   std::byte* device_shard = nullptr;
   std::byte* gathered = nullptr;
@@ -68,13 +69,16 @@ class Memory {
   std::span<std::byte> results_copy() const { return buffer(MemoryRole::results_copy); }
   std::span<std::byte> copy_buffer() const { return buffer(MemoryRole::copy_buffer); }  // RecordIo's alone
   bool hands_gradients_on() const { return hands_gradients_on_; }
+  bool spills_gradients() const { return plan_.units().scratch_bytes() > 0; }  // of some units, or all
 
   // The records of all units, cut as the update buffers allow; a unit's sub-groups follow each other.
   const std::vector<SubGroup>& sub_groups() const { return sub_groups_; }
-  // Where a sub-group's weights and state are worked on: in place, or in `buffer`, which begins with the weights.
+  // Where a sub-group's weights and state are worked on: in place, or in `buffer`, which begins with the weights. A
+  // spilled gradient is at its end.
   struct SubGroupMemory {
     std::byte* weights = nullptr;
     std::byte* state = nullptr;
+    std::byte* gradient = nullptr;  // null: it is not spilled
   };
   SubGroupMemory place(const SubGroup& sub_group, std::byte* buffer) const;
 

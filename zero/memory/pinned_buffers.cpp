@@ -23,7 +23,7 @@ PinnedBufferChooser::PinnedBufferChooser(const EngineOptions& options, const Uni
     for (const Segment& segment : unit.segments)
       gradient_bytes += segment.trainable ? round_up(segment.shard_bytes(), 64) : 0;
     if (sums_in_memory) sum_bytes_ = std::max(sum_bytes_, gradient_bytes);
-    if (!regions.rings_gradients()) continue;
+    if (!regions.unit(UnitId{u}).gradient_in_ring) continue;
     largest_gradient_bytes_ = std::max(largest_gradient_bytes_, unit.gradient_shard_bytes);
     all_gradient_bytes_ += unit.gradient_shard_bytes;
   }
@@ -74,7 +74,7 @@ PinnedBuffers PinnedBufferChooser::choose(std::uint64_t free_bytes) const {
     if (raise(chosen.sub_group_tiles, tiles)) break;
   raise(chosen.gradient_ring_bytes, most.gradient_ring_bytes);
   raise_staging(most.staging_count);
-  if (regions_.rings_gradients()) grow_ring(chosen, free_bytes);
+  if (chosen.gradient_ring_bytes > 0) grow_ring(chosen, free_bytes);
   return chosen;
 }
 
@@ -123,8 +123,44 @@ double largest_pinned_share(EngineOptions options, PinnedShare share, const Unit
   return most / 100.0;
 }
 
+namespace {
+
+// Searches for the fewest units that leave room for the buffers that keep a drive busy: those asked for, but no more
+// and no larger update buffers than the default ones and two staging buffers; and two gradients in the ring. More
+// buffers bring less than a gradient in memory saves. If nothing leaves that room, the pool holds the least.
+std::uint32_t fitting_spill(EngineOptions options, const UnitTable& table, DeviceAccess access,
+                            std::uint64_t free_bytes) {
+  static const EngineOptions kDefaults;
+  struct Needs {
+    std::uint64_t working_bytes = 0, least_bytes = 0;
+  };
+  const auto needs = [&](std::uint32_t count) {
+    options.gradient_spill_units = count;
+    const UnitRegions regions(options, table, access);
+    const PinnedBufferChooser chooser(options, regions);
+    PinnedBuffers working = chooser.wanted();
+    working.staging_count = std::min(working.staging_count, 2u);
+    working.update_count = std::min(working.update_count, kDefaults.update_buffer_count);
+    working.sub_group_tiles = std::min(working.sub_group_tiles, kDefaults.sub_group_elements / tiers::kTileElements);
+    return Needs{chooser.bytes(working), chooser.bytes(chooser.choose(0))};
+  };
+  const auto all = static_cast<std::uint32_t>(table.units().size());
+  const Needs with_none = needs(0), with_all = needs(all);
+  if (with_none.working_bytes <= free_bytes) return 0;
+  if (with_all.working_bytes > free_bytes) return with_all.least_bytes < with_none.least_bytes ? all : 0;
+  std::uint32_t too_few = 0, enough = all;
+  while (enough - too_few > 1) {
+    const std::uint32_t middle = too_few + (enough - too_few) / 2;
+    (needs(middle).working_bytes <= free_bytes ? enough : too_few) = middle;
+  }
+  return enough;
+}
+
+}  // namespace
+
 void choose_pinned_shares(EngineOptions& options, const UnitTable& table, DeviceAccess access,
                           std::uint64_t free_bytes) {
+  if (!options.gradient_spill_units) options.gradient_spill_units = fitting_spill(options, table, access, free_bytes);
   for (const PinnedShare share :
        {&EngineOptions::parameters_pinned_fraction, &EngineOptions::optimizer_pinned_fraction})
     if (!(options.*share)) options.*share = largest_pinned_share(options, share, table, access, free_bytes);

@@ -48,7 +48,8 @@ class PinnedBufferChooser {
 
   // If a step has several micro-batches, so many of their gradients are on their way to fp32 sums at once.
   static constexpr unsigned kSumBuffers = 2;
-  // The ring holds at least so many of the largest gradients if it can; with more the drive may lag further behind.
+  // The ring holds at least so many of the largest gradients if it can; with more the drive may lag further behind, be
+  // it with updates or with spilled gradients.
   static constexpr unsigned kRingGradients = 2;
   // What RecordIo copies at once between device-only memory and pageable memory.
   static constexpr std::uint64_t kCopyBufferBytes = 1 << 20;
@@ -71,7 +72,10 @@ using PinnedShare = std::optional<double> EngineOptions::*;
 // the share asked for; of a gradient ring, beside room for two gradients.
 double largest_pinned_share(EngineOptions options, PinnedShare share, const UnitTable& table, DeviceAccess access,
                             std::uint64_t free_bytes);
-// Puts the largest in place of shares that are left open, of weights first: a byte of weights saves more reads.
+// Decides what is left open. First which gradients are spilled: those of the last units, as few as leave room for the
+// buffers asked for, as far as these are no more than the default update buffers and two staging buffers, and for two
+// gradients on their way. Then puts the largest in place of open
+// shares, of weights first: a byte of weights saves more reads.
 void choose_pinned_shares(EngineOptions& options, const UnitTable& table, DeviceAccess access,
                           std::uint64_t free_bytes);
 

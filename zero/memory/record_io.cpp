@@ -13,8 +13,8 @@ using tiers::Region;
 using tiers::Tile;
 
 RecordIo::RecordIo(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
-                   tiers::Store* store)
-    : table_(table), memory_(memory), records_(records), store_(store) {
+                   tiers::Store* store, GradientSpill* spill)
+    : table_(table), memory_(memory), records_(records), store_(store), spill_(spill) {
   if (memory.has_device_only()) stream_ = runtime.device().create_stream("state");
 }
 
@@ -88,11 +88,12 @@ void RecordIo::read(const RecordPart& part, std::span<std::byte> out) {
              out.subspan(here_bytes));
 }
 
-const std::byte* RecordIo::view_gradient(UnitId unit, const std::byte* gradient, std::uint64_t bytes,
-                                         PartScratch& scratch) {
-  if (!memory_.device_only(unit)) return gradient;
+const std::byte* RecordIo::view_gradient(UnitId unit, const std::byte* shards, std::uint64_t offset,
+                                         std::uint64_t bytes, PartScratch& scratch) {
+  if (spill_ != nullptr && spill_->holds(unit)) return spill_->view(unit, offset, bytes, scratch);
+  if (!memory_.device_only(unit)) return shards + offset;
   const std::span<std::byte> copy = scratch.of(bytes);
-  copy_from_device(gradient, copy);
+  copy_from_device(shards + offset, copy);
   return copy.data();
 }
 

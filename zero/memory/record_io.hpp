@@ -20,6 +20,7 @@
 #include <hoist/aio/transfer_memory.hpp>
 #include <hoist/zero/layout/record_map.hpp>
 #include <hoist/zero/layout/tile_values.hpp>
+#include <hoist/zero/memory/gradient_spill.hpp>
 #include <hoist/zero/memory/memory.hpp>
 
 namespace hoist::detail {
@@ -47,9 +48,9 @@ class PartScratch {
 
 class RecordIo {
  public:
-  // `store` is null without one.
+  // `store` is null without one, `spill` unless some gradients are spilled.
   RecordIo(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
-           tiers::Store* store);
+           tiers::Store* store, GradientSpill* spill);
 
   RecordPart part(UnitId unit, RecordKind kind, tiers::Region region, std::uint32_t first_tile,
                   std::uint32_t tile_count) const;
@@ -59,8 +60,10 @@ class RecordIo {
   // The verified bytes of a part: in place, or copied to `scratch`.
   const std::byte* view(const RecordPart& part, PartScratch& scratch);
   void read(const RecordPart& part, std::span<std::byte> out);
-  // Bytes of a unit's gradient at `gradient`, which is in device-only memory when the unit's state is.
-  const std::byte* view_gradient(UnitId unit, const std::byte* gradient, std::uint64_t bytes, PartScratch& scratch);
+  // Bytes of a unit's gradient, at an offset among its `shards`. Those are in device-only memory when the unit's state
+  // is; null if the gradient is spilled.
+  const std::byte* view_gradient(UnitId unit, const std::byte* shards, std::uint64_t offset, std::uint64_t bytes,
+                                 PartScratch& scratch);
   struct ChangeOptions {
     bool read = true;    // false: `edit` overwrites all of the part, and finds anything in it
     bool store = false;  // also writes the part to the open step of the store; tiles on NVMe have no other place
@@ -100,6 +103,7 @@ class RecordIo {
   const Memory& memory_;
   const RecordMap& records_;
   tiers::Store* store_;
+  GradientSpill* spill_;
   std::unique_ptr<platform::Stream> stream_;  // null unless some units are device-only
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <utility>
 
 #include <hoist/core/norm_order.hpp>
 #include <hoist/tiers/device_arena.hpp>
@@ -52,6 +53,7 @@ UnitRegions::UnitRegions(const EngineOptions& options, const UnitTable& table, D
   const int group = gathering_group(options, table.world_size());
   secondary_shard_parts_ = group == 1 ? 0 : static_cast<std::uint64_t>(table.world_size() / group);
   choose_units_on_device(options);
+  choose_spilled_gradients(options);
   choose_resident_state(options);
   choose_resident_weights(options);
   for (std::uint32_t u = 0; u < units_.size(); ++u) {
@@ -77,6 +79,17 @@ void UnitRegions::choose_units_on_device(const EngineOptions& options) {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     units_[u].state_on_device = device_elements_ + elements[u] <= most;
     if (units_[u].state_on_device) device_elements_ += elements[u];
+  }
+}
+
+// The last ones: backward makes their gradients first, and the updates, which begin with the first units, want them
+// last.
+void UnitRegions::choose_spilled_gradients(const EngineOptions& options) {
+  std::uint32_t left = rings_gradients_ ? 0 : options.gradient_spill_units.value_or(0);
+  for (std::size_t u = units_.size(); u-- > 0 && left > 0;) {
+    if (units_[u].state_on_device || !table_.units()[u].is_trainable()) continue;
+    units_[u].gradient_spilled = true;
+    --left;
   }
 }
 
@@ -176,7 +189,11 @@ void UnitRegions::place(UnitId id, const EngineOptions& options) {
   add(id, MemoryRole::secondary_shard, on_device ? MemoryTier::device : MemoryTier::pinned, secondary_bytes);
   add(id, MemoryRole::state, tier, state_bytes);
   add(id, MemoryRole::stored_state, MemoryTier::nvme, unit.trainable.region_bytes(Region::state) - state_bytes);
-  if (placement.state_on_device || !rings_gradients_) add(id, MemoryRole::gradient, tier, unit.gradient_shard_bytes);
+  placement.gradient_in_ring = !placement.state_on_device && (rings_gradients_ || placement.gradient_spilled);
+  if (!placement.gradient_in_ring) add(id, MemoryRole::gradient, tier, unit.gradient_shard_bytes);
+  if (!placement.gradient_spilled) return;
+  add(id, MemoryRole::spilled_gradient, MemoryTier::nvme, unit.gradient_shard_bytes);
+  add(id, MemoryRole::gradient_checksums, MemoryTier::pinned, unit.trainable.tiles().size() * sizeof(std::uint64_t));
 }
 
 HostPieces UnitRegions::host_pieces(UnitId id) const {
@@ -192,7 +209,8 @@ HostPieces UnitRegions::host_pieces(UnitId id) const {
 
 void UnitRegions::add(UnitId id, MemoryRole role, MemoryTier tier, std::uint64_t bytes) {
   if (bytes == 0) return;
-  const std::uint64_t offset = layouts_[static_cast<std::size_t>(tier)].add(bytes);
+  std::uint64_t offset = layouts_[static_cast<std::size_t>(tier)].add(bytes);
+  if (role == MemoryRole::spilled_gradient) offset = std::exchange(scratch_bytes_, scratch_bytes_ + bytes);
   units_[id.index].regions[static_cast<std::size_t>(role)] = {
       .role = role, .tier = tier, .unit = id, .offset = offset, .bytes = bytes};
 }
@@ -264,14 +282,17 @@ UnitRegions::BufferedBytes UnitRegions::buffered_bytes(const SubGroup& sub_group
   };
   const bool device_only = unit(sub_group.unit).device_only;
   return {.weights = !are_weights_resident(sub_group) || device_only ? bytes(Region::weights) : 0,
-          .state = !is_state_resident(sub_group) || device_only ? bytes(Region::state) : 0};
+          .state = !is_state_resident(sub_group) || device_only ? bytes(Region::state) : 0,
+          .gradient = unit(sub_group.unit).gradient_spilled
+                          ? table_.unit(sub_group.unit).gradient_part(sub_group.first_tile, sub_group.tile_count).bytes
+                          : 0};
 }
 
 bool UnitRegions::uses_update_buffers() const {
   for (std::uint32_t u = 0; u < units_.size(); ++u) {
     const UnitPlacement& unit = units_[u];
     const std::uint32_t resident = std::min(unit.state_tiles, unit.weight_tiles);
-    if (unit.device_only || resident < tile_count(table_.units()[u].trainable)) return true;
+    if (unit.device_only || unit.gradient_spilled || resident < tile_count(table_.units()[u].trainable)) return true;
   }
   return false;
 }

@@ -5,7 +5,8 @@
 //                 parameters = device              pinned             nvme
 //   weights       pinned, or device (1)            pinned             NVMe; the first tiles may be pinned
 //   state         by optimizer: device | pinned | NVMe; of state on NVMe the first tiles may be pinned
-//   gradient      device if the state is there, else pinned; in update mode `backward` a ring for all (2)
+//   gradient      device if the state is there, else pinned; in update mode `backward` a ring for all (2). Of the last
+//                 units, as many as EngineOptions::gradient_spill_units says, NVMe, and a ring on the way there
 //
 // (1) If the optimizer is on the device, too. Otherwise the CPU updates the pinned weights, and a copy on the device,
 // the
@@ -41,35 +42,37 @@ inline constexpr std::size_t kMemoryTierCount = 3;
 // What a region of memory is for.
 enum class MemoryRole : std::uint8_t {
   // One unit's regions, which it has between its uses:
-  weights,          // host layout, or the first tiles of each of the unit's two records
-  stored_weights,   // the other tiles, which are on NVMe only
-  state,            // the first tiles of the trainable record's S region
-  stored_state,     // the other tiles, which are on NVMe only
-  gradient,         // this rank's shards
-  secondary_shard,  // what this rank keeps of the gathered unit for its group (EngineOptions::secondary_shard_ranks)
-  device_shard,     // host layout, on the device: gathers start from it without crossing a link
-  gathered,         // gathered layout: the unit does not share the gather memory
-  own_gradient,     // gradient layout: of units that are not finished before other units' gradients begin
+  weights,             // host layout, or the first tiles of each of the unit's two records
+  stored_weights,      // the other tiles, which are on NVMe only
+  state,               // the first tiles of the trainable record's S region
+  stored_state,        // the other tiles, which are on NVMe only
+  gradient,            // this rank's shards
+  spilled_gradient,    // the same on NVMe; the offset is within the scratch file
+  gradient_checksums,  // of a spilled gradient, one for each tile
+  secondary_shard,     // what this rank keeps of the gathered unit for its group (EngineOptions::secondary_shard_ranks)
+  device_shard,        // host layout, on the device: gathers start from it without crossing a link
+  gathered,            // gathered layout: the unit does not share the gather memory
+  own_gradient,        // gradient layout: of units that are not finished before other units' gradients begin
   // The engine's regions:
   device_results,  // what the device leaves for the host: a sum of squares a chunk, then a word for a unit whose update
                    // may not be committed
   gather_memory,   // gathered units, in places that they share
   gradient_buffer,  // one unit's gradient
-  gradient_ring,    // gradients that wait for their unit's update
+  gradient_ring,    // gradients that wait for their unit's update, or on their way to NVMe
   update_buffer,    // one sub-group's records
   staging_buffer,   // one unit's weights from NVMe
   sum_buffer,       // one unit's gradient on its way to fp32 sums
   results_copy,     // of the device's results
   copy_buffer,      // RecordIo's: between device-only memory and pageable memory
 };
-inline constexpr std::size_t kUnitRoleCount = 9;
-inline constexpr std::size_t kMemoryRoleCount = 18;
+inline constexpr std::size_t kUnitRoleCount = 11;
+inline constexpr std::size_t kMemoryRoleCount = 20;
 
 struct MemoryRegion {
   MemoryRole role = MemoryRole::weights;
   MemoryTier tier = MemoryTier::nvme;
   std::optional<UnitId> unit{};  // of a role of one unit
-  std::uint64_t offset = 0;      // within what the engine takes of the tier; 0 on NVMe, where the store decides
+  std::uint64_t offset = 0;      // within what the engine takes of the tier; 0 in the store, which decides itself
   std::uint64_t bytes = 0;       // 0: there is no such region
 };
 
@@ -108,6 +111,8 @@ struct UnitPlacement {
   std::optional<MemoryRole> weights{};  // which of them holds weights in memory; empty: only the store has them
   bool state_on_device = false;         // and the gradient
   bool device_only = false;
+  bool gradient_spilled = false;
+  bool gradient_in_ring = false;  // it passes through the ring, and has no region of its own
   bool stays_gathered = false;
   bool shares_gather_memory = false;
   // The first ones, which are in memory: state and weights of the trainable record, weights of the frozen one.
@@ -138,8 +143,9 @@ class UnitRegions {
   const UnitTable& table() const { return table_; }
   const UnitPlacement& unit(UnitId id) const { return units_[id.index]; }
   HostPieces host_pieces(UnitId id) const;
-  bool has_device_only() const { return has_device_only_; }  // whether any unit is
-  bool rings_gradients() const { return rings_gradients_; }  // of units whose state is not on the device
+  bool has_device_only() const { return has_device_only_; }       // whether any unit is
+  bool rings_gradients() const { return rings_gradients_; }       // of units whose state is not on the device
+  std::uint64_t scratch_bytes() const { return scratch_bytes_; }  // of all spilled gradients
   // How many consecutive ranks' shards of each segment a secondary shard holds. Together the group has the unit in its
   // gathered layout.
   std::uint64_t secondary_shard_parts() const { return secondary_shard_parts_; }
@@ -160,11 +166,14 @@ class UnitRegions {
   bool are_weights_resident(const SubGroup& sub_group) const {
     return sub_group.first_tile + sub_group.tile_count <= unit(sub_group.unit).weight_tiles;
   }
-  // What of a sub-group passes through an update buffer: weights, then state. The CPU uses the rest in place.
+  // What of a sub-group passes through an update buffer: weights, then state, then gradient. The CPU uses the rest in
+  // place.
   struct BufferedBytes {
     std::uint64_t weights = 0;
     std::uint64_t state = 0;
-    std::uint64_t total() const { return weights + state; }
+    std::uint64_t gradient = 0;
+    std::uint64_t record() const { return weights + state; }
+    std::uint64_t total() const { return record() + gradient; }
   };
   BufferedBytes buffered_bytes(const SubGroup& sub_group) const;
   bool uses_update_buffers() const;
@@ -172,6 +181,7 @@ class UnitRegions {
 
  private:
   void choose_units_on_device(const EngineOptions& options);
+  void choose_spilled_gradients(const EngineOptions& options);
   void choose_resident_state(const EngineOptions& options);
   void choose_resident_weights(const EngineOptions& options);
   void place(UnitId id, const EngineOptions& options);
@@ -185,6 +195,7 @@ class UnitRegions {
   bool has_device_only_ = false;
   std::uint64_t secondary_shard_parts_;
   std::uint64_t elements_ = 0, device_elements_ = 0;  // trainable ones of this rank, and those with state on the device
+  std::uint64_t scratch_bytes_ = 0;
   std::vector<UnitPlacement> units_;
   MemoryRegion device_results_{};
   std::array<TierLayout, kMemoryTierCount> layouts_{TierLayout(MemoryTier::device), TierLayout(MemoryTier::pinned),

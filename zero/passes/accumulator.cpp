@@ -23,11 +23,14 @@ std::byte* Accumulator::acquire() {
   return buffers_[next_].data;
 }
 
-Completion Accumulator::add(platform::StreamEvent arrived, std::vector<Part> parts, optim::Accumulate how) {
-  Completion done = thread_.enqueue([this, arrived = std::move(arrived), parts = std::move(parts), how] {
-    arrived.wait();
-    add_now(parts, how);
-  });
+Completion Accumulator::add(platform::StreamEvent arrived, std::vector<Part> parts, optim::Accumulate how,
+                            std::function<void()> bring_sums) {
+  Completion done = thread_.enqueue(
+      [this, arrived = std::move(arrived), parts = std::move(parts), how, bring_sums = std::move(bring_sums)] {
+        if (bring_sums) bring_sums();
+        arrived.wait();
+        add_now(parts, how);
+      });
   buffers_[next_].idle = done;
   return done;
 }

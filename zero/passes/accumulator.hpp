@@ -10,7 +10,7 @@
 #pragma once
 
 #include <array>
-#include <deque>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -35,8 +35,10 @@ class Accumulator {
     DType dtype = DType::bf16;
     std::uint64_t count = 0;
   };
-  // Adds the parts, which lie in the buffer that acquire() gave last, once `arrived` is reached.
-  Completion add(platform::StreamEvent arrived, std::vector<Part> parts, optim::Accumulate how);
+  // Adds the parts, which lie in the buffer that acquire() gave last, once `arrived` is reached. `bring_sums`, if any,
+  // runs first: it returns when the sums are in memory.
+  Completion add(platform::StreamEvent arrived, std::vector<Part> parts, optim::Accumulate how,
+                 std::function<void()> bring_sums = {});
 
  private:
   struct Buffer {

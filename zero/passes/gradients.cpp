@@ -17,24 +17,27 @@ namespace hoist::detail {
 using platform::CopyKind;
 
 Gradients::Gradients(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-                     scheduler::Executor& executor, Streams& streams, UpdateQueue& updates,
+                     GradientSpill* spill, scheduler::Executor& executor, Streams& streams, UpdateQueue& updates,
                      AbortNotifier& abort_notifier)
     : runtime_(runtime),
       reduces_(table.world_size() > 1 && !options.gradients_are_reduced),
       table_(table),
       memory_(memory),
+      spill_(spill),
       executor_(executor),
       streams_(streams),
       updates_(updates),
       abort_notifier_(abort_notifier),
       states_(table.units().size()),
-      own_(table.units().size()) {
+      own_(table.units().size()),
+      spilling_(table.units().size()) {
   for (const std::span<std::byte> bytes : memory.gradient_buffers()) shared_.push_back({.data = bytes.data()});
   for (std::uint32_t u = 0; u < own_.size(); ++u) own_[u].data = memory.unit(UnitId{u}).own_gradient;
   if (!memory.sum_buffers().empty()) accumulator_ = std::make_unique<Accumulator>(runtime, memory.sum_buffers());
   for (std::uint32_t u = 0; u < own_.size(); ++u) shards_.push_back(memory.unit(UnitId{u}).gradient);
   if (!memory.gradient_ring().empty()) ring_.emplace(memory.gradient_ring());
-  if (memory.hands_gradients_on()) arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
+  if (memory.hands_gradients_on() || spill != nullptr)
+    arrivals_ = std::make_unique<scheduler::Executor>("hoist-arrivals");
   list_chunks();
 }
 
@@ -58,8 +61,7 @@ void Gradients::list_chunks() {
   partial_sums_.resize(chunks_.size());
 }
 
-// Gradients that stay on the device have regions there.
-bool Gradients::in_ring(UnitId unit) const { return ring_ && !memory_.state_on_device(unit); }
+bool Gradients::in_ring(UnitId unit) const { return ring_ && memory_.placement(unit).gradient_in_ring; }
 
 std::byte* Gradients::buffer(UnitId unit, StreamRef stream) {
   State& state = states_[unit.index];
@@ -115,6 +117,7 @@ void Gradients::finish(UnitId id, StreamRef stream) {
   if (held_ > 1) take_mean(table_.unit(id), source, stream);
   auto reduction = std::make_shared<Reduction>();
   reduction->hand_on = handing_on_ && !memory_.state_on_device(id);
+  reduction->completes_step = completes_step_;
   last_made_ = stream->record();
   reduction->submitted =
       executor_.enqueue([this, id, source, reduction, ready = last_made_,
@@ -168,13 +171,21 @@ void Gradients::reduce(UnitId id, std::byte* source, const platform::StreamEvent
   }
   // A unit that no gather of this pass has brought up may still owe an update from its last gradient.
   updates_.hurry(id).wait();
-  if (in_ring(id)) shards_[id.index] = ring_->take(unit.gradient_shard_bytes);
-  if (table_.gradient_sums() == GradientSums::in_memory) {
-    sum_in_memory(id, source, how, reduction);
-  } else {
-    bring_down(id, source);
-    reduction.arrived = streams_.down->record();
+  std::byte* const shards = in_ring(id) ? ring_->take(unit.gradient_shard_bytes) : shards_[id.index];
+  const bool spilled = memory_.placement(id).gradient_spilled;
+  if (!spilled) shards_[id.index] = shards;
+  try {
+    if (table_.gradient_sums() == GradientSums::in_memory) {
+      sum_in_memory(id, source, shards, how, reduction);
+    } else {
+      bring_down(id, source, shards);
+      reduction.arrived = streams_.down->record();
+    }
+  } catch (...) {
+    spilling_[id.index] = Completion::failed(std::current_exception());
+    throw;
   }
+  if (spilled) enqueue_spill(id, shards, reduction);
   if (reduction.hand_on) enqueue_hand_on(id, reduction);
 }
 
@@ -208,17 +219,12 @@ void Gradients::enqueue_hand_on(UnitId id, Reduction& reduction) {
   reduction.handed_on.then([withdraw = recipient_.withdraw, id](std::exception_ptr error) {
     if (error) withdraw(id, error);
   });
-  if (!in_ring(id)) return;
-  const auto used = std::make_shared<Promise>();
-  const auto settle = [used](std::exception_ptr error) { error ? used->fail(error) : used->complete(); };
-  reduction.handed_on.then(
-      [updated, settle](std::exception_ptr error) { error ? settle(error) : updated->then(settle); });
-  ring_->lend(used->completion());
+  if (in_ring(id)) ring_->lend(followed_by(reduction.handed_on, [updated] { return *updated; }));
 }
 
 Completion Gradients::hand_on_now(UnitId id) {
   const std::size_t begin = first_chunk_[id.index], end = first_chunk_[id.index + 1];
-  sum_chunks(begin, end);
+  sum_unit(id, shards_[id.index]);
   const bool finite = std::ranges::all_of(std::span(partial_sums_).subspan(begin, end - begin),
                                           [](double sum) { return std::isfinite(sum); });
   if (finite) return recipient_.take(id);
@@ -238,22 +244,53 @@ const std::byte* Gradients::own_shard(const Segment& segment, const std::byte* s
   return source + segment.gradient_offset + static_cast<std::uint64_t>(runtime_.rank()) * segment.shard_bytes();
 }
 
-void Gradients::bring_down(UnitId id, const std::byte* source) {
+// --- spilling --------------------------------------------------------------------------------------------------------
+
+// On the executor. Returns what brings a unit's sums so far back into the ring. They are read as soon as they have been
+// written.
+std::function<void()> Gradients::reads_sums(UnitId id, std::byte* sums) {
+  const Completion read = followed_by(spilling_[id.index], [this, id, sums] {
+    return spill_->start_read(spill_->all_tiles(id), sums, aio::Priority::foreground);
+  });
+  return [this, id, sums, read] {
+    read.wait();
+    spill_->verify(spill_->all_tiles(id), sums);
+  };
+}
+
+// On the executor. A step waits for the norm, and nobody but the unit's update for the write.
+void Gradients::enqueue_spill(UnitId id, const std::byte* shards, Reduction& reduction) {
+  const auto written = std::make_shared<Completion>();
+  reduction.spilling = arrivals_->enqueue([this, id, shards, written, arrived = reduction.arrived,
+                                           added = reduction.added, completes_step = reduction.completes_step] {
+    arrived.wait();
+    added.wait();
+    if (completes_step) sum_unit(id, shards);
+    *written = spill_->write(id, {shards, table_.unit(id).gradient_shard_bytes});
+  });
+  spilling_[id.index] = reduction.spilling;
+  ring_->lend(followed_by(reduction.spilling, [written] { return *written; }));
+}
+
+void Gradients::bring_down(UnitId id, const std::byte* source, std::byte* shards) {
   const CopyKind kind = memory_.state_on_device(id) ? CopyKind::local : CopyKind::device_to_host;
   for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
-    streams_.down->copy(shards_[id.index] + segment.gradient_shard_offset, own_shard(segment, source),
-                        segment.shard_bytes(), kind);
+    streams_.down->copy(shards + segment.gradient_shard_offset, own_shard(segment, source), segment.shard_bytes(),
+                        kind);
   }
 }
 
-void Gradients::sum_in_memory(UnitId id, const std::byte* source, optim::Accumulate how, Reduction& reduction) {
+void Gradients::sum_in_memory(UnitId id, const std::byte* source, std::byte* shards, optim::Accumulate how,
+                              Reduction& reduction) {
   std::vector<Accumulator::Part> parts;
+  std::function<void()> bring_sums;
+  if (memory_.placement(id).gradient_spilled && how == optim::Accumulate::add) bring_sums = reads_sums(id, shards);
   const bool on_device = memory_.state_on_device(id);
   std::byte* buffer = on_device ? nullptr : accumulator_->acquire();
   for (const Segment& segment : table_.unit(id).segments) {
     if (!segment.trainable) continue;
-    std::byte* const sums = shards_[id.index] + segment.gradient_shard_offset;
+    std::byte* const sums = shards + segment.gradient_shard_offset;
     if (on_device) {
       using Combine = platform::Stream::Combine;
       streams_.down->scale_into(sums, DType::fp32, own_shard(segment, source), segment.dtype, segment.shard_elements,
@@ -265,13 +302,14 @@ void Gradients::sum_in_memory(UnitId id, const std::byte* source, optim::Accumul
     buffer += round_up(segment.shard_bytes(), 64);
   }
   reduction.arrived = streams_.down->record();
-  if (!on_device) reduction.added = accumulator_->add(reduction.arrived, std::move(parts), how);
+  if (!on_device) reduction.added = accumulator_->add(reduction.arrived, std::move(parts), how, std::move(bring_sums));
 }
 
-void Gradients::begin_pass(bool first, int held) {
-  held_ = held;
+void Gradients::begin_pass(const PassOfStep& pass) {
+  held_ = pass.micro_batches;
+  completes_step_ = pass.last;
   for (State& state : states_) {
-    const bool summed = !first && state.finished;
+    const bool summed = !pass.first && state.finished;
     const auto reduction = std::move(state.reduction);
     state = State{};
     state.summed = summed;
@@ -293,6 +331,7 @@ void Gradients::wait() {
     state.reduction->arrived.wait();
     state.reduction->added.wait();
     state.reduction->handed_on.wait();
+    state.reduction->spilling.wait();
   }
   for (const std::vector<Buffer>* buffers : {&shared_, &own_}) {
     for (const Buffer& buffer : *buffers) buffer.dropped.wait();
@@ -324,7 +363,8 @@ void Gradients::sum_on_device() {
 void Gradients::sum_on_host() {
   const auto is_left = [&](const Chunk& chunk) {
     const UnitId unit{chunk.unit};
-    return !memory_.device_only(unit) && (!handing_on_ || memory_.state_on_device(unit));
+    if (memory_.device_only(unit) || memory_.placement(unit).gradient_spilled) return false;
+    return !handing_on_ || memory_.state_on_device(unit);
   };
   for (std::size_t begin = 0, end = 0; begin < chunks_.size(); begin = end) {
     const bool left = is_left(chunks_[begin]);
@@ -338,6 +378,14 @@ void Gradients::sum_chunks(std::size_t begin, std::size_t end) {
     const Chunk& chunk = chunks_[begin + i];
     partial_sums_[begin + i] =
         optim::sum_of_squares_chunk(shards_[chunk.unit] + chunk.offset_bytes, chunk.dtype, chunk.count);
+  });
+}
+
+void Gradients::sum_unit(UnitId id, const std::byte* shards) {
+  const std::size_t begin = first_chunk_[id.index], end = first_chunk_[id.index + 1];
+  runtime_.update_pool().run(end - begin, [&](std::size_t i) {
+    const Chunk& chunk = chunks_[begin + i];
+    partial_sums_[begin + i] = optim::sum_of_squares_chunk(shards + chunk.offset_bytes, chunk.dtype, chunk.count);
   });
 }
 

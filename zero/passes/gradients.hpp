@@ -8,12 +8,16 @@
 //
 // Gradients of units whose state is in device memory stay there.
 //
+// A spilled gradient passes through a ring of pinned memory to NVMe, from where the update reads it. Fp32 sums come
+// back into the ring for each micro-batch after the first. In the pass that completes a step the gradient is summed up
+// for the norm on its way, so that clipping needs no other read.
+//
 // Update mode `backward`: in the pass that completes a step, a gradient that arrives on the host is summed up for the
-// norm and handed on at once. Units then share a ring for their gradients, unless sums must outlive a pass: a gradient
-// lies in the ring from its arrival to the end of its unit's update.
+// norm and handed on at once. (No gradient is spilled then.) Units then share a ring for their gradients, unless sums
+// must outlive a pass: a gradient lies in the ring from its arrival to the end of its unit's update.
 //
 // Threading  The program's thread calls everything; the executor submits reductions; a thread of this object hands
-//            gradients on. The recipient of a gradient reads shards() of its unit until its update ends.
+//            gradients on, or to NVMe. The recipient of a gradient reads shards() of its unit until its update ends.
 // Errors     BudgetError when more units have unfinished gradients than there are buffers.
 // Main path  buffer(unit) -> zeroed device memory -> finish -> reduce-scatter -> copy down -> shards.
 #pragma once
@@ -36,7 +40,8 @@ namespace hoist::detail {
 class Gradients {
  public:
   Gradients(Runtime& runtime, const EngineOptions& options, const UnitTable& table, const Memory& memory,
-            scheduler::Executor& executor, Streams& streams, UpdateQueue& updates, AbortNotifier& abort_notifier);
+            GradientSpill* spill, scheduler::Executor& executor, Streams& streams, UpdateQueue& updates,
+            AbortNotifier& abort_notifier);
 
   // The unit's gradient buffer of this pass, laid out as place() says; zeroed on `stream` when it is the first request.
   // A request on another stream than the one before makes it wait for what that one has to do so far. The stream
@@ -52,9 +57,12 @@ class Gradients {
   void finish(UnitId unit, StreamRef stream);
   bool finished(UnitId unit) const { return states_[unit.index].finished; }
 
-  // Forgets what was finished, but, unless this is the `first` micro-batch of a step, not the sums so far. `held`:
-  // micro-batches that the pass holds; more than one in vertical order only.
-  void begin_pass(bool first, int held);
+  struct PassOfStep {
+    bool first = true, last = true;
+    int micro_batches = 1;  // that the pass holds; more than one in vertical order only
+  };
+  // Forgets what was finished, but, unless this is the first pass of a step, not the sums so far.
+  void begin_pass(const PassOfStep& pass);
   // Who gets gradients as they arrive.
   struct Recipient {
     // First of all. Like what follows but for announce(), on the thread that hands on.
@@ -74,7 +82,7 @@ class Gradients {
   void await_opened() noexcept;
   // Nothing more is handed on. Pre: executor drained.
   void await_handed_on() noexcept;
-  // This rank's shards of a unit's gradient.
+  // This rank's shards of a unit's gradient; null if it is spilled.
   const std::byte* shards(UnitId unit) const { return shards_[unit.index]; }
   // Returns when the device has made the last gradient that was finished, or failed to.
   void await_made() noexcept;
@@ -94,7 +102,9 @@ class Gradients {
     platform::StreamEvent arrived;  // the gradient has come down, the buffer is free; set before `submitted`
     Completion added;               // to the sums of the micro-batches before it
     bool hand_on = false;           // set by finish()
+    bool completes_step = false;    // likewise
     Completion handed_on;
+    Completion spilling;  // summed up for the norm, and on its way to NVMe
   };
   struct Buffer {
     std::byte* data = nullptr;
@@ -120,14 +130,18 @@ class Gradients {
   void take_mean(const Unit& unit, std::byte* buffer, StreamRef stream) const;
   void reduce(UnitId unit, std::byte* source, const platform::StreamEvent& ready, optim::Accumulate how,
               Reduction& reduction);
-  void bring_down(UnitId unit, const std::byte* source);
-  void sum_in_memory(UnitId unit, const std::byte* source, optim::Accumulate how, Reduction& reduction);
+  void bring_down(UnitId unit, const std::byte* source, std::byte* shards);
+  void sum_in_memory(UnitId unit, const std::byte* source, std::byte* sums, optim::Accumulate how,
+                     Reduction& reduction);
+  std::function<void()> reads_sums(UnitId unit, std::byte* sums);
+  void enqueue_spill(UnitId unit, const std::byte* shards, Reduction& reduction);
   const std::byte* own_shard(const Segment& segment, const std::byte* source) const;
   void list_chunks();
   bool in_ring(UnitId unit) const;
   void sum_on_device();  // this and the next two: partial_sums_
   void sum_on_host();
   void sum_chunks(std::size_t begin, std::size_t end);
+  void sum_unit(UnitId unit, const std::byte* shards);
   void enqueue_hand_on(UnitId id, Reduction& reduction);
   Completion hand_on_now(UnitId id);
 
@@ -135,12 +149,14 @@ class Gradients {
   const bool reduces_;  // over the ranks
   const UnitTable& table_;
   const Memory& memory_;
+  GradientSpill* const spill_;  // null unless some gradients are spilled
   scheduler::Executor& executor_;
   Streams& streams_;
   UpdateQueue& updates_;
   AbortNotifier& abort_notifier_;
   std::unique_ptr<Accumulator> accumulator_;  // null where steps have one micro-batch, or gradients stay on the device
   int held_ = 1;                              // micro-batches of the pass under way
+  bool completes_step_ = true;                // the pass under way
   std::vector<State> states_;
   std::vector<Buffer> shared_;      // any unit
   std::vector<Buffer> own_;         // by unit; data is null for units that share
@@ -150,10 +166,11 @@ class Gradients {
   std::vector<double> partial_sums_;      // by chunk
   platform::StreamEvent last_made_;       // of the last finish()
   std::optional<GradientRing> ring_;
+  std::vector<Completion> spilling_;               // by unit, of its last reduction. The executor's
   Recipient recipient_;                            // of the last step that handed on
   bool handing_on_ = false;                        // the gradients that finish() takes
   Completion opened_;                              // of the last `open`
-  std::unique_ptr<scheduler::Executor> arrivals_;  // null unless there are such steps
+  std::unique_ptr<scheduler::Executor> arrivals_;  // null unless gradients are handed on, or spilled
 };
 
 }  // namespace hoist::detail

@@ -22,9 +22,11 @@ void PassState::begin(Pass pass, const PassOptions& wanted) {
   if (pass == Pass::train) {
     held_micro_batches_ = in_vertical_order() ? wanted.micro_batches : 1;
     micro_batches_ = in_vertical_order() ? 1 : wanted.micro_batches;
-    gradients_.begin_pass(/*first=*/wanted.micro_batch == 0, held_micro_batches_);
   }
   pass_ = pass;
+  if (pass == Pass::train)
+    gradients_.begin_pass(
+        {.first = wanted.micro_batch == 0, .last = completes_step(), .micro_batches = held_micro_batches_});
   was_left_ = false;
   began_ = Clock::now();
   ++serial_;

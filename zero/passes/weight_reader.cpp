@@ -101,28 +101,9 @@ void WeightReader::start_read(Buffer& buffer, UnitId id) {
     }
     return;
   }
-  const Completion written = updates_.weights_written(id);
-  if (written.done() && !written.error()) {
-    try {
-      buffer.read = read_weights(id, buffer.bytes);
-    } catch (...) {
-      buffer.read = Completion::failed(std::current_exception());
-    }
-    return;
-  }
-  // The last step's weights are still on their way down: read them when they have landed.
-  auto promise = std::make_shared<Promise>();
-  buffer.read = promise->completion();
-  written.then([this, id, target = buffer.bytes, promise](std::exception_ptr failed_write) {
-    if (failed_write) return promise->fail(failed_write);
-    try {
-      read_weights(id, target).then([promise](std::exception_ptr error) {
-        error ? promise->fail(error) : promise->complete();
-      });
-    } catch (...) {
-      promise->fail(std::current_exception());
-    }
-  });
+  // The last step's weights may still be on their way down.
+  buffer.read =
+      followed_by(updates_.weights_written(id), [this, id, target = buffer.bytes] { return read_weights(id, target); });
 }
 
 Completion WeightReader::read_weights(UnitId id, std::span<std::byte> target) {

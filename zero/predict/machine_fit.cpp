@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <hoist/core/units.hpp>
+#include <hoist/zero/layout/step_rules.hpp>
 #include <hoist/zero/predict/machine_fit.hpp>
 
 namespace hoist {
@@ -30,6 +31,7 @@ std::string placement_remedy(const EngineOptions& engine) {
   if (engine.optimizer == Placement::device) return "offload_optimizer with device \"cpu\" or \"nvme\" needs less";
   if (engine.optimizer == Placement::pinned) return "offload_optimizer with device \"nvme\" needs less";
   if (engine.parameters == Placement::pinned) return "offload_param with device \"nvme\" needs less";
+  if (detail::may_spill_gradients(engine)) return "hoist.gradient_spill needs less";
   return "more ranks on more machines need less each";
 }
 
@@ -56,10 +58,12 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
   fit.memories.push_back({"host memory", ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
                           placement_remedy(engine)});
-  if (p.nvme_bytes > 0 && !has_files(engine.store_directory)) {
+  // A store that is there has its space; scratch is reserved at every start.
+  const std::uint64_t nvme_bytes = has_files(engine.store_directory) ? p.scratch_bytes : p.nvme_bytes;
+  if (nvme_bytes > 0) {
     std::uint64_t free = free_space(engine.store_directory);
     for (const std::string& directory : engine.stripe_directories) free += free_space(directory);
-    fit.memories.push_back({"NVMe at " + engine.store_directory, ranks * p.nvme_bytes, ranks * p.nvme_bytes, free,
+    fit.memories.push_back({"NVMe at " + engine.store_directory, ranks * nvme_bytes, ranks * nvme_bytes, free,
                             "name a larger drive, or several, in nvme_path"});
   }
   for (const MachineFit::Memory& memory : fit.memories) {

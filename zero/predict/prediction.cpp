@@ -167,7 +167,10 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   EngineOptions engine = options;
   detail::choose_pinned_shares(engine, table, access, detail::free_for_pinned(engine, table, facts));
 
-  const detail::MemoryPlan least(engine, table, {access, 0, 0});
+  EngineOptions smallest = engine;  // with as many gradients spilled as need least
+  smallest.gradient_spill_units = options.gradient_spill_units;
+  detail::choose_pinned_shares(smallest, table, access, 0);
+  const detail::MemoryPlan least(smallest, table, {access, 0, 0});
   const detail::MemoryPlan plan(engine, table, facts);
   using detail::MemoryTier;
   out.parameter_count = model.parameter_count();
@@ -177,7 +180,10 @@ Prediction predict(const RuntimeOptions& given, const EngineOptions& options, co
   out.pinned.bytes = other_pinned + plan.bytes(MemoryTier::pinned);
   if (!out.device.fits() && out.device.budget_bytes > other_device)
     out.fitting_offload_ratio = detail::fitting_offload_ratio(engine, table, access, facts.free_device_bytes);
-  out.nvme_bytes = store.disk_bytes;
+  out.scratch_bytes = plan.units().scratch_bytes();
+  out.nvme_bytes = store.disk_bytes + out.scratch_bytes;
+  for (std::uint32_t u = 0; u < table.units().size(); ++u)
+    if (plan.units().unit(UnitId{u}).gradient_spilled) ++out.spilled_units;
   out.pinned_fraction = *engine.optimizer_pinned_fraction;
   out.parameters_pinned_fraction = *engine.parameters_pinned_fraction;
   if (engine.parameters == Placement::nvme) out.pinned_weight_share = plan.units().pinned_weight_share();

@@ -61,7 +61,7 @@ struct Prediction {
     const bool together = host_budget_bytes == 0 || device.least_bytes + pinned.least_bytes <= host_budget_bytes;
     return together && device.fits() && pinned.fits();
   }
-  std::uint64_t nvme_bytes = 0;       // reserved in the store's directories
+  std::uint64_t nvme_bytes = 0;       // reserved in the store's directories, scratch included
   StepBytes step;                     // per training step
   std::vector<UnitWork> units;        // the same by unit, in the order of forward
   std::vector<PlannedFetch> fetches;  // of a pass
@@ -94,8 +94,13 @@ struct Prediction {
   unsigned update_buffers = 0;
   std::uint64_t update_buffer_bytes = 0;
   std::uint64_t update_buffer_parameters = 0;
-  // In update mode `backward`: what gradients share that wait for their unit's update. 0: each has a region of its own.
+  // What gradients share that wait for their unit's update (update mode `backward`), or are on their way to NVMe. 0:
+  // each has a region of its own.
   std::uint64_t gradient_ring_bytes = 0;
+  // Units whose gradients are on NVMe between backward and update (EngineOptions::gradient_spill_units, found where it
+  // is empty), and the scratch space that they have there.
+  std::uint32_t spilled_units = 0;
+  std::uint64_t scratch_bytes = 0;
 };
 Prediction predict(const RuntimeOptions& runtime, const EngineOptions& engine, const Model& model, int world_size,
                    const ProgramMemory& program = {});

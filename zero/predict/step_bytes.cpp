@@ -39,6 +39,14 @@ WeightBytes weight_bytes(const tiers::RecordLayout& layout, std::uint64_t first_
   return bytes;
 }
 
+// This rank's shards, in the type in which they come down or are added up.
+std::uint64_t gradient_bytes(const Unit& unit) {
+  std::uint64_t bytes = 0;
+  for (const Segment& segment : unit.segments)
+    if (segment.trainable) bytes += segment.shard_elements * dtype_bytes(segment.gradient_shard_dtype);
+  return bytes;
+}
+
 // The mean of several steps, for one unit after the other: together exactly the mean of all.
 class StepMean {
  public:
@@ -99,6 +107,12 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     if (!weights_on_device && in_group > 0) step.forward_fetch.device_to_host += secondary_bytes;
     if (!state_on_device && weights_on_device) step.forward_fetch.host_to_device += weights;  // once after each update
     if (!state_on_device) step.gradient.device_to_host += passes * trainable;
+    if (placement.gradient_spilled) {
+      const std::uint64_t spilled = gradient_bytes(unit);
+      step.gradient.nvme_write = passes * spilled;
+      step.gradient.nvme_read = (passes - 1) * spilled;  // the sums so far
+      step.update.nvme_read = spilled;
+    }
     if (!options.gradients_are_reduced) step.gradient.wire += others * passes * trainable;
     // Under the next forward, the first fetch takes its weights from the update, which has read, or made, them already.
     const bool shared = updates_under_forward(options) && count > 0;
@@ -107,7 +121,7 @@ std::vector<UnitStep> unit_steps(const EngineOptions& options, const UnitRegions
     const std::uint64_t on_nvme = stored_trainable + streamed;
     const std::uint64_t committed = commits_resident ? trainable + state : on_nvme;
     step.resident_write_bytes = written_by_commits.add(committed - on_nvme);
-    step.update.nvme_write = on_nvme + step.resident_write_bytes;
+    step.update.nvme_write += on_nvme + step.resident_write_bytes;
     if (commits_resident && placement.device_only)
       step.update.device_to_host = brought_down_by_commits.add(trainable + state);
   }

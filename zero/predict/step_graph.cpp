@@ -45,11 +45,16 @@ class Builder {
         update_buffers_(buffer_count_),
         staging_(prediction.staging_buffers),
         gradient_buffers_(prediction.gradient_buffers),
+        spilled_(prediction.units.size()),
         updated_(prediction.units.size()),
         written_(prediction.units.size()) {
     for (const UnitWork& unit : p_.units) parameters_ += static_cast<double>(unit.parameters);
-    for (const UnitWork& unit : p_.units)
-      largest_gradient_ = std::max(largest_gradient_, unit.bytes.gradient.device_to_host / p_.passes);
+    // Pieces of the ring: of all gradients, or of those that are spilled.
+    for (const UnitWork& unit : p_.units) {
+      const StepBytes& gradient = unit.bytes.gradient;
+      const std::uint64_t bytes = p_.spilled_units > 0 ? gradient.nvme_write : gradient.device_to_host;
+      largest_gradient_ = std::max(largest_gradient_, bytes / p_.passes);
+    }
     if (p_.gradient_ring_bytes > 0 && largest_gradient_ > 0)
       ring_ = Turns(std::max<std::size_t>(p_.gradient_ring_bytes / largest_gradient_, 1));
   }
@@ -109,6 +114,7 @@ class Builder {
     // The last step's record must be on NVMe before it is read again or changed in memory.
     Tasks old;
     if (written_[u]) old.push_back(*written_[u]);
+    if (spilled_[u]) old.push_back(*spilled_[u]);  // likewise its gradient
     Tasks computed, stored;
     for (std::uint64_t i = 0; i < pieces; ++i) {
       Tasks after = old;
@@ -224,11 +230,20 @@ class Builder {
     const StepBytes bytes = p_.units[u].bytes.gradient / p_.passes;
     Tasks after{slot_tasks_[slot]};
     chain(Resource::wire, time_of(bytes.wire, speeds_.wire), after);
-    if (updates && bytes.device_to_host > 0) ring_.await(after);
+    const bool spilled = bytes.nvme_write > 0;
+    if ((updates || spilled) && bytes.device_to_host > 0) ring_.await(after);
     chain(Resource::device_to_host, time_of(bytes.device_to_host, speeds_.device_to_host), after);
     if (!p_.units[u].trainable) return;
     gradient_buffers_.used(add_point(after));
     hold(HeldIn::gradient_buffers, p_.gradient_buffer_bytes, slot_tasks_[slot], after.front());
+    if (spilled) {
+      if (bytes.nvme_read > 0) {
+        if (spilled_[u]) after.push_back(*spilled_[u]);
+        after = {add(Resource::nvme, read_seconds(bytes.nvme_read), after)};
+      }
+      spilled_[u] = add(Resource::nvme, write_seconds(bytes.nvme_write), after, Urgency::nobody_waits);
+      ring_.used(*spilled_[u]);
+    }
     gradients_.insert(gradients_.end(), after.begin(), after.end());
     if (!updates) return;
     update(u, after, after);
@@ -283,6 +298,7 @@ class Builder {
   std::size_t buffer_count_;
   StepGraph out_;
   Turns update_buffers_, staging_, gradient_buffers_, ring_{0};
+  std::vector<std::optional<TaskIndex>> spilled_;            // by unit: its latest gradient is on NVMe
   std::vector<std::optional<TaskIndex>> updated_, written_;  // by unit: its latest update is computed, is on NVMe
   std::optional<TaskIndex> last_compute_, pass_begins_, device_written_;
   Tasks slot_tasks_;  // of this pass

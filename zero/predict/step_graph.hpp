@@ -3,8 +3,8 @@
 //
 // A unit's fetch reads its weights (into a staging buffer), copies them up and gathers them, into its place of the
 // gather memory; then the unit computes. Backward also makes its gradient (in a gradient buffer), which is reduced and
-// copied down. The update reads, computes and writes a unit's record in pieces, each in an update buffer. The update
-// mode decides when. Updates on the device run after backward and before anything else.
+// copied down, and written if it is spilled. The update reads, computes and writes a unit's record in pieces, each in
+// an update buffer. The update mode decides when. Updates on the device run after backward and before anything else.
 //
 // Left out: latencies, flushes, and processors that the update and the program share.
 //

@@ -38,16 +38,17 @@ std::string text_of(const LossScaleOptions& scale) {
 std::vector<CommonOption> common_options(const EngineOptions& engine, const RuntimeOptions& runtime,
                                          std::span<const GroupOptions> groups) {
   const auto& [stage, parameters, optimizer, optimizer_pinned_fraction, parameters_pinned_fraction,
-               parameters_pinned_elements_max, optimizer_offload_ratio, store_directory, stripe_directories, durability,
-               commit_every, keep_steps, mirror, caller_state_bytes_max, lock_timeout, micro_batches_max,
-               micro_batch_order, update_mode, sub_group_elements, update_buffer_count, staging_buffer_count,
-               prefetch_elements, live_elements_max, reuse_distance_elements, persistence_elements,
-               secondary_shard_ranks, metrics_path, gradient_clipping, gradients_are_reduced, weights_dtype, loss_scale,
-               optimizer_defaults, learning_rate_schedule] = engine;
+               parameters_pinned_elements_max, gradient_spill_units, optimizer_offload_ratio, store_directory,
+               stripe_directories, durability, commit_every, keep_steps, mirror, caller_state_bytes_max, lock_timeout,
+               micro_batches_max, micro_batch_order, update_mode, sub_group_elements, update_buffer_count,
+               staging_buffer_count, prefetch_elements, live_elements_max, reuse_distance_elements,
+               persistence_elements, secondary_shard_ranks, metrics_path, gradient_clipping, gradients_are_reduced,
+               weights_dtype, loss_scale, optimizer_defaults, learning_rate_schedule] = engine;
   // Each rank has its own memory and drives: they decide how much of its shard is where, and how large the pieces are
   // that it moves at a time, which changes neither a bit nor what other ranks do.
   static_cast<void>(optimizer_pinned_fraction), static_cast<void>(parameters_pinned_fraction);
-  static_cast<void>(parameters_pinned_elements_max), static_cast<void>(stripe_directories);
+  static_cast<void>(parameters_pinned_elements_max), static_cast<void>(gradient_spill_units),
+      static_cast<void>(stripe_directories);
   static_cast<void>(lock_timeout);
   static_cast<void>(sub_group_elements), static_cast<void>(update_buffer_count);
   static_cast<void>(staging_buffer_count);

@@ -23,7 +23,8 @@ WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
   WalkOptions walk{.write_resident = writes_resident_state(parts_.options, parts_.checkpoints.is_due(step)),
                    .waits = WaitCause::none,
                    .in_background = true,
-                   .makes_weights = true};
+                   .makes_weights = true,
+                   .read_gradients = true};
   // What the device updates, a walk only writes where it is to be written.
   walk.read_device_only = walk.write_resident;
   walk.change_device_only = false;
@@ -31,8 +32,13 @@ WalkOptions UpdatePolicy::walk(std::uint64_t step) const {
 }
 
 TilePipeline::Work UpdatePolicy::work(std::shared_ptr<StepUpdate> update) const {
-  return [memory = &parts_.memory, gradients = &parts_.gradients, update = std::move(update)](const TileAccess& tile) {
-    if (!memory->device_only(tile.unit)) update->apply(tile, gradients->shards(tile.unit));
+  return [table = &parts_.table, memory = &parts_.memory, gradients = &parts_.gradients,
+          update = std::move(update)](const TileAccess& tile) {
+    if (memory->device_only(tile.unit)) return;
+    const std::byte* gradient = tile.gradient;
+    if (gradient == nullptr)
+      gradient = gradients->shards(tile.unit) + table->unit(tile.unit).gradient_offset(*tile.tile);
+    update->apply(tile, gradient);
   };
 }
 
@@ -44,7 +50,7 @@ void UpdatePolicy::update_on_device(StepUpdate& update) const {
 }
 
 // While the program's kernels run nobody waits. The rest of the time is for reductions, as far as the communicator says
-// that it was busy, and for updates whose gradients must make room.
+// that it was busy, for updates whose gradients must make room, and for the drive that spilled gradients go to.
 void UpdatePolicy::await_gradients() {
   parts_.gradients.await_made();
   const UpdateWait wait(parts_.updates);
@@ -58,7 +64,7 @@ void UpdatePolicy::await_gradients() {
     reducing = std::min(wait.elapsed(), ledger.totals(Link::wire).busy - reducing_before);
     ledger.waited(WaitCause::comm, reducing);
   }
-  if (is_decided()) wait.count_into(ledger, wait.elapsed() - reducing);
+  if (is_decided() || parts_.memory.spills_gradients()) wait.count_into(ledger, wait.elapsed() - reducing);
 }
 
 void UpdatePolicy::await_updates() {

@@ -27,10 +27,8 @@ optim::Rounding StepUpdate::rounding(const TileAccess& tile) const {
   return {.key = static_cast<std::uint32_t>(random_bits(key, first >> 32)), .first = static_cast<std::uint32_t>(first)};
 }
 
-void StepUpdate::apply(const TileAccess& tile, const std::byte* gradient_shards) {
+void StepUpdate::apply(const TileAccess& tile, const std::byte* gradient) {
   const Segment& segment = *tile.segment;
-  const std::byte* gradient = gradient_shards + segment.gradient_shard_offset +
-                              tile.tile->first_element * dtype_bytes(segment.gradient_shard_dtype);
   const StateArrays state = tile.view();
   const optim::UpdateCoefficients& c = coefficients_[segment.group.index];
   const auto update = [&](auto arrays) {

@@ -20,8 +20,8 @@ class StepUpdate {
   // `groups` as the schedule has them for `step`, which is counted from 1.
   StepUpdate(std::uint64_t step, std::span<const GroupOptions> groups, double gradient_scale, int rank);
 
-  // Updates a tile. `gradient_shards` are this rank's shards of its unit's gradient.
-  void apply(const TileAccess& tile, const std::byte* gradient_shards);
+  // Updates a tile with its gradient.
+  void apply(const TileAccess& tile, const std::byte* gradient);
   // Has the device update the device-only units, and waits for it. Pre: nothing uses their weights.
   void run_on_device(const UnitTable& table, const Memory& memory, platform::Stream& stream);
   void check(const UnitTable& table) const;

@@ -14,13 +14,14 @@ using tiers::Region;
 using tiers::Tile;
 
 TilePipeline::TilePipeline(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
-                           RecordIo& record_io, tiers::Store* store)
+                           RecordIo& record_io, tiers::Store* store, GradientSpill* spill)
     : runtime_(runtime),
       table_(table),
       memory_(memory),
       records_(records),
       record_io_(record_io),
       store_(store),
+      spill_(spill),
       weights_written_(table.units().size()) {
   for (const auto& bytes : memory.update_buffers()) buffers_.push_back({.bytes = bytes});
   first_sub_group_.resize(table.units().size() + 1);
@@ -133,8 +134,13 @@ bool TilePipeline::ends_unit(std::size_t index) const {
 // `buffer` may be null if the sub-group needs none.
 TilePipeline::Job TilePipeline::job_of(std::size_t index, Buffer* buffer) const {
   const SubGroup& sub_group = memory_.sub_groups()[index];
-  const auto [weights, state] = memory_.place(sub_group, buffer == nullptr ? nullptr : buffer->bytes.data());
-  return {.sub_group = sub_group, .weights = weights, .state = state, .buffer = buffer, .ends_unit = ends_unit(index)};
+  const auto place = memory_.place(sub_group, buffer == nullptr ? nullptr : buffer->bytes.data());
+  return {.sub_group = sub_group,
+          .weights = place.weights,
+          .state = place.state,
+          .gradient = place.gradient,
+          .buffer = buffer,
+          .ends_unit = ends_unit(index)};
 }
 
 bool TilePipeline::start(std::size_t index, std::byte* target, const WalkOptions& options, std::deque<Job>& jobs) {
@@ -143,6 +149,7 @@ bool TilePipeline::start(std::size_t index, std::byte* target, const WalkOptions
     jobs.push_back(std::move(*read));
     jobs.back().target = target_of(sub_group, target);
     ahead_.erase(read);
+    read_gradient(jobs.back(), options);
     return true;
   }
   // Sub-groups in memory need no reading ahead, but must not hold up the reading of those after them.
@@ -153,6 +160,7 @@ bool TilePipeline::start(std::size_t index, std::byte* target, const WalkOptions
   jobs.push_back(job_of(index, buffer));
   jobs.back().target = target_of(sub_group, target);
   if (memory_.device_only(sub_group.unit) ? options.read_device_only : options.read) read(jobs.back(), options);
+  read_gradient(jobs.back(), options);
   return true;
 }
 
@@ -201,7 +209,7 @@ void TilePipeline::read_ahead(const WalkOptions& walk, std::span<const UnitId> u
       for (std::size_t index = first_sub_group_[unit.index]; index < first_sub_group_[unit.index + 1]; ++index) {
         const SubGroup& sub_group = memory_.sub_groups()[index];
         if (memory_.device_only(unit)) break;  // none of it is only on NVMe
-        if (memory_.plan().units().buffered_bytes(sub_group).total() == 0 || read_already(sub_group) != ahead_.end())
+        if (memory_.plan().units().buffered_bytes(sub_group).record() == 0 || read_already(sub_group) != ahead_.end())
           continue;
         Buffer* const buffer = idle_buffer({});
         if (buffer == nullptr) return;
@@ -235,6 +243,13 @@ void TilePipeline::read(Job& job, const WalkOptions& options) {
   if (buffered.weights == 0) return;
   if (comes_from_store) return read_weights(job, options);
   job.reads.push_back(record_io_.start_read(part(job.sub_group, Region::weights), job.weights, job.priority));
+}
+
+// Not ahead: the gradient may still be on its way down.
+void TilePipeline::read_gradient(Job& job, const WalkOptions& options) {
+  if (job.gradient == nullptr || !options.read_gradients) return;
+  job.reads.push_back(spill_->start_read(job.sub_group, job.gradient, aio::Priority::foreground));
+  job.verifies_gradient = true;
 }
 
 // From the store, runs of tiles whose weights the work looks at.
@@ -276,11 +291,17 @@ void TilePipeline::update(Job& job, const WalkOptions& options, const Work& work
       std::ranges::fill(weights.subspan(used), std::byte{0});
     }
     if (job.verifies_state) store_->verify(*record, Region::state, index, 1, state);
+    const std::byte* gradient = nullptr;
+    if (job.verifies_gradient) {
+      gradient = job.gradient + (unit.gradient_offset(tile) - unit.gradient_offset(first));
+      spill_->verify({job.sub_group.unit, index, 1}, gradient);
+    }
     work({.unit = job.sub_group.unit,
           .segment = &unit.segments[tile.segment],
           .tile = &tile,
           .weights = weights.data(),
-          .state = state.data()});
+          .state = state.data(),
+          .gradient = gradient});
     if (job.target != nullptr) std::memcpy(job.target + (tile.w_offset - first.w_offset), weights.data(), tile.w_bytes);
     if (written.weights) checksums_w_[i] = store_->checksum(*record, Region::weights, index, weights);
     if (written.state) checksums_s_[i] = store_->checksum(*record, Region::state, index, state);

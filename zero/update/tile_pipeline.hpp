@@ -38,6 +38,7 @@ struct WalkOptions {
   bool in_background = false;  // nobody waits meanwhile: the time does not count as waiting
   // The work makes weights where Segment::update_makes_weights(): they are not read, and all of them are written.
   bool makes_weights = false;
+  bool read_gradients = false;  // those that are spilled, too
 };
 
 // A unit to be updated, and where to leave a copy of its new trainable weights, those that are on NVMe (in host
@@ -50,7 +51,7 @@ struct UpdateRequest {
 class TilePipeline {
  public:
   TilePipeline(Runtime& runtime, const UnitTable& table, const Memory& memory, const RecordMap& records,
-               RecordIo& record_io, tiers::Store* store);
+               RecordIo& record_io, tiers::Store* store, GradientSpill* spill);
   ~TilePipeline();  // sees reads ahead out
   TilePipeline(const TilePipeline&) = delete;
   TilePipeline& operator=(const TilePipeline&) = delete;
@@ -92,12 +93,14 @@ class TilePipeline {
     SubGroup sub_group;
     std::byte* weights = nullptr;  // of the sub-group's first tile
     std::byte* state = nullptr;
+    std::byte* gradient = nullptr;  // null unless it is spilled
     Buffer* buffer = nullptr;
     std::byte* target = nullptr;  // of a copy of the weights
     bool ends_unit = false;
     aio::Priority priority = aio::Priority::foreground;  // of the reads
     std::vector<Completion> reads;
     bool verifies_weights = false, verifies_state = false;  // but weights that are made
+    bool verifies_gradient = false;
   };
   void go_on(Job& job, const WalkOptions& options, const Work& work, const Updated& updated);
   void abandon(std::deque<Job>& jobs) noexcept;  // leaves none
@@ -112,6 +115,7 @@ class TilePipeline {
   Buffer* buffer_for(const std::deque<Job>& jobs, WaitCause cause);
   void read(Job& job, const WalkOptions& options);
   void read_weights(Job& job, const WalkOptions& options);
+  void read_gradient(Job& job, const WalkOptions& options);
   bool makes_weights(const Job& job, const tiers::Tile& tile, const WalkOptions& options) const;
   void update(Job& job, const WalkOptions& options, const Work& work);
   struct Writes {
@@ -129,6 +133,7 @@ class TilePipeline {
   const RecordMap& records_;
   RecordIo& record_io_;
   tiers::Store* store_;
+  GradientSpill* spill_;
   std::vector<Buffer> buffers_;
   std::deque<Job> ahead_;  // read for the next step
   std::uint64_t uses_ = 0;

@@ -147,14 +147,7 @@ Completion UpdateQueue::updated(UnitId unit) const {
 Completion UpdateQueue::weights_written(UnitId unit) const {
   const Completion now = updated(unit);
   if (now.done()) return now.error() ? now : pipeline_.weights_written(unit);
-  const auto promise = std::make_shared<Promise>();
-  now.then([promise, unit, pipeline = &pipeline_](std::exception_ptr error) {
-    if (error) return promise->fail(error);
-    pipeline->weights_written(unit).then([promise](std::exception_ptr failed_write) {
-      failed_write ? promise->fail(failed_write) : promise->complete();
-    });
-  });
-  return promise->completion();
+  return followed_by(now, [unit, pipeline = &pipeline_] { return pipeline->weights_written(unit); });
 }
 
 std::optional<Completion> UpdateQueue::deliver(UnitId unit, std::byte* target) {

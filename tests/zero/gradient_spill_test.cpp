@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients on NVMe between backward and update: the same bits, within budgets that hold no gradients, verified; what
+// fails with them says where. The bytes are in budget_test.cpp, more placements in placement_test.cpp.
+#include <filesystem>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/tests/support/faulty_backend.hpp>
+#include <hoist/tiers/scratch.hpp>
+#include <hoist/zero/predict/prediction.hpp>
+
+#include "toy_program.hpp"
+#include "toy_ranks.hpp"
+
+namespace hoist::test {
+namespace {
+
+constexpr std::uint32_t kAll = 99;  // units
+const ToyShape kPlain{.matrices = {300'000, 500'000, 400'000, 300'000}, .frozen = false, .tied = false};
+
+// --- the same bits
+// -----------------------------------------------------------------------------------------------------
+
+struct Order {
+  const char* name;
+  unsigned micro_batches;
+  MicroBatchOrder order = MicroBatchOrder::horizontal;
+};
+
+class SpillIn : public testing::TestWithParam<Order> {
+ protected:
+  ToySetup setup(Placement parameters, Placement optimizer, const std::string& directory = "") const {
+    ToySetup setup = toy_setup(parameters, optimizer, directory);
+    setup.engine.micro_batches_max = GetParam().micro_batches;
+    setup.engine.micro_batch_order = GetParam().order;
+    return setup;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Orders, SpillIn,
+                         testing::Values(Order{"one", 1}, Order{"three_horizontal", 3},
+                                         Order{"three_vertical", 3, MicroBatchOrder::vertical}),
+                         [](const auto& order) { return std::string(order.param.name); });
+
+TEST_P(SpillIn, EveryModeRankAndDriveHasTheSameBits) {
+  for (const int ranks : {1, 2}) {
+    ToySetup simplest = setup(Placement::pinned, Placement::pinned);
+    simplest.engine.update_mode = UpdateMode::step;
+    const Digests expected = train_in_micro_batches(ranks, simplest, 4);
+    const TempDirectory directory;
+    ToySetup spilling = setup(Placement::nvme, Placement::nvme, directory / "store");
+    spilling.runtime.host_device.chaos_seed = 31;
+    spilling.engine.update_mode = ranks == 1 ? UpdateMode::step : UpdateMode::forward;
+    spilling.engine.gradient_spill_units = ranks == 1 ? kAll : 2;
+    if (ranks == 2) spilling.engine.stripe_directories = {directory / "second"};
+    EXPECT_EQ(train_in_micro_batches(ranks, spilling, 4), expected) << ranks << " ranks";
+  }
+}
+
+// Dropped gradients may still be on their way to the place of the next ones.
+TEST_P(SpillIn, DroppedGradientsLeaveNothingBehind) {
+  const TempDirectory directory;
+  const auto run = [&](const ToySetup& setup) {
+    ToyTraining program(setup);
+    program.model.initialize();
+    const int count = static_cast<int>(GetParam().micro_batches);
+    for (std::uint64_t step = 1; step <= 4; ++step) {
+      program.model.pass(100 + step);
+      program.engine().discard();
+      program.model.micro_batches = count;
+      program.model.vertical = count > 1 && GetParam().order == MicroBatchOrder::vertical;
+      program.model.train(step, step);
+      program.model.vertical = false;
+    }
+    return digests_of(program.model);
+  };
+  ToySetup spilling = setup(Placement::nvme, Placement::nvme, directory / "store");
+  spilling.engine.gradient_spill_units = kAll;
+  spilling.runtime.host_device.chaos_seed = 32;
+  EXPECT_EQ(run(spilling), run(setup(Placement::pinned, Placement::pinned)));
+}
+
+TEST_P(SpillIn, GradientsAreReadBack) {
+  const TempDirectory directory;
+  const int count = static_cast<int>(GetParam().micro_batches);
+  const bool vertical = GetParam().order == MicroBatchOrder::vertical;
+  const auto gradients = [&](const ToySetup& setup) {
+    ToyProgram program(setup);
+    std::vector<std::vector<float>> found;
+    if (vertical) {
+      program.model.vertical = true;
+      program.model.pass(1, {.micro_batches = count});
+    }
+    for (int i = 0; i < count && !vertical; ++i) program.model.pass(1, {.micro_batch = i, .micro_batches = count});
+    for (std::uint32_t p = 0; p < program.engine().model().parameters().size(); ++p) {
+      const ParameterSpec& spec = program.engine().model().parameters()[p];
+      const auto elements = static_cast<std::size_t>(spec.shape[0]);
+      if (!spec.trainable) continue;
+      // Across tiles, and from the middle of one.
+      for (const std::size_t first : {std::size_t{0}, elements / 3})
+        found.push_back(program.read(ParameterId{p}, State::gradient, first, elements - first));
+    }
+    return found;
+  };
+  ToySetup spilling = setup(Placement::pinned, Placement::nvme, directory / "store");
+  spilling.engine.gradient_spill_units = kAll;
+  EXPECT_EQ(gradients(spilling), gradients(setup(Placement::pinned, Placement::pinned)));
+}
+
+// --- budgets
+// -----------------------------------------------------------------------------------------------------------
+
+ToySetup of_size(std::uint64_t pinned_bytes, const std::string& directory) {
+  ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory);
+  setup.runtime.pinned_memory_bytes = pinned_bytes;
+  setup.engine.gradient_spill_units = std::nullopt;
+  return setup;
+}
+
+std::uint64_t file_bytes(const std::string& directory) {
+  std::uint64_t bytes = 0;
+  for (const char* ending : {".data", ".manifest"})
+    bytes += std::filesystem::file_size(directory + "/rank-00000" + ending);
+  return bytes;
+}
+
+// Of pinned memory, with every gradient and the buffers that keep the drive busy: all but some staging buffers.
+std::uint64_t bytes_without_spill(const Prediction& ample) {
+  return ample.pinned.bytes - (ample.staging_buffers - 2) * ample.staging_buffer_bytes;
+}
+
+TEST(GradientSpill, TrainsWithinBudgetsThatHoldNoGradients) {
+  const Model model = describe(kPlain);
+  const ToySetup ample = of_size(64 * kMiB, "unused");
+  const Prediction most = predict(ample.runtime, ample.engine, model, 1);
+  EXPECT_EQ(most.spilled_units, 0u) << "everything fits";
+  ToySetup without = ample;
+  without.engine.gradient_spill_units = 0;
+  const std::uint64_t needed = predict(without.runtime, without.engine, model, 1).pinned.least_bytes;
+  ASSERT_LT(most.pinned.least_bytes, needed);
+
+  std::uint32_t spilled_before = 0;
+  const std::uint64_t begins = bytes_without_spill(most) - kBlockAlignment;
+  ASSERT_GT(begins, needed);
+  for (const std::uint64_t budget : {begins, needed - kBlockAlignment, most.pinned.least_bytes}) {
+    const TempDirectory directory;
+    const ToySetup setup = of_size(budget, directory / "store");
+    const Prediction predicted = predict(setup.runtime, setup.engine, model, 1);
+    EXPECT_TRUE(predicted.fits()) << budget;
+    EXPECT_GT(predicted.spilled_units, 0u);
+    EXPECT_GE(predicted.spilled_units, spilled_before) << "a smaller budget holds no more of them";
+    spilled_before = predicted.spilled_units;
+    ToyTraining program(setup, kPlain);
+    program.model.initialize();
+    program.model.train(1, 3);
+    program.engine().settle();
+    EXPECT_LE(program.runtime.pinned_budget().peak_bytes(), budget);
+    EXPECT_EQ(program.runtime.pinned_budget().peak_bytes(), predicted.pinned.bytes);
+    EXPECT_EQ(file_bytes(directory / "store") + predicted.scratch_bytes, predicted.nvme_bytes);
+    const StepBytes real = program.engine().formula_bytes();
+    EXPECT_EQ(predicted.step.nvme_read, real.nvme_read);
+    EXPECT_EQ(predicted.step.nvme_write, real.nvme_write);
+    ToySetup resident = setup;
+    resident.engine.store_directory = directory / "other";
+    resident.runtime.pinned_memory_bytes = 64 * kMiB;
+    ToyTraining other(resident, kPlain);
+    other.model.initialize();
+    other.model.train(1, 3);
+    EXPECT_EQ(digests_of(program.model), digests_of(other.model));
+  }
+  EXPECT_EQ(spilled_before, kPlain.matrices.size()) << "nothing else could give way";
+
+  const TempDirectory directory;
+  ToyTraining refused(of_size(most.pinned.least_bytes - kBlockAlignment, directory / "store"), kPlain);
+  try {
+    refused.model.initialize();
+    FAIL() << "less than the least sufficed";
+  } catch (const BudgetError& error) {
+    EXPECT_EQ(error.need.key, "hoist.pinned_memory");
+    EXPECT_EQ(error.need.need_bytes, round_up(most.pinned.least_bytes, kBlockAlignment));
+  }
+}
+
+TEST(GradientSpill, LeavesRoomForTheBuffersAskedFor) {
+  const Model model = describe(kPlain);
+  ToySetup setup = of_size(64 * kMiB, "unused");
+  const Prediction ample = predict(setup.runtime, setup.engine, model, 1);
+  setup.runtime.pinned_memory_bytes = bytes_without_spill(ample);
+  EXPECT_EQ(predict(setup.runtime, setup.engine, model, 1).spilled_units, 0u);
+  setup.runtime.pinned_memory_bytes -= kBlockAlignment;
+  const Prediction tight = predict(setup.runtime, setup.engine, model, 1);
+  EXPECT_GT(tight.spilled_units, 0u);
+  EXPECT_EQ(tight.update_buffers, ample.update_buffers);
+  EXPECT_EQ(tight.update_buffer_parameters, ample.update_buffer_parameters);
+  EXPECT_GE(tight.staging_buffers, 2u);
+}
+
+// --- refusals
+// ----------------------------------------------------------------------------------------------------------
+
+std::string refusal_of(const ToySetup& setup) {
+  try {
+    check(setup.engine, setup.runtime, 1);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(GradientSpill, IsRefusedWhereThereIsNothingToSpillOrNoPlaceForIt) {
+  ToySetup setup = toy_setup(Placement::pinned, Placement::pinned, "store");
+  setup.engine.gradient_spill_units = std::nullopt;
+  EXPECT_THAT(refusal_of(setup), testing::HasSubstr("hoist.gradient_spill: gradients go to NVMe only beside"));
+  setup = toy_setup(Placement::nvme, Placement::nvme, "store");
+  setup.engine.gradient_spill_units = 1;
+  EXPECT_EQ(refusal_of(setup), "");
+  setup.engine.gradient_clipping = 0;
+  setup.engine.update_mode = UpdateMode::backward;
+  EXPECT_THAT(refusal_of(setup), testing::HasSubstr("hoist.gradient_spill: update mode \"backward\""));
+}
+
+TEST(GradientSpill, AFileSystemThatIsTooSmallIsRefusedWithWhatItLacks) {
+  const TempDirectory directory;
+  aio::DriveQueue queue({});
+  aio::DriveQueue* const engine = &queue;
+  try {
+    const tiers::Scratch scratch({.paths = {directory / "rank-00000.scratch"}, .bytes = std::uint64_t{1} << 52},
+                                 {&engine, 1});
+    FAIL() << "four petabytes were found";
+  } catch (const BudgetError& error) {
+    EXPECT_EQ(error.need.tier, "nvme");
+    EXPECT_EQ(error.need.need_bytes, std::uint64_t{1} << 52);
+    EXPECT_LT(error.need.have_bytes, error.need.need_bytes);
+    EXPECT_THAT(error.what(), testing::HasSubstr("hoist.pinned_memory"));
+    EXPECT_THAT(error.what(), testing::HasSubstr(directory.path().string()));
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+// --- what goes wrong
+// ---------------------------------------------------------------------------------------------------
+
+class FaultySpill : public testing::TestWithParam<UpdateMode> {
+ protected:
+  // Trains on until something fails, with `fault` on the scratch file from step 2 on.
+  template <typename Failure>
+  Failure failure(Fault fault, unsigned micro_batches = 1) {
+    fault.path_contains = ".scratch";
+    const auto faults = std::make_shared<Faults>(7);
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory_ / "store");
+    setup.runtime.make_aio_backend = [&](const aio::DriveQueueOptions& io) { return make_faulty_backend(io, faults); };
+    setup.engine.gradient_spill_units = kAll;
+    setup.engine.update_mode = GetParam();
+    setup.engine.micro_batches_max = micro_batches;
+    ToyTraining program(setup);
+    program.model.micro_batches = static_cast<int>(micro_batches);
+    program.model.initialize();
+    program.model.train(1, 1);
+    program.engine().settle();
+    faults->add(fault);
+    try {
+      program.model.train(2, 3);
+      program.engine().settle();
+    } catch (const Failure& error) {
+      EXPECT_GT(faults->hits(fault.kind), 0u);
+      EXPECT_EQ(program.engine().committed_step(), 1u);
+      return error;
+    }
+    throw std::logic_error("nothing failed");
+  }
+  // The last commit, of step 1, is intact: gradients are no part of it.
+  void expect_restored() {
+    const Digests expected = train_once(toy_setup(Placement::pinned, Placement::pinned), {}, 3);
+    ToySetup setup = toy_setup(Placement::nvme, Placement::nvme, directory_ / "store");
+    setup.engine.gradient_spill_units = kAll;
+    ToyTraining program(setup);
+    EXPECT_EQ(program.model.restore().step, 1u);
+    program.model.train(2, 3);
+    Digests found = digests_of(program.model);
+    found.losses = expected.losses;
+    EXPECT_EQ(found, expected);
+  }
+  const TempDirectory directory_;
+};
+INSTANTIATE_TEST_SUITE_P(Modes, FaultySpill, testing::Values(UpdateMode::step, UpdateMode::forward),
+                         [](const auto& mode) { return mode.param == UpdateMode::step ? "step" : "forward"; });
+
+void expect_named(const CorruptionError& error) {
+  EXPECT_EQ(error.where.region, "gradient");
+  EXPECT_THAT(error.where.unit, testing::StartsWith("unit"));
+  EXPECT_THAT(error.where.path, testing::EndsWith("/store/rank-00000.scratch"));
+  EXPECT_EQ(error.where.offset_bytes % kBlockAlignment, 0u);
+  EXPECT_THAT(error.what(), testing::HasSubstr("corrupt gradient of unit"));
+  EXPECT_THAT(error.what(), testing::HasSubstr("go on from the last one"));
+}
+
+TEST_P(FaultySpill, AFlippedBitIsNotUsed) {
+  expect_named(failure<CorruptionError>({.kind = Fault::Kind::bit_flip, .operation = aio::Operation::read}));
+  expect_restored();
+}
+
+TEST_P(FaultySpill, ALostWriteIsNotUsed) {
+  expect_named(failure<CorruptionError>({.kind = Fault::Kind::dropped_write, .operation = aio::Operation::write}));
+  expect_restored();
+}
+
+TEST_P(FaultySpill, AFlippedBitOfSumsIsNotUsed) {
+  expect_named(failure<CorruptionError>({.kind = Fault::Kind::bit_flip, .operation = aio::Operation::read}, 3));
+}
+
+TEST_P(FaultySpill, AnErrorOfTheDriveIsReported) {
+  for (const aio::Operation operation : {aio::Operation::write, aio::Operation::read}) {
+    const IoError error =
+        failure<IoError>({.kind = Fault::Kind::error, .operation = operation, .count = Faults::kForever, .code = EIO});
+    EXPECT_EQ(error.where.code, EIO);
+    EXPECT_THAT(error.where.path, testing::EndsWith(".scratch"));
+    expect_restored();
+    std::filesystem::remove_all(directory_ / "store");
+  }
+}
+
+}  // namespace
+}  // namespace hoist::test

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <hoist/core/error.hpp>
+#include <hoist/core/log.hpp>
+#include <hoist/tiers/detail/store_files.hpp>
+#include <hoist/tiers/detail/transfers.hpp>
+#include <hoist/tiers/scratch.hpp>
+
+namespace hoist::tiers {
+
+namespace {
+
+BudgetError no_space(const std::string& path, std::uint64_t have_bytes, std::uint64_t need_bytes) {
+  const std::string directory = path.substr(0, path.find_last_of('/'));
+  BudgetError::Need need;
+  need.tier = "nvme";
+  need.have_bytes = have_bytes;
+  need.need_bytes = need_bytes;
+  need.key =
+      fmt::format("the free space of the file system of {} (the offload path), or hoist.pinned_memory", directory);
+  need.detail = fmt::format("gradients that do not fit pinned memory (hoist.gradient_spill), in {}", directory);
+  return BudgetError(std::move(need));
+}
+
+// A crash before the name is gone leaves an empty file behind, which the next start removes.
+aio::File make_file(const std::string& path, std::uint64_t bytes) {
+  detail::remove_file(path);
+  aio::File file(path, {.mode = aio::OpenMode::create});
+  detail::remove_file(path);
+  const std::string directory = path.substr(0, path.find_last_of('/'));
+  if (const std::uint64_t free = detail::free_bytes(directory); free < bytes) throw no_space(path, free, bytes);
+  try {
+    file.start_over(bytes);
+  } catch (const IoError& error) {
+    if (error.where.code != ENOSPC && error.where.code != EDQUOT) throw;
+    throw no_space(path, detail::free_bytes(directory), bytes);
+  }
+  return file;
+}
+
+constexpr Nanoseconds kDrainTimeout = std::chrono::seconds(30);  // as a store's
+
+}  // namespace
+
+Scratch::Scratch(const ScratchOptions& options, std::span<aio::DriveQueue* const> engines)
+    : trace_(options.trace), transfers_(std::make_unique<detail::Transfers>()) {
+  std::vector<aio::StripeDrive> files;
+  for (unsigned d = 0; d < options.layout.drive_count(); ++d)
+    files.push_back({engines[d], make_file(options.paths[d], options.layout.drive_bytes(d, options.bytes))});
+  file_ = std::make_unique<aio::StripedFile>(options.layout, std::move(files));
+}
+
+Scratch::~Scratch() {
+  if (transfers_->wait_for_all(kDrainTimeout)) return;
+  log_error("the drive of {} has not finished its transfers after {:.0f} s; the file stays open", file_->file(0).path(),
+            to_seconds(kDrainTimeout));
+  [[maybe_unused]] const auto* transfers = transfers_.release();
+  [[maybe_unused]] const auto* file = file_.release();
+}
+
+// Copies the name: a transfer that a drive never answers ends after this object.
+Completion Scratch::drawn(TraceRow row, const std::string& name, std::uint64_t bytes, Completion transfer) const {
+  if (trace_ == nullptr) return transfer;
+  transfer.then([trace = trace_, row, name, bytes, begin = Clock::now()](const std::exception_ptr&) {
+    trace->add(row, name, begin, Clock::now(), bytes);
+  });
+  return transfer;
+}
+
+Completion Scratch::read(std::uint64_t offset_bytes, std::span<std::byte> target, aio::Priority priority,
+                         const std::string& name) {
+  return drawn(TraceRow::nvme_read, name, target.size(),
+               transfers_->read([&] { return file_->read(offset_bytes, target, priority); }));
+}
+
+Completion Scratch::write(std::uint64_t offset_bytes, std::span<const std::byte> source, aio::Priority priority,
+                          const std::string& name) {
+  return drawn(TraceRow::nvme_write, name, source.size(),
+               transfers_->write([&] { return file_->write(offset_bytes, source, priority); }));
+}
+
+Scratch::Place Scratch::place(std::uint64_t offset_bytes) const {
+  const aio::StripeLayout::DriveOffset at = file_->layout().place(offset_bytes);
+  return {file_->file(at.drive).path(), at.offset_bytes};
+}
+
+}  // namespace hoist::tiers

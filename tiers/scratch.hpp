@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiers/scratch.hpp - space on a store's drives for bytes that no commit depends on.
+//
+// One file on each drive, beside the store's data and spread in the same way. It has lost its name before anything is
+// written to it, so that it ends with the process, however that ends. It keeps bytes and nothing else: whoever reads
+// them checks them.
+//
+// Threading  Any thread may start transfers.
+// Memory     A transfer borrows its memory until it is done.
+// Errors     BudgetError, tier "nvme", if a file system is too small; IoError.
+// Main path  write -> StripedFile; read -> StripedFile.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <hoist/aio/striped_file.hpp>
+#include <hoist/core/trace.hpp>
+
+namespace hoist::tiers {
+
+namespace detail {
+class Transfers;
+}
+
+struct ScratchOptions {
+  std::vector<std::string> paths;  // one for each drive, while the files have names; files that are there are removed
+  aio::StripeLayout layout = aio::StripeLayout::one_drive();
+  std::uint64_t bytes = 0;  // reserved; a multiple of 4 KiB
+  Trace* trace = nullptr;   // receives transfers
+};
+
+class Scratch {
+ public:
+  // Pre: no other process uses these paths; one engine for each of them, which outlives this object.
+  Scratch(const ScratchOptions& options, std::span<aio::DriveQueue* const> engines);
+  ~Scratch();  // waits for transfers
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  // As in aio::DriveQueue. `name`: of what is transferred, in the trace.
+  Completion read(std::uint64_t offset_bytes, std::span<std::byte> target, aio::Priority priority,
+                  const std::string& name);
+  Completion write(std::uint64_t offset_bytes, std::span<const std::byte> source, aio::Priority priority,
+                   const std::string& name);
+
+  // Where a byte lies, for an error's text.
+  struct Place {
+    std::string path;
+    std::uint64_t offset_bytes = 0;
+  };
+  Place place(std::uint64_t offset_bytes) const;
+
+ private:
+  Completion drawn(TraceRow row, const std::string& name, std::uint64_t bytes, Completion transfer) const;
+
+  Trace* const trace_;
+  std::unique_ptr<aio::StripedFile> file_;
+  std::unique_ptr<detail::Transfers> transfers_;
+};
+
+}  // namespace hoist::tiers
