@@ -67,7 +67,12 @@ class Builder {
 
  private:
   TaskIndex add(Resource lane, double seconds, const Tasks& after, Urgency urgency = Urgency::somebody_waits) {
-    return out_.tasks.add(static_cast<std::uint32_t>(lane), seconds, after, urgency);
+    return out_.tasks.add(static_cast<std::uint32_t>(lane), seconds, after, urgency, latency_of(lane));
+  }
+  double latency_of(Resource lane) const {
+    if (lane == Resource::nvme) return speeds_.nvme_latency;
+    if (lane == Resource::wire) return speeds_.wire_latency;
+    return lane == Resource::host_to_device || lane == Resource::device_to_host ? speeds_.copy_latency : 0;
   }
   TaskIndex add_point(const Tasks& after) { return out_.tasks.add(TaskGraph::kNoLane, 0, after); }
   // Appends a task unless it has nothing to do: `after` is then what the next one waits for.

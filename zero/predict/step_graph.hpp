@@ -6,7 +6,7 @@
 // copied down. The update reads, computes and writes a unit's record in pieces, each in an update buffer. The update
 // mode decides when. Updates on the device run after backward and before anything else.
 //
-// Left out: latencies, flushes, and processors that the update and the program share.
+// Left out: flushes, and processors that the update and the program share.
 //
 // Threading  Pure functions.
 #pragma once

@@ -101,13 +101,12 @@ double path_through_a_unit(const std::vector<UnitSeconds>& units, unsigned passe
   return most;
 }
 
-scheduler::SimulationOptions options_of(const StepDisturbance& disturbance) {
-  scheduler::SimulationOptions options{.noise = disturbance.noise, .seed = disturbance.seed};
-  options.lane_slowdown.assign(kResourceCount, 1);
-  options.lane_slowdown[static_cast<std::size_t>(Resource::nvme)] = disturbance.slow_drive;
-  for (const Resource resource : {Resource::compute, Resource::host_memory, Resource::device_memory})
-    options.lane_slowdown[static_cast<std::size_t>(resource)] = disturbance.slow_rank;
-  return options;
+StepSpeeds slowed(StepSpeeds speeds, const StepDisturbance& disturbance) {
+  for (double* const speed : {&speeds.nvme_read, &speeds.nvme_write, &speeds.nvme_mixed})
+    *speed /= disturbance.slow_drive;
+  for (double* const speed : {&speeds.host_memory, &speeds.device_memory}) *speed /= disturbance.slow_rank;
+  speeds.compute_seconds *= disturbance.slow_rank;
+  return speeds;
 }
 
 }  // namespace
@@ -118,7 +117,8 @@ const char* resource_name(Resource resource) {
   return kNames[static_cast<std::size_t>(resource)];
 }
 
-StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, const StepDisturbance& disturbance) {
+StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, const StepDisturbance& disturbance) {
+  const StepSpeeds speeds = slowed(planned, disturbance);
   StepTime time{.busy_seconds = busy(prediction, speeds)};
   const auto most = std::ranges::max_element(time.busy_seconds);
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
@@ -128,7 +128,8 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, co
   time.least_seconds = std::max(*most, time.critical_path_seconds);
 
   const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
-  const auto times = scheduler::simulate(graph.tasks, kResourceCount, options_of(disturbance));
+  const auto times = scheduler::simulate(graph.tasks, kResourceCount,
+                                         {.noise = disturbance.noise, .seed = disturbance.seed});
   const scheduler::TaskIndex from = graph.decided[kSteps - 1 - kTimedSteps], to = graph.decided[kSteps - 1];
   // While writes still pile up behind the steps that are simulated, these are shorter than all later ones.
   time.expected_seconds = std::max((times[to].end - times[from].end) / kTimedSteps, time.least_seconds);

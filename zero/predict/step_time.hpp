@@ -44,6 +44,10 @@ struct StepSpeeds {
   double wire = 0;             // received
   double host_memory = 0;      // read and written, by the processors that update
   double device_memory = 0;    // likewise by a device that updates
+  // Seconds from the end of a transfer's turn on its link until its bytes have arrived.
+  double nvme_latency = 0;
+  double copy_latency = 0;  // between host and device
+  double wire_latency = 0;
   double compute_seconds = 0;  // of forward and backward, when nothing is waited for
   // Forward's part of them: a third, a quarter where backward computes forward once more.
   double forward_share = 1.0 / 3;
@@ -51,10 +55,14 @@ struct StepSpeeds {
 
 // Departures from the plan.
 struct StepDisturbance {
-  double slow_drive = 1;  // so many times slower than the others is one drive; a stripe waits for it
-  double slow_rank = 1;   // likewise one rank's kernels and updates; the others wait for it in every collective
-  double noise = 0;       // every task takes up to so much longer, at random
+  // One drive takes so many times as long as planned. Every unit is striped over all drives, so each waits for this one.
+  double slow_drive = 1;
+  // One rank's kernels and updates take so many times as long. The other ranks wait for it in every collective.
+  double slow_rank = 1;
+  double noise = 0;  // each transfer and kernel takes 1 to 1 + noise times as long, at random
   std::uint64_t seed = 1;
+
+  friend bool operator==(const StepDisturbance&, const StepDisturbance&) = default;
 };
 
 struct StepTime {
