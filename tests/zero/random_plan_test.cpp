@@ -156,6 +156,15 @@ TEST(RandomPlan, IsValidAndNotSlowerThanFetchingOnDemand) {
     const double seconds_on_demand = predict_time(on_demand, one->speeds).expected_seconds;
     const double ratio = seconds / seconds_on_demand;
     faster += ratio < 1 - 1e-9;
+    if (std::getenv("DBG") != nullptr) {
+      for (const Prediction* p : {&plan, &on_demand}) {
+        const StepTime time = predict_time(*p, one->speeds);
+        fmt::print("{} expected {} least {} critical {} gather {} gradbuf {} staging {} update {}x{} ring {}\n", seed, time.expected_seconds, time.least_seconds, time.critical_path_seconds, p->gather_bytes, p->gradient_buffers, p->staging_buffers, p->update_buffers, p->update_buffer_bytes, p->gradient_ring_bytes);
+        for (std::size_t r = 0; r < kResourceCount; ++r) fmt::print("   {} busy {:.4g} wait {:.4g}\n", resource_name(static_cast<Resource>(r)), time.busy_seconds[r], time.wait_seconds[r]);
+        for (const PlannedFetch& f : p->fetches) fmt::print(" [u{} at{} {}-{} {}]", f.unit, f.issued_at, f.first_use, f.last_use, f.bytes);
+        fmt::print("\n");
+      }
+    }
     if (ratio > 1 + 1e-9) {
       ++slower;
       most = std::max(most, ratio);

@@ -179,6 +179,15 @@ class Builder {
     update(u, {out_.decided.back()}, reads_after);
   }
 
+  // Adds what ends before the program reaches a slot of this pass.
+  void await_slot(std::uint32_t slot, Tasks& after) const {
+    if (slot > 0) {
+      after.push_back(slot_tasks_[slot - 1]);
+    } else if (pass_begins_) {
+      after.push_back(*pass_begins_);
+    }
+  }
+
   // Reads, copies up and gathers a unit.
   void bring(const PlannedFetch& fetch, std::size_t slots, std::vector<Tasks>& ready) {
     if (fetch.first_use >= slots) return;
@@ -196,11 +205,7 @@ class Builder {
     }
     if (updated_[fetch.unit]) after.push_back(*updated_[fetch.unit]);
     // Its place in the gather memory is free, and the program has come that far.
-    if (fetch.issued_at > 0) {
-      after.push_back(slot_tasks_[fetch.issued_at - 1]);
-    } else if (pass_begins_) {
-      after.push_back(*pass_begins_);
-    }
+    await_slot(fetch.issued_at, after);
     const TaskIndex begins = add_point(after);
     after = {begins};
     chain(Resource::host_to_device, time_of(bytes.host_to_device, speeds_.host_to_device), after);
@@ -256,7 +261,7 @@ class Builder {
       // Reads begin when the program calls step(), which is when it has submitted its last slot.
       Tasks reads_after;
       const std::uint32_t submitted = p_.fetches.empty() ? 0 : p_.fetches.back().issued_at;
-      if (submitted > 0) reads_after.push_back(slot_tasks_[submitted - 1]);
+      await_slot(submitted, reads_after);
       for (std::uint32_t u = 0; u < p_.units.size(); ++u) update(u, {out_.decided.back()}, reads_after);
       for (std::uint32_t u = 0; u < p_.units.size(); ++u)
         if (written_[u]) after.push_back(*written_[u]);
