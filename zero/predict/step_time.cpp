@@ -24,9 +24,8 @@ double time_of(std::uint64_t bytes, double bytes_per_second) {
 Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   Seconds seconds{};
   at(seconds, Resource::compute) = speeds.compute_seconds;
-  at(seconds, Resource::nvme) =
-      detail::nvme_seconds(static_cast<double>(p.step.nvme_read), speeds.nvme_read, p.step, speeds) +
-      detail::nvme_seconds(static_cast<double>(p.step.nvme_write), speeds.nvme_write, p.step, speeds);
+  at(seconds, Resource::nvme) = detail::least_nvme_seconds(static_cast<double>(p.step.nvme_read),
+                                                           static_cast<double>(p.step.nvme_write), speeds);
   at(seconds, Resource::host_to_device) = time_of(p.step.host_to_device, speeds.host_to_device);
   at(seconds, Resource::device_to_host) = time_of(p.step.device_to_host, speeds.device_to_host);
   at(seconds, Resource::wire) = time_of(p.step.wire, speeds.wire);
@@ -35,12 +34,13 @@ Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   return seconds;
 }
 
-// A unit's durations on the critical path.
+// A unit's part of the critical path.
 struct UnitSeconds {
   double update = 0, device_update = 0;
-  double up = 0, gathered = 0;  // after the update, in one pass
+  double up = 0, gathered = 0, up_latency = 0;  // after the update, in one pass
   double forward = 0, backward = 0;
-  double reduced = 0, down = 0;
+  double reduced = 0, down = 0, down_latency = 0;
+  double read_bytes = 0, written_bytes = 0;  // of NVMe, by the update
 };
 
 std::vector<UnitSeconds> unit_seconds(const Prediction& p, const StepSpeeds& speeds) {
@@ -59,30 +59,54 @@ std::vector<UnitSeconds> unit_seconds(const Prediction& p, const StepSpeeds& spe
       one.gathered = time_of(unit.bytes.forward_fetch.wire / p.passes, speeds.wire);
       one.reduced = time_of(unit.bytes.gradient.wire / p.passes, speeds.wire);
       one.down = time_of(unit.bytes.gradient.device_to_host / p.passes, speeds.device_to_host);
+      const auto latencies = [&](double copied, double gathered) {
+        return (copied > 0 ? speeds.copy_latency : 0) + (gathered > 0 ? speeds.wire_latency : 0);
+      };
+      one.up_latency = latencies(one.up, one.gathered);
+      one.down_latency = latencies(one.down, one.reduced);
+      one.read_bytes = static_cast<double>(unit.bytes.update.nvme_read);
+      // What lives in memory is also written, but at any time before its next update.
+      one.written_bytes = static_cast<double>(unit.bytes.update.nvme_write - unit.bytes.resident_write_bytes);
     }
     all.push_back(one);
   }
   return all;
 }
 
+// Pinned memory for state on its way from and to NVMe: the buffers, and what the budget has left.
+double transit_bytes(const Prediction& p) {
+  const auto left = [](std::uint64_t all, std::uint64_t taken) { return all > taken ? all - taken : 0; };
+  std::uint64_t unused = left(p.pinned.budget_bytes, p.pinned.bytes);
+  if (p.host_budget_bytes > 0) unused = std::min(unused, left(p.host_budget_bytes, p.device.bytes + p.pinned.bytes));
+  return static_cast<double>(p.update_buffers * p.update_buffer_bytes + p.staging_buffers * p.staging_buffer_bytes +
+                             unused);
+}
+
 // Every unit is updated between two instants at which all gradients are known. Whatever the order, a unit computes only
 // when it and all before it have been updated, have gone up and are gathered, and all gradients from it on come after.
-double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned passes) {
-  double updates = 0, device_updates = 0, up = 0, gathered = 0, computed = 0;
+// Their state has then been read and written, except what the pinned memory for state in transit holds: it may have
+// been read before, and may be written later.
+double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned passes, const StepSpeeds& speeds,
+                              double transit) {
+  double updates = 0, device_updates = 0, up = 0, gathered = 0, computed = 0, read = -transit, written = -transit;
   for (const UnitSeconds& unit : units) {
     updates += unit.update;
     device_updates += unit.device_update;
     up += unit.up;
     gathered += unit.gathered;
-    const double own = unit.update + unit.device_update + unit.up + unit.gathered;
-    computed = std::max({computed, updates, device_updates, up, gathered, own}) + unit.forward;
+    read += unit.read_bytes;
+    written += unit.written_bytes;
+    const double drives = detail::least_nvme_seconds(std::max(read, 0.0), std::max(written, 0.0), speeds);
+    const double own = unit.update + unit.device_update + unit.up + unit.gathered + unit.up_latency;
+    computed = std::max({computed, updates, device_updates, up, gathered, own, drives}) + unit.forward;
   }
   for (const UnitSeconds& unit : units) computed += (passes - 1) * (unit.forward + unit.backward);
   double reduced = 0, down = 0, end = 0;  // of the gradients still to come
   for (const UnitSeconds& unit : units) reduced += unit.reduced, down += unit.down;
   for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
     computed += unit->backward;
-    end = std::max({end, computed + reduced, computed + down, computed + unit->reduced + unit->down});
+    end = std::max({end, computed + reduced, computed + down,
+                    computed + unit->reduced + unit->down + unit->down_latency});
     reduced -= unit->reduced;
     down -= unit->down;
   }
@@ -95,8 +119,8 @@ double path_through_a_unit(const std::vector<UnitSeconds>& units, unsigned passe
   for (const UnitSeconds& unit : units) all += unit.forward + unit.backward;
   for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
     after += unit->forward + unit->backward;
-    most = std::max(most, after + (passes - 1) * all + unit->reduced + unit->down + unit->update + unit->device_update +
-                              unit->up + unit->gathered);
+    most = std::max(most, after + (passes - 1) * all + unit->reduced + unit->down + unit->down_latency + unit->update +
+                              unit->device_update + unit->up + unit->gathered + unit->up_latency);
   }
   return most;
 }
@@ -123,8 +147,9 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, c
   const auto most = std::ranges::max_element(time.busy_seconds);
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
   const std::vector<UnitSeconds> units = unit_seconds(prediction, speeds);
-  time.critical_path_seconds = prediction.awaits_norm ? path_from_norm_to_norm(units, prediction.passes)
-                                                      : path_through_a_unit(units, prediction.passes);
+  time.critical_path_seconds =
+      prediction.awaits_norm ? path_from_norm_to_norm(units, prediction.passes, speeds, transit_bytes(prediction))
+                             : path_through_a_unit(units, prediction.passes);
   time.least_seconds = std::max(*most, time.critical_path_seconds);
 
   const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
