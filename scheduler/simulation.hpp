@@ -23,7 +23,7 @@ enum class Urgency : std::uint8_t { somebody_waits, nobody_waits };
 struct TaskGraph {
   struct Task {
     std::uint32_t lane = 0;  // kNoLane: takes no turn
-    double seconds = 0;  // for which it keeps the lane busy
+    double seconds = 0;      // for which it keeps the lane busy
     Urgency urgency = Urgency::somebody_waits;
     std::uint32_t first_dependency = 0;  // in `dependencies`, up to the next task's
     double latency_seconds = 0;          // after these, until it ends

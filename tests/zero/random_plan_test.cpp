@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans of random models on random machines: each is valid (no budget is exceeded at any instant of its steps), and none
-// takes longer than the same engine would without a plan, when each unit is fetched on demand.
+// Plans of random models on random machines: each is valid (no budget is exceeded at any instant of its steps), and
+// none takes longer than the same engine would without a plan, when each unit is fetched on demand.
 //
-// HOIST_TEST_PLANS=10000 runs so many instead of a few hundred (scripts/nightly.sh), HOIST_TEST_FIRST_SEED others.
+// HOIST_TEST_PLANS=10000 checks so many instead of a few hundred (scripts/nightly.sh); HOIST_TEST_FIRST_SEED others.
 #include <array>
 #include <cmath>
 #include <cstdlib>
@@ -14,12 +14,14 @@
 #include <hoist/core/error.hpp>
 #include <hoist/core/rng.hpp>
 #include <hoist/zero/predict/prediction.hpp>
+#include <hoist/zero/predict/step_graph.hpp>
 #include <hoist/zero/predict/step_time.hpp>
 
 namespace hoist::test {
 namespace {
 
 constexpr std::uint64_t kPlansOfShortRun = 400;
+constexpr double kRounding = 1 - 1e-9;  // of sums
 
 std::uint64_t number_of(const char* variable, std::uint64_t otherwise) {
   const char* const text = std::getenv(variable);
@@ -69,7 +71,8 @@ EngineOptions random_engine(Rng& rng, const Model& model) {
   engine.update_mode = one_of(rng, kModes);
   engine.gradient_clipping = chance(rng, 0.5) ? 1 : 0;
   if (engine.uses_nvme() || chance(rng, 0.3)) engine.store_directory = "/nowhere";
-  engine.durability = engine.store_directory.empty() || chance(rng, 0.2) ? tiers::Durability::none : tiers::Durability::step;
+  engine.durability =
+      engine.store_directory.empty() || chance(rng, 0.2) ? tiers::Durability::none : tiers::Durability::step;
   engine.commit_every = chance(rng, 0.8) ? 1 : 1 + static_cast<unsigned>(rng.below(4));
   engine.micro_batches_max = chance(rng, 0.5) ? 1 : 1 + static_cast<unsigned>(rng.below(5));
   engine.micro_batch_order = chance(rng, 0.5) ? MicroBatchOrder::horizontal : MicroBatchOrder::vertical;
@@ -130,48 +133,58 @@ std::optional<RandomCase> random_case(std::uint64_t seed) {
   const Prediction most = predict(one.runtime, one.engine, one.model, one.world_size);
   const auto budget = [&](const Prediction::Tier& tier) {
     const auto least = static_cast<double>(tier.least_bytes), all = static_cast<double>(tier.bytes);
-    return tier.least_bytes + round_up(static_cast<std::uint64_t>((2 * all - least) * std::pow(rng.uniform(), 2)), kMiB);
+    return tier.least_bytes +
+           round_up(static_cast<std::uint64_t>((2 * all - least) * std::pow(rng.uniform(), 2)), kMiB);
   };
   one.runtime.device_memory_bytes = budget(most.device);
   one.runtime.pinned_memory_bytes = budget(most.pinned);
   return one;
 }
 
+// Between two instants at which all gradients are known, no step is shorter than the critical path; and so many steps
+// are no shorter than their busiest resource, except that writes of the last one may still be to do.
+void expect_no_step_beats_its_bound(const Prediction& plan, const StepSpeeds& speeds, const std::string& where) {
+  constexpr unsigned kSteps = 5;
+  const StepTime time = predict_time(plan, speeds);
+  const detail::StepGraph graph = detail::step_graph(plan, speeds, kSteps);
+  const auto times = scheduler::simulate(graph.tasks, kResourceCount);
+  const auto decided = [&](unsigned step) { return times[graph.decided[step]].end; };
+  for (unsigned step = 1; step < kSteps && plan.awaits_norm; ++step)
+    EXPECT_GE(decided(step) - decided(step - 1), kRounding * time.critical_path_seconds) << where;
+  EXPECT_GE(decided(kSteps - 1), kRounding * (kSteps - 1) * time.busy(Resource::compute)) << where;
+  EXPECT_GE(time.gap(), kRounding) << where;
+}
+
 TEST(RandomPlan, IsValidAndNotSlowerThanFetchingOnDemand) {
   const std::uint64_t plans = number_of("HOIST_TEST_PLANS", kPlansOfShortRun);
-  std::uint64_t seed = number_of("HOIST_TEST_FIRST_SEED", 1), planned = 0, faster = 0, slower = 0;
-  double most = 1;
+  std::uint64_t seed = number_of("HOIST_TEST_FIRST_SEED", 1), planned = 0, faster = 0, changed = 0;
   for (; planned < plans; ++seed) {
     const auto one = random_case(seed);
     if (!one) continue;
+    const auto& [model, runtime, engine, speeds, program, world_size] = *one;
     const std::string where = fmt::format("HOIST_TEST_FIRST_SEED={} HOIST_TEST_PLANS=1", seed);
-    const Prediction plan = predict(one->runtime, one->engine, one->model, one->world_size);
-    if (!plan.fits()) continue;
+    const PlannedStep plan = plan_step(runtime, engine, model, world_size, program, speeds);
+    if (!plan.prediction.fits()) continue;
     ++planned;
-    EXPECT_EQ(overrun_of_plan(plan, one->speeds), "") << where;
-    EngineOptions without = one->engine;
+    EXPECT_EQ(overrun_of_plan(plan.prediction, speeds), "") << where;
+    expect_no_step_beats_its_bound(plan.prediction, speeds, where);
+    EngineOptions without = engine;
     without.prefetch_elements = 0;
-    const Prediction on_demand = predict(one->runtime, without, one->model, one->world_size);
-    const double seconds = predict_time(plan, one->speeds).expected_seconds;
-    const double seconds_on_demand = predict_time(on_demand, one->speeds).expected_seconds;
-    const double ratio = seconds / seconds_on_demand;
-    faster += ratio < 1 - 1e-9;
-    if (std::getenv("DBG") != nullptr) {
-      for (const Prediction* p : {&plan, &on_demand}) {
-        const StepTime time = predict_time(*p, one->speeds);
-        fmt::print("{} expected {} least {} critical {} gather {} gradbuf {} staging {} update {}x{} ring {}\n", seed, time.expected_seconds, time.least_seconds, time.critical_path_seconds, p->gather_bytes, p->gradient_buffers, p->staging_buffers, p->update_buffers, p->update_buffer_bytes, p->gradient_ring_bytes);
-        for (std::size_t r = 0; r < kResourceCount; ++r) fmt::print("   {} busy {:.4g} wait {:.4g}\n", resource_name(static_cast<Resource>(r)), time.busy_seconds[r], time.wait_seconds[r]);
-        for (const PlannedFetch& f : p->fetches) fmt::print(" [u{} at{} {}-{} {}]", f.unit, f.issued_at, f.first_use, f.last_use, f.bytes);
-        fmt::print("\n");
-      }
-    }
-    if (ratio > 1 + 1e-9) {
-      ++slower;
-      most = std::max(most, ratio);
-      fmt::print("{}: {:.6f} mode {} stage {} passes {} params {} opt {} units {}\n", seed, ratio, static_cast<int>(one->engine.update_mode), one->engine.stage, plan.passes, static_cast<int>(one->engine.parameters), static_cast<int>(one->engine.optimizer), plan.units.size());
-    }
+    const Prediction on_demand = predict(runtime, without, model, world_size, program);
+    for (const auto link : {&StepBytes::nvme_read, &StepBytes::host_to_device, &StepBytes::wire})
+      EXPECT_LE(plan.prediction.step.*link, on_demand.step.*link) << where;
+    EXPECT_EQ(overrun_of_plan(on_demand, speeds), "") << where;
+    const double seconds = plan.time.expected_seconds;
+    const double seconds_on_demand = predict_time(on_demand, speeds).expected_seconds;
+    EXPECT_LE(kRounding * seconds, seconds_on_demand) << where;
+    faster += seconds < 0.999 * seconds_on_demand ? 1 : 0;
+    changed += plan.engine.prefetch_elements != engine.prefetch_elements ? 1 : 0;
   }
-  fmt::print("{} plans, {} faster, {} slower, most {}; last seed {}\n", planned, faster, slower, most, seed);
+  fmt::print("{} plans; {} are more than 0.1 % faster than on demand, {} fetch on demand because that is faster\n",
+             planned, faster, changed);
+  // Most random machines have one busiest link, with which nothing can be won; but a plan that wins nothing is none.
+  EXPECT_GE(faster, planned / 5);
+  EXPECT_LE(changed, planned / 100 + 3) << "fetching ahead should seldom be the slower way";
 }
 
 }  // namespace

@@ -24,8 +24,8 @@ double time_of(std::uint64_t bytes, double bytes_per_second) {
 Seconds busy(const Prediction& p, const StepSpeeds& speeds) {
   Seconds seconds{};
   at(seconds, Resource::compute) = speeds.compute_seconds;
-  at(seconds, Resource::nvme) = detail::least_nvme_seconds(static_cast<double>(p.step.nvme_read),
-                                                           static_cast<double>(p.step.nvme_write), speeds);
+  at(seconds, Resource::nvme) =
+      detail::least_nvme_seconds(static_cast<double>(p.step.nvme_read), static_cast<double>(p.step.nvme_write), speeds);
   at(seconds, Resource::host_to_device) = time_of(p.step.host_to_device, speeds.host_to_device);
   at(seconds, Resource::device_to_host) = time_of(p.step.device_to_host, speeds.device_to_host);
   at(seconds, Resource::wire) = time_of(p.step.wire, speeds.wire);
@@ -105,8 +105,8 @@ double path_from_norm_to_norm(const std::vector<UnitSeconds>& units, unsigned pa
   for (const UnitSeconds& unit : units) reduced += unit.reduced, down += unit.down;
   for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
     computed += unit->backward;
-    end = std::max({end, computed + reduced, computed + down,
-                    computed + unit->reduced + unit->down + unit->down_latency});
+    end = std::max(
+        {end, computed + reduced, computed + down, computed + unit->reduced + unit->down + unit->down_latency});
     reduced -= unit->reduced;
     down -= unit->down;
   }
@@ -147,14 +147,14 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, c
   const auto most = std::ranges::max_element(time.busy_seconds);
   time.limit = static_cast<Resource>(most - time.busy_seconds.begin());
   const std::vector<UnitSeconds> units = unit_seconds(prediction, speeds);
-  time.critical_path_seconds =
-      prediction.awaits_norm ? path_from_norm_to_norm(units, prediction.passes, speeds, transit_bytes(prediction))
-                             : path_through_a_unit(units, prediction.passes);
+  time.critical_path_seconds = prediction.awaits_norm
+                                   ? path_from_norm_to_norm(units, prediction.passes, speeds, transit_bytes(prediction))
+                                   : path_through_a_unit(units, prediction.passes);
   time.least_seconds = std::max(*most, time.critical_path_seconds);
 
   const detail::StepGraph graph = detail::step_graph(prediction, speeds, kSteps);
-  const auto times = scheduler::simulate(graph.tasks, kResourceCount,
-                                         {.noise = disturbance.noise, .seed = disturbance.seed});
+  const auto times =
+      scheduler::simulate(graph.tasks, kResourceCount, {.noise = disturbance.noise, .seed = disturbance.seed});
   const scheduler::TaskIndex from = graph.decided[kSteps - 1 - kTimedSteps], to = graph.decided[kSteps - 1];
   // While writes still pile up behind the steps that are simulated, these are shorter than all later ones.
   time.expected_seconds = std::max((times[to].end - times[from].end) / kTimedSteps, time.least_seconds);
@@ -162,6 +162,22 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, c
                                               kResourceCount, from, to);
   for (std::size_t r = 0; r < kResourceCount; ++r) time.wait_seconds[r] = waits[r] / kTimedSteps;
   return time;
+}
+
+PlannedStep plan_step(const RuntimeOptions& runtime, EngineOptions engine, const Model& model, int world_size,
+                      const ProgramMemory& program, const StepSpeeds& speeds) {
+  const auto step = [&](const EngineOptions& options) {
+    Prediction prediction = predict(runtime, options, model, world_size, program);
+    StepTime time = predict_time(prediction, speeds);
+    return PlannedStep{options, std::move(prediction), time};
+  };
+  PlannedStep ahead = step(engine);
+  // Fetching on demand moves no fewer bytes, so that no schedule of it takes less than this bound.
+  if (engine.prefetch_elements == 0 || ahead.time.expected_seconds <= ahead.time.least_seconds) return ahead;
+  engine.prefetch_elements = 0;
+  PlannedStep on_demand = step(engine);
+  constexpr double kRounding = 1 - 1e-9;  // of sums: such times are equal
+  return on_demand.time.expected_seconds < kRounding * ahead.time.expected_seconds ? on_demand : ahead;
 }
 
 std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds) {

@@ -9,8 +9,11 @@
 //                          weights are updated, go up and are gathered before they are used, units compute one after
 //                          the other, and gradients are reduced and come down. With neither clipping nor loss scaling
 //                          an update needs its own gradient alone, and the path goes through one unit.
+//                          Between the two instants the drives also read and write the state of all units, but for
+//                          what the pinned memory for state in transit holds at each.
 //
 // Threading  Pure functions.
+// Main path  plan_step; or predict, then predict_time
 #pragma once
 
 #include <array>
@@ -41,9 +44,9 @@ struct StepSpeeds {
   double nvme_mixed = 0;  // both directions at once, added up; 0: as if one waited for the other
   double host_to_device = 0;
   double device_to_host = 0;
-  double wire = 0;             // received
-  double host_memory = 0;      // read and written, by the processors that update
-  double device_memory = 0;    // likewise by a device that updates
+  double wire = 0;           // received
+  double host_memory = 0;    // read and written, by the processors that update
+  double device_memory = 0;  // likewise by a device that updates
   // Seconds from the end of a transfer's turn on its link until its bytes have arrived.
   double nvme_latency = 0;
   double copy_latency = 0;  // between host and device
@@ -55,7 +58,8 @@ struct StepSpeeds {
 
 // Departures from the plan.
 struct StepDisturbance {
-  // One drive takes so many times as long as planned. Every unit is striped over all drives, so each waits for this one.
+  // One drive takes so many times as long as planned. Every unit is striped over all drives, so each waits for this
+  // one.
   double slow_drive = 1;
   // One rank's kernels and updates take so many times as long. The other ranks wait for it in every collective.
   double slow_rank = 1;
@@ -79,6 +83,16 @@ struct StepTime {
   double gap() const { return least_seconds > 0 ? expected_seconds / least_seconds : 1; }
 };
 StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, const StepDisturbance& disturbance = {});
+
+// A step whose units are fetched ahead as `engine` says or, if that is slower on links of these speeds, each when it is
+// needed: `engine` in the answer then has prefetch_elements 0. So a planned step is never slower than one on demand.
+struct PlannedStep {
+  EngineOptions engine;
+  Prediction prediction;
+  StepTime time;
+};
+PlannedStep plan_step(const RuntimeOptions& runtime, EngineOptions engine, const Model& model, int world_size,
+                      const ProgramMemory& program, const StepSpeeds& speeds);
 
 // Whether the plan of a step ever holds more than the memory plan has: a sentence, empty if it does not.
 std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds);
