@@ -32,6 +32,7 @@ struct PlanArguments {
   std::vector<std::string> paths;
   std::string device_memory, pinned_memory;
   double tokens = 16384;
+  StepDisturbance disturbance;
   std::string write;
   std::string json;
 
@@ -84,7 +85,8 @@ PlanQuestion question_of(const PlanArguments& arguments) {
                         .has_config = has_config,
                         .model = {},
                         .machine = machine_of(arguments),
-                        .tokens = arguments.tokens};
+                        .tokens = arguments.tokens,
+                        .disturbance = arguments.disturbance};
   question.model = about(arguments.model.units, [&] {
     return read_model(arguments.model, question.config.engine.weights_dtype.value_or(DType::bf16));
   });
@@ -159,14 +161,27 @@ Command add_plan(CLI::App& app) {
   command->add_option("--path", arguments->paths,
                       "For \"this\": a directory on the drive; again for each further drive");
   // CLI::Range accepts "nan".
-  const CLI::Validator count(
-      [](const std::string& text) {
-        double value = 0;
-        const bool reads = CLI::detail::lexical_cast(text, value) && value >= 1 && value <= 1e12;
-        return reads ? std::string() : text + " is not a number from 1 to 1e12";
-      },
-      "COUNT");
-  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step (16384)")->check(count);
+  const auto number = [](double least, double most, const char* name) {
+    return CLI::Validator(
+        [least, most](const std::string& text) {
+          double value = 0;
+          const bool reads = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
+          return reads ? std::string() : fmt::format("{} is not a number from {:g} to {:g}", text, least, most);
+        },
+        name);
+  };
+  command->add_option("--tokens", arguments->tokens, "Tokens of a rank and step (16384)")
+      ->check(number(1, 1e12, "COUNT"));
+  StepDisturbance& disturbance = arguments->disturbance;
+  command
+      ->add_option("--slow-drive", disturbance.slow_drive, "Also show a step in which one drive takes N times as long")
+      ->check(number(1, 1e6, "N"));
+  command->add_option("--slow-rank", disturbance.slow_rank, "Also show a step in which one rank takes N times as long")
+      ->check(number(1, 1e6, "N"));
+  command
+      ->add_option("--noise", disturbance.noise,
+                   "Also show a step in which each transfer and kernel takes up to so much longer (0.1: a tenth)")
+      ->check(number(0, 1e3, "SHARE"));
   command->add_option("--device-memory", arguments->device_memory, "Memory of a device for hoist, such as 70GiB");
   command->add_option("--pinned-memory", arguments->pinned_memory, "Host memory of a rank for hoist");
   command->add_option("--write", arguments->write, "Write the fastest placement that fits as a configuration");

@@ -123,8 +123,12 @@ PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   PlanRow row{.engine = engine};
   row.refusal = refusal_of(engine, question.runtime, question.world_size);
   row.program = program_of(question, engine);
-  row.prediction = predict(question.runtime, engine, question.model.model, question.world_size, row.program);
-  row.time = predict_time(row.prediction, speeds_for(question, question.tokens));
+  const StepSpeeds speeds = speeds_for(question, question.tokens);
+  PlannedStep step =
+      plan_step(question.runtime, engine, question.model.model, question.world_size, row.program, speeds);
+  row.engine = std::move(step.engine);
+  row.prediction = std::move(step.prediction);
+  row.time = step.time;
   row.drive_bytes = static_cast<std::uint64_t>(drive_bytes(question.machine, question.layout));
   const EngineOptions& configured = question.config.engine;
   row.configured =
@@ -148,7 +152,7 @@ PlanRow best_row(const PlanQuestion& question, Placement parameters, Placement o
   return *best;
 }
 
-// Sorted by the time of a step; placements that do not fit come last.
+// Sorted by the time of an undisturbed step; placements that do not fit come last.
 std::vector<PlanRow> ranked_rows(const PlanQuestion& question) {
   std::vector<PlanRow> rows;
   for (const Placement parameters : {Placement::device, Placement::pinned, Placement::nvme})
@@ -247,8 +251,12 @@ PlanReport plan_of(const PlanQuestion& question) {
                     .tokens = question.tokens,
                     .machine = question.machine,
                     .layout = question.layout,
+                    .disturbance = question.disturbance,
                     .rows = ranked_rows(question),
                     .zero_table = zero_table(question)};
+  if (question.disturbance != StepDisturbance{})
+    for (PlanRow& row : report.rows)
+      row.disturbed = predict_time(row.prediction, speeds_for(question, question.tokens), question.disturbance);
   if (report.best() == nullptr) return report;
   report.overrun = overrun_of_plan(report.best()->prediction, speeds_for(question, question.tokens));
   report.what_ifs = what_ifs(question);

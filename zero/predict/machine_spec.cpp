@@ -12,6 +12,7 @@ namespace hoist {
 namespace {
 
 constexpr double kGigabyte = 1e9;
+constexpr double kMicrosecond = 1e-6;
 constexpr double kGibibyte = 1024.0 * 1024 * 1024;
 constexpr double kSecondsAnHour = 3600;
 
@@ -67,7 +68,10 @@ StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout) {
           .device_to_host = spec.device.device_to_host_gb_per_s * kGigabyte,
           .wire = wire_speed(spec.network, layout),
           .host_memory = spec.host.update_gb_per_s * share,
-          .device_memory = spec.device.memory_gb_per_s * kGigabyte};
+          .device_memory = spec.device.memory_gb_per_s * kGigabyte,
+          .nvme_latency = spec.drives.latency_us * kMicrosecond,
+          .copy_latency = spec.device.copy_latency_us * kMicrosecond,
+          .wire_latency = spec.network.latency_us * kMicrosecond};
 }
 
 double drive_bytes(const MachineSpec& spec, const RankLayout& layout) {
