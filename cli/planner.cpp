@@ -38,7 +38,8 @@ EngineOptions placed(const PlanQuestion& question, Placement parameters, Placeme
   engine.micro_batches_max = static_cast<unsigned>(config.training.gradient_accumulation_steps.value_or(1));
   engine.parameters = parameters;
   engine.optimizer = optimizer;
-  if (!question.has_config) engine.optimizer_pinned_fraction = engine.parameters_pinned_fraction = std::nullopt;
+  if (!is_given(config, "hoist.optimizer_pinned_fraction")) engine.optimizer_pinned_fraction.reset();
+  if (!is_given(config, "hoist.parameters_pinned_fraction")) engine.parameters_pinned_fraction.reset();
   if (needs_store(engine) && engine.store_directory.empty()) engine.store_directory = "planned";
   // The default durability of a configuration with this placement, if its own placement needs no store.
   if (needs_store(engine) && !is_given(config, "hoist.durability")) engine.durability = tiers::Durability::step;
