@@ -120,16 +120,21 @@ StepSpeeds speeds_for(const PlanQuestion& question, double tokens) {
   return speeds;
 }
 
+void take(PlannedStep step, PlanRow& row) {
+  row.engine = std::move(step.engine);
+  row.prediction = std::move(step.prediction);
+  row.time = step.time;
+}
+
+StepQuestion step_question(const PlanQuestion& question, const ProgramMemory& program) {
+  return {question.runtime, question.model.model, question.world_size, program, speeds_for(question, question.tokens)};
+}
+
 PlanRow row_of(const PlanQuestion& question, const EngineOptions& engine) {
   PlanRow row{.engine = engine};
   row.refusal = refusal_of(engine, question.runtime, question.world_size);
   row.program = program_of(question, engine);
-  const StepSpeeds speeds = speeds_for(question, question.tokens);
-  PlannedStep step =
-      plan_step(question.runtime, engine, question.model.model, question.world_size, row.program, speeds);
-  row.engine = std::move(step.engine);
-  row.prediction = std::move(step.prediction);
-  row.time = step.time;
+  take(plan_step(step_question(question, row.program), engine), row);
   row.drive_bytes = static_cast<std::uint64_t>(drive_bytes(question.machine, question.layout));
   const EngineOptions& configured = question.config.engine;
   row.configured =
@@ -143,13 +148,16 @@ auto rank_of(const PlanRow& row) {
                     row.prediction.nvme_bytes);
 }
 
-// The best of a placement's variants.
+// The best of a placement's variants; it is never slower than fetching on demand.
 PlanRow best_row(const PlanQuestion& question, Placement parameters, Placement optimizer) {
   std::optional<PlanRow> best;
   for (const EngineOptions& engine : variants_of(question, placed(question, parameters, optimizer))) {
     PlanRow row = row_of(question, engine);
     if (!best || rank_of(row) < rank_of(*best)) best = std::move(row);
   }
+  take(faster_of_ahead_and_on_demand(step_question(question, best->program),
+                                     {best->engine, best->prediction, best->time}),
+       *best);
   return *best;
 }
 

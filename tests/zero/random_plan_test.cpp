@@ -163,7 +163,8 @@ TEST(RandomPlan, IsValidAndNotSlowerThanFetchingOnDemand) {
     if (!one) continue;
     const auto& [model, runtime, engine, speeds, program, world_size] = *one;
     const std::string where = fmt::format("HOIST_TEST_FIRST_SEED={} HOIST_TEST_PLANS=1", seed);
-    const PlannedStep plan = plan_step(runtime, engine, model, world_size, program, speeds);
+    const StepQuestion question{runtime, model, world_size, program, speeds};
+    const PlannedStep plan = faster_of_ahead_and_on_demand(question, plan_step(question, engine));
     if (!plan.prediction.fits()) continue;
     ++planned;
     EXPECT_EQ(overrun_of_plan(plan.prediction, speeds), "") << where;

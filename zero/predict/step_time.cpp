@@ -164,18 +164,18 @@ StepTime predict_time(const Prediction& prediction, const StepSpeeds& planned, c
   return time;
 }
 
-PlannedStep plan_step(const RuntimeOptions& runtime, EngineOptions engine, const Model& model, int world_size,
-                      const ProgramMemory& program, const StepSpeeds& speeds) {
-  const auto step = [&](const EngineOptions& options) {
-    Prediction prediction = predict(runtime, options, model, world_size, program);
-    StepTime time = predict_time(prediction, speeds);
-    return PlannedStep{options, std::move(prediction), time};
-  };
-  PlannedStep ahead = step(engine);
+PlannedStep plan_step(const StepQuestion& question, EngineOptions engine) {
+  Prediction prediction = predict(question.runtime, engine, question.model, question.world_size, question.program);
+  const StepTime time = predict_time(prediction, question.speeds);
+  return {std::move(engine), std::move(prediction), time};
+}
+
+PlannedStep faster_of_ahead_and_on_demand(const StepQuestion& question, PlannedStep ahead) {
   // Fetching on demand moves no fewer bytes, so that no schedule of it takes less than this bound.
-  if (engine.prefetch_elements == 0 || ahead.time.expected_seconds <= ahead.time.least_seconds) return ahead;
+  if (ahead.engine.prefetch_elements == 0 || ahead.time.expected_seconds <= ahead.time.least_seconds) return ahead;
+  EngineOptions engine = ahead.engine;
   engine.prefetch_elements = 0;
-  PlannedStep on_demand = step(engine);
+  PlannedStep on_demand = plan_step(question, std::move(engine));
   constexpr double kRounding = 1 - 1e-9;  // of sums: such times are equal
   return on_demand.time.expected_seconds < kRounding * ahead.time.expected_seconds ? on_demand : ahead;
 }

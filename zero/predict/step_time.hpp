@@ -13,7 +13,7 @@
 //                          what the pinned memory for state in transit holds at each.
 //
 // Threading  Pure functions.
-// Main path  plan_step; or predict, then predict_time
+// Main path  predict -> predict_time, or both as plan_step -> faster_of_ahead_and_on_demand
 #pragma once
 
 #include <array>
@@ -84,15 +84,24 @@ struct StepTime {
 };
 StepTime predict_time(const Prediction& prediction, const StepSpeeds& speeds, const StepDisturbance& disturbance = {});
 
-// A step whose units are fetched ahead as `engine` says or, if that is slower on links of these speeds, each when it is
-// needed: `engine` in the answer then has prefetch_elements 0. So a planned step is never slower than one on demand.
+// What a step is planned for.
+struct StepQuestion {
+  const RuntimeOptions& runtime;
+  const Model& model;
+  int world_size = 1;
+  ProgramMemory program{};
+  StepSpeeds speeds{};
+};
 struct PlannedStep {
   EngineOptions engine;
   Prediction prediction;
   StepTime time;
 };
-PlannedStep plan_step(const RuntimeOptions& runtime, EngineOptions engine, const Model& model, int world_size,
-                      const ProgramMemory& program, const StepSpeeds& speeds);
+// As the engine carries it out: units are fetched ahead.
+PlannedStep plan_step(const StepQuestion& question, EngineOptions engine);
+// This step or, if that is faster on these links, the one that fetches each unit when it is needed: `engine` then has
+// prefetch_elements 0. So the result is never slower than fetching on demand.
+PlannedStep faster_of_ahead_and_on_demand(const StepQuestion& question, PlannedStep ahead);
 
 // Whether the plan of a step ever holds more than the memory plan has: a sentence, empty if it does not.
 std::string overrun_of_plan(const Prediction& prediction, const StepSpeeds& speeds);
