@@ -18,6 +18,7 @@
 #include "plan_report.hpp"
 #include "planner.hpp"
 #include "replace_file.hpp"
+#include "strict_json.hpp"
 #include "this_machine.hpp"
 
 namespace hoist::cli {
@@ -38,16 +39,6 @@ struct PlanArguments {
 
   bool is_this_machine() const { return machine == "this"; }
 };
-
-// Errors of a file's content with the file's name.
-template <typename Read>
-auto about(const std::string& path, const Read& read) {
-  try {
-    return read();
-  } catch (const ConfigError& error) {
-    throw UsageError(fmt::format("{}: {}", path, error.what()));
-  }
-}
 
 MachineSpec machine_of(const PlanArguments& arguments) {
   if (arguments.machine.empty()) {
@@ -71,17 +62,15 @@ RuntimeOptions runtime_of(const PlanArguments& arguments, const PlanQuestion& qu
     runtime.device_memory_bytes = bytes_of("--device-memory", arguments.device_memory);
   if (!arguments.pinned_memory.empty())
     runtime.pinned_memory_bytes = bytes_of("--pinned-memory", arguments.pinned_memory);
+  if (!arguments.is_this_machine()) return choose_on(question.machine, question.layout, runtime).runtime;
   runtime.local_ranks = question.layout.ranks_per_node;
-  if (!runtime.device)
-    runtime.device = question.machine.gpus_per_node > 0 ? platform::DeviceKind::cuda : platform::DeviceKind::host;
-  const Machine machine =
-      arguments.is_this_machine() ? this_machine(runtime) : node_of(question.machine, question.layout);
-  return choose(runtime, machine).runtime;
+  return choose_for_this_machine(runtime).runtime;
 }
 
 PlanQuestion question_of(const PlanArguments& arguments) {
   const bool has_config = !arguments.config.empty();
-  PlanQuestion question{.config = has_config ? Config::load(arguments.config) : Config::parse("{}", "defaults"),
+  PlanQuestion question{.config = has_config ? Config::load(arguments.config, RunLength::left_to_the_trainer)
+                                             : Config::parse("{}", "defaults"),
                         .has_config = has_config,
                         .model = {},
                         .machine = machine_of(arguments),
@@ -108,7 +97,7 @@ int write_config(const PlanArguments& arguments, const PlanQuestion& question, c
   const std::string base =
       question.has_config ? read_file(arguments.config, "name the configuration to start from") : "{}\n";
   const std::string text = planned_config(question, *report.best(), base);
-  static_cast<void>(Config::parse(text, arguments.write));
+  static_cast<void>(Config::parse(text, arguments.write, RunLength::left_to_the_trainer));
   replace_file(arguments.write, text);
   say("\nwritten to {}\n", arguments.write);
   return kOk;

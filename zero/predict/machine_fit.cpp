@@ -42,7 +42,7 @@ void add_budget_problem(const char* key, const Prediction::Tier& tier, MachineFi
 }  // namespace
 
 MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const EngineOptions& engine,
-                       const Machine& machine) {
+                       const Machine& machine, std::optional<std::uint64_t> drive_bytes) {
   MachineFit fit{.ranks = machine.processes};
   const auto ranks = static_cast<std::uint64_t>(machine.processes);
   const bool on_gpu = runtime.device == platform::DeviceKind::cuda;
@@ -56,9 +56,10 @@ MachineFit machine_fit(const Prediction& p, const RuntimeOptions& runtime, const
   fit.memories.push_back({"host memory", ranks * (p.pinned.least_bytes + device_part * p.device.least_bytes),
                           ranks * (p.pinned.bytes + device_part * p.device.bytes), machine.host.free_bytes,
                           placement_remedy(engine)});
-  if (p.nvme_bytes > 0 && !has_files(engine.store_directory)) {
-    std::uint64_t free = free_space(engine.store_directory);
-    for (const std::string& directory : engine.stripe_directories) free += free_space(directory);
+  if (p.nvme_bytes > 0 && (drive_bytes || !has_files(engine.store_directory))) {
+    std::uint64_t free = drive_bytes ? *drive_bytes : free_space(engine.store_directory);
+    if (!drive_bytes)
+      for (const std::string& directory : engine.stripe_directories) free += free_space(directory);
     fit.memories.push_back({"NVMe at " + engine.store_directory, ranks * p.nvme_bytes, ranks * p.nvme_bytes, free,
                             "name a larger drive, or several, in nvme_path"});
   }

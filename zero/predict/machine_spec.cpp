@@ -59,6 +59,13 @@ Machine node_of(const MachineSpec& spec, const RankLayout& layout) {
           .processes = layout.ranks_per_node};
 }
 
+ChosenOptions choose_on(const MachineSpec& spec, const RankLayout& layout, RuntimeOptions options) {
+  options.local_ranks = layout.ranks_per_node;
+  if (!options.device)
+    options.device = spec.gpus_per_node > 0 ? platform::DeviceKind::cuda : platform::DeviceKind::host;
+  return choose(options, node_of(spec, layout));
+}
+
 StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout) {
   const double share = kGigabyte / layout.ranks_per_node;
   return {.nvme_read = spec.drives.count * spec.drives.read_gb_per_s * share,

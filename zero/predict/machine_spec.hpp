@@ -71,6 +71,8 @@ int largest_world(const MachineSpec& spec);
 
 // One node of the machine, as choose() in zero/machine.hpp takes it, so that budgets are those of a run there.
 Machine node_of(const MachineSpec& spec, const RankLayout& layout);
+// The options as a run on this node chooses them; `device` too, if they leave it open.
+ChosenOptions choose_on(const MachineSpec& spec, const RankLayout& layout, RuntimeOptions options);
 // The speeds of one rank. `compute_seconds` stays 0.
 StepSpeeds speeds_of(const MachineSpec& spec, const RankLayout& layout);
 // Space and endurance of a rank's part of the drives.
