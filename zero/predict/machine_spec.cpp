@@ -63,6 +63,7 @@ ChosenOptions choose_on(const MachineSpec& spec, const RankLayout& layout, Runti
   options.local_ranks = layout.ranks_per_node;
   if (!options.device)
     options.device = spec.gpus_per_node > 0 ? platform::DeviceKind::cuda : platform::DeviceKind::host;
+  if (options.update_threads == 0) options.update_threads = 1;  // the file does not say how many processors there are
   return choose(options, node_of(spec, layout));
 }
 
