@@ -157,20 +157,22 @@ std::string what_ifs_text(const PlanReport& report, const PlanRow& best) {
   return text;
 }
 
-// "one drive 2 times slower, each transfer and kernel up to 10 % longer".
+// "one drive takes 2 times as long, each transfer and kernel takes up to 10 % longer".
 std::string disturbance_name(const StepDisturbance& disturbance) {
   std::vector<std::string> parts;
-  if (disturbance.slow_drive > 1) parts.push_back(fmt::format("one drive {:g} times slower", disturbance.slow_drive));
-  if (disturbance.slow_rank > 1) parts.push_back(fmt::format("one rank {:g} times slower", disturbance.slow_rank));
+  if (disturbance.slow_drive > 1)
+    parts.push_back(fmt::format("one drive takes {:g} times as long", disturbance.slow_drive));
+  if (disturbance.slow_rank > 1)
+    parts.push_back(fmt::format("one rank takes {:g} times as long", disturbance.slow_rank));
   if (disturbance.noise > 0)
-    parts.push_back(fmt::format("each transfer and kernel up to {:g} % longer", 100 * disturbance.noise));
+    parts.push_back(fmt::format("each transfer and kernel takes up to {:g} % longer", 100 * disturbance.noise));
   return fmt::format("{}", fmt::join(parts, ", "));
 }
 
 std::string disturbance_text(const PlanReport& report, const PlanRow& best) {
   if (!best.disturbed) return "";
   const double planned = best.time.expected_seconds, disturbed = best.disturbed->expected_seconds;
-  return fmt::format("  with {}: {} a step, {:.1f} % more, {} busiest\n", disturbance_name(report.disturbance),
+  return fmt::format("  if {}: {} a step, {:.1f} % more, {} busiest\n", disturbance_name(report.disturbance),
                      seconds_text(disturbed), 100 * (disturbed / planned - 1), resource_name(best.disturbed->limit));
 }
 
